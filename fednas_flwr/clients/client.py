@@ -1,0 +1,107 @@
+"""One data owner: its records, its device, and the networks it has built so far."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fednas_flwr.data.loaders import ClientData, Split, augment, concat_splits, epoch_batches
+from fednas_flwr.errors import unknown_choice
+from fednas_flwr.exchange.messages import Header
+from fednas_flwr.exchange.states import Packed, load_states
+from fednas_flwr.randomness import make_generator
+from fednas_flwr.search.training import Batch
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What :func:`fednas_flwr.data.loaders.augment` does to training batches."""
+
+    crop_padding: int
+    flip: bool
+    cutout: int
+
+
+@dataclass(frozen=True)
+class Client:
+    """What a verb works with.
+
+    Attributes:
+        index: Index of the client, from 0.
+        seed: The run's seed; every draw comes from (seed, round, client, purpose).
+        data: The client's own records, split into train, validation and test.
+        class_names: Names of the classes, the same for all clients.
+        device: Where tensors live during a verb.
+        threads: torch's threads during a verb; equal in every runtime, so that sums are equal.
+        make_network: Builds a network from its description on the CPU.
+        augmentation: Applied to training batches.
+        networks: The networks built so far, shared by the clients of one process.
+        tag: What the site calls itself; empty when it does not.
+    """
+
+    index: int
+    seed: int
+    data: ClientData
+    class_names: tuple[str, ...]
+    device: torch.device
+    threads: int
+    make_network: Callable[[Mapping[str, Any]], nn.Module]
+    augmentation: Augmentation
+    networks: dict[str, nn.Module] = field(default_factory=dict)
+    tag: str = ""
+
+    def network(
+        self, description: Mapping[str, Any], states: Mapping[str, Packed] | None = None
+    ) -> nn.Module:
+        """Return the network of ``description`` on the client's device, with ``states`` loaded."""
+        key = json.dumps(description, sort_keys=True)
+        if key not in self.networks:
+            # A supernet is used again every round; of derived networks only the newest one is.
+            for old in [k for k in self.networks if '"supernet"' not in k]:
+                del self.networks[old]
+            self.networks[key] = self.make_network(description).to(self.device)
+        network = self.networks[key]
+        if states is not None:
+            load_states(network, states)
+        return network
+
+    def split(self, name: str) -> Split:
+        """Return one split; ``train+validation`` is what retraining uses."""
+        splits = {
+            "train": lambda: self.data.train,
+            "validation": lambda: self.data.validation,
+            "test": lambda: self.data.test,
+            "train+validation": lambda: concat_splits(self.data.train, self.data.validation),
+        }
+        if name not in splits:
+            raise unknown_choice("split", name, splits)
+        return splits[name]()
+
+    def generator(self, header: Header, *purpose: int | str) -> torch.Generator:
+        """Return the generator of one purpose in one exchange of this client."""
+        return make_generator(self.seed, header.stage, header.round, self.index, *purpose)
+
+    def epoch(
+        self, split: Split, *, batch_size: int | None, generator: torch.Generator
+    ) -> Iterator[Batch]:
+        """Yield augmented training batches of one shuffled pass over ``split``."""
+        for indices in epoch_batches(len(split), batch_size=batch_size, generator=generator):
+            x, y = split.batch(indices, self.device)
+            yield self.augmented(x, generator), y
+
+    def augmented(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Return the batch ``x`` augmented as the data set's settings say."""
+        if x.dim() != 4:
+            return x
+        return augment(
+            x,
+            generator=generator,
+            crop_padding=self.augmentation.crop_padding,
+            flip=self.augmentation.flip,
+            cutout=self.augmentation.cutout,
+        )

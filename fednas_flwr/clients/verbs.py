@@ -1,0 +1,252 @@
+"""The verbs: every way in which something of a client's data can leave it (DESIGN.md, section 3).
+
+Each takes the client and the request and returns the reply; none keeps anything between calls.
+:func:`answer` is the one entrance for all runtimes.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fednas_flwr
+from fednas_flwr.clients.client import Client
+from fednas_flwr.data.loaders import step_batch
+from fednas_flwr.errors import unknown_choice
+from fednas_flwr.evaluation.metrics import evaluate
+from fednas_flwr.exchange.messages import Reply, Request
+from fednas_flwr.exchange.states import Layout, Tensors, network_states, pack, unpack
+from fednas_flwr.randomness import derive_seed
+from fednas_flwr.search.architect import alpha_gradient_sum, second_order_gradient
+from fednas_flwr.search.local_search import search_epoch
+from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.search.training import (
+    Batch,
+    Tally,
+    make_adam,
+    make_sgd,
+    periodic_gradient,
+    train_epoch,
+    weight_gradient_sum,
+)
+from fednas_flwr.search_spaces.space import Supernet
+
+SUPERNET = {"name": "supernet"}
+
+
+def answer(client: Client, request: Request) -> Reply:
+    """Return the reply to ``request``, computed with the client's threads and its own randomness.
+
+    torch's global generator is seeded from (seed, stage, round, client, verb), for layers that
+    cannot take a generator (drop-path, dropout), and restored afterwards.
+
+    Raises:
+        ConfigError: The verb is unknown.
+        ValueError: The request does not fit the verb.
+    """
+    if request.verb not in VERBS:
+        raise unknown_choice("verb", request.verb, VERBS)
+    header = request.header
+    threads = torch.get_num_threads()
+    torch.set_num_threads(client.threads)
+    try:
+        with torch.random.fork_rng(enabled=True):
+            purpose = (header.stage, header.round, client.index, request.verb)
+            torch.manual_seed(derive_seed(client.seed, *purpose))
+            return VERBS[request.verb](client, request)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def describe(client: Client, request: Request) -> Reply:
+    """``query.describe``: who the client is and how much data it has."""
+    data = client.data
+    splits = {"train": data.train, "validation": data.validation, "test": data.test}
+    counts = torch.zeros(len(client.class_names), dtype=torch.int64)
+    for split in splits.values():
+        counts += torch.bincount(split.labels[split.rows], minlength=len(counts))
+    facts: dict[str, Any] = {
+        "client": client.index,
+        "tag": client.tag,
+        "hardware": f"{client.device.type} {platform.machine()}",
+        "versions": {"fednas_flwr": fednas_flwr.__version__, "torch": torch.__version__},
+        "class_names": list(client.class_names),
+        "class_counts": counts.tolist(),
+        "splits": {name: len(split) for name, split in splits.items()},
+    }
+    return Reply(num_examples=max(1, int(counts.sum())), facts=facts)
+
+
+def weight_gradient(client: Client, request: Request) -> Reply:
+    """``train.weight_gradient``: the sum over a batch of gradients of the weights.
+
+    ``num_examples`` is the batch size B_k by which the server divides.
+    """
+    supernet = _supernet(client, request).train()
+    settings = request.settings
+    tally = Tally()
+    gradients, batch_size = periodic_gradient(
+        lambda batch: weight_gradient_sum(supernet, batch, tally),
+        supernet.weights(),
+        _step_batches(client, request, "train"),
+        local_lr=settings["local_lr"],
+    )
+    states = {"weights": gradients} | _buffers(supernet)
+    metrics = {"train_loss": tally.loss, "train_accuracy": tally.accuracy}
+    return _reply(batch_size, states, metrics)
+
+
+def alpha_gradient(client: Client, request: Request) -> Reply:
+    """``train.alpha_gradient``: the same for the alphas, on validation records.
+
+    Of second order the gradient is of batch means (Eq. 5) and returned times B_k, so that the
+    server divides in the same way.
+    """
+    supernet = _supernet(client, request).train()
+    settings = request.settings
+    batches = _step_batches(client, request, "validation")
+    tally = Tally()
+
+    def first_order(batch: Batch) -> dict[str, Tensor]:
+        gradients, losses = alpha_gradient_sum(supernet, batch)
+        tally.add(losses, None, batch[1])
+        return gradients
+
+    def second_order(batch: Batch) -> dict[str, Tensor]:
+        layout = Layout.of(network_states(supernet)["weights"])
+        previous = unpack(request.states["previous_weights"], layout)
+        gradients, losses = second_order_gradient(
+            supernet,
+            weights={name: weight.to(client.device) for name, weight in previous.items()},
+            virtual_weights=supernet.weights(),
+            train_batch=next(_step_batches(client, request, "train")),
+            validation_batch=batch,
+            inner_lr=settings["inner_lr"],
+        )
+        tally.add(losses, None, batch[1])
+        return {kind: gradient * len(batch[1]) for kind, gradient in gradients.items()}
+
+    gradients, batch_size = periodic_gradient(
+        first_order if settings["order"] == 1 else second_order,
+        supernet.alphas(),
+        batches,
+        local_lr=settings["local_lr"],
+    )
+    return _reply(batch_size, {"alphas": gradients}, {"validation_loss": tally.loss})
+
+
+def search(client: Client, request: Request) -> Reply:
+    """``train.search``: weights, alphas and buffers after local epochs of search."""
+    supernet = _supernet(client, request)
+    settings = request.settings
+    sgd, adam = SGD(**settings["weights"]), Adam(**settings["alphas"])
+    weight_optimizer = make_sgd(supernet.weights().values(), sgd)
+    alpha_optimizer = make_adam(supernet.alphas().values(), adam)
+    train, validation = client.data.train, client.data.validation
+    generator = client.generator(request.header, "search")
+    for _ in range(settings["local_epochs"]):
+        train_tally, validation_tally = search_epoch(
+            supernet,
+            client.epoch(train, batch_size=settings["batch_size"], generator=generator),
+            chain.from_iterable(  # as many passes as the training batches need
+                client.epoch(validation, batch_size=settings["batch_size"], generator=generator)
+                for _ in iter(int, 1)
+            ),
+            rule=settings["rule"],
+            validation_weight=settings["validation_weight"],
+            weight_settings=sgd,
+            weight_optimizer=weight_optimizer,
+            alpha_optimizer=alpha_optimizer,
+        )
+    metrics = {
+        "train_loss": train_tally.loss,
+        "train_accuracy": train_tally.accuracy,
+        "validation_loss": validation_tally.loss,
+    }
+    return _reply(len(train), _states(supernet), metrics)
+
+
+def weights(client: Client, request: Request) -> Reply:
+    """``train.weights``: the weights of a network after local epochs."""
+    settings = request.settings
+    network = client.network(settings["network"], request.states)
+    network.drop_path_prob = settings["drop_path_prob"]
+    split = client.split(settings["split"])
+    sgd = SGD(**settings["weights"])
+    optimizer = make_sgd(network.parameters(), sgd)
+    generator = client.generator(request.header, "weights")
+    for _ in range(settings["local_epochs"]):
+        tally = train_epoch(
+            network,
+            client.epoch(split, batch_size=settings["batch_size"], generator=generator),
+            optimizer=optimizer,
+            clip_norm=sgd.clip_norm,
+            auxiliary_weight=settings["auxiliary_weight"],
+        )
+    metrics = {"train_loss": tally.loss, "train_accuracy": tally.accuracy}
+    return _reply(len(split), _states(network), metrics)
+
+
+def model(client: Client, request: Request) -> Reply:
+    """``evaluate.model``: loss and accuracy of a network or supernet on one of the splits."""
+    network = client.network(request.settings["network"], request.states)
+    split = client.split(request.settings["split"])
+    metrics = evaluate(network, split, client.device)
+    return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
+
+
+VERBS: dict[str, Callable[[Client, Request], Reply]] = {
+    "query.describe": describe,
+    "train.weight_gradient": weight_gradient,
+    "train.alpha_gradient": alpha_gradient,
+    "train.search": search,
+    "train.weights": weights,
+    "evaluate.model": model,
+}
+
+
+def _supernet(client: Client, request: Request) -> Supernet:
+    states = {name: s for name, s in request.states.items() if name != "previous_weights"}
+    network = client.network(SUPERNET, states)
+    assert isinstance(network, Supernet)
+    return network
+
+
+def _step_batches(client: Client, request: Request, split_name: str) -> Iterator[Batch]:
+    """Yield the batches of one exchange: the next ``local_steps`` of an endless epoch sequence."""
+    settings, split = request.settings, client.split(split_name)
+    local_steps = settings["local_steps"]
+    generator = client.generator(request.header, split_name)
+    for step in range(settings["step"] * local_steps, (settings["step"] + 1) * local_steps):
+        indices = step_batch(
+            len(split),
+            batch_size=settings["batch_size"],
+            step=step,
+            seed=client.seed,
+            purpose=("batches", split_name, client.index),
+        )
+        x, y = split.batch(indices, client.device)
+        yield client.augmented(x, generator), y
+
+
+def _states(network: torch.nn.Module) -> dict[str, Tensors]:
+    return {name: state for name, state in network_states(network).items() if state}
+
+
+def _buffers(network: torch.nn.Module) -> dict[str, Tensors]:
+    buffers = network_states(network)["buffers"]
+    return {"buffers": buffers} if buffers else {}
+
+
+def _reply(num_examples: float, states: dict[str, Tensors], metrics: dict[str, float]) -> Reply:
+    return Reply(
+        num_examples=num_examples,
+        metrics=metrics,
+        states={name: pack(tensors) for name, tensors in states.items()},
+        digests={name: Layout.of(tensors).digest for name, tensors in states.items()},
+    )

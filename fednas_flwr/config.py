@@ -1,0 +1,405 @@
+"""The settings of a run as frozen dataclasses, each checked when it is made.
+
+Hydra composes ``conf/``; :func:`parse_config` turns the result into one :class:`Config` at once, so
+that a wrong value ends the run before any client starts. Every default stands in ``conf/``, none
+here. The same tree as JSON (:func:`dump_config`) is what travels to other processes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.search.settings import RULES, SGD, Adam, check_range
+
+STAGES = ("search", "retrain", "evaluate", "export")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def conf_folder() -> Path:
+    """Return the folder of Hydra's groups: in the wheel, else beside the package."""
+    packaged = Path(__file__).parent / "conf"
+    return packaged if packaged.is_dir() else Path(__file__).parent.parent / "conf"
+
+
+@dataclass(frozen=True)
+class LocalSearch:
+    """Federated DARTS and FedNAS: local epochs, then averaging."""
+
+    name: str
+    rule: str
+    local_epochs: int
+    batch_size: int
+    validation_weight: float
+    weights: SGD
+    alphas: Adam
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.rule not in RULES:
+            raise unknown_choice("algorithm.rule", self.rule, RULES)
+        check_range(self.local_epochs >= 1, "algorithm.local_epochs", self.local_epochs, "1 or more")
+        check_range(self.batch_size >= 1, "algorithm.batch_size", self.batch_size, "1 or more")
+
+
+@dataclass(frozen=True)
+class GradientSearch:
+    """Vanilla NAS and FNAS: two gradient exchanges per iteration."""
+
+    name: str
+    order: int
+    reduce: str
+    local_steps: int
+    batch_size: int | None
+    evaluate_every: int
+    weights: SGD
+    alphas: Adam
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_range(self.order in (1, 2), "algorithm.order", self.order, "1 or 2")
+        if self.reduce not in ("mean", "sum"):
+            raise unknown_choice("algorithm.reduce", self.reduce, ("mean", "sum"))
+        check_range(self.local_steps >= 1, "algorithm.local_steps", self.local_steps, "1 or more")
+        check_range(
+            self.batch_size is None or self.batch_size >= 1,
+            "algorithm.batch_size",
+            self.batch_size,
+            "1 or more, or null for all of a client's records",
+        )
+        check_range(self.evaluate_every >= 0, "algorithm.evaluate_every", self.evaluate_every, "0 or more")
+        if self.order == 2 and self.local_steps > 1:
+            raise ConfigError(
+                f"algorithm.order=2 with algorithm.local_steps={self.local_steps} is not defined: "
+                "the second-order correction is for one step; set one of the two to 1."
+            )
+
+
+@dataclass(frozen=True)
+class RandomSearch:
+    """Random search: each round trains one random network a little and ranks it."""
+
+    name: str
+    trial_rounds: int
+    local_epochs: int
+    batch_size: int
+    weights: SGD
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_range(self.trial_rounds >= 0, "algorithm.trial_rounds", self.trial_rounds, "0 or more")
+        check_range(self.local_epochs >= 1, "algorithm.local_epochs", self.local_epochs, "1 or more")
+        check_range(self.batch_size >= 1, "algorithm.batch_size", self.batch_size, "1 or more")
+
+
+@dataclass(frozen=True)
+class FixedNetwork:
+    """No search: FedAvg trains a network that is given by name."""
+
+    name: str
+    network: str
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Which records there are, how they are read, and how each client splits its own.
+
+    The keys from ``image_size`` on are for some readers only; ``data.datasets.prepare`` explains
+    all that it takes and refuses what has no effect.
+
+    Attributes:
+        cache: Folder of prepared tensors.
+        fractions: Shares of train, validation and test of each client's records.
+        split_key: The site's secret text that fixes which record goes where.
+        crop_padding: Training images are shifted by up to so many pixels.
+        flip: Training images are mirrored at random.
+        cutout: Side of the square that is blanked in training images, in pixels.
+        linear_baseline: Whether a simulation also reports pooled logistic regression.
+    """
+
+    name: str
+    root: str | None
+    download: bool
+    cache: str
+    server_test: bool
+    limit_train: int | None
+    limit_test: int | None
+    fractions: dict[str, float]
+    split_key: str
+    mean: list[float]
+    std: list[float]
+    crop_padding: int
+    flip: bool
+    cutout: int
+    linear_baseline: bool
+    image_size: int | None
+    channels: int | None
+    class_names: list[str]
+    label: str
+    id_column: str | None
+    numeric: list[str]
+    categorical: list[str]
+    categories: dict[str, list[str]]
+    ignore: list[str]
+    statistics: dict[str, list[float]]
+
+    def __post_init__(self) -> None:
+        """Check the ranges that no reader checks."""
+        for key in ("limit_train", "limit_test"):
+            value = getattr(self, key)
+            check_range(value is None or value >= 1, f"dataset.{key}", value, "1 or more, or null")
+        for key in ("crop_padding", "cutout"):
+            value = getattr(self, key)
+            check_range(value >= 0, f"dataset.{key}", value, "0 or more")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which client holds which records; see ``data.partitioners.partition``.
+
+    Attributes:
+        seed: Of the random divisions. Not the run's seed: parties keep their records over runs.
+        file: A saved partition.json to use instead.
+    """
+
+    name: str
+    seed: int
+    file: str | None
+    alpha: float
+    min_size: int
+    groups: list[list[int]]
+    clients_per_group: list[int]
+    fractions: list[float]
+    column: str | None
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """A search space and the sizes of its supernet."""
+
+    name: str
+    channels: int
+    num_cells: int
+    norm: str
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_range(self.channels >= 1, "search_space.channels", self.channels, "1 or more")
+        check_range(self.num_cells >= 1, "search_space.num_cells", self.num_cells, "1 or more")
+        if self.norm not in ("batch", "group"):
+            raise unknown_choice("search_space.norm", self.norm, ("batch", "group"))
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """``none``: clients return exact gradients, weights and metrics."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where the clients run, and how long the server waits for them.
+
+    Attributes:
+        name: inline, ray or deployment.
+        quorum: Share of the clients that must answer every exchange.
+        deadline_s: Seconds the server waits for the replies of one exchange.
+        connect_s: Seconds the server waits for clients to appear.
+        ray_address: Address of a Ray cluster that runs already; null starts one.
+        client_cpus: CPUs of one Ray actor.
+        client_gpus: GPUs of one Ray actor, may be a fraction.
+        superlink: Name of the SuperLink in Flower's configuration.
+    """
+
+    name: str
+    quorum: float
+    deadline_s: float
+    connect_s: float
+    ray_address: str | None
+    client_cpus: float
+    client_gpus: float
+    superlink: str | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_range(0 < self.quorum <= 1, "runtime.quorum", self.quorum, "above 0, at most 1")
+        check_range(self.deadline_s > 0, "runtime.deadline_s", self.deadline_s, "seconds above 0")
+        check_range(self.connect_s > 0, "runtime.connect_s", self.connect_s, "seconds above 0")
+        check_range(self.client_cpus > 0, "runtime.client_cpus", self.client_cpus, "a number above 0")
+        check_range(self.client_gpus >= 0, "runtime.client_gpus", self.client_gpus, "0 or more")
+
+
+@dataclass(frozen=True)
+class Retrain:
+    """FedAvg training of the derived or given network from scratch."""
+
+    rounds: int
+    local_epochs: int
+    batch_size: int
+    channels: int
+    num_cells: int
+    norm: str
+    auxiliary_weight: float
+    drop_path_prob: float
+    weights: SGD
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for key in ("rounds", "local_epochs", "batch_size", "channels", "num_cells"):
+            value = getattr(self, key)
+            check_range(value >= 1, f"retrain.{key}", value, "1 or more")
+        check_range(
+            0 <= self.drop_path_prob < 1, "retrain.drop_path_prob", self.drop_path_prob, "0 to below 1"
+        )
+        check_range(
+            self.auxiliary_weight >= 0, "retrain.auxiliary_weight", self.auxiliary_weight, "0 or more"
+        )
+        if self.norm not in ("batch", "group"):
+            raise unknown_choice("retrain.norm", self.norm, ("batch", "group"))
+
+
+ALGORITHMS: dict[str, type] = {
+    "fed_darts": LocalSearch,
+    "fednas": LocalSearch,
+    "fnas": GradientSearch,
+    "vanilla_nas": GradientSearch,
+    "random_search": RandomSearch,
+    "fedavg": FixedNetwork,
+}
+Algorithm = LocalSearch | GradientSearch | RandomSearch | FixedNetwork
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run. ``run_dir`` is the run folder; ``threads`` are torch's threads per client."""
+
+    algorithm: Algorithm
+    dataset: Dataset
+    partition: Partition
+    search_space: SearchSpace
+    privacy: Privacy
+    runtime: Runtime
+    retrain: Retrain
+    run_dir: str | None
+    seed: int
+    device: str
+    threads: int
+    clients: int
+    rounds: int
+    stages: list[str]
+    genotype: str | None
+    tensorboard: bool
+
+    def __post_init__(self) -> None:
+        """Check single values, then combinations that make no sense together."""
+        check_range(self.seed >= 0, "seed", self.seed, "0 or more")
+        check_range(self.threads >= 1, "threads", self.threads, "1 or more")
+        check_range(self.clients >= 1, "clients", self.clients, "1 or more")
+        check_range(self.rounds >= 1, "rounds", self.rounds, "1 or more")
+        if self.device not in DEVICES:
+            raise unknown_choice("device", self.device, DEVICES)
+        for stage in self.stages:
+            if stage not in STAGES:
+                raise unknown_choice("stages", stage, STAGES)
+        check_range(bool(self.stages), "stages", self.stages, f"at least one of {', '.join(STAGES)}")
+        if self.algorithm.name == "vanilla_nas" and self.clients != 1:
+            raise ConfigError(
+                f"algorithm=vanilla_nas with clients={self.clients}: vanilla NAS has one party; "
+                "set clients=1 or algorithm=fnas."
+            )
+        searches = "search" in self.stages and not isinstance(self.algorithm, FixedNetwork)
+        if self.genotype is not None and searches:
+            raise ConfigError(
+                f"genotype={self.genotype} with stages={self.stages}: a genotype replaces the "
+                "search; set stages=[retrain,evaluate,export]."
+            )
+        if "retrain" in self.stages and not searches and self.genotype is None:
+            if not isinstance(self.algorithm, FixedNetwork):
+                raise ConfigError(
+                    f"stages={self.stages} without search: retraining needs a network; set "
+                    "genotype=<file> or algorithm=fedavg."
+                )
+        if not {"retrain"} & set(self.stages) and {"evaluate", "export"} & set(self.stages):
+            raise ConfigError(
+                f"stages={self.stages}: evaluate and export need the network that retrain trains; "
+                "add retrain or leave them out."
+            )
+
+
+def parse_config(tree: Mapping[str, Any]) -> Config:
+    """Return the checked configuration of a composed tree.
+
+    Raises:
+        ConfigError: A key is unknown or missing, a value has the wrong type or is out of range,
+            or two settings exclude each other.
+    """
+    algorithm = tree.get("algorithm")
+    name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm
+    if name not in ALGORITHMS:
+        raise unknown_choice("algorithm", name, ALGORITHMS)
+    config: Config = _parse(Config, tree, key="", hints={"algorithm": ALGORITHMS[name]})
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """Return the configuration as one line of JSON that :func:`load_config` reads back."""
+    return json.dumps(asdict(config), sort_keys=True)
+
+
+def load_config(text: str) -> Config:
+    """Return the configuration that :func:`dump_config` wrote."""
+    return parse_config(json.loads(text))
+
+
+def _parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any]) -> Any:
+    """Return the dataclass ``kind`` of a mapping; ``hints`` overrule its fields' types."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{key}={values} must be a group of settings.")
+    prefix = f"{key}." if key else ""
+    types = get_type_hints(kind) | hints
+    for name in values:
+        if name not in types:
+            raise unknown_choice("key", f"{prefix}{name}", [f"{prefix}{known}" for known in types])
+    parsed = {}
+    for name, hint in types.items():
+        if name not in values:
+            raise ConfigError(f"{prefix}{name} is missing: the files of conf/ must give it.")
+        parsed[name] = _convert(f"{prefix}{name}", hint, values[name])
+    return kind(**parsed)
+
+
+def _convert(key: str, hint: Any, value: Any) -> Any:
+    """Return ``value`` as the type ``hint``; the only conversion is from whole numbers to float."""
+    if is_dataclass(hint):
+        return _parse(hint, value, key=key, hints={})
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        if value is None:
+            return None
+        (hint,) = [kind for kind in arguments if kind is not type(None)]
+        return _convert(key, hint, value)
+    if origin is list and isinstance(value, Sequence) and not isinstance(value, str):
+        return [_convert(f"{key}[{i}]", arguments[0], item) for i, item in enumerate(value)]
+    if origin is dict and isinstance(value, Mapping):
+        return {str(k): _convert(f"{key}.{k}", arguments[1], item) for k, item in value.items()}
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is float and number:
+        return float(value)
+    if origin is None and isinstance(value, hint) and (number or hint not in (int, float)):
+        return value
+    raise ConfigError(f"{key}={value} has the wrong type: expected {_type_name(hint)}.")
+
+
+def _type_name(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if get_origin(hint) is list:
+        return f"a list such as [{_type_name(get_args(hint)[0])}, ...]"
+    if get_origin(hint) is dict:
+        return "a mapping such as {name: value}"
+    return names[hint]

@@ -1,0 +1,274 @@
+"""From a data set's name and settings to prepared records, cached on disk and memory-mapped.
+
+The main function is :func:`prepare`. The part that clients hold is ``train``; ``server_test`` is
+a test set declared public that the server holds. How clients divide ``train`` is decided later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fednas_flwr.data.cache import load_or_build
+from fednas_flwr.data.images import (
+    TORCHVISION_SETS,
+    RecordsPair,
+    load_digits,
+    load_image_folder,
+    load_torchvision,
+)
+from fednas_flwr.data.npz import load_npz
+from fednas_flwr.data.records import Records, select_records
+from fednas_flwr.data.sources import find_source, fingerprint, load_sites
+from fednas_flwr.data.splits import hash_positions
+from fednas_flwr.data.tables import load_csv
+from fednas_flwr.errors import ConfigError, unknown_choice
+
+__all__ = ["Prepared", "Records", "prepare"]
+
+# Changes whenever the same source would give other prepared records.
+_CACHE_VERSION = 1
+# Public and fixed: these choices must be the same in every run and at everybody's.
+_SERVER_TEST_KEY = b"fednas_flwr server test"
+_LIMIT_KEY = b"fednas_flwr limit"
+_SERVER_TEST_SHARE = 0.2
+
+_IMAGE_SETTINGS = {"image_size", "channels", "class_names"}
+_TABLE_SETTINGS = {"label", "id_column", "numeric", "categorical", "categories", "ignore"}
+_SETTINGS: dict[str, set[str]] = {
+    "digits": set(),
+    **{name: {"download"} for name in TORCHVISION_SETS},
+    "npz": {"statistics", *_IMAGE_SETTINGS},
+    "image_folder": _IMAGE_SETTINGS,
+    "csv": {"class_names", "statistics", *_TABLE_SETTINGS},
+}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A data set ready to be divided over clients.
+
+    Attributes:
+        train: What the clients hold.
+        server_test: Public test records of the server, or None.
+        mean: Per channel of images scaled to 0..1, or per feature of a table; empty where each
+            client standardises its table by the statistics of its own training part.
+        std: As ``mean``; all above 0.
+    """
+
+    train: Records
+    server_test: Records | None
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.train.class_names)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one record: ``(C, H, W)`` or ``(F,)``."""
+        return tuple(self.train.features.shape[1:])
+
+    @property
+    def uses_own_statistics(self) -> bool:
+        """Whether clients standardise by their own statistics, which no privacy budget covers."""
+        return not self.mean
+
+
+def prepare(
+    *,
+    cache: Path,
+    name: str,
+    root: Path | None = None,
+    download: bool = False,
+    sites: bool = False,
+    server_test: bool = True,
+    limit_train: int | None = None,
+    limit_test: int | None = None,
+    mean: Sequence[float] = (),
+    std: Sequence[float] = (),
+    image_size: int | None = None,
+    channels: int | None = None,
+    class_names: Sequence[str] = (),
+    label: str = "last",
+    id_column: str | None = None,
+    numeric: Sequence[str] = (),
+    categorical: Sequence[str] = (),
+    categories: Mapping[str, Sequence[str]] | None = None,
+    ignore: Sequence[str] = (),
+    statistics: Mapping[str, Sequence[float]] | None = None,
+) -> Prepared:
+    """Return the prepared data set; its tensors lie in the cache and are memory-mapped.
+
+    A cached copy is used when the settings and the size and time of every source file are the
+    same; several processes may prepare at once.
+
+    Args:
+        cache: Folder for prepared tensors, made where missing.
+        name: digits, mnist, fashion_mnist, cifar10, cifar100, npz, image_folder or csv.
+        root: File (npz, csv) or folder of the source; not used by digits.
+        download: Whether torchvision may fetch missing files.
+        sites: ``root`` holds one folder (image_folder) or file (npz, csv) per client; the
+            records get a column ``site``.
+        server_test: Whether the server holds a test set: the official one, or else the fifth of
+            the records that a public keyed hash of their ids chooses. Without it an official
+            test part stays unused, and all other records go to clients.
+        limit_train: At most so many client records, those of smallest keyed hash.
+        limit_test: The same for the server's test records.
+        mean: Per channel, of images scaled to 0..1. The default, .5, is no property of the data.
+        std: As ``mean``.
+        image_size: See :func:`~fednas_flwr.data.images.load_image_folder`.
+        channels: See there.
+        class_names: See there and :func:`~fednas_flwr.data.tables.load_csv`.
+        label: See :func:`~fednas_flwr.data.tables.load_csv`.
+        id_column: See there.
+        numeric: See there.
+        categorical: See there.
+        categories: See there.
+        ignore: See there.
+        statistics: ``{column: [mean, std]}`` of every numeric column of a table, by which all
+            clients standardise; without it each client uses its own.
+
+    Raises:
+        ConfigError: A setting that is unknown, missing, without effect, or not met by the data.
+    """
+    if name not in _SETTINGS:
+        raise unknown_choice("dataset.name", name, _SETTINGS)
+    settings = {
+        "download": download,
+        "image_size": image_size,
+        "channels": channels,
+        "class_names": list(class_names),
+        "label": None if label == "last" else label,
+        "id_column": id_column,
+        "numeric": list(numeric),
+        "categorical": list(categorical),
+        "categories": {k: list(v) for k, v in (categories or {}).items()},
+        "ignore": list(ignore),
+        "statistics": dict(statistics or {}),
+    }
+    for setting, value in settings.items():
+        if value and setting not in _SETTINGS[name]:
+            raise ConfigError(f"dataset.{setting}={value} has no effect with dataset.name={name}.")
+    for setting, limit in (("limit_train", limit_train), ("limit_test", limit_test)):
+        if limit is not None and limit < 1:
+            raise ConfigError(f"dataset.{setting}={limit} must be at least 1, or null for all.")
+    if channels not in (None, 1, 3):
+        raise ConfigError(f"dataset.channels={channels} must be 1 or 3, or null for the images'.")
+    if image_size is not None and image_size < 1:
+        raise ConfigError(f"dataset.image_size={image_size} must be at least 1, or null.")
+
+    def read(path: Path) -> RecordsPair:
+        if name == "digits":
+            return load_digits()
+        if name in TORCHVISION_SETS:
+            return load_torchvision(name, root=path, download=False)
+        if name == "csv":
+            return load_csv(
+                path,
+                label=label,
+                id_column=id_column,
+                numeric=numeric,
+                categorical=categorical,
+                categories=categories,
+                ignore=ignore,
+                class_names=class_names,
+            )
+        load = load_npz if name == "npz" else load_image_folder
+        return load(path, image_size=image_size, channels=channels, class_names=class_names)
+
+    def build() -> dict[str, Records]:
+        train, test = (load_sites(source, name=name, read=read), None) if sites else read(source)
+        if server_test and test is None:
+            is_test = hash_positions(train.ids, key=_SERVER_TEST_KEY) < _SERVER_TEST_SHARE
+            if is_test.all() or not is_test.any():
+                raise ConfigError(
+                    f"the {len(train)} records of dataset={name} are too few to choose a server's "
+                    "test set from: set dataset.server_test=false."
+                )
+            test = select_records(train, np.flatnonzero(is_test))
+            train = select_records(train, np.flatnonzero(~is_test))
+        parts = {"train": _limited(train, limit_train)}
+        if server_test and test is not None:
+            parts["server_test"] = _limited(test, limit_test)
+        return parts
+
+    source = find_source(name, root=root, download=download, sites=sites)
+    choices = [_CACHE_VERSION, name, sites, server_test, limit_train, limit_test]
+    shaping = {k: v for k, v in settings.items() if k not in ("download", "statistics")}
+    files = [] if name == "digits" else fingerprint(name, source)
+    key = hashlib.blake2b(json.dumps([choices, shaping, files]).encode(), digest_size=10)
+    parts = load_or_build(cache / f"{name}-{key.hexdigest()}", build)
+    train = parts["train"]
+    if train.features.dtype.is_floating_point:
+        means, stds = _table_statistics(train, statistics or {}, mean=mean, std=std)
+    else:
+        if statistics:
+            raise ConfigError(
+                "dataset.statistics is for tables: give those of images as dataset.mean and "
+                "dataset.std."
+            )
+        means, stds = _image_statistics(train, mean=mean, std=std)
+    return Prepared(train, parts.get("server_test"), means, stds)
+
+
+def _limited(records: Records, limit: int | None) -> Records:
+    """Return the records of smallest public keyed hash, at most ``limit``, in their order."""
+    if limit is None or limit >= len(records):
+        return records
+    order = np.argsort(hash_positions(records.ids, key=_LIMIT_KEY), kind="stable")
+    return select_records(records, np.sort(order[:limit]))
+
+
+def _image_statistics(
+    records: Records, *, mean: Sequence[float], std: Sequence[float]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and std per channel."""
+    channels = records.features.shape[1]
+    means, stds = tuple(mean) or (0.5,) * channels, tuple(std) or (0.5,) * channels
+    if len(means) != channels or len(stds) != channels or min(stds) <= 0:
+        raise ConfigError(
+            f"dataset.mean={list(mean)} and dataset.std={list(std)} do not fit images of "
+            f"{channels} channels: give one number per channel, each std above 0."
+        )
+    return means, stds
+
+
+def _table_statistics(
+    records: Records,
+    statistics: Mapping[str, Sequence[float]],
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and std per feature, 0 and 1 for one-hot ones; empty where none are given."""
+    if mean or std:
+        raise ConfigError(
+            f"dataset.mean={list(mean)} and dataset.std={list(std)} are for images: give a "
+            "table's as dataset.statistics={column: [mean, std]}."
+        )
+    if not statistics:
+        return (), ()
+    numeric = records.feature_names[: records.num_numeric]
+    if set(statistics) != set(numeric):
+        wrong = sorted(set(statistics) ^ set(numeric))
+        raise ConfigError(
+            f"dataset.statistics must name every numeric column once ({', '.join(numeric)}): "
+            f"{', '.join(wrong)} is missing or too many."
+        )
+    for column, pair in statistics.items():
+        if len(pair) != 2 or not pair[1] > 0:
+            raise ConfigError(
+                f"dataset.statistics.{column}={list(pair)} must be [mean, std] with std above 0."
+            )
+    one_hot = len(records.feature_names) - records.num_numeric
+    means = (*(float(statistics[n][0]) for n in numeric), *(0.0,) * one_hot)
+    stds = (*(float(statistics[n][1]) for n in numeric), *(1.0,) * one_hot)
+    return means, stds

@@ -1,0 +1,274 @@
+"""Normalised batches of a client's records, and augmentation of such batches.
+
+Records stay where they are, in memory-mapped tensors shared by all clients; a split is a list of
+rows in them. Random numbers come from the generators and seeds of the caller.
+Shapes: B batch, C channels, H height, W width, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.records import Records
+from fednas_flwr.data.splits import SPLITS, assign_splits
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.randomness import make_generator
+
+
+@dataclass(frozen=True)
+class Split:
+    """Some rows of prepared records, and how to normalise them.
+
+    Attributes:
+        features: uint8 ``[N, C, H, W]`` or float32 ``[N, F]``, of all clients, on the CPU.
+        labels: int64 ``[N]``.
+        rows: int64 ``[n]``, the rows of this split.
+        mean: Per channel of images scaled to 0..1, or per feature of a table.
+        std: As ``mean``, above 0.
+    """
+
+    features: Tensor
+    labels: Tensor
+    rows: Tensor
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self.rows)
+
+    def batch(self, indices: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Return normalised records and labels on the device.
+
+        Args:
+            indices: int64 ``[B]`` on the CPU, each in ``0 .. len(self) - 1``.
+            device: Where the batch goes; the bytes travel, and are normalised there.
+
+        Returns:
+            float32 ``[B, C, H, W]`` or ``[B, F]``, missing numbers of a table being 0, the mean;
+            and int64 ``[B]``.
+        """
+        rows = self.rows.index_select(0, indices)
+        y = self.labels.index_select(0, rows).to(device)
+        x = self.features.index_select(0, rows).to(device)
+        if x.dtype == torch.uint8:
+            scale = torch.tensor([1 / (255 * std) for std in self.std], device=device)
+            shift = torch.tensor(
+                [mean / std for mean, std in zip(self.mean, self.std, strict=True)], device=device
+            )
+            return x.float().mul_(scale[:, None, None]).sub_(shift[:, None, None]), y
+        x.sub_(torch.tensor(self.mean, device=device)).div_(torch.tensor(self.std, device=device))
+        return x.nan_to_num_(nan=0.0), y
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """The disjoint parts of one client's records: weight training, alpha training, test.
+
+    A part may be empty where a client has few records.
+    """
+
+    train: Split
+    validation: Split
+    test: Split
+
+
+def make_client_data(
+    prepared: Prepared, indices: np.ndarray, *, key: bytes, fractions: Mapping[str, float]
+) -> ClientData:
+    """Return the parts of one client's records.
+
+    A table without given statistics is standardised by those of this client's train part.
+
+    Args:
+        prepared: The data set.
+        indices: int64 ``[n]``, the client's records in ``prepared.train``.
+        key: The site's split key, see :func:`~fednas_flwr.data.splits.assign_splits`.
+        fractions: Shares of train, validation and test.
+
+    Raises:
+        ConfigError: The train part is empty although its share is not 0.
+    """
+    records = prepared.train
+    parts = assign_splits(records.ids[indices], key=key, fractions=fractions)
+    rows = [torch.from_numpy(indices[parts == part]) for part in range(len(SPLITS))]
+    if len(rows[0]) == 0 and fractions["train"] > 0:
+        raise ConfigError(
+            f"none of a client's {len(indices)} records fall into its train part of share "
+            f"{fractions['train']}: give it more records (fewer clients, a larger min_size)."
+        )
+    mean, std = prepared.mean, prepared.std
+    if not mean:
+        mean, std = _own_statistics(records, rows[0])
+    splits = [Split(records.features, records.labels, part, mean, std) for part in rows]
+    return ClientData(*splits)
+
+
+def server_split(records: Records, mean: tuple[float, ...], std: tuple[float, ...]) -> Split:
+    """Return all records as one split; a table without given statistics is standardised by its own.
+
+    Args:
+        records: The server's public test records.
+        mean: ``Prepared.mean``.
+        std: ``Prepared.std``.
+    """
+    rows = torch.arange(len(records))
+    if not mean:
+        mean, std = _own_statistics(records, rows)
+    return Split(records.features, records.labels, rows, mean, std)
+
+
+def concat_splits(a: Split, b: Split) -> Split:
+    """Return the records of both, those of ``a`` first.
+
+    Raises:
+        ValueError: They are not parts of the same records, equally normalised.
+    """
+    if a.features is not b.features or (a.mean, a.std) != (b.mean, b.std):
+        raise ValueError("only parts of the same client's records can be joined.")
+    return replace(a, rows=torch.cat([a.rows, b.rows]))
+
+
+def epoch_batches(
+    num_examples: int, *, batch_size: int | None, generator: torch.Generator
+) -> Iterator[Tensor]:
+    """Yield int64 ``[B]`` indices that cover all examples once, shuffled.
+
+    Args:
+        num_examples: At least 1.
+        batch_size: At least 1, the last batch may be smaller; None for one batch of all examples
+            in their order, which draws nothing.
+        generator: A CPU generator.
+    """
+    size = _checked_size(num_examples, batch_size)
+    if batch_size is None:
+        yield torch.arange(num_examples)
+    else:
+        yield from torch.split(torch.randperm(num_examples, generator=generator), size)
+
+
+def step_batch(
+    num_examples: int,
+    *,
+    batch_size: int | None,
+    step: int,
+    seed: int,
+    purpose: tuple[int | str, ...],
+) -> Tensor:
+    """Return batch number ``step``, from 0, of an endless sequence of shuffled epochs.
+
+    It keeps no state: epoch ``e`` is the permutation of ``make_generator(seed, *purpose, e)``, so
+    that a resumed run goes on with the batch that an uninterrupted one would take.
+
+    Args:
+        num_examples: At least 1.
+        batch_size: At least 1, an epoch's last batch may be smaller; None for all in their order.
+        step: At least 0.
+        seed: The run's seed.
+        purpose: What the batches are for, e.g. ``("search", client)``.
+
+    Returns:
+        int64 ``[B]`` indices.
+    """
+    size = _checked_size(num_examples, batch_size)
+    if step < 0:
+        raise ValueError(f"step={step} must be at least 0.")
+    if batch_size is None:
+        return torch.arange(num_examples)
+    epoch, position = divmod(step, -(-num_examples // size))
+    order = torch.randperm(num_examples, generator=make_generator(seed, *purpose, epoch))
+    return order[position * size : (position + 1) * size]
+
+
+def augment(
+    x: Tensor, *, generator: torch.Generator, crop_padding: int, flip: bool, cutout: int
+) -> Tensor:
+    """Return the batch, each image cropped at random, flipped with probability 1/2, and cut out.
+
+    As in DARTS (Liu et al. 2019, arXiv 1806.09055, section A), with one deviation: the padding is
+    0 after normalisation, the mean colour, where DARTS pads with black before it.
+
+    Args:
+        x: float ``[B, C, H, W]``, normalised; not changed.
+        generator: Its device need not be that of ``x``; what is skipped draws nothing.
+        crop_padding: Pixels of zeros around an image, out of which one of its size is cropped; 0
+            for no crop.
+        flip: Whether to flip left and right.
+        cutout: Side in pixels of a square of zeros, centred anywhere in the image and clipped at
+            its border; 0 for none.
+
+    Returns:
+        ``[B, C, H, W]`` on the device of ``x``.
+
+    Raises:
+        ValueError: ``x`` is no batch of images but something is to be done, or a size is negative.
+    """
+    if crop_padding < 0 or cutout < 0:
+        raise ValueError(f"crop_padding={crop_padding} and cutout={cutout} must be at least 0.")
+    if not (crop_padding or flip or cutout):
+        return x
+    if x.dim() != 4:
+        raise ValueError(f"only images [B, C, H, W] can be augmented, got {tuple(x.shape)}.")
+    batch, channels, height, width = x.shape
+
+    def draw(stop: int) -> Tensor:
+        drawn = torch.randint(stop, (batch, 1), generator=generator, device=generator.device)
+        return drawn.to(x.device)
+
+    # Where each pixel comes from, so that the images are read and written once.
+    margin = max(crop_padding, 1)
+    rows_BH = torch.arange(margin, margin + height, device=x.device).expand(batch, -1)
+    columns_BW = torch.arange(margin, margin + width, device=x.device).expand(batch, -1)
+    if flip:
+        columns_BW = torch.where(draw(2).bool(), columns_BW.flip(1), columns_BW)
+    if crop_padding:
+        rows_BH = rows_BH + (draw(2 * crop_padding + 1) - crop_padding)
+        columns_BW = columns_BW + (draw(2 * crop_padding + 1) - crop_padding)
+    source_BHW = rows_BH[:, :, None] * (width + 2 * margin) + columns_BW[:, None, :]
+    if cutout:
+        cut_rows_BH = _covered(draw(height), cutout, height)
+        cut_columns_BW = _covered(draw(width), cutout, width)
+        # The first pixel of a padded image is padding: 0.
+        source_BHW.masked_fill_(cut_rows_BH[:, :, None] & cut_columns_BW[:, None, :], 0)
+    padded = functional.pad(x, (margin,) * 4).view(batch, channels, -1)
+    source = source_BHW.view(batch, 1, -1).expand(-1, channels, -1)
+    return padded.gather(2, source).view(x.shape)
+
+
+def _covered(centre_B1: Tensor, side: int, size: int) -> Tensor:
+    """Return bool ``[B, size]``: the places in a stretch of ``side`` around each centre."""
+    place = torch.arange(size, device=centre_B1.device)
+    start_B1 = centre_B1 - side // 2
+    return (place >= start_B1) & (place < start_B1 + side)
+
+
+def _own_statistics(records: Records, rows: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and std per feature over these rows; 0 and 1 for one-hot features.
+
+    Missing numbers do not count; a column that is constant or missing here gets std 1.
+    """
+    numbers = records.features[rows, : records.num_numeric].double().numpy()
+    known = ~np.isnan(numbers)
+    count = np.maximum(known.sum(axis=0), 1)
+    mean = np.where(known, numbers, 0).sum(axis=0) / count
+    std = np.sqrt((np.where(known, numbers - mean, 0) ** 2).sum(axis=0) / count)
+    # Float32 cannot tell values that are closer than this.
+    std = np.where(std <= 1e-7 * np.abs(mean), 1.0, std)
+    one_hot = records.features.shape[1] - records.num_numeric
+    return (*mean.tolist(), *(0.0,) * one_hot), (*std.tolist(), *(1.0,) * one_hot)
+
+
+def _checked_size(num_examples: int, batch_size: int | None) -> int:
+    """Return the batch size after checking both numbers."""
+    if num_examples < 1 or (batch_size is not None and batch_size < 1):
+        raise ValueError(
+            f"num_examples={num_examples} and batch_size={batch_size} must be at least 1."
+        )
+    return num_examples if batch_size is None else batch_size

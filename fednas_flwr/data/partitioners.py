@@ -1,0 +1,243 @@
+"""Which client holds which records: one ascending index array per client.
+
+Partitions serve experiments on one pooled set; a real site simply holds its own records. The same
+arguments give the same partition on every machine. Dirichlet label skew is flwr-datasets'
+``DirichletPartitioner``; iid and the others are a few lines of numpy here, because importing
+flwr-datasets takes several seconds, which the default run should not pay. Main function:
+:func:`partition`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fednas_flwr.data.records import Records
+from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.randomness import derive_seed
+
+PARTITIONS = ("iid", "dirichlet", "label_groups", "quantity", "column", "sites")
+# Zhang et al., FDNAS (arXiv 2011.03372): three groups of classes over ten clients.
+FDNAS_GROUPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8, 9))
+_ATTEMPTS = 100
+
+
+def partition(
+    records: Records,
+    *,
+    name: str,
+    clients: int,
+    seed: int,
+    alpha: float = 0.5,
+    min_size: int = 10,
+    groups: Sequence[Sequence[int]] = (),
+    clients_per_group: Sequence[int] = (),
+    fractions: Sequence[float] = (),
+    column: str | None = None,
+) -> list[np.ndarray]:
+    """Return ascending int64 record indices per client: disjoint, and none left over.
+
+    Args:
+        records: The records that clients hold.
+        name: iid (equal sizes, at random), dirichlet (each class is divided by a draw from
+            Dirichlet(alpha): label skew), label_groups (each group of classes goes to its own
+            clients, evenly), quantity (iid, but unequal sizes), column (a client per value of a
+            column) or sites (a client per site, by the column ``site``).
+        clients: Number of clients; for column and sites the number there is.
+        seed: Seed of the random divisions.
+        alpha: dirichlet, and quantity without fractions: above 0, smaller is more skewed.
+        min_size: dirichlet, and quantity without fractions: the fewest records of a client.
+        groups: label_groups: the classes of each group, every class once; FDNAS' three groups
+            where empty.
+        clients_per_group: label_groups: their numbers of clients; as even as possible where
+            empty, the last groups having one more (3, 3, 4 for ten).
+        fractions: quantity: each client's share of the records, summing to 1; shares drawn from
+            Dirichlet(alpha) where empty.
+        column: column: the name of a column of the records.
+
+    Raises:
+        ConfigError: The clients cannot be served with these settings and records.
+    """
+    if name not in PARTITIONS:
+        raise unknown_choice("partition.name", name, PARTITIONS)
+    if not 1 <= clients <= len(records):
+        raise ConfigError(
+            f"clients={clients} does not fit {len(records)} records: give at least 1 client and "
+            "at most one per record."
+        )
+    if name in ("dirichlet", "quantity") and not (alpha > 0 and min_size >= 1):
+        raise ConfigError(
+            f"partition.alpha={alpha} must be above 0 and partition.min_size={min_size} at least 1."
+        )
+    rng = np.random.default_rng(derive_seed(seed, "partition", name))
+    if name == "iid":
+        parts = np.array_split(rng.permutation(len(records)), clients)
+    elif name == "dirichlet":
+        parts = _dirichlet(records, clients=clients, alpha=alpha, min_size=min_size, rng=rng)
+    elif name == "label_groups":
+        parts = _label_groups(records, clients, groups or FDNAS_GROUPS, clients_per_group, rng=rng)
+    elif name == "quantity":
+        shares = fractions or _drawn_shares(
+            len(records), clients=clients, alpha=alpha, min_size=min_size, rng=rng
+        )
+        parts = _quantity(len(records), clients=clients, shares=np.asarray(shares), rng=rng)
+    else:
+        by = "site" if name == "sites" else column
+        parts = _by_column(records, clients=clients, name=name, column=by)
+    parts = [np.sort(part).astype(np.int64) for part in parts]
+    empty = [client for client, part in enumerate(parts) if len(part) == 0]
+    if empty:
+        raise ConfigError(
+            f"partition={name} leaves client {empty[0]} of {clients} without records: ask for "
+            "fewer clients or less skew."
+        )
+    return parts
+
+
+def save_partition(path: Path, parts: Sequence[np.ndarray]) -> None:
+    """Write the partition as JSON, ``{"clients": [[index, ...], ...]}``, in one step."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    text = json.dumps({"clients": [part.tolist() for part in parts]})
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def load_partition(path: Path) -> list[np.ndarray]:
+    """Return the partition in the file, as :func:`partition` did.
+
+    Raises:
+        ConfigError: The file is missing or holds no partition.
+    """
+    try:
+        clients = json.loads(path.read_text(encoding="utf-8"))["clients"]
+        parts = [np.array(indices) for indices in clients]
+        joined = np.concatenate(parts)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read as a saved partition: {error}.") from error
+    ascending = all(part.ndim == 1 and len(part) and (np.diff(part) > 0).all() for part in parts)
+    whole = joined.dtype.kind == "i" and len(np.unique(joined)) == len(joined) and joined.min() >= 0
+    if not (ascending and whole):
+        raise ConfigError(
+            f"{path} is not a partition: expected a list of ascending record numbers per client, "
+            "none empty, no number twice."
+        )
+    return parts
+
+
+def _dirichlet(
+    records: Records, *, clients: int, alpha: float, min_size: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Return parts by flwr-datasets, over shuffled records: it cuts each class in file order."""
+    from datasets import Dataset
+    from flwr_datasets.partitioner import DirichletPartitioner
+
+    order = rng.permutation(len(records))
+    partitioner = DirichletPartitioner(
+        num_partitions=clients,
+        partition_by="label",
+        alpha=float(alpha),
+        min_partition_size=min_size,
+        shuffle=False,
+        seed=int(rng.integers(2**32)),
+    )
+    labels = records.labels.numpy()[order]
+    partitioner.dataset = Dataset.from_dict({"label": labels, "record": order})
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns at each repeated draw
+            parts = [partitioner.load_partition(i) for i in range(clients)]
+    except ValueError as error:
+        raise _too_skewed("dirichlet", clients=clients, alpha=alpha, min_size=min_size) from error
+    return [np.asarray(part[:]["record"], dtype=np.int64) for part in parts]
+
+
+def _label_groups(
+    records: Records,
+    clients: int,
+    groups: Sequence[Sequence[int]],
+    clients_per_group: Sequence[int],
+    *,
+    rng: np.random.Generator,
+) -> list[np.ndarray]:
+    """Return each group's records, divided evenly over the clients of the group."""
+    classes = sorted(label for group in groups for label in group)
+    if classes != list(range(len(records.class_names))):
+        raise ConfigError(
+            f"partition.groups={[list(group) for group in groups]} must hold each of the "
+            f"{len(records.class_names)} classes 0, 1, ... exactly once."
+        )
+    counts = list(clients_per_group) or [
+        (i + 1) * clients // len(groups) - i * clients // len(groups) for i in range(len(groups))
+    ]
+    if len(counts) != len(groups) or sum(counts) != clients or min(counts) < 1:
+        raise ConfigError(
+            f"partition.clients_per_group={counts} must give each of the {len(groups)} groups at "
+            f"least one client and {clients} in all."
+        )
+    labels = records.labels.numpy()
+    parts: list[np.ndarray] = []
+    for group, count in zip(groups, counts, strict=True):
+        members = np.flatnonzero(np.isin(labels, list(group)))
+        parts += np.array_split(rng.permutation(members), count)
+    return parts
+
+
+def _drawn_shares(
+    size: int, *, clients: int, alpha: float, min_size: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Return shares from Dirichlet(alpha), drawn again until each gives ``min_size`` records."""
+    for _ in range(_ATTEMPTS):
+        shares: np.ndarray = rng.dirichlet(np.full(clients, alpha))
+        if np.diff(_cuts(size, shares)).min() >= min_size:
+            return shares
+    raise _too_skewed("quantity", clients=clients, alpha=alpha, min_size=min_size)
+
+
+def _quantity(
+    size: int, *, clients: int, shares: np.ndarray, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Return random parts of the given shares."""
+    if len(shares) != clients or (shares <= 0).any() or abs(shares.sum() - 1) > 1e-6:
+        raise ConfigError(
+            f"partition.fractions={shares.tolist()} must be {clients} shares above 0 that sum to 1."
+        )
+    return np.split(rng.permutation(size), _cuts(size, shares)[1:-1])
+
+
+def _cuts(size: int, shares: np.ndarray) -> np.ndarray:
+    """Return the bounds, from 0 to the size, of consecutive parts of the given shares."""
+    cuts: np.ndarray = np.rint(np.append(0, np.cumsum(shares)) * size).astype(np.int64)
+    cuts[-1] = size
+    return cuts
+
+
+def _by_column(
+    records: Records, *, clients: int, name: str, column: str | None
+) -> list[np.ndarray]:
+    """Return one part per value of the column, in the order of the sorted values."""
+    if column is None or column not in records.columns:
+        raise ConfigError(
+            f"partition={name} needs the column {column or 'partition.column'}, but these records "
+            f"have {', '.join(records.columns) or 'no columns'}."
+        )
+    values, owners = np.unique(records.columns[column], return_inverse=True)
+    if len(values) != clients:
+        raise ConfigError(
+            f"partition={name} makes {len(values)} clients, one per value of {column}, but "
+            f"clients={clients}: set clients={len(values)}."
+        )
+    return [np.flatnonzero(owners == client) for client in range(clients)]
+
+
+def _too_skewed(name: str, *, clients: int, alpha: float, min_size: int) -> ConfigError:
+    """Return the error for repeated draws that all leave a client with too few records."""
+    return ConfigError(
+        f"partition={name} with alpha={alpha} over {clients} clients always leaves one below "
+        f"min_size={min_size} records: raise partition.alpha, or lower partition.min_size or "
+        "clients."
+    )

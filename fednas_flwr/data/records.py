@@ -1,0 +1,134 @@
+"""Records: what every reader returns, and the few operations on them.
+
+A record's id is stable: it depends on that record alone, so that the part it falls into
+(:mod:`fednas_flwr.data.splits`) never changes when others come or go.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fednas_flwr.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Records:
+    """Labelled records, images or rows of a table.
+
+    Attributes:
+        features: uint8 ``[N, C, H, W]`` images, or float32 ``[N, F]`` rows with NaN where missing.
+        labels: int64 ``[N]``, in ``0 .. len(class_names) - 1``.
+        ids: S32 ``[N]``, hex of :func:`record_ids`; equal for records that must not be separated.
+        class_names: One name per class.
+        columns: ``[N]`` strings per column by which a table or sites can be partitioned.
+        feature_names: One name per feature of a table, numeric ones first; empty for images.
+        num_numeric: How many leading features are numbers to standardise; the rest is one-hot.
+    """
+
+    features: Tensor
+    labels: Tensor
+    ids: np.ndarray
+    class_names: tuple[str, ...]
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    feature_names: tuple[str, ...] = ()
+    num_numeric: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that every part has the same number of records."""
+        sizes = {"features": len(self.features), "labels": len(self.labels), "ids": len(self.ids)}
+        sizes |= {name: len(values) for name, values in self.columns.items()}
+        if len(set(sizes.values())) != 1:
+            raise ValueError(f"records need one entry of each kind per record, got {sizes}.")
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self.labels)
+
+
+def record_ids(contents: Iterable[bytes]) -> np.ndarray:
+    """Return S32 ``[N]``: the keyless blake2b-128, in hex, of each record's content or given id."""
+    digests = [hashlib.blake2b(part, digest_size=16).hexdigest().encode() for part in contents]
+    return np.array(digests, dtype="S32")
+
+
+def select_records(records: Records, rows: np.ndarray) -> Records:
+    """Return a copy of the given rows (int64), in their order."""
+    index = torch.from_numpy(np.asarray(rows, dtype=np.int64))
+    return Records(
+        features=records.features[index],
+        labels=records.labels[index],
+        ids=records.ids[rows],
+        class_names=records.class_names,
+        columns={name: values[rows] for name, values in records.columns.items()},
+        feature_names=records.feature_names,
+        num_numeric=records.num_numeric,
+    )
+
+
+def join_sites(sites: Mapping[str, Records]) -> Records:
+    """Return the records of all sites, in the given order, with a column ``site``.
+
+    Raises:
+        ConfigError: Two sites differ in classes, feature columns or the shape of a record.
+    """
+    first_name, first = next(iter(sites.items()))
+    for name, records in sites.items():
+        if records.class_names != first.class_names:
+            raise ConfigError(
+                f"the sites do not have the same classes: {first_name} has "
+                f"{_listed(first.class_names)}, {name} has {_listed(records.class_names)}: "
+                "set dataset.class_names to the classes of all sites."
+            )
+        if records.feature_names != first.feature_names:
+            only = set(records.feature_names) ^ set(first.feature_names)
+            raise ConfigError(
+                f"the sites {first_name} and {name} do not have the same feature columns (they "
+                f"differ in {_listed(sorted(only)) or 'order'}): set dataset.numeric, "
+                "dataset.categorical and dataset.categories to those of all sites."
+            )
+        if records.features.shape[1:] != first.features.shape[1:]:
+            raise ConfigError(
+                f"a record of site {first_name} has shape {tuple(first.features.shape[1:])}, of "
+                f"site {name} {tuple(records.features.shape[1:])}: bring them to one shape "
+                "(images: dataset.image_size and dataset.channels)."
+            )
+    everyone = list(sites.values())
+    shared = set.intersection(*(set(records.columns) for records in everyone)) - {"site"}
+    columns = {c: np.concatenate([r.columns[c] for r in everyone]) for c in sorted(shared)}
+    columns["site"] = np.repeat(np.array(list(sites)), [len(records) for records in everyone])
+    return Records(
+        features=torch.cat([records.features for records in everyone]),
+        labels=torch.cat([records.labels for records in everyone]),
+        ids=np.concatenate([records.ids for records in everyone]),
+        class_names=first.class_names,
+        columns=columns,
+        feature_names=first.feature_names,
+        num_numeric=first.num_numeric,
+    )
+
+
+def encode_labels(names: np.ndarray, class_names: Sequence[str], *, where: str) -> Tensor:
+    """Return int64 ``[N]``: the position of each name among the class names.
+
+    Raises:
+        ConfigError: A name is not among them.
+    """
+    positions = {name: i for i, name in enumerate(class_names)}
+    unknown = sorted(set(names.tolist()) - positions.keys())
+    if unknown:
+        raise ConfigError(
+            f"{where} has the label {unknown[0]}, which is not in dataset.class_names="
+            f"{_listed(class_names)}: add it there or remove these records."
+        )
+    return torch.tensor([positions[name] for name in names.tolist()], dtype=torch.int64)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the names for a message, the first ten of them."""
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")

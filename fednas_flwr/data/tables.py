@@ -1,0 +1,181 @@
+"""Reader of CSV tables: a label column, numeric columns, and categorical columns as one-hot.
+
+Numbers stay as they are in the file, NaN where missing: whoever makes batches standardises them,
+with statistics that were given or with a client's own (:mod:`fednas_flwr.data.loaders`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fednas_flwr.data.images import RecordsPair
+from fednas_flwr.data.records import Records, encode_labels, record_ids
+from fednas_flwr.errors import ConfigError
+
+_MOST_CATEGORIES = 256
+
+
+def load_csv(
+    path: Path,
+    *,
+    label: str = "last",
+    id_column: str | None = None,
+    numeric: Sequence[str] = (),
+    categorical: Sequence[str] = (),
+    categories: Mapping[str, Sequence[str]] | None = None,
+    ignore: Sequence[str] = (),
+    class_names: Sequence[str] = (),
+) -> RecordsPair:
+    """Return the table's records, and None: a table has no official test part.
+
+    A record's id is the hash of the ``id_column``, or else of the row's text (columns by name,
+    without the label). All columns but those of fractions are kept as ``Records.columns``.
+
+    Args:
+        path: A csv file with a header, which may be compressed (.gz).
+        label: Name of the label column, or ``last`` for the last one.
+        id_column: Column whose equal values (a patient, a card) must stay in one part; no feature.
+        numeric: Numeric features; with ``categorical`` also empty, every column that holds only
+            numbers is numeric and every other categorical.
+        categorical: Categorical features, one feature ``column=value`` per category.
+        categories: Values of categorical columns; the values found, sorted, where not given.
+        ignore: Columns that are not features.
+        class_names: The label's values in class order, or empty for those found, sorted.
+
+    Raises:
+        ConfigError: A column or value that does not fit this description.
+    """
+    table = _read_table(path)
+    names = list(table.columns)
+    label = names[-1] if label == "last" else label
+    id_columns = [id_column] if id_column is not None else []
+    for column in (label, *id_columns, *numeric, *categorical, *(categories or {}), *ignore):
+        if column not in names:
+            raise ConfigError(f"{path} has no column {column}: it has {', '.join(names)}.")
+
+    texts = {name: table[name].to_numpy(dtype=object, na_value="") for name in names}
+    if (texts[label] == "").any():
+        row = int(np.argmax(texts[label] == ""))
+        raise ConfigError(f"{path} has no label ({label}) in row {row + 1}: fill or remove it.")
+    excluded = [label, *id_columns, *ignore]
+    for column in (*numeric, *categorical):
+        if column in excluded or (column in numeric and column in categorical):
+            raise ConfigError(
+                f"column {column} of {path} has two uses: name it in only one of dataset.label, "
+                "dataset.id_column, dataset.numeric, dataset.categorical and dataset.ignore."
+            )
+    candidates = [n for n in names if n not in excluded]
+    if numeric or categorical:
+        candidates = [n for n in candidates if n in numeric or n in categorical]
+    one_hot = {*categorical, *(categories or {})}
+    numbers = {n: _numbers(texts[n]) for n in candidates if n not in one_hot}
+    if not (numeric or categorical):
+        numbers = {n: x for n, x in numbers.items() if not np.isnan(x[texts[n] != ""]).any()}
+
+    columns = [_numeric_column(texts[n], x, name=n, path=path) for n, x in numbers.items()]
+    feature_names = list(numbers)
+    for name in candidates:
+        if name not in numbers:
+            values = _categories(texts[name], (categories or {}).get(name), name=name, path=path)
+            columns.extend((texts[name] == value).astype(np.float32) for value in values)
+            feature_names.extend(f"{name}={value}" for value in values)
+    if not columns:
+        raise ConfigError(f"{path} has no feature columns besides its label {label}: add some.")
+
+    classes = tuple(class_names) or _sorted_classes(texts[label])
+    fractional = {n for n, x in numbers.items() if (x % 1 > 0).any()}
+    kept = [n for n in names if n != label and n not in fractional]
+    records = Records(
+        features=torch.from_numpy(np.stack(columns, axis=1)),
+        labels=encode_labels(texts[label], classes, where=f"{path}, column {label},"),
+        ids=_ids(texts, label=label, id_column=id_column, path=path),
+        class_names=classes,
+        columns={n: texts[n].astype(np.str_) for n in kept},
+        feature_names=tuple(feature_names),
+        num_numeric=len(numbers),
+    )
+    return records, None
+
+
+def _read_table(path: Path) -> Any:
+    """Return the file as a pandas table of text, NaN where empty."""
+    import pandas as pd
+
+    try:
+        table = pd.read_csv(path, dtype=str, encoding="utf-8-sig")
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError(f"dataset.root={path} cannot be read as a CSV table: {error}.") from error
+    if len(table) == 0:
+        raise ConfigError(f"dataset.root={path} has no rows: give a CSV table with a header.")
+    return table
+
+
+def _numbers(texts: np.ndarray) -> np.ndarray:
+    """Return float64 ``[N]``, NaN where a text is missing or no number."""
+    import pandas as pd
+
+    numbers: np.ndarray = pd.to_numeric(pd.Series(texts), errors="coerce").to_numpy(dtype=float)
+    return numbers
+
+
+def _numeric_column(texts: np.ndarray, numbers: np.ndarray, *, name: str, path: Path) -> np.ndarray:
+    """Return float32 ``[N]``, NaN where missing."""
+    with np.errstate(over="ignore"):
+        column = numbers.astype(np.float32)
+    unreadable = np.flatnonzero((texts != "") & ~np.isfinite(column))
+    if len(unreadable):
+        row = int(unreadable[0])
+        raise ConfigError(
+            f"column {name} of {path} is numeric but holds {texts[row]} in row {row + 1}: correct "
+            "it, or list the column in dataset.categorical or dataset.ignore."
+        )
+    return column
+
+
+def _categories(
+    texts: np.ndarray, given: Sequence[str] | None, *, name: str, path: Path
+) -> list[str]:
+    """Return the values of a categorical column; a missing value belongs to none of them."""
+    found = sorted(set(texts.tolist()) - {""})
+    if given is not None:
+        unknown = sorted(set(found) - set(given))
+        if unknown:
+            raise ConfigError(
+                f"column {name} of {path} holds {unknown[0]}, which is not in "
+                f"dataset.categories.{name}: add it there or correct the file."
+            )
+        return list(given)
+    if len(found) > _MOST_CATEGORIES:
+        raise ConfigError(
+            f"column {name} of {path} has {len(found)} different texts, too many for one-hot "
+            f"features (at most {_MOST_CATEGORIES}): list it in dataset.ignore, correct "
+            f"it if it should be numeric, or give dataset.categories.{name}."
+        )
+    return found
+
+
+def _sorted_classes(texts: np.ndarray) -> tuple[str, ...]:
+    """Return the label's values, by number where all are whole numbers."""
+    found = sorted(set(texts.tolist()))
+    try:
+        return tuple(sorted(found, key=int))
+    except ValueError:
+        return tuple(found)
+
+
+def _ids(
+    texts: Mapping[str, np.ndarray], *, label: str, id_column: str | None, path: Path
+) -> np.ndarray:
+    """Return the ids of all rows: see :func:`load_csv`."""
+    if id_column is None:
+        columns = [texts[name] for name in sorted(texts) if name != label]
+        return record_ids("\x1f".join(row).encode() for row in zip(*columns, strict=True))
+    if (texts[id_column] == "").any():
+        row = int(np.argmax(texts[id_column] == ""))
+        raise ConfigError(f"{path} has no id ({id_column}) in row {row + 1}: fill or remove it.")
+    return record_ids(text.encode() for text in texts[id_column].tolist())

@@ -1,0 +1,37 @@
+"""The package's own errors, and the sentence for a name that does not exist.
+
+Everything else raises a built-in exception. Imported by every layer, imports none of them.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """What the user asked for cannot be run; the message is one sentence that says what can."""
+
+
+class BudgetExceededError(RuntimeError):
+    """A client refuses a release that its privacy budget does not cover."""
+
+
+class ReplyError(ValueError):
+    """A client's reply is not what was asked for; it is dropped, and the round goes on."""
+
+
+def unknown_choice(what: str, value: object, allowed: Iterable[str]) -> ConfigError:
+    """Return the error for a name that is not among the allowed ones, with the nearest spelling.
+
+    Args:
+        what: What the name stands for, as the user writes it, e.g. ``algorithm``.
+        value: The name that was given.
+        allowed: All names that exist.
+
+    Example:
+        >>> print(unknown_choice("algorithm", "fed_dart", ["fed_darts", "fnas"]))
+        algorithm=fed_dart is unknown: choose one of fed_darts, fnas (nearest: fed_darts).
+    """
+    names = sorted(allowed)
+    nearest = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    hint = f" (nearest: {nearest[0]})" if nearest else ""
+    return ConfigError(f"{what}={value} is unknown: choose one of {', '.join(names)}{hint}.")

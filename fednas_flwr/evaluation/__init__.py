@@ -1,0 +1,1 @@
+"""What is done with networks: deriving, measuring, exporting. Plain torch, no transport."""

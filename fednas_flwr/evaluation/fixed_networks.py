@@ -1,0 +1,60 @@
+"""Networks that are given, not searched: the baselines of the papers' tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import nn
+
+
+class SmallNetwork(nn.Sequential):
+    """A network without drop-path; the trainer may set the attribute, nothing reads it."""
+
+    drop_path_prob = 0.0
+
+
+def mobilenet_v2(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Return torchvision's MobileNetV2, newly initialised, for images of any channel count.
+
+    Below 64 pixels the first convolution has stride 1 instead of 2, as is usual for 32x32 images
+    (FDNAS, arXiv 2011.03372, section 4, takes it so).
+    """
+    from torchvision.models import mobilenet_v2 as torchvision_mobilenet_v2
+
+    network = torchvision_mobilenet_v2(num_classes=num_classes)
+    channels, height, _ = input_shape
+    stride = 1 if height < 64 else 2
+    network.features[0][0] = nn.Conv2d(channels, 32, 3, stride=stride, padding=1, bias=False)
+    nn.init.kaiming_normal_(network.features[0][0].weight, mode="fan_out")
+    return network
+
+
+def plain_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Return two 3x3 convolutions with pooling and two dense layers, as in FedAvg's experiments.
+
+    McMahan et al. (2017), section 3, with 3x3 instead of 5x5 kernels and 16 and 32 channels.
+    """
+    channels, height, width = input_shape
+
+    def block(inputs: int, outputs: int) -> list[nn.Module]:
+        pool = nn.MaxPool2d(2, ceil_mode=True)
+        return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), pool]
+
+    features = 32 * math.ceil(height / 4) * math.ceil(width / 4)
+    head = [nn.Flatten(), nn.Linear(features, 64), nn.ReLU(), nn.Linear(64, num_classes)]
+    return SmallNetwork(*block(channels, 16), *block(16, 32), *head)
+
+
+def linear(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Return multinomial logistic regression."""
+    return SmallNetwork(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
+
+
+FIXED_NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
+    "mobilenet_v2": mobilenet_v2,
+    "plain_cnn": plain_cnn,
+    "linear": linear,
+}
+
+

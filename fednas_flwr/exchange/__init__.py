@@ -1,0 +1,1 @@
+"""What travels between the server and its clients, and what the server accepts and keeps."""

@@ -1,0 +1,226 @@
+"""Ask clients over any Flower Grid and yield their accepted replies, in client order.
+
+Every wait ends: at the last reply or at the deadline. A client that errs, is late or sends what
+the gate refuses is dropped for this exchange and named; fewer replies than the quorum end the run.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fednas_flwr.errors import ReplyError
+from fednas_flwr.exchange.gate import accept_reply
+from fednas_flwr.exchange.messages import (
+    Header,
+    Reply,
+    encode_request,
+    encode_states,
+    payload_bytes,
+)
+from fednas_flwr.exchange.states import Layout, Packed
+
+POLL_S = 0.05
+
+
+class Emit(Protocol):
+    """Where events go: a name and JSON fields."""
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        """Record one event."""
+
+
+def ignore_events(event: str, **fields: Any) -> None:
+    """Drop the event: for use without a run folder."""
+
+
+class QuorumError(RuntimeError):
+    """Too few clients answered an exchange; the message names each missing one and its reason."""
+
+
+class Courier:
+    """The clients of one run as the server sees them.
+
+    Args:
+        run: Name of the run; replies to another run are refused.
+        num_clients: Number of clients, whose indices are 0 to ``num_clients - 1``.
+        quorum: Share of the clients, in (0, 1], that must answer every exchange.
+        deadline_s: Seconds until the replies of an exchange must be there.
+        connect_s: Seconds until the clients must have appeared.
+        emit: Receives ``client_failed`` events.
+
+    Attributes:
+        bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts thrice.
+        bytes_received: Bytes of all arrays in replies so far.
+        facts: What each connected client said of itself, by client.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_clients: int,
+        run: str = "run",
+        quorum: float = 1.0,
+        deadline_s: float = 3600.0,
+        connect_s: float = 60.0,
+        emit: Emit = ignore_events,
+    ) -> None:
+        """See the class."""
+        self.run = run
+        self.num_clients = num_clients
+        self.quorum = max(1, math.ceil(quorum * num_clients - 1e-9))
+        self.deadline_s = deadline_s
+        self.connect_s = connect_s
+        self.emit = emit
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.facts: dict[int, Mapping[str, Any]] = {}
+        self._grid: Grid | None = None
+        self._nodes: dict[int, int] = {}  # client -> node id
+
+    def connect(self, grid: Grid) -> None:
+        """Wait for the clients of ``grid`` and learn which node is which client.
+
+        Raises:
+            QuorumError: Too few clients appeared or answered ``query.describe`` in time.
+            ReplyError: Two nodes say that they are the same client, or one is out of range.
+        """
+        if grid is self._grid:
+            return
+        self._grid = grid
+        deadline = time.monotonic() + self.connect_s
+        nodes = sorted(grid.get_node_ids())
+        while len(nodes) < self.num_clients and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            nodes = sorted(grid.get_node_ids())
+        if len(nodes) < self.quorum:
+            raise QuorumError(
+                f"{len(nodes)} of {self.num_clients} clients appeared within {self.connect_s:g} s; "
+                f"{self.quorum} are needed. Start the missing ones, or lower runtime.quorum."
+            )
+        self._nodes = dict(enumerate(nodes))  # provisional: the answers tell the real indices
+        answers = list(self.ask("query.describe", stage="connect"))
+        indices = {asked: int(reply.facts["client"]) for asked, reply in answers}
+        for index in indices.values():
+            if not 0 <= index < self.num_clients:
+                raise ReplyError(f"a node is client {index} of clients={self.num_clients}.")
+        if len(set(indices.values())) < len(indices):
+            raise ReplyError(f"several nodes are the same client: {sorted(indices.values())}.")
+        self._nodes = dict(sorted((indices[asked], self._nodes[asked]) for asked in indices))
+        self.facts = {indices[asked]: reply.facts for asked, reply in answers}
+
+    @property
+    def clients(self) -> list[int]:
+        """Indices of the connected clients, ascending."""
+        return list(self._nodes)
+
+    def ask(
+        self,
+        verb: str,
+        *,
+        stage: str,
+        server_round: int = 0,
+        phase: int = 1,
+        settings: Mapping[str, Any] | None = None,
+        states: Mapping[str, Packed] | None = None,
+        layouts: Mapping[str, Layout] | None = None,
+    ) -> Iterator[tuple[int, Reply]]:
+        """Send one request to every client and yield ``(client, reply)`` in client order.
+
+        A reply is held only until those of all earlier clients are there, so that a consumer who
+        reduces as it goes needs the memory of few replies.
+
+        Args:
+            verb: What is asked, e.g. ``train.search``.
+            stage: Stage of the run, part of the header.
+            server_round: Round within the stage.
+            phase: Number of the exchange within the round.
+            settings: Arguments of the verb, JSON values.
+            states: Packed tensors to send.
+            layouts: The states that every reply must carry.
+
+        Raises:
+            QuorumError: After the last reply, when fewer than the quorum were accepted.
+        """
+        if self._grid is None:
+            raise ValueError("call connect(grid) before ask")
+        records = encode_states(states or {})
+        messages: dict[int, Message] = {}
+        headers: dict[int, Header] = {}
+        for client, node in self._nodes.items():
+            header = Header(self.run, stage, server_round, phase, client, secrets.token_hex(8))
+            content = encode_request(header, settings or {}, records)
+            self.bytes_sent += payload_bytes(content)
+            headers[client] = header
+            messages[client] = Message(content, node, verb, ttl=self.deadline_s + 60)
+        sent = set(self._grid.push_messages(list(messages.values())))
+        pending = {message.metadata.message_id: c for c, message in messages.items()}
+        unsent = {c: "the request could not be sent" for i, c in pending.items() if i not in sent}
+        pending = {i: client for i, client in pending.items() if i in sent}
+        accepted = 0
+        failures: dict[int, str] = {}
+        for client, answer in self._in_order(pending, unsent, headers, layouts or {}):
+            if isinstance(answer, Reply):
+                accepted += 1
+                yield client, answer
+            else:
+                failures[client] = answer
+                self.emit(
+                    "client_failed",
+                    stage=stage,
+                    round=server_round,
+                    verb=verb,
+                    client=client,
+                    reason=answer,
+                )
+        if accepted < self.quorum:
+            reasons = "; ".join(f"client {client}: {why}" for client, why in failures.items())
+            raise QuorumError(
+                f"{verb} in round {server_round}: {accepted} of {self.num_clients} clients "
+                f"answered, {self.quorum} are needed. {reasons}"
+            )
+
+    def _in_order(
+        self,
+        pending: dict[str, int],
+        arrived: Mapping[int, Reply | str],
+        headers: Mapping[int, Header],
+        layouts: Mapping[str, Layout],
+    ) -> Iterator[tuple[int, Reply | str]]:
+        """Yield every client of ``headers`` with its accepted reply or the reason it has none."""
+        if self._grid is None:
+            raise ValueError("call connect(grid) before ask")
+        deadline = time.monotonic() + self.deadline_s
+        answers = dict(arrived)
+        for client in headers:
+            while client not in answers:
+                late = time.monotonic() >= deadline
+                messages = list(self._grid.pull_messages(list(pending)))
+                for message in messages:
+                    sender = pending.pop(message.metadata.reply_to_message_id, None)
+                    if sender is not None:
+                        answers[sender] = self._read(message, headers[sender], layouts)
+                if late:
+                    reason = f"no reply within {self.deadline_s:g} s"
+                    answers |= dict.fromkeys(pending.values(), reason)
+                    pending.clear()
+                elif not messages:
+                    time.sleep(POLL_S)
+            yield client, answers.pop(client)
+
+    def _read(
+        self, message: Message, header: Header, layouts: Mapping[str, Layout]
+    ) -> Reply | str:
+        """Return the reply if the gate accepts it, else the reason."""
+        if message.has_content():
+            self.bytes_received += payload_bytes(message.content)
+        try:
+            return accept_reply(message, header=header, layouts=layouts)
+        except ReplyError as error:
+            return str(error)

@@ -1,0 +1,60 @@
+"""What the server accepts: every reply is checked before anything of it is used.
+
+A reply that fails is dropped for its exchange, and nothing that was accepted before changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from flwr.app import Message
+
+from fednas_flwr.errors import ReplyError
+from fednas_flwr.exchange.messages import Header, Reply, decode_reply
+from fednas_flwr.exchange.states import Layout
+
+
+def accept_reply(
+    message: Message, *, header: Header, layouts: Mapping[str, Layout]
+) -> Reply:
+    """Return the reply in ``message`` when it answers the request with ``header``.
+
+    Args:
+        message: A client's reply or error.
+        header: The header of the request; the reply must repeat it, nonce included, so that a
+            reply from another run, round, phase or client is refused.
+        layouts: The states the reply must have, no more and no fewer, each with the tensors of
+            its layout.
+
+    Raises:
+        ReplyError: The client reports an error, or the reply is malformed, replayed, of other
+            tensors than asked for, not finite, or without a positive finite number of examples.
+    """
+    if message.has_error():
+        raise ReplyError(message.error.reason or f"Flower error code {message.error.code}")
+    answered, reply = decode_reply(message.content)
+    if answered != header:
+        raise ReplyError(f"reply to another request: {answered} instead of {header}")
+    if not (math.isfinite(reply.num_examples) and reply.num_examples > 0):
+        raise ReplyError(f"num-examples must be positive and finite, got {reply.num_examples}")
+    if set(reply.states) != set(layouts):
+        raise ReplyError(f"states {sorted(layouts)} were asked for, got {sorted(reply.states)}")
+    for name, layout in layouts.items():
+        if reply.digests.get(name) != layout.digest:
+            raise ReplyError(f"the tensors of {name} have other names, shapes or dtypes than ours")
+        sizes = {dtype: vector.numel() for dtype, vector in reply.states[name].items()}
+        if sizes != layout.sizes:
+            raise ReplyError(f"{name} must have sizes {layout.sizes}, got {sizes}")
+        for vector in reply.states[name].values():
+            if not _all_finite(vector):
+                raise ReplyError(f"{name} is not finite")
+    return reply
+
+
+def _all_finite(vector: torch.Tensor) -> bool:
+    """One pass over the vector: a sum is finite unless an element is not, or it overflows."""
+    if not vector.dtype.is_floating_point:
+        return True
+    return bool(torch.isfinite(vector.sum())) or bool(torch.isfinite(vector).all())

@@ -1,0 +1,188 @@
+"""Requests and replies as Flower records; every record key of the project is spelt in this file.
+
+A message carries one ConfigRecord (a JSON header), one ArrayRecord per state with one vector per
+dtype, and, in a reply, one MetricRecord. Nothing is pickled: vectors travel in the npy format.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from fednas_flwr.errors import ReplyError
+from fednas_flwr.exchange.states import Packed
+
+HEADER = "header"
+JSON = "json"
+METRICS = "metrics"
+NUM_EXAMPLES = "num-examples"
+STATE_PREFIX = "state."
+
+Json = Any  # what json.loads returns
+
+
+@dataclass(frozen=True)
+class Header:
+    """Which exchange a message belongs to; a reply repeats its request's header.
+
+    Attributes:
+        run: Name of the run, the same for all its messages.
+        stage: ``search`` or ``retrain``; rounds are counted within a stage.
+        round: From 1; 0 before the first round.
+        phase: Number of the exchange within its round, from 1.
+        client: Index of the client that is asked.
+        nonce: Random text, new for every message.
+    """
+
+    run: str
+    stage: str
+    round: int
+    phase: int
+    client: int
+    nonce: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client is given.
+
+    Attributes:
+        verb: One of the verbs of DESIGN.md, section 3, e.g. ``train.search``.
+        header: See :class:`Header`.
+        settings: Arguments of the verb, JSON values only.
+        states: Packed tensors by state: ``weights``, ``alphas``, ``buffers``.
+    """
+
+    verb: str
+    header: Header
+    settings: Mapping[str, Json] = field(default_factory=dict)
+    states: Mapping[str, Packed] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a client returns.
+
+    Attributes:
+        num_examples: Number of examples the reply stands for, its weight in averages.
+        metrics: Numbers by name; they may be NaN, they are never averaged into a state.
+        states: Packed tensors by state.
+        digests: The layout digest of every state, see ``Layout.digest``.
+        facts: What ``query.describe`` tells about the client, JSON values only.
+    """
+
+    num_examples: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    states: Mapping[str, Packed] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Json] = field(default_factory=dict)
+
+
+def encode_states(states: Mapping[str, Packed]) -> dict[str, ArrayRecord]:
+    """Return one record per state; made once per exchange and shared by all its messages."""
+    return {
+        STATE_PREFIX + name: ArrayRecord(
+            {dtype: Array(vector.numpy()) for dtype, vector in packed.items()}
+        )
+        for name, packed in states.items()
+    }
+
+
+def encode_request(
+    header: Header, settings: Mapping[str, Json], states: Mapping[str, ArrayRecord]
+) -> RecordDict:
+    """Return the content of a request; ``states`` comes from :func:`encode_states`."""
+    text = json.dumps({"header": vars(header), "settings": dict(settings)})
+    return RecordDict({HEADER: ConfigRecord({JSON: text}), **states})
+
+
+def decode_request(verb: str, content: RecordDict) -> Request:
+    """Return the request in a message's content."""
+    text = json.loads(cast(str, content.config_records[HEADER][JSON]))
+    return Request(
+        verb=verb,
+        header=Header(**text["header"]),
+        settings=text["settings"],
+        states=_decode_states(content),
+    )
+
+
+def encode_reply(header: Header, reply: Reply) -> RecordDict:
+    """Return the content of a reply to the request with ``header``."""
+    text = json.dumps(
+        {"header": vars(header), "digests": dict(reply.digests), "facts": dict(reply.facts)}
+    )
+    metrics = {name: float(value) for name, value in reply.metrics.items()}
+    return RecordDict(
+        {
+            HEADER: ConfigRecord({JSON: text}),
+            METRICS: MetricRecord({NUM_EXAMPLES: float(reply.num_examples), **metrics}),
+            **encode_states(reply.states),
+        }
+    )
+
+
+def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
+    """Return header and reply of a message's content.
+
+    Raises:
+        ReplyError: A record is missing or is not of the form that :func:`encode_reply` writes.
+    """
+    try:
+        text = json.loads(cast(str, content.config_records[HEADER][JSON]))
+        header = Header(**text["header"])
+        metrics = {
+            name: float(cast(float, value)) for name, value in content.metric_records[METRICS].items()
+        }
+        reply = Reply(
+            num_examples=metrics.pop(NUM_EXAMPLES),
+            metrics=metrics,
+            states=_decode_states(content),
+            digests=dict(text["digests"]),
+            facts=dict(text["facts"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReplyError(f"malformed reply: {type(error).__name__}: {error}") from error
+    return header, reply
+
+
+def payload_bytes(content: RecordDict) -> int:
+    """Return the number of bytes of all arrays in a message's content."""
+    return sum(
+        len(array.data) for record in content.array_records.values() for array in record.values()
+    )
+
+
+def _decode_states(content: RecordDict) -> dict[str, Packed]:
+    return {
+        name.removeprefix(STATE_PREFIX): {
+            dtype: _vector(dtype, array) for dtype, array in record.items()
+        }
+        for name, record in content.array_records.items()
+    }
+
+
+def _vector(dtype: str, array: Array) -> torch.Tensor:
+    """Return the vector of an npy array without copying it; it must only be read."""
+    stream = io.BytesIO(array.data)
+    version = np.lib.format.read_magic(stream)
+    read_header = {(1, 0): np.lib.format.read_array_header_1_0}[version]
+    shape, _, numpy_dtype = read_header(stream)
+    if len(shape) != 1 or numpy_dtype.hasobject or numpy_dtype.name != dtype:
+        raise ValueError(f"a vector of {dtype} was expected, got {numpy_dtype} of shape {shape}")
+    if array.stype != "numpy.ndarray":
+        raise ValueError(f"arrays travel as numpy.ndarray, got {array.stype!r}")
+    values = np.frombuffer(array.data, dtype=numpy_dtype, offset=stream.tell())
+    if values.shape != shape:
+        raise ValueError(f"a vector of {shape[0]} elements holds {values.size}")
+    with warnings.catch_warnings():  # the bytes of a message cannot be written, and never are
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(values)

@@ -1,0 +1,163 @@
+"""A network's tensors as few flat vectors: what messages carry and what the server averages.
+
+A supernet has a thousand small tensors; sending, checking and adding them one by one costs far
+more than the arithmetic. A :class:`Layout` says which tensors stand in a vector, in which order.
+It is computed on both sides from the same network and never sent: only its digest is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Tensors = dict[str, Tensor]  # name -> tensor
+Packed = dict[str, Tensor]  # dtype name, e.g. "float32" -> all tensors of that dtype, [numel]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, shapes and dtypes of the tensors of one state, in the order in which they are packed."""
+
+    entries: tuple[tuple[str, tuple[int, ...], str], ...]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+        """Return the layout of ``tensors``."""
+        return cls(
+            tuple((name, tuple(t.shape), _dtype_name(t.dtype)) for name, t in tensors.items())
+        )
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal characters that differ when a name, shape, dtype or the order differs."""
+        return hashlib.blake2b(repr(self.entries).encode(), digest_size=8).hexdigest()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of elements per dtype."""
+        sizes: dict[str, int] = {}
+        for _, shape, dtype in self.entries:
+            sizes[dtype] = sizes.get(dtype, 0) + math.prod(shape)
+        return sizes
+
+
+def pack(tensors: Mapping[str, Tensor]) -> Packed:
+    """Return one contiguous CPU vector per dtype; a copy, in the order of ``tensors``."""
+    groups: dict[str, list[Tensor]] = {}
+    for tensor in tensors.values():
+        groups.setdefault(_dtype_name(tensor.dtype), []).append(tensor.detach().reshape(-1))
+    return {dtype: torch.cat(parts).cpu() for dtype, parts in groups.items()}
+
+
+def unpack(packed: Packed, layout: Layout) -> Tensors:
+    """Return the named tensors of ``packed`` as views of its vectors.
+
+    Raises:
+        ValueError: The vectors do not have the layout's sizes.
+    """
+    sizes = {dtype: vector.numel() for dtype, vector in packed.items()}
+    if sizes != layout.sizes:
+        raise ValueError(f"vectors of sizes {sizes} do not fit a layout of sizes {layout.sizes}")
+    offsets = dict.fromkeys(packed, 0)
+    tensors = {}
+    for name, shape, dtype in layout.entries:
+        start = offsets[dtype]
+        offsets[dtype] = start + math.prod(shape)
+        tensors[name] = packed[dtype][start : offsets[dtype]].view(shape)
+    return tensors
+
+
+def network_states(network: nn.Module) -> dict[str, Tensors]:
+    """Return a network's tensors as the states that messages know.
+
+    ``alphas`` are the architecture parameters of a supernet (empty for other networks),
+    ``weights`` all other parameters, ``buffers`` the statistics of batch norm. The tensors are the
+    network's own, not copies.
+    """
+    alphas: dict[str, nn.Parameter] = getattr(network, "alphas", dict)()
+    architecture = {id(parameter) for parameter in alphas.values()}
+    weights = {n: p.data for n, p in network.named_parameters() if id(p) not in architecture}
+    return {
+        "weights": weights,
+        "alphas": {name: parameter.data for name, parameter in alphas.items()},
+        "buffers": dict(network.named_buffers()),
+    }
+
+
+def load_states(network: nn.Module, states: Mapping[str, Packed]) -> None:
+    """Copy packed states into the network's own tensors, in place.
+
+    Raises:
+        ValueError: A state is not one of this network's, or has other sizes.
+    """
+    own = network_states(network)
+    for name, packed in states.items():
+        if name not in own:
+            raise ValueError(f"a network has the states {sorted(own)}, got {name!r}")
+        for key, tensor in unpack(packed, Layout.of(own[name])).items():
+            own[name][key].copy_(tensor)
+
+
+class WeightedAverage:
+    """The weighted mean of packed states, ``sum_k n_k x_k / sum_k n_k``, one reply at a time.
+
+    Holds one running sum however many replies are added (McMahan et al., 2017, arXiv 1602.05629,
+    Alg. 1; FDNAS, Alg. 1, for weights and alphas alike). Integer vectors, such as batch norm's
+    counters, are summed in float64, rounded, and keep their dtype.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing added."""
+        self.total_weight = 0.0
+        self._sums: dict[str, Packed] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def add(self, states: Mapping[str, Packed], *, weight: float) -> None:
+        """Add one client's states, weighted by ``weight`` > 0 (a number of examples)."""
+        if not weight > 0:
+            raise ValueError(f"a weight must be positive, got {weight}")
+        for name, packed in states.items():
+            sums = self._sums.setdefault(name, {})
+            for dtype, vector in packed.items():
+                self._dtypes[dtype] = vector.dtype
+                source = vector if vector.dtype.is_floating_point else vector.double()
+                if dtype in sums:
+                    sums[dtype].add_(source, alpha=weight)
+                else:
+                    sums[dtype] = source * weight
+        self.total_weight += weight
+
+    def result(self) -> dict[str, Packed]:
+        """Return the mean of what was added and give up the sums.
+
+        Raises:
+            ValueError: Nothing was added.
+        """
+        if self.total_weight == 0:
+            raise ValueError("the average of no replies is not defined")
+        means, self._sums = self._sums, {}
+        for sums in means.values():
+            for dtype, vector in sums.items():
+                vector.div_(self.total_weight)
+                if not self._dtypes[dtype].is_floating_point:
+                    sums[dtype] = vector.round().to(self._dtypes[dtype])
+        return means
+
+
+def average_states(
+    replies: Iterable[tuple[Mapping[str, Packed], float]],
+) -> dict[str, Packed]:
+    """Return the weighted mean of ``(states, weight)`` pairs; see :class:`WeightedAverage`."""
+    average = WeightedAverage()
+    for states, weight in replies:
+        average.add(states, weight=weight)
+    return average.result()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,59 @@
+"""The Flower ServerApp: decodes the configuration and runs the stages on the grid it is given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fednas_flwr.config import Config, load_config
+from fednas_flwr.federation.client_app import CONFIG_KEY
+from fednas_flwr.federation.run_folder import CONFIG_FILE, EVENTS_FILE, create_run_folder
+from fednas_flwr.federation.stages import run_stages
+from fednas_flwr.reporting.events import EventLog, Listener
+from fednas_flwr.reporting.model_card import write_model_card
+from fednas_flwr.reporting.progress import ProgressDisplay
+from fednas_flwr.reporting.report import write_report
+from fednas_flwr.reporting.tensorboard import TensorBoardWriter
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run a configuration that came with ``flwr run``; the run folder lies on this machine."""
+    config = load_config(str(context.run_config[CONFIG_KEY]))
+    if config.run_dir is None:
+        raise ValueError("the launcher names the run folder")
+    resumed = (Path(config.run_dir) / CONFIG_FILE).exists()
+    if not resumed:
+        config = create_run_folder(config)
+    with ProgressDisplay() as display:
+        serve(config, grid, listeners=[display], resumed=resumed)
+    sys.stdout.flush()
+
+
+def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed: bool) -> None:
+    """Run all stages, then write report and model card, also of a run that failed.
+
+    Args:
+        config: With ``run_dir`` set to an existing folder.
+        grid: Flower's way to the clients.
+        listeners: Called with every event, e.g. a progress display.
+        resumed: Whether the folder held a run that is continued.
+    """
+    folder = Path(str(config.run_dir))
+    with ExitStack() as stack:
+        listeners = list(listeners)
+        if config.tensorboard:
+            listeners.append(stack.enter_context(TensorBoardWriter(folder / "tensorboard")))
+        log = stack.enter_context(EventLog(folder / EVENTS_FILE, listeners))
+        try:
+            run_stages(config, grid, log, resumed=resumed)
+        finally:
+            write_report(folder)
+    write_model_card(folder)

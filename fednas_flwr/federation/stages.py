@@ -1,0 +1,239 @@
+"""The stages of a run, in order: search, derive, retrain, evaluate, export, report.
+
+Runs on the server, over any Grid. Each round leaves a checkpoint, so a run that was killed goes
+through the same stages again and finds its rounds done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flwr
+import torch
+from flwr.serverapp import Grid
+from torch import nn
+
+import fednas_flwr
+from fednas_flwr.build import (
+    describe_network,
+    make_client,
+    make_courier,
+    make_data,
+    make_device,
+    make_network,
+    make_retraining,
+    make_search,
+)
+from fednas_flwr.config import Config, FixedNetwork
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.loaders import concat_splits, server_split
+from fednas_flwr.data.partitioners import save_partition
+from fednas_flwr.evaluation.export import export_onnx, export_safetensors
+from fednas_flwr.evaluation.metrics import evaluate, linear_accuracy
+from fednas_flwr.exchange.checkpoint import CheckpointFolder
+from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.states import Packed
+from fednas_flwr.federation.run_folder import GENOTYPE_FILE, PARTITION_FILE
+from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
+from fednas_flwr.reporting.events import EventLog
+from fednas_flwr.search_spaces.genotype import Genotype, load_genotype, save_genotype, to_json
+
+
+@dataclass
+class _Run:
+    """What the stages share."""
+
+    config: Config
+    folder: Path
+    grid: Grid
+    log: EventLog
+    courier: Courier
+    checkpoints: CheckpointFolder
+    prepared: Prepared
+
+    @contextmanager
+    def stage(self, name: str, rounds: int | None = None) -> Iterator[None]:
+        started = time.monotonic()
+        self.log.emit("stage_started", stage=name, rounds=rounds)
+        yield
+        self.log.emit("stage_finished", stage=name, seconds=time.monotonic() - started)
+
+
+def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
+    """Run all stages that ``config.stages`` names and write their results into the run folder.
+
+    Args:
+        config: With ``run_dir`` set to an existing folder.
+        grid: Flower's way to the clients.
+        log: Receives every event.
+        resumed: Whether the folder held a run that is continued.
+
+    Raises:
+        QuorumError: Too few clients answered.
+        ConfigError: A setting does not fit the data.
+    """
+    started = time.monotonic()
+    torch.set_num_threads(config.threads)
+    log.emit("run_started", resumed=resumed, **_circumstances())
+    try:
+        _run_stages(config, grid, log)
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - started
+        log.emit("run_finished", status="failed", reason=reason, seconds=seconds)
+        raise
+    seconds = time.monotonic() - started
+    log.emit("run_finished", status="completed", reason=None, seconds=seconds)
+
+
+def _run_stages(config: Config, grid: Grid, log: EventLog) -> None:
+    if config.run_dir is None:
+        raise ValueError("config.run_dir must name the run folder")
+    folder = Path(config.run_dir)
+    prepared, parts = make_data(config)
+    if not (folder / PARTITION_FILE).exists():
+        save_partition(folder / PARTITION_FILE, parts)
+    courier = make_courier(config, run=folder.name, emit=log.emit)
+    courier.connect(grid)
+    log.emit(
+        "partition",
+        class_names=list(prepared.train.class_names),
+        counts=[facts["class_counts"] for _, facts in sorted(courier.facts.items())],
+        splits=[facts["splits"] for _, facts in sorted(courier.facts.items())],
+        server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
+    )
+    checkpoints = CheckpointFolder(
+        folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
+    )
+    run = _Run(config, folder, grid, log, courier, checkpoints, prepared)
+    genotype = _search(run)
+    if "retrain" not in config.stages:
+        return
+    description = describe_network(config, prepared, genotype)
+    network, states = _retrain(run, description)
+    if "evaluate" in config.stages:
+        _evaluate(run, description, network, states)
+    if "export" in config.stages:
+        with run.stage("export"):
+            export_safetensors(network, description, folder)
+            path, difference = export_onnx(network, prepared.input_shape, folder)
+            files = ["model.safetensors", path.name]
+            log.emit("exported", files=files, onnx_max_difference=difference)
+
+
+def _search(run: _Run) -> Genotype | None:
+    """Return the searched or given genotype, None for a fixed network."""
+    config = run.config
+    if isinstance(config.algorithm, FixedNetwork):
+        return None
+    if "search" in config.stages:
+        strategy = make_search(config, run.prepared, run.courier, run.checkpoints)
+        with run.stage("search", config.rounds):
+            strategy.start(run.grid, num_rounds=config.rounds)
+        genotype = strategy.derive()
+    elif config.genotype is not None:
+        genotype = load_genotype(Path(config.genotype).expanduser())
+    else:
+        return None
+    save_genotype(run.folder / GENOTYPE_FILE, genotype)
+    with run.stage("derive"):
+        description = describe_network(config, run.prepared, genotype)
+        network = make_network(description | {"auxiliary": False})
+        run.log.emit(
+            "derived",
+            genotype=json.loads(to_json(genotype)),
+            num_parameters=count_parameters(network),
+            multiply_adds=count_multiply_adds(network, run.prepared.input_shape),
+        )
+    return genotype
+
+
+def _retrain(
+    run: _Run, description: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Packed]]:
+    """Return the trained network and its packed states."""
+    strategy, network = make_retraining(run.config, description, run.courier, run.checkpoints)
+    rounds = run.config.retrain.rounds
+    with run.stage("retrain", rounds):
+        strategy.start(run.grid, num_rounds=rounds)
+    strategy.load_into(network)
+    return network, strategy.states
+
+
+def _evaluate(
+    run: _Run, description: dict[str, Any], network: nn.Module, states: dict[str, Packed]
+) -> None:
+    """Measure the network on the server's test set and on every client's own test records."""
+    config, prepared = run.config, run.prepared
+    device = make_device(config.device)
+    with run.stage("evaluate"):
+        central, linear = None, None
+        if prepared.server_test is not None:
+            test = server_split(prepared.server_test, prepared.mean, prepared.std)
+            central = evaluate(network.to(device), test, device).as_json()
+            network.cpu()
+        if config.dataset.linear_baseline and config.runtime.name != "deployment":
+            linear = {"accuracy": _linear_baseline(run)}
+        settings = {"network": description, "split": "test"}
+        clients = []
+        if config.dataset.fractions["test"] > 0:
+            clients = [
+                {"client": client, "num_examples": reply.num_examples, **reply.metrics}
+                for client, reply in run.courier.ask(
+                    "evaluate.model", stage="evaluate", settings=settings, states=states
+                )
+            ]
+        run.log.emit("evaluated", central=central, clients=clients, linear=linear)
+
+
+def _linear_baseline(run: _Run) -> float | None:
+    """Return the test accuracy of logistic regression on the clients' pooled training records."""
+    prepared = run.prepared
+    if prepared.server_test is None:
+        return None
+    data = make_data(run.config)
+    clients = [
+        make_client(run.config, index, data=data, networks={}).data
+        for index in range(run.config.clients)
+    ]
+    train = [concat_splits(client.train, client.validation) for client in clients]
+    return linear_accuracy(train, server_split(prepared.server_test, prepared.mean, prepared.std))
+
+
+def _circumstances() -> dict[str, Any]:
+    """Return what a reader needs to know about where a run took place."""
+    return {
+        "versions": {
+            "fednas_flwr": fednas_flwr.__version__,
+            "flwr": flwr.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "commit": _commit(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores"
+        + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
+    }
+
+
+def _commit() -> str | None:
+    """Return the git commit of the package's folder, None when it is not a checkout."""
+    folder = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

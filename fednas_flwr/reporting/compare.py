@@ -1,0 +1,286 @@
+"""Several runs side by side: groups that differ only in the seed, with mean and deviation.
+
+`compare_runs` reads run folders or folders that hold them (a sweep); `print_comparison` and
+`write_comparison` show the result. A run that cannot be counted is listed with the reason.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.reporting.files import write_text
+from fednas_flwr.reporting.runs import Run, read_run
+from fednas_flwr.reporting.units import DASH, mean_and_deviation
+
+NOT_SETTINGS = ("seed", "run_dir", "resume")
+COLUMNS: dict[str, tuple[str, float, int | None]] = {  # metric: title, scale, decimals
+    "central_accuracy": ("test accuracy (%)", 100, 1),
+    "client_accuracy": ("mean client accuracy (%)", 100, 1),
+    "num_parameters": ("parameters (M)", 1e-6, None),
+    "multiply_adds": ("multiply-adds (M)", 1e-6, None),
+    "search_seconds": ("search (s)", 1, None),
+    "retrain_seconds": ("retrain (s)", 1, None),
+    "traffic_mb": ("traffic (MB)", 1, None),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only in the seed.
+
+    Attributes:
+        settings: The settings that tell this group from the others.
+        seeds: The seeds, ascending.
+        folders: The run folders, in the order of the seeds.
+        values: For each metric the runs' values in the order of the seeds, None where not reached.
+    """
+
+    settings: dict[str, Any]
+    seeds: tuple[Any, ...]
+    folders: tuple[str, ...]
+    values: dict[str, tuple[float | None, ...]]
+
+    def reached(self, metric: str) -> list[float]:
+        """Return a metric's values without those that were not reached."""
+        return [value for value in self.values[metric] if value is not None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Groups in the order in which their first runs were found, and what could not be counted.
+
+    Attributes:
+        groups: The groups of finished runs.
+        not_counted: Folder and reason of every run that is in no group.
+    """
+
+    groups: tuple[Group, ...]
+    not_counted: tuple[tuple[str, str], ...]
+
+    def titles(self) -> list[str]:
+        """Return the table's head."""
+        settings = list(self.groups[0].settings) if self.groups else []
+        return [*settings, "seeds", *(title for title, _, _ in COLUMNS.values())]
+
+    def rows(self) -> list[list[str]]:
+        """Return one row of text per group; ``(2 of 3)`` marks a mean that lacks a seed."""
+        rows = []
+        for group in self.groups:
+            cells = [_setting_text(value) for value in group.settings.values()]
+            cells.append(", ".join(str(seed) for seed in group.seeds))
+            for metric, (_, scale, decimals) in COLUMNS.items():
+                values = group.reached(metric)
+                text = mean_and_deviation(values, scale=scale, decimals=decimals)
+                few = 0 < len(values) < len(group.seeds)
+                cells.append(f"{text} ({len(values)} of {len(group.seeds)})" if few else text)
+            rows.append(cells)
+        return rows
+
+
+def compare_runs(folders: Iterable[Path]) -> Comparison:
+    """Return the runs grouped by their settings.
+
+    Two runs belong together when their configurations differ in nothing but seed, run_dir and
+    resume. Of two runs with the same settings and seed the later found one is not counted.
+
+    Args:
+        folders: Run folders, or folders that hold run folders at any depth.
+
+    Raises:
+        ConfigError: A folder does not exist, or there is no run in it.
+    """
+    members: dict[str, dict[Any, Run]] = {}
+    not_counted = []
+    for folder in _run_folders(folders):
+        run, reason = _finished(folder)
+        if run is not None:
+            key = json.dumps(_flat_settings(run.config), sort_keys=True, default=str)
+            group = members.setdefault(key, {})
+            seed = run.config.get("seed")
+            if seed in group:
+                reason = f"not counted: same settings and seed as {group[seed].folder}"
+            else:
+                group[seed] = run
+        if reason:
+            not_counted.append((str(folder), reason))
+    groups = [
+        [by_seed[seed] for seed in sorted(by_seed, key=_order)] for by_seed in members.values()
+    ]
+    shown = _distinguishing([_flat_settings(group[0].config) for group in groups])
+    return Comparison(
+        groups=tuple(_group(runs, shown) for runs in groups), not_counted=tuple(not_counted)
+    )
+
+
+def print_comparison(comparison: Comparison, console: Console | None = None) -> None:
+    """Print the table and the runs that were not counted."""
+    console = console or Console()
+    table = Table(title="mean ± standard deviation over seeds", title_justify="left")
+    text_columns = len(comparison.titles()) - len(COLUMNS)
+    for number, title in enumerate(comparison.titles()):
+        table.add_column(title, justify="left" if number < text_columns else "right")
+    for row in comparison.rows():
+        table.add_row(*(Text(cell) for cell in row))
+    if comparison.groups:
+        console.print(table)
+    for folder, reason in comparison.not_counted:
+        console.print(Text(f"{folder}: {reason}", style="yellow"), soft_wrap=True, highlight=False)
+
+
+def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write compare.csv, compare.md and compare.json into a folder and return their paths.
+
+    The CSV file holds plain numbers in the units of the metrics' names (accuracies as shares of 1);
+    the JSON file every single run's values as well.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    return [
+        write_text(folder / "compare.csv", _csv(comparison)),
+        write_text(folder / "compare.md", _markdown(comparison)),
+        write_text(folder / "compare.json", _json(comparison)),
+    ]
+
+
+def _run_folders(folders: Iterable[Path]) -> list[Path]:
+    """Return all run folders, each once: those with a configuration or events in them."""
+    found: dict[Path, Path] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is not a folder: give run folders or a sweep's folder.")
+        names = ("events.jsonl", "config.yaml")
+        inside = sorted({path.parent for name in names for path in folder.rglob(name)})
+        if not inside:
+            raise ConfigError(f"{folder} holds no run: no events.jsonl is in it or below it.")
+        if folder in inside:
+            inside = [folder]
+        found |= {path.resolve(): path for path in inside if path.resolve() not in found}
+    return list(found.values())
+
+
+def _finished(folder: Path) -> tuple[Run | None, str]:
+    """Return a finished run, or None and the reason."""
+    try:
+        run = read_run(folder)
+    except FileNotFoundError:
+        return None, "not finished: it has written no events.jsonl"
+    if run.status != "completed":
+        return None, f"not finished: {run.reason or 'it still goes on, or was killed'}"
+    if not run.config:
+        return None, "not counted: config.yaml is missing, so its settings are not known"
+    return run, ""
+
+
+def _flat_settings(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings under dotted names; the name of a group stands under the group."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if not prefix and key in NOT_SETTINGS:
+            continue
+        if isinstance(value, dict):
+            flat |= _flat_settings(value, f"{prefix}{key}.")
+        else:
+            flat[prefix[:-1] if prefix and key == "name" else f"{prefix}{key}"] = value
+    return flat
+
+
+def _distinguishing(settings: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the names to show: all that every group has and that differ, then what is needed."""
+    names = list(dict.fromkeys(name for group in settings for name in group))
+    differing = [n for n in names if len({_setting_text(g.get(n)) for g in settings}) > 1]
+    shown = [name for name in differing if all(name in group for group in settings)]
+    for name in [name for name in differing if name not in shown]:
+        rows = {tuple(_setting_text(group.get(n)) for n in shown) for group in settings}
+        if len(rows) == len(settings):
+            break
+        shown.append(name)
+    return shown or [name for name in ("algorithm", "dataset", "partition") if name in names]
+
+
+def _group(runs: list[Run], shown: list[str]) -> Group:
+    settings = _flat_settings(runs[0].config)
+    numbers = [run.numbers() for run in runs]
+    return Group(
+        settings={name: settings.get(name) for name in shown},
+        seeds=tuple(run.config.get("seed") for run in runs),
+        folders=tuple(str(run.folder) for run in runs),
+        values={metric: tuple(n[metric] for n in numbers) for metric in COLUMNS},
+    )
+
+
+def _order(seed: Any) -> tuple[bool, Any]:
+    return (not isinstance(seed, int), seed if isinstance(seed, int) else str(seed))
+
+
+def _setting_text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(str(item) for item in value)
+    return DASH if value is None else str(value)
+
+
+def _statistics(values: list[float]) -> dict[str, float | None]:
+    return {
+        "mean": fmean(values) if values else None,
+        "deviation": stdev(values) if len(values) > 1 else None,
+    }
+
+
+def _csv(comparison: Comparison) -> str:
+    settings = list(comparison.groups[0].settings) if comparison.groups else []
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    kinds = ("mean", "deviation")
+    writer.writerow([*settings, "seeds", *(f"{m}_{kind}" for m in COLUMNS for kind in kinds)])
+    for group in comparison.groups:
+        row = [_setting_text(value) for value in group.settings.values()]
+        row.append(" ".join(str(seed) for seed in group.seeds))
+        for metric in COLUMNS:
+            statistics = _statistics(group.reached(metric))
+            row += ["" if statistics[k] is None else f"{statistics[k]:.8g}" for k in kinds]
+        writer.writerow(row)
+    return text.getvalue()
+
+
+def _markdown(comparison: Comparison) -> str:
+    lines = markdown_table(comparison.titles(), comparison.rows()) if comparison.groups else []
+    if lines:
+        lines += ["", "Mean ± standard deviation (n - 1) over seeds; traffic in both directions."]
+    if comparison.not_counted:
+        lines += ["", *(f"- {folder}: {reason}" for folder, reason in comparison.not_counted)]
+    return "\n".join(lines).strip() + "\n"
+
+
+def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table; a bar or a line break in a cell is made harmless."""
+    lines = [list(titles), ["---"] * len(titles), *rows]
+    return [
+        "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in line) + " |"
+        for line in lines
+    ]
+
+
+def _json(comparison: Comparison) -> str:
+    groups = [
+        {
+            "settings": group.settings,
+            "seeds": group.seeds,
+            "folders": group.folders,
+            "metrics": {
+                metric: {**_statistics(group.reached(metric)), "values": group.values[metric]}
+                for metric in COLUMNS
+            },
+        }
+        for group in comparison.groups
+    ]
+    skipped = [{"folder": folder, "reason": reason} for folder, reason in comparison.not_counted]
+    document = {"groups": groups, "not_counted": skipped}
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"

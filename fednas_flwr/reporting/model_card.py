@@ -1,0 +1,153 @@
+"""MODEL_CARD.md: what the model of a run is, what it was made from, and what it is not good for."""
+
+from pathlib import Path
+from typing import Any
+
+from fednas_flwr.reporting.compare import markdown_table
+from fednas_flwr.reporting.files import write_text
+from fednas_flwr.reporting.runs import Run, read_run
+from fednas_flwr.reporting.units import count, duration, num_bytes, percent
+
+SETTINGS = ("algorithm", "search_space", "retrain", "partition", "runtime")
+
+
+def write_model_card(run_folder: Path) -> Path:
+    """Write the run's MODEL_CARD.md and return its path; what the run did not reach is left out.
+
+    Raises:
+        FileNotFoundError: The folder holds no events.jsonl.
+    """
+    run = read_run(run_folder)
+    sections = [
+        _heading(run),
+        _data(run),
+        _training(run),
+        _results(run),
+        _loading(run),
+        _limits(run),
+        _privacy(run),
+    ]
+    return write_text(run_folder / "MODEL_CARD.md", "\n\n".join(filter(None, sections)) + "\n")
+
+
+def _name(run: Run, group: str) -> str:
+    value = run.config.get(group)
+    return str(value["name"]) if isinstance(value, dict) and "name" in value else "not recorded"
+
+
+def _heading(run: Run) -> str:
+    numbers = run.numbers()
+    text = (
+        f"# {_name(run, 'algorithm')} on {_name(run, 'dataset')}\n\n"
+        f"A classifier whose architecture was searched for by several clients together "
+        f"(search space {_name(run, 'search_space')}) and whose weights they then trained "
+        "together; their records stayed with them. Made by fednas_flwr."
+    )
+    if numbers["num_parameters"] is not None:
+        text += f"\n\n{count(numbers['num_parameters'])} parameters"
+        if numbers["multiply_adds"] is not None:
+            text += f", {count(numbers['multiply_adds'])} multiply-adds for one example"
+        text += "."
+    if run.status != "completed":
+        text += f"\n\n**The run is {run.status}**{': ' + run.reason if run.reason else ''}."
+    return text
+
+
+def _data(run: Run) -> str:
+    event = run.last("partition") or {}
+    splits, names = event.get("splits") or [], event.get("class_names") or []
+    lines = ["## Data and parties", "", f"- data set: {_name(run, 'dataset')}"]
+    if splits:
+        parts = {part: sum(split[part] for split in splits) for part in splits[0]}
+        sizes = ", ".join(f"{size:,} {part}" for part, size in parts.items())
+        lines.append(f"- {len(splits)} clients ({_name(run, 'partition')}) with together {sizes}")
+    if event.get("server_test"):
+        lines.append(f"- test set held by the server: {event['server_test']:,} records")
+    if names:
+        lines.append(f"- {len(names)} classes: {', '.join(str(name) for name in names)}")
+    return "\n".join(lines)
+
+
+def _training(run: Run) -> str:
+    if not run.config:
+        return ""
+    rows = [
+        [f"{group}.{key}" if key else group, text]
+        for group in SETTINGS
+        for key, text in _flat(run.config.get(group))
+    ]
+    rows += [
+        [key, str(run.config[key])] for key in ("clients", "rounds", "seed") if key in run.config
+    ]
+    started = run.last("run_started") or {}
+    versions = started.get("versions") or {}
+    made = ", ".join(f"{name} {version}" for name, version in versions.items())
+    lines = ["## Search and training", "", *markdown_table(["setting", "value"], rows), ""]
+    lines.append(
+        f"Versions: {made or 'not recorded'}; commit {started.get('commit') or 'unknown'}."
+    )
+    return "\n".join([*lines, "All settings: config.yaml; all rounds: events.jsonl, report.html."])
+
+
+def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    if not isinstance(value, dict):
+        return [] if value is None else [(prefix, str(value))]
+    return [
+        item for key, inner in value.items() for item in _flat(inner, f"{prefix}.{key}".strip("."))
+    ]
+
+
+def _results(run: Run) -> str:
+    numbers = run.numbers()
+    stages = run.stage_seconds()
+    traffic = numbers["traffic_mb"]
+    rows = [
+        ["accuracy on the server's test set", percent(numbers["central_accuracy"])],
+        ["mean accuracy on the clients' test parts", percent(numbers["client_accuracy"])],
+        ["linear model on the same data", percent(numbers["linear_accuracy"])],
+        *([f"time of {name}", duration(seconds)] for name, seconds in stages.items()),
+        ["traffic, both directions", num_bytes(None if traffic is None else traffic * 1e6)],
+        ["dropped replies", str(len(run.failures()))],
+    ]
+    return "\n".join(["## Results", "", *markdown_table(["result", "value"], rows)])
+
+
+def _loading(run: Run) -> str:
+    exported = (run.last("exported") or {}).get("files") or []
+    if not exported:
+        return ""
+    return (
+        "## How to load it\n\n```python\nfrom fednas_flwr import load_network\n\n"
+        f'network = load_network("{run.folder}")  # a torch module in eval mode\n```\n\n'
+        f"Files: {', '.join(exported)}."
+    )
+
+
+def _limits(run: Run) -> str:
+    lines = [
+        "## Limits",
+        "",
+        "- It was evaluated only on data like its training data, with the seed above; another seed "
+        "gives another architecture and another accuracy.",
+        "- Inputs must be prepared as in training (size, channels, normalisation).",
+    ]
+    clients = (run.last("evaluated") or {}).get("clients") or []
+    known = [client["accuracy"] for client in clients if client["accuracy"] is not None]
+    if known:
+        lines.append(
+            "- Clients differ: the accuracy on their own test parts runs from "
+            f"{percent(min(known))} to {percent(max(known))}."
+        )
+    return "\n".join(lines)
+
+
+def _privacy(run: Run) -> str:
+    name = _name(run, "privacy")
+    if name == "none":
+        text = (
+            "none: this run makes no differential-privacy claim. Records stayed with the clients, "
+            "but what they sent and the model itself may reveal something about them."
+        )
+    else:
+        text = f"{name}; the settings are in config.yaml."
+    return f"## Privacy\n\n{text}"

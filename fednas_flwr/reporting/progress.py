@@ -1,0 +1,220 @@
+"""What a person sees while a run goes on, and the short table at its end.
+
+`ProgressDisplay` is a listener of an `EventLog`: bars that move on a terminal, plain lines in a
+file or a pipe. `print_summary` prints the final table from the run folder.
+"""
+
+import math
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from fednas_flwr.reporting.events import Event
+from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.reporting.units import count, duration, percent
+
+RECENT_ROUNDS = 10
+MANY_ROUNDS = 100
+SECONDS_BETWEEN_LINES = 5.0
+
+
+class ProgressDisplay:
+    """Shows stage, round, loss, accuracy and time left; a listener for `EventLog`.
+
+    On a terminal every stage has a moving bar. Elsewhere every round is one line; in a stage of
+    more than 100 rounds one line about every 5 s, and always the last. Warnings and failures of
+    clients are printed in both; a failure that repeats (same client, verb, reason) only once.
+
+    Use it as a context manager, so that the terminal is given back whatever happens.
+
+    Args:
+        console: Where to print; standard output by default.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        """Show nothing yet: the first stage does."""
+        self._console = console or Console()
+        self._bars: Progress | None = None
+        if self._console.is_terminal:
+            self._bars = Progress(
+                SpinnerColumn(finished_text="[green]✓"),
+                TextColumn("{task.description:<8}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[position]}"),
+                TextColumn("{task.fields[metrics]}", style="cyan"),
+                _TimeLeft(),
+                console=self._console,
+                refresh_per_second=5,
+            )
+        self._task: TaskID | None = None
+        self._seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
+        self._last_line = -math.inf
+        self._failures: set[tuple[object, ...]] = set()
+
+    def __call__(self, event: Event) -> None:
+        """Show one event; kinds that a person need not see are passed over."""
+        match event["event"]:
+            case "stage_started":
+                self._start_stage(event)
+            case "round":
+                self._show_round(event)
+            case "stage_finished":
+                self._finish_stage(event)
+            case "client_failed":
+                self._show_failure(event)
+            case "warning":
+                self._say(f"warning: {event['message']}", style="yellow")
+            case "run_finished":
+                self.close()
+                if event["status"] != "completed":
+                    self._say(f"the run {event['status']}: {event['reason']}", style="red")
+
+    def close(self) -> None:
+        """Stop the moving bars; what they showed last stays on the terminal."""
+        if self._bars is not None:
+            self._bars.stop()
+
+    def __enter__(self) -> Self:
+        """Return the display itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give the terminal back."""
+        self.close()
+
+    def _say(self, line: str, style: str = "") -> None:
+        # Text, not markup: a client's message may hold brackets.
+        self._console.print(Text(line, style=style), soft_wrap=True, highlight=False)
+
+    def _start_stage(self, event: Event) -> None:
+        self._seconds.clear()
+        self._last_line = -math.inf
+        if self._bars is None:
+            rounds = f", {event['rounds']} rounds" if event["rounds"] else ""
+            self._say(f"{event['stage']}: started{rounds}")
+            return
+        self._bars.start()
+        self._task = self._bars.add_task(
+            event["stage"], total=event["rounds"], position="", metrics="", ends_at=None
+        )
+
+    def _show_round(self, event: Event) -> None:
+        self._seconds.append(event["seconds"])
+        number, rounds = event["round"], event["rounds"]
+        left = (rounds - number) * sum(self._seconds) / len(self._seconds)
+        position, metrics = f"{number}/{rounds}", _metrics_text(event["metrics"])
+        if self._bars is not None:
+            if self._task is not None:
+                self._bars.update(
+                    self._task,
+                    completed=number,
+                    position=position,
+                    metrics=metrics,
+                    ends_at=time.monotonic() + left,
+                )
+            return
+        waited = event["elapsed"] - self._last_line >= SECONDS_BETWEEN_LINES
+        if rounds <= MANY_ROUNDS or waited or number == rounds:
+            self._last_line = event["elapsed"]
+            parts = [f"{event['stage']} {position}", metrics, f"{event['seconds']:.2f} s"]
+            parts += [f"{duration(left)} left"] if number < rounds else []
+            self._say("  ".join(part for part in parts if part))
+
+    def _finish_stage(self, event: Event) -> None:
+        if self._bars is None:
+            self._say(f"{event['stage']}: finished in {duration(event['seconds'])}")
+        elif self._task is not None:
+            total = self._bars.tasks[-1].total or 1
+            self._bars.update(self._task, total=total, completed=total, ends_at=None)
+            if not self._bars.tasks[-1].fields["position"]:
+                self._bars.update(self._task, position=duration(event["seconds"]))
+
+    def _show_failure(self, event: Event) -> None:
+        failure = (event["client"], event["verb"], event["reason"])
+        if failure not in self._failures:
+            self._failures.add(failure)
+            self._say(
+                f"client {event['client']} failed in {event['stage']} round {event['round']} "
+                f"({event['verb']}): {event['reason']}",
+                style="red",
+            )
+
+
+def print_summary(run_folder: Path, console: Console | None = None) -> None:
+    """Print the short table at the end of a run, and the path of its report where there is one.
+
+    Args:
+        run_folder: A run folder with at least events.jsonl.
+        console: Where to print; standard output by default.
+    """
+    console = console or Console()
+    run = read_run(run_folder)
+    table = Table(show_header=False, title=f"run {run.status}", title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    numbers = run.numbers()
+    stages = run.stage_seconds()
+    rows = [
+        ("network, server's test set", percent(numbers["central_accuracy"])),
+        ("network, mean over clients", percent(numbers["client_accuracy"])),
+        ("linear model", percent(numbers["linear_accuracy"])),
+        ("parameters", count(numbers["num_parameters"])),
+        ("multiply-adds", count(numbers["multiply_adds"])),
+        *((f"time of {name}", duration(stages[name])) for name in stages if name in TIMED_STAGES),
+        ("client failures", count(len(run.failures()))),
+    ]
+    for label, value in rows:
+        if value != "–":
+            table.add_row(label, value)
+    console.print(table)
+    if run.reason:
+        console.print(Text(run.reason, style="red"), soft_wrap=True, highlight=False)
+    report = run_folder / "report.html"
+    if report.exists():
+        console.print(Text(f"report: {report}"), soft_wrap=True, highlight=False)
+
+
+TIMED_STAGES = ("search", "retrain")
+
+
+class _TimeLeft(ProgressColumn):
+    """Counts down to the expected end between rounds, so that a long round does not look stuck."""
+
+    def render(self, task: Task) -> Text:
+        ends_at = task.fields["ends_at"]
+        if ends_at is None or task.finished:
+            return Text("")
+        return Text(f"{duration(max(0.0, ends_at - time.monotonic()))} left", style="dim")
+
+
+def _metrics_text(metrics: dict[str, float | None]) -> str:
+    """Return loss and accuracy, of the validation split where it was measured."""
+    parts = []
+    for word in ("loss", "accuracy"):
+        for kind in ("validation", "train"):
+            value = metrics.get(f"{kind}_{word}")
+            if value is not None:
+                text = percent(value) if word == "accuracy" else f"{value:.3f}"
+                parts.append(f"{kind} {word} {text}")
+                break
+    return "  ".join(parts)

@@ -1,0 +1,162 @@
+"""report.html: one run on one page that needs no network and no server.
+
+`write_report` reads the run folder alone, so it can be called at any time, also for a run that
+failed or still goes on: what the run did not reach has no section.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from fednas_flwr.reporting import plots, texts
+from fednas_flwr.reporting.cells import cell_svg
+from fednas_flwr.reporting.files import write_text
+from fednas_flwr.reporting.page import SCRIPT, STYLE, TEMPLATE
+from fednas_flwr.reporting.runs import Run, read_run
+from fednas_flwr.reporting.units import DASH
+
+WIDEST_IN_PAIRS = 640
+
+
+def write_report(run_folder: Path) -> Path:
+    """Write the run's report.html and return its path.
+
+    Raises:
+        FileNotFoundError: The folder holds no events.jsonl.
+    """
+    run = read_run(run_folder)
+    derived, partition = run.last("derived") or {}, run.last("partition") or {}
+    evaluated = run.last("evaluated") or {}
+    genotype = derived.get("genotype")
+    alphas = plots.alphas(run.alphas(), genotype)
+    stages = [_stage(run, name) for name in texts.STAGES if run.rounds(name)]
+    figures = {name: figure for stage in stages for name, figure in stage["figures"].items()}
+    figures |= {f"alphas_{kind}": shown["figure"] for kind, shown in alphas["kinds"].items()}
+    optional = {
+        "partition": plots.partition(partition),
+        "clients": plots.client_accuracy(evaluated),
+        "traffic_search": plots.traffic(run.rounds("search")),
+        "traffic_retrain": plots.traffic(run.rounds("retrain")),
+    }
+    figures |= {name: figure for name, figure in optional.items() if figure is not None}
+    steps = {kind: shown["steps"] for kind, shown in alphas["kinds"].items()}
+    cells = _cells(genotype)
+    splits = texts.split_rows(partition)
+    context = {
+        "run": run,
+        "title": texts.title(run),
+        "started": texts.started_text(run),
+        "attempts": len(run.attempts()),
+        "tiles": texts.tiles(run),
+        "facts": texts.facts(run),
+        "config_text": _config_text(run),
+        "stages": stages,
+        "cells": [(kind, picture) for kind, picture, _ in cells],
+        "narrow_cells": all(width <= WIDEST_IN_PAIRS for _, _, width in cells),
+        "alphas": alphas,
+        "splits": splits,
+        "partition_text": texts.partition_text(partition),
+        "accuracy_text": texts.accuracy_text(evaluated),
+        "times": texts.time_rows(run),
+        "traffic_rows": texts.traffic_rows(run),
+        "exported": texts.exported_text(run),
+        "failures": run.failures(),
+        "failure_text": texts.failure_text(run),
+        "warnings": Counter(str(e["message"]) for e in run.of_kind("warning")).most_common(),
+        "figures": figures,
+        "figures_json": _json(figures),
+        "alphas_json": _json({"rounds": alphas["rounds"], "kinds": steps}),
+        "style": Markup(STYLE),
+        "script": Markup(SCRIPT),
+        "plotly": Markup(get_plotlyjs()),
+    }
+    context["sections"] = _sections(context)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    html = environment.from_string(TEMPLATE).render(context)
+    return write_text(run_folder / "report.html", html)
+
+
+def _json(value: object) -> Markup:
+    """Return JSON that cannot end the script element it stands in."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return Markup(text.replace("<", "\\u003c"))
+
+
+def _config_text(run: Run) -> str:
+    path = run.folder / "config.yaml"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _stage(run: Run, name: str) -> dict[str, Any]:
+    """Return a stage's figures, their headings, and its rounds as table rows."""
+    rounds = run.rounds(name)
+    both = ("train", "validation")
+    charts: dict[str, tuple[str, plots.Figure | None]] = {
+        f"{name}_loss": (
+            "Loss",
+            plots.curves(rounds, {f"{kind}_loss": kind for kind in both}, title="loss"),
+        ),
+        f"{name}_accuracy": (
+            "Accuracy",
+            plots.curves(
+                rounds, {f"{k}_accuracy": k for k in both}, title="accuracy", percent=True
+            ),
+        ),
+        f"{name}_entropy": (
+            "Entropy of the alphas",
+            plots.curves(rounds, {"alpha_entropy": "entropy"}, title="nats per edge"),
+        ),
+        f"{name}_skip": (
+            "Share of skip connections",
+            plots.curves(rounds, {"skip_share": "share"}, title="share", percent=True),
+        ),
+    }
+    metrics = sorted({metric for event in rounds for metric in event["metrics"]})
+    return {
+        "name": name,
+        "title": f"{texts.STAGES[name]}, {len(rounds)} of {rounds[-1]['rounds']} rounds",
+        "plots": [(key, label) for key, (label, figure) in charts.items() if figure],
+        "figures": {key: figure for key, (_, figure) in charts.items() if figure},
+        "metrics": metrics,
+        "rows": [
+            [e["round"], *(_cell(e["metrics"].get(m)) for m in metrics), f"{e['seconds']:.2f}"]
+            for e in rounds
+        ],
+    }
+
+
+def _cell(value: float | None) -> str:
+    return DASH if value is None else f"{value:.4g}"
+
+
+def _cells(genotype: dict[str, Any] | None) -> list[tuple[str, Markup, int]]:
+    """Return kind, picture and width of each cell; cell_svg escapes what it writes."""
+    cells = []
+    for kind, edges in (genotype or {}).get("cells", {}).items():
+        if edges:
+            picture = cell_svg(edges, title=f"{kind} cell")
+            width = int(picture.split(' width="', 1)[1].split('"', 1)[0])
+            cells.append((kind, Markup(picture), width))
+    return cells
+
+
+def _sections(context: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return id and name of the sections that the page will have, in order."""
+    figures = context["figures"]
+    candidates = [
+        ("run", "What was run", True),
+        *((stage["name"], texts.STAGES[stage["name"]], True) for stage in context["stages"]),
+        ("cells", "Cells", context["cells"]),
+        ("alphas", "Architecture parameters", context["alphas"]["kinds"]),
+        ("partition", "Who holds what", context["splits"] or "partition" in figures),
+        ("accuracy", "Accuracy per client", "clients" in figures),
+        ("cost", "Time and traffic", context["times"] or context["traffic_rows"]),
+        ("model", "Model", context["exported"]),
+        ("failures", "Failures and warnings", True),
+    ]
+    return [(section, name) for section, name, shown in candidates if shown]

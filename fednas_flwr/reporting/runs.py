@@ -1,0 +1,164 @@
+"""A run as its folder tells it: configuration and events, and the numbers drawn from them.
+
+`read_run` opens a folder, finished or not; report, comparison, model card and final table share the
+methods of `Run`, so that they cannot disagree. A number that the run did not reach is None.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from fednas_flwr.reporting.events import Event, latest_rounds, read_events
+
+METRICS = (
+    "central_accuracy",
+    "client_accuracy",
+    "linear_accuracy",
+    "num_parameters",
+    "multiply_adds",
+    "search_seconds",
+    "retrain_seconds",
+    "traffic_mb",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder.
+
+    Attributes:
+        folder: Where it lies.
+        config: The resolved configuration; empty when config.yaml is missing.
+        events: All events, oldest first.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    events: list[Event]
+
+    def of_kind(self, kind: str) -> list[Event]:
+        """Return all events of a kind."""
+        return [event for event in self.events if event["event"] == kind]
+
+    def last(self, kind: str) -> Event | None:
+        """Return the latest event of a kind, None when there is none."""
+        events = self.of_kind(kind)
+        return events[-1] if events else None
+
+    def rounds(self, stage: str) -> list[Event]:
+        """Return a stage's rounds, each once."""
+        return latest_rounds(self.events, stage)
+
+    @property
+    def status(self) -> str:
+        """The outcome: ``completed``, ``failed``, or ``unfinished`` (still going on, or killed)."""
+        ends = [e for e in self.events if e["event"] in ("run_started", "run_finished")]
+        if not ends or ends[-1]["event"] == "run_started":
+            return "unfinished"
+        return str(ends[-1]["status"])
+
+    @property
+    def reason(self) -> str:
+        """Why the run failed; empty when it did not."""
+        finished = self.last("run_finished")
+        if self.status != "failed" or finished is None:
+            return ""
+        return str(finished.get("reason") or "no reason given")
+
+    def attempts(self) -> list[list[Event]]:
+        """Return the events of each process that worked on the run, oldest first."""
+        attempts: list[list[Event]] = []
+        for event in self.events:
+            if event["event"] == "run_started" or not attempts:
+                attempts.append([])
+            attempts[-1].append(event)
+        return attempts
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Return the time spent per stage in order of first start, over all attempts.
+
+        A stage that never finished counts up to the last event of its process.
+        """
+        seconds: Counter[str] = Counter()
+        for attempt in self.attempts():
+            open_stages: dict[str, float] = {}
+            for event in attempt:
+                if event["event"] == "stage_started":
+                    seconds[event["stage"]] += 0
+                    open_stages[event["stage"]] = event["elapsed"]
+                elif event["event"] == "stage_finished":
+                    seconds[event["stage"]] += event["seconds"]
+                    open_stages.pop(event["stage"], None)
+            for stage, start in open_stages.items():
+                seconds[stage] += attempt[-1]["elapsed"] - start
+        return dict(seconds)
+
+    def total_seconds(self) -> float:
+        """Return the wall time over all attempts."""
+        return float(sum(attempt[-1]["elapsed"] for attempt in self.attempts()))
+
+    def failures(self) -> list[Event]:
+        """Return the ``client_failed`` events, without those of rounds that a resume repeated."""
+        failures: list[Event] = []
+        for attempt in self.attempts():
+            redone = {(e["stage"], e["round"]) for e in attempt if e["event"] == "round"}
+            failures = [e for e in failures if (e["stage"], e["round"]) not in redone]
+            failures += [e for e in attempt if e["event"] == "client_failed"]
+        return failures
+
+    def alphas(self) -> list[Event]:
+        """Return the ``alphas`` events by ascending round, one per round."""
+        latest = {event["round"]: event for event in self.of_kind("alphas")}
+        return [latest[number] for number in sorted(latest)]
+
+    def traffic(self, stage: str) -> tuple[int, int]:
+        """Return the bytes that the server sent and received in a stage's rounds."""
+        rounds = self.rounds(stage)
+        return (
+            sum(e.get("bytes_sent") or 0 for e in rounds),
+            sum(e.get("bytes_received") or 0 for e in rounds),
+        )
+
+    def numbers(self) -> dict[str, float | None]:
+        """Return the run's results under the names in METRICS.
+
+        Accuracies are shares of 1; ``client_accuracy`` is the plain mean over clients;
+        ``traffic_mb`` counts both directions over all rounds, in 10^6 bytes.
+        """
+        evaluated = self.last("evaluated") or {}
+        derived = self.last("derived") or {}
+        stages = self.stage_seconds()
+        names = {event["stage"] for event in self.of_kind("round")}
+        accuracies = [
+            c["accuracy"] for c in evaluated.get("clients") or [] if c["accuracy"] is not None
+        ]
+        return {
+            "central_accuracy": (evaluated.get("central") or {}).get("accuracy"),
+            "client_accuracy": fmean(accuracies) if accuracies else None,
+            "linear_accuracy": (evaluated.get("linear") or {}).get("accuracy"),
+            "num_parameters": derived.get("num_parameters"),
+            "multiply_adds": derived.get("multiply_adds"),
+            "search_seconds": stages.get("search"),
+            "retrain_seconds": stages.get("retrain"),
+            "traffic_mb": sum(sum(self.traffic(name)) for name in names) / 1e6 if names else None,
+        }
+
+
+def read_run(run_folder: Path) -> Run:
+    """Return the run that a folder holds.
+
+    Raises:
+        FileNotFoundError: The folder holds no events.jsonl, so it is no run folder.
+    """
+    path = run_folder / "events.jsonl"
+    if not path.exists():
+        raise FileNotFoundError(f"{run_folder} is no run folder: it holds no events.jsonl.")
+    config: dict[str, Any] = {}
+    if (run_folder / "config.yaml").exists():
+        loaded: Any = OmegaConf.to_container(OmegaConf.load(run_folder / "config.yaml"))
+        config = loaded if isinstance(loaded, dict) else {}
+    return Run(folder=run_folder, config=config, events=read_events(path))

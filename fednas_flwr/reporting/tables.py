@@ -1,0 +1,190 @@
+"""The README's tables, rendered from the files that hold every single run.
+
+``scripts/results/<name>.json`` is written by a script while it measures and is committed:
+
+    {"title": "Federated DARTS and FNAS against random search",
+     "command": "scripts/table_fashion_mnist.sh",
+     "columns": [{"metric": "central_accuracy", "title": "test accuracy (%)",
+                  "scale": 100, "decimals": 1}, ...],
+     "runs": [{"settings": {...all that was set, without the seed...},
+               "group": {"algorithm": "fed_darts", "partition": "iid"},
+               "seed": 1, "commit": "4f2c9ab", "machine": "Linux x86_64, 2 cores",
+               "seconds": 312.5, "metrics": {"central_accuracy": 0.912, ...}}, ...]}
+
+``group`` gives the first columns of the rendered table; runs with an equal group are one row, in
+the order of first appearance. ``scale`` (1) and ``decimals`` (three significant digits) may be left
+out; a metric that a run did not reach is null.
+
+In the README a table stands between ``<!-- table:NAME -->`` and ``<!-- /table:NAME -->``:
+
+    python -m fednas_flwr.reporting.tables README.md scripts/results [--check]
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fednas_flwr.reporting.compare import markdown_table
+from fednas_flwr.reporting.files import write_text
+from fednas_flwr.reporting.units import DASH, duration, mean_and_deviation
+
+RUN_FIELDS = {"settings", "group", "seed", "commit", "machine", "seconds", "metrics"}
+MARKER = re.compile(r"^<!-- (/?)table:([\w-]+) -->$", re.MULTILINE)
+
+
+def start_results(
+    path: Path, *, title: str, command: str, columns: Sequence[Mapping[str, Any]]
+) -> None:
+    """Make a result file without runs, or give an existing one a new head and keep its runs.
+
+    Args:
+        path: The file, ``scripts/results/<name>.json``.
+        title: The table's title.
+        command: The command that measures all of it again.
+        columns: The metrics to show, as the module's text describes them.
+    """
+    with _locked(path.parent):
+        runs = _read(path)["runs"] if path.exists() else []
+        _write(path, {"title": title, "command": command, "columns": list(columns), "runs": runs})
+
+
+def has_result(path: Path, settings: Mapping[str, Any], seed: int) -> bool:
+    """Return whether the file holds a run with these settings and this seed."""
+    return path.exists() and _find(_read(path)["runs"], settings, seed)
+
+
+def append_result(path: Path, run: Mapping[str, Any]) -> None:
+    """Add one run to a file that `start_results` made; safe when several scripts add at once.
+
+    Raises:
+        ValueError: The run's fields are not those of the format, it lacks a metric of the columns,
+            or a run with its settings and seed is there already.
+    """
+    if set(run) != RUN_FIELDS:
+        raise ValueError(f"a run has the fields {sorted(RUN_FIELDS)}, got {sorted(run)}")
+    with _locked(path.parent):
+        document = _read(path)
+        missing = {column["metric"] for column in document["columns"]} - set(run["metrics"])
+        if missing:
+            raise ValueError(f"{path.name}: the run lacks the metrics {sorted(missing)}")
+        if _find(document["runs"], run["settings"], run["seed"]):
+            raise ValueError(f"{path.name} holds these settings with seed {run['seed']} already")
+        document["runs"].append(dict(run))
+        _write(path, document)
+
+
+def render_tables(readme: str, results_dir: Path) -> str:
+    """Return the README's text with every table between its marks rendered anew.
+
+    Args:
+        readme: The text as it is.
+        results_dir: The folder with one JSON file per table.
+
+    Raises:
+        ValueError: A mark has no partner, or there is no file of its name.
+    """
+    parts, end = [], 0
+    marks = list(MARKER.finditer(readme))
+    if len(marks) % 2:
+        raise ValueError(f"the mark {marks[-1][0]} has no partner")
+    for opening, closing in zip(marks[::2], marks[1::2], strict=True):
+        if opening[1] or not closing[1] or opening[2] != closing[2]:
+            raise ValueError(f"the mark {opening[0]} is followed by {closing[0]}")
+        path = results_dir / f"{opening[2]}.json"
+        if not path.exists():
+            raise ValueError(f"{opening[0]}: there is no {path}")
+        parts += [readme[end : opening.end()], "\n", _table(_read(path)), "\n"]
+        end = closing.start()
+    return "".join(parts) + readme[end:]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Render the tables of a file in place, or with ``--check`` only say whether they differ."""
+    parser = argparse.ArgumentParser(description="Render the README's tables from result files.")
+    parser.add_argument("readme", type=Path)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
+    options = parser.parse_args(arguments)
+    text = options.readme.read_text(encoding="utf-8")
+    rendered = render_tables(text, options.results)
+    if rendered == text:
+        return 0
+    if options.check:
+        print(f"{options.readme}: its tables differ from {options.results}: render them anew.")
+        return 1
+    write_text(options.readme, rendered)
+    return 0
+
+
+def _table(document: Mapping[str, Any]) -> str:
+    """Return title, Markdown table and where the numbers come from."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for run in document["runs"]:
+        rows.setdefault(json.dumps(run["group"], sort_keys=True), []).append(run)
+    names = list(dict.fromkeys(name for run in document["runs"] for name in run["group"]))
+    titles = [*names, *(column["title"] for column in document["columns"]), "seeds"]
+    lines = [f"**{document['title']}**", ""]
+    cells = []
+    for runs in rows.values():
+        row = [str(runs[0]["group"].get(name, DASH)) for name in names]
+        row += [_metric(runs, column) for column in document["columns"]]
+        cells.append([*row, str(len(runs))])
+    lines += [*markdown_table(titles, cells), "", _source(document)]
+    return "\n".join(lines)
+
+
+def _metric(runs: list[dict[str, Any]], column: Mapping[str, Any]) -> str:
+    values = [run["metrics"][column["metric"]] for run in runs]
+    reached = [value for value in values if value is not None]
+    text = mean_and_deviation(
+        reached, scale=column.get("scale", 1), decimals=column.get("decimals")
+    )
+    return f"{text} ({len(reached)} of {len(values)})" if 0 < len(reached) < len(values) else text
+
+
+def _source(document: Mapping[str, Any]) -> str:
+    runs = document["runs"]
+    machines = ", ".join(sorted({run["machine"] for run in runs}))
+    commits = ", ".join(sorted({run["commit"][:10] for run in runs}))
+    text = f"Mean ± standard deviation (n - 1) over seeds; `{document['command']}`"
+    if runs:
+        seconds = duration(sum(run["seconds"] for run in runs))
+        text += f", {len(runs)} runs in {seconds} on {machines}, commit {commits}"
+    return text + "."
+
+
+def _find(runs: list[dict[str, Any]], settings: Mapping[str, Any], seed: int) -> bool:
+    wanted = json.loads(json.dumps(settings))  # tuples are lists in the file
+    return any(run["settings"] == wanted and run["seed"] == seed for run in runs)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time read and replace files of a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""What the report says in words and small tables: one function per piece of the page.
+
+Each returns text or rows of text for the template, empty where the run holds nothing to say.
+"""
+
+from collections import Counter
+from datetime import datetime
+from typing import Any
+
+from fednas_flwr.reporting.runs import Run
+from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent
+
+STAGES = {"search": "Search", "retrain": "Retraining"}
+GROUPS = {
+    "algorithm": "algorithm",
+    "dataset": "data",
+    "partition": "partition",
+    "search_space": "search space",
+    "retrain": "retraining",
+    "privacy": "privacy",
+    "runtime": "runtime",
+}
+MOST_SETTINGS = 5
+
+
+def _name(config: dict[str, Any], group: str) -> str:
+    """Return the chosen name of a configuration group, a dash where there is none."""
+    value = config.get(group)
+    return str(value.get("name", DASH)) if isinstance(value, dict) else DASH
+
+
+def title(run: Run) -> str:
+    """Return the page's title: algorithm and data, else the folder's name."""
+    if not run.config:
+        return f"Run {run.folder.resolve().name}"
+    return f"{_name(run.config, 'algorithm')} on {_name(run.config, 'dataset')}"
+
+
+def started_text(run: Run) -> str:
+    """Return when the run started and how long it took."""
+    if not run.events:
+        return ""
+    first = datetime.fromisoformat(run.events[0]["time"])
+    return f"started {first:%Y-%m-%d %H:%M} UTC · {duration(run.total_seconds())}"
+
+
+def tiles(run: Run) -> list[dict[str, str]]:
+    """Return label, value and note of each big number that the run reached."""
+    numbers, evaluated = run.numbers(), run.last("evaluated") or {}
+    central, linear = numbers["central_accuracy"], numbers["linear_accuracy"]
+    mean_client = numbers["client_accuracy"]
+    best = mean_client if central is None else central
+    examples = (evaluated.get("central") or {}).get("num_examples")
+    gain = ""
+    if best is not None and linear is not None:
+        gain = f"network {100 * (best - linear):+.1f} points"
+    num_clients = len(evaluated.get("clients") or [])
+    traffic = numbers["traffic_mb"]
+    parties = Counter(failure["client"] for failure in run.failures())
+    tiles = [
+        ("Test accuracy", percent(central), f"server's test set, {count(examples)} records"),
+        ("Mean over clients", percent(mean_client), f"test parts of {num_clients} clients"),
+        ("Linear model", percent(linear), gain),
+        ("Parameters", count(numbers["num_parameters"]), "of the derived network"),
+        ("Multiply-adds", count(numbers["multiply_adds"]), "for one example"),
+        ("Time", duration(run.total_seconds()), "all stages"),
+        ("Traffic", num_bytes(None if traffic is None else traffic * 1e6), "both directions"),
+        (
+            "Failures",
+            str(sum(parties.values())),
+            f"by {len(parties)} clients" if parties else "every client answered",
+        ),
+    ]
+    keys = ("label", "value", "note")
+    return [dict(zip(keys, tile, strict=True)) for tile in tiles if tile[1] != DASH]
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """Return name and value of everything that says what was run."""
+    config, started = run.config, run.last("run_started") or {}
+    versions = started.get("versions") or {}
+    facts = [
+        *((label, _settings(config, key)) for key, label in GROUPS.items() if key in config),
+        *(
+            (key, str(config[key]))
+            for key in ("clients", "rounds", "seed", "device")
+            if key in config
+        ),
+        ("commit", str(started.get("commit") or "")),
+        ("machine", str(started.get("machine") or "")),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("folder", str(run.folder.resolve())),
+    ]
+    return [(name, value) for name, value in facts if value]
+
+
+def _settings(config: dict[str, Any], group: str) -> str:
+    """Return a group's name and its first few settings; all of them stand in the configuration."""
+    values = config[group]
+    if not isinstance(values, dict):
+        return str(values)
+    settings = [
+        f"{key} {str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in values.items()
+        if key != "name" and not isinstance(value, (dict, list)) and value is not None
+    ]
+    more = ["…"] if len(settings) > MOST_SETTINGS else []
+    shown = ", ".join(settings[:MOST_SETTINGS] + more)
+    name = values.get("name")
+    if name is None:
+        return shown
+    return f"{name} ({shown})" if shown else str(name)
+
+
+def split_rows(partition: dict[str, Any]) -> list[list[str]]:
+    """Return client, sizes of its parts, and their sum as table rows."""
+    parts = ("train", "validation", "test")
+    return [
+        [str(client), *(f"{split[part]:,}" for part in parts), f"{sum(split[p] for p in parts):,}"]
+        for client, split in enumerate(partition.get("splits") or [])
+    ]
+
+
+def partition_text(partition: dict[str, Any]) -> str:
+    """Return a sentence on the sizes of the clients and of the server's test set."""
+    sizes = [sum(split.values()) for split in partition.get("splits") or []]
+    if not sizes:
+        sizes = [sum(row) for row in partition.get("counts") or []]
+    if not sizes:
+        return ""
+    text = f"{len(sizes)} clients hold {sum(sizes):,} records; the smallest has {min(sizes):,}, "
+    text += f"the largest {max(sizes):,}."
+    if partition.get("server_test"):
+        text += f" The server's test set has {partition['server_test']:,} records."
+    return text
+
+
+def accuracy_text(evaluated: dict[str, Any]) -> str:
+    """Return a sentence on the worst and the best client."""
+    clients = [c for c in evaluated.get("clients") or [] if c["accuracy"] is not None]
+    if not clients:
+        return ""
+    worst = min(clients, key=lambda client: client["accuracy"])
+    best = max(clients, key=lambda client: client["accuracy"])
+    return (
+        f"On the clients' own test parts: from {percent(worst['accuracy'])} (client "
+        f"{worst['client']}) to {percent(best['accuracy'])} (client {best['client']})."
+    )
+
+
+def time_rows(run: Run) -> list[tuple[str, str, float]]:
+    """Return name, time and length of its bar in percent for each stage."""
+    seconds = run.stage_seconds()
+    longest = max(seconds.values(), default=0.0) or 1.0
+    return [(name, duration(s), round(100 * s / longest, 1)) for name, s in seconds.items()]
+
+
+def traffic_rows(run: Run) -> list[list[str]]:
+    """Return stage, bytes sent and received as table rows, the last their sum."""
+    rows = [(name, *run.traffic(name)) for name in STAGES if any(run.traffic(name))]
+    if len(rows) > 1:
+        rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
+    return [[name, num_bytes(sent), num_bytes(received)] for name, sent, received in rows]
+
+
+def exported_text(run: Run) -> str:
+    """Return a sentence on the exported files and the check of the ONNX file."""
+    exported = run.last("exported")
+    if exported is None:
+        return ""
+    text = f"Exported: {', '.join(exported['files'])}."
+    difference = exported.get("onnx_max_difference")
+    if difference is not None:
+        text += f" ONNX and torch differ by at most {difference:.2g}."
+    return text
+
+
+def failure_text(run: Run) -> str:
+    """Return a sentence on the clients whose replies were dropped most often."""
+    counts = Counter(failure["client"] for failure in run.failures())
+    named = [f"client {client}: {times}" for client, times in counts.most_common(5)]
+    more = f" and {len(counts) - 5} more clients" if len(counts) > 5 else ""
+    return f"Dropped replies, most frequent first: {', '.join(named)}{more}."

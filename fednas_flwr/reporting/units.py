@@ -1,0 +1,67 @@
+"""Numbers as a person reads them: counts, shares, bytes, durations. None becomes a dash."""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+DASH = "–"
+
+
+def count(value: float | None) -> str:
+    """Return a count with at most three figures before its unit: ``3.35 M``, ``812``."""
+    if value is None:
+        return DASH
+    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e4, " k")):
+        if abs(value) >= size:
+            scale = 1e3 if unit == " k" else size
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:.0f}"
+
+
+def percent(value: float | None) -> str:
+    """Return a share of 1 in percent with one decimal: ``91.4 %``."""
+    return DASH if value is None else f"{100 * value:.1f} %"
+
+
+def num_bytes(value: float | None) -> str:
+    """Return bytes in powers of 1000: ``12.3 MB``."""
+    if value is None:
+        return DASH
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds as ``8.2 s``, ``3:05 min`` or ``2:10 h``."""
+    if seconds is None:
+        return DASH
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60}:{minutes % 60:02d} h"
+
+
+def mean_and_deviation(
+    values: Sequence[float], *, scale: float = 1.0, decimals: int | None = None
+) -> str:
+    """Return ``mean ± standard deviation`` (n - 1) of the scaled values.
+
+    One value has no deviation and stands alone; none gives a dash. Without ``decimals`` the mean
+    has three significant digits.
+
+    Example:
+        >>> mean_and_deviation([0.90, 0.92], scale=100, decimals=1)
+        '91.0 ± 1.4'
+    """
+    if not values:
+        return DASH
+    mean = scale * fmean(values)
+    if decimals is None:
+        decimals = max(0, 2 - math.floor(math.log10(abs(mean)))) if mean else 0
+    text = f"{mean:.{decimals}f}"
+    return text if len(values) == 1 else f"{text} ± {abs(scale) * stdev(values):.{decimals}f}"

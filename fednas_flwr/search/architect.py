@@ -1,0 +1,150 @@
+"""Gradients of the architecture parameters: first order, second order, and mixed level.
+
+All functions leave the weights, the alphas and their ``.grad`` as they found them. Batch norm's
+running statistics move, as with any forward in training mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from fednas_flwr.search_spaces.space import Supernet
+
+Batch = tuple[Tensor, Tensor]  # features [B, ...], labels int64 [B]
+
+
+def alpha_gradient_sum(supernet: Supernet, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the sum over a batch of per-sample gradients of the alphas, and the batch's losses.
+
+    ``sum_i grad_A L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 4 before averaging). First
+    order: the weights are held fixed.
+
+    Returns:
+        Gradients by cell kind, shaped like the alphas; per-sample losses [B], detached.
+    """
+    alphas = supernet.alphas()
+    losses = _losses(supernet, {}, batch)
+    return _gradients(losses.sum(), alphas), losses.detach()
+
+
+def virtual_step(
+    supernet: Supernet,
+    batch: Batch,
+    *,
+    inner_lr: float,
+    momentum: float,
+    weight_decay: float,
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Tensor]:
+    """Return ``W' = W - inner_lr (momentum v + grad_W L_train + weight_decay W)``.
+
+    DARTS (Liu et al., 2019, arXiv 1806.09055, Eq. 7) with the momentum v of the weights' own SGD,
+    as its authors' experiments do. The weights themselves do not move.
+    """
+    weights = supernet.weights()
+    loss = _losses(supernet, {}, batch).mean()
+    gradients = _gradients(loss, weights)
+    moved = {}
+    for name, weight in weights.items():
+        velocity = optimizer.state.get(weight, {}).get("momentum_buffer")
+        direction = gradients[name] + weight_decay * weight.detach()
+        if velocity is not None:
+            direction = direction + momentum * velocity
+        moved[name] = weight.detach() - inner_lr * direction
+    return moved
+
+
+def second_order_gradient(
+    supernet: Supernet,
+    *,
+    weights: Mapping[str, Tensor],
+    virtual_weights: Mapping[str, Tensor],
+    train_batch: Batch,
+    validation_batch: Batch,
+    inner_lr: float,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the second-order gradient of the alphas, of means over batches.
+
+    ``H = grad_A L_val(A, W') - inner_lr (grad_A L_tr(A, W+) - grad_A L_tr(A, W-)) / (2 r)`` with
+    ``W+- = W +- r grad_W' L_val(A, W')`` and ``r = .01 / ||grad_W' L_val||`` (DP-FNAS, Eq. 5;
+    DARTS, Eq. 8). The finite difference is divided by 2 r; two public codes multiply instead. It
+    is exact when the training loss is quadratic in W.
+
+    Args:
+        supernet: Gives the function and the alphas A.
+        weights: W by parameter name.
+        virtual_weights: W', the weights after one step on the training loss.
+        train_batch: Batch of L_tr.
+        validation_batch: Batch of L_val.
+        inner_lr: Learning rate of the step from W to W'.
+
+    Returns:
+        Gradients by cell kind, shaped like the alphas; losses [B] of the validation batch.
+    """
+    alphas: dict[str, Tensor] = dict(supernet.alphas())
+    leaves = {name: w.detach().requires_grad_() for name, w in virtual_weights.items()}
+    losses = _losses(supernet, leaves, validation_batch)
+    gradients = _gradients(losses.mean(), alphas | leaves)
+    direction = {name: gradients[name] for name in leaves}
+    norm = math.sqrt(sum(float(g.square().sum()) for g in direction.values()))
+    if norm == 0:  # W' is a stationary point of the validation loss: no correction
+        return {kind: gradients[kind] for kind in alphas}, losses.detach()
+    r = 0.01 / norm
+
+    def train_gradient(sign: float) -> dict[str, Tensor]:
+        shifted = {name: w.detach() + sign * r * direction[name] for name, w in weights.items()}
+        return _gradients(_losses(supernet, shifted, train_batch).mean(), alphas)
+
+    plus, minus = train_gradient(1), train_gradient(-1)
+    corrected = {
+        kind: gradients[kind] - inner_lr * (plus[kind] - minus[kind]) / (2 * r) for kind in alphas
+    }
+    return corrected, losses.detach()
+
+
+def mixed_level_gradient(
+    supernet: Supernet, *, train_batch: Batch, validation_batch: Batch, validation_weight: float
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return ``grad_A L_tr(A, W) + validation_weight * grad_A L_val(A, W)``, of batch means.
+
+    MiLeNAS (He et al., 2020, arXiv 2003.12238, Eq. 4), the local rule of FedNAS (arXiv
+    2004.08546). Returns also the losses [B] of the validation batch.
+    """
+    alphas = supernet.alphas()
+    train_loss = _losses(supernet, {}, train_batch).mean()
+    losses = _losses(supernet, {}, validation_batch)
+    total = train_loss + validation_weight * losses.mean()
+    return _gradients(total, alphas), losses.detach()
+
+
+def alpha_entropy(alphas: Mapping[str, Tensor]) -> float:
+    """Return the mean entropy over edges of softmax(alphas), in nats, from 0 to ln(ops)."""
+    entropies = [
+        -(torch.softmax(a.detach().double(), -1) * torch.log_softmax(a.detach().double(), -1)).sum(-1)
+        for a in alphas.values()
+    ]
+    return float(torch.cat(entropies).mean())
+
+
+def _losses(network: nn.Module, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
+    x, y = batch
+    logits = functional_call(network, dict(weights), (x,)) if weights else network(x)
+    return functional.cross_entropy(logits, y, reduction="none")
+
+
+def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients by name; zeros for what the loss does not depend on.
+
+    A net of two cells, both of them reductions, does not depend on the alphas of normal cells.
+    """
+    gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+    }

@@ -1,0 +1,159 @@
+"""Steps on the weights of a supernet or of a derived network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fednas_flwr.search.settings import SGD, Adam
+
+Batch = tuple[Tensor, Tensor]  # features [B, ...], labels int64 [B]
+
+
+def make_sgd(parameters: Iterable[Tensor], settings: SGD) -> torch.optim.SGD:
+    """Return torch's SGD with the constants of ``settings``, at ``settings.lr``."""
+    return torch.optim.SGD(
+        parameters,
+        lr=settings.lr,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+    )
+
+
+def make_adam(parameters: Iterable[Tensor], settings: Adam) -> torch.optim.Adam:
+    """Return torch's Adam with DARTS' betas and the constants of ``settings``."""
+    return torch.optim.Adam(
+        parameters, lr=settings.lr, betas=(0.5, 0.999), weight_decay=settings.weight_decay
+    )
+
+
+@dataclass
+class Tally:
+    """Running sums over batches; ``loss`` and ``accuracy`` are means over examples."""
+
+    loss_sum: float = 0.0
+    correct: int = 0
+    num_examples: int = 0
+
+    def add(self, losses: Tensor, logits: Tensor | None, labels: Tensor) -> None:
+        """Add a batch: losses [B], logits [B, classes] (None leaves accuracy out), labels [B]."""
+        self.loss_sum += float(losses.detach().sum())
+        self.num_examples += len(labels)
+        if logits is not None:
+            self.correct += int((logits.detach().argmax(1) == labels).sum())
+
+    @property
+    def loss(self) -> float:
+        """Mean loss; NaN before the first batch."""
+        return self.loss_sum / self.num_examples if self.num_examples else float("nan")
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct predictions; NaN before the first batch."""
+        return self.correct / self.num_examples if self.num_examples else float("nan")
+
+
+def weight_gradient_sum(
+    network: nn.Module, batch: Batch, tally: Tally
+) -> dict[str, Tensor]:
+    """Return the sum over a batch of per-sample gradients of the weights, by parameter name.
+
+    ``sum_i grad_W L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 3 before averaging).
+    Parameters that the loss does not depend on get zeros. Alphas are left out. The batch is added
+    to ``tally``.
+    """
+    weights = trainable_weights(network)
+    logits = network(batch[0])
+    losses = functional.cross_entropy(logits, batch[1], reduction="none")
+    tally.add(losses, logits, batch[1])
+    gradients = torch.autograd.grad(losses.sum(), list(weights.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(weight) if gradient is None else gradient
+        for (name, weight), gradient in zip(weights.items(), gradients, strict=True)
+    }
+
+
+def periodic_gradient(
+    gradient_sum: Callable[[Batch], dict[str, Tensor]],
+    parameters: Mapping[str, nn.Parameter],
+    batches: Iterable[Batch],
+    *,
+    local_lr: float,
+) -> tuple[dict[str, Tensor], float]:
+    """Return the gradient of ``parameters`` accumulated over one local step per batch.
+
+    After each batch but the last the parameters move by ``-local_lr`` times the batch's mean
+    gradient, and the next gradient is taken there: the periodic updates that DP-FNAS leaves as
+    future work. With one batch this is ``gradient_sum(batch)``.
+
+    Returns:
+        The sum over steps of mean gradients, times the mean batch size B, so that dividing by B
+        gives what the local steps moved in all; and B.
+
+    Raises:
+        ValueError: There is no batch.
+    """
+    total: dict[str, Tensor] = {}
+    mean: dict[str, Tensor] = {}
+    sizes: list[int] = []
+    for batch in batches:
+        with torch.no_grad():
+            for name, gradient in mean.items():
+                parameters[name].sub_(gradient, alpha=local_lr)
+        sums = gradient_sum(batch)
+        sizes.append(len(batch[1]))
+        mean = {name: gradient / sizes[-1] for name, gradient in sums.items()}
+        total = {n: total[n] + g for n, g in mean.items()} if total else mean
+    if len(sizes) == 1:
+        return sums, sizes[0]
+    if not sizes:
+        raise ValueError("a gradient needs at least one batch")
+    batch_size = sum(sizes) / len(sizes)
+    return {name: gradient * batch_size for name, gradient in total.items()}, batch_size
+
+
+def train_epoch(
+    network: nn.Module,
+    batches: Iterator[Batch],
+    *,
+    optimizer: torch.optim.Optimizer,
+    clip_norm: float | None,
+    auxiliary_weight: float = 0.0,
+) -> Tally:
+    """Train the weights on every batch once and return the tally of what was seen on the way.
+
+    A network with an auxiliary head returns ``(logits, auxiliary logits)`` in training mode; its
+    loss is ``CE + auxiliary_weight * CE_auxiliary`` (DARTS, section 3.2).
+    """
+    network.train()
+    tally = Tally()
+    for x, y in batches:
+        optimizer.zero_grad()
+        output = network(x)
+        logits, auxiliary = output if isinstance(output, tuple) else (output, None)
+        losses = functional.cross_entropy(logits, y, reduction="none")
+        loss = losses.mean()
+        if auxiliary is not None:
+            loss = loss + auxiliary_weight * functional.cross_entropy(auxiliary, y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip_gradients(optimizer, clip_norm)
+        optimizer.step()
+        tally.add(losses, logits, y)
+    return tally
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
+    """Scale the gradients of an optimiser's parameters to a norm of at most ``clip_norm``."""
+    if clip_norm is not None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, clip_norm)
+
+
+def trainable_weights(network: nn.Module) -> dict[str, nn.Parameter]:
+    """Return all parameters but the alphas, by name."""
+    weights: Callable[[], dict[str, nn.Parameter]] | None = getattr(network, "weights", None)
+    return weights() if weights is not None else dict(network.named_parameters())

@@ -1,0 +1,160 @@
+"""The search space of DARTS: two kinds of cell, each a graph of 14 weighted edges.
+
+Liu et al. (2019), arXiv 1806.09055. :class:`DARTSSpace` gives the supernet, the way from alphas to a
+genotype and the discrete network; their modules stand in ``darts_network.py``.
+
+Tensor suffixes: E edges, O ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.search_spaces.darts_network import EDGES, NODES, OPS, DARTSBody, DARTSNetwork
+from fednas_flwr.search_spaces.genotype import Edge, Genotype
+from fednas_flwr.search_spaces.operations import Norm, check_norm
+from fednas_flwr.search_spaces.space import (
+    Supernet,
+    check_alphas,
+    check_cells,
+    check_op,
+    check_sizes,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DARTSSpace:
+    """The DARTS search space for images of one shape.
+
+    Attributes:
+        input_shape: (channels, height, width) of an image; any size.
+        num_classes: Number of classes.
+        channels: Channels of the supernet's first cells (16 in the paper).
+        num_cells: Cells of the supernet (8 in the paper), L below. Cells L//3 and 2L//3 are
+            reduction cells, also in small nets: both cells of L = 2, the last two of L = 3.
+        norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
+    """
+
+    name: ClassVar[str] = "darts"
+    ops: ClassVar[tuple[str, ...]] = OPS
+
+    input_shape: tuple[int, ...]
+    num_classes: int
+    channels: int = 16
+    num_cells: int = 8
+    norm: Norm = "batch"
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be built."""
+        check_norm(self.norm)
+        check_sizes(
+            space=self.name,
+            input_shape=self.input_shape,
+            num_classes=self.num_classes,
+            channels=self.channels,
+            num_cells=self.num_cells,
+        )
+
+    @property
+    def cell_kinds(self) -> dict[str, int]:
+        """Number of edges per kind of cell."""
+        return {"normal": len(EDGES), "reduction": len(EDGES)}
+
+    def supernet(self) -> Supernet:
+        """Return a newly initialised supernet; its norms have no affine part.
+
+        Deviation: the published code leaves the affine part of the stem's norm on (96 weights of
+        1,930,618 at C = 16); here no norm of a supernet has one.
+        """
+        body = DARTSBody(
+            in_channels=self.input_shape[0],
+            num_classes=self.num_classes,
+            channels=self.channels,
+            num_cells=self.num_cells,
+            norm=self.norm,
+        )
+        return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
+
+    def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
+        """Return the genotype of the strongest edges (Liu et al. 2019, section 2.4).
+
+        Every node keeps the two incoming edges whose best op other than ``none`` has the largest
+        softmax weight, each with that op. Ties go to the lowest op and the lowest source.
+
+        Raises:
+            ValueError: If kinds or shapes are wrong or an alpha is not finite.
+        """
+        check_alphas(alphas, num_edges=self.cell_kinds, num_ops=len(OPS))
+        cells = {}
+        for kind in self.cell_kinds:
+            weights_EO = alphas[kind].detach().double().cpu().softmax(dim=-1).tolist()
+            cells[kind] = _strongest_edges(weights_EO)
+        return Genotype(space=self.name, cells=cells)
+
+    def random_genotype(self, generator: torch.Generator) -> Genotype:
+        """Return a uniform genotype: two distinct sources per node, any op but ``none`` on each."""
+        cells = {}
+        for kind in self.cell_kinds:
+            edges = []
+            for target in NODES:
+                sources = torch.randperm(target, generator=generator)[:2].sort().values.tolist()
+                for source in sources:
+                    op = int(torch.randint(1, len(OPS), (), generator=generator))
+                    edges.append(Edge(OPS[op], source, target))
+            cells[kind] = tuple(edges)
+        return Genotype(space=self.name, cells=cells)
+
+    def check(self, genotype: Genotype) -> None:
+        """Raise ConfigError unless the genotype is one that :meth:`derive` can return."""
+        check_cells(genotype, space=self.name, kinds=self.cell_kinds)
+        for kind, edges in genotype.cells.items():
+            for edge in edges:
+                check_op(edge, kind=kind, ops=OPS[1:])
+            pairs = [(edge.target, edge.source) for edge in edges]
+            targets = [target for target in NODES for _ in range(2)]
+            if [target for target, _ in pairs] != targets or sorted(set(pairs)) != pairs:
+                found = ", ".join(f"{edge.source} -> {edge.target}" for edge in edges)
+                raise ConfigError(
+                    f"cell {kind!r}: each of the nodes 2 to 5 needs two edges from different "
+                    f"earlier nodes, ordered by target, then source; got {found or 'no edges'}."
+                )
+
+    def network(
+        self, genotype: Genotype, *, channels: int, num_cells: int, auxiliary: bool = False
+    ) -> DARTSNetwork:
+        """Return the newly initialised discrete network (36 channels, 20 cells in the paper).
+
+        Raises:
+            ConfigError: If the genotype is not of this space.
+        """
+        self.check(genotype)
+        return DARTSNetwork(
+            genotype,
+            in_channels=self.input_shape[0],
+            num_classes=self.num_classes,
+            channels=channels,
+            num_cells=num_cells,
+            norm=self.norm,
+            auxiliary=auxiliary,
+        )
+
+
+def _strongest_edges(weights_EO: list[list[float]]) -> tuple[Edge, ...]:
+    """Return the two strongest incoming edges of every node, each with its strongest op."""
+    strongest = []
+    for (source, target), weights_O in zip(EDGES, weights_EO, strict=True):
+        # max() keeps the first of equals, which torch.argmax does not promise.
+        op = max(range(1, len(OPS)), key=weights_O.__getitem__)
+        strongest.append((weights_O[op], Edge(OPS[op], source, target)))
+    kept: list[Edge] = []
+    for node in NODES:
+        incoming = [pair for pair in strongest if pair[1].target == node]
+        best = sorted(incoming, key=lambda pair: -pair[0])[:2]
+        kept.extend(sorted((edge for _, edge in best), key=lambda edge: edge.source))
+    return tuple(kept)

@@ -1,0 +1,185 @@
+"""A discrete architecture as data: what a search returns and what retraining starts from.
+
+A :class:`Genotype` names its search space and lists the edges of each kind of cell. It is stored
+and sent as JSON with a format name and a version, and never evaluated as code. This file checks the
+form (:func:`from_json`); whether the ops and edges belong to a space is that space's ``check``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fednas_flwr.errors import ConfigError
+
+FORMAT = "fednas-genotype"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One operation of a cell.
+
+    Attributes:
+        op: Name of the operation, as its search space spells it.
+        source: Index of the node that is read.
+        target: Index of the node that is added to; larger than ``source``.
+    """
+
+    op: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Genotype:
+    """A discrete architecture.
+
+    Attributes:
+        space: Name of the search space.
+        cells: For each kind of cell its edges, ordered by target, then by source.
+    """
+
+    space: str
+    cells: dict[str, tuple[Edge, ...]]
+
+
+def skip_share(genotype: Genotype) -> float:
+    """Return the fraction of all edges that are skip connections, in [0, 1].
+
+    A share that rises while searching is the known collapse of DARTS (Zela et al. 2020,
+    arXiv 1909.09656). Edges with the op ``none`` count as edges; without edges the share is 0.
+
+    Example:
+        >>> skip_share(Genotype("x", {"cell": (Edge("skip_connect", 0, 1), Edge("none", 0, 2))}))
+        0.5
+    """
+    ops = [edge.op for edges in genotype.cells.values() for edge in edges]
+    return ops.count("skip_connect") / len(ops) if ops else 0.0
+
+
+def to_json(genotype: Genotype) -> str:
+    """Return the genotype as indented JSON; :func:`from_json` gives an equal one back."""
+    cells = {
+        kind: [{"op": e.op, "source": e.source, "target": e.target} for e in edges]
+        for kind, edges in genotype.cells.items()
+    }
+    document = {"format": FORMAT, "version": VERSION, "space": genotype.space, "cells": cells}
+    return json.dumps(document, indent=2) + "\n"
+
+
+def from_json(text: str, *, origin: str = "genotype") -> Genotype:
+    """Return the genotype that ``text`` holds.
+
+    Args:
+        text: JSON as written by :func:`to_json`.
+        origin: What error sentences call the text, e.g. the path of its file.
+
+    Raises:
+        ConfigError: If the text is not JSON, is of another format or version, or a field is
+            missing, unknown, doubled or of the wrong type; the sentence names the field and value.
+    """
+    try:
+        document = json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{origin} is not valid JSON: {error}.") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else document
+        raise ConfigError(f"{origin}: format must be {FORMAT!r}, got {_show(found)}.")
+    if document.get("version") != VERSION or isinstance(document.get("version"), bool):
+        raise ConfigError(
+            f"{origin}: version must be {VERSION}, got {_show(document.get('version'))}; "
+            "a newer file needs a newer fednas_flwr."
+        )
+    fields = _fields(document, ("format", "version", "space", "cells"), where=origin)
+    space = _typed(fields["space"], str, "a name", where=f"{origin}: space")
+    cells = _typed(fields["cells"], dict, "an object", where=f"{origin}: cells")
+    return Genotype(
+        space=space,
+        cells={
+            kind: _edges(edges, where=f"{origin}: cells.{kind}") for kind, edges in cells.items()
+        },
+    )
+
+
+def save_genotype(path: Path, genotype: Genotype) -> None:
+    """Write the genotype to ``path`` at once: a crash leaves the old file or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(to_json(genotype))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_genotype(path: Path) -> Genotype:
+    """Return the genotype stored in ``path``.
+
+    Raises:
+        ConfigError: If the file cannot be read, or :func:`from_json` refuses its text.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"genotype={path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"genotype={path} is not a UTF-8 text file of JSON.") from error
+    return from_json(text, origin=str(path))
+
+
+def _edges(value: Any, *, where: str) -> tuple[Edge, ...]:
+    """Return the checked edges of one cell."""
+    items = _typed(value, list, "a list of edges", where=where)
+    return tuple(_edge(item, where=f"{where}[{index}]") for index, item in enumerate(items))
+
+
+def _edge(value: Any, *, where: str) -> Edge:
+    """Return one checked edge."""
+    item = _typed(value, dict, "an object", where=where)
+    fields = _fields(item, ("op", "source", "target"), where=where)
+    op = _typed(fields["op"], str, "a name", where=f"{where}.op")
+    source = _typed(fields["source"], int, "an integer", where=f"{where}.source")
+    target = _typed(fields["target"], int, "an integer", where=f"{where}.target")
+    if not 0 <= source < target:
+        raise ConfigError(f"{where}: 0 <= source < target must hold, got {source} and {target}.")
+    return Edge(op=op, source=source, target=target)
+
+
+def _fields(item: dict[str, Any], names: tuple[str, ...], *, where: str) -> dict[str, Any]:
+    """Return ``item`` if its keys are exactly ``names``."""
+    for name in names:
+        if name not in item:
+            raise ConfigError(f"{where}: the field {name!r} is missing.")
+    for name in item:
+        if name not in names:
+            raise ConfigError(f"{where}: unknown field {name!r}, expected {', '.join(names)}.")
+    return item
+
+
+def _typed(value: Any, kind: type, expected: str, *, where: str) -> Any:
+    """Return ``value`` if it is of the type; JSON's true and false are not integers."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ConfigError(f"{where} must be {expected}, got {_show(value)}.")
+    return value
+
+
+def _show(value: Any) -> str:
+    """Return a short form of a value for an error sentence."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the JSON object, refusing doubled keys, of which json keeps the last one silently."""
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the field {key!r} appears twice")
+        result[key] = value
+    return result

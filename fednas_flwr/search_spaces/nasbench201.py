@@ -1,0 +1,174 @@
+"""The search space of NAS-Bench-201: one cell of four nodes and six edges.
+
+Dong & Yang (2020), arXiv 2001.00326. :class:`NASBench201Space` gives the supernet, the way from
+alphas to a genotype and the discrete network; their modules stand in ``nasbench201_network.py``.
+:func:`to_arch_string` and :func:`from_arch_string` speak the benchmark's own notation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.search_spaces.genotype import Edge, Genotype
+from fednas_flwr.search_spaces.nasbench201_network import (
+    EDGES,
+    NODES,
+    OPS,
+    NASBench201Body,
+    NASBench201Network,
+)
+from fednas_flwr.search_spaces.operations import Norm, check_norm
+from fednas_flwr.search_spaces.space import (
+    Supernet,
+    check_alphas,
+    check_cells,
+    check_op,
+    check_sizes,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NASBench201Space:
+    """The NAS-Bench-201 search space for images of one shape.
+
+    Attributes:
+        input_shape: (channels, height, width) of an image; any size.
+        num_classes: Number of classes.
+        channels: Channels of the supernet's first stage (16 in the paper).
+        num_cells: Cells in each of the supernet's three stages (5 in the paper).
+        norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
+    """
+
+    name: ClassVar[str] = "nasbench201"
+    ops: ClassVar[tuple[str, ...]] = OPS
+
+    input_shape: tuple[int, ...]
+    num_classes: int
+    channels: int = 16
+    num_cells: int = 5
+    norm: Norm = "batch"
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be built."""
+        check_norm(self.norm)
+        check_sizes(
+            space=self.name,
+            input_shape=self.input_shape,
+            num_classes=self.num_classes,
+            channels=self.channels,
+            num_cells=self.num_cells,
+        )
+
+    @property
+    def cell_kinds(self) -> dict[str, int]:
+        """Number of edges per kind of cell."""
+        return {"cell": len(EDGES)}
+
+    def supernet(self) -> Supernet:
+        """Return a newly initialised supernet; its norms have no affine part."""
+        body = NASBench201Body(
+            in_channels=self.input_shape[0],
+            num_classes=self.num_classes,
+            channels=self.channels,
+            num_cells=self.num_cells,
+            norm=self.norm,
+        )
+        return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
+
+    def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
+        """Return the genotype with the op of the largest alpha on every edge, ``none`` included.
+
+        Ties go to the lowest op.
+
+        Raises:
+            ValueError: If kinds or shapes are wrong or an alpha is not finite.
+        """
+        check_alphas(alphas, num_edges=self.cell_kinds, num_ops=len(OPS))
+        # max() keeps the first of equals, which torch.argmax does not promise.
+        return _genotype(
+            max(range(len(OPS)), key=row.__getitem__) for row in alphas["cell"].detach().tolist()
+        )
+
+    def random_genotype(self, generator: torch.Generator) -> Genotype:
+        """Return one of the 15,625 cells, each with the same probability."""
+        return _genotype(torch.randint(len(OPS), (len(EDGES),), generator=generator).tolist())
+
+    def check(self, genotype: Genotype) -> None:
+        """Raise ConfigError unless the genotype is one that :meth:`derive` can return."""
+        check_cells(genotype, space=self.name, kinds=self.cell_kinds)
+        edges = genotype.cells["cell"]
+        for edge in edges:
+            check_op(edge, kind="cell", ops=OPS)
+        if tuple((edge.source, edge.target) for edge in edges) != EDGES:
+            found = ", ".join(f"{edge.source} -> {edge.target}" for edge in edges)
+            raise ConfigError(
+                "cell 'cell': the edges 0 -> 1, 0 -> 2, 1 -> 2, 0 -> 3, 1 -> 3, 2 -> 3 are "
+                f"needed in this order; got {found or 'no edges'}."
+            )
+
+    def network(
+        self, genotype: Genotype, *, channels: int, num_cells: int, auxiliary: bool = False
+    ) -> NASBench201Network:
+        """Return the newly initialised discrete network (16 channels, 5 cells in the paper).
+
+        Args:
+            genotype: The cell.
+            channels: Channels of the first stage.
+            num_cells: Cells in each of the three stages.
+            auxiliary: Must be False: the benchmark's networks have no auxiliary head.
+
+        Raises:
+            ConfigError: If the genotype is not of this space, or an auxiliary head is asked for.
+        """
+        self.check(genotype)
+        if auxiliary:
+            raise ConfigError("nasbench201 networks have no auxiliary head: switch it off.")
+        return NASBench201Network(
+            genotype,
+            in_channels=self.input_shape[0],
+            num_classes=self.num_classes,
+            channels=channels,
+            num_cells=num_cells,
+            norm=self.norm,
+        )
+
+
+def to_arch_string(genotype: Genotype) -> str:
+    """Return the cell in the benchmark's notation, ``|op~0|+|op~0|op~1|+|op~0|op~1|op~2|``."""
+    edges = genotype.cells["cell"]
+    return "+".join(
+        "|" + "".join(f"{edge.op}~{edge.source}|" for edge in edges if edge.target == node)
+        for node in NODES
+    )
+
+
+def from_arch_string(text: str) -> Genotype:
+    """Return the genotype of a cell in the benchmark's notation.
+
+    Raises:
+        ConfigError: If the text is not of the form ``|op~0|+|op~0|op~1|+|op~0|op~1|op~2|`` with ops
+            of this space.
+    """
+    pattern = r"\+".join(
+        r"\|" + "".join(rf"(\w+)~{source}\|" for source in range(node)) for node in NODES
+    )
+    match = re.fullmatch(pattern, text)
+    if match is None or not set(match.groups()) <= set(OPS):
+        raise ConfigError(
+            f"{text!r} is not a NAS-Bench-201 cell: expected |op~0|+|op~0|op~1|+|op~0|op~1|op~2| "
+            f"with the ops {', '.join(OPS)}."
+        )
+    return _genotype(OPS.index(op) for op in match.groups())
+
+
+def _genotype(ops: Iterable[int]) -> Genotype:
+    """Return the genotype with these ops, given by index, on the six edges."""
+    edges = (Edge(OPS[op], *edge) for op, edge in zip(ops, EDGES, strict=True))
+    return Genotype(space=NASBench201Space.name, cells={"cell": tuple(edges)})

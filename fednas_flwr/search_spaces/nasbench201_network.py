@@ -1,0 +1,227 @@
+"""The modules of the NAS-Bench-201 search space: ops, cells and the fixed network around them.
+
+Dong & Yang (2020), arXiv 2001.00326. In a cell, node 0 is the input, every other node the sum of the
+edges from all earlier nodes, node 3 the output. The network has three stages of cells.
+
+Tensor suffixes: E edges, O ops.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fednas_flwr.search_spaces.genotype import Edge, Genotype
+from fednas_flwr.search_spaces.operations import (
+    MixedOp,
+    Norm,
+    add_all,
+    channels_last,
+    drop_path,
+    make_norm,
+    relu_conv_norm,
+)
+
+OPS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
+NODES = range(1, 4)
+NUM_STAGES = 3
+EDGES = tuple((source, target) for target in NODES for source in range(target))
+
+
+def make_operation(op: str, channels: int, *, norm: Norm, affine: bool) -> nn.Module:
+    """Return the module of one op (every name but ``none``); all have stride 1."""
+    match op:
+        case "skip_connect":
+            return nn.Identity()
+        case "nor_conv_1x1" | "nor_conv_3x3":
+            return relu_conv_norm(
+                channels, channels, kernel_size=int(op[-1]), norm=norm, affine=affine
+            )
+        case "avg_pool_3x3":
+            return nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False)
+        case _:
+            raise ValueError(f"expected one of {', '.join(OPS[1:])}, got {op}")
+
+
+class NASBench201Network(nn.Module):
+    """A discrete NAS-Bench-201 network, to be trained from scratch.
+
+    Weights that the output does not depend on (edges out of a node that nothing enters, or into one
+    that nothing leaves) are kept, as in the benchmark's parameter counts; their gradient is None or
+    zero. With ``none`` on every path to the output the logits do not depend on the image.
+
+    Attributes:
+        drop_path_prob: Probability of drop-path on every edge but identities, in [0, 1); the
+            benchmark uses 0.
+    """
+
+    drop_path_prob: float
+
+    def __init__(
+        self,
+        genotype: Genotype,
+        *,
+        in_channels: int,
+        num_classes: int,
+        channels: int,
+        num_cells: int,
+        norm: Norm,
+    ) -> None:
+        """Build the network of a genotype that the space has checked."""
+        super().__init__()
+        self.drop_path_prob = 0.0
+        self.skeleton = _Skeleton(
+            functools.partial(_DiscreteCell, genotype.cells["cell"], norm=norm),
+            in_channels=in_channels,
+            num_classes=num_classes,
+            channels=channels,
+            num_cells=num_cells,
+            norm=norm,
+            affine=True,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [B, classes]."""
+        logits: Tensor = self.skeleton(x, self.drop_path_prob if self.training else 0.0)
+        return logits
+
+
+class NASBench201Body(nn.Module):
+    """The fixed network with all ops on all edges of its cells."""
+
+    def __init__(
+        self, *, in_channels: int, num_classes: int, channels: int, num_cells: int, norm: Norm
+    ) -> None:
+        """Build the body; see :class:`NASBench201Space` for the sizes."""
+        super().__init__()
+        self.skeleton = _Skeleton(
+            functools.partial(_SearchCell, norm=norm),
+            in_channels=in_channels,
+            num_classes=num_classes,
+            channels=channels,
+            num_cells=num_cells,
+            norm=norm,
+            affine=False,
+        )
+
+    def forward(self, x: Tensor, op_weights: Mapping[str, Tensor]) -> Tensor:
+        """Return logits [B, classes]; op weights as in :class:`Supernet`."""
+        logits: Tensor = self.skeleton(x, op_weights["cell"])
+        return logits
+
+
+class _Skeleton(nn.Module):
+    """Stem, three stages of cells with a residual block before the second and third, classifier.
+
+    Args:
+        make_cell: Returns a cell for a number of channels; a cell is called with its input and the
+            second argument of the skeleton (op weights, or a drop-path probability).
+    """
+
+    def __init__(
+        self,
+        make_cell: Callable[[int], nn.Module],
+        *,
+        in_channels: int,
+        num_classes: int,
+        channels: int,
+        num_cells: int,
+        norm: Norm,
+        affine: bool,
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(in_channels, channels, 3, padding=1, bias=False),
+            make_norm(channels, norm=norm, affine=affine),
+        )
+        self.reductions = nn.ModuleList([nn.Identity()])
+        self.stages = nn.ModuleList()
+        for stage in range(NUM_STAGES):
+            if stage > 0:
+                self.reductions.append(ResidualBlock(channels, norm=norm, affine=affine))
+                channels *= 2
+            self.stages.append(nn.ModuleList(make_cell(channels) for _ in range(num_cells)))
+        self.head_norm = make_norm(channels, norm=norm, affine=affine)
+        self.classifier = nn.Linear(channels, num_classes)
+
+    def forward(self, x: Tensor, cell_argument: Tensor | float) -> Tensor:
+        x = channels_last(self.stem(x))
+        for reduction, stage in zip(self.reductions, self.stages, strict=True):
+            x = reduction(x)
+            for cell in stage.children():
+                x = cell(x, cell_argument)
+        logits: Tensor = self.classifier(F.relu(self.head_norm(x)).mean(dim=(2, 3)))
+        return logits
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions, the first of stride 2, plus a pooled 1x1 shortcut; doubles channels."""
+
+    def __init__(self, channels: int, *, norm: Norm, affine: bool) -> None:
+        """Build the block for ``channels`` input channels."""
+        super().__init__()
+        wide = 2 * channels
+        self.convolutions = nn.Sequential(
+            relu_conv_norm(channels, wide, kernel_size=3, stride=2, norm=norm, affine=affine),
+            relu_conv_norm(wide, wide, kernel_size=3, norm=norm, affine=affine),
+        )
+        # ceil_mode: on odd sizes the shortcut must be as large as the convolutions' output.
+        self.shortcut = nn.Sequential(
+            nn.AvgPool2d(2, stride=2, ceil_mode=True, count_include_pad=False),
+            nn.Conv2d(channels, wide, 1, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[B, 2 C, ceil(H / 2), ceil(W / 2)]``."""
+        out: Tensor = self.shortcut(x) + self.convolutions(x)
+        return out
+
+
+class _SearchCell(nn.Module):
+    """A cell with all ops on all six edges."""
+
+    def __init__(self, channels: int, *, norm: Norm) -> None:
+        super().__init__()
+        make = functools.partial(make_operation, channels=channels, norm=norm, affine=False)
+        self.edges = nn.ModuleList(MixedOp(OPS, make) for _ in EDGES)
+
+    def forward(self, x: Tensor, weights_EO: Tensor) -> Tensor:
+        states = [x]
+        for node in NODES:
+            states.append(
+                add_all(
+                    edge(states[source], weights_EO[..., index, :])
+                    for index, ((source, target), edge) in enumerate(
+                        zip(EDGES, self.edges, strict=True)
+                    )
+                    if target == node
+                )
+            )
+        return states[-1]
+
+
+class _DiscreteCell(nn.Module):
+    """A cell with one op on every edge; edges with ``none`` are left out."""
+
+    def __init__(self, edges: tuple[Edge, ...], channels: int, *, norm: Norm) -> None:
+        super().__init__()
+        self.wiring = [edge for edge in edges if edge.op != "none"]
+        self.edges = nn.ModuleList(
+            make_operation(edge.op, channels, norm=norm, affine=True) for edge in self.wiring
+        )
+
+    def forward(self, x: Tensor, drop_path_prob: float) -> Tensor:
+        states = [x]
+        for node in NODES:
+            incoming = []
+            for edge, op in zip(self.wiring, self.edges, strict=True):
+                if edge.target == node:
+                    out = op(states[edge.source])
+                    dropped = not isinstance(op, nn.Identity)
+                    incoming.append(drop_path(out, drop_path_prob) if dropped else out)
+            states.append(add_all(incoming) if incoming else torch.zeros_like(x))
+        return states[-1]

@@ -1,0 +1,177 @@
+"""The candidate ops of the convolutional search spaces, and the parts that cells are made of.
+
+Every op maps ``[B, C, H, W]`` to ``[B, C, ceil(H / stride), ceil(W / stride)]``, also for odd
+sizes, so that the outputs of all ops on an edge can be added. No op changes its input in place: a
+state is read by many edges. Definitions: Liu et al. (2019), arXiv 1806.09055, and Dong & Yang
+(2020), arXiv 2001.00326. ``none`` is not a module: whoever holds an edge leaves it out. Which names
+a space gives to which modules stands in the space's own file.
+
+Tensor suffixes: B batch, C channels, H height, W width, O ops.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fednas_flwr.errors import unknown_choice
+
+Norm = Literal["batch", "group"]
+MAX_GROUPS = 8
+
+
+def check_norm(norm: str) -> None:
+    """Raise ConfigError unless ``norm`` is ``batch`` or ``group``."""
+    if norm not in ("batch", "group"):
+        raise unknown_choice("search_space.norm", norm, ("batch", "group"))
+
+
+def num_groups(channels: int) -> int:
+    """Return the largest divisor of ``channels`` up to 8 that leaves at least 2 channels a group.
+
+    One channel has one group. Groups of one channel would normalise a 1x1 feature map to zero.
+
+    Example:
+        >>> [num_groups(channels) for channels in (1, 4, 7, 16, 36)]
+        [1, 2, 1, 8, 6]
+    """
+    limit = min(MAX_GROUPS, max(1, channels // 2))
+    return max(groups for groups in range(1, limit + 1) if channels % groups == 0)
+
+
+def make_norm(channels: int, *, norm: Norm, affine: bool) -> nn.Module:
+    """Return batch normalisation, or group normalisation with :func:`num_groups` groups."""
+    if norm == "group":
+        return nn.GroupNorm(num_groups(channels), channels, affine=affine)
+    return nn.BatchNorm2d(channels, affine=affine)
+
+
+def relu_conv_norm(
+    in_channels: int,
+    out_channels: int,
+    *,
+    kernel_size: int = 1,
+    stride: int = 1,
+    norm: Norm,
+    affine: bool,
+) -> nn.Sequential:
+    """Return ReLU, convolution, norm (``nor_conv`` of NAS-Bench-201, preprocessing of DARTS)."""
+    return nn.Sequential(
+        nn.ReLU(),
+        nn.Conv2d(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride=stride,
+            padding=kernel_size // 2,
+            bias=False,
+        ),
+        make_norm(out_channels, norm=norm, affine=affine),
+    )
+
+
+def depthwise_separable(
+    channels: int, *, kernel_size: int, stride: int, dilation: int, norm: Norm, affine: bool
+) -> nn.Sequential:
+    """Return ReLU, depthwise convolution, pointwise convolution, norm."""
+    return nn.Sequential(
+        nn.ReLU(),
+        nn.Conv2d(
+            channels,
+            channels,
+            kernel_size,
+            stride=stride,
+            padding=dilation * (kernel_size // 2),
+            dilation=dilation,
+            groups=channels,
+            bias=False,
+        ),
+        nn.Conv2d(channels, channels, 1, bias=False),
+        make_norm(channels, norm=norm, affine=affine),
+    )
+
+
+class FactorizedReduce(nn.Module):
+    """Halve height and width: ReLU, two 1x1 stride-2 convolutions side by side, norm.
+
+    The second convolution reads the pixels that the first one leaves out. Deviation: for odd sizes,
+    where the published code fails, those pixels are one row and column short and zeros are added.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, *, norm: Norm, affine: bool) -> None:
+        """Split the output channels between the two convolutions."""
+        super().__init__()
+        first = out_channels // 2
+        self.relu = nn.ReLU()
+        self.conv_even = nn.Conv2d(in_channels, out_channels - first, 1, stride=2, bias=False)
+        self.conv_odd = nn.Conv2d(in_channels, first, 1, stride=2, bias=False)
+        self.norm = make_norm(out_channels, norm=norm, affine=affine)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Return ``[B, out_channels, ceil(H / 2), ceil(W / 2)]``."""
+        x_BCHW = self.relu(x_BCHW)
+        height, width = x_BCHW.shape[-2:]
+        shifted = x_BCHW[:, :, 1:, 1:]
+        if height % 2 or width % 2:
+            shifted = F.pad(shifted, (0, width % 2, 0, height % 2))
+        out: Tensor = self.norm(torch.cat([self.conv_even(x_BCHW), self.conv_odd(shifted)], dim=1))
+        return out
+
+
+def channels_last(x_BCHW: Tensor) -> Tensor:
+    """Return the same tensor with channels innermost in memory, a layout that later ops keep.
+
+    Convolutions on CPU need .6 to .8 of the time then. Written as permutations because
+    ``contiguous(memory_format=...)`` does not work under ``torch.vmap``.
+    """
+    return x_BCHW.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
+def drop_path(x: Tensor, probability: float) -> Tensor:
+    """Return ``x`` with whole examples set to zero with this probability, the others scaled up.
+
+    One Bernoulli draw per example (Larsson et al. 2017, arXiv 1605.07648, as used by DARTS), from
+    torch's global generator. The expectation is ``x``.
+
+    Raises:
+        ValueError: If the probability is not in [0, 1).
+    """
+    if not 0.0 <= probability < 1.0:
+        raise ValueError(f"drop-path probability must be in [0, 1), got {probability}")
+    if probability == 0.0:
+        return x
+    keep = 1.0 - probability
+    mask = x.new_empty((x.shape[0],) + (1,) * (x.dim() - 1)).bernoulli_(keep)
+    return x * (mask / keep)
+
+
+def add_all(terms: Iterable[Tensor]) -> Tensor:
+    """Return the sum of one or more tensors, without an intermediate stack of them."""
+    return functools.reduce(torch.add, terms)
+
+
+class MixedOp(nn.Module):
+    """One edge of a supernet: ``sum_o w_o * op_o(x)`` (Liu et al. 2019, Eq. 2) without ``none``."""
+
+    def __init__(self, ops: tuple[str, ...], make: Callable[[str], nn.Module]) -> None:
+        """Make the modules of an edge.
+
+        Args:
+            ops: Names in the order of the weights.
+            make: Returns the module of a name; not called for ``none``.
+        """
+        super().__init__()
+        self.ops = nn.ModuleDict({op: make(op) for op in ops if op != "none"})
+        self.columns = [index for index, op in enumerate(ops) if op != "none"]
+
+    def forward(self, x_BCHW: Tensor, weights_O: Tensor) -> Tensor:
+        """Return the weighted sum; the weights are [O], or [B, O] for one set per example."""
+        return add_all(
+            weights_O[..., column, None, None, None] * op(x_BCHW)
+            for column, op in zip(self.columns, self.ops.values(), strict=True)
+        )

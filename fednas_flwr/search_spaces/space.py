@@ -1,0 +1,167 @@
+"""What every search space offers, and the supernet that all of them share.
+
+A space is a frozen dataclass of its sizes that fulfils :class:`SearchSpace`. Its relaxed network is
+a :class:`Supernet`: the architecture parameters (alphas) beside a body that holds all weights. A
+new space writes a body, a discrete network and the way from alphas to a genotype.
+
+Tensor suffixes: B batch, E edges of a cell, O ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.search_spaces.genotype import Edge, Genotype
+
+ALPHA_STD = 1e-3
+
+
+class Alphas(nn.Module):
+    """The architecture parameters: one tensor [edges, ops] per kind of cell, ``1e-3 * randn``.
+
+    Calling it returns them by kind. A module of its own, so that they are in the state_dict
+    (``alphas.<kind>``) and can be exchanged by ``torch.func.functional_call`` like any parameter.
+    """
+
+    def __init__(self, num_edges: Mapping[str, int], *, num_ops: int) -> None:
+        """Draw the alphas from torch's global generator."""
+        super().__init__()
+        for kind, edges in num_edges.items():
+            alphas_EO = ALPHA_STD * torch.randn(edges, num_ops)
+            self.register_parameter(kind, nn.Parameter(alphas_EO))
+
+    def __call__(self) -> dict[str, nn.Parameter]:
+        """Return the alphas by kind of cell."""
+        return dict(self.named_parameters())
+
+
+class Supernet(nn.Module):
+    """A network in which every edge is the weighted sum of all its ops (Liu et al. 2019, Eq. 2).
+
+    Attributes:
+        alphas: ``supernet.alphas()`` returns the architecture parameters by kind of cell.
+        body: Everything else; called with images and the op weights, returns logits.
+    """
+
+    def __init__(self, body: nn.Module, *, num_edges: Mapping[str, int], num_ops: int) -> None:
+        """Put alphas beside a body.
+
+        Args:
+            body: Module with ``forward(x, op_weights)``.
+            num_edges: Number of edges per kind of cell.
+            num_ops: Number of ops per edge.
+        """
+        super().__init__()
+        self.body = body
+        self.alphas = Alphas(num_edges, num_ops=num_ops)
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Return all parameters but the alphas, by their names in the state_dict."""
+        return dict(self.body.named_parameters(prefix="body"))
+
+    def forward(self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the logits [B, classes].
+
+        Args:
+            x: Examples [B, ...].
+            op_weights: Per kind of cell the weight of every op on every edge, [E, O], or one
+                set per example, [B, E, O], through which per-example gradients of the alphas
+                can be taken; None means ``softmax(alphas)``.
+        """
+        if op_weights is None:
+            op_weights = {kind: alphas.softmax(dim=-1) for kind, alphas in self.alphas().items()}
+        logits: Tensor = self.body(x, op_weights)
+        return logits
+
+
+class SearchSpace(Protocol):
+    """A set of architectures: its relaxation, its discrete networks and the way between them."""
+
+    @property
+    def name(self) -> str:
+        """The name users choose the space by; the ``space`` of its genotypes."""
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """Names of the candidate ops, in the order of an alpha row."""
+
+    @property
+    def cell_kinds(self) -> dict[str, int]:
+        """Number of edges with alphas per kind of cell."""
+
+    def supernet(self) -> Supernet:
+        """Return a newly initialised supernet; draws from torch's global generator."""
+
+    def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
+        """Return the architecture that the alphas stand for; ties go to the lowest index."""
+
+    def random_genotype(self, generator: torch.Generator) -> Genotype:
+        """Return a genotype drawn uniformly from those that ``derive`` can return."""
+
+    def check(self, genotype: Genotype) -> None:
+        """Raise ConfigError unless the genotype belongs to this space, in its canonical order."""
+
+    def network(
+        self, genotype: Genotype, *, channels: int, num_cells: int, auxiliary: bool = False
+    ) -> nn.Module:
+        """Return the newly initialised discrete network, to be trained from scratch.
+
+        Its forward returns logits; in train mode with an auxiliary head a pair, logits and
+        auxiliary logits. A trainer sets its attribute ``drop_path_prob``.
+        """
+
+
+def check_sizes(
+    *, space: str, input_shape: tuple[int, ...], num_classes: int, channels: int, num_cells: int
+) -> None:
+    """Raise ConfigError for sizes of which no image network can be built."""
+    if len(input_shape) != 3 or min(input_shape) < 1:
+        raise ConfigError(
+            f"search_space={space} needs images of shape (channels, height, width), but the data "
+            f"set's examples have the shape {tuple(input_shape)}."
+        )
+    sizes = {"num_classes": num_classes, "channels": channels, "num_cells": num_cells}
+    for field, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"{field} must be at least 1, got {value}.")
+
+
+def check_alphas(
+    alphas: Mapping[str, Tensor], *, num_edges: Mapping[str, int], num_ops: int
+) -> None:
+    """Raise ValueError unless there is one finite tensor [edges, ops] for every kind of cell."""
+    if set(alphas) != set(num_edges):
+        raise ValueError(f"expected alphas for {sorted(num_edges)}, got {sorted(alphas)}")
+    for kind, edges in num_edges.items():
+        if alphas[kind].shape != (edges, num_ops):
+            shape = tuple(alphas[kind].shape)
+            raise ValueError(f"expected alphas of shape {(edges, num_ops)} for {kind}, got {shape}")
+        if not bool(torch.isfinite(alphas[kind]).all()):
+            raise ValueError(f"alphas of {kind} are not all finite")
+
+
+def check_cells(genotype: Genotype, *, space: str, kinds: Mapping[str, int]) -> None:
+    """Raise ConfigError unless the genotype names this space and has exactly its kinds of cell."""
+    if genotype.space != space:
+        raise ConfigError(
+            f"the genotype's space is {genotype.space!r}, but search_space={space}: choose the "
+            "search space that it was found in."
+        )
+    if set(genotype.cells) != set(kinds):
+        raise ConfigError(
+            f"a {space} genotype has the cells {sorted(kinds)}, got {sorted(genotype.cells)}."
+        )
+
+
+def check_op(edge: Edge, *, kind: str, ops: tuple[str, ...]) -> None:
+    """Raise ConfigError unless the edge's op is one of ``ops``."""
+    if edge.op not in ops:
+        raise ConfigError(
+            f"cell {kind!r}: edge {edge.source} -> {edge.target} has the unknown op {edge.op!r}, "
+            f"expected one of {', '.join(ops)}."
+        )

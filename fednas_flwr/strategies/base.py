@@ -1,0 +1,297 @@
+"""The round loop, written once: connect, rounds, events, checkpoint, resume.
+
+An algorithm is a subclass that says what happens in one round, by asking clients verbs through the
+:class:`~fednas_flwr.exchange.courier.Courier`. It is a Flower ``Strategy``: ``start(grid)`` runs it
+on any Grid.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from torch import Tensor, nn
+
+from fednas_flwr.exchange.checkpoint import Checkpoint, CheckpointFolder
+from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.messages import Reply
+from fednas_flwr.exchange.states import (
+    Layout,
+    Packed,
+    Tensors,
+    WeightedAverage,
+    load_states,
+    network_states,
+    pack,
+    unpack,
+)
+from fednas_flwr.search.architect import alpha_entropy
+from fednas_flwr.search_spaces.genotype import Genotype, skip_share
+from fednas_flwr.search_spaces.space import SearchSpace
+
+ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
+
+
+class RoundStrategy(Strategy):
+    """Base of all algorithms.
+
+    Args:
+        network: Supernet or network whose tensors are the initial global state; it is only read.
+        courier: Reaches the clients.
+        space: Search space of the supernet; None for plain networks.
+        checkpoints: Where the state goes after every round; None keeps none.
+        stage: Name of the stage in events and checkpoints.
+
+    Attributes:
+        states: The global model: packed ``weights``, ``alphas`` and ``buffers``.
+        layouts: The tensors of each state.
+        values: JSON values that belong to the state and go into checkpoints.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        courier: Courier,
+        *,
+        space: SearchSpace | None = None,
+        checkpoints: CheckpointFolder | None = None,
+        stage: str = "search",
+    ) -> None:
+        """See the class."""
+        tensors = {name: state for name, state in network_states(network).items() if state}
+        self.layouts = {name: Layout.of(state) for name, state in tensors.items()}
+        self.states: dict[str, Packed] = {name: pack(state) for name, state in tensors.items()}
+        self.values: dict[str, Any] = {}
+        self.courier = courier
+        self.space = space
+        self.checkpoints = checkpoints
+        self.stage = stage
+        self._round = 0
+        self._phase = 0
+        self._client_metrics: dict[int, dict[str, float]] = {}
+
+    @abstractmethod
+    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+        """Run one round and return its metrics.
+
+        Ask clients with :meth:`ask`, assign the new global model to ``self.states``.
+
+        Args:
+            server_round: From 1.
+            num_rounds: Rounds of the stage.
+        """
+
+    def server_tensors(self) -> Tensors:
+        """Return further tensors of the server's state, e.g. an optimiser's, for the checkpoint."""
+        return {}
+
+    def load_server_tensors(self, tensors: Tensors) -> None:
+        """Take back what :meth:`server_tensors` returned."""
+
+    def ask(
+        self,
+        verb: str,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        states: Mapping[str, Packed] | None = None,
+        layouts: Mapping[str, Layout] | None = None,
+    ) -> Iterator[tuple[int, Reply]]:
+        """Ask all clients one verb; yields ``(client, reply)`` in client order, see ``Courier.ask``."""
+        self._phase += 1
+        for client, reply in self.courier.ask(
+            verb,
+            stage=self.stage,
+            server_round=self._round,
+            phase=self._phase,
+            settings=settings,
+            states=states,
+            layouts=layouts,
+        ):
+            self._client_metrics.setdefault(client, {}).update(reply.metrics)
+            yield client, reply
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 3,
+        timeout: float | None = None,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run all rounds that no checkpoint covers yet.
+
+        Args:
+            grid: Flower's way to the clients.
+            initial_arrays: Named tensors to start from, such as ``Result.arrays`` of an earlier
+                start; None starts from the network given to the constructor.
+            num_rounds: Rounds of the stage, those before a resume included.
+            timeout: Seconds per exchange; None keeps the courier's.
+            train_config: Not used: settings are constructor arguments.
+            evaluate_config: Not used, likewise.
+            evaluate_fn: Called with round and named tensors before the first and after every
+                round; its metrics join the round's.
+
+        Returns:
+            Flower's result: final named tensors and metrics by round.
+
+        Raises:
+            QuorumError: Too few clients answered an exchange.
+        """
+        if timeout is not None:
+            self.courier.deadline_s = timeout
+        self.courier.connect(grid)
+        if initial_arrays is not None:
+            self._load_named(initial_arrays.to_torch_state_dict())
+        result = Result()
+        first = self._restore() + 1
+        for server_round in range(first, num_rounds + 1):
+            started, sent, received = (
+                time.monotonic(),
+                self.courier.bytes_sent,
+                self.courier.bytes_received,
+            )
+            self._round, self._phase, self._client_metrics = server_round, 0, {}
+            metrics = dict(self.run_round(server_round, num_rounds)) | self._alpha_metrics()
+            if evaluate_fn is not None:
+                central = evaluate_fn(server_round, self.named_arrays())
+                metrics |= {f"central_{name}": float(v) for name, v in (central or {}).items()}  # type: ignore[arg-type]
+            result.train_metrics_clientapp[server_round] = MetricRecord(metrics)  # type: ignore[arg-type]
+            self.courier.emit(
+                "round",
+                stage=self.stage,
+                round=server_round,
+                rounds=num_rounds,
+                seconds=time.monotonic() - started,
+                metrics=metrics,
+                bytes_sent=self.courier.bytes_sent - sent,
+                bytes_received=self.courier.bytes_received - received,
+                clients={str(c): m for c, m in sorted(self._client_metrics.items())},
+            )
+            self._emit_alphas(server_round, num_rounds)
+            self._save(server_round)
+        result.arrays = self.named_arrays()
+        return result
+
+    def derive(self) -> Genotype:
+        """Return the architecture that the search has found.
+
+        Raises:
+            ValueError: The strategy has no search space.
+        """
+        if self.space is None:
+            raise ValueError(f"{type(self).__name__} does not search: there is nothing to derive")
+        return self.space.derive(self.alphas())
+
+    def alphas(self) -> Tensors:
+        """Return the architecture parameters by cell kind, views of the global state."""
+        return unpack(self.states["alphas"], self.layouts["alphas"])
+
+    def load_into(self, network: nn.Module) -> None:
+        """Copy the global model into ``network``, which must have the same tensors."""
+        load_states(network, self.states)
+
+    def named_arrays(self) -> ArrayRecord:
+        """Return the global model as named tensors, ``<state>.<tensor>``."""
+        return ArrayRecord(
+            {
+                f"{state}.{name}": tensor
+                for state, packed in self.states.items()
+                for name, tensor in unpack(packed, self.layouts[state]).items()
+            }
+        )
+
+    def summary(self) -> None:
+        """Log nothing: events say what runs."""
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Not used: a round is several exchanges, and :meth:`run_round` makes them."""
+        raise NotImplementedError("run_round takes the place of Flower's four round methods")
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Not used, see :meth:`configure_train`."""
+        raise NotImplementedError("run_round takes the place of Flower's four round methods")
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Not used, see :meth:`configure_train`."""
+        raise NotImplementedError("run_round takes the place of Flower's four round methods")
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Not used, see :meth:`configure_train`."""
+        raise NotImplementedError("run_round takes the place of Flower's four round methods")
+
+    def _alpha_metrics(self) -> dict[str, float]:
+        if self.space is None or "alphas" not in self.states:
+            return {}
+        return {
+            "alpha_entropy": alpha_entropy(self.alphas()),
+            "skip_share": skip_share(self.space.derive(self.alphas())),
+        }
+
+    def _emit_alphas(self, server_round: int, num_rounds: int) -> None:
+        every = max(1, num_rounds // ALPHA_EVENTS)
+        last = server_round == num_rounds
+        if self.space is None or "alphas" not in self.states or (server_round % every and not last):
+            return
+        alphas = {kind: alpha.tolist() for kind, alpha in self.alphas().items()}
+        self.courier.emit("alphas", round=server_round, ops=list(self.space.ops), alphas=alphas)
+
+    def _save(self, server_round: int) -> None:
+        if self.checkpoints is None:
+            return
+        tensors = {
+            f"{state}.{dtype}": vector
+            for state, packed in self.states.items()
+            for dtype, vector in packed.items()
+        }
+        tensors |= {f"server.{name}": tensor for name, tensor in self.server_tensors().items()}
+        self.checkpoints.save(Checkpoint(self.stage, server_round, tensors, self.values))
+
+    def _restore(self) -> int:
+        """Take the newest checkpoint's state; return its round, 0 without one."""
+        checkpoint = self.checkpoints.latest(self.stage) if self.checkpoints else None
+        if checkpoint is None:
+            return 0
+        for state, packed in self.states.items():
+            for dtype in packed:
+                packed[dtype] = checkpoint.tensors[f"{state}.{dtype}"]
+        prefix = "server."
+        self.load_server_tensors(
+            {n.removeprefix(prefix): t for n, t in checkpoint.tensors.items() if n.startswith(prefix)}
+        )
+        self.values = dict(checkpoint.values)
+        return checkpoint.round
+
+    def _load_named(self, tensors: Mapping[str, Tensor]) -> None:
+        for state, layout in self.layouts.items():
+            self.states[state] = pack({name: tensors[f"{state}.{name}"] for name, _, _ in layout.entries})
+
+
+def average_replies(
+    replies: Iterable[tuple[int, Reply]],
+) -> tuple[dict[str, Packed], dict[str, float]]:
+    """Return the mean of the replies' states and of their metrics, weighted by examples.
+
+    ``sum_k N_k x_k / sum_k N_k`` over the clients whose replies were accepted.
+    """
+    average = WeightedAverage()
+    sums: dict[str, float] = {}
+    for _, reply in replies:
+        average.add(reply.states, weight=reply.num_examples)
+        for name, value in reply.metrics.items():
+            sums[name] = sums.get(name, 0.0) + reply.num_examples * value
+    return average.result(), {name: value / average.total_weight for name, value in sums.items()}

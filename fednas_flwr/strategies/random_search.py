@@ -1,0 +1,100 @@
+"""Random search, the baseline that every architecture search owes (Li and Talwalkar, 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+
+from fednas_flwr.exchange.checkpoint import CheckpointFolder
+from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.states import Layout, network_states, pack
+from fednas_flwr.randomness import make_generator
+from fednas_flwr.search.settings import SGD
+from fednas_flwr.search_spaces.genotype import Genotype, from_json, to_json
+from fednas_flwr.search_spaces.space import SearchSpace
+from fednas_flwr.strategies.base import RoundStrategy, average_replies
+
+
+class RandomSearch(RoundStrategy):
+    """Each round draws one network, trains it by FedAvg and ranks it on validation records.
+
+    Args:
+        courier: Reaches the clients.
+        space: Where architectures are drawn from, uniformly.
+        describe: Returns what a network of the search's size is built from, see ``build``.
+        make_network: Builds a network from that description, newly initialised.
+        seed: The run's seed; the draw of a round comes from (seed, round).
+        trial_rounds: FedAvg rounds per candidate; 0 takes the first candidate untried.
+        local_epochs: Passes over each client's training records per FedAvg round.
+        batch_size: Records per step.
+        weights: SGD, annealed over the trial rounds.
+        checkpoints: Where the best candidate so far goes after every round.
+    """
+
+    def __init__(
+        self,
+        courier: Courier,
+        *,
+        space: SearchSpace,
+        describe: Callable[[Genotype], dict[str, Any]],
+        make_network: Callable[[Mapping[str, Any]], nn.Module],
+        seed: int,
+        trial_rounds: int,
+        local_epochs: int,
+        batch_size: int,
+        weights: SGD,
+        checkpoints: CheckpointFolder | None = None,
+    ) -> None:
+        """See the class."""
+        super().__init__(nn.Module(), courier, space=space, checkpoints=checkpoints)
+        self.describe, self.make_network, self.seed = describe, make_network, seed
+        self.trial_rounds = trial_rounds
+        self.weights = weights
+        self.settings = {
+            "local_epochs": local_epochs,
+            "batch_size": batch_size,
+            "auxiliary_weight": 0.0,
+            "drop_path_prob": 0.0,
+            "split": "train",
+        }
+
+    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+        """Draw, train and rank one candidate; keep it if it is the best so far."""
+        if self.space is None:
+            raise ValueError("random search needs a search space")
+        generator = make_generator(self.seed, "random_search", server_round)
+        genotype = self.space.random_genotype(generator)
+        metrics = self._try(genotype)
+        accuracy = metrics.get("validation_accuracy", 0.0)
+        if "genotype" not in self.values or accuracy > self.values["accuracy"]:
+            self.values = {"genotype": to_json(genotype), "accuracy": accuracy}
+        return metrics
+
+    def _try(self, genotype: Genotype) -> dict[str, float]:
+        """Return training and validation metrics of one candidate; none without trial rounds."""
+        description = self.describe(genotype)
+        tensors = network_states(self.make_network(description))
+        tensors = {name: state for name, state in tensors.items() if state}
+        layouts = {name: Layout.of(state) for name, state in tensors.items()}
+        states = {name: pack(state) for name, state in tensors.items()}
+        metrics: dict[str, float] = {}
+        for trial in range(1, self.trial_rounds + 1):
+            weights = asdict(self.weights.at_round(trial, self.trial_rounds))
+            settings = {**self.settings, "network": description, "weights": weights}
+            states, metrics = average_replies(
+                self.ask("train.weights", settings=settings, states=states, layouts=layouts)
+            )
+        if self.trial_rounds:
+            settings = {"network": description, "split": "validation"}
+            _, validation = average_replies(
+                self.ask("evaluate.model", settings=settings, states=states)
+            )
+            metrics |= {f"validation_{name}": value for name, value in validation.items()}
+        return metrics
+
+    def derive(self) -> Genotype:
+        """Return the candidate with the best validation accuracy."""
+        return from_json(self.values["genotype"])

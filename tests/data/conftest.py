@@ -1,0 +1,35 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fednas_flwr.data.records import Records, record_ids
+
+
+@pytest.fixture(scope="session")
+def images() -> Records:
+    """600 made 3x8x8 images of ten unequal classes."""
+    rng = np.random.default_rng(0)
+    features = rng.integers(0, 256, (600, 3, 8, 8), dtype=np.uint8)
+    labels = rng.choice(10, 600, p=np.arange(1, 11) / 55)
+    return Records(
+        features=torch.from_numpy(features),
+        labels=torch.from_numpy(labels),
+        ids=record_ids(image.tobytes() for image in features),
+        class_names=tuple("abcdefghij"),
+        columns={"hospital": np.array(["north", "south", "east"])[labels % 3]},
+    )
+
+
+@pytest.fixture
+def table_csv(tmp_path: Path) -> Path:
+    path = tmp_path / "patients.csv"
+    path.write_text(
+        "patient,age,smokes,pressure,site,ill\n"
+        "p1,50,yes,1.5,A,0\n"
+        "p2,60,no,,B,1\n"
+        "p1,70,,2.5,A,1\n"
+        "p3,40,yes,3.5,B,0\n"
+    )
+    return path

@@ -1,0 +1,128 @@
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fednas_flwr.data.datasets import prepare
+from fednas_flwr.data.partitioners import partition
+from fednas_flwr.errors import ConfigError
+
+
+@pytest.fixture
+def npz(tmp_path: Path) -> Path:
+    x = np.random.default_rng(0).integers(0, 256, (200, 6, 6, 3), np.uint8)
+    y = np.arange(200) % 4
+    np.savez(tmp_path / "data.npz", x_train=x, y_train=y, x_test=x[:50], y_test=y[:50])
+    return tmp_path / "data.npz"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def test_digits_are_prepared_once(cache: Path):
+    first = prepare(cache=cache, name="digits")
+    assert first.input_shape == (1, 8, 8)
+    assert first.num_classes == 10
+    assert (first.mean, first.std) == ((0.5,), (0.5,))
+    total = len(first.train) + len(first.server_test)
+    assert total == 1797
+    assert len(first.server_test) / total == pytest.approx(0.2, abs=0.02)
+    assert not set(first.train.ids.tolist()) & set(first.server_test.ids.tolist())
+    folder = next(cache.iterdir())
+    written = folder.stat().st_mtime_ns
+    again = prepare(cache=cache, name="digits", mean=(0.3,), std=(0.4,))
+    assert [path for path in cache.iterdir()] == [folder]
+    assert folder.stat().st_mtime_ns == written
+    assert torch.equal(again.train.features, first.train.features)
+    assert again.mean == (0.3,)
+    everything = prepare(cache=cache, name="digits", server_test=False)
+    assert len(everything.train) == 1797
+    assert everything.server_test is None
+
+
+def test_an_official_test_part_is_used_or_left(cache: Path, npz: Path):
+    data = prepare(cache=cache, name="npz", root=npz)
+    assert (len(data.train), len(data.server_test)) == (200, 50)
+    data = prepare(cache=cache, name="npz", root=npz, server_test=False)
+    assert (len(data.train), data.server_test) == (200, None)
+
+
+def test_limits_take_the_same_records_always(cache: Path, npz: Path):
+    def ids(limit):
+        data = prepare(cache=cache, name="npz", root=npz, limit_train=limit, limit_test=7)
+        assert len(data.server_test) == 7
+        return data.train.ids.tolist()
+
+    assert len(ids(30)) == 30
+    assert set(ids(30)) < set(ids(31))
+    assert len(ids(10_000)) == 200
+    whole = prepare(cache=cache, name="npz", root=npz).train.ids.tolist()
+    assert [i for i in whole if i in set(ids(30))] == ids(30)
+
+
+def test_changed_files_are_read_again(cache: Path, npz: Path):
+    assert prepare(cache=cache, name="npz", root=npz).num_classes == 4
+    np.savez(npz, x_train=np.zeros((200, 6, 6, 3), np.uint8), y_train=np.zeros(200, int))
+    os.utime(npz, (1, 1))
+    assert prepare(cache=cache, name="npz", root=npz, server_test=False).num_classes == 1
+
+
+def test_given_statistics_of_a_table(cache: Path, table_csv: Path):
+    settings = {"cache": cache, "name": "csv", "root": table_csv, "server_test": False}
+    settings["ignore"] = ("patient", "site")
+    own = prepare(**settings)
+    assert own.uses_own_statistics
+    statistics = {"pressure": (2, 0.5), "age": (50.0, 10.0)}
+    given = prepare(**settings, statistics=statistics)
+    assert not given.uses_own_statistics
+    # age, pressure, smokes=no, smokes=yes
+    assert given.mean == (50.0, 2.0, 0.0, 0.0)
+    assert given.std == (10.0, 0.5, 1.0, 1.0)
+    assert torch.equal(given.train.features.nan_to_num(), own.train.features.nan_to_num())
+    with pytest.raises(ConfigError, match="every numeric column once .*: age is missing or too"):
+        prepare(**settings, statistics={"pressure": (2, 0.5)})
+    with pytest.raises(ConfigError, match=r"statistics.age=\[50.0, 0\] must be"):
+        prepare(**settings, statistics=statistics | {"age": (50.0, 0)})
+    with pytest.raises(ConfigError, match="are for images"):
+        prepare(**settings, mean=(0.5,))
+
+
+def test_sites_become_a_partition(cache: Path, tmp_path: Path):
+    root = tmp_path / "sites"
+    root.mkdir()
+    (root / "oslo.csv").write_text("a,y\n1,0\n2,1\n")
+    (root / "bern.csv").write_text("a,y\n3,0\n4,1\n5,1\n")
+    data = prepare(cache=cache, name="csv", root=root, sites=True, server_test=False)
+    parts = partition(data.train, name="sites", clients=2, seed=1)
+    assert [data.train.features[part, 0].tolist() for part in parts] == [[3, 4, 5], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "fashion-mnist"}, "nearest: fashion_mnist"),
+        ({"limit_train": 0}, "dataset.limit_train=0 must be at least 1"),
+        ({"channels": 2}, "dataset.channels=2 must be 1 or 3"),
+        ({"image_size": 0}, "dataset.image_size=0 must be at least 1"),
+        ({"image_size": -4}, "dataset.image_size=-4 must be at least 1"),
+        ({"label": "ill"}, "dataset.label=ill has no effect with dataset.name=npz"),
+        ({"download": True}, "dataset.download=True has no effect"),
+        ({"mean": (0.5, 0.5)}, "do not fit images of 3 channels"),
+        ({"std": (0.5, 0.5, 0)}, "do not fit images of 3 channels"),
+        ({"statistics": {"a": (0, 1)}}, "statistics is for tables"),
+        ({"name": "digits", "sites": True}, "partition=sites does not fit dataset.name=digits"),
+    ],
+)
+def test_settings_that_do_not_fit(cache: Path, npz: Path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        prepare(**({"cache": cache, "name": "npz", "root": npz} | settings))
+
+
+def test_too_few_records_for_a_server_test(cache: Path, tmp_path: Path):
+    (tmp_path / "t.csv").write_text("a,y\n1,0\n")
+    with pytest.raises(ConfigError, match="too few .* dataset.server_test=false"):
+        prepare(cache=cache, name="csv", root=tmp_path / "t.csv")

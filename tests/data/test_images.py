@@ -1,0 +1,112 @@
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fednas_flwr.data.images import load_digits, load_image_folder, load_torchvision
+from fednas_flwr.data.records import record_ids
+from fednas_flwr.errors import ConfigError
+
+DEFAULTS = {"image_size": None, "channels": None, "class_names": ()}
+
+
+def save_image(path: Path, *, value=100, size=(6, 4), mode="L") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, value if mode == "L" else (value, 0, 255)).save(path)
+
+
+def test_digits_are_real_and_span_the_bytes():
+    train, test = load_digits()
+    assert test is None
+    assert train.features.shape == (1797, 1, 8, 8)
+    assert train.features.dtype == torch.uint8
+    # 0..16 times 255 / 16: 16 becomes 255, and 8 becomes 127.5, rounded to even
+    assert set(train.features.unique().tolist()) == {round(i * 255 / 16) for i in range(17)}
+    assert train.labels[:10].tolist() == list(range(10))
+    assert len(set(train.ids.tolist())) == 1797
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+    path.write_bytes(header + array.tobytes())
+
+
+def test_torchvision_set_from_files_on_disk(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    raw = tmp_path / "FashionMNIST" / "raw"
+    images = {"train": rng.integers(0, 256, (5, 28, 28), np.uint8)}
+    images["t10k"] = rng.integers(0, 256, (3, 28, 28), np.uint8)
+    for part, x in images.items():
+        write_idx(raw / f"{part}-images-idx3-ubyte", x)
+        write_idx(raw / f"{part}-labels-idx1-ubyte", np.arange(len(x), dtype=np.uint8))
+    train, test = load_torchvision("fashion_mnist", root=tmp_path, download=False)
+    assert train.features.numpy().tolist() == images["train"][:, None].tolist()
+    assert test.features.shape == (3, 1, 28, 28)
+    assert test.labels.tolist() == [0, 1, 2]
+    assert train.class_names[9] == "Ankle boot"
+
+
+def test_torchvision_without_unpacked_files(tmp_path: Path):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    (raw / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b""))
+    with pytest.raises(ConfigError, match=r"dataset.root=.* unpacked.* dataset.download=true"):
+        load_torchvision("mnist", root=tmp_path, download=False)
+
+
+def test_folder_of_classes(tmp_path: Path):
+    save_image(tmp_path / "dog" / "1.png", value=10)
+    save_image(tmp_path / "cat" / "2.PNG", value=20)
+    save_image(tmp_path / "cat" / "1.jpg", value=30)
+    save_image(tmp_path / ".hidden" / "1.png")
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    train, test = load_image_folder(tmp_path, **DEFAULTS)
+    assert test is None
+    assert train.class_names == ("cat", "dog")
+    assert train.labels.tolist() == [0, 0, 1]
+    assert train.features.shape == (3, 1, 4, 6)
+    assert train.features[:, 0, 0, 0].tolist() == [30, 20, 10]
+    files = [tmp_path / "cat" / "1.jpg", tmp_path / "cat" / "2.PNG", tmp_path / "dog" / "1.png"]
+    assert train.ids.tolist() == record_ids(file.read_bytes() for file in files).tolist()
+
+
+def test_folder_with_train_and_test_resized_to_three_channels(tmp_path: Path):
+    save_image(tmp_path / "train" / "a" / "1.png", value=7, mode="RGB")
+    save_image(tmp_path / "train" / "b" / "1.png", value=9, size=(10, 10))
+    save_image(tmp_path / "test" / "b" / "1.png", value=9, size=(3, 5))
+    train, test = load_image_folder(tmp_path, image_size=8, channels=3, class_names=())
+    assert train.features.shape == (2, 3, 8, 8)
+    assert train.features[:, :, 4, 4].tolist() == [[7, 0, 255], [9, 9, 9]]
+    assert test.labels.tolist() == [1]
+
+
+def test_class_names_given_by_the_user_fix_the_order(tmp_path: Path):
+    save_image(tmp_path / "b" / "1.png")
+    settings = DEFAULTS | {"class_names": ("c", "b", "a")}
+    train, _ = load_image_folder(tmp_path, **settings)
+    assert train.class_names == ("c", "b", "a")
+    assert train.labels.tolist() == [1]
+    with pytest.raises(ConfigError, match="has the label b, which is not in"):
+        load_image_folder(tmp_path, **(DEFAULTS | {"class_names": ("c", "a")}))
+
+
+def test_images_that_cannot_be_used(tmp_path: Path):
+    with pytest.raises(ConfigError, match="not a folder"):
+        load_image_folder(tmp_path / "missing", **DEFAULTS)
+    with pytest.raises(ConfigError, match="no png or jpg images"):
+        load_image_folder(tmp_path, **DEFAULTS)
+    save_image(tmp_path / "a" / "1.png")
+    save_image(tmp_path / "a" / "2.png", size=(5, 5))
+    with pytest.raises(ConfigError, match=r"2.png is 5x5, the first image 6x4: set dataset.image"):
+        load_image_folder(tmp_path, **DEFAULTS)
+    (tmp_path / "a" / "2.png").write_bytes(b"no image")
+    with pytest.raises(ConfigError, match="2.png cannot be read as an image"):
+        load_image_folder(tmp_path, **DEFAULTS)
+    deep = Image.fromarray(np.full((4, 6), 60_000, dtype=np.uint16))
+    deep.save(tmp_path / "a" / "2.png")
+    with pytest.raises(ConfigError, match="2.png has more than 8 bits per pixel"):
+        load_image_folder(tmp_path, **DEFAULTS)

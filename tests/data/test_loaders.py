@@ -1,0 +1,263 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.loaders import (
+    augment,
+    concat_splits,
+    epoch_batches,
+    make_client_data,
+    server_split,
+    step_batch,
+)
+from fednas_flwr.data.records import Records, record_ids, select_records
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.randomness import make_generator
+
+FRACTIONS = {"train": 0.5, "validation": 0.3, "test": 0.2}
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+
+
+def client_data(records, indices, *, mean=MEAN, std=STD, fractions=FRACTIONS):
+    prepared = Prepared(records, None, mean, std)
+    return make_client_data(prepared, np.asarray(indices), key=b"site", fractions=fractions)
+
+
+def test_parts_are_disjoint_and_the_same_for_any_partition(images):
+    whole = client_data(images, np.arange(600))
+    parts = [set(split.rows.tolist()) for split in (whole.train, whole.validation, whole.test)]
+    assert set.union(*parts) == set(range(600))
+    assert sum(map(len, parts)) == 600
+    odd = client_data(images, np.arange(1, 600, 2))
+    assert set(odd.train.rows.tolist()) == {row for row in parts[0] if row % 2}
+    assert len(odd.test) == len([row for row in parts[2] if row % 2])
+    # no part copies the records
+    assert odd.train.features.data_ptr() == images.features.data_ptr()
+
+
+def test_a_batch_is_normalised_per_channel(images):
+    split = client_data(images, np.arange(100, 200)).train
+    indices = torch.tensor([3, 0, 3])
+    x, y = split.batch(indices, "cpu")
+    rows = split.rows[indices]
+    mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+    torch.testing.assert_close(x, (images.features[rows] / 255 - mean) / std)
+    assert x.dtype == torch.float32
+    assert torch.equal(y, images.labels[rows])
+    # bit-equal whatever else is in the batch
+    alone, _ = split.batch(torch.tensor([0]), "cpu")
+    assert torch.equal(alone[0], x[1])
+
+
+def test_the_servers_records(images):
+    split = server_split(select_records(images, np.arange(20)), MEAN, STD)
+    assert len(split) == 20
+    assert torch.equal(split.batch(torch.arange(20), "cpu")[1], images.labels[:20])
+
+
+def test_concat_splits(images):
+    data = client_data(images, np.arange(300))
+    both = concat_splits(data.train, data.validation)
+    assert both.rows.tolist() == data.train.rows.tolist() + data.validation.rows.tolist()
+    copy = select_records(images, np.arange(300))
+    with pytest.raises(ValueError, match="same client"):
+        concat_splits(data.train, client_data(copy, np.arange(300)).train)
+    with pytest.raises(ValueError, match="same client"):
+        concat_splits(data.train, client_data(images, np.arange(300), mean=(0.0,) * 3).train)
+
+
+def test_a_client_without_training_records(images):
+    rows = client_data(images, np.arange(50)).test.rows.numpy()
+    with pytest.raises(ConfigError, match="none of a client's .* fall into its train part"):
+        client_data(images, rows)
+    data = client_data(images, rows, fractions={"train": 0, "validation": 0, "test": 1})
+    assert (len(data.train), len(data.test)) == (0, len(rows))
+
+
+@pytest.fixture
+def table() -> Records:
+    """Two numeric columns with missing numbers, one constant, two one-hot; 400 rows."""
+    rng = np.random.default_rng(0)
+    features = np.stack(
+        [
+            rng.normal(50, 10, 400),
+            rng.exponential(3, 400),
+            np.full(400, 7.1),
+            rng.integers(0, 2, 400),
+            rng.integers(0, 2, 400),
+        ],
+        axis=1,
+    ).astype(np.float32)
+    features[rng.random(400) < 0.2, 1] = np.nan
+    return Records(
+        features=torch.from_numpy(features),
+        labels=torch.zeros(400, dtype=torch.int64),
+        ids=record_ids(row.tobytes() for row in features),
+        class_names=("0",),
+        feature_names=("a", "b", "c", "d=0", "d=1"),
+        num_numeric=3,
+    )
+
+
+def test_a_client_standardises_by_its_own_training_part(table):
+    data = client_data(table, np.arange(0, 400, 2), mean=(), std=())
+    raw = table.features[data.train.rows].double().numpy()
+    expected_mean = [np.nanmean(raw[:, 0]), np.nanmean(raw[:, 1]), 7.1, 0, 0]
+    assert data.train.mean == pytest.approx(expected_mean)
+    assert data.train.std == pytest.approx([np.nanstd(raw[:, 0]), np.nanstd(raw[:, 1]), 1, 1, 1])
+    x, _ = data.train.batch(torch.arange(len(data.train)), "cpu")
+    assert x[:, :2].mean(0).tolist() == pytest.approx([0, 0], abs=1e-5)
+    assert torch.equal(x[:, 3:], table.features[data.train.rows, 3:])
+    assert x[:, 2].abs().max() < 1e-5
+    assert (x[np.isnan(raw[:, 1]), 1] == 0).all()
+    # the other parts, and no other client, have a say in it
+    assert data.test.mean == data.validation.mean == data.train.mean
+    table.features[data.test.rows] = 1e6
+    table.features[1::2] = 1e6
+    again = client_data(table, np.arange(0, 400, 2), mean=(), std=())
+    assert again.train.mean == data.train.mean
+
+
+def test_a_batch_leaves_the_records_as_they_are(table):
+    before = table.features.clone()
+    server_split(table, (), ()).batch(torch.arange(400), "cpu")
+    torch.testing.assert_close(table.features, before, equal_nan=True, rtol=0, atol=0)
+
+
+def test_given_statistics_of_a_table(table):
+    data = client_data(table, np.arange(400), mean=(50, 3, 0, 0, 0), std=(10, 2, 1, 1, 1))
+    x, _ = data.test.batch(torch.tensor([0]), "cpu")
+    row = table.features[data.test.rows[0]]
+    assert x[0, 0].item() == pytest.approx((row[0].item() - 50) / 10)
+
+
+@given(size=st.integers(1, 60), batch=st.integers(1, 70), seed=st.integers(0, 5))
+def test_an_epoch_covers_all_examples_once(size, batch, seed):
+    batches = list(epoch_batches(size, batch_size=batch, generator=make_generator(seed)))
+    assert sorted(torch.cat(batches).tolist()) == list(range(size))
+    assert [len(indices) for indices in batches[:-1]] == [batch] * (math.ceil(size / batch) - 1)
+    again = list(epoch_batches(size, batch_size=batch, generator=make_generator(seed)))
+    assert all(torch.equal(a, b) for a, b in zip(batches, again, strict=True))
+
+
+@given(size=st.integers(1, 60), batch=st.integers(1, 70), epoch=st.integers(0, 3))
+def test_steps_go_through_shuffled_epochs(size, batch, epoch):
+    per_epoch = math.ceil(size / batch)
+    steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
+    batches = [
+        step_batch(size, batch_size=batch, step=step, seed=1, purpose=("search", 2))
+        for step in steps
+    ]
+    generator = make_generator(1, "search", 2, epoch)
+    expected = list(epoch_batches(size, batch_size=batch, generator=generator))
+    assert all(torch.equal(a, b) for a, b in zip(batches, expected, strict=True))
+
+
+def test_a_full_batch_is_in_order_and_draws_nothing():
+    generator = make_generator(0)
+    before = generator.get_state()
+    assert [b.tolist() for b in epoch_batches(4, batch_size=None, generator=generator)] == [
+        [0, 1, 2, 3]
+    ]
+    assert torch.equal(generator.get_state(), before)
+    assert step_batch(3, batch_size=None, step=9, seed=0, purpose=()).tolist() == [0, 1, 2]
+
+
+def test_another_purpose_has_another_order():
+    orders = {
+        tuple(step_batch(100, batch_size=100, step=0, seed=seed, purpose=purpose).tolist())
+        for seed, purpose in [(0, ("a",)), (1, ("a",)), (0, ("b",)), (0, ("a", 1))]
+    }
+    assert len(orders) == 4
+
+
+def test_impossible_batches_are_refused():
+    with pytest.raises(ValueError, match="num_examples=0"):
+        step_batch(0, batch_size=4, step=0, seed=0, purpose=())
+    with pytest.raises(ValueError, match="batch_size=0"):
+        next(epoch_batches(4, batch_size=0, generator=make_generator(0)))
+    with pytest.raises(ValueError, match="step=-1"):
+        step_batch(4, batch_size=4, step=-1, seed=0, purpose=())
+
+
+def slow_augment(x, *, generator, crop_padding, flip, cutout):
+    """One image after the other, with the same draws."""
+    batch, _, height, width = x.shape
+
+    def draw(stop):
+        return torch.randint(stop, (batch, 1), generator=generator).flatten().tolist()
+
+    flips = draw(2) if flip else [0] * batch
+    tops = draw(2 * crop_padding + 1) if crop_padding else [0] * batch
+    lefts = draw(2 * crop_padding + 1) if crop_padding else [0] * batch
+    rows = draw(height) if cutout else [0] * batch
+    columns = draw(width) if cutout else [0] * batch
+    out = []
+    for i in range(batch):
+        image = functional.pad(x[i], (crop_padding,) * 4)
+        image = image[:, tops[i] : tops[i] + height, lefts[i] : lefts[i] + width]
+        image = image.flip(2) if flips[i] else image
+        image = image.clone()
+        top, left = rows[i] - cutout // 2, columns[i] - cutout // 2
+        image[:, max(top, 0) : max(top + cutout, 0), max(left, 0) : max(left + cutout, 0)] = 0
+        out.append(image)
+    return torch.stack(out)
+
+
+@given(
+    shape=st.tuples(*[st.integers(1, 6)] * 2, *[st.integers(2, 9)] * 2),
+    crop_padding=st.integers(0, 4),
+    flip=st.booleans(),
+    cutout=st.integers(0, 12),
+    seed=st.integers(0, 100),
+)
+def test_augment_equals_one_image_after_the_other(shape, crop_padding, flip, cutout, seed):
+    x = torch.randn(shape, generator=make_generator(seed, "x"))
+    before = x.clone()
+    sizes = {"crop_padding": crop_padding, "flip": flip, "cutout": cutout}
+    fast = augment(x, generator=make_generator(seed), **sizes)
+    assert torch.equal(fast, slow_augment(x, generator=make_generator(seed), **sizes))
+    assert torch.equal(x, before)
+
+
+def test_augment_uses_every_offset_and_both_sides():
+    x = torch.arange(1.0, 26).view(1, 1, 5, 5).expand(4000, 1, 5, 5)
+    cropped = augment(x, generator=make_generator(0), crop_padding=1, flip=False, cutout=0)
+    assert len(cropped.unique(dim=0)) == 9
+    flipped = augment(x, generator=make_generator(0), crop_padding=0, flip=True, cutout=0)
+    assert (flipped[:, 0, 0, 0] == 5).float().mean().item() == pytest.approx(0.5, abs=0.03)
+    cut = augment(x, generator=make_generator(0), crop_padding=0, flip=False, cutout=2)
+    zeros = (cut == 0).sum((1, 2, 3))
+    # a square of 2, clipped where its centre lies in the first row or column
+    assert set(zeros.tolist()) == {1, 2, 4}
+
+
+def test_augment_skips_what_is_off():
+    x, generator = torch.randn(2, 3), make_generator(0)
+    before = generator.get_state()
+    assert augment(x, generator=generator, crop_padding=0, flip=False, cutout=0) is x
+    assert torch.equal(generator.get_state(), before)
+    with pytest.raises(ValueError, match="only images"):
+        augment(x, generator=generator, crop_padding=0, flip=True, cutout=0)
+    with pytest.raises(ValueError, match="cutout=-1 must be at least 0"):
+        augment(x, generator=generator, crop_padding=0, flip=False, cutout=-1)
+
+
+@pytest.mark.gpu
+def test_batches_and_augmentation_on_the_gpu(images):
+    split = client_data(images, np.arange(600)).train
+    indices = torch.arange(32)
+    x, y = split.batch(indices, "cuda")
+    assert x.is_cuda
+    assert y.is_cuda
+    on_cpu, _ = split.batch(indices, "cpu")
+    torch.testing.assert_close(x.cpu(), on_cpu)
+    sizes = {"crop_padding": 2, "flip": True, "cutout": 3}
+    moved = augment(x, generator=make_generator(0), **sizes)
+    assert torch.equal(moved.cpu(), augment(x.cpu(), generator=make_generator(0), **sizes))

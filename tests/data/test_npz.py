@@ -1,0 +1,117 @@
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fednas_flwr.data.npz import load_npz
+from fednas_flwr.data.records import record_ids
+from fednas_flwr.errors import ConfigError
+
+DEFAULTS = {"image_size": None, "channels": None, "class_names": ()}
+LABELS = np.array([0, 2, 1, 2])
+
+
+def save(path: Path, **arrays) -> Path:
+    np.savez(path / "data.npz", **arrays)
+    return path / "data.npz"
+
+
+def jpegs(count: int, *, size=(8, 8)) -> tuple[list[bytes], np.ndarray]:
+    rng = np.random.default_rng(0)
+    encoded, decoded = [], []
+    for _ in range(count):
+        smooth = np.kron(rng.integers(0, 256, (2, 2, 3), np.uint8), np.ones((4, 4, 1), np.uint8))
+        buffer = io.BytesIO()
+        Image.fromarray(smooth).resize(size).save(buffer, "JPEG", quality=95)
+        encoded.append(buffer.getvalue())
+        decoded.append(np.asarray(Image.open(buffer)))
+    return encoded, np.stack(decoded)
+
+
+def joined(encoded: list[bytes]) -> dict[str, np.ndarray]:
+    return {
+        "bytes": np.frombuffer(b"".join(encoded), dtype=np.uint8),
+        "off": np.cumsum([0, *map(len, encoded)]),
+    }
+
+
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW", "NHW"])
+def test_plain_images_in_every_layout(tmp_path: Path, layout):
+    shape = {"NHWC": (4, 5, 6, 3), "NCHW": (4, 3, 5, 6), "NHW": (4, 5, 6)}[layout]
+    x = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    path = save(tmp_path, x_train=x, y_train=LABELS, x_test=x[:2], y_test=LABELS[:2])
+    train, test = load_npz(path, **DEFAULTS)
+    expected = {
+        "NHWC": lambda: x.transpose(0, 3, 1, 2),
+        "NCHW": lambda: x,
+        "NHW": lambda: x[:, None],
+    }
+    assert train.features.numpy().tolist() == expected[layout]().tolist()
+    assert train.labels.tolist() == [0, 2, 1, 2]
+    assert train.class_names == test.class_names == ("0", "1", "2")
+    assert test.ids.tolist() == train.ids[:2].tolist()
+
+
+def test_a_table_of_numbers(tmp_path: Path):
+    x = np.array([[1.5, np.nan], [2, 3], [4, 5], [6, 7]])
+    train, test = load_npz(save(tmp_path, x_train=x, y_train=LABELS), **DEFAULTS)
+    assert test is None
+    assert train.features.dtype == torch.float32
+    assert train.feature_names == ("x0", "x1")
+    assert train.num_numeric == 2
+
+
+@pytest.mark.parametrize("part", ["test", "val"])
+def test_encoded_images(tmp_path: Path, part):
+    encoded, decoded = jpegs(4)
+    arrays = {f"train_{k}": v for k, v in joined(encoded).items()}
+    arrays |= {f"{part}_{k}": v for k, v in joined(encoded[:2]).items()}
+    path = save(tmp_path, y_train=LABELS, **{f"y_{part}": LABELS[:2]}, **arrays)
+    train, test = load_npz(path, **(DEFAULTS | {"class_names": ("x", "y", "z")}))
+    assert train.features.numpy().tolist() == decoded.transpose(0, 3, 1, 2).tolist()
+    assert train.ids.tolist() == record_ids(encoded).tolist()
+    assert test.labels.tolist() == [0, 2]
+    assert train.class_names == ("x", "y", "z")
+    gray, _ = load_npz(path, image_size=4, channels=1, class_names=())
+    assert gray.features.shape == (4, 1, 4, 4)
+    assert gray.ids.tolist() == train.ids.tolist()
+
+
+GOOD = {"x_train": np.zeros((4, 5, 5), np.uint8), "y_train": LABELS}
+ENCODED = {"train_bytes": np.zeros(9, np.uint8), "y_train": LABELS}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "settings", "message"),
+    [
+        ({"a": LABELS}, {}, "holds the arrays a: it needs x_train and y_train"),
+        (GOOD | {"y_train": LABELS[:3]}, {}, "4 records and 3 labels"),
+        (GOOD | {"y_train": LABELS - 1}, {}, "expected the class numbers"),
+        (GOOD | {"y_train": LABELS * 0.5}, {}, "y_train .* float64 .* class numbers"),
+        (GOOD, {"class_names": ("a", "b")}, "label 2, but dataset.class_names names only 2"),
+        (GOOD | {"x_train": np.zeros((4, 5, 5))}, {}, "float64 of shape .* uint8 images"),
+        (GOOD | {"x_train": np.zeros((4, 3, 5, 3), np.uint8)}, {}, "expected uint8 images"),
+        (GOOD | {"x_train": np.full((4, 2), np.inf)}, {}, "infinite"),
+        (GOOD | {"x_train": np.array([{}] * 4)}, {}, "plain arrays"),
+        (ENCODED | {"train_off": np.array([0, 5, 3, 9, 9])}, {}, "do not cut"),
+        (ENCODED | {"train_off": np.array([0, 2, 4, 6, 10])}, {}, "do not cut"),
+        (ENCODED | {"train_off": np.array([0, 2, 4, 6, 9])}, {}, "image 0 of .* cannot be read"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, arrays, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        load_npz(save(tmp_path, **arrays), **(DEFAULTS | settings))
+
+
+def test_no_npz_file(tmp_path: Path):
+    (tmp_path / "data.npz").write_bytes(b"nothing of the kind")
+    with pytest.raises(ConfigError, match="cannot be read as an .npz"):
+        load_npz(tmp_path / "data.npz", **DEFAULTS)
+    np.save(tmp_path / "single.npy", LABELS)
+    with pytest.raises(ConfigError, match="cannot be read as an .npz"):
+        load_npz(tmp_path / "single.npy", **DEFAULTS)
+    with pytest.raises(ConfigError, match="unpack it with xz -dk"):
+        load_npz(tmp_path / "data.npz.xz", **DEFAULTS)

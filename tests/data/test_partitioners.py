@@ -1,0 +1,200 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fednas_flwr.data.partitioners import load_partition, partition, save_partition
+from fednas_flwr.data.records import Records, record_ids
+from fednas_flwr.errors import ConfigError
+
+EVERY = [
+    {"name": "iid", "clients": 7},
+    {"name": "dirichlet", "clients": 5, "alpha": 0.5},
+    {"name": "label_groups", "clients": 10},
+    {"name": "quantity", "clients": 5, "alpha": 1.0},
+    {"name": "quantity", "clients": 3, "fractions": (0.7, 0.2, 0.1)},
+    {"name": "column", "clients": 3, "column": "hospital"},
+]
+
+
+def labelled(labels: np.ndarray, num_classes: int) -> Records:
+    return Records(
+        features=torch.zeros(len(labels), 1),
+        labels=torch.from_numpy(labels.astype(np.int64)),
+        ids=record_ids(str(i).encode() for i in range(len(labels))),
+        class_names=tuple(str(i) for i in range(num_classes)),
+    )
+
+
+def assert_covers(parts, num_records):
+    assert np.sort(np.concatenate(parts)).tolist() == list(range(num_records))
+    for part in parts:
+        assert part.dtype == np.int64
+        assert (np.diff(part) > 0).all()
+        assert len(part) > 0
+
+
+@pytest.mark.parametrize("choice", EVERY, ids=lambda choice: choice["name"])
+def test_partitions_cover_all_records_and_repeat(images, choice):
+    parts = partition(images, seed=3, **choice)
+    assert len(parts) == choice["clients"]
+    assert_covers(parts, len(images))
+    again = partition(images, seed=3, **choice)
+    assert [p.tolist() for p in again] == [p.tolist() for p in parts]
+    if choice["name"] != "column":
+        other = partition(images, seed=4, **choice)
+        assert [p.tolist() for p in other] != [p.tolist() for p in parts]
+
+
+@given(size=st.integers(1, 200), clients=st.integers(1, 20), seed=st.integers(0, 9), data=st.data())
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_iid_and_quantity_cover_all_records(size, clients, seed, data):
+    records = labelled(np.zeros(size), 1)
+    if clients > size:
+        with pytest.raises(ConfigError, match="does not fit"):
+            partition(records, name="iid", clients=clients, seed=seed)
+        return
+    parts = partition(records, name="iid", clients=clients, seed=seed)
+    assert_covers(parts, size)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    weights = np.array([data.draw(st.integers(1, 5)) for _ in range(clients)])
+    shares = weights / weights.sum()
+    choice = {"name": "quantity", "clients": clients, "seed": seed, "fractions": tuple(shares)}
+    cuts = np.rint(np.cumsum(shares) * size)
+    if np.diff(cuts, prepend=0).min() == 0:
+        with pytest.raises(ConfigError, match="without records"):
+            partition(records, **choice)
+        return
+    parts = partition(records, **choice)
+    assert_covers(parts, size)
+    assert np.abs([len(part) for part in parts] - shares * size).max() <= 1
+
+
+def test_dirichlet_skews_labels_as_alpha_says(images):
+    def skew(alpha: float) -> float:
+        parts = partition(images, name="dirichlet", clients=4, seed=0, alpha=alpha, min_size=5)
+        assert min(map(len, parts)) >= 5
+        counts = np.array([np.bincount(images.labels[part], minlength=10) for part in parts])
+        return float((counts / counts.sum(axis=0)).std())
+
+    assert skew(0.1) > 2 * skew(1.0) > 4 * skew(1000.0)
+
+
+def test_dirichlet_does_not_follow_the_order_of_the_file():
+    records = labelled(np.zeros(1000), 1)
+    parts = partition(records, name="dirichlet", clients=2, seed=0, alpha=100.0)
+    assert [part.mean() / 1000 for part in parts] == pytest.approx([0.5, 0.5], abs=0.1)
+
+
+def test_label_groups_are_those_of_fdnas(images):
+    parts = partition(images, name="label_groups", clients=10, seed=0)
+    for client, part in enumerate(parts):
+        group = [{0, 1, 2}, {3, 4, 5}, {6, 7, 8, 9}][0 if client < 3 else 1 if client < 6 else 2]
+        assert set(images.labels[part].tolist()) == group
+    assert max(map(len, parts[:3])) - min(map(len, parts[:3])) <= 1
+
+
+def test_label_groups_with_given_clients(images):
+    groups = ((9,), tuple(range(9)))
+    parts = partition(
+        images, name="label_groups", clients=4, seed=0, groups=groups, clients_per_group=(1, 3)
+    )
+    assert torch.equal(torch.from_numpy(parts[0]), (images.labels == 9).nonzero().squeeze(1))
+    assert_covers(parts, len(images))
+
+
+def test_quantity_sizes(images):
+    parts = partition(images, name="quantity", clients=3, seed=0, fractions=(0.7, 0.2, 0.1))
+    assert [len(part) for part in parts] == [420, 120, 60]
+    parts = partition(images, name="quantity", clients=5, seed=0, alpha=1.0, min_size=20)
+    sizes = [len(part) for part in parts]
+    assert min(sizes) >= 20
+    assert max(sizes) > 2 * min(sizes)
+
+
+def test_columns_give_sorted_values(images):
+    parts = partition(images, name="column", clients=3, seed=0, column="hospital")
+    for value, part in zip(("east", "north", "south"), parts, strict=True):
+        assert set(images.columns["hospital"][part]) == {value}
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"name": "dirichelt"}, "nearest: dirichlet"),
+        ({"name": "iid", "clients": 601}, "clients=601 does not fit 600 records"),
+        ({"name": "iid", "clients": 0}, "clients=0 does not fit"),
+        ({"name": "dirichlet", "alpha": 0}, "partition.alpha=0 must be above 0"),
+        ({"name": "quantity", "min_size": 0}, "partition.min_size=0 at least 1"),
+        ({"name": "dirichlet", "clients": 50, "alpha": 0.1}, "raise partition.alpha"),
+        ({"name": "quantity", "clients": 50, "alpha": 0.1}, "raise partition.alpha"),
+        ({"name": "quantity", "fractions": (0.5, 0.5)}, "must be 3 shares"),
+        ({"name": "quantity", "fractions": (0.5, 0.6, -0.1)}, "must be 3 shares"),
+        ({"name": "quantity", "fractions": (0.9999, 0.00005, 0.00005)}, "without records"),
+        ({"name": "label_groups", "groups": ((0, 1), (1, 2))}, "exactly once"),
+        ({"name": "label_groups", "clients": 2}, r"\[0, 1, 1\] must give each of the 3 groups"),
+        ({"name": "label_groups", "clients_per_group": (1, 1)}, "clients_per_group"),
+        ({"name": "column"}, "needs the column partition.column, but .* have hospital"),
+        ({"name": "column", "column": "town"}, "needs the column town"),
+        ({"name": "column", "column": "hospital", "clients": 4}, "set clients=3"),
+        ({"name": "sites"}, "needs the column site"),
+    ],
+)
+def test_partitions_that_cannot_be_made(images, choice, message):
+    with pytest.raises(ConfigError, match=message):
+        partition(images, **({"clients": 3, "seed": 0} | choice))
+
+
+def test_a_class_too_small_for_its_clients():
+    records = labelled(np.array([0] * 50 + [1]), 2)
+    with pytest.raises(ConfigError, match="leaves client 3 of 4 without records"):
+        partition(records, name="label_groups", clients=4, seed=0, groups=((0,), (1,)))
+
+
+def test_saved_partitions_come_back(tmp_path: Path, images):
+    parts = partition(images, name="iid", clients=7, seed=0)
+    save_partition(tmp_path / "partition.json", parts)
+    assert [p.tolist() for p in load_partition(tmp_path / "partition.json")] == [
+        p.tolist() for p in parts
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["partition.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read as a saved partition"),
+        ("[]", "cannot be read as a saved partition"),
+        (json.dumps({"clients": []}), "cannot be read as a saved partition"),
+        (json.dumps({"clients": [[0, 1], []]}), "is not a partition"),
+        (json.dumps({"clients": [[0, 1], [1, 2]]}), "is not a partition"),
+        (json.dumps({"clients": [[1, 0], [2]]}), "is not a partition"),
+        (json.dumps({"clients": [[-1, 0], [2]]}), "is not a partition"),
+        (json.dumps({"clients": [[0.5], [2]]}), "is not a partition"),
+    ],
+)
+def test_files_that_hold_no_partition(tmp_path: Path, content, message):
+    (tmp_path / "partition.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_partition(tmp_path / "partition.json")
+
+
+def test_iid_does_not_pay_for_flwr_datasets():
+    program = (
+        "import sys, numpy, torch\n"
+        "from fednas_flwr.data.partitioners import partition\n"
+        "from fednas_flwr.data.records import Records, record_ids\n"
+        "ids = record_ids([b'a', b'b'])\n"
+        "r = Records(torch.zeros(2, 1), torch.zeros(2).long(), ids, ('a',))\n"
+        "partition(r, name='iid', clients=2, seed=0)\n"
+        "heavy = {'flwr_datasets', 'datasets', 'pandas', 'sklearn', 'torchvision', 'PIL'}\n"
+        "print(sorted(heavy & sys.modules.keys()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr

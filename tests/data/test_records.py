@@ -1,0 +1,76 @@
+import numpy as np
+import pytest
+import torch
+
+from fednas_flwr.data.records import (
+    Records,
+    encode_labels,
+    join_sites,
+    record_ids,
+    select_records,
+)
+from fednas_flwr.errors import ConfigError
+
+
+def rows(*, classes=("a", "b"), width=2, names=None, count=3) -> Records:
+    features = torch.arange(count * width, dtype=torch.float32).view(count, width)
+    return Records(
+        features=features,
+        labels=torch.zeros(count, dtype=torch.int64),
+        ids=record_ids(row.tobytes() for row in features.numpy()),
+        class_names=tuple(classes),
+        columns={"city": np.array(["x"] * count)},
+        feature_names=tuple(names or [f"f{i}" for i in range(width)]),
+        num_numeric=width,
+    )
+
+
+def test_an_id_is_the_hash_of_one_record_alone():
+    ids = record_ids([b"one", b"two", b"one"])
+    assert ids.dtype == np.dtype("S32")
+    assert ids[0] == ids[2] != ids[1]
+    assert record_ids([b"one"])[0] == ids[0]
+    # blake2b with a digest of 16 bytes of the empty message, as coreutils' b2sum -l 128 prints it
+    assert record_ids([b""])[0] == b"cae66941d9efbd404e4d88758ea67670"
+
+
+def test_unequal_parts_are_refused():
+    with pytest.raises(ValueError, match="one entry of each kind"):
+        Records(torch.zeros(2, 1), torch.zeros(3, dtype=torch.int64), record_ids([b"a"]), ("a",))
+
+
+def test_select_keeps_every_part_in_step(images):
+    chosen = np.array([5, 2, 9])
+    part = select_records(images, chosen)
+    assert torch.equal(part.features, images.features[[5, 2, 9]])
+    assert torch.equal(part.labels, images.labels[[5, 2, 9]])
+    assert part.ids.tolist() == images.ids[chosen].tolist()
+    assert part.columns["hospital"].tolist() == images.columns["hospital"][chosen].tolist()
+    assert part.class_names == images.class_names
+
+
+def test_join_sites_adds_the_site():
+    joined = join_sites({"paris": rows(count=2), "oslo": rows(count=3)})
+    assert joined.columns["site"].tolist() == ["paris"] * 2 + ["oslo"] * 3
+    assert joined.columns["city"].tolist() == ["x"] * 5
+    assert len(joined) == 5
+    assert joined.num_numeric == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (rows(classes=("a", "c")), "same classes: oslo has a, b, paris has a, c"),
+        (rows(names=("f0", "g")), "same feature columns .* f1, g"),
+        (rows(width=3, names=("f0", "f1")), r"shape \(2,\), of site paris \(3,\)"),
+    ],
+)
+def test_join_sites_refuses_what_does_not_fit(other, message):
+    with pytest.raises(ConfigError, match=message):
+        join_sites({"oslo": rows(), "paris": other})
+
+
+def test_encode_labels_names_the_unknown():
+    assert encode_labels(np.array(["b", "a"]), ("a", "b"), where="it").tolist() == [1, 0]
+    with pytest.raises(ConfigError, match="x.csv has the label c, which is not in"):
+        encode_labels(np.array(["b", "c"]), ("a", "b"), where="x.csv")

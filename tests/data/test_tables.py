@@ -1,0 +1,119 @@
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fednas_flwr.data.records import record_ids
+from fednas_flwr.data.tables import load_csv
+from fednas_flwr.errors import ConfigError
+
+
+def test_columns_are_detected(table_csv: Path):
+    table, test = load_csv(table_csv, id_column="patient")
+    assert test is None
+    names = ("age", "pressure", "smokes=no", "smokes=yes", "site=A", "site=B")
+    assert table.feature_names == names
+    assert table.num_numeric == 2
+    expected = [
+        [50, 1.5, 0, 1, 1, 0],
+        [60, np.nan, 1, 0, 0, 1],
+        [70, 2.5, 0, 0, 1, 0],
+        [40, 3.5, 0, 1, 0, 1],
+    ]
+    np.testing.assert_array_equal(table.features.numpy(), np.float32(expected))
+    assert table.labels.tolist() == [0, 1, 1, 0]
+    assert table.class_names == ("0", "1")
+    assert table.ids.tolist() == record_ids([b"p1", b"p2", b"p1", b"p3"]).tolist()
+    # all but the label and fractions can make a partition
+    assert set(table.columns) == {"patient", "age", "smokes", "site"}
+    assert table.columns["site"].tolist() == ["A", "B", "A", "B"]
+
+
+def test_columns_are_chosen(table_csv: Path):
+    table_csv.write_text(table_csv.read_text().replace("p1,70,,2.5,A,1\n", ""))
+    table, _ = load_csv(
+        table_csv,
+        label="smokes",
+        class_names=("yes", "no", "unknown"),
+        numeric=("age",),
+        categorical=("site",),
+        categories={"site": ("B", "C", "A")},
+    )
+    assert table.feature_names == ("age", "site=B", "site=C", "site=A")
+    assert table.features[1].tolist() == [60, 1, 0, 0]
+    assert table.labels.tolist() == [0, 1, 0]
+    assert table.class_names == ("yes", "no", "unknown")
+
+
+def test_ignored_columns_and_numeric_categories(table_csv: Path):
+    table, _ = load_csv(
+        table_csv,
+        ignore=("patient", "smokes", "site"),
+        categories={"age": ("40", "50", "60", "70")},
+    )
+    assert table.feature_names == ("pressure", "age=40", "age=50", "age=60", "age=70")
+    assert "patient" in table.columns
+
+
+def test_an_id_is_the_rows_text_without_order_of_columns_or_label(tmp_path: Path):
+    (tmp_path / "one.csv").write_text("a,b,y\n1.50,x,0\n2,z,1\n")
+    (tmp_path / "two.csv").write_text("b,a,y\nz,2,0\nx,1.50,0\n")
+    one, _ = load_csv(tmp_path / "one.csv")
+    two, _ = load_csv(tmp_path / "two.csv")
+    assert one.ids.tolist() == two.ids.tolist()[::-1]
+
+
+def test_compressed_with_mark_and_text_labels(tmp_path: Path):
+    text = "\ufeffa,kind\n1,pear\n2,apple\n3,pear\n"
+    (tmp_path / "t.csv.gz").write_bytes(gzip.compress(text.encode()))
+    table, _ = load_csv(tmp_path / "t.csv.gz")
+    assert table.feature_names == ("a",)
+    assert table.class_names == ("apple", "pear")
+    assert table.labels.tolist() == [1, 0, 1]
+
+
+def test_whole_number_labels_are_in_order_of_number(tmp_path: Path):
+    (tmp_path / "t.csv").write_text("a,y\n1,10\n2,9\n3,-1\n")
+    table, _ = load_csv(tmp_path / "t.csv")
+    assert table.class_names == ("-1", "9", "10")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"label": "sick"}, "no column sick: it has patient, age"),
+        ({"numeric": ("weight",)}, "no column weight"),
+        ({"categories": {"sites": ()}}, "no column sites"),
+        ({"numeric": ("age", "ill")}, "column ill of .* has two uses"),
+        ({"numeric": ("age",), "categorical": ("age",)}, "column age of .* has two uses"),
+        ({"numeric": ("smokes",)}, "smokes of .* is numeric but holds yes in row 1"),
+        ({"categories": {"site": ("A",)}}, "holds B, which is not in dataset.categories.site"),
+        ({"class_names": ("0",)}, "column ill, has the label 1"),
+        ({"label": "smokes"}, r"no label \(smokes\) in row 3"),
+        ({"id_column": "smokes"}, r"no id \(smokes\) in row 3"),
+        ({"ignore": ("patient", "age", "smokes", "pressure", "site")}, "no feature columns"),
+    ],
+)
+def test_tables_that_do_not_fit(table_csv: Path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        load_csv(table_csv, **settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "cannot be read as a CSV"),
+        ("a,y\n", "no rows"),
+        ("a,y\n1,2\n1,2,3,4\n", "cannot be read as a CSV"),
+        ("a,y\n1,0\ninf,1\n", "column a of .* holds inf in row 2"),
+        ("a,y\n1,0\n1e300,1\n", "column a of .* holds 1e300 in row 2"),
+        ("a,y\n" + "".join(f"t{i},0\n" for i in range(300)), "300 different texts"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, text, message):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_csv(tmp_path / "t.csv")
+    with pytest.raises(ConfigError, match="cannot be read as a CSV"):
+        load_csv(tmp_path / "missing.csv")

@@ -1,0 +1,95 @@
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from fednas_flwr.reporting.events import read_events
+from fednas_flwr.reporting.progress import ProgressDisplay, print_summary
+
+
+def _round(number: int, rounds: int, elapsed: float) -> dict:
+    metrics = {"train_loss": 1.25, "validation_accuracy": 0.5}
+    return {
+        "event": "round",
+        "stage": "search",
+        "round": number,
+        "rounds": rounds,
+        "seconds": 2.0,
+        "elapsed": elapsed,
+        "metrics": metrics,
+    }
+
+
+def _show(events: list[dict], *, terminal: bool = False) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=120, legacy_windows=False)
+    with ProgressDisplay(console) as display:
+        for event in events:
+            display(event)
+    return out.getvalue()
+
+
+def test_a_short_stage_has_one_line_per_round_with_time_left() -> None:
+    started = {"event": "stage_started", "stage": "search", "rounds": 3}
+    lines = _show([started, *(_round(n, 3, 2.0 * n) for n in (1, 2, 3))]).splitlines()
+    assert len(lines) == 4
+    assert lines[1].split("  ") == [
+        "search 1/3",
+        "train loss 1.250",
+        "validation accuracy 50.0 %",
+        "2.00 s",
+        "4.0 s left",
+    ]
+    assert "left" not in lines[3]
+
+
+def test_a_long_stage_has_about_one_line_per_five_seconds_and_the_last() -> None:
+    rounds = 400
+    text = _show([_round(n, rounds, 0.1 * n) for n in range(1, rounds + 1)])
+    shown = [int(line.split()[1].split("/")[0]) for line in text.splitlines()]
+    assert shown == [1, 51, 101, 151, 201, 251, 301, 351, 400]
+
+
+def test_warnings_and_failures_are_printed_whole_and_a_repeated_failure_once() -> None:
+    failure = {
+        "event": "client_failed",
+        "stage": "search",
+        "round": 1,
+        "verb": "train.search",
+        "client": 2,
+        "reason": "[bold]KeyError[/bold]: " + "long " * 40,
+    }
+    warning = {"event": "warning", "message": "the newest checkpoint is damaged"}
+    for terminal in (False, True):
+        text = _show([failure, warning, failure | {"round": 2}], terminal=terminal)
+        assert text.count("[bold]KeyError[/bold]: " + "long " * 39) == 1
+        assert "warning: the newest checkpoint is damaged" in text
+
+
+def test_a_terminal_gets_bars_and_its_cursor_back(make_run: Callable[..., Path]) -> None:
+    text = _show(read_events(make_run("run") / "events.jsonl"), terminal=True)
+    assert "search" in text
+    assert "3/3" in text
+    assert "train loss 0.667" in text
+    assert text.rstrip().endswith("\x1b[?25h")
+
+
+def test_the_summary_names_numbers_and_report(make_run: Callable[..., Path]) -> None:
+    folder = make_run("run")
+    out = io.StringIO()
+    print_summary(folder, Console(file=out, width=40))
+    assert "report:" not in out.getvalue()
+    (folder / "report.html").touch()
+    print_summary(folder, Console(file=out, width=40))
+    text = out.getvalue()
+    for part in ("90.0 %", "80.0 %", "75.0 %", "12.3 k", "6.7 M", f"report: {folder}/report.html"):
+        assert part in text
+
+
+def test_the_summary_of_a_failed_run_gives_the_reason(make_run: Callable[..., Path]) -> None:
+    out = io.StringIO()
+    print_summary(make_run("run", until="search"), Console(file=out))
+    assert "run failed" in out.getvalue()
+    assert "client 2: disk full" in out.getvalue()
+    assert "linear" not in out.getvalue()

@@ -1,0 +1,155 @@
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from plotly.offline import get_plotlyjs
+
+from fednas_flwr.reporting.events import EventLog
+from fednas_flwr.reporting.report import write_report
+
+VOID = {"meta", "link", "input", "br", "img", "hr", "path", "rect"}
+OUTSIDE = re.compile(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", re.IGNORECASE)
+
+
+class Page(HTMLParser):
+    """Ids, links, tags and texts of a page; fails on tags that do not match."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.tags: list[str] = []
+        self.scripts: list[str] = []
+        self.plots: list[str] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.tags.append(tag)
+        self.ids += [values["id"]] if values.get("id") else []
+        self.plots += [values["data-figure"]] if values.get("data-figure") else []
+        self.addresses += [values[k] or "" for k in ("src", "href", "action") if k in values]
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] == "script":
+            self.scripts.append(data)
+        elif self._open and self._open[-1] != "style":
+            self.text += data
+
+
+def test_the_page_of_a_finished_run(make_run: Callable[..., Path]) -> None:
+    folder = make_run("run")
+    path = write_report(folder)
+    assert path == folder / "report.html"
+    page = Page(path)
+    sections = "run search retrain cells alphas partition accuracy cost model failures".split()
+    assert [i for i in page.ids if i in sections] == sections
+    assert len(page.ids) == len(set(page.ids))
+    for part in ("fed_darts on digits", "90.0 %", "75.0 %", "12.3 k", "6.7 M", "abc1234"):
+        assert part in page.text
+    assert page.tags.count("svg") == 2
+    figures = json.loads(page.scripts[0])
+    assert set(page.plots) == set(figures)
+    assert {"search_loss", "search_entropy", "retrain_loss", "partition", "clients"} <= set(figures)
+    steps = json.loads(page.scripts[1])
+    assert steps["rounds"] == [1, 2, 3]
+    assert {len(kind) for kind in steps["kinds"].values()} == {3}
+
+
+def test_the_page_needs_no_network(make_run: Callable[..., Path]) -> None:
+    path = write_report(make_run("run"))
+    page = Page(path)
+    assert all(address.startswith(("#", "data:")) for address in page.addresses)
+    for target in page.addresses:
+        assert not target.startswith("#") or target[1:] in page.ids
+    text = path.read_text(encoding="utf-8")
+    plotly = get_plotlyjs()
+    assert text.count(plotly) == 1
+    own = text.replace(plotly, "")
+    assert not OUTSIDE.search(own)
+    assert "@import" not in own
+    assert "url(" not in own
+    assert [tag for tag in page.tags if tag in ("iframe", "img", "object", "embed")] == []
+
+
+def test_what_others_wrote_is_escaped(make_run: Callable[..., Path]) -> None:
+    evil = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
+    plain = Page(write_report(make_run("plain", until="search")))
+    page = Page(write_report(make_run("evil", until="search", reason=evil, class_name=evil)))
+    assert page.text.count(evil) == 2  # the run's reason, the table of failures
+    assert page.tags == plain.tags
+    json.loads(page.scripts[0])
+
+
+def test_a_run_that_failed_in_search_has_only_what_it_reached(
+    make_run: Callable[..., Path],
+) -> None:
+    page = Page(write_report(make_run("run", until="search")))
+    assert "Why the run failed" in page.text
+    assert {"search", "alphas", "partition"} <= set(page.ids)
+    assert not {"retrain", "cells", "accuracy", "model"} & set(page.ids)
+
+
+def test_a_run_that_has_just_started(make_run: Callable[..., Path]) -> None:
+    page = Page(write_report(make_run("run", until="start")))
+    assert "unfinished" in page.text
+    assert not {"search", "partition", "accuracy"} & set(page.ids)
+
+
+def test_a_run_without_search_alphas_partition_and_config(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.emit("stage_started", stage="retrain", rounds=1)
+        log.emit(
+            "round",
+            stage="retrain",
+            round=1,
+            rounds=1,
+            seconds=0.1,
+            metrics={},
+            bytes_sent=0,
+            bytes_received=0,
+            clients={},
+        )
+        log.emit("derived", genotype=None, num_parameters=5, multiply_adds=None)
+        log.emit("evaluated", central=None, clients=[], linear=None)
+    page = Page(write_report(tmp_path))
+    assert "retrain" in page.ids
+    assert page.plots == []
+    assert page.tags.count("svg") == 0
+
+
+def test_an_empty_file_of_events(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    assert "unfinished" in Page(write_report(tmp_path)).text
+
+
+def test_a_failed_write_leaves_the_old_report(
+    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run("run")
+    path = write_report(folder)
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError("no space left")
+
+    with EventLog(folder / "events.jsonl") as log:
+        log.emit("warning", message="late")
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        write_report(folder)
+    assert path.read_bytes() == before
+    assert [p.name for p in folder.iterdir() if p.name.endswith(".tmp")] == []

@@ -1,0 +1,57 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fednas_flwr.reporting.events import EventLog
+from fednas_flwr.reporting.runs import METRICS, read_run
+
+
+def test_numbers_of_a_finished_run(make_run: Callable[..., Path]) -> None:
+    run = read_run(make_run("run"))
+    assert run.status == "completed"
+    assert run.config["algorithm"] == {"name": "fed_darts", "alpha_lr": 3e-4}
+    numbers = run.numbers()
+    assert tuple(numbers) == METRICS
+    assert numbers["client_accuracy"] == pytest.approx(0.8)
+    assert numbers["traffic_mb"] == pytest.approx(5 * 3.0)
+    assert (numbers["search_seconds"], numbers["retrain_seconds"]) == (4.5, 3.0)
+
+
+def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
+    failed = {"verb": "train.search", "client": 0, "reason": "late"}
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        log.emit("run_started", resumed=False)
+        log.emit("stage_started", stage="search", rounds=3)
+        for number in (1, 2):
+            log.emit("client_failed", stage="search", round=number, **failed)
+            log.emit("round", stage="search", round=number, bytes_sent=10, bytes_received=None)
+            log.emit("alphas", round=number, alphas={"normal": [[0.0]]}, ops=["a"])
+    killed = read_run(tmp_path)
+    assert (killed.status, killed.reason, killed.numbers()["central_accuracy"]) == (
+        "unfinished",
+        "",
+        None,
+    )
+    with EventLog(path) as log:
+        log.emit("run_started", resumed=True)
+        log.emit("stage_started", stage="search", rounds=3)
+        for number in (2, 3):
+            log.emit("round", stage="search", round=number, bytes_sent=20, bytes_received=5)
+            log.emit("alphas", round=number, alphas={"normal": [[9.0]]}, ops=["a"])
+        log.emit("stage_finished", stage="search", seconds=100.0)
+        log.emit("run_finished", status="failed", reason="quorum lost")
+    run = read_run(tmp_path)
+    assert (run.status, run.reason, len(run.attempts())) == ("failed", "quorum lost", 2)
+    assert run.traffic("search") == (10 + 20 + 20, 10)
+    assert [failure["round"] for failure in run.failures()] == [1]  # round 2 went well in the end
+    assert [event["alphas"]["normal"][0][0] for event in run.alphas()] == [0.0, 9.0, 9.0]
+    first = killed.attempts()[0]
+    lost = first[-1]["elapsed"] - first[1]["elapsed"]
+    assert run.stage_seconds() == {"search": pytest.approx(100.0 + lost)}
+
+
+def test_a_folder_without_events_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds no events.jsonl"):
+        read_run(tmp_path)

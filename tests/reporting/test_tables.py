@@ -1,0 +1,124 @@
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from fednas_flwr.reporting.tables import (
+    append_result,
+    has_result,
+    main,
+    render_tables,
+    start_results,
+)
+
+COLUMNS = [{"metric": "accuracy", "title": "accuracy (%)", "scale": 100, "decimals": 1}]
+
+
+def _run(algorithm: str, seed: int, accuracy: float | None) -> dict:
+    return {
+        "settings": {"algorithm": algorithm, "stages": ("search",)},
+        "group": {"algorithm": algorithm},
+        "seed": seed,
+        "commit": "0123456789abcdef",
+        "machine": "2 cores",
+        "seconds": 30.0,
+        "metrics": {"accuracy": accuracy},
+    }
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    path = tmp_path / "results" / "digits.json"
+    start_results(path, title="Digits", command="scripts/table.sh", columns=COLUMNS)
+    for seed, accuracy in ((1, 0.90), (2, 0.92)):
+        append_result(path, _run("fed_darts", seed, accuracy))
+    append_result(path, _run("a|b", 1, 0.5))
+    return path
+
+
+README = "# x\n\n<!-- table:digits -->\nold\n<!-- /table:digits -->\n\nafter\n"
+
+
+def test_a_row_per_group_with_mean_and_deviation(results: Path) -> None:
+    text = render_tables(README, results.parent)
+    lines = text.splitlines()
+    assert lines[3:5] == ["**Digits**", ""]
+    assert lines[5:7] == ["| algorithm | accuracy (%) | seeds |", "| --- | --- | --- |"]
+    assert "| fed_darts | 91.0 ± 1.4 | 2 |" in lines
+    assert "| a\\|b | 50.0 | 1 |" in lines
+    assert "3 runs in 1:30 min on 2 cores, commit 0123456789." in text
+    assert "old" not in text
+    assert text.startswith("# x\n\n<!-- table:digits -->\n")
+    assert text.endswith("\n<!-- /table:digits -->\n\nafter\n")
+    assert render_tables(text, results.parent) == text
+
+
+def test_a_metric_that_some_runs_did_not_reach_is_marked(results: Path) -> None:
+    append_result(results, _run("fed_darts", 3, None))
+    assert "| fed_darts | 91.0 ± 1.4 (2 of 3) | 3 |" in render_tables(README, results.parent)
+
+
+def test_check_says_whether_the_readme_is_stale(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    arguments = [str(readme), str(results.parent)]
+    assert main([*arguments, "--check"]) == 1
+    assert "differ" in capsys.readouterr().out
+    assert readme.read_text() == README
+    assert main(arguments) == 0
+    assert main([*arguments, "--check"]) == 0
+    append_result(results, _run("fed_darts", 3, 0.1))
+    assert main([*arguments, "--check"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("readme", "message"),
+    [
+        ("<!-- table:digits -->\n", "has no partner"),
+        ("<!-- table:digits -->\n<!-- /table:other -->\n", "is followed by"),
+        ("<!-- table:other -->\n<!-- /table:other -->\n", "there is no"),
+    ],
+)
+def test_marks_that_do_not_fit_are_refused(results: Path, readme: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        render_tables(readme, results.parent)
+
+
+def test_a_script_continues_where_it_stopped(results: Path) -> None:
+    settings = {"stages": ("search",), "algorithm": "fed_darts"}
+    assert has_result(results, settings, 1)
+    assert not has_result(results, settings, 3)
+    assert not has_result(results, settings | {"algorithm": "fnas"}, 1)
+    assert not has_result(results.with_name("none.json"), settings, 1)
+    start_results(results, title="New", command="c", columns=COLUMNS)
+    assert has_result(results, settings, 1)
+    assert json.loads(results.read_text())["title"] == "New"
+
+
+def test_a_run_that_does_not_fit_is_refused(results: Path) -> None:
+    before = results.read_text()
+    with pytest.raises(ValueError, match="already"):
+        append_result(results, _run("fed_darts", 1, 0.1))
+    with pytest.raises(ValueError, match="fields"):
+        append_result(results, {"seed": 1})
+    with pytest.raises(ValueError, match="lacks the metrics"):
+        append_result(results, _run("fnas", 1, 0.1) | {"metrics": {}})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        append_result(results, _run("fnas", 1, float("nan")))
+    assert results.read_text() == before
+
+
+def test_runs_added_at_the_same_time_are_all_kept(results: Path) -> None:
+    threads = [
+        threading.Thread(target=append_result, args=(results, _run("fnas", seed, 0.5)))
+        for seed in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seeds = [r["seed"] for r in json.loads(results.read_text())["runs"]]
+    assert sorted(seeds[3:]) == list(range(12))
