@@ -112,7 +112,9 @@ def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
     )
     if split.file is not None:
         parts = load_partition(Path(split.file).expanduser())
-        _check_partition(parts, file=split.file, clients=config.clients, records=len(prepared.train))
+        _check_partition(
+            parts, file=split.file, clients=config.clients, records=len(prepared.train)
+        )
         return prepared, parts
     return prepared, partition(
         prepared.train,

@@ -43,7 +43,9 @@ class LocalSearch:
         """Check the ranges."""
         if self.rule not in RULES:
             raise unknown_choice("algorithm.rule", self.rule, RULES)
-        check_range(self.local_epochs >= 1, "algorithm.local_epochs", self.local_epochs, "1 or more")
+        check_range(
+            self.local_epochs >= 1, "algorithm.local_epochs", self.local_epochs, "1 or more"
+        )
         check_range(self.batch_size >= 1, "algorithm.batch_size", self.batch_size, "1 or more")
 
 
@@ -72,7 +74,9 @@ class GradientSearch:
             self.batch_size,
             "1 or more, or null for all of a client's records",
         )
-        check_range(self.evaluate_every >= 0, "algorithm.evaluate_every", self.evaluate_every, "0 or more")
+        check_range(
+            self.evaluate_every >= 0, "algorithm.evaluate_every", self.evaluate_every, "0 or more"
+        )
         if self.order == 2 and self.local_steps > 1:
             raise ConfigError(
                 f"algorithm.order=2 with algorithm.local_steps={self.local_steps} is not defined: "
@@ -92,8 +96,12 @@ class RandomSearch:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_range(self.trial_rounds >= 0, "algorithm.trial_rounds", self.trial_rounds, "0 or more")
-        check_range(self.local_epochs >= 1, "algorithm.local_epochs", self.local_epochs, "1 or more")
+        check_range(
+            self.trial_rounds >= 0, "algorithm.trial_rounds", self.trial_rounds, "0 or more"
+        )
+        check_range(
+            self.local_epochs >= 1, "algorithm.local_epochs", self.local_epochs, "1 or more"
+        )
         check_range(self.batch_size >= 1, "algorithm.batch_size", self.batch_size, "1 or more")
 
 
@@ -231,7 +239,9 @@ class Runtime:
         check_range(0 < self.quorum <= 1, "runtime.quorum", self.quorum, "above 0, at most 1")
         check_range(self.deadline_s > 0, "runtime.deadline_s", self.deadline_s, "seconds above 0")
         check_range(self.connect_s > 0, "runtime.connect_s", self.connect_s, "seconds above 0")
-        check_range(self.client_cpus > 0, "runtime.client_cpus", self.client_cpus, "a number above 0")
+        check_range(
+            self.client_cpus > 0, "runtime.client_cpus", self.client_cpus, "a number above 0"
+        )
         check_range(self.client_gpus >= 0, "runtime.client_gpus", self.client_gpus, "0 or more")
 
 
@@ -255,10 +265,16 @@ class Retrain:
             value = getattr(self, key)
             check_range(value >= 1, f"retrain.{key}", value, "1 or more")
         check_range(
-            0 <= self.drop_path_prob < 1, "retrain.drop_path_prob", self.drop_path_prob, "0 to below 1"
+            0 <= self.drop_path_prob < 1,
+            "retrain.drop_path_prob",
+            self.drop_path_prob,
+            "0 to below 1",
         )
         check_range(
-            self.auxiliary_weight >= 0, "retrain.auxiliary_weight", self.auxiliary_weight, "0 or more"
+            self.auxiliary_weight >= 0,
+            "retrain.auxiliary_weight",
+            self.auxiliary_weight,
+            "0 or more",
         )
         if self.norm not in ("batch", "group"):
             raise unknown_choice("retrain.norm", self.norm, ("batch", "group"))
@@ -307,7 +323,9 @@ class Config:
         for stage in self.stages:
             if stage not in STAGES:
                 raise unknown_choice("stages", stage, STAGES)
-        check_range(bool(self.stages), "stages", self.stages, f"at least one of {', '.join(STAGES)}")
+        check_range(
+            bool(self.stages), "stages", self.stages, f"at least one of {', '.join(STAGES)}"
+        )
         if self.algorithm.name == "vanilla_nas" and self.clients != 1:
             raise ConfigError(
                 f"algorithm=vanilla_nas with clients={self.clients}: vanilla NAS has one party; "

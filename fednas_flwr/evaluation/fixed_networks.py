@@ -56,5 +56,3 @@ FIXED_NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "plain_cnn": plain_cnn,
     "linear": linear,
 }
-
-

@@ -214,9 +214,7 @@ class Courier:
                     time.sleep(POLL_S)
             yield client, answers.pop(client)
 
-    def _read(
-        self, message: Message, header: Header, layouts: Mapping[str, Layout]
-    ) -> Reply | str:
+    def _read(self, message: Message, header: Header, layouts: Mapping[str, Layout]) -> Reply | str:
         """Return the reply if the gate accepts it, else the reason."""
         if message.has_content():
             self.bytes_received += payload_bytes(message.content)

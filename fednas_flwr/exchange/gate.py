@@ -16,9 +16,7 @@ from fednas_flwr.exchange.messages import Header, Reply, decode_reply
 from fednas_flwr.exchange.states import Layout
 
 
-def accept_reply(
-    message: Message, *, header: Header, layouts: Mapping[str, Layout]
-) -> Reply:
+def accept_reply(message: Message, *, header: Header, layouts: Mapping[str, Layout]) -> Reply:
     """Return the reply in ``message`` when it answers the request with ``header``.
 
     Args:

@@ -140,7 +140,8 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
         text = json.loads(cast(str, content.config_records[HEADER][JSON]))
         header = Header(**text["header"])
         metrics = {
-            name: float(cast(float, value)) for name, value in content.metric_records[METRICS].items()
+            name: float(cast(float, value))
+            for name, value in content.metric_records[METRICS].items()
         }
         reply = Reply(
             num_examples=metrics.pop(NUM_EXAMPLES),

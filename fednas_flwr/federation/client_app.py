@@ -43,9 +43,7 @@ def _handler(config_json: str | None) -> Callable[[Message, Context], Message]:
             index = int(context.node_config["partition-id"])
             client = _client(text, index, str(context.node_config.get("tag", "")))
             request = decode_request(message.metadata.message_type, message.content)
-            return Message(
-                encode_reply(request.header, answer(client, request)), reply_to=message
-            )
+            return Message(encode_reply(request.header, answer(client, request)), reply_to=message)
         except Exception as error:  # the server must learn why; it drops this client
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(CLIENT_RAISED, reason), reply_to=message)

@@ -157,9 +157,7 @@ def _search(run: _Run) -> Genotype | None:
     return genotype
 
 
-def _retrain(
-    run: _Run, description: dict[str, Any]
-) -> tuple[nn.Module, dict[str, Packed]]:
+def _retrain(run: _Run, description: dict[str, Any]) -> tuple[nn.Module, dict[str, Packed]]:
     """Return the trained network and its packed states."""
     strategy, network = make_retraining(run.config, description, run.courier, run.checkpoints)
     rounds = run.config.retrain.rounds

@@ -22,6 +22,7 @@ from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.runs import Run, read_run
 from fednas_flwr.reporting.units import DASH, mean_and_deviation
 
+TITLE_WIDTH, GROUP_WIDTH = 30, 18
 NOT_SETTINGS = ("seed", "run_dir", "resume")
 COLUMNS: dict[str, tuple[str, float, int | None]] = {  # metric: title, scale, decimals
     "central_accuracy": ("test accuracy (%)", 100, 1),
@@ -123,15 +124,19 @@ def compare_runs(folders: Iterable[Path]) -> Comparison:
 
 
 def print_comparison(comparison: Comparison, console: Console | None = None) -> None:
-    """Print the table and the runs that were not counted."""
+    """Print the groups side by side, as many as fit, and the runs that were not counted."""
     console = console or Console()
-    table = Table(title="mean ± standard deviation over seeds", title_justify="left")
-    text_columns = len(comparison.titles()) - len(COLUMNS)
-    for number, title in enumerate(comparison.titles()):
-        table.add_column(title, justify="left" if number < text_columns else "right")
-    for row in comparison.rows():
-        table.add_row(*(Text(cell) for cell in row))
-    if comparison.groups:
+    rows = comparison.rows()
+    at_once = max(1, (console.width - TITLE_WIDTH) // GROUP_WIDTH)
+    for start in range(0, len(rows), at_once):
+        table = Table(title="mean ± standard deviation over seeds", show_header=False)
+        table.add_column(style="bold", overflow="fold")
+        shown = rows[start : start + at_once]
+        for _ in shown:
+            table.add_column(justify="right", overflow="fold")
+        for title, *cells in zip(comparison.titles(), *shown, strict=True):
+            if any(cell != DASH for cell in cells):
+                table.add_row(title, *(Text(cell) for cell in cells))
         console.print(table)
     for folder, reason in comparison.not_counted:
         console.print(Text(f"{folder}: {reason}", style="yellow"), soft_wrap=True, highlight=False)

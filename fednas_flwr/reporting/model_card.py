@@ -6,9 +6,10 @@ from typing import Any
 from fednas_flwr.reporting.compare import markdown_table
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.runs import Run, read_run
+from fednas_flwr.reporting.texts import settings_text
 from fednas_flwr.reporting.units import count, duration, num_bytes, percent
 
-SETTINGS = ("algorithm", "search_space", "retrain", "partition", "runtime")
+SETTINGS = ("algorithm", "search_space", "retrain")
 
 
 def write_model_card(run_folder: Path) -> Path:
@@ -60,7 +61,9 @@ def _data(run: Run) -> str:
     if splits:
         parts = {part: sum(split[part] for split in splits) for part in splits[0]}
         sizes = ", ".join(f"{size:,} {part}" for part, size in parts.items())
-        lines.append(f"- {len(splits)} clients ({_name(run, 'partition')}) with together {sizes}")
+        how = settings_text(run.config, "partition") if "partition" in run.config else ""
+        split = f", split by {how}," if how else ""
+        lines.append(f"- {len(splits)} clients{split} with together {sizes} records")
     if event.get("server_test"):
         lines.append(f"- test set held by the server: {event['server_test']:,} records")
     if names:
@@ -91,7 +94,7 @@ def _training(run: Run) -> str:
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
     if not isinstance(value, dict):
-        return [] if value is None else [(prefix, str(value))]
+        return [] if value is None or value == [] else [(prefix, str(value))]
     return [
         item for key, inner in value.items() for item in _flat(inner, f"{prefix}.{key}".strip("."))
     ]

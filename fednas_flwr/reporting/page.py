@@ -60,7 +60,7 @@ table { border-collapse: collapse; width: 100%; font-size: .88rem;
 th, td { text-align: left; padding: 5px 10px; border-bottom: 1px solid var(--rule);
   vertical-align: top; }
 th { position: sticky; top: 0; background: var(--card); font-weight: 600; white-space: nowrap; }
-.num { text-align: right; }
+.num { text-align: right; white-space: nowrap; }
 .reason { overflow-wrap: anywhere; min-width: 200px; }
 .bar { height: 10px; border-radius: 5px; background: var(--accent); min-width: 2px;
   margin-top: 6px; }
@@ -79,6 +79,7 @@ ul { margin: 0; padding-left: 20px; } li { overflow-wrap: anywhere; }
 @media print { main { padding: 0; } nav, .slider, .noprint { display: none; }
   .box { max-height: none; overflow: visible; }
   section, .tile { break-inside: avoid; border-color: #ccc; }
+  .plot, figure, tr { break-inside: avoid; } .cells.pairs figure { max-width: 100%; }
   section.long { break-inside: auto; } th { position: static; } }
 """
 

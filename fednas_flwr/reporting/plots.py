@@ -88,7 +88,11 @@ def partition(event: Event) -> Figure | None:
     layout["xaxis"] |= {"type": "category", "showgrid": False}
     layout["yaxis"] |= {"type": "category", "autorange": "reversed", "showgrid": False}
     layout["height"] = min(max(90 + 26 * len(names), 220), 760)
-    layout["coloraxis"] = {"cmin": 0, "colorbar": {"title": {"text": "records"}, "thickness": 12}}
+    layout["coloraxis"] = {
+        "cmin": 0,
+        "cmax": max(map(max, counts)) or 1,
+        "colorbar": {"title": {"text": "records"}, "thickness": 12},
+    }
     return {"data": [trace], "layout": layout}
 
 

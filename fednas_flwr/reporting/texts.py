@@ -20,7 +20,11 @@ GROUPS = {
     "privacy": "privacy",
     "runtime": "runtime",
 }
-MOST_SETTINGS = 5
+SHOWN = {  # what a reader asks first; all settings stand in the configuration
+    "algorithm": ("rule", "reduce", "local_epochs", "local_steps", "batch_size"),
+    "search_space": ("channels", "num_cells", "norm"),
+    "retrain": ("rounds", "channels", "num_cells", "local_epochs", "batch_size"),
+}
 
 
 def _name(config: dict[str, Any], group: str) -> str:
@@ -80,7 +84,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     config, started = run.config, run.last("run_started") or {}
     versions = started.get("versions") or {}
     facts = [
-        *((label, _settings(config, key)) for key, label in GROUPS.items() if key in config),
+        *((label, settings_text(config, key)) for key, label in GROUPS.items() if key in config),
         *(
             (key, str(config[key]))
             for key in ("clients", "rounds", "seed", "device")
@@ -94,22 +98,18 @@ def facts(run: Run) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts if value]
 
 
-def _settings(config: dict[str, Any], group: str) -> str:
-    """Return a group's name and its first few settings; all of them stand in the configuration."""
+def settings_text(config: dict[str, Any], group: str) -> str:
+    """Return a configuration group's name with its most important settings."""
     values = config[group]
     if not isinstance(values, dict):
         return str(values)
-    settings = [
-        f"{key} {str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in values.items()
-        if key != "name" and not isinstance(value, (dict, list)) and value is not None
-    ]
-    more = ["…"] if len(settings) > MOST_SETTINGS else []
-    shown = ", ".join(settings[:MOST_SETTINGS] + more)
     name = values.get("name")
+    keys = ("alpha",) if name == "dirichlet" else SHOWN.get(group, ())
+    settings = [f"{key} {values[key]}" for key in keys if values.get(key) is not None]
+    text = ", ".join(settings)
     if name is None:
-        return shown
-    return f"{name} ({shown})" if shown else str(name)
+        return text
+    return f"{name} ({text})" if text else str(name)
 
 
 def split_rows(partition: dict[str, Any]) -> list[list[str]]:

@@ -126,7 +126,9 @@ def mixed_level_gradient(
 def alpha_entropy(alphas: Mapping[str, Tensor]) -> float:
     """Return the mean entropy over edges of softmax(alphas), in nats, from 0 to ln(ops)."""
     entropies = [
-        -(torch.softmax(a.detach().double(), -1) * torch.log_softmax(a.detach().double(), -1)).sum(-1)
+        -(torch.softmax(a.detach().double(), -1) * torch.log_softmax(a.detach().double(), -1)).sum(
+            -1
+        )
         for a in alphas.values()
     ]
     return float(torch.cat(entropies).mean())

@@ -22,6 +22,7 @@ from fednas_flwr.search.settings import RULES, SGD
 from fednas_flwr.search.training import Batch, Tally, clip_gradients
 from fednas_flwr.search_spaces.space import Supernet
 
+
 def search_epoch(
     supernet: Supernet,
     train_batches: Iterator[Batch],

@@ -57,9 +57,7 @@ class Tally:
         return self.correct / self.num_examples if self.num_examples else float("nan")
 
 
-def weight_gradient_sum(
-    network: nn.Module, batch: Batch, tally: Tally
-) -> dict[str, Tensor]:
+def weight_gradient_sum(network: nn.Module, batch: Batch, tally: Tally) -> dict[str, Tensor]:
     """Return the sum over a batch of per-sample gradients of the weights, by parameter name.
 
     ``sum_i grad_W L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 3 before averaging).

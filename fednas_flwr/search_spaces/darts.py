@@ -1,7 +1,7 @@
 """The search space of DARTS: two kinds of cell, each a graph of 14 weighted edges.
 
-Liu et al. (2019), arXiv 1806.09055. :class:`DARTSSpace` gives the supernet, the way from alphas to a
-genotype and the discrete network; their modules stand in ``darts_network.py``.
+Liu et al. (2019), arXiv 1806.09055. :class:`DARTSSpace` gives the supernet, the way from alphas to
+a genotype and the discrete network; their modules stand in ``darts_network.py``.
 
 Tensor suffixes: E edges, O ops.
 """
@@ -36,8 +36,9 @@ class DARTSSpace:
         input_shape: (channels, height, width) of an image; any size.
         num_classes: Number of classes.
         channels: Channels of the supernet's first cells (16 in the paper).
-        num_cells: Cells of the supernet (8 in the paper), L below. Cells L//3 and 2L//3 are
-            reduction cells, also in small nets: both cells of L = 2, the last two of L = 3.
+        num_cells: Cells of the supernet (8 in the paper), L below; at least 3. Cells L//3 and
+            2L//3 are reduction cells, so of L = 3 the last two. With L < 3 all cells would be
+            reduction cells, and the alphas of the normal cell would never learn.
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
     """
 
@@ -60,6 +61,11 @@ class DARTSSpace:
             channels=self.channels,
             num_cells=self.num_cells,
         )
+        if self.num_cells < 3:
+            raise ConfigError(
+                f"search_space.num_cells must be at least 3 for darts, got {self.num_cells}: a "
+                "smaller supernet has no normal cell."
+            )
 
     @property
     def cell_kinds(self) -> dict[str, int]:
@@ -128,12 +134,25 @@ class DARTSSpace:
     def network(
         self, genotype: Genotype, *, channels: int, num_cells: int, auxiliary: bool = False
     ) -> DARTSNetwork:
-        """Return the newly initialised discrete network (36 channels, 20 cells in the paper).
+        """Return the newly initialised discrete network.
+
+        Args:
+            genotype: The cells.
+            channels: Channels of the first cells (36 in the paper).
+            num_cells: Number of cells (20 in the paper); any from 1 on.
+            auxiliary: Whether to add a second classifier at cell 2L//3.
 
         Raises:
-            ConfigError: If the genotype is not of this space.
+            ConfigError: If the genotype is not of this space or a size is not positive.
         """
         self.check(genotype)
+        check_sizes(
+            space=self.name,
+            input_shape=self.input_shape,
+            num_classes=self.num_classes,
+            channels=channels,
+            num_cells=num_cells,
+        )
         return DARTSNetwork(
             genotype,
             in_channels=self.input_shape[0],

@@ -125,9 +125,17 @@ class NASBench201Space:
             auxiliary: Must be False: the benchmark's networks have no auxiliary head.
 
         Raises:
-            ConfigError: If the genotype is not of this space, or an auxiliary head is asked for.
+            ConfigError: If the genotype is not of this space, a size is not positive, or an
+                auxiliary head is asked for.
         """
         self.check(genotype)
+        check_sizes(
+            space=self.name,
+            input_shape=self.input_shape,
+            num_classes=self.num_classes,
+            channels=channels,
+            num_cells=num_cells,
+        )
         if auxiliary:
             raise ConfigError("nasbench201 networks have no auxiliary head: switch it off.")
         return NASBench201Network(

@@ -1,7 +1,7 @@
 """The modules of the NAS-Bench-201 search space: ops, cells and the fixed network around them.
 
-Dong & Yang (2020), arXiv 2001.00326. In a cell, node 0 is the input, every other node the sum of the
-edges from all earlier nodes, node 3 the output. The network has three stages of cells.
+Dong & Yang (2020), arXiv 2001.00326. In a cell, node 0 is the input, every other node the sum of
+the edges from all earlier nodes, node 3 the output. The network has three stages of cells.
 
 Tensor suffixes: E edges, O ops.
 """

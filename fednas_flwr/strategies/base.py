@@ -271,14 +271,20 @@ class RoundStrategy(Strategy):
                 packed[dtype] = checkpoint.tensors[f"{state}.{dtype}"]
         prefix = "server."
         self.load_server_tensors(
-            {n.removeprefix(prefix): t for n, t in checkpoint.tensors.items() if n.startswith(prefix)}
+            {
+                n.removeprefix(prefix): t
+                for n, t in checkpoint.tensors.items()
+                if n.startswith(prefix)
+            }
         )
         self.values = dict(checkpoint.values)
         return checkpoint.round
 
     def _load_named(self, tensors: Mapping[str, Tensor]) -> None:
         for state, layout in self.layouts.items():
-            self.states[state] = pack({name: tensors[f"{state}.{name}"] for name, _, _ in layout.entries})
+            self.states[state] = pack(
+                {name: tensors[f"{state}.{name}"] for name, _, _ in layout.entries}
+            )
 
 
 def average_replies(

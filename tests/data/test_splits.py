@@ -59,6 +59,15 @@ def test_positions_are_these_forever():
     assert positions.tolist() == [0.3036722733352102, 0.3973305641516678]
 
 
+def test_rounded_fractions_send_nothing_to_a_part_without_a_share():
+    # This id's position is 1 - 1.5e-7, above the sum of the fractions, which may be 1e-6 short.
+    late = np.array([b"record 2012903"])
+    assert hash_positions(late, key=b"key")[0] > 1 - 2e-7
+    for shares, part in [((1 - 5e-7, 0, 0), 0), ((0.5, 0.5 - 5e-7, 0), 1), ((0.5, 0.2, 0.3), 2)]:
+        fractions = dict(zip(splits.SPLITS, shares, strict=True))
+        assert assign_splits(late, key=b"key", fractions=fractions).tolist() == [part]
+
+
 @pytest.mark.parametrize(
     "fractions",
     [

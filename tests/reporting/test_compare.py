@@ -42,6 +42,18 @@ def test_only_settings_that_differ_have_columns(make_run: Callable[..., Path]) -
     ]
 
 
+def test_a_narrow_screen_shows_every_group_and_number(make_run: Callable[..., Path]) -> None:
+    names = ["fed_darts", "fnas", "random_search", "vanilla", "fednas"]
+    comparison = compare_runs([make_run(name, algorithm=name) for name in names])
+    out = io.StringIO()
+    print_comparison(comparison, Console(file=out, width=70))
+    text = out.getvalue()
+    assert max(len(line) for line in text.splitlines()) <= 70
+    assert all(text.count(f" {name} ") == 1 for name in names)
+    assert text.count(" 90.0 ") == len(names)
+    assert "…" not in text
+
+
 def test_what_is_not_counted_is_named_with_its_reason(
     make_run: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ def test_the_card_of_a_finished_run(make_run: Callable[..., Path]) -> None:
     for part in (
         "# fed_darts on digits",
         "12.3 k parameters, 6.7 M multiply-adds",
-        "3 clients (iid) with together 60 train, 15 validation, 15 test",
+        "3 clients, split by iid, with together 60 train, 15 validation, 15 test records",
         "| algorithm.alpha_lr | 0.0003 |",
         "| accuracy on the server's test set | 90.0 % |",
         "| dropped replies | 1 |",

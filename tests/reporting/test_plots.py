@@ -46,6 +46,7 @@ def test_the_partition_has_a_row_per_class_and_a_column_per_client() -> None:
     heat = figure.data[0]
     assert [list(row) for row in heat.z] == [[1, 3, 5], [2, 0, 6]]
     assert [list(row) for row in heat.text] == [["1", "3", "5"], ["2", "", "6"]]
+    assert (figure.layout.coloraxis.cmin, figure.layout.coloraxis.cmax) == (0, 6)
     assert len(set(heat.y)) == 2  # equal names would fall on one row
     assert plots.partition({}) is None
 

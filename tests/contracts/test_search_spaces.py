@@ -1,0 +1,310 @@
+"""What every search space owes to the code that searches, derives and retrains with it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.search_spaces import DARTSSpace, NASBench201Space
+from fednas_flwr.search_spaces.genotype import from_json, to_json
+
+CLASSES = 5
+SPACES = {
+    "darts": DARTSSpace(input_shape=(3, 8, 8), num_classes=CLASSES, channels=4, num_cells=3),
+    "nasbench201": NASBench201Space(
+        input_shape=(3, 8, 8), num_classes=CLASSES, channels=4, num_cells=1
+    ),
+}
+NETWORK_SIZES = {"channels": 4, "num_cells": 2}
+
+
+@pytest.fixture(params=sorted(SPACES))
+def space(request):
+    return SPACES[request.param]
+
+
+def images(shape, batch=3, dtype=torch.float32):
+    return torch.randn(batch, *shape, generator=make_generator(0, "images"), dtype=dtype)
+
+
+def make_supernet(space):
+    with seeded(1, "supernet"):
+        return space.supernet()
+
+
+def make_network(space, seed=0):
+    genotype = space.random_genotype(make_generator(seed, "genotype"))
+    with seeded(seed, "network"):
+        return space.network(genotype, **NETWORK_SIZES)
+
+
+def random_alphas(space):
+    generator = make_generator(2, "alphas")
+    return {
+        kind: torch.randn(edges, len(space.ops), generator=generator)
+        for kind, edges in space.cell_kinds.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "norm"),
+    [((3, 8, 8), "batch"), ((1, 7, 7), "group"), ((3, 9, 6), "batch"), ((1, 1, 1), "group")],
+)
+def test_any_input_size_gives_logits_and_every_parameter_a_gradient(space, shape, norm):
+    space = dataclasses.replace(space, input_shape=shape, norm=norm)
+    supernet = make_supernet(space)
+    logits = supernet(images(shape))
+    assert logits.shape == (3, CLASSES)
+    logits.square().sum().backward()
+    for name, parameter in supernet.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all(), name
+
+
+def test_every_single_alpha_gets_a_gradient(space):
+    supernet = make_supernet(space)
+    F.cross_entropy(supernet(images(space.input_shape)), torch.arange(3)).backward()
+    for alphas in supernet.alphas().values():
+        assert (alphas.grad != 0).all()
+
+
+def test_one_example_with_group_norm(space):
+    space = dataclasses.replace(space, norm="group")
+    for network in (make_supernet(space), make_network(space)):
+        network.train()
+        logits = network(images(space.input_shape, batch=1))
+        assert logits.shape == (1, CLASSES)
+        assert torch.isfinite(logits).all()
+
+
+def test_group_norm_keeps_examples_apart(space):
+    supernet = make_supernet(dataclasses.replace(space, norm="group")).double()
+    x = images(space.input_shape, dtype=torch.float64)
+    torch.testing.assert_close(supernet(x)[:1], supernet(x[:1]), rtol=1e-10, atol=1e-10)
+
+
+def test_state_dict_is_alphas_and_body_in_a_stable_order(space):
+    supernet = make_supernet(space)
+    state = supernet.state_dict()
+    kinds = {f"alphas.{kind}" for kind in space.cell_kinds}
+    assert {name for name in state if name.startswith("alphas.")} == kinds
+    for kind, edges in space.cell_kinds.items():
+        assert supernet.alphas()[kind].shape == (edges, len(space.ops))
+        assert torch.equal(state[f"alphas.{kind}"], supernet.alphas()[kind])
+    parameters = dict(supernet.named_parameters())
+    assert list(parameters) == list(dict(make_supernet(space).named_parameters()))
+    assert set(supernet.weights()) == set(parameters) - kinds
+    assert all(parameters[name] is weight for name, weight in supernet.weights().items())
+
+
+def test_state_dict_carries_everything(space):
+    source, target = make_supernet(space), space.supernet()
+    x = images(space.input_shape)
+    source(x)
+    target.load_state_dict(source.state_dict())
+    assert torch.equal(source.eval()(x), target.eval()(x))
+
+
+def test_initialisation_depends_on_the_seed_alone(space):
+    first, second = make_supernet(space).state_dict(), make_supernet(space).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    with seeded(2, "supernet"):
+        other = space.supernet()
+    for kind, alphas in other.alphas().items():
+        assert not torch.equal(alphas, first[f"alphas.{kind}"])
+        assert 0 < alphas.abs().max() < 1e-2
+    one, two = make_network(space).state_dict(), make_network(space).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_own_alphas_and_given_op_weights_agree(space):
+    supernet = make_supernet(space)
+    x = images(space.input_shape)
+    given = {kind: alphas.softmax(-1) for kind, alphas in supernet.alphas().items()}
+    assert torch.equal(supernet(x), supernet(x, given))
+
+
+def test_functional_call_replaces_weights_and_alphas(space):
+    supernet = make_supernet(space).eval()
+    x = images(space.input_shape)
+    state = dict(supernet.state_dict())
+    for kind, alphas in random_alphas(space).items():
+        state[f"alphas.{kind}"] = alphas.requires_grad_()
+    called = functional_call(supernet, state, (x,))
+    assert not torch.allclose(called, supernet(x))
+    gradients = torch.autograd.grad(
+        called.sum(), [state[f"alphas.{kind}"] for kind in space.cell_kinds]
+    )
+    assert all((gradient != 0).any() for gradient in gradients)
+    supernet.load_state_dict(state)
+    assert torch.equal(called, supernet(x))
+
+
+def test_op_weights_of_every_example_equal_shared_ones(space):
+    supernet = make_supernet(dataclasses.replace(space, norm="group")).double()
+    x = images(space.input_shape, dtype=torch.float64)
+    shared = {kind: a.double().softmax(-1) for kind, a in random_alphas(space).items()}
+    repeated = {kind: weights.expand(3, -1, -1) for kind, weights in shared.items()}
+    torch.testing.assert_close(supernet(x, shared), supernet(x, repeated), rtol=0, atol=1e-12)
+
+
+def test_gradient_of_the_per_example_leaf_equals_a_loop_over_examples(space):
+    supernet = make_supernet(dataclasses.replace(space, norm="group")).double()
+    x = images(space.input_shape, dtype=torch.float64)
+    y = torch.tensor([0, 2, 4])
+    weights = {kind: a.double().softmax(-1) for kind, a in random_alphas(space).items()}
+    leaf = {kind: w.expand(3, -1, -1).clone().requires_grad_() for kind, w in weights.items()}
+    F.cross_entropy(supernet(x, leaf), y, reduction="sum").backward()
+    for example in range(3):
+        single = {kind: w.clone().requires_grad_() for kind, w in weights.items()}
+        loss = F.cross_entropy(supernet(x[example : example + 1], single), y[example : example + 1])
+        loss.backward()
+        for kind in weights:
+            assert leaf[kind].grad[example].abs().max() > 0
+            torch.testing.assert_close(
+                leaf[kind].grad[example], single[kind].grad, rtol=1e-10, atol=1e-10
+            )
+
+
+@pytest.mark.parametrize("kind_of_network", ["supernet", "network"])
+def test_no_module_changes_its_input(space, kind_of_network):
+    network = make_supernet(space) if kind_of_network == "supernet" else make_network(space)
+    seen = []
+
+    def remember(module, inputs):
+        seen.append((inputs[0], inputs[0].detach().clone()))
+
+    for module in network.modules():
+        if not isinstance(module, nn.ModuleList):
+            module.register_forward_pre_hook(remember)
+    network(images(space.input_shape)).sum().backward()
+    assert len(seen) > 20
+    assert all(torch.equal(tensor, before) for tensor, before in seen)
+
+
+def test_derive_build_train(space):
+    genotype = space.derive(random_alphas(space))
+    space.check(genotype)
+    assert genotype.space == space.name
+    network = space.network(genotype, **NETWORK_SIZES)
+    logits = network(images(space.input_shape))
+    assert logits.shape == (3, CLASSES)
+    logits.square().sum().backward()
+    gradients = [p.grad for p in network.parameters() if p.grad is not None]
+    assert gradients
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("shape", [(3, 7, 9), (1, 28, 28)])
+def test_networks_take_any_input_size(space, shape):
+    network = make_network(dataclasses.replace(space, input_shape=shape))
+    assert network(images(shape)).shape == (3, CLASSES)
+
+
+def test_derive_is_deterministic_and_ties_go_to_the_lowest_index(space):
+    flat = {kind: torch.zeros(edges, len(space.ops)) for kind, edges in space.cell_kinds.items()}
+    genotype = space.derive(flat)
+    assert genotype == space.derive(flat)
+    lowest = {"darts": "max_pool_3x3", "nasbench201": "none"}[space.name]
+    assert {edge.op for edges in genotype.cells.values() for edge in edges} == {lowest}
+
+
+def test_derive_refuses_wrong_alphas(space):
+    alphas = random_alphas(space)
+    kind = next(iter(alphas))
+    with pytest.raises(ValueError, match="expected alphas for"):
+        space.derive({})
+    with pytest.raises(ValueError, match="expected alphas of shape"):
+        space.derive({**alphas, kind: alphas[kind][1:]})
+    alphas[kind][0, 0] = float("nan")
+    with pytest.raises(ValueError, match="not all finite"):
+        space.derive(alphas)
+
+
+def test_random_genotypes_are_valid_varied_and_set_by_the_generator(space):
+    def draw(seed):
+        generator = make_generator(seed, "random")
+        return [space.random_genotype(generator) for _ in range(40)]
+
+    genotypes = draw(0)
+    for genotype in genotypes:
+        space.check(genotype)
+    assert genotypes == draw(0)
+    assert genotypes != draw(1)
+    ops = {e.op for g in genotypes for edges in g.cells.values() for e in edges}
+    assert ops | {"none"} == set(space.ops)
+
+
+def test_genotype_survives_json(space):
+    for seed in range(5):
+        genotype = space.random_genotype(make_generator(seed, "json"))
+        again = from_json(to_json(genotype))
+        assert again == genotype
+        space.check(again)
+
+
+def test_check_refuses_what_is_not_of_the_space(space):
+    genotype = space.random_genotype(make_generator(0, "check"))
+    kind, edges = next(iter(genotype.cells.items()))
+
+    def altered(new_edges):
+        return dataclasses.replace(genotype, cells={**genotype.cells, kind: tuple(new_edges)})
+
+    wrong = {
+        "space is 'other'": dataclasses.replace(genotype, space="other"),
+        "has the cells": dataclasses.replace(genotype, cells={}),
+        "unknown op 'conv_9x9'": altered(
+            [dataclasses.replace(edges[0], op="conv_9x9"), *edges[1:]]
+        ),
+        "got .*": altered(edges[:-1]),
+        "got no edges": altered([]),
+        "order": altered(reversed(edges)),
+    }
+    for message, bad in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            space.check(bad)
+        with pytest.raises(ConfigError, match=message):
+            space.network(bad, **NETWORK_SIZES)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_shape": (30,)}, r"needs images .* shape \(30,\)"),
+        ({"input_shape": (3, 0, 8)}, "needs images"),
+        ({"num_classes": 0}, "num_classes must be at least 1, got 0"),
+        ({"channels": 0}, "channels must be at least 1, got 0"),
+        ({"num_cells": 0}, "num_cells must be at least 1, got 0"),
+        ({"norm": "grup"}, r"norm=grup is unknown.*nearest: group"),
+    ],
+)
+def test_impossible_sizes_are_refused(space, change, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(space, **change)
+
+
+def test_networks_of_impossible_size_are_refused(space):
+    genotype = space.random_genotype(make_generator(0, "sizes"))
+    with pytest.raises(ConfigError, match="channels must be at least 1, got 0"):
+        space.network(genotype, channels=0, num_cells=1)
+
+
+def test_drop_path_acts_in_train_mode_only(space):
+    network = make_network(space)
+    x = images(space.input_shape, batch=16)
+    before = network.eval()(x)
+    network.drop_path_prob = 0.5
+    assert torch.equal(network(x), before)
+    network.train()
+    with seeded(0, "drop"):
+        first, second = network(x), network(x)
+    assert not torch.equal(first, second)
+    with seeded(0, "drop"):
+        assert torch.equal(network(x), first)
