@@ -380,7 +380,7 @@ def _parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any]) -> Any
     if not isinstance(values, Mapping):
         raise ConfigError(f"{key}={values} must be a group of settings.")
     prefix = f"{key}." if key else ""
-    types = get_type_hints(kind) | hints
+    types = {**get_type_hints(kind), **hints}
     for name in values:
         if name not in types:
             raise unknown_choice("key", f"{prefix}{name}", [f"{prefix}{known}" for known in types])

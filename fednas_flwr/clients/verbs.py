@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import fednas_flwr
 from fednas_flwr.clients.client import Client
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.errors import unknown_choice
@@ -74,7 +74,7 @@ def describe(client: Client, request: Request) -> Reply:
         "client": client.index,
         "tag": client.tag,
         "hardware": f"{client.device.type} {platform.machine()}",
-        "versions": {"fednas_flwr": fednas_flwr.__version__, "torch": torch.__version__},
+        "versions": {"fednas_flwr": version("fednas_flwr"), "torch": torch.__version__},
         "class_names": list(client.class_names),
         "class_counts": counts.tolist(),
         "splits": {name: len(split) for name, split in splits.items()},

@@ -22,7 +22,7 @@ def mobilenet_v2(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """
     from torchvision.models import mobilenet_v2 as torchvision_mobilenet_v2
 
-    network = torchvision_mobilenet_v2(num_classes=num_classes)
+    network: nn.Sequential = torchvision_mobilenet_v2(num_classes=num_classes)
     channels, height, _ = input_shape
     stride = 1 if height < 64 else 2
     network.features[0][0] = nn.Conv2d(channels, 32, 3, stride=stride, padding=1, bias=False)

@@ -42,7 +42,7 @@ def evaluate(network: nn.Module, split: Split, device: torch.device) -> Metrics:
     was_training = network.training
     network.eval()
     loss_sum, correct = 0.0, 0
-    for indices in torch.arange(len(split)).split(BATCH_SIZE):
+    for indices in torch.split(torch.arange(len(split)), BATCH_SIZE):
         x, y = split.batch(indices, device)
         logits = network(x)
         loss_sum += float(functional.cross_entropy(logits, y, reduction="sum"))

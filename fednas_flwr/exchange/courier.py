@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from flwr.app import Message

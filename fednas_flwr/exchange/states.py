@@ -21,7 +21,7 @@ Packed = dict[str, Tensor]  # dtype name, e.g. "float32" -> all tensors of that 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, shapes and dtypes of the tensors of one state, in the order in which they are packed."""
+    """Names, shapes and dtypes of the tensors of one state, in the order of packing."""
 
     entries: tuple[tuple[str, tuple[int, ...], str], ...]
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -73,17 +74,18 @@ def _launch_ray(config: Config, listeners: Iterable[Listener], resumed: bool) ->
         init_args["address"] = config.runtime.ray_address
     else:
         init_args["include_dashboard"] = False
+    backend_config: Any = {
+        "init_args": init_args,
+        "client_resources": {
+            "num_cpus": config.runtime.client_cpus,
+            "num_gpus": config.runtime.client_gpus,
+        },
+    }
     run_simulation(
         server_app=app,
         client_app=make_client_app(dump_config(config)),
         num_supernodes=config.clients,
-        backend_config={
-            "init_args": init_args,
-            "client_resources": {
-                "num_cpus": config.runtime.client_cpus,
-                "num_gpus": config.runtime.client_gpus,
-            },
-        },
+        backend_config=backend_config,
     )
     if errors:
         raise errors[0]

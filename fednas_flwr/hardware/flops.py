@@ -24,4 +24,5 @@ def count_multiply_adds(network: nn.Module, input_shape: tuple[int, ...]) -> int
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         network(torch.zeros(1, *input_shape, device=device))
     network.train(was_training)
-    return counter.get_total_flops() // 2
+    flops: int = counter.get_total_flops()
+    return flops // 2

@@ -101,7 +101,7 @@ class RoundStrategy(Strategy):
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
     ) -> Iterator[tuple[int, Reply]]:
-        """Ask all clients one verb; yields ``(client, reply)`` in client order, see ``Courier.ask``."""
+        """Ask all clients one verb; yields ``(client, reply)`` in client order."""
         self._phase += 1
         for client, reply in self.courier.ask(
             verb,

@@ -8,7 +8,6 @@ gradients of A at the new W, the server steps.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 
 import torch
 from torch import Tensor
