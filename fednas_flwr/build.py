@@ -31,12 +31,12 @@ from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
-from fednas_flwr.exchange.courier import Courier, Emit
+from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
 from fednas_flwr.randomness import seeded
 from fednas_flwr.search_spaces.darts import DARTSSpace
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
-from fednas_flwr.search_spaces.space import SearchSpace
+from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 from fednas_flwr.strategies.base import RoundStrategy
 from fednas_flwr.strategies.fed_darts import FedDARTS
 from fednas_flwr.strategies.fedavg import FedAvg
@@ -238,7 +238,7 @@ def make_network(description: Description) -> nn.Module:
     return space.network(genotype, **sizes, auxiliary=description["auxiliary"])
 
 
-def make_courier(config: Config, *, run: str, emit: Emit) -> Courier:
+def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Courier:
     """Return the server's way to the clients, with the runtime's quorum and deadlines."""
     return Courier(
         run=run,
@@ -253,51 +253,45 @@ def make_courier(config: Config, *, run: str, emit: Emit) -> Courier:
 def make_search(
     config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
 ) -> RoundStrategy:
-    """Return the strategy of the search stage, its supernet initialised from the run's seed."""
-    space = supernet_space(config, prepared)
+    """Return the strategy of the search stage, its supernet initialised from the run's seed.
+
+    Raises:
+        ValueError: The algorithm does not search.
+    """
+    kind = type(config.algorithm)
+    if kind not in SEARCHES:
+        raise ValueError(f"algorithm={config.algorithm.name} does not search")
+    return SEARCHES[kind](config, prepared, courier, checkpoints)
+
+
+def _make_fed_darts(
+    config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
+) -> RoundStrategy:
     algorithm = config.algorithm
-    if isinstance(algorithm, FixedNetwork):
-        raise ValueError("algorithm=fedavg does not search")
-    if isinstance(algorithm, RandomSearch):
-        shapes = {"input_shape": list(prepared.input_shape), "num_classes": prepared.num_classes}
-        sizes = config.search_space
-        return RandomSearchStrategy(
-            courier,
-            space=space,
-            describe=lambda genotype: _describe_derived(
-                genotype,
-                shapes,
-                channels=sizes.channels,
-                num_cells=sizes.num_cells,
-                norm=sizes.norm,
-                auxiliary=False,
-            ),
-            make_network=lambda description: _seeded_network(config, description),
-            seed=config.seed,
-            trial_rounds=algorithm.trial_rounds,
-            local_epochs=algorithm.local_epochs,
-            batch_size=algorithm.batch_size,
-            weights=algorithm.weights,
-            checkpoints=checkpoints,
-        )
-    with seeded(config.seed, "supernet"):
-        supernet = space.supernet()
-    if isinstance(algorithm, LocalSearch):
-        return FedDARTS(
-            supernet,
-            courier,
-            space=space,
-            rule=algorithm.rule,
-            local_epochs=algorithm.local_epochs,
-            batch_size=algorithm.batch_size,
-            weights=algorithm.weights,
-            alphas=algorithm.alphas,
-            validation_weight=algorithm.validation_weight,
-            checkpoints=checkpoints,
-        )
+    assert isinstance(algorithm, LocalSearch)
+    space = supernet_space(config, prepared)
+    return FedDARTS(
+        _seeded_supernet(config, space),
+        courier,
+        space=space,
+        rule=algorithm.rule,
+        local_epochs=algorithm.local_epochs,
+        batch_size=algorithm.batch_size,
+        weights=algorithm.weights,
+        alphas=algorithm.alphas,
+        validation_weight=algorithm.validation_weight,
+        checkpoints=checkpoints,
+    )
+
+
+def _make_fnas(
+    config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
+) -> RoundStrategy:
+    algorithm = config.algorithm
     assert isinstance(algorithm, GradientSearch)
+    space = supernet_space(config, prepared)
     return FNAS(
-        supernet,
+        _seeded_supernet(config, space),
         courier,
         space=space,
         order=algorithm.order,
@@ -309,6 +303,40 @@ def make_search(
         alphas=algorithm.alphas,
         checkpoints=checkpoints,
     )
+
+
+def _make_random_search(
+    config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
+) -> RoundStrategy:
+    algorithm, sizes = config.algorithm, config.search_space
+    assert isinstance(algorithm, RandomSearch)
+    shapes = {"input_shape": list(prepared.input_shape), "num_classes": prepared.num_classes}
+    return RandomSearchStrategy(
+        courier,
+        space=supernet_space(config, prepared),
+        describe=lambda genotype: _describe_derived(
+            genotype,
+            shapes,
+            channels=sizes.channels,
+            num_cells=sizes.num_cells,
+            norm=sizes.norm,
+            auxiliary=False,
+        ),
+        make_network=lambda description: _seeded_network(config, description),
+        seed=config.seed,
+        trial_rounds=algorithm.trial_rounds,
+        local_epochs=algorithm.local_epochs,
+        batch_size=algorithm.batch_size,
+        weights=algorithm.weights,
+        checkpoints=checkpoints,
+    )
+
+
+SEARCHES: dict[type, Callable[[Config, Prepared, Courier, CheckpointFolder], RoundStrategy]] = {
+    LocalSearch: _make_fed_darts,
+    GradientSearch: _make_fnas,
+    RandomSearch: _make_random_search,
+}
 
 
 def make_retraining(
@@ -349,6 +377,11 @@ def load_network(run_folder: str | Path) -> nn.Module:
     network = make_network(description)
     network.load_state_dict(tensors)
     return network.eval()
+
+
+def _seeded_supernet(config: Config, space: SearchSpace) -> Supernet:
+    with seeded(config.seed, "supernet"):
+        return space.supernet()
 
 
 def _seeded_network(config: Config, description: Description) -> nn.Module:

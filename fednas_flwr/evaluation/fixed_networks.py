@@ -8,25 +8,18 @@ from collections.abc import Callable
 from torch import nn
 
 
-class SmallNetwork(nn.Sequential):
-    """A network without drop-path; the trainer may set the attribute, nothing reads it."""
-
-    drop_path_prob = 0.0
-
-
 def mobilenet_v2(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """Return torchvision's MobileNetV2, newly initialised, for images of any channel count.
 
-    Below 64 pixels the first convolution has stride 1 instead of 2, as is usual for 32x32 images
-    (FDNAS, arXiv 2011.03372, section 4, takes it so).
+    Below 64 pixels the first convolution has stride 1 instead of 2, as is usual for 32x32 images.
     """
     from torchvision.models import mobilenet_v2 as torchvision_mobilenet_v2
 
-    network: nn.Sequential = torchvision_mobilenet_v2(num_classes=num_classes)
+    network: nn.Module = torchvision_mobilenet_v2(num_classes=num_classes)
     channels, height, _ = input_shape
-    stride = 1 if height < 64 else 2
-    network.features[0][0] = nn.Conv2d(channels, 32, 3, stride=stride, padding=1, bias=False)
-    nn.init.kaiming_normal_(network.features[0][0].weight, mode="fan_out")
+    stem = nn.Conv2d(channels, 32, 3, stride=1 if height < 64 else 2, padding=1, bias=False)
+    nn.init.kaiming_normal_(stem.weight, mode="fan_out")
+    network.set_submodule("features.0.0", stem)
     return network
 
 
@@ -43,12 +36,12 @@ def plain_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
     features = 32 * math.ceil(height / 4) * math.ceil(width / 4)
     head = [nn.Flatten(), nn.Linear(features, 64), nn.ReLU(), nn.Linear(64, num_classes)]
-    return SmallNetwork(*block(channels, 16), *block(16, 32), *head)
+    return nn.Sequential(*block(channels, 16), *block(16, 32), *head)
 
 
 def linear(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """Return multinomial logistic regression."""
-    return SmallNetwork(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
 
 
 FIXED_NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {

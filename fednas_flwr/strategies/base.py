@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -292,12 +293,23 @@ def average_replies(
 ) -> tuple[dict[str, Packed], dict[str, float]]:
     """Return the mean of the replies' states and of their metrics, weighted by examples.
 
-    ``sum_k N_k x_k / sum_k N_k`` over the clients whose replies were accepted.
+    ``sum_k N_k x_k / sum_k N_k`` over the clients whose replies were accepted. A reply is dropped
+    once it is added.
     """
     average = WeightedAverage()
-    sums: dict[str, float] = {}
+    metrics: list[Reply] = []
     for _, reply in replies:
         average.add(reply.states, weight=reply.num_examples)
+        metrics.append(replace(reply, states={}))
+    return average.result(), mean_metrics(metrics)
+
+
+def mean_metrics(replies: Iterable[Reply]) -> dict[str, float]:
+    """Return the mean of every metric over the replies that have it, weighted by examples."""
+    sums: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    for reply in replies:
         for name, value in reply.metrics.items():
             sums[name] = sums.get(name, 0.0) + reply.num_examples * value
-    return average.result(), {name: value / average.total_weight for name, value in sums.items()}
+            weights[name] = weights.get(name, 0.0) + reply.num_examples
+    return {name: value / weights[name] for name, value in sums.items()}

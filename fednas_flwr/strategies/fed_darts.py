@@ -6,11 +6,12 @@ server averages both with weights N_k / N.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 from fednas_flwr.strategies.base import RoundStrategy, average_replies
@@ -50,12 +51,15 @@ class FedDARTS(RoundStrategy):
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Search locally everywhere, average weights, alphas and buffers."""
+        self.states, metrics = average_replies(self.search(server_round, num_rounds))
+        return metrics
+
+    def search(self, server_round: int, num_rounds: int) -> Iterator[tuple[int, Reply]]:
+        """Yield every client's weights, alphas and buffers after its local epochs."""
         weights = asdict(self.weights.at_round(server_round, num_rounds))
-        replies = self.ask(
+        return self.ask(
             "train.search",
             settings={**self.settings, "weights": weights},
             states=self.states,
             layouts=self.layouts,
         )
-        self.states, metrics = average_replies(replies)
-        return metrics

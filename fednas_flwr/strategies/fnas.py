@@ -8,6 +8,7 @@ gradients of A at the new W, the server steps.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from fednas_flwr.exchange.states import Packed, Tensors, WeightedAverage
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search.training import clip_gradients, make_adam, make_sgd
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
-from fednas_flwr.strategies.base import RoundStrategy, average_replies
+from fednas_flwr.strategies.base import RoundStrategy, average_replies, mean_metrics
 
 
 class FNAS(RoundStrategy):
@@ -111,17 +112,15 @@ class FNAS(RoundStrategy):
         Returns the metrics, weighted by batch, and the buffers, weighted likewise.
         """
         total: Tensor | None = None
-        num_replies, num_examples = 0, 0.0
-        sums: dict[str, float] = {}
+        num_examples = 0.0
+        metrics: list[Reply] = []
         buffers = WeightedAverage()
         for _, reply in replies:
             (gradient,) = reply.states[state].values()
             share = gradient / reply.num_examples if self.reduce == "sum" else gradient
             total = share.clone() if total is None else total.add_(share)
-            num_replies += 1
             num_examples += reply.num_examples
-            for name, value in reply.metrics.items():
-                sums[name] = sums.get(name, 0.0) + reply.num_examples * value
+            metrics.append(replace(reply, states={}))
             if "buffers" in reply.states:
                 buffers.add({"buffers": reply.states["buffers"]}, weight=reply.num_examples)
         if total is None:
@@ -131,8 +130,7 @@ class FNAS(RoundStrategy):
         optimizer = self._optimizers[state]
         clip_gradients(optimizer, clip_norm)
         optimizer.step()
-        metrics = {name: value / num_examples for name, value in sums.items()}
-        return metrics, buffers.result()["buffers"] if buffers.total_weight else {}
+        return mean_metrics(metrics), buffers.result()["buffers"] if buffers.total_weight else {}
 
     def _evaluate(self, server_round: int, num_rounds: int) -> dict[str, float]:
         """Evaluate the supernet on the clients' validation records when it is time to."""
