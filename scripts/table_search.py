@@ -37,7 +37,7 @@ def main() -> None:
     options = parser.parse_args()
     start_results(
         RESULTS,
-        title="Search on Fashion-MNIST, small form (2,000 images, 5 clients, 3 seeds)",
+        title="Search on Fashion-MNIST, small form: 2,000 images, 5 clients, 3 seeds",
         command="python scripts/table_search.py --root <folder>",
         columns=COLUMNS,
     )
