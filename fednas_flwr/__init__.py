@@ -4,7 +4,11 @@ The command ``fednas`` runs everything; from Python, :func:`load_network` gives 
 that a run trained.
 """
 
+import os
 from typing import TYPE_CHECKING
+
+# Flower asks the environment while it is imported: no telemetry unless the user turns it on.
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "load_network"]

@@ -27,6 +27,7 @@ from fednas_flwr.config import (
 from fednas_flwr.data.datasets import Prepared, prepare
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.partitioners import load_partition, partition
+from fednas_flwr.data.records import Records
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
@@ -34,7 +35,7 @@ from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
 from fednas_flwr.randomness import seeded
 from fednas_flwr.search_spaces.darts import DARTSSpace
-from fednas_flwr.search_spaces.genotype import Genotype, from_json, to_json
+from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 from fednas_flwr.strategies.base import RoundStrategy
@@ -87,29 +88,8 @@ def make_space(
 
 def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
     """Return the prepared records and the rows of every client."""
-    settings, split = config.dataset, config.partition
-    prepared = prepare(
-        cache=Path(settings.cache).expanduser(),
-        name=settings.name,
-        root=Path(settings.root).expanduser() if settings.root else None,
-        download=settings.download,
-        sites=split.name == "sites",
-        server_test=settings.server_test,
-        limit_train=settings.limit_train,
-        limit_test=settings.limit_test,
-        mean=settings.mean,
-        std=settings.std,
-        image_size=settings.image_size,
-        channels=settings.channels,
-        class_names=settings.class_names,
-        label=settings.label,
-        id_column=settings.id_column,
-        numeric=settings.numeric,
-        categorical=settings.categorical,
-        categories=settings.categories,
-        ignore=settings.ignore,
-        statistics=settings.statistics,
-    )
+    split = config.partition
+    prepared = _prepare(config, sites=split.name == "sites", server_test=config.dataset.server_test)
     if split.file is not None:
         parts = load_partition(Path(split.file).expanduser())
         _check_partition(
@@ -128,6 +108,88 @@ def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
         fractions=split.fractions,
         column=split.column,
     )
+
+
+def has_real_sites(config: Config) -> bool:
+    """Return whether each client's node has data of its own, which no other machine can read."""
+    return config.runtime.name == "deployment" and config.partition.name == "sites"
+
+
+def make_site_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
+    """Return the records in ``dataset.root`` on a real site: all are the client's, whichever it is.
+
+    An official test part stays unused: the keyed hash of each record fixes what it is for.
+    """
+    if config.dataset.name not in ("npz", "image_folder", "csv"):
+        raise ConfigError(
+            f"partition=sites does not fit dataset.name={config.dataset.name}: use image_folder, "
+            "npz or csv."
+        )
+    prepared = _prepare(config, sites=False, server_test=False)
+    return prepared, [np.arange(len(prepared.train))] * config.clients
+
+
+def make_server_data(config: Config, facts: Mapping[int, Mapping[str, Any]]) -> Prepared:
+    """Return what the server of real sites knows of their data: shapes and names, no records.
+
+    Where ``dataset.root`` names data on the server and ``dataset.server_test`` is true, all of
+    that is the public test set.
+
+    Args:
+        config: Of a run with real sites.
+        facts: What each client said of itself.
+
+    Raises:
+        ConfigError: Two clients, or a client and the server's test set, do not fit together.
+    """
+    first, *others = sorted(facts)
+    for key in ("input_shape", "feature_names", "class_names"):
+        for other in others:
+            if facts[other].get(key) != facts[first][key]:
+                raise ConfigError(
+                    f"the sites do not fit together: client {first} has {key}="
+                    f"{facts[first][key]}, client {other} {facts[other].get(key)}; set the "
+                    "dataset's class_names, image_size, channels or columns to those of all sites."
+                )
+    shape, names = tuple(facts[first]["input_shape"]), tuple(facts[first]["class_names"])
+    features = tuple(facts[first]["feature_names"])
+    empty = Records(torch.empty(0, *shape), torch.empty(0).long(), np.empty(0, "S32"), names)
+    mean, std = tuple(config.dataset.mean), tuple(config.dataset.std)
+    if not config.dataset.server_test or config.dataset.root is None:
+        return Prepared(empty, None, mean, std)
+    own = _prepare(config, sites=False, server_test=False)
+    test = own.train
+    if (own.input_shape, test.feature_names, test.class_names) != (shape, features, names):
+        raise ConfigError(
+            f"the server's test set dataset.root={config.dataset.root} does not fit the clients: "
+            f"it has shape {own.input_shape} and classes {', '.join(test.class_names)}, they have "
+            f"{shape} and {', '.join(names)}."
+        )
+    return Prepared(empty, test, own.mean, own.std)
+
+
+def check_buildable(config: Config) -> None:
+    """Raise ConfigError unless device, data and networks of ``config`` can be made here.
+
+    Leaves nothing but the cache of prepared data; networks are made without their tensors.
+    """
+    make_device(config.device)
+    data = make_data(config)
+    for index in range(config.clients):
+        make_client(config, index, data=data, networks={})
+    prepared, genotype = data[0], None
+    if not isinstance(config.algorithm, FixedNetwork):
+        if config.genotype is not None:
+            genotype = load_genotype(Path(config.genotype).expanduser())
+        elif "search" in config.stages:
+            space = supernet_space(config, prepared)
+            genotype = space.random_genotype(torch.Generator())
+            with torch.device("meta"):
+                space.supernet()
+    if "retrain" in config.stages:
+        description = describe_network(config, prepared, genotype)
+        with torch.device("meta"):
+            make_network(description)
 
 
 def make_client(
@@ -175,6 +237,7 @@ def make_client(
         ),
         networks=networks,
         tag=tag,
+        feature_names=prepared.train.feature_names,
     )
 
 
@@ -407,6 +470,32 @@ def _describe_derived(
         "norm": norm,
         "auxiliary": auxiliary,
     }
+
+
+def _prepare(config: Config, *, sites: bool, server_test: bool) -> Prepared:
+    settings = config.dataset
+    return prepare(
+        cache=Path(settings.cache).expanduser(),
+        name=settings.name,
+        root=Path(settings.root).expanduser() if settings.root else None,
+        download=settings.download,
+        sites=sites,
+        server_test=server_test,
+        limit_train=settings.limit_train,
+        limit_test=settings.limit_test,
+        mean=settings.mean,
+        std=settings.std,
+        image_size=settings.image_size,
+        channels=settings.channels,
+        class_names=settings.class_names,
+        label=settings.label,
+        id_column=settings.id_column,
+        numeric=settings.numeric,
+        categorical=settings.categorical,
+        categories=settings.categories,
+        ignore=settings.ignore,
+        statistics=settings.statistics,
+    )
 
 
 def _check_partition(parts: list[np.ndarray], *, file: str, clients: int, records: int) -> None:

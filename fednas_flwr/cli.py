@@ -1,34 +1,38 @@
 """The command ``fednas``: the only module that knows Hydra.
 
 A mistake of the user's ends in one sentence and exit code 2, a run that failed in one sentence and
-exit code 1; ``--debug`` shows the full trace.
+exit code 1; ``--debug`` shows the full trace. torch is imported only when a run begins, so that
+mistakes are told at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import itertools
+import re
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
+from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fednas_flwr import __version__
 from fednas_flwr.config import Config, conf_folder, parse_config
 from fednas_flwr.errors import ConfigError, unknown_choice
 
-USER_ERROR = 2
 RUN_FAILED = 1
+USER_ERROR = 2
+STOPPED = 128 + signal.SIGINT
 
 RUN_HELP = """
 overrides:
@@ -37,7 +41,7 @@ overrides:
   key=value             any key of the composed configuration, e.g. seed=2 clients=5
                         algorithm.weights.lr=.05; shown by `fednas run --cfg`
   resume=<run folder>   continue a run that was stopped; its own configuration is used
-  -m key=a,b            Hydra sweep: one run per combination, each in its own folder
+  -m key=a,b            sweep: one run per combination, each in its own folder
 """
 
 
@@ -50,13 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         commands = {"run": _run, "report": _report, "compare": _compare, "tables": _tables}
         return commands[options.command](options, overrides)
-    except ConfigError as error:
-        return _fail(error, USER_ERROR, debug=options.debug)
     except KeyboardInterrupt:
-        print("\nfednas: stopped; continue with resume=<run folder>.", file=sys.stderr)
-        return 128 + signal.SIGINT
+        print("\nfednas: stopped.", file=sys.stderr)
+        return STOPPED
     except Exception as error:
-        return _fail(error, RUN_FAILED, debug=options.debug)
+        return _fail(error, debug=options.debug)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         help="search, retrain, evaluate and export; without arguments the quickstart",
         epilog=RUN_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     run.add_argument("-m", "--multirun", action="store_true", help="sweep over comma lists")
     run.add_argument("--cfg", action="store_true", help="print the configuration and stop")
@@ -85,11 +88,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _fail(error: Exception, code: int, *, debug: bool) -> int:
+def _fail(error: Exception, *, debug: bool) -> int:
+    """Print one error, a ConfigError as the sentence that it is, and return the exit code."""
     if debug:
         traceback.print_exception(error)
-    print(f"fednas: {error}", file=sys.stderr)
-    return code
+    user_error = isinstance(error, ConfigError)
+    text = str(error) if user_error else f"{type(error).__name__}: {error}"
+    print(f"fednas: {text}", file=sys.stderr)
+    return USER_ERROR if user_error else RUN_FAILED
 
 
 def _report(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -119,38 +125,70 @@ def _tables(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace, overrides: list[str]) -> int:
-    resumes = [o.split("=", 1)[1] for o in overrides if o.startswith("resume=")]
+    """Resume a run, or compose, check and run the configuration, or each of a sweep."""
+    resumes = [text for text in overrides if text.startswith("resume=")]
     if resumes:
         if len(overrides) > 1 or options.multirun:
             raise ConfigError(
-                f"resume={resumes[0]} takes no other setting: the run's own configuration is used."
+                f"{resumes[0]} takes no other setting: the run's own configuration is used."
             )
         from fednas_flwr.federation.run_folder import open_run_folder
 
-        config = open_run_folder(resumes[0])
-        _execute(config, resumed=True)
+        _execute(open_run_folder(resumes[0].removeprefix("resume=")), resumed=True)
         return 0
-    codes: list[int] = []
-
-    def job(tree: DictConfig) -> None:
-        values: Any = OmegaConf.to_container(tree, resolve=True)
-        config = parse_config(values)
+    jobs = _expand(overrides) if options.multirun else {"": overrides}
+    configs = {}
+    for name, job in jobs.items():
+        tree = compose_tree(job)
+        configs[name] = parse_config(tree)
         if options.cfg:
-            print(OmegaConf.to_yaml(tree, resolve=True))
-            return
-        from fednas_flwr.federation.run_folder import create_run_folder
+            print(
+                OmegaConf.to_yaml(OmegaConf.create(tree)), end="---\n" if options.multirun else ""
+            )
+    if options.cfg:
+        return 0
+    if options.multirun:
+        return _sweep(configs, debug=options.debug)
+    (config,) = configs.values()
+    _check([config])
+    from fednas_flwr.federation.run_folder import create_run_folder
 
-        settings = HydraConfig.get()
-        if settings.mode == RunMode.MULTIRUN:
-            name = f"{settings.job.num}_{settings.job.override_dirname}"
-            parent = Path(config.run_dir or Path("runs") / f"sweep_{os.getpid()}")
-            config = create_run_folder(_without_run_dir(config), parent=parent, name=name)
-        else:
-            config = create_run_folder(config)
-        _execute(config, resumed=False)
+    _execute(create_run_folder(config), resumed=False)
+    return 0
 
-    _compose(job, overrides, multirun=options.multirun)
-    return max(codes, default=0)
+
+def _sweep(configs: dict[str, Config], *, debug: bool) -> int:
+    """Run every configuration in a folder of its own name; a failure does not stop the others."""
+    from fednas_flwr.federation.run_folder import create_run_folder, sweep_folder
+
+    parent = sweep_folder(next(iter(configs.values())).run_dir)
+    configs = {n: replace(config, run_dir=str(parent / n)) for n, config in configs.items()}
+    _check(list(configs.values()))
+    failed = []
+    for number, (name, config) in enumerate(configs.items(), 1):
+        print(f"job {number} of {len(configs)}: {name}", flush=True)
+        try:
+            _execute(create_run_folder(config), resumed=False)
+        except Exception as error:
+            failed.append(name)
+            _fail(error, debug=debug)
+    print(f"{len(configs) - len(failed)} of {len(configs)} jobs completed; sweep folder: {parent}")
+    if failed:
+        print(f"fednas: {len(failed)} jobs failed: {', '.join(failed)}.", file=sys.stderr)
+    return RUN_FAILED if failed else 0
+
+
+def _check(configs: list[Config]) -> None:
+    """Raise ConfigError for what files, data and device rule out, before any folder is made."""
+    from fednas_flwr.federation.run_folder import check_free
+
+    for config in configs:
+        check_free(config)
+    from fednas_flwr.build import check_buildable
+
+    for config in configs:
+        if config.runtime.name != "deployment":  # data and genotype lie on other machines
+            check_buildable(config)
 
 
 def _execute(config: Config, *, resumed: bool) -> None:
@@ -158,77 +196,146 @@ def _execute(config: Config, *, resumed: bool) -> None:
     print(f"run folder: {config.run_dir}", flush=True)
     from fednas_flwr.reporting.progress import ProgressDisplay, print_summary
 
-    with ProgressDisplay() as display:
-        from fednas_flwr.federation.launch import launch
+    try:
+        with ProgressDisplay() as display:
+            from fednas_flwr.federation.launch import launch
 
-        launch(config, listeners=[display], resumed=resumed)
+            launch(config, listeners=[display], resumed=resumed)
+    except KeyboardInterrupt:
+        print(f"\nTo go on: fednas run resume={config.run_dir}", file=sys.stderr)
+        raise
     print_summary(Path(str(config.run_dir)))
 
 
-def _compose(job: Any, overrides: list[str], *, multirun: bool) -> None:
-    """Let Hydra compose ``conf/`` and call ``job``; turn its errors into sentences."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of ending the process
-    decorated = hydra.main(
-        version_base="1.3", config_path=str(conf_folder().resolve()), config_name="config"
-    )(job)
-    saved, sys.argv = sys.argv, ["fednas", *(["-m"] if multirun else []), *overrides]
-    try:
-        decorated()
-    except ConfigError:
-        raise
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _explain(overrides, error) from error
-    finally:
-        sys.argv = saved
+def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
+    """Let Hydra compose ``conf/`` with ``overrides`` and return the tree as plain values.
 
-
-def _explain(overrides: list[str], error: Exception) -> ConfigError:
-    """Return one sentence for Hydra's error: the override it is about and what is allowed."""
-    folder = conf_folder()
-    groups = {path.name for path in folder.iterdir() if path.is_dir()}
+    Raises:
+        ConfigError: An override is malformed, or names a file or key that does not exist.
+    """
     for text in overrides:
-        try:
-            override = OverridesParser.create().parse_override(text)
-        except HydraException:
-            return ConfigError(f"{text!r} is not of the form key=value.")
-        key = override.key_or_group
-        if key in groups:
-            names = {
-                str(path.relative_to(folder / key).with_suffix(""))
-                for path in (folder / key).rglob("*.yaml")
-            } - {"base"}
-            chosen = str(override.value())
-            values = chosen.split(",") if override.is_sweep_override() else [chosen]
-            for value in values:
-                if value not in names:
-                    return unknown_choice(key, value, names)
-        else:
-            unknown = _unknown_key(key, [o for o in overrides if o.split("=")[0] in groups])
-            if unknown is not None:
-                return unknown
-    return ConfigError(str(error).strip().splitlines()[0])
-
-
-def _unknown_key(key: str, group_overrides: list[str]) -> ConfigError | None:
-    """Return the error for a key that the composed configuration does not have."""
-    from hydra import compose, initialize_config_dir
-
+        _check_override(text)
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_folder().resolve())):
-        tree = compose("config", overrides=group_overrides)
+        try:
+            tree: Any = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            groups = _groups()
+            chosen = [text for text in overrides if text.partition("=")[0] in groups]
+            known: Any = OmegaConf.to_container(compose("config", chosen))
+            for text in overrides:
+                _check_key(text.partition("=")[0], known)
+            where = getattr(error, "full_key", None) or "the configuration"
+            raise ConfigError(f"{where}: {str(error).splitlines()[0]}.") from error
+    return dict(tree)
+
+
+def _expand(overrides: Sequence[str]) -> dict[str, list[str]]:
+    """Return the jobs of a sweep, the last key fastest: overrides by the name of the job."""
+    choices = []
+    for text in overrides:
+        override = _parse(text)
+        if not override.is_sweep_override():
+            choices.append([(text, "")])
+        elif override.is_discrete_sweep() and not isinstance(override.value(), Glob):
+            key = override.get_key_element()
+            short = key.rpartition(".")[2]
+            choices.append(
+                [
+                    (f"{key}={value}", f"{short}-{value}")
+                    for value in override.sweep_string_iterator()
+                ]
+            )
+        else:
+            raise ConfigError(f"{text} is no list of values: write them out, as in seed=1,2,3.")
+    jobs = {}
+    for number, job in enumerate(itertools.product(*choices)):
+        name = "_".join([str(number), *(part for _, part in job if part)])
+        jobs[re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:60]] = [text for text, _ in job]
+    return jobs
+
+
+def _groups() -> dict[str, set[str]]:
+    """Return the groups of conf/ and the names that each offers; ``base`` is no choice."""
+    return {
+        folder.name: {
+            path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml")
+        }
+        - {"base"}
+        for folder in conf_folder().iterdir()
+        if folder.is_dir()
+    }
+
+
+def _parse(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        raise ConfigError(
+            f"{text!r} is not of the form key=value; a value with special characters needs quotes "
+            "of its own, as in 'key=\"a=b\"'."
+        ) from None
+
+
+def _check_override(text: str) -> None:
+    """Raise ConfigError unless ``text`` sets one value of one key, or chooses a file there is."""
+    override = _parse(text)
+    key, groups = override.key_or_group, _groups()
+    if text[0] in "+~" or override.package is not None:
+        raise ConfigError(
+            f"{text!r}: settings are neither added nor removed, only set; write {key}=<value>."
+        )
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"{text} lists several values: add -m for a sweep over them, or put quotes around a "
+            f"single value with a comma, as in '{key}=\"a,b\"'."
+        )
+    group, _, last = key.rpartition(".")
+    if last == "name" and group in groups:
+        raise ConfigError(f"{text}: a group is chosen by its own name; write {group}=<name>.")
+    if key in groups and override.value() not in groups[key]:
+        if not (key == "experiment" and override.value() is None):
+            raise unknown_choice(key, override.value(), groups[key])
+
+
+def _check_key(key: str, tree: dict[str, Any]) -> None:
+    """Raise ConfigError, with the nearest spelling of all keys, unless ``key`` is in ``tree``."""
+    if key in _groups():
+        return
     node: Any = tree
-    parts = key.split(".")
-    for depth, part in enumerate(parts):
-        if not isinstance(node, DictConfig) or part not in node:
-            names = [".".join([*parts[:depth], str(name)]) for name in node]
-            return unknown_choice("key", ".".join(parts[: depth + 1]), names)
-        node = OmegaConf.select(node, part, throw_on_missing=False)
-    return None
+    parent = ""
+    for part in key.split("."):
+        if isinstance(node, dict) and part in node:
+            node, parent = node[part], f"{parent}{part}."
+            continue
+        if node == {}:
+            parent = parent.rstrip(".")
+            raise ConfigError(f"{key}: {parent} is set as a whole; write {parent}={{{part}: ...}}.")
+        names = ", ".join(f"{parent}{name}" for name in node) if isinstance(node, dict) else "none"
+        raise ConfigError(
+            f"{key} is no setting: {parent.rstrip('.') or 'the top level'} has {names} "
+            f"(nearest: {', '.join(_nearest(key, tree))})."
+        )
 
 
-def _without_run_dir(config: Config) -> Config:
-    from dataclasses import replace
+def _nearest(key: str, tree: dict[str, Any]) -> list[str]:
+    """Return all keys of the tree that end in ``key``, or else the one spelt most like it."""
+    keys = list(_dotted(tree))
+    same_end = [name for name in keys if name.endswith(f".{key}")]
 
-    return replace(config, run_dir=None)
+    def likeness(name: str) -> tuple[float, float]:
+        end = ".".join(name.split(".")[-1 - key.count(".") :])
+        whole = SequenceMatcher(None, key, name).ratio()
+        return max(SequenceMatcher(None, key, end).ratio(), whole), whole
+
+    return same_end or [max(keys, key=likeness)]
+
+
+def _dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted key of every node."""
+    for name, value in tree.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{name}.")
 
 
 if __name__ == "__main__":

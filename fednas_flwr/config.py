@@ -8,6 +8,7 @@ here. The same tree as JSON (:func:`dump_config`) is what travels to other proce
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from fednas_flwr.search.settings import RULES, SGD, Adam, check_range
 
 STAGES = ("search", "retrain", "evaluate", "export")
 DEVICES = ("auto", "cpu", "cuda")
+RUNTIMES = ("inline", "ray", "deployment")
+NORMS = ("batch", "group")
+MISSING = "???"  # Hydra's value for what the user must give
 
 
 def conf_folder() -> Path:
@@ -164,6 +168,8 @@ class Dataset:
         for key in ("crop_padding", "cutout"):
             value = getattr(self, key)
             check_range(value >= 0, f"dataset.{key}", value, "0 or more")
+        key_bytes = len(self.split_key.encode())
+        check_range(1 <= key_bytes <= 64, "dataset.split_key", self.split_key, "1 to 64 bytes")
 
 
 @dataclass(frozen=True)
@@ -199,8 +205,8 @@ class SearchSpace:
         """Check the ranges."""
         check_range(self.channels >= 1, "search_space.channels", self.channels, "1 or more")
         check_range(self.num_cells >= 1, "search_space.num_cells", self.num_cells, "1 or more")
-        if self.norm not in ("batch", "group"):
-            raise unknown_choice("search_space.norm", self.norm, ("batch", "group"))
+        if self.norm not in NORMS:
+            raise unknown_choice("search_space.norm", self.norm, NORMS)
 
 
 @dataclass(frozen=True)
@@ -208,6 +214,11 @@ class Privacy:
     """``none``: clients return exact gradients, weights and metrics."""
 
     name: str
+
+    def __post_init__(self) -> None:
+        """Refuse what no client would obey."""
+        if self.name != "none":
+            raise unknown_choice("privacy", self.name, ("none",))
 
 
 @dataclass(frozen=True)
@@ -236,6 +247,13 @@ class Runtime:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
+        if self.name not in RUNTIMES:
+            raise unknown_choice("runtime", self.name, RUNTIMES)
+        if self.name == "deployment" and self.superlink is None:
+            raise ConfigError(
+                "runtime.superlink must be given with runtime=deployment: the name of a SuperLink "
+                "in Flower's configuration (config.toml in $FLWR_HOME or ~/.flwr)."
+            )
         check_range(0 < self.quorum <= 1, "runtime.quorum", self.quorum, "above 0, at most 1")
         check_range(self.deadline_s > 0, "runtime.deadline_s", self.deadline_s, "seconds above 0")
         check_range(self.connect_s > 0, "runtime.connect_s", self.connect_s, "seconds above 0")
@@ -276,8 +294,8 @@ class Retrain:
             self.auxiliary_weight,
             "0 or more",
         )
-        if self.norm not in ("batch", "group"):
-            raise unknown_choice("retrain.norm", self.norm, ("batch", "group"))
+        if self.norm not in NORMS:
+            raise unknown_choice("retrain.norm", self.norm, NORMS)
 
 
 ALGORITHMS: dict[str, type] = {
@@ -337,6 +355,11 @@ class Config:
                 f"genotype={self.genotype} with stages={self.stages}: a genotype replaces the "
                 "search; set stages=[retrain,evaluate,export]."
             )
+        if searches and self.dataset.fractions.get("validation") == 0:
+            raise ConfigError(
+                "dataset.fractions.validation=0.0 leaves a search nothing to choose by: expected "
+                "above 0."
+            )
         if "retrain" in self.stages and not searches and self.genotype is None:
             if not isinstance(self.algorithm, FixedNetwork):
                 raise ConfigError(
@@ -383,17 +406,23 @@ def _parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any]) -> Any
     types = {**get_type_hints(kind), **hints}
     for name in values:
         if name not in types:
-            raise unknown_choice("key", f"{prefix}{name}", [f"{prefix}{known}" for known in types])
+            raise unknown_choice("setting", f"{prefix}{name}", [f"{prefix}{n}" for n in types])
     parsed = {}
     for name, hint in types.items():
         if name not in values:
             raise ConfigError(f"{prefix}{name} is missing: the files of conf/ must give it.")
         parsed[name] = _convert(f"{prefix}{name}", hint, values[name])
-    return kind(**parsed)
+    try:
+        return kind(**parsed)
+    except ConfigError as error:  # its sentence begins with the last part of ``key``
+        parent, dot, _ = key.rpartition(".")
+        raise ConfigError(f"{parent}{dot}{error}") from None
 
 
 def _convert(key: str, hint: Any, value: Any) -> Any:
     """Return ``value`` as the type ``hint``; the only conversion is from whole numbers to float."""
+    if value == MISSING:
+        raise ConfigError(f"{key} must be given: {key}=<{_type_name(hint)}>.")
     if is_dataclass(hint):
         return _parse(hint, value, key=key, hints={})
     origin, arguments = get_origin(hint), get_args(hint)
@@ -407,15 +436,22 @@ def _convert(key: str, hint: Any, value: Any) -> Any:
     if origin is dict and isinstance(value, Mapping):
         return {str(k): _convert(f"{key}.{k}", arguments[1], item) for k, item in value.items()}
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is float and number:
+    if hint is float and number and math.isfinite(value):
         return float(value)
-    if origin is None and isinstance(value, hint) and (number or hint not in (int, float)):
+    if (
+        hint is not float
+        and origin is None
+        and isinstance(value, hint)
+        and (number or hint is not int)
+    ):
         return value
     raise ConfigError(f"{key}={value} has the wrong type: expected {_type_name(hint)}.")
 
 
 def _type_name(hint: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if get_origin(hint) in (Union, UnionType):
+        return _type_name(get_args(hint)[0])
     if get_origin(hint) is list:
         return f"a list such as [{_type_name(get_args(hint)[0])}, ...]"
     if get_origin(hint) is dict:

@@ -42,6 +42,7 @@ class Client:
         augmentation: Applied to training batches.
         networks: The networks built so far, shared by the clients of one process.
         tag: What the site calls itself; empty when it does not.
+        feature_names: Names of a table's features, the same for all clients; empty for images.
     """
 
     index: int
@@ -54,6 +55,7 @@ class Client:
     augmentation: Augmentation
     networks: dict[str, nn.Module] = field(default_factory=dict)
     tag: str = ""
+    feature_names: tuple[str, ...] = ()
 
     def network(
         self, description: Mapping[str, Any], states: Mapping[str, Packed] | None = None

@@ -75,6 +75,8 @@ def describe(client: Client, request: Request) -> Reply:
         "tag": client.tag,
         "hardware": f"{client.device.type} {platform.machine()}",
         "versions": {"fednas_flwr": version("fednas_flwr"), "torch": torch.__version__},
+        "input_shape": list(data.train.features.shape[1:]),
+        "feature_names": list(client.feature_names),
         "class_names": list(client.class_names),
         "class_counts": counts.tolist(),
         "splits": {name: len(split) for name, split in splits.items()},

@@ -49,25 +49,30 @@ def export_onnx(
     network = network.cpu().eval()
     example = torch.randn(4, *input_shape, generator=torch.Generator().manual_seed(0))
     temporary = path.with_suffix(".tmp")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter announces its age and every constant shape
-        torch.onnx.export(
-            network,
-            (example[:2],),
-            str(temporary),
-            dynamo=False,
-            input_names=["input"],
-            output_names=["logits"],
-            dynamic_axes={"input": {0: "batch"}, "logits": {0: "batch"}},
-        )
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(str(temporary), options)
-    (answer,) = session.run(None, {"input": example.numpy()})
-    with torch.no_grad():
-        expected = network(example)
-    difference = (torch.from_numpy(answer) - expected).abs()
-    if not bool((difference <= TOLERANCE * (1 + expected.abs())).all()):
-        raise RuntimeError(f"ONNX differs from torch by {float(difference.max())}; not exported.")
-    temporary.replace(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the exporter announces its age and constant shapes
+            torch.onnx.export(
+                network,
+                (example[:2],),
+                str(temporary),
+                dynamo=False,
+                input_names=["input"],
+                output_names=["logits"],
+                dynamic_axes={"input": {0: "batch"}, "logits": {0: "batch"}},
+            )
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        session = onnxruntime.InferenceSession(str(temporary), options)
+        (answer,) = session.run(None, {"input": example.numpy()})
+        with torch.no_grad():
+            expected = network(example)
+        difference = (torch.from_numpy(answer) - expected).abs()
+        if not bool((difference <= TOLERANCE * (1 + expected.abs())).all()):
+            raise RuntimeError(
+                f"ONNX differs from torch by {float(difference.max())}; not exported."
+            )
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return path, float(difference.max())

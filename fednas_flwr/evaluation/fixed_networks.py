@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from torch import nn
 
+from fednas_flwr.errors import ConfigError
+
 
 def mobilenet_v2(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """Return torchvision's MobileNetV2, newly initialised, for images of any channel count.
@@ -15,8 +17,8 @@ def mobilenet_v2(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """
     from torchvision.models import mobilenet_v2 as torchvision_mobilenet_v2
 
+    channels, height, _ = _image_shape("mobilenet_v2", input_shape)
     network: nn.Module = torchvision_mobilenet_v2(num_classes=num_classes)
-    channels, height, _ = input_shape
     stem = nn.Conv2d(channels, 32, 3, stride=1 if height < 64 else 2, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight, mode="fan_out")
     network.set_submodule("features.0.0", stem)
@@ -28,7 +30,7 @@ def plain_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
     McMahan et al. (2017), section 3, with 3x3 instead of 5x5 kernels and 16 and 32 channels.
     """
-    channels, height, width = input_shape
+    channels, height, width = _image_shape("plain_cnn", input_shape)
 
     def block(inputs: int, outputs: int) -> list[nn.Module]:
         pool = nn.MaxPool2d(2, ceil_mode=True)
@@ -42,6 +44,16 @@ def plain_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 def linear(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """Return multinomial logistic regression."""
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
+
+
+def _image_shape(name: str, input_shape: tuple[int, ...]) -> tuple[int, int, int]:
+    if len(input_shape) != 3:
+        raise ConfigError(
+            f"algorithm.network={name} needs images of shape (channels, height, width), but the "
+            f"data set's examples have the shape {input_shape}: choose linear."
+        )
+    channels, height, width = input_shape
+    return channels, height, width
 
 
 FIXED_NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {

@@ -16,7 +16,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fednas_flwr.errors import ReplyError
-from fednas_flwr.exchange.gate import accept_reply
+from fednas_flwr.exchange.gate import MAX_EXAMPLES, accept_reply
 from fednas_flwr.exchange.messages import (
     Header,
     Reply,
@@ -83,6 +83,7 @@ class Courier:
         self.facts: dict[int, Mapping[str, Any]] = {}
         self._grid: Grid | None = None
         self._nodes: dict[int, int] = {}  # client -> node id
+        self._max_examples: dict[int, float] = {}  # client -> records it has
 
     def connect(self, grid: Grid) -> None:
         """Wait for the clients of ``grid`` and learn which node is which client.
@@ -91,9 +92,9 @@ class Courier:
             QuorumError: Too few clients appeared or answered ``query.describe`` in time.
             ReplyError: Two nodes say that they are the same client, or one is out of range.
         """
-        if grid is self._grid:
+        if grid is self._grid and self.facts:
             return
-        self._grid = grid
+        self._grid, self.facts, self._max_examples = grid, {}, {}
         deadline = time.monotonic() + self.connect_s
         nodes = sorted(grid.get_node_ids())
         while len(nodes) < self.num_clients and time.monotonic() < deadline:
@@ -105,15 +106,36 @@ class Courier:
                 f"{self.quorum} are needed. Start the missing ones, or lower runtime.quorum."
             )
         self._nodes = dict(enumerate(nodes))  # provisional: the answers tell the real indices
-        answers = list(self.ask("query.describe", stage="connect"))
-        indices = {asked: int(reply.facts["client"]) for asked, reply in answers}
-        for index in indices.values():
-            if not 0 <= index < self.num_clients:
+        owners: dict[int, int] = {}
+        facts: dict[int, Mapping[str, Any]] = {}
+        max_examples: dict[int, float] = {}
+        reasons = [] if len(nodes) == self.num_clients else [f"only {len(nodes)} nodes appeared"]
+        for asked, answer in self._exchange("query.describe", "connect", 0, 1, {}, {}, {}):
+            index = answer.facts.get("client") if isinstance(answer, Reply) else None
+            if not isinstance(answer, Reply):
+                reasons.append(f"node {nodes[asked]}: {answer}")
+            elif not isinstance(index, int):
+                reasons.append(f"node {nodes[asked]}: does not say which client it is")
+            elif not 0 <= index < self.num_clients:
                 raise ReplyError(f"a node is client {index} of clients={self.num_clients}.")
-        if len(set(indices.values())) < len(indices):
-            raise ReplyError(f"several nodes are the same client: {sorted(indices.values())}.")
-        self._nodes = dict(sorted((indices[asked], self._nodes[asked]) for asked in indices))
-        self.facts = {indices[asked]: reply.facts for asked, reply in answers}
+            elif index in owners:
+                raise ReplyError(
+                    f"several nodes are the same client: {owners[index]} and {nodes[asked]} both "
+                    f"say that they are client {index}; give each its own partition-id."
+                )
+            else:
+                owners[index] = nodes[asked]
+                facts[index] = answer.facts
+                max_examples[index] = answer.num_examples
+        for client in sorted(set(range(self.num_clients)) - set(owners)):
+            self._emit_failure("connect", 0, "query.describe", client, "; ".join(reasons))
+        if len(owners) < self.quorum:
+            raise QuorumError(
+                f"{'; '.join(reasons)} (query.describe: {len(owners)} of {self.num_clients} "
+                f"clients answered, {self.quorum} are needed)"
+            )
+        self._nodes = dict(sorted(owners.items()))
+        self.facts, self._max_examples = facts, max_examples
 
     @property
     def clients(self) -> list[int]:
@@ -148,14 +170,43 @@ class Courier:
         Raises:
             QuorumError: After the last reply, when fewer than the quorum were accepted.
         """
+        accepted = 0
+        failures: dict[int, str] = {}
+        for client, answer in self._exchange(
+            verb, stage, server_round, phase, settings or {}, states or {}, layouts or {}
+        ):
+            if isinstance(answer, Reply):
+                accepted += 1
+                yield client, answer
+            else:
+                failures[client] = answer
+                self._emit_failure(stage, server_round, verb, client, answer)
+        if accepted < self.quorum:
+            first, *others = [f"client {client}: {why}" for client, why in failures.items()]
+            raise QuorumError(
+                f"{first} ({verb} in round {server_round}: {accepted} of {self.num_clients} "
+                f"clients answered, {self.quorum} are needed{'; '.join(['', *others])})"
+            )
+
+    def _exchange(
+        self,
+        verb: str,
+        stage: str,
+        server_round: int,
+        phase: int,
+        settings: Mapping[str, Any],
+        states: Mapping[str, Packed],
+        layouts: Mapping[str, Layout],
+    ) -> Iterator[tuple[int, Reply | str]]:
+        """Ask every node; yield each client with its accepted reply or why it has none."""
         if self._grid is None:
             raise ValueError("call connect(grid) before ask")
-        records = encode_states(states or {})
+        records = encode_states(states)
         messages: dict[int, Message] = {}
         headers: dict[int, Header] = {}
         for client, node in self._nodes.items():
             header = Header(self.run, stage, server_round, phase, client, secrets.token_hex(8))
-            content = encode_request(header, settings or {}, records)
+            content = encode_request(header, settings, records)
             self.bytes_sent += payload_bytes(content)
             headers[client] = header
             messages[client] = Message(content, node, verb, ttl=self.deadline_s + 60)
@@ -163,28 +214,13 @@ class Courier:
         pending = {message.metadata.message_id: c for c, message in messages.items()}
         unsent = {c: "the request could not be sent" for i, c in pending.items() if i not in sent}
         pending = {i: client for i, client in pending.items() if i in sent}
-        accepted = 0
-        failures: dict[int, str] = {}
-        for client, answer in self._in_order(pending, unsent, headers, layouts or {}):
-            if isinstance(answer, Reply):
-                accepted += 1
-                yield client, answer
-            else:
-                failures[client] = answer
-                self.emit(
-                    "client_failed",
-                    stage=stage,
-                    round=server_round,
-                    verb=verb,
-                    client=client,
-                    reason=answer,
-                )
-        if accepted < self.quorum:
-            reasons = "; ".join(f"client {client}: {why}" for client, why in failures.items())
-            raise QuorumError(
-                f"{verb} in round {server_round}: {accepted} of {self.num_clients} clients "
-                f"answered, {self.quorum} are needed. {reasons}"
-            )
+        yield from self._in_order(pending, unsent, headers, layouts)
+
+    def _emit_failure(
+        self, stage: str, server_round: int, verb: str, client: int, reason: str
+    ) -> None:
+        fields = {"stage": stage, "round": server_round, "verb": verb}
+        self.emit("client_failed", **fields, client=client, reason=reason)
 
     def _in_order(
         self,
@@ -219,6 +255,11 @@ class Courier:
         if message.has_content():
             self.bytes_received += payload_bytes(message.content)
         try:
-            return accept_reply(message, header=header, layouts=layouts)
+            return accept_reply(
+                message,
+                header=header,
+                layouts=layouts,
+                max_examples=self._max_examples.get(header.client, MAX_EXAMPLES),
+            )
         except ReplyError as error:
             return str(error)

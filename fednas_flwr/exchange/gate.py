@@ -5,7 +5,6 @@ A reply that fails is dropped for its exchange, and nothing that was accepted be
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -15,8 +14,16 @@ from fednas_flwr.errors import ReplyError
 from fednas_flwr.exchange.messages import Header, Reply, decode_reply
 from fednas_flwr.exchange.states import Layout
 
+MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
 
-def accept_reply(message: Message, *, header: Header, layouts: Mapping[str, Layout]) -> Reply:
+
+def accept_reply(
+    message: Message,
+    *,
+    header: Header,
+    layouts: Mapping[str, Layout],
+    max_examples: float = MAX_EXAMPLES,
+) -> Reply:
     """Return the reply in ``message`` when it answers the request with ``header``.
 
     Args:
@@ -25,18 +32,22 @@ def accept_reply(message: Message, *, header: Header, layouts: Mapping[str, Layo
             reply from another run, round, phase or client is refused.
         layouts: The states the reply must have, no more and no fewer, each with the tensors of
             its layout.
+        max_examples: How many records the client has: its weight is at most this. A tiny or a
+            huge weight would overflow the aggregate although every tensor is finite.
 
     Raises:
         ReplyError: The client reports an error, or the reply is malformed, replayed, of other
-            tensors than asked for, not finite, or without a positive finite number of examples.
+            tensors than asked for, not finite, or its number of examples is out of range.
     """
     if message.has_error():
         raise ReplyError(message.error.reason or f"Flower error code {message.error.code}")
     answered, reply = decode_reply(message.content)
     if answered != header:
         raise ReplyError(f"reply to another request: {answered} instead of {header}")
-    if not (math.isfinite(reply.num_examples) and reply.num_examples > 0):
-        raise ReplyError(f"num-examples must be positive and finite, got {reply.num_examples}")
+    if not 1 <= reply.num_examples <= max_examples:
+        raise ReplyError(
+            f"num-examples must be from 1 to {max_examples:g}, got {reply.num_examples}"
+        )
     if set(reply.states) != set(layouts):
         raise ReplyError(f"states {sorted(layouts)} were asked for, got {sorted(reply.states)}")
     for name, layout in layouts.items():

@@ -11,6 +11,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -150,7 +151,7 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
             digests=dict(text["digests"]),
             facts=dict(text["facts"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except Exception as error:  # whatever a client can send: deep JSON even ends the recursion
         raise ReplyError(f"malformed reply: {type(error).__name__}: {error}") from error
     return header, reply
 
@@ -163,27 +164,34 @@ def payload_bytes(content: RecordDict) -> int:
 
 
 def _decode_states(content: RecordDict) -> dict[str, Packed]:
-    return {
-        name.removeprefix(STATE_PREFIX): {
-            dtype: _vector(dtype, array) for dtype, array in record.items()
+    with warnings.catch_warnings():  # the bytes of a message cannot be written, and never are
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return {
+            name.removeprefix(STATE_PREFIX): {
+                dtype: _vector(dtype, array) for dtype, array in record.items()
+            }
+            for name, record in content.array_records.items()
         }
-        for name, record in content.array_records.items()
-    }
 
 
 def _vector(dtype: str, array: Array) -> torch.Tensor:
     """Return the vector of an npy array without copying it; it must only be read."""
-    stream = io.BytesIO(array.data)
-    version = np.lib.format.read_magic(stream)
-    read_header = {(1, 0): np.lib.format.read_array_header_1_0}[version]
-    shape, _, numpy_dtype = read_header(stream)
+    offset = 10 + int.from_bytes(array.data[8:10], "little")  # magic, version, length, header
+    shape, numpy_dtype = _npy_header(array.data[:offset])
     if len(shape) != 1 or numpy_dtype.hasobject or numpy_dtype.name != dtype:
         raise ValueError(f"a vector of {dtype} was expected, got {numpy_dtype} of shape {shape}")
     if array.stype != "numpy.ndarray":
         raise ValueError(f"arrays travel as numpy.ndarray, got {array.stype!r}")
-    values = np.frombuffer(array.data, dtype=numpy_dtype, offset=stream.tell())
+    values = np.frombuffer(array.data, dtype=numpy_dtype, offset=offset)
     if values.shape != shape:
         raise ValueError(f"a vector of {shape[0]} elements holds {values.size}")
-    with warnings.catch_warnings():  # the bytes of a message cannot be written, and never are
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(values)
+    return torch.from_numpy(values)
+
+
+@lru_cache(maxsize=64)  # all replies of a run have the same few headers
+def _npy_header(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    stream = io.BytesIO(header)
+    version = np.lib.format.read_magic(stream)
+    read_header = {(1, 0): np.lib.format.read_array_header_1_0}[version]
+    shape, _, numpy_dtype = read_header(stream)
+    return shape, numpy_dtype

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +33,12 @@ class Layout:
             tuple((name, tuple(t.shape), _dtype_name(t.dtype)) for name, t in tensors.items())
         )
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """16 hexadecimal characters that differ when a name, shape, dtype or the order differs."""
         return hashlib.blake2b(repr(self.entries).encode(), digest_size=8).hexdigest()
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """Number of elements per dtype."""
         sizes: dict[str, int] = {}

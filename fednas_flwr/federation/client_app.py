@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -10,15 +11,19 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from fednas_flwr.build import make_client, make_data
+from fednas_flwr.build import has_real_sites, make_client, make_data, make_site_data
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.verbs import VERBS, answer
-from fednas_flwr.config import load_config
+from fednas_flwr.config import Config, dump_config, load_config
 from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import decode_request, encode_reply
 
 CLIENT_RAISED = 2  # Flower's code for an exception in a ClientApp
 CONFIG_KEY = "config-json"  # of Flower's run configuration
+DATA_PATH = "data-path"
+# What a site sets for itself with `flower-supernode --node-config`; it overrules the server.
+SITE_KEYS = (DATA_PATH, "device", "cache", "tag")
 
 
 def make_client_app(config_json: str | None = None) -> ClientApp:
@@ -41,7 +46,8 @@ def _handler(config_json: str | None) -> Callable[[Message, Context], Message]:
         try:
             text = config_json or str(context.run_config[CONFIG_KEY])
             index = int(context.node_config["partition-id"])
-            client = _client(text, index, str(context.node_config.get("tag", "")))
+            site = {key: str(v) for key, v in context.node_config.items() if key in SITE_KEYS}
+            client = _client(text, index, tuple(sorted(site.items())))
             request = decode_request(message.metadata.message_type, message.content)
             return Message(encode_reply(request.header, answer(client, request)), reply_to=message)
         except Exception as error:  # the server must learn why; it drops this client
@@ -51,18 +57,46 @@ def _handler(config_json: str | None) -> Callable[[Message, Context], Message]:
     return handle
 
 
+def site_config(config: Config, site: Mapping[str, str]) -> Config:
+    """Return the run's configuration with what the site sets for itself.
+
+    Args:
+        config: As the server sent it.
+        site: ``data-path``, file or folder of the site's own data, instead of ``dataset.root``;
+            ``device`` instead of the run's; ``cache`` instead of ``dataset.cache``.
+
+    Raises:
+        ConfigError: The site has data of its own and the run pools data, or the other way round.
+    """
+    if has_real_sites(config) != (DATA_PATH in site):
+        raise ConfigError(
+            f"partition={config.partition.name} in runtime={config.runtime.name} does not go with "
+            f"{DATA_PATH}={site.get(DATA_PATH)} in the configuration of this node: a node with "
+            "data of its own needs runtime=deployment partition=sites, and these need such nodes."
+        )
+    dataset = replace(
+        config.dataset,
+        root=site.get(DATA_PATH, config.dataset.root),
+        cache=site.get("cache", config.dataset.cache),
+    )
+    return replace(config, dataset=dataset, device=site.get("device", config.device))
+
+
 @lru_cache(maxsize=1)
 def _data(config_json: str) -> tuple[Prepared, list[np.ndarray], dict[str, nn.Module]]:
     """Return what the clients of one process share: records, partition, built networks."""
-    prepared, parts = make_data(load_config(config_json))
+    config = load_config(config_json)
+    prepared, parts = make_site_data(config) if has_real_sites(config) else make_data(config)
     return prepared, parts, {}
 
 
 @lru_cache(maxsize=1024)
-def _client(config_json: str, index: int, tag: str) -> Client:
-    prepared, parts, networks = _data(config_json)
+def _client(config_json: str, index: int, site: tuple[tuple[str, str], ...]) -> Client:
+    own = dict(site)
+    config = site_config(load_config(config_json), own)
+    prepared, parts, networks = _data(dump_config(config))
     return make_client(
-        load_config(config_json), index, data=(prepared, parts), networks=networks, tag=tag
+        config, index, data=(prepared, parts), networks=networks, tag=own.get("tag", "")
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +11,7 @@ import yaml
 
 from fednas_flwr.config import Config, dump_config, parse_config
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.checkpoint import write_atomically
+from fednas_flwr.reporting.files import write_text
 
 CONFIG_FILE = "config.yaml"
 EVENTS_FILE = "events.jsonl"
@@ -20,35 +19,38 @@ GENOTYPE_FILE = "genotype.json"
 PARTITION_FILE = "partition.json"
 
 
-def create_run_folder(config: Config, *, parent: Path = Path("runs"), name: str = "") -> Config:
+def check_free(config: Config) -> None:
+    """Raise ConfigError when ``run_dir`` already holds a run."""
+    if config.run_dir is not None and _config_file(config.run_dir).exists():
+        raise ConfigError(
+            f"run_dir={config.run_dir} already holds a run: continue it with "
+            f"resume={config.run_dir}, or choose another folder."
+        )
+
+
+def create_run_folder(config: Config) -> Config:
     """Make a new run folder, write config.yaml into it, and return the config with its path.
 
-    Args:
-        config: With ``run_dir`` null, a folder ``<time>_<algorithm>_<dataset>_<name>`` is made in
-            ``parent``.
-        parent: Where unnamed run folders go.
-        name: Added to the name of an unnamed folder.
+    With ``run_dir`` null the folder is ``runs/<time>_<algorithm>_<dataset>``.
 
     Raises:
         ConfigError: ``run_dir`` already holds a run.
     """
+    check_free(config)
     if config.run_dir is not None:
-        folder = Path(config.run_dir).expanduser().resolve()
-        if (folder / CONFIG_FILE).exists():
-            raise ConfigError(
-                f"run_dir={config.run_dir} already holds a run: continue it with "
-                f"resume={config.run_dir}, or choose another folder."
-            )
-        folder.mkdir(parents=True, exist_ok=True)
+        file = _config_file(config.run_dir)
+        file.parent.mkdir(parents=True, exist_ok=True)
     else:
-        time = datetime.now().strftime("%Y%m%d-%H%M%S")
-        parts = [time, config.algorithm.name, config.dataset.name, name]
-        stem = re.sub(r"[^A-Za-z0-9_.=,-]+", "-", "_".join(part for part in parts if part))[:120]
-        folder = _first_free(parent.resolve() / stem)
-    config = replace(config, run_dir=str(folder))
-    text = yaml.safe_dump(json.loads(dump_config(config)), sort_keys=False)
-    write_atomically(folder / CONFIG_FILE, text.encode())
+        stem = f"{_now()}_{config.algorithm.name}_{config.dataset.name}"
+        file = _first_free(Path("runs").resolve() / stem) / CONFIG_FILE
+    config = replace(config, run_dir=str(file.parent))
+    write_text(file, yaml.safe_dump(json.loads(dump_config(config)), sort_keys=False))
     return config
+
+
+def sweep_folder(run_dir: str | None) -> Path:
+    """Return the folder for the run folders of a sweep: ``run_dir``, or ``runs/<time>_sweep``."""
+    return Path(run_dir or f"runs/{_now()}_sweep").expanduser().resolve()
 
 
 def open_run_folder(path: str) -> Config:
@@ -57,11 +59,18 @@ def open_run_folder(path: str) -> Config:
     Raises:
         ConfigError: The folder holds no run.
     """
-    folder = Path(path).expanduser().resolve()
-    file = folder / CONFIG_FILE
+    file = _config_file(path)
     if not file.is_file():
         raise ConfigError(f"resume={path}: {file} does not exist; give the folder of a run.")
-    return replace(parse_config(yaml.safe_load(file.read_text())), run_dir=str(folder))
+    return replace(parse_config(yaml.safe_load(file.read_text())), run_dir=str(file.parent))
+
+
+def _config_file(run_dir: str) -> Path:
+    return Path(run_dir).expanduser().resolve() / CONFIG_FILE
+
+
+def _now() -> str:
+    return datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
 def _first_free(folder: Path) -> Path:

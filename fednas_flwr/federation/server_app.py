@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,12 +10,13 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fednas_flwr.config import Config, load_config
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.federation.client_app import CONFIG_KEY
+from fednas_flwr.federation.deployment import RESUMED_KEY, EventPrinter
 from fednas_flwr.federation.run_folder import CONFIG_FILE, EVENTS_FILE, create_run_folder
 from fednas_flwr.federation.stages import run_stages
 from fednas_flwr.reporting.events import EventLog, Listener
 from fednas_flwr.reporting.model_card import write_model_card
-from fednas_flwr.reporting.progress import ProgressDisplay
 from fednas_flwr.reporting.report import write_report
 from fednas_flwr.reporting.tensorboard import TensorBoardWriter
 
@@ -29,12 +29,15 @@ def main(grid: Grid, context: Context) -> None:
     config = load_config(str(context.run_config[CONFIG_KEY]))
     if config.run_dir is None:
         raise ValueError("the launcher names the run folder")
-    resumed = (Path(config.run_dir) / CONFIG_FILE).exists()
-    if not resumed:
+    resumed = bool(context.run_config[RESUMED_KEY])
+    folder = Path(config.run_dir)
+    if not resumed and (folder / EVENTS_FILE).exists():
+        raise ConfigError(
+            f"run_dir={folder} already holds a run on the SuperLink's machine: choose another."
+        )
+    if not (folder / CONFIG_FILE).exists():  # else the launcher, on this machine, has made it
         config = create_run_folder(config)
-    with ProgressDisplay() as display:
-        serve(config, grid, listeners=[display], resumed=resumed)
-    sys.stdout.flush()
+    serve(config, grid, listeners=[EventPrinter()], resumed=resumed)
 
 
 def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed: bool) -> None:

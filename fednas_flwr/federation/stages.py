@@ -25,6 +25,7 @@ from torch import nn
 import fednas_flwr
 from fednas_flwr.build import (
     describe_network,
+    has_real_sites,
     make_client,
     make_courier,
     make_data,
@@ -32,6 +33,7 @@ from fednas_flwr.build import (
     make_network,
     make_retraining,
     make_search,
+    make_server_data,
 )
 from fednas_flwr.config import Config, FixedNetwork
 from fednas_flwr.data.datasets import Prepared
@@ -87,7 +89,8 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     try:
         _run_stages(config, grid, log)
     except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"
+        interrupted = isinstance(error, KeyboardInterrupt)
+        reason = "stopped by Ctrl-C" if interrupted else f"{type(error).__name__}: {error}"
         seconds = time.monotonic() - started
         log.emit("run_finished", status="failed", reason=reason, seconds=seconds)
         raise
@@ -99,11 +102,15 @@ def _run_stages(config: Config, grid: Grid, log: EventLog) -> None:
     if config.run_dir is None:
         raise ValueError("config.run_dir must name the run folder")
     folder = Path(config.run_dir)
-    prepared, parts = make_data(config)
-    if not (folder / PARTITION_FILE).exists():
-        save_partition(folder / PARTITION_FILE, parts)
     courier = make_courier(config, run=folder.name, emit=log.emit)
-    courier.connect(grid)
+    if has_real_sites(config):
+        courier.connect(grid)
+        prepared = make_server_data(config, courier.facts)
+    else:
+        prepared, parts = make_data(config)
+        if not (folder / PARTITION_FILE).exists():
+            save_partition(folder / PARTITION_FILE, parts)
+        courier.connect(grid)
     log.emit(
         "partition",
         class_names=list(prepared.train.class_names),

@@ -63,8 +63,8 @@ class DARTSSpace:
         )
         if self.num_cells < 3:
             raise ConfigError(
-                f"search_space.num_cells must be at least 3 for darts, got {self.num_cells}: a "
-                "smaller supernet has no normal cell."
+                f"num_cells must be at least 3 for darts, got {self.num_cells}: with fewer there "
+                "is no normal cell; set search_space.num_cells and retrain.num_cells."
             )
 
     @property

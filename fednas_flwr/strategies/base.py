@@ -152,6 +152,10 @@ class RoundStrategy(Strategy):
             self._load_named(initial_arrays.to_torch_state_dict())
         result = Result()
         first = self._restore() + 1
+        if evaluate_fn is not None and first == 1:
+            central = evaluate_fn(0, self.named_arrays())
+            if central is not None:
+                result.evaluate_metrics_serverapp[0] = central
         for server_round in range(first, num_rounds + 1):
             started, sent, received = (
                 time.monotonic(),
@@ -162,6 +166,8 @@ class RoundStrategy(Strategy):
             metrics = dict(self.run_round(server_round, num_rounds)) | self._alpha_metrics()
             if evaluate_fn is not None:
                 central = evaluate_fn(server_round, self.named_arrays())
+                if central is not None:
+                    result.evaluate_metrics_serverapp[server_round] = central
                 metrics |= {f"central_{name}": float(v) for name, v in (central or {}).items()}  # type: ignore[arg-type]
             result.train_metrics_clientapp[server_round] = MetricRecord(metrics)  # type: ignore[arg-type]
             self.courier.emit(
@@ -282,10 +288,11 @@ class RoundStrategy(Strategy):
         return checkpoint.round
 
     def _load_named(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy named tensors into the global model in place: optimisers hold its vectors."""
         for state, layout in self.layouts.items():
-            self.states[state] = pack(
-                {name: tensors[f"{state}.{name}"] for name, _, _ in layout.entries}
-            )
+            named = {name: tensors[f"{state}.{name}"] for name, _, _ in layout.entries}
+            for dtype, vector in pack(named).items():
+                self.states[state][dtype].copy_(vector)
 
 
 def average_replies(

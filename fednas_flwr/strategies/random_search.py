@@ -69,6 +69,8 @@ class RandomSearch(RoundStrategy):
         genotype = self.space.random_genotype(generator)
         metrics = self._try(genotype)
         accuracy = metrics.get("validation_accuracy", 0.0)
+        if not 0 <= accuracy <= 1:  # a client's nonsense must not choose, and NaN never loses
+            accuracy = 0.0
         if "genotype" not in self.values or accuracy > self.values["accuracy"]:
             self.values = {"genotype": to_json(genotype), "accuracy": accuracy}
         return metrics

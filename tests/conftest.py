@@ -1,0 +1,98 @@
+"""Made data, the composed configuration, and an in-process federation on both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from fednas_flwr import build
+from fednas_flwr.config import Config, conf_folder, dump_config, parse_config
+from fednas_flwr.exchange.checkpoint import CheckpointFolder
+from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.federation.client_app import make_client_app
+from fednas_flwr.federation.grids import InProcessGrid
+
+torch.set_num_threads(1)  # results must not depend on the number of cores
+
+
+@pytest.fixture(scope="session")
+def made_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An npz file of 80 + 30 noisy 3x8x8 images whose brightest channel is the class, of 3."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 3, 110)
+    images = rng.integers(0, 120, (110, 3, 8, 8))
+    images[np.arange(110), labels] += 100
+    images = images.astype(np.uint8)
+    path = tmp_path_factory.mktemp("made") / "made.npz"
+    arrays = {"x_train": images[:80], "y_train": labels[:80]}
+    np.savez(path, **arrays, x_test=images[80:], y_test=labels[80:])
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_overrides(made_data: Path) -> list[str]:
+    """Hydra overrides of a run on the made data that takes seconds; the cache lies beside it."""
+    return [
+        "dataset=npz",
+        f"dataset.root={made_data}",
+        f"dataset.cache={made_data.parent / 'cache'}",
+        "search_space.channels=4",
+        "retrain.channels=4",
+        "retrain.rounds=2",
+        "rounds=2",
+        "device=cpu",
+        "tensorboard=false",
+    ]
+
+
+@pytest.fixture(scope="session")
+def compose_config(tiny_overrides: list[str]) -> Callable[..., Config]:
+    """``compose_config(*overrides)``: the checked configuration, tiny unless overridden."""
+
+    def composed(*overrides: str) -> Config:
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf_folder().resolve())):
+            tree = compose("config", overrides=[*tiny_overrides, *overrides])
+        return parse_config(OmegaConf.to_container(tree, resolve=True))
+
+    return composed
+
+
+@pytest.fixture(scope="session")
+def federate() -> Callable[..., SimpleNamespace]:
+    """``federate(config)``: data, grid, courier, events and the search strategy of a config."""
+
+    def federation(config: Config, *, checkpoints: Path | None = None) -> SimpleNamespace:
+        events: list[dict] = []
+
+        def emit(event: str, **fields: object) -> None:
+            events.append({"event": event, **fields})
+
+        data = build.make_data(config)
+        courier = Courier(
+            run="test", num_clients=config.clients, quorum=1.0, deadline_s=60.0, emit=emit
+        )
+        folder = None
+        if checkpoints is not None:
+            folder = CheckpointFolder(checkpoints, lambda message: emit("warning", message=message))
+        return SimpleNamespace(
+            config=config,
+            data=data,
+            clients=[
+                build.make_client(config, index, data=data, networks={})
+                for index in range(config.clients)
+            ],
+            grid=InProcessGrid(make_client_app(dump_config(config)), config.clients),
+            courier=courier,
+            checkpoints=folder,
+            events=events,
+            strategy=build.make_search(config, data[0], courier, folder),
+        )
+
+    return federation

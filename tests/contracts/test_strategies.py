@@ -1,0 +1,134 @@
+"""What every search algorithm owes to the round loop: two clients, two rounds, inline."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from flwr.serverapp.strategy import Strategy
+
+from fednas_flwr.config import ALGORITHMS
+from fednas_flwr.search_spaces.genotype import to_json
+
+SETTINGS = {
+    "fed_darts": [],
+    "fednas": [],
+    "fnas": ["algorithm.batch_size=16"],
+    "vanilla_nas": ["clients=1", "algorithm.batch_size=16"],
+    "random_search": ["rounds=2"],
+}
+ROUNDS = 2
+
+
+def compose(compose_config, algorithm, *overrides):
+    return compose_config(
+        f"algorithm={algorithm}",
+        "clients=2",
+        "partition=quantity",
+        "partition.fractions=[0.6,0.4]",
+        *(["partition=iid", "partition.fractions=[]"] if algorithm == "vanilla_nas" else []),
+        *SETTINGS[algorithm],
+        *overrides,
+    )
+
+
+def snapshot(strategy):
+    """Everything that a round leaves behind, as named tensors and JSON."""
+    tensors = {
+        f"{state}.{dtype}": vector.clone()
+        for state, packed in strategy.states.items()
+        for dtype, vector in packed.items()
+    }
+    tensors |= {f"server.{n}": t.clone() for n, t in strategy.server_tensors().items()}
+    return tensors, json.dumps(strategy.values, sort_keys=True), to_json(strategy.derive())
+
+
+def assert_equal(left, right):
+    assert left[1:] == right[1:]
+    assert set(left[0]) == set(right[0])
+    for name, tensor in left[0].items():
+        assert torch.equal(tensor, right[0][name]), name
+
+
+def test_every_algorithm_is_tested_here():
+    assert set(SETTINGS) == set(ALGORITHMS) - {"fedavg"}  # which does not search
+
+
+@pytest.fixture(scope="module", params=sorted(SETTINGS))
+def undisturbed(request, compose_config, federate, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    federation = federate(compose(compose_config, request.param), checkpoints=folder)
+    federation.folder, federation.algorithm = folder, request.param
+    named = federation.strategy.named_arrays().to_torch_state_dict()
+    federation.initial = {name: tensor.clone() for name, tensor in named.items()}
+    federation.result = federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    return federation
+
+
+def test_rounds_are_finite_and_told(undisturbed):
+    rounds = [event for event in undisturbed.events if event["event"] == "round"]
+    assert [event["round"] for event in rounds] == [1, 2]
+    assert not [e for e in undisturbed.events if e["event"] in ("client_failed", "warning")]
+    for event in rounds:
+        assert math.isfinite(event["metrics"]["train_loss"])
+        assert math.isfinite(event["metrics"]["validation_loss"])
+        assert event["bytes_sent"] > 0 < event["bytes_received"]
+        assert set(event["clients"]) == {str(c) for c in range(undisturbed.config.clients)}
+    metrics = undisturbed.result.train_metrics_clientapp
+    assert [metrics[r]["train_loss"] for r in (1, 2)] == [
+        event["metrics"]["train_loss"] for event in rounds
+    ]
+
+
+def test_it_is_a_flower_strategy_that_learns_and_derives(undisturbed):
+    strategy = undisturbed.strategy
+    assert isinstance(strategy, Strategy)
+    strategy.space.check(strategy.derive())
+    if undisturbed.algorithm == "random_search":
+        return
+    arrays = undisturbed.result.arrays.to_torch_state_dict()
+    for state in ("weights", "alphas"):
+        changed = [n for n in arrays if n.startswith(f"{state}.")]
+        assert changed
+        assert any(not torch.equal(arrays[n], undisturbed.initial[n]) for n in changed)
+
+
+def test_resume_after_round_1_gives_equal_tensors(undisturbed, compose_config, federate, tmp_path):
+    config = compose(compose_config, undisturbed.algorithm)
+    shutil.copytree(undisturbed.folder, tmp_path, dirs_exist_ok=True)
+    for path in tmp_path.glob("search-000002.*"):
+        path.unlink()
+    resumed = federate(config, checkpoints=tmp_path)
+    resumed.strategy.start(resumed.grid, num_rounds=ROUNDS)
+    assert [e["round"] for e in resumed.events if e["event"] == "round"] == [2]
+    assert_equal(snapshot(resumed.strategy), snapshot(undisturbed.strategy))
+
+
+def test_a_finished_search_asks_nobody_again(undisturbed, compose_config, federate):
+    config = compose(compose_config, undisturbed.algorithm)
+    finished = federate(config, checkpoints=undisturbed.folder)
+    finished.strategy.start(finished.grid, num_rounds=ROUNDS)
+    assert finished.events == []
+    assert_equal(snapshot(finished.strategy), snapshot(undisturbed.strategy))
+
+
+def test_the_seed_decides(undisturbed, compose_config, federate):
+    first_loss = next(e for e in undisturbed.events if e["event"] == "round")["metrics"]
+    saved = undisturbed.checkpoints._load("search-000001")  # the second round is resumed above
+    for seed in (1, 7):
+        config = compose(compose_config, undisturbed.algorithm, f"seed={seed}")
+        again = federate(config)
+        schedule = again.strategy.run_round
+        again.strategy.run_round = lambda number, _, schedule=schedule: schedule(number, ROUNDS)
+        again.strategy.start(again.grid, num_rounds=1)
+        (event,) = [event for event in again.events if event["event"] == "round"]
+        same = seed == undisturbed.config.seed
+        assert (event["metrics"]["train_loss"] == first_loss["train_loss"]) == same
+        assert (again.strategy.values == saved.values) or not same
+        for state, packed in again.strategy.states.items():
+            for dtype, vector in packed.items():
+                equal = torch.equal(vector, saved.tensors[f"{state}.{dtype}"])
+                assert equal == same or dtype == "int64"  # batch norm's counters

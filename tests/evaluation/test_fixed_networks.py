@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fednas_flwr.evaluation.fixed_networks import (
+    FIXED_NETWORKS,
+    linear,
+    mobilenet_v2,
+    plain_cnn,
+)
+from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
+
+
+def test_mobilenet_v2_has_the_published_size() -> None:
+    """Sandler et al. (2018), Table 4: 3.4 M parameters, 300 M multiply-adds at 224x224.
+
+    torchvision's documentation gives 3,504,872 parameters.
+    """
+    network = mobilenet_v2((3, 224, 224), 1000)
+    assert count_parameters(network) == 3_504_872
+    assert count_multiply_adds(network, (3, 224, 224)) == pytest.approx(300e6, rel=0.01)
+
+
+@pytest.mark.parametrize(("shape", "stride"), [((1, 32, 32), 1), ((3, 64, 64), 2)])
+def test_mobilenet_v2_takes_small_and_grey_images(shape: tuple[int, int, int], stride: int) -> None:
+    network = mobilenet_v2(shape, 7)
+    assert network.features[0][0].stride == (stride, stride)
+    assert network(torch.zeros(2, *shape)).shape == (2, 7)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 28, 28), (2, 7, 13), (1, 1, 1), (4, 5, 33)])
+@pytest.mark.parametrize("make", [plain_cnn, linear])
+def test_small_networks_take_any_size(make: type[nn.Module], shape: tuple[int, int, int]) -> None:
+    assert make(shape, 5)(torch.zeros(3, *shape)).shape == (3, 5)
+
+
+def test_plain_cnn_has_the_parameters_counted_by_hand() -> None:
+    convolutions = (9 * 1 + 1) * 16 + (9 * 16 + 1) * 32
+    dense = (7 * 7 * 32 + 1) * 64 + (64 + 1) * 10
+    assert count_parameters(plain_cnn((1, 28, 28), 10)) == convolutions + dense
+
+
+def test_linear_is_logistic_regression_on_any_records() -> None:
+    network = linear((6,), 4)
+    x = torch.randn(5, 6)
+    (dense,) = [m for m in network.modules() if isinstance(m, nn.Linear)]
+    assert torch.equal(network(x), x @ dense.weight.T + dense.bias)
+    assert count_parameters(linear((1, 28, 28), 10)) == 7850
+
+
+@pytest.mark.parametrize("name", FIXED_NETWORKS)
+def test_networks_train_and_take_drop_path(name: str) -> None:
+    """The trainer sets ``drop_path_prob`` on every network; these have no path to drop."""
+    network = FIXED_NETWORKS[name]((3, 32, 32), 2)
+    network.drop_path_prob = 0.5  # type: ignore[assignment]
+    network.train()(torch.randn(4, 3, 32, 32)).sum().backward()
+    assert all(parameter.grad is not None for parameter in network.parameters())
+    assert not any("drop_path" in name for name in network.state_dict())

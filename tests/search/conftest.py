@@ -1,0 +1,108 @@
+"""Tiny modules with weights and alphas, in double precision, whose gradients one can write down."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+
+class TwoParameters(nn.Module):
+    """Logits whose cross-entropy with label 0 is ``OFFSET + q (w - a t)^2 / 2 + c a w``.
+
+    A sample is ``(q, t, c)``. Quadratic in the weight w, so that the second-order gradient of the
+    alpha a has a closed form.
+    """
+
+    OFFSET = 20.0  # keeps the loss above 0, as a cross-entropy is
+
+    def __init__(self, w: float, a: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([w], dtype=torch.float64))
+        self.a = nn.Parameter(torch.tensor([a], dtype=torch.float64))
+        self.unused = nn.Parameter(torch.tensor([3.0], dtype=torch.float64))
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        return {"w": self.w, "unused": self.unused}
+
+    def alphas(self) -> dict[str, nn.Parameter]:
+        return {"cell": self.a}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, t, c = x.unbind(1)
+        loss = self.OFFSET + q * (self.w - self.a * t) ** 2 / 2 + c * self.a * self.w
+        return torch.stack([torch.zeros_like(loss), torch.expm1(loss).log()], 1)
+
+
+class SmoothNet(nn.Module):
+    """Two mixed edges with smooth activations; alphas by kind, logits [B, 3]."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 5, dtype=dtype)
+        self.second = nn.Linear(5, 3, dtype=dtype)
+        self.a = nn.ParameterDict(
+            {k: 0.3 * torch.randn(1, 3, dtype=dtype) for k in ("normal", "reduction")}
+        )
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.named_parameters() if not n.startswith("a.")}
+
+    def alphas(self) -> dict[str, nn.Parameter]:
+        return dict(self.a.items())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, kind in ((self.first, "normal"), (self.second, "reduction")):
+            x = layer(x)
+            mix = self.a[kind].softmax(-1)[0]
+            x = mix[0] * x + mix[1] * torch.tanh(x) + mix[2] * torch.sin(x)
+        return x
+
+
+@pytest.fixture
+def quadratic():
+    return TwoParameters(w=1.3, a=0.7)
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return SmoothNet()
+
+
+@pytest.fixture
+def batch():
+    """``batch(size, seed)``: features [B, 4] in double precision and labels [B] of 3 classes."""
+
+    def make(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(size, 4, generator=generator, dtype=torch.float64)
+        return x, torch.randint(0, 3, (size,), generator=generator)
+
+    return make
+
+
+@pytest.fixture
+def untouched():
+    """``check = untouched(net)``; ``check()`` fails if a parameter or its ``.grad`` has changed."""
+
+    def remember(network: nn.Module):
+        for index, parameter in enumerate(network.parameters()):
+            if index % 2:
+                parameter.grad = torch.full_like(parameter, 0.25)
+        before = {
+            n: (p.detach().clone(), None if p.grad is None else p.grad.clone())
+            for n, p in network.named_parameters()
+        }
+
+        def check() -> None:
+            for name, parameter in network.named_parameters():
+                value, grad = before[name]
+                assert torch.equal(parameter, value), name
+                assert (parameter.grad is None) == (grad is None), name
+                assert grad is None or torch.equal(parameter.grad, grad), name
+                assert parameter.requires_grad
+
+        return check
+
+    return remember

@@ -1,0 +1,117 @@
+"""Local epochs against explicit loops: an alpha step, then a weight step, batch by batch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.search.architect import mixed_level_gradient, second_order_gradient
+from fednas_flwr.search.local_search import search_epoch
+from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.search.training import make_adam, make_sgd
+
+WEIGHTS = SGD(0.3, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
+ALPHAS = Adam(0.05, weight_decay=1e-3)
+EXACT = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def search(net, train, validation, rule, alphas=ALPHAS, validation_weight=0.5):
+    return search_epoch(
+        net,
+        iter(train),
+        iter(validation),
+        rule=rule,
+        validation_weight=validation_weight,
+        weight_settings=WEIGHTS,
+        weight_optimizer=make_sgd(net.weights().values(), WEIGHTS),
+        alpha_optimizer=make_adam(net.alphas().values(), alphas),
+    )
+
+
+def explicit(net, train, validation, rule):
+    """The same with nothing of ours but the two gradients that have tests of their own."""
+    weights, alphas = list(net.weights().values()), list(net.alphas().values())
+    sgd = torch.optim.SGD(weights, lr=0.3, momentum=0.9, weight_decay=0.01)
+    adam = torch.optim.Adam(alphas, lr=0.05, betas=(0.5, 0.999), weight_decay=1e-3)
+    losses = []
+    for train_batch, validation_batch in zip(train, validation, strict=False):
+        validation_loss = F.cross_entropy(net(validation_batch[0]), validation_batch[1])
+        if rule == "first_order":
+            gradients = torch.autograd.grad(validation_loss, alphas)
+        elif rule == "mixed_level":
+            gradients = mixed_level_gradient(
+                net,
+                train_batch=train_batch,
+                validation_batch=validation_batch,
+                validation_weight=0.5,
+            )[0].values()
+        else:
+            twin = copy.deepcopy(net)
+            step = torch.optim.SGD(twin.weights().values(), lr=0.3, momentum=0.9, weight_decay=0.01)
+            for weight, own in zip(twin.weights().values(), weights, strict=True):
+                if "momentum_buffer" in sgd.state[own]:
+                    buffer = sgd.state[own]["momentum_buffer"].clone()
+                    step.state[weight]["momentum_buffer"] = buffer
+            F.cross_entropy(twin(train_batch[0]), train_batch[1]).backward()
+            step.step()
+            gradients = second_order_gradient(
+                net,
+                weights=net.weights(),
+                virtual_weights=twin.weights(),
+                train_batch=train_batch,
+                validation_batch=validation_batch,
+                inner_lr=0.3,
+            )[0].values()
+        for alpha, gradient in zip(alphas, gradients, strict=True):
+            alpha.grad = gradient
+        adam.step()
+        loss = F.cross_entropy(net(train_batch[0]), train_batch[1])
+        losses.append(loss.item())
+        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+            weight.grad = gradient
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        sgd.step()
+    return losses
+
+
+@pytest.mark.parametrize("rule", ["first_order", "second_order", "mixed_level"])
+def test_an_epoch_equals_an_explicit_loop(rule, net, batch):
+    train = [batch(6, seed) for seed in range(4)]
+    validation = [batch(5, 10 + seed) for seed in range(6)]  # more than are needed
+    twin = copy.deepcopy(net)
+    start = copy.deepcopy(net)
+    train_tally, validation_tally = search(net, train, validation, rule)
+    losses = explicit(twin, train, validation, rule)
+    for (name, mine), (_, other), (_, old) in zip(
+        net.named_parameters(), twin.named_parameters(), start.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(mine, other, **EXACT)
+        assert (mine - old).abs().max() > 1e-3, name
+    assert train_tally.loss == pytest.approx(sum(losses) / 4)
+    assert (train_tally.num_examples, validation_tally.num_examples) == (24, 20)
+
+
+def test_the_rules_differ(net, batch):
+    train, validation = [batch(6, 0)], [batch(5, 1)]
+    alphas = []
+    for rule in ("first_order", "second_order", "mixed_level"):
+        twin = copy.deepcopy(net)
+        search(twin, train * 3, validation * 3, rule)
+        alphas.append(torch.cat(list(twin.alphas().values())).detach())
+    for left, right in ((0, 1), (0, 2), (1, 2)):
+        assert (alphas[left] - alphas[right]).abs().max() > 1e-4
+
+
+def test_a_learning_rate_of_zero_keeps_the_alphas(net, batch):
+    start = {kind: alpha.detach().clone() for kind, alpha in net.alphas().items()}
+    search(net, [batch(6, 0)], [batch(6, 1)], "first_order", alphas=Adam(0.0, weight_decay=0.1))
+    assert all(torch.equal(alpha, start[kind]) for kind, alpha in net.alphas().items())
+
+
+def test_an_unknown_rule_is_named_with_the_nearest(net):
+    with pytest.raises(ConfigError, match=r"rule=mixed_levels is unknown.*nearest: mixed_level"):
+        search(net, [], [], "mixed_levels")

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fednas_flwr.build import make_network
+from fednas_flwr.evaluation.metrics import evaluate
+from fednas_flwr.randomness import make_generator
+from fednas_flwr.search_spaces.genotype import to_json
+
+ROUNDS = 3
+UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.7,0.3]"]
+
+
+@pytest.fixture(scope="module")
+def searched(compose_config, federate):
+    federation = federate(compose_config("algorithm=random_search", *UNEQUAL))
+    federation.asked = asked = []
+    ask = federation.courier.ask
+
+    def recording(verb, **arguments):
+        asked.append((verb, arguments))
+        return ask(verb, **arguments)
+
+    federation.courier.ask = recording
+    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    return federation
+
+
+def accuracies(federation):
+    rounds = [event for event in federation.events if event["event"] == "round"]
+    return [event["metrics"]["validation_accuracy"] for event in rounds]
+
+
+def test_the_candidate_of_best_validation_accuracy_is_derived(searched):
+    best = accuracies(searched).index(max(accuracies(searched)))
+    drawn = [
+        searched.strategy.space.random_genotype(
+            make_generator(searched.config.seed, "random_search", number)
+        )
+        for number in range(1, ROUNDS + 1)
+    ]
+    assert len({to_json(genotype) for genotype in drawn}) == ROUNDS
+    assert searched.strategy.derive() == drawn[best]
+    assert searched.strategy.values["accuracy"] == max(accuracies(searched))
+
+
+def test_no_candidate_is_chosen_or_trained_on_test_records(searched):
+    splits = {
+        (verb, arguments["settings"]["split"])
+        for verb, arguments in searched.asked
+        if verb != "query.describe"
+    }
+    assert splits == {("train.weights", "train"), ("evaluate.model", "validation")}
+
+
+def test_the_accuracy_is_the_pooled_one_of_the_trained_candidate(searched):
+    _, arguments = searched.asked[-1]
+    network = make_network(arguments["settings"]["network"])
+    from fednas_flwr.exchange.states import load_states
+
+    load_states(network, arguments["states"])
+    own = [
+        evaluate(network, client.data.validation, torch.device("cpu"))
+        for client in searched.clients
+    ]
+    correct = sum(metrics.accuracy * metrics.num_examples for metrics in own)
+    pooled = correct / sum(metrics.num_examples for metrics in own)
+    assert accuracies(searched)[-1] == pytest.approx(pooled)
+
+
+def test_without_trials_the_first_candidate_is_taken(compose_config, federate):
+    config = compose_config("algorithm=random_search", *UNEQUAL, "algorithm.trial_rounds=0")
+    federation = federate(config)
+    federation.strategy.start(federation.grid, num_rounds=1)
+    first = make_generator(config.seed, "random_search", 1)
+    assert federation.strategy.derive() == federation.strategy.space.random_genotype(first)
+    assert federation.courier.bytes_sent == 0
+
+
+@pytest.mark.parametrize("nonsense", [float("nan"), float("inf"), 7.0])
+def test_nonsense_from_a_client_does_not_choose(nonsense, compose_config, federate, monkeypatch):
+    federation = federate(compose_config("algorithm=random_search", *UNEQUAL))
+    strategy = federation.strategy
+    reported = iter([nonsense, 0.4, 0.3])
+    monkeypatch.setattr(strategy, "_try", lambda _: {"validation_accuracy": next(reported)})
+    strategy.start(federation.grid, num_rounds=3)
+    second = make_generator(federation.config.seed, "random_search", 2)
+    assert strategy.derive() == strategy.space.random_genotype(second)
+    assert strategy.values["accuracy"] == 0.4

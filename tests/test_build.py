@@ -1,0 +1,127 @@
+"""From a configuration to objects: every combination on embedded or made data builds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fednas_flwr import build
+from fednas_flwr.cli import compose_tree
+from fednas_flwr.config import Config, conf_folder, parse_config
+from fednas_flwr.data.partitioners import save_partition
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.search_spaces.genotype import save_genotype
+
+Compose = Callable[..., Config]
+
+# Files that need nothing but the installation, beside those of the made data set.
+BUILDS = [
+    *(f"algorithm={n}" for n in ("fed_darts", "fednas", "fnas", "random_search")),
+    "algorithm=vanilla_nas clients=1",
+    *(f"algorithm=fedavg algorithm.network={n}" for n in ("mobilenet_v2", "plain_cnn", "linear")),
+    "search_space=darts retrain=darts",
+    "search_space=darts_small retrain.num_cells=3",
+    *(f"search_space={n}" for n in ("nasbench201", "nasbench201_small")),
+    *(f"retrain={n} retrain.auxiliary_weight=0" for n in ("darts", "quickstart", "small")),
+    *(f"partition={n}" for n in ("iid", "dirichlet", "quantity", "label_groups")),
+    *(f"runtime={n}" for n in ("inline", "ray")),
+    "privacy=none",
+]
+
+
+@pytest.mark.parametrize("overrides", BUILDS)
+def test_files_build_on_embedded_data(overrides: str) -> None:
+    build.check_buildable(parse_config(compose_tree(overrides.split())))
+
+
+EXPERIMENTS = sorted(
+    path.relative_to(conf_folder() / "experiment").with_suffix("").as_posix()
+    for path in (conf_folder() / "experiment").rglob("*.yaml")
+)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_experiments_build_with_another_data_set(experiment: str, made_data: Path) -> None:
+    """The settings of an experiment, on made images instead of those that need a download."""
+    config = parse_config(compose_tree([f"experiment={experiment}"]))
+    other = parse_config(compose_tree(["dataset=npz", f"dataset.root={made_data}"]))
+    cache = str(made_data.parent / "cache")
+    build.check_buildable(replace(config, dataset=replace(other.dataset, cache=cache)))
+
+
+def test_check_builds_no_tensors_and_draws_nothing(compose_config: Compose) -> None:
+    config = compose_config("search_space.channels=32768")  # terabytes of weights
+    state = torch.random.get_rng_state()
+    build.check_buildable(config)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("network", ["mobilenet_v2", "plain_cnn"])
+def test_networks_for_images_refuse_tables(network: str) -> None:
+    description = {"name": network, "input_shape": [7], "num_classes": 2}
+    with pytest.raises(ConfigError, match=f"{network}.*images"):
+        build.make_network(description)
+    linear = build.make_network({"name": "linear", "input_shape": [7], "num_classes": 2})
+    assert linear(torch.zeros(3, 7)).shape == (3, 2)
+
+
+def test_unknown_names_are_told_with_those_there_are(compose_config: Compose) -> None:
+    with pytest.raises(ConfigError, match="network=resnet is unknown.*derived"):
+        build.make_network({"name": "resnet", "input_shape": [3, 8, 8], "num_classes": 2})
+    with pytest.raises(ConfigError, match=r"search_space\.name=dart.*nearest: darts"):
+        build.make_space(
+            "dart", input_shape=(3, 8, 8), num_classes=2, channels=4, num_cells=1, norm="batch"
+        )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_is_refused_where_there_is_none() -> None:
+    assert build.make_device("auto") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="device=cuda.*device=cpu"):
+        build.make_device("cuda")
+
+
+def test_initial_networks_depend_on_the_seed_alone(compose_config: Compose) -> None:
+    def states(seed: int) -> list[torch.Tensor]:
+        config = compose_config(f"seed={seed}")
+        prepared, _ = build.make_data(config)
+        courier = build.make_courier(config, run="r", emit=lambda event, **fields: None)
+        torch.manual_seed(torch.seed() % 1000)
+        strategy = build.make_search(config, prepared, courier, None)  # type: ignore[arg-type]
+        return [vector for packed in strategy.states.values() for vector in packed.values()]
+
+    first, again, other = states(1), states(1), states(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+
+
+def test_partition_file_is_used_and_checked(compose_config: Compose, tmp_path: Path) -> None:
+    _, parts = build.make_data(compose_config("clients=2"))
+    path = tmp_path / "partition.json"
+    save_partition(path, parts[::-1])
+    config = compose_config("clients=2", f"partition.file={path}")
+    _, loaded = build.make_data(config)
+    assert [p.tolist() for p in loaded] == [p.tolist() for p in parts[::-1]]
+    with pytest.raises(ConfigError, match="over 2 clients, but clients=3"):
+        build.make_data(replace(config, clients=3))
+    with pytest.raises(ConfigError, match="another data set"):
+        build.make_data(replace(config, dataset=replace(config.dataset, limit_train=50)))
+
+
+def test_genotype_that_does_not_fit_is_refused(compose_config: Compose, tmp_path: Path) -> None:
+    config = compose_config("search_space=darts_small", "search_space.channels=4")
+    space = build.supernet_space(config, build.make_data(config)[0])
+    path = tmp_path / "genotype.json"
+    save_genotype(path, space.random_genotype(torch.Generator().manual_seed(0)))
+    given = ["stages=[retrain]", f"genotype={path}"]
+    with pytest.raises(ConfigError, match=r"retrain\.num_cells"):
+        build.check_buildable(compose_config(*given))
+    given.append("retrain.num_cells=3")
+    build.check_buildable(compose_config(*given))
+    path.write_text(path.read_text().replace('"space": "darts"', '"space": "nasbench201"'))
+    with pytest.raises(ConfigError, match="nasbench201"):
+        build.check_buildable(compose_config(*given))

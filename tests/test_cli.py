@@ -1,0 +1,301 @@
+"""What the command promises: every mistake is one sentence, and no run folder is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fednas_flwr import cli
+from fednas_flwr.clients import verbs
+from fednas_flwr.reporting.events import read_events
+
+FEDNAS = [sys.executable, "-m", "fednas_flwr.cli"]
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs go to ``runs`` in the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """Return the sentence with which ``fednas run`` refuses the overrides, having left nothing."""
+    before = set(Path().rglob("*"))
+    assert cli.main(["run", *overrides]) == cli.USER_ERROR
+    assert set(Path().rglob("*")) == before
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("fednas: ")
+    assert output.err.count("\n") == 1
+    assert output.err.endswith(".\n")
+    return output.err.removeprefix("fednas: ").strip()
+
+
+MISTAKES = {  # overrides: what the sentence must say
+    "roundz=3": ["roundz is no setting", "the top level has algorithm,", "(nearest: rounds)"],
+    "alphas.lr=1": ["(nearest: algorithm.alphas.lr)"],
+    "weights.lrr=1": [".weights.lr)"],
+    "lr=1": ["algorithm.weights.lr, algorithm.alphas.lr, retrain.weights.lr"],
+    "algorithm.weights.lrr=1": [
+        "algorithm.weights has algorithm.weights.lr, algorithm.weights.min_lr,",
+        "(nearest: algorithm.weights.lr)",
+    ],
+    "algorithm=fnas algorithm.rulez=2": ["algorithm.rulez", "algorithm.reduce"],
+    "seed.first=1": ["seed.first is no setting", "seed has none"],
+    "dataset.categories.smoker=[a]": ["dataset.categories={smoker: ...}"],
+    "algorithm=fed_dart": ["algorithm=fed_dart", "fed_darts, fedavg,", "(nearest: fed_darts)"],
+    "dataset=mnst": ["dataset=mnst", "(nearest: mnist)"],
+    "dataset=base": ["dataset=base is unknown", "csv, digits"],
+    "experiment=fnas/fashion": ["experiment=fnas/fashion is", "(nearest: fnas/fashion_mnist)"],
+    "algorithm.name=fnas": ["algorithm.name=fnas", "write algorithm=<name>"],
+    "rounds=many": ["rounds=many", "a whole number"],
+    "rounds=2.5": ["rounds=2.5", "a whole number"],
+    "seed=true": ["seed=True", "a whole number"],
+    "tensorboard=1": ["tensorboard=1", "true or false"],
+    "stages=search": ["stages=search", "a list such as [text, ...]"],
+    "algorithm.weights=3": ["algorithm.weights=3", "a group of settings"],
+    "retrain.weights.lr=.inf": ["retrain.weights.lr=.inf", "a number"],
+    "rounds=0": ["rounds=0", "1 or more"],
+    "retrain.weights.lr=-1": ["retrain.weights.lr=-1", "above 0"],
+    "algorithm.alphas.lr=-1": ["algorithm.alphas.lr=-1", "0 or more"],
+    "runtime.quorum=2": ["runtime.quorum=2.0", "above 0, at most 1"],
+    "device=gpu": ["device=gpu", "auto, cpu, cuda", "(nearest: cpu)"],
+    "retrain.norm=bach": ["retrain.norm=bach", "(nearest: batch)"],
+    "stages=[serch]": ["stages=serch", "(nearest: search)"],
+    "dataset.fractions={train:1,validation:0,test:0}": ["dataset.fractions.validation=0"],
+    "+seed=2": ["'+seed=2'", "write seed=<value>"],
+    "++seed=2": ["'++seed=2'", "write seed=<value>"],
+    "~seed": ["'~seed'", "write seed=<value>"],
+    "algorithm@here=fnas": ["'algorithm@here=fnas'", "write algorithm=<value>"],
+    "--seed=2": ["'--seed=2'", "key=value"],
+    "garbage": ["'garbage'", "key=value"],
+    "stages=[search": ["'stages=[search'", "key=value"],
+    "seed=1,2": ["seed=1,2", "add -m"],
+    "seed=${nothing}": ["seed", "'nothing'"],
+    "algorithm=vanilla_nas": ["clients=3", "clients=1 or algorithm=fnas"],
+    "algorithm=fnas algorithm.order=2 algorithm.local_steps=2": ["set one of the two to 1"],
+    "genotype=a.json": ["genotype=a.json", "stages=[retrain,evaluate,export]"],
+    "stages=[retrain]": ["genotype=<file> or algorithm=fedavg"],
+    "stages=[search,export]": ["add retrain"],
+    "runtime=deployment": ["runtime.superlink must be given", "Flower's configuration"],
+    "resume=nowhere": ["resume=nowhere", "give the folder of a run"],
+    "resume=nowhere seed=2": ["resume=nowhere takes no other setting"],
+    "-m resume=nowhere": ["resume=nowhere takes no other setting"],
+    "-m algorithm=fed_darts,fed_dart": ["algorithm=fed_dart ", "(nearest: fed_darts)"],
+    "-m seed=1,2 rounds=5,0": ["rounds=0", "1 or more"],
+    "-m seed=1,2 roundz=5": ["(nearest: rounds)"],
+    "-m algorithm=glob(*)": ["algorithm=glob(*)", "seed=1,2,3"],
+}
+
+
+@pytest.mark.parametrize("overrides", MISTAKES)
+def test_mistake_is_one_sentence_that_says_what_is_allowed(
+    overrides: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentence = refused(capsys, *overrides.split())
+    for part in MISTAKES[overrides]:
+        assert part in sentence
+
+
+# These need the data: they are found before a folder is made, too.
+LATE_MISTAKES = {
+    "genotype=none.json stages=[retrain]": ["genotype=none.json cannot be read"],
+    "dataset.root=none.npz": ["dataset.root=none.npz is not a file"],
+    "search_space=darts search_space.channels=3 clients=500": ["clients=500"],
+    "partition=column partition.column=ward": ["ward"],
+    "dataset.fractions={train:1,validation:1,test:0}": ["summing to 1"],
+    "algorithm=fedavg algorithm.network=resnet": ["algorithm.network=resnet", "plain_cnn"],
+    "-m clients=2,500": ["clients=500"],
+}
+
+
+@pytest.mark.parametrize("overrides", LATE_MISTAKES)
+def test_mistake_about_files_or_data_leaves_no_folder(
+    overrides: str, tiny_overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {text.partition("=")[0] for text in overrides.split()}
+    kept = [text for text in tiny_overrides if text.partition("=")[0] not in keys]
+    sentence = refused(capsys, *kept, *overrides.split())
+    for part in LATE_MISTAKES[overrides]:
+        assert part in sentence
+
+
+def test_debug_shows_the_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "roundz=3", "--debug"]) == cli.USER_ERROR
+    output = capsys.readouterr().err
+    assert "Traceback" in output
+    assert output.endswith("(nearest: rounds).\n")
+
+
+def test_mistakes_are_told_without_torch() -> None:
+    code = (
+        "import sys; from fednas_flwr.cli import main\n"
+        "codes = [main(['run', *o.split()]) for o in "
+        "('roundz=1', 'seed=x', 'resume=nowhere', 'algorithm=fed_dart', 'runtime=deployment')]\n"
+        "print(codes, sorted({'torch', 'flwr', 'sklearn', 'ray'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[2, 2, 2, 2, 2] []\n"
+    assert len(done.stderr.splitlines()) == 5
+
+
+def test_command_exits_with_2_and_no_trace() -> None:
+    done = subprocess.run([*FEDNAS, "run", "algorithm=fed_dart"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "fednas: algorithm=fed_dart is unknown: choose one of fed_darts, fedavg, fednas, fnas, "
+        "random_search, vanilla_nas (nearest: fed_darts).\n"
+    )
+
+
+def test_other_commands_take_no_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["report", "somewhere", "seed=1"])
+    assert "unrecognized arguments: seed=1" in capsys.readouterr().err
+    assert cli.main(["report", "somewhere"]) == cli.USER_ERROR
+    assert cli.main(["compare", "somewhere"]) == cli.USER_ERROR
+    assert capsys.readouterr().err.count("fednas: ") == 2
+
+
+def test_cfg_prints_the_composed_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--cfg", "algorithm=fnas", "seed=7"]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    assert (tree["algorithm"]["name"], tree["seed"]) == ("fnas", 7)
+    assert cli.main(["run", "--cfg", "-m", "seed=1,2", "clients=range(2,4)"]) == 0
+    trees = [t for t in yaml.safe_load_all(capsys.readouterr().out) if t]
+    assert [(t["seed"], t["clients"]) for t in trees] == [(1, 2), (1, 3), (2, 2), (2, 3)]
+    assert not Path("runs").exists()
+
+
+@pytest.fixture
+def finished(tiny_overrides: list[str], capsys: pytest.CaptureFixture[str]) -> Path:
+    """The folder of a short run that searched and nothing else."""
+    assert cli.main(["run", *tiny_overrides, "stages=[search]", "clients=1", "rounds=1"]) == 0
+    (folder,) = Path("runs").iterdir()
+    assert f"run folder: {folder.resolve()}\n" in capsys.readouterr().out
+    return folder
+
+
+def test_run_folder_name_is_short_and_holds_one_run(
+    finished: Path, tiny_overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert finished.name.endswith("_fed_darts_npz")
+    assert len(finished.name) < 40
+    sentence = refused(capsys, *tiny_overrides, f"run_dir={finished}")
+    assert f"run_dir={finished} already holds a run" in sentence
+    assert f"resume={finished}" in sentence
+    Path("new").mkdir()
+    folder = finished.rename(Path("new") / "0_seed-1")
+    sentence = refused(capsys, *tiny_overrides, "-m", "seed=1,2", "run_dir=new")
+    assert f"{folder.resolve()} already holds a run" in sentence
+
+
+def test_resume_of_a_finished_run_adds_nothing(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds = [e for e in read_events(finished / "events.jsonl") if e["event"] == "round"]
+    assert cli.main(["run", f"resume={finished}"]) == 0
+    events = read_events(finished / "events.jsonl")
+    assert [e for e in events if e["event"] == "round"] == rounds
+    assert [e["resumed"] for e in events if e["event"] == "run_started"] == [False, True]
+
+
+def test_first_clients_error_is_on_top(
+    tiny_overrides: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(client, request):
+        raise ZeroDivisionError(f"disk {client.index} is full")
+
+    monkeypatch.setitem(verbs.VERBS, "train.search", broken)
+    assert cli.main(["run", *tiny_overrides]) == cli.RUN_FAILED
+    output = capsys.readouterr()
+    assert output.err.startswith("fednas: QuorumError: client 0: ZeroDivisionError: disk 0 is full")
+    assert "0 of 3 clients answered, 2 are needed" in output.err
+    assert "Traceback" not in output.out + output.err
+    (folder,) = Path("runs").iterdir()
+    assert (folder / "report.html").exists()
+
+
+def test_sweep_goes_on_after_a_failing_job_and_says_so(
+    tiny_overrides: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = verbs.search
+
+    def broken_for_seed_2(client, request):
+        if client.seed == 2:
+            raise ZeroDivisionError("disk is full")
+        return search(client, request)
+
+    monkeypatch.setitem(verbs.VERBS, "train.search", broken_for_seed_2)
+    sweep = ["-m", "seed=1,2,3", "stages=[search]", "clients=2", "rounds=1", "run_dir=sweep"]
+    assert cli.main(["run", *tiny_overrides, *sweep]) == cli.RUN_FAILED
+    output = capsys.readouterr()
+    assert sorted(path.name for path in Path("sweep").iterdir()) == [
+        "0_seed-1",
+        "1_seed-2",
+        "2_seed-3",
+    ]
+    assert "job 3 of 3: 2_seed-3" in output.out
+    assert "2 of 3 jobs completed; sweep folder: " in output.out
+    assert "ZeroDivisionError: disk is full" in output.err
+    assert output.err.endswith("fednas: 1 jobs failed: 1_seed-2.\n")
+    assert cli.main(["compare", "sweep", "--output", "table"]) == 0
+    assert "1, 3" in capsys.readouterr().out
+    table = json.loads(Path("table/compare.json").read_text())
+    assert "1_seed-2" in json.dumps(table)
+
+
+def test_unnamed_sweep_has_one_folder_named_by_time(
+    tiny_overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = ["-m", "algorithm=fed_darts,random_search", "stages=[search]", "clients=1", "rounds=1"]
+    assert cli.main(["run", *tiny_overrides, *sweep]) == 0
+    (parent,) = Path("runs").iterdir()
+    time.strptime(parent.name, "%Y%m%d-%H%M%S_sweep")
+    names = sorted(path.name for path in parent.iterdir())
+    assert names == ["0_algorithm-fed_darts", "1_algorithm-random_search"]
+
+
+def test_ctrl_c_ends_with_130_and_the_run_can_go_on(tiny_overrides: list[str]) -> None:
+    run_dir = Path("stopped").resolve()
+    process = subprocess.Popen(
+        [*FEDNAS, "run", *tiny_overrides, "stages=[search]", "rounds=2000", f"run_dir={run_dir}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    events = run_dir / "events.jsonl"
+    deadline = time.monotonic() + 60
+    while not (events.exists() and '"event": "round"' in events.read_text()):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == cli.STOPPED == 130
+    assert time.monotonic() - started < 15
+    assert f"fednas run resume={run_dir}" in errors
+    assert "Traceback" not in errors
+    finished = read_events(events)[-1]
+    assert (finished["event"], finished["status"]) == ("run_finished", "failed")
+    assert finished["reason"] == "stopped by Ctrl-C"
+
+    done = max(e["round"] for e in read_events(events) if e["event"] == "round")
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config["rounds"] = done + 1
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    assert cli.main(["run", f"resume={run_dir}"]) == 0
+    rounds = [e["round"] for e in read_events(events) if e["event"] == "round"]
+    assert rounds[-1] == done + 1
+    assert len(rounds) <= done + 2  # at most the round that was under way is repeated

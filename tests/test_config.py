@@ -1,0 +1,141 @@
+"""The configuration is checked at once, travels as JSON, and every file of conf/ composes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fednas_flwr.cli import compose_tree
+from fednas_flwr.config import Config, conf_folder, dump_config, load_config, parse_config
+from fednas_flwr.errors import ConfigError
+
+NEEDS = {  # what a file needs beside itself
+    "algorithm=vanilla_nas": ["clients=1"],
+    "runtime=deployment": ["runtime.superlink=site"],
+}
+
+
+def all_choices() -> list[str]:
+    """Return ``group=name`` for every file of every group."""
+    folder = conf_folder()
+    return sorted(
+        f"{path.relative_to(folder).parts[0]}="
+        + path.relative_to(folder / path.relative_to(folder).parts[0]).with_suffix("").as_posix()
+        for path in folder.rglob("*.yaml")
+        if path.parent != folder and path.stem != "base"
+    )
+
+
+@pytest.fixture(scope="module")
+def tree() -> dict[str, Any]:
+    return compose_tree([])
+
+
+def changed(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Return a copy of the tree with ``value`` at the dotted ``key``."""
+    copy: dict[str, Any] = json.loads(json.dumps(tree))
+    *parents, last = key.split(".")
+    node = copy
+    for part in parents:
+        node = node[part]
+    node[last] = value
+    return copy
+
+
+@pytest.mark.parametrize("choice", all_choices())
+def test_every_file_composes_and_parses(choice: str) -> None:
+    config = parse_config(compose_tree([choice, *NEEDS.get(choice, [])]))
+    group, _, name = choice.partition("=")
+    if hasattr(getattr(config, group, None), "name"):
+        assert name in (getattr(config, group).name, f"{getattr(config, group).name}_small")
+
+
+def test_every_group_is_tested() -> None:
+    groups = {choice.partition("=")[0] for choice in all_choices()}
+    assert groups == {path.name for path in conf_folder().iterdir() if path.is_dir()}
+    assert len(all_choices()) > 25
+
+
+def test_json_round_trip(tree: dict[str, Any]) -> None:
+    config = parse_config(tree)
+    assert load_config(dump_config(config)) == config
+    assert "\n" not in dump_config(config)
+
+
+def test_whole_numbers_become_floats_and_nothing_else_is_converted(tree: dict[str, Any]) -> None:
+    config = parse_config(changed(tree, "runtime.deadline_s", 60))
+    assert isinstance(config.runtime.deadline_s, float)
+    for key, value in {"rounds": 3.0, "clients": "3", "tensorboard": "true", "seed": None}.items():
+        with pytest.raises(ConfigError, match=f"{key}={value} has the wrong type"):
+            parse_config(changed(tree, key, value))
+
+
+BAD_VALUES = [
+    ("clients", 0),
+    ("threads", 0),
+    ("seed", -1),
+    ("algorithm.rule", "third_order"),
+    ("algorithm.local_epochs", 0),
+    ("algorithm.batch_size", 0),
+    ("algorithm.weights.momentum", 1.0),
+    ("algorithm.weights.min_lr", 9.0),
+    ("algorithm.weights.clip_norm", 0.0),
+    ("algorithm.alphas.weight_decay", -1.0),
+    ("algorithm.weights.lr", float("nan")),
+    ("algorithm.weights.lr", float("inf")),
+    ("dataset.limit_train", 0),
+    ("dataset.cutout", -1),
+    ("dataset.split_key", ""),
+    ("dataset.mean", ["a"]),
+    ("dataset.fractions", {"train": "all"}),
+    ("search_space.num_cells", 0),
+    ("privacy.name", "dp"),
+    ("runtime.name", "slurm"),
+    ("runtime.quorum", 0.0),
+    ("runtime.deadline_s", 0),
+    ("runtime.client_cpus", 0),
+    ("runtime.client_gpus", -1),
+    ("retrain.rounds", 0),
+    ("retrain.drop_path_prob", 1.0),
+    ("retrain.auxiliary_weight", -0.1),
+    ("stages", []),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD_VALUES)
+def test_bad_value_is_named_by_its_whole_key(tree: dict[str, Any], key: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(changed(tree, key, value))
+    message = str(caught.value)
+    assert message.startswith(key.removesuffix(".name"))
+    assert message.endswith(".")
+    assert "\n" not in message
+
+
+def test_missing_and_unknown_keys_are_named(tree: dict[str, Any]) -> None:
+    lacking = changed(tree, "retrain", {**tree["retrain"]})
+    del lacking["retrain"]["norm"]
+    with pytest.raises(ConfigError, match=r"retrain\.norm is missing"):
+        parse_config(lacking)
+    with pytest.raises(ConfigError, match=r"retrain\.nom .*nearest: retrain\.norm"):
+        parse_config(changed(tree, "retrain.nom", "batch"))
+    with pytest.raises(ConfigError, match="dataset.root must be given: dataset.root=<text>"):
+        parse_config(changed(tree, "dataset.root", "???"))
+
+
+def test_configuration_cannot_be_changed(tree: dict[str, Any]) -> None:
+    config = parse_config(tree)
+    with pytest.raises(AttributeError):
+        config.seed = 3  # type: ignore[misc]
+    assert isinstance(config, Config)
+
+
+def test_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDNAS_CACHE", "/tmp/elsewhere")
+    assert compose_tree([])["dataset"]["cache"] == "/tmp/elsewhere"
+    monkeypatch.delenv("FEDNAS_CACHE")
+    monkeypatch.delenv("HOME")
+    assert Path(compose_tree([])["dataset"]["cache"]).name == "fednas_flwr"
