@@ -1,0 +1,267 @@
+"""Reading a site's policy from its YAML file: one sentence for whatever is wrong with it.
+
+:func:`load_policy` is the way in, :func:`template` a file to start from. Every key but ``ledger``
+and ``fractions`` must be there, so that nothing is allowed by a default that nobody read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.privacy.ledger import SPLITS
+from fednas_flwr.privacy.policy import NEVER_PRIVATE, DataSetPolicy, Policy, show
+from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.privacy.renyi_filter import RenyiFilter
+
+
+def load_policy(path: Path, *, verbs: Collection[str]) -> Policy:
+    """Return the policy in a site's file.
+
+    Args:
+        path: A YAML file; :func:`template` shows its form.
+        verbs: All verbs that exist.
+
+    Raises:
+        ConfigError: The file cannot be read, or :func:`parse_policy` refuses it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the policy {path} cannot be read: {error}.") from error
+    return parse_policy(text, verbs=verbs, origin=str(path))
+
+
+def parse_policy(text: str, *, verbs: Collection[str], origin: str = "policy") -> Policy:
+    """Return the policy that ``text`` holds.
+
+    Args:
+        text: YAML in the form of :func:`template`.
+        verbs: All verbs that exist.
+        origin: What error sentences call the text, e.g. the path of its file.
+
+    Raises:
+        ConfigError: A key is unknown, missing or given twice, a value is of the wrong type or out
+            of range, or two data sets share a ledger under different budgets.
+    """
+    try:
+        document = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{origin} is not valid YAML: {' '.join(str(error).split())}.") from error
+    top = _mapping(document, origin, required=("data_sets",))
+    sections = top["data_sets"]
+    if not isinstance(sections, dict) or not sections:
+        raise _wrong(f"{origin}: data_sets", sections, "one section for each data set")
+    data_sets = {
+        _text(name, f"{origin}: data_sets"): _parse_section(name, section, verbs, origin)
+        for name, section in sections.items()
+    }
+    budgets: dict[str, DataSetPolicy] = {}
+    for allowed in data_sets.values():
+        other = budgets.setdefault(allowed.ledger, allowed)
+        if (other.epsilon, other.delta) != (allowed.epsilon, allowed.delta):
+            raise ConfigError(
+                f"{origin}: data sets {other.data_set} and {allowed.data_set} share the ledger "
+                f"{allowed.ledger} and must have the same epsilon and delta."
+            )
+    return Policy(data_sets)
+
+
+def _parse_section(
+    name: str, section: object, verbs: Collection[str], origin: str
+) -> DataSetPolicy:
+    """Return the policy of one data set."""
+    where = f"{origin}: data_sets.{show(name)}"
+    optional = ("ledger", "fractions")
+    values = _mapping(section, where, required=tuple(_READERS), optional=optional)
+    read: dict[str, Any] = {
+        key: reader(values[key], f"{where}.{key}") for key, reader in _READERS.items()
+    }
+    for verb in read["verbs"]:
+        if verb in NEVER_PRIVATE:
+            raise ConfigError(f"{where}.verbs: {verb} cannot be private, leave it out.")
+        if verb not in verbs:
+            raise unknown_choice(f"{where}.verbs", verb, set(verbs) - set(NEVER_PRIVATE))
+    try:
+        RenyiFilter(epsilon=read["epsilon"], delta=read["delta"])
+        Release(noise_multiplier=read["least_noise_multiplier"], sample_rate=1, steps=1)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if read["secure_noise"] and read["test_seed"]:
+        raise ConfigError(f"{where}: secure_noise and test_seed exclude one another.")
+    if isinstance(read["records"], int):
+        if "fractions" not in values:
+            raise ConfigError(f"{where}: records={read['records']} in total needs fractions.")
+        read["records"] = _share(read["records"], values["fractions"], f"{where}.fractions")
+    elif "fractions" in values:
+        raise ConfigError(f"{where}: fractions belong to a total number of records, drop one.")
+    ledger = _text(values.get("ledger", name), f"{where}.ledger")
+    return DataSetPolicy(data_set=name, ledger=ledger, **read)
+
+
+def _positive(value: object, where: str) -> float:
+    """Return a finite number above 0."""
+    if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
+        raise _wrong(where, value, "a finite number above 0")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _probability(value: object, where: str) -> float:
+    """Return a number above 0 and below 1."""
+    if not _positive(value, where) < 1:
+        raise _wrong(where, value, "a number above 0 and below 1")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _count(value: object, where: str, least: int = 1) -> int:
+    """Return an integer of at least ``least``."""
+    if type(value) is not int or value < least:
+        raise _wrong(where, value, f"an integer of at least {least}")
+    return value
+
+
+def _flag(value: object, where: str) -> bool:
+    """Return true or false."""
+    if not isinstance(value, bool):
+        raise _wrong(where, value, "true or false")
+    return value
+
+
+def _text(value: object, where: str) -> str:
+    """Return a name."""
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise _wrong(where, value, "a name, as text")
+    return value
+
+
+def _verbs(value: object, where: str) -> frozenset[str]:
+    """Return the names in a list."""
+    if not isinstance(value, list) or not value:
+        raise _wrong(where, value, "a list of verbs")
+    return frozenset(_text(verb, where) for verb in value)
+
+
+def _records(value: object, where: str) -> int | dict[str, int]:
+    """Return a total, or the number of each split."""
+    if not isinstance(value, dict):
+        return _count(value, where)
+    numbers = _mapping(value, where, required=SPLITS)
+    least = {"train": 1, "validation": 0, "test": 0}
+    return {split: _count(numbers[split], f"{where}.{split}", least[split]) for split in SPLITS}
+
+
+def _share(total: int, fractions: object, where: str) -> dict[str, int]:
+    """Return the declared number of each split, rounded down."""
+    shares = _mapping(fractions, where, required=SPLITS)
+    for split, share in shares.items():
+        if type(share) not in (int, float) or not 0 <= share <= 1:
+            raise _wrong(f"{where}.{split}", share, "a number from 0 to 1")
+    if not math.isclose(sum(shares.values()), 1, abs_tol=1e-9):
+        raise _wrong(where, shares, "three numbers that sum to 1")
+    numbers = {split: math.floor(total * shares[split] + 1e-9) for split in SPLITS}
+    _count(numbers["train"], f"{where}: records of train")
+    return numbers
+
+
+_READERS: dict[str, Callable[[object, str], object]] = {
+    "epsilon": _positive,
+    "delta": _probability,
+    "least_noise_multiplier": _positive,
+    "largest_grad_norm": _positive,
+    "largest_steps": _count,
+    "verbs": _verbs,
+    "records": _records,
+    "secure_noise": _flag,
+    "test_seed": _flag,
+}
+
+
+def _mapping(
+    value: object, where: str, *, required: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Return a mapping that has all required keys and no unknown one."""
+    if not isinstance(value, dict):
+        raise _wrong(where, value, f"a section with {', '.join(required)}")
+    for key in value:
+        if key not in (*required, *optional):
+            raise unknown_choice(f"{where}: key", show(key), (*required, *optional))
+    missing = [key for key in required if key not in value]
+    if missing:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}.")
+    return value
+
+
+def _wrong(where: str, value: object, expected: str) -> ConfigError:
+    """Return the error for a value of the file."""
+    return ConfigError(f"{where}={show(value)} is not usable: expected {expected}.")
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-5 as a number and refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Return the mapping of a node."""
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        twice = [key for key, count in keys.items() if count > 1]
+        if twice:
+            raise yaml.YAMLError(f"{twice[0]} is given twice{node.start_mark}")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def template() -> str:
+    """Return a policy to start from, with comments.
+
+    Example:
+        >>> verbs = ["query.describe", "query.latency"]
+        >>> verbs += ["train.weight_gradient", "train.alpha_gradient"]
+        >>> parse_policy(template(), verbs=verbs).data_sets["my-data"].epsilon
+        3.0
+    """
+    return _TEMPLATE
+
+
+_TEMPLATE = """\
+# What this site allows on its data. Every request is checked against this file before data is
+# read; a request outside it is refused. The server cannot see, change or overrule it.
+data_sets:
+  my-data:                          # the id by which a run names this data
+    # The budget over the whole life of the data, over all runs: (epsilon, delta) for one record
+    # added or removed. Keep delta well below 1 / number of records.
+    epsilon: 3.0
+    delta: 1e-5
+
+    least_noise_multiplier: 0.8     # noise of each release, relative to the clipping norm
+    largest_grad_norm: 1.0          # largest norm that a run may clip records' gradients to
+    largest_steps: 20000            # most steps that one run may commit to, by kind of release
+
+    verbs:                          # what may be asked; all else is refused
+      - query.describe
+      - query.latency
+      - train.weight_gradient
+      - train.alpha_gradient
+
+    # Public numbers: sampling rates and weights come from them, never from the data. Round them,
+    # and do not change them when a record is added. Or give a total and the split's fractions:
+    #   records: 5000
+    #   fractions: {train: 0.6, validation: 0.2, test: 0.2}
+    records: {train: 3000, validation: 1000, test: 1000}
+
+    secure_noise: true              # noise only from the operating system's secret randomness
+    test_seed: false                # true undoes all privacy: never with real data
+
+    # Data sets with records in common must share one budget: give them the same name here, and
+    # the same epsilon and delta. Without it the data set has a budget of its own.
+    # ledger: my-ward
+"""

@@ -1,0 +1,614 @@
+"""Clipped sums against a float64 loop over single records, and their sensitivity as a property."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from fednas_flwr.evaluation.fixed_networks import linear, mobilenet_v2, plain_cnn
+from fednas_flwr.privacy import clipping
+from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
+from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.search.architect import alpha_gradient_sum
+from fednas_flwr.search.training import Tally, trainable_weights, weight_gradient_sum
+from fednas_flwr.search_spaces import DARTSSpace, NASBench201Space
+
+CLASSES = 5
+
+
+def cross_entropy(logits, y):
+    return F.cross_entropy(logits, y, reduction="none")
+
+
+def with_auxiliary(output, y):
+    return cross_entropy(output[0], y) + 0.4 * cross_entropy(output[1], y)
+
+
+def darts(shape):
+    return DARTSSpace(input_shape=shape, num_classes=CLASSES, channels=4, num_cells=3, norm="group")
+
+
+def nasbench201(shape):
+    return NASBench201Space(
+        input_shape=shape, num_classes=CLASSES, channels=4, num_cells=1, norm="group"
+    )
+
+
+def derived(space, **sizes):
+    genotype = space.random_genotype(make_generator(3, "genotype"))
+    return space.network(genotype, channels=4, **sizes)
+
+
+# Two shapes each: the small one for float64, the large one for float32, whose rounding group norms
+# over a handful of pixels amplify, also in a plain backward.
+NETWORKS = {
+    "darts supernet": (lambda s: darts(s).supernet(), (3, 9, 7), (1, 17, 14)),
+    "nasbench201 supernet": (lambda s: nasbench201(s).supernet(), (1, 7, 9), (3, 15, 13)),
+    "darts": (
+        lambda s: derived(darts(s), num_cells=3, auxiliary=True),
+        (1, 11, 9),
+        (3, 17, 14),
+    ),
+    "nasbench201": (lambda s: derived(nasbench201(s), num_cells=2), (3, 7, 9), (1, 15, 13)),
+    "plain_cnn": (lambda s: plain_cnn(s, CLASSES), (3, 9, 7), (1, 9, 7)),
+    "linear": (lambda s: linear(s, CLASSES), (1, 5, 7), (3, 5, 7)),
+}
+SUPERNETS = ("darts supernet", "nasbench201 supernet")
+
+
+def make_network(name, dtype, seed=1):
+    make, small, large = NETWORKS[name]
+    shape = small if dtype == torch.float64 else large
+    with seeded(seed, name):
+        network = make(shape).to(dtype)
+    for alphas in network.alphas().values() if name in SUPERNETS else ():
+        alphas.data.mul_(1000)  # far from uniform, so that the softmax's Jacobian matters
+    return network, shape
+
+
+def make_batch(shape, dtype, *, batch=3, seed=1):
+    generator = make_generator(seed, "batch")
+    x = torch.randn(batch, *shape, generator=generator, dtype=torch.float64).to(dtype)
+    return x, torch.randint(CLASSES, (batch,), generator=generator)
+
+
+def loss_of(name):
+    return with_auxiliary if name == "darts" else cross_entropy
+
+
+def gradients_one_by_one(network, x, y, *, loss, parameters):
+    """Return the float64 gradient of every record, by plain autograd, one forward each."""
+    twin = copy.deepcopy(network).double()
+    twins = dict(twin.named_parameters())
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    chosen = [twins[names[id(parameter)]] for parameter in parameters.values()]
+    records = []
+    for i in range(len(x)):
+        losses = loss(twin(x[i : i + 1].double()), y[i : i + 1])
+        gradients = torch.autograd.grad(losses.sum(), chosen, allow_unused=True)
+        records.append(
+            {
+                name: torch.zeros_like(parameter) if g is None else g
+                for name, parameter, g in zip(parameters, chosen, gradients, strict=True)
+            }
+        )
+    return records
+
+
+def norm(gradient):
+    return math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values()))
+
+
+def clipped_sum(records, max_norm, factors=None):
+    factors = [1.0] * len(records) if factors is None else factors
+    scales = [f * min(1.0, max_norm / norm(r)) for f, r in zip(factors, records, strict=True)]
+    return {
+        name: sum(s * record[name] for s, record in zip(scales, records, strict=True))
+        for name in records[0]
+    }
+
+
+def middle_norm(records):
+    """Return a bound that clips some of the records only."""
+    return sorted(map(norm, records))[len(records) // 2] * 0.999
+
+
+def difference(sums, others):
+    return {name: sums[name] - others[name] for name in others}
+
+
+def error(sums, expected):
+    """Return the largest relative error over tensors, and over all of them together."""
+    assert list(sums) == list(expected)
+    each = [
+        float((sums[name] - expected[name]).norm() / (expected[name].norm() + 1e-30))
+        for name in expected
+    ]
+    return max(each), norm(difference(sums, expected)) / norm(expected)
+
+
+def sums_and_errors(network, x, y, *, loss, sizes):
+    """Yield the errors of the weights' sums, and of the alphas' if there are any, per size."""
+    weights = trainable_weights(network)
+    alphas = dict(network.alphas()) if hasattr(network, "alphas") else {}
+    records = gradients_one_by_one(network, x, y, loss=loss, parameters=weights | alphas)
+    for parameters in filter(None, (weights, alphas)):
+        chosen = [{name: record[name] for name in parameters} for record in records]
+        max_norm = middle_norm(chosen)
+        expected = clipped_sum(chosen, max_norm)
+        for size in sizes:
+            common = {"loss": loss, "max_norm": max_norm, "micro_batch_size": size}
+            if parameters is alphas:
+                sums = clipped_alpha_gradient_sum(network, x, y, alphas=alphas, **common)
+            else:
+                sums = clipped_gradient_sum(network, x, y, parameters=weights, **common)
+            for name, tensor in sums.items():
+                assert tensor.dtype == torch.float64
+                assert tensor.shape == parameters[name].shape
+            yield error(sums, expected)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_agreement_with_the_loop_in_float64(name):
+    network, shape = make_network(name, torch.float64)
+    x, y = make_batch(shape, torch.float64)
+    errors = list(sums_and_errors(network, x, y, loss=loss_of(name), sizes=(1, 2, len(x), 4)))
+    assert max(map(max, errors)) < 1e-10, errors
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_agreement_with_the_loop_in_float32(name):
+    # Two of three: float32 at a kink of a ReLU can round to another, equally right gradient.
+    good = []
+    for seed in range(3):
+        network, shape = make_network(name, torch.float32, seed)
+        x, y = make_batch(shape, torch.float32, batch=2, seed=seed)
+        errors = list(sums_and_errors(network, x, y, loss=loss_of(name), sizes=(2 - seed % 2,)))
+        good.append(max(joint for _, joint in errors) < 1e-5)
+        if sum(good) == 2:
+            break
+    assert sum(good) == 2
+
+
+def test_nothing_clipped_gives_the_gradients_of_the_non_private_search():
+    supernet, shape = make_network("nasbench201 supernet", torch.float64)
+    x, y = make_batch(shape, torch.float64, batch=4)
+    weights = clipped_gradient_sum(
+        supernet, x, y, loss=cross_entropy, parameters=supernet.weights(), max_norm=1e9
+    )
+    assert max(error(weights, weight_gradient_sum(supernet, (x, y), Tally()))) < 1e-10
+    alphas = clipped_alpha_gradient_sum(
+        supernet, x, y, loss=cross_entropy, alphas=supernet.alphas(), max_norm=1e9
+    )
+    assert max(error(alphas, alpha_gradient_sum(supernet, (x, y))[0])) < 1e-10
+
+
+def test_public_factors_multiply_after_clipping():
+    supernet, shape = make_network("nasbench201 supernet", torch.float64)
+    x, _ = make_batch(shape, torch.float64, batch=3)
+    y = torch.tensor([0, 1, 2])
+    factors = torch.tensor([1.0, 0.25, 0.5, 1.0, 1.0])
+    common = {"loss": cross_entropy, "class_factors": factors}
+    for parameters in (supernet.weights(), supernet.alphas()):
+        records = gradients_one_by_one(supernet, x, y, loss=cross_entropy, parameters=parameters)
+        max_norm = 0.5 * min(map(norm, records))
+        expected = clipped_sum(records, max_norm, factors=[1.0, 0.25, 0.5])
+        if "cell" in parameters:
+            sums = clipped_alpha_gradient_sum(
+                supernet, x, y, alphas=parameters, max_norm=max_norm, **common
+            )
+        else:
+            sums = clipped_gradient_sum(
+                supernet, x, y, parameters=parameters, max_norm=max_norm, **common
+            )
+        assert max(error(sums, expected)) < 1e-10
+
+
+# Traps of Opacus' hooks
+
+
+class TwoPaths(nn.Module):
+    """One layer under two names, called three times, in a branch of each length."""
+
+    def __init__(self):
+        super().__init__()
+        shared = nn.Linear(6, 6)
+        self.first = nn.Sequential(shared)
+        self.second = nn.ModuleDict({"again": shared})
+        self.head = nn.Linear(6, CLASSES)
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = shared.weight
+
+    def forward(self, x):
+        before = self.first(x)
+        after = self.second["again"](torch.tanh(before)) + self.first(x * x)
+        return self.head(torch.tanh(after) + before + self.tied(x))
+
+
+def check_against_loop(network, x, y, parameters=None):
+    parameters = parameters or dict(network.named_parameters())
+    records = gradients_one_by_one(network, x, y, loss=cross_entropy, parameters=parameters)
+    max_norm = middle_norm(records)
+    sums = clipped_gradient_sum(
+        network, x, y, loss=cross_entropy, parameters=parameters, max_norm=max_norm
+    )
+    assert max(error(sums, clipped_sum(records, max_norm))) < 1e-10
+
+
+def test_shared_layers_and_tied_parameters():
+    network = TwoPaths().double()
+    x, y = make_batch((6,), torch.float64, batch=4)
+    check_against_loop(network, x, y)
+    chosen = {"weight": network.tied.weight, "bias": network.head.bias}
+    check_against_loop(network, x, y, chosen)
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 5), (3, 1, 1), (1, 4, 4), (3, 4, 1)])
+def test_convolutions_of_channels_last_inputs(shape):
+    # Opacus 1.6.0 reads these with the strides of contiguous tensors and gives wrong gradients.
+    network = nn.Sequential(
+        nn.Conv2d(shape[0], 4, 3, padding=1, stride=2), nn.Flatten(), nn.LazyLinear(CLASSES)
+    ).double()
+    x, y = make_batch(shape, torch.float64)
+    x = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    network(x)
+    check_against_loop(network, x, y)
+
+
+def test_the_module_is_left_as_it_was():
+    network = derived(nasbench201((1, 7, 7)), num_cells=1).double()
+    next(network.parameters()).requires_grad_(False)
+    x, y = make_batch((1, 7, 7), torch.float64)
+    x.requires_grad_()
+    weights = dict(network.named_parameters())
+    network.skeleton.classifier.bias.grad = kept = torch.ones(CLASSES, dtype=torch.float64)
+
+    def state():
+        owners = [*network.modules(), *network.parameters()]
+        return [{k: repr(v) for k, v in vars(o).items()} for o in owners], [
+            (p.requires_grad, p.grad is None) for p in weights.values()
+        ]
+
+    def broken(logits, y):
+        raise KeyError("labels")
+
+    before = state()
+    clipped_gradient_sum(
+        network, x, y, loss=cross_entropy, parameters=weights, max_norm=1.0, micro_batch_size=2
+    )
+    assert state() == before
+    with pytest.raises(KeyError, match="labels"):
+        clipped_gradient_sum(network, x, y, loss=broken, parameters=weights, max_norm=1.0)
+    assert state() == before
+    assert network.skeleton.classifier.bias.grad is kept
+    assert bool((kept == 1).all())
+    assert x.grad is None
+
+
+def test_the_supernet_is_left_as_it_was():
+    supernet, shape = make_network("nasbench201 supernet", torch.float64)
+    x, y = make_batch(shape, torch.float64)
+    before = {name: p.clone() for name, p in supernet.named_parameters()}
+    with torch.no_grad():
+        clipped_alpha_gradient_sum(
+            supernet, x, y, loss=cross_entropy, alphas=supernet.alphas(), max_norm=1.0
+        )
+    for name, parameter in supernet.named_parameters():
+        assert parameter.requires_grad
+        assert parameter.grad is None
+        assert torch.equal(parameter, before[name])
+
+
+class Unreached(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, CLASSES)
+        self.use = use
+
+    def forward(self, x):
+        if self.use == "weight without a call":
+            return self.head(F.linear(x, self.layer.weight))
+        dead = self.layer(x)
+        return self.head(x if self.use == "never" else self.layer(0 * dead.detach() + x))
+
+
+def test_an_unreached_parameter_has_zeros_and_a_missed_use_is_an_error():
+    x, y = make_batch((4,), torch.float32, batch=4)
+
+    def run(use):
+        network = Unreached(use)
+        return clipped_gradient_sum(
+            network,
+            x,
+            y,
+            loss=cross_entropy,
+            parameters=dict(network.named_parameters()),
+            max_norm=1.0,
+            micro_batch_size=3,
+        )
+
+    sums = run("never")
+    assert not sums["layer.weight"].any()
+    assert sums["head.weight"].any()
+    for use in ("weight without a call", "one of two calls"):
+        with pytest.raises(RuntimeError, match="of every use of layer.weight"):
+            run(use)
+
+
+class EverySecondTime(nn.Module):
+    """A layer that is always called, but whose output is used by every second forward only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, CLASSES)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        out = self.layer(x)
+        return self.head(out if self.calls % 2 == 0 else x)
+
+
+def test_calls_that_the_loss_does_not_reach_do_not_touch_the_next_micro_batch():
+    network = EverySecondTime().double()
+    weights = dict(network.named_parameters())
+    x, y = make_batch((4,), torch.float64, batch=5)
+    common = {"loss": cross_entropy, "parameters": weights, "max_norm": 0.1}
+    sums = clipped_gradient_sum(network, x, y, micro_batch_size=3, **common)
+    network.calls = 0
+    first = clipped_gradient_sum(network, x[:3], y[:3], **common)
+    second = clipped_gradient_sum(network, x[3:], y[3:], **common)
+    assert second["layer.weight"].any()
+    assert max(error(sums, {name: first[name] + second[name] for name in first})) < 1e-12
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_batch_norm_is_refused(frozen):
+    networks = [
+        mobilenet_v2((3, 8, 8), CLASSES),
+        DARTSSpace(input_shape=(3, 8, 8), num_classes=CLASSES, channels=4, num_cells=3).supernet(),
+        nn.Sequential(nn.Linear(3, 3), nn.InstanceNorm1d(3, track_running_stats=True)),
+    ]
+    x, y = make_batch((3, 8, 8), torch.float32)
+    for network in networks:
+        network.requires_grad_(not frozen)
+        weights = trainable_weights(network)
+        with pytest.raises(ValueError, match=r"batch normalisation .* group normalisation .*\.$"):
+            clipped_gradient_sum(
+                network, x, y, loss=cross_entropy, parameters=weights, max_norm=1.0
+            )
+        with pytest.raises(ValueError, match="batch normalisation"):
+            clipped_alpha_gradient_sum(network, x, y, loss=cross_entropy, alphas={}, max_norm=1.0)
+
+
+class Direct(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.layer = nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.layer(x * self.scale)
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (nn.Linear(4, CLASSES).eval(), "training mode"),
+        (nn.LSTM(4, CLASSES), "no per-sample gradients"),
+        (Direct(), "parameters of its own beside submodules"),
+    ],
+)
+def test_networks_without_per_sample_gradients_are_refused(network, message):
+    x, y = make_batch((4,), torch.float32)
+    with pytest.raises(ValueError, match=message):
+        clipped_gradient_sum(
+            network,
+            x,
+            y,
+            loss=cross_entropy,
+            parameters=dict(network.named_parameters()),
+            max_norm=1.0,
+        )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"max_norm": 0.0},
+        {"max_norm": -1.0},
+        {"max_norm": math.inf},
+        {"max_norm": math.nan},
+        {"micro_batch_size": 0},
+        {"class_factors": torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])},
+        {"class_factors": torch.tensor([1.0, 1.5, 1.0, 1.0, 1.0])},
+        {"class_factors": torch.tensor([1.0, math.nan, 1.0, 1.0, 1.0])},
+        {"y": torch.zeros(2, dtype=torch.int64)},
+        {"loss": F.cross_entropy},
+        {"parameters": {"weight": nn.Parameter(torch.zeros(1))}},
+    ],
+)
+def test_values_out_of_range_are_refused(changed):
+    network = linear((4,), CLASSES)
+    x, y = make_batch((4,), torch.float32)
+    arguments = {
+        "y": y,
+        "loss": cross_entropy,
+        "parameters": dict(network.named_parameters()),
+        "max_norm": 1.0,
+    }
+    with pytest.raises(ValueError, match=r"expected|must be|does not belong"):
+        clipped_gradient_sum(network, x, **(arguments | changed))
+    if "parameters" not in changed:
+        arguments = arguments | changed
+        arguments["alphas"] = {"cell": arguments.pop("parameters")["1.weight"]}
+        with pytest.raises(ValueError, match=r"expected|must be"):
+            clipped_alpha_gradient_sum(ToySupernet(), x, **arguments)
+
+
+# The guarantee
+
+
+class ToySupernet(nn.Module):
+    """Two dense layers of two edges with two ops each, sharing the op weights of one kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x, op_weights):
+        for _ in range(2):
+            edges = op_weights["cell"]
+            x = sum(
+                edges[..., e, o, None] * torch.tanh(self.layers[2 * e + o](x))
+                for e in range(2)
+                for o in range(2)
+            )
+        return self.head(x)
+
+
+def call(kind, x, y, *, network, max_norm, size, dtype, **changed):
+    if kind == "alphas":
+        alphas = {"cell": torch.tensor([[0.5, -0.5], [1.0, 0.0]], dtype=dtype)}
+        names, function = {"alphas": alphas}, clipped_alpha_gradient_sum
+    else:
+        names, function = {"parameters": dict(network.named_parameters())}, clipped_gradient_sum
+    return function(
+        network,
+        x,
+        y,
+        loss=cross_entropy,
+        max_norm=max_norm,
+        micro_batch_size=size,
+        **names,
+        **changed,
+    )
+
+
+@pytest.mark.parametrize("kind", ["alphas", "weights"])
+def test_an_empty_batch_gives_zeros(kind):
+    network = ToySupernet() if kind == "alphas" else linear((4,), CLASSES)
+    x, y = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
+    for size in (None, 3):
+        sums = call(kind, x, y, network=network, max_norm=1.0, size=size, dtype=torch.float32)
+        assert sums
+        assert all(s.dtype == torch.float64 and s.numel() and not s.any() for s in sums.values())
+
+
+@pytest.mark.parametrize("kind", ["alphas", "weights"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e300])
+def test_a_record_without_finite_gradient_is_as_if_absent(kind, bad):
+    network = (ToySupernet() if kind == "alphas" else linear((4,), CLASSES)).double()
+    x, y = make_batch((4,), torch.float64, batch=4)
+    common = {"network": network, "max_norm": 0.1, "dtype": torch.float64}
+    expected = call(kind, x, y, size=None, **common)
+    y = torch.cat([y[:2], y[:1], y[2:]])
+    x = torch.cat([x[:2], torch.full_like(x[:1], bad), x[2:]])
+    if kind == "alphas" and math.isinf(bad) or bad == 1e300:
+        x[2, 1:] = math.nan if kind == "alphas" else bad  # tanh maps infinities to 1
+    for size in (None, 2):
+        sums = call(kind, x, y, size=size, **common)
+        assert max(error(sums, expected)) < 1e-12
+
+
+def test_a_zero_gradient_contributes_zero():
+    network = nn.Linear(4, CLASSES, bias=False)
+    x, y = make_batch((4,), torch.float32)
+    x[1] = 0
+    sums = call("weights", x, y, network=network, max_norm=1e-3, size=None, dtype=torch.float32)
+    without = call(
+        "weights",
+        x[[0, 2]],
+        y[[0, 2]],
+        network=network,
+        max_norm=1e-3,
+        size=None,
+        dtype=torch.float32,
+    )
+    assert max(error(sums, without)) < 1e-6
+
+
+SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-320, 1e-30, 1e4, 1e30, 1e200, 1e308)
+numbers = st.one_of(
+    st.floats(-3, 3), st.floats(allow_nan=True, allow_infinity=True), st.sampled_from(SPECIAL)
+)
+
+
+@st.composite
+def neighbours(draw, width):
+    """Draw a batch [B, width] of numbers and the index of a record to remove."""
+    batch = draw(st.integers(1, 5))
+    rows = draw(
+        st.lists(st.lists(numbers, min_size=width, max_size=width), min_size=batch, max_size=batch)
+    )
+    return torch.tensor(rows, dtype=torch.float64), draw(st.integers(0, batch - 1))
+
+
+def without(tensor, index):
+    return torch.cat([tensor[:index], tensor[index + 1 :]])
+
+
+dtypes = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
+bounds = st.floats(1e-6, 1e6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(neighbours(5), dtypes, bounds, st.booleans())
+def test_sensitivity_of_any_per_sample_gradients(case, dtype, max_norm, weighted):
+    rows, index = case
+    factors = torch.linspace(0.1, 1, len(rows)) if weighted else None
+
+    def add(rows, factors):
+        sums = {"a": torch.zeros(2, dtype=torch.float64), "b": torch.zeros(3, dtype=torch.float64)}
+        gradients = {"a": rows[:, :2].to(dtype), "b": rows[:, 2:].to(dtype)}
+        clipping._add_clipped(sums, gradients, max_norm=max_norm, factors_B=factors)
+        return sums
+
+    both = add(rows, factors)
+    fewer = add(without(rows, index), None if factors is None else without(factors, index))
+    assert norm(difference(both, fewer)) <= max_norm * (1 + 1e-12)
+    assert norm(add(rows[index : index + 1], None)) <= max_norm * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["alphas", "weights"])
+@settings(max_examples=60, deadline=None)
+@given(neighbours(4), st.sampled_from([torch.float64, torch.float32]), bounds, st.integers(1, 4))
+def test_sensitivity_under_removal_of_a_record(kind, case, dtype, max_norm, size):
+    x, index = case
+    x, y = x.to(dtype), torch.arange(len(x)) % CLASSES
+    with seeded(0, "toy"):
+        network = (ToySupernet() if kind == "alphas" else plain_toy()).to(dtype)
+    size = 1 if dtype == torch.float32 else size  # see "Rounding" in the module's docstring
+    common = {"network": network, "max_norm": max_norm, "size": size, "dtype": dtype}
+    both = call(kind, x, y, **common)
+    fewer = call(kind, without(x, index), without(y, index), **common)
+    assert norm(difference(both, fewer)) <= max_norm * (1 + 1e-12)
+
+
+def plain_toy():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, CLASSES))
+
+
+def test_sensitivity_of_a_supernet():
+    supernet, shape = make_network("nasbench201 supernet", torch.float64)
+    x, y = make_batch(shape, torch.float64, batch=4)
+    common = {"loss": cross_entropy, "max_norm": 0.01, "micro_batch_size": 3}
+    for function, names in (
+        (clipped_gradient_sum, {"parameters": supernet.weights()}),
+        (clipped_alpha_gradient_sum, {"alphas": supernet.alphas()}),
+    ):
+        both, fewer = (function(supernet, *b, **names, **common) for b in ((x, y), (x[1:], y[1:])))
+        assert norm(difference(both, fewer)) == pytest.approx(0.01, rel=1e-9)  # it is clipped

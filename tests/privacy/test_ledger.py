@@ -1,0 +1,729 @@
+"""Run as a script, this file is also the process that its tests kill and race (see `main`)."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fednas_flwr.errors import BudgetExceededError, ConfigError
+from fednas_flwr.privacy.ledger import Entry, Ledger
+from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.privacy.renyi_filter import RenyiFilter
+
+BUDGET = {"epsilon": 4.0, "delta": 1e-5}
+UNIT = Release(noise_multiplier=3.0, sample_rate=1.0, steps=1)
+ENTRY = Entry("ward", "ward-a", "run", "search", 1, "train.search", ("train",), UNIT, 1000)
+STEPS = ("locked", "inserted", "committed", "moved", "reserved", "drawn", "sent")
+
+
+def affordable(release=UNIT):
+    budget = RenyiFilter(**BUDGET)
+    for count in range(10_000):
+        if not budget.affords(release):
+            return count
+        budget.spend(release)
+
+
+UNITS = affordable()
+
+
+def open_ledger(folder, **options):
+    return Ledger(folder / "ledger" / "site.sqlite", folder / "key" / "site", **options)
+
+
+def book(folder, count=1, entry=ENTRY):
+    with open_ledger(folder) as ledger:
+        for _ in range(count):
+            ledger.reserve(entry, **BUDGET)
+
+
+@pytest.fixture
+def folder():
+    # in memory, where syncing is free: power loss cannot be tested, and kill -9 keeps the cache
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(dir=memory))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def as_process(*arguments):
+    command = [sys.executable, __file__, *map(str, arguments)]
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=paths
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# --- what is booked
+
+
+def test_a_row_comes_back_as_it_was_booked(folder):
+    release = Release(noise_multiplier=1.1, sample_rate=0.1 + 0.2, steps=7)
+    first = replace(ENTRY, run="é\x00'", round=3, splits=("train", "test"), release=release)
+    with open_ledger(folder, clock=lambda: 1234.5) as ledger:
+        ledger.reserve(first, epsilon=100.0, delta=1e-5)
+        ledger.reserve(first, epsilon=100.0, delta=1e-5)
+        ledger.reserve(replace(ENTRY, account="other"), **BUDGET)
+    with open_ledger(folder) as ledger:
+        rows = ledger.entries("ward")
+        assert [(row.sequence, row.time, row.run_steps) for row in rows] == [
+            (1, 1234, 7),
+            (2, 1234, 14),
+        ]
+        assert rows[0].entry == first
+        assert len(ledger.entries()) == 3
+        assert ledger.entries("nobody") == []
+        assert ledger.verify() == 3
+
+
+def test_splits_pay_apart_and_the_largest_counts(folder):
+    with open_ledger(folder) as ledger:
+        for _ in range(UNITS):
+            ledger.reserve(replace(ENTRY, splits=("train",)), **BUDGET)
+        one = ledger.spent("ward", **BUDGET)
+        ledger.reserve(replace(ENTRY, splits=("validation",)), **BUDGET)
+        assert ledger.spent("ward", **BUDGET) == one
+        with pytest.raises(BudgetExceededError):
+            ledger.reserve(replace(ENTRY, splits=("validation", "train")), **BUDGET)
+        # the refused one paid nothing on its other split
+        for _ in range(UNITS - 1):
+            ledger.reserve(replace(ENTRY, splits=("validation",)), **BUDGET)
+        assert ledger.verify() == 2 * UNITS
+        assert ledger.spent("ward", **BUDGET) == one
+        assert ledger.spent("nobody", **BUDGET) == 0
+
+
+def test_the_refusal_names_data_set_budget_spent_and_asked(folder):
+    book(folder, UNITS)
+    with open_ledger(folder) as ledger, pytest.raises(BudgetExceededError) as refusal:
+        ledger.reserve(ENTRY, **BUDGET)
+    spent, needed = RenyiFilter(**BUDGET), RenyiFilter(epsilon=5, delta=1e-5)
+    needed = RenyiFilter(epsilon=5, delta=1e-5, orders=spent.orders)
+    for _ in range(UNITS):
+        spent.spend(UNIT)
+        needed.spend(UNIT)
+    needed.spend(UNIT)
+    assert str(refusal.value) == (
+        "data set ward-a, budget ward, split train: noise_multiplier=3 at sample_rate=1 for 1 "
+        f"steps would need epsilon={needed.spent():.4g} at delta=1e-05; the budget is 4, of which "
+        f"{spent.spent():.4g} is spent."
+    )
+
+
+def test_a_new_run_a_new_data_set_id_and_a_restart_reset_nothing(folder):
+    for i in range(UNITS):
+        book(folder, entry=replace(ENTRY, run=f"run {i}", data_set=f"ward-{i}"))
+    with pytest.raises(BudgetExceededError):
+        book(folder, entry=replace(ENTRY, run="new", data_set="ward-new"))
+    book(folder, UNITS, replace(ENTRY, account="another"))
+
+
+def test_a_larger_budget_keeps_the_orders_that_were_fixed(folder):
+    book(folder, UNITS)
+    with open_ledger(folder) as ledger:
+        for _ in range(2):
+            ledger.reserve(ENTRY, epsilon=40.0, delta=1e-5)
+        with sqlite3.connect(ledger.path) as reader:
+            state = json.loads(reader.execute("SELECT state FROM totals").fetchone()[0])
+        reader.close()
+        assert ledger.verify() == UNITS + 2
+    assert tuple(state["ward"]["orders"]) == RenyiFilter(**BUDGET).orders
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"release": Release(2.0, 1.0, 1)}, "committed to"),
+        ({"release": Release(3.0, 0.5, 1)}, "committed to"),
+        ({"committed_steps": 1001}, "committed to"),
+        ({"release": Release(3.0, 1.0, 1000)}, "has booked 1 and now asks for 1000 more"),
+    ],
+)
+def test_a_run_keeps_to_what_it_committed_even_after_a_restart(folder, change, message):
+    book(folder)
+    with open_ledger(folder) as ledger:
+        with pytest.raises(ConfigError, match=message):
+            ledger.reserve(replace(ENTRY, **change), epsilon=1e5, delta=1e-5)
+        assert ledger.verify() == 1
+        for other in ({"run": "b"}, {"stage": "b"}, {"verb": "b"}, {"splits": ("test",)}):
+            terms = {"committed_steps": 1000, "release": Release(2.0, 1.0, 1), **other}
+            ledger.reserve(replace(ENTRY, **terms), epsilon=1e5, delta=1e-5)
+        ledger.reserve(replace(ENTRY, release=Release(3.0, 1.0, 999)), epsilon=1e5, delta=1e-5)
+
+
+def test_the_clock_decides_nothing(folder):
+    times = iter([2e9, 1e9, -5.0, 3e9])
+    with open_ledger(folder, clock=lambda: next(times)) as ledger:
+        for _ in range(4):
+            ledger.reserve(ENTRY, **BUDGET)
+        assert [row.time for row in ledger.entries()] == [2 * 10**9, 10**9, -5, 3 * 10**9]
+        assert ledger.verify() == 4
+    book(folder, UNITS - 4)
+    with pytest.raises(BudgetExceededError):
+        book(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run": 5},
+        {"round": "5"},
+        {"round": True},
+        {"committed_steps": 7.0},
+        {"splits": ()},
+        {"splits": ("train", "train")},
+        {"splits": ("trian",)},
+        {"round": 2**70},
+        {"verb": "\ud800"},
+    ],
+)
+def test_what_sqlite_would_not_give_back_is_refused(folder, change):
+    with open_ledger(folder) as ledger:
+        with pytest.raises((ValueError, OverflowError)):
+            ledger.reserve(replace(ENTRY, **change), **BUDGET)
+        ledger.reserve(ENTRY, **BUDGET)
+        assert ledger.verify() == 1
+
+
+requests = st.tuples(
+    st.builds(
+        Release,
+        noise_multiplier=st.sampled_from([0.6, 1.0, 2.0, 3.0, 5.0]),
+        sample_rate=st.sampled_from([1.0, 0.3, 0.01]),
+        steps=st.integers(1, 30),
+    ),
+    st.sets(st.sampled_from(["train", "validation", "test"]), min_size=1).map(sorted).map(tuple),
+    st.booleans(),
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(plan=st.lists(requests, min_size=1, max_size=20))
+def test_the_sum_never_exceeds_the_budget(plan):
+    model = {split: RenyiFilter(**BUDGET) for split in ("train", "validation", "test")}
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:
+        ledger = open_ledger(Path(name))
+        for i, (release, splits, restart) in enumerate(plan):
+            if restart:
+                ledger.close()
+                ledger = open_ledger(Path(name))
+            entry = replace(ENTRY, run=f"run {i}", splits=splits, release=release)
+            fits = all(model[split].affords(release) for split in splits)
+            try:
+                ledger.reserve(entry, **BUDGET)
+                booked = True
+            except BudgetExceededError:
+                booked = False
+            assert booked == fits
+            for split in splits if fits else ():
+                model[split].spend(release)
+        rows = ledger.entries()
+        assert ledger.verify() == len(rows)
+        spent = ledger.spent("ward", **BUDGET)
+        ledger.close()
+    for split in model:
+        again = RenyiFilter(**BUDGET)
+        for row in rows:
+            if split in row.entry.splits:
+                again.spend(row.entry.release)  # raises where the budget was exceeded
+        assert again.totals == model[split].totals
+    assert spent == max(budget.spent() for budget in model.values()) <= BUDGET["epsilon"]
+
+
+def test_every_commit_of_both_files_is_synced(folder):
+    with open_ledger(folder) as ledger:
+        for connection in (ledger._rows, ledger._mark._connection):
+            assert connection.execute("PRAGMA synchronous").fetchone()[0] >= 2
+            assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+
+
+def test_a_second_ledger_needs_its_own_key(folder):
+    book(folder)
+    with pytest.raises(RuntimeError, match="or the key is another ledger's"):
+        Ledger(folder / "second" / "site.sqlite", folder / "key" / "site")
+
+
+# --- kill -9, races, threads, forks
+
+
+def test_kill_9_between_every_two_steps_loses_nothing_and_blocks_nothing(folder):
+    outcome = as_process("crash", folder)
+    # the kill before the commit booked nothing, every later one booked its row
+    assert outcome["booked"] == [0, 0, 1, 1, 1, 1, 1]
+    assert outcome["rows"] == UNITS
+    assert outcome["sent"] == UNITS - 4  # committed, moved, reserved and drawn never left
+
+
+def test_kill_9_at_any_time_from_the_first_byte(folder):
+    assert as_process("kill", folder) == "ok"
+
+
+def test_twenty_processes_race_for_the_last_unit_and_for_a_new_site(folder):
+    book(folder / "old", UNITS - 1)
+    assert as_process("race", folder) == {
+        "old": [0] + [1] * 19,
+        "new/site": [0] * UNITS + [1] * (20 - UNITS),
+    }
+    for site in ("old", "new/site"):
+        with open_ledger(folder / site) as ledger:
+            assert ledger.verify() == UNITS
+
+
+def test_threads_share_a_ledger(folder):
+    outcomes = []
+
+    def reserve():
+        try:
+            ledger.reserve(ENTRY, **BUDGET)
+            outcomes.append("booked")
+        except BudgetExceededError:
+            outcomes.append("refused")
+
+    # sleeping lets the other threads run in the middle of a reservation
+    with open_ledger(folder, checkpoint=lambda step: time.sleep(0.001)) as ledger:
+        threads = [threading.Thread(target=reserve) for _ in range(2 * UNITS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert ledger.verify() == UNITS
+    assert sorted(outcomes) == ["booked"] * UNITS + ["refused"] * UNITS
+
+
+def test_a_ledger_is_not_used_over_a_fork(folder, monkeypatch):
+    with open_ledger(folder) as ledger:
+        monkeypatch.setattr(os, "getpid", lambda: 0)
+        with pytest.raises(RuntimeError, match="opened before a fork"):
+            ledger.reserve(ENTRY, **BUDGET)
+
+
+def test_waiting_for_another_process_ends(folder):
+    with open_ledger(folder) as holder, open_ledger(folder, wait_s=0.1) as ledger:
+        holder._mark.lock()
+        with pytest.raises(OSError, match="nothing is released: database is locked"):
+            ledger.reserve(ENTRY, **BUDGET)
+
+
+def test_opening_waits_for_a_process_that_is_creating_the_site(folder):
+    (folder / "key").mkdir()
+    other = sqlite3.connect(
+        folder / "key" / "site.mark", isolation_level=None, check_same_thread=False
+    )
+    other.execute("BEGIN IMMEDIATE")
+    release = threading.Timer(0.2, other.rollback)
+    release.start()
+    book(folder)
+    release.join()
+    other.close()
+
+
+# --- damage
+
+
+def sql(folder, statement, file="ledger/site.sqlite"):
+    connection = sqlite3.connect(folder / file)
+    with connection:
+        connection.execute(statement)
+    connection.close()
+
+
+def is_refused(folder, match):
+    """Whether opening or verifying says so in one sentence; nothing is affordable on top."""
+    with pytest.raises(RuntimeError, match=match) as damage, open_ledger(folder) as ledger:
+        ledger.verify()
+    assert str(damage.value).count(". ") == 0
+    assert str(damage.value).endswith("count its budgets as spent.")
+
+
+COLUMNS = {
+    "time": "0",
+    "account": "'x'",
+    "data_set": "'x'",
+    "run": "CAST(run AS BLOB)",
+    "stage": "NULL",
+    "round": "'1.5'",
+    "verb": "'x'",
+    "splits": "'test'",
+    "noise_multiplier": "100",
+    "sample_rate": "1e-6",
+    "steps": "0",
+    "run_steps": "0",
+    "committed_steps": "9",
+    "mac": "'" + 64 * "0" + "'",
+}
+
+
+@pytest.mark.parametrize("sequence", [1, 2, 3])
+@pytest.mark.parametrize("column", COLUMNS)
+def test_an_edited_cell_is_found(folder, column, sequence):
+    book(folder, 3)
+    sql(folder, f"UPDATE entries SET {column} = {COLUMNS[column]} WHERE sequence = {sequence}")
+    is_refused(folder, f"row {sequence} of .* (was edited|is not the one)")
+
+
+@pytest.mark.parametrize(
+    ("statement", "match"),
+    [
+        ("DELETE FROM entries WHERE sequence = 1", "row 1 .* removed"),
+        ("DELETE FROM entries WHERE sequence = 2", "row 2 .* removed"),
+        ("DELETE FROM entries WHERE sequence = 3", "ends at row 2 although row 3 was booked"),
+        ("DELETE FROM entries", "ends at row 0 although row 3 was booked"),
+        ("UPDATE entries SET sequence = 7 WHERE sequence = 2", "mark ends at row 3 of 7"),
+        ("INSERT INTO entries SELECT 4, " + ", ".join(COLUMNS) + " FROM entries LIMIT 1", "row 4"),
+        ("DELETE FROM totals", "totals"),
+        ("UPDATE totals SET state = '{}'", "totals"),
+        ("UPDATE totals SET mac = NULL", "totals"),
+        ("DROP TABLE entries", "no such table"),
+    ],
+)
+def test_removed_moved_and_added_rows_are_found(folder, statement, match):
+    book(folder, 3)
+    sql(folder, statement)
+    is_refused(folder, match)
+
+
+@pytest.mark.parametrize("column", ["steps", "run_steps", "committed_steps", "noise_multiplier"])
+def test_a_commitment_is_not_read_from_an_edited_row(folder, column):
+    book(folder, 2)
+    book(folder, 1, replace(ENTRY, run="another"))
+    for sequence in (1, 2):
+        sql(folder, f"UPDATE entries SET {column} = 0.5 WHERE sequence = {sequence}")
+    with open_ledger(folder) as ledger, pytest.raises(RuntimeError, match="row 2 .* was edited"):
+        ledger.reserve(ENTRY, **BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("trigger", "match"),
+    [
+        ("ON entries BEGIN UPDATE entries SET steps = 0", "changes what is written to it"),
+        ("ON entries BEGIN DELETE FROM entries WHERE sequence > 1", "changes what is written"),
+        ("ON totals BEGIN DELETE FROM entries WHERE sequence > 1", "ends at row 1 although row 2"),
+        ("ON totals BEGIN UPDATE totals SET state = '{}'", "totals"),
+    ],
+)
+def test_code_planted_in_the_file_gives_nothing_back(folder, trigger, match):
+    book(folder)
+    sql(folder, f"CREATE TRIGGER planted AFTER INSERT {trigger}; END")
+    with pytest.raises(RuntimeError, match=match):
+        book(folder, 2)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100, 4096, 6000])
+def test_a_truncated_file_is_found(folder, kept):
+    book(folder, 3)
+    os.truncate(folder / "ledger" / "site.sqlite", kept)
+    is_refused(folder, "damaged")
+
+
+@pytest.mark.parametrize("rows_since", [1, 2])
+@pytest.mark.parametrize("rows_before", [0, 1, 2])
+def test_an_old_copy_of_the_ledger_is_found(folder, rows_before, rows_since):
+    book(folder, rows_before)
+    shutil.copytree(folder / "ledger", folder / "old")
+    book(folder, rows_since)
+    shutil.rmtree(folder / "ledger")
+    shutil.copytree(folder / "old", folder / "ledger")
+    is_refused(folder, f"ends at row {rows_before} although row {rows_before + rows_since}")
+
+
+def test_old_totals_under_the_newest_rows_are_found(folder):
+    book(folder)
+    source = sqlite3.connect(folder / "ledger" / "site.sqlite")
+    old = source.execute("SELECT state, mac FROM totals").fetchone()
+    source.close()
+    book(folder)
+    connection = sqlite3.connect(folder / "ledger" / "site.sqlite")
+    with connection:
+        connection.execute("UPDATE totals SET state = ?, mac = ?", old)
+    connection.close()
+    with open_ledger(folder) as ledger, pytest.raises(RuntimeError, match="totals"):
+        ledger.reserve(ENTRY, **BUDGET)
+
+
+def test_totals_that_are_not_the_sum_are_found_by_verify(folder):
+    with open_ledger(folder) as ledger:
+        ledger.reserve(ENTRY, **BUDGET)
+        ledger._state = lambda last, mac: {  # as after a mistake of ours: nobody else has the key
+            "ward": {"orders": [2.0, 3.0], "totals": {"train": [0.0, 0.0]}}
+        }
+        with pytest.raises(RuntimeError, match="not the sum of its rows"):
+            ledger.verify()
+
+
+@pytest.mark.parametrize("file", ["ledger/site.sqlite", "key/site.mark", "key/site"])
+def test_a_deleted_file_is_found_and_not_made_anew(folder, file):
+    book(folder)
+    (folder / file).unlink()
+    for _ in range(3):  # asking again changes nothing
+        is_refused(folder, "was deleted|is missing")
+        assert not (folder / file).exists()
+
+
+def test_deleting_key_and_mark_does_not_begin_a_new_site(folder):
+    book(folder)
+    shutil.rmtree(folder / "key")
+    for _ in range(3):
+        is_refused(folder, "the key .* is missing")
+        assert not (folder / "key" / "site").exists()
+
+
+def test_an_unused_site_without_its_key_is_no_new_site(folder):
+    book(folder, 0)
+    (folder / "key" / "site").unlink()
+    is_refused(folder, "the key .* is missing")
+
+
+def test_deleting_ledger_and_mark_resets_nothing(folder):
+    book(folder)
+    shutil.rmtree(folder / "ledger")
+    (folder / "key" / "site.mark").unlink()
+    is_refused(folder, "the mark .* is missing")
+
+
+@pytest.mark.parametrize("file", ["ledger/site.sqlite", "key/site.mark"])
+def test_a_file_deleted_or_replaced_while_open_is_found(folder, file):
+    with open_ledger(folder) as ledger:
+        ledger.reserve(ENTRY, **BUDGET)
+        content = (folder / file).read_bytes()
+        (folder / file).unlink()
+        with pytest.raises(RuntimeError, match="was deleted or replaced while it was open"):
+            ledger.reserve(ENTRY, **BUDGET)
+        (folder / "other").write_bytes(content)
+        (folder / "other").rename(folder / file)
+        with pytest.raises(RuntimeError, match="was deleted or replaced while it was open"):
+            ledger.reserve(ENTRY, **BUDGET)
+
+
+def test_an_old_or_edited_mark_is_found(folder):
+    mark = folder / "key" / "site.mark"
+    book(folder)
+    old = mark.read_bytes()
+    book(folder, 2)
+    new = mark.read_bytes()
+    mark.write_bytes(old)
+    is_refused(folder, "ends at row 1 of 3, it was rolled back")
+    mark.write_bytes(new)
+    sql(folder, "UPDATE mark SET sequence = 2", "key/site.mark")
+    is_refused(folder, "the mark .* was edited")
+    mark.write_bytes(new)
+    sql(folder, "DELETE FROM mark", "key/site.mark")
+    is_refused(folder, "ends at row 0 of 3")
+    mark.write_bytes(new)
+    (folder / "key" / "site").write_text(64 * "0")
+    is_refused(folder, "site is not its key")
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_flipped_bytes_never_give_budget_back(data):
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:
+        folder = Path(name)
+        book(folder, 2)
+        file = folder / "ledger" / "site.sqlite"
+        content = bytearray(file.read_bytes())
+        for _ in range(data.draw(st.integers(1, 3))):
+            content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+        file.write_bytes(content)
+        count = 0
+        try:
+            with open_ledger(folder, wait_s=0.1) as ledger:
+                for _ in range(UNITS):
+                    ledger.reserve(ENTRY, **BUDGET)
+                    count += 1
+        except (RuntimeError, OSError):  # BudgetExceededError is a RuntimeError
+            pass
+        assert count <= UNITS - 2
+
+
+# --- key, permissions, full disks
+
+
+def test_the_key_must_lie_outside_and_be_private(folder):
+    path = folder / "ledger" / "site.sqlite"
+    (folder / "ledger").mkdir()
+    (folder / "link").symlink_to(folder / "ledger")
+    for key in (path.parent / "key", path.parent / "deeper" / "key", folder / "link" / "key"):
+        with pytest.raises(ConfigError, match="lies in the folder of the ledger"):
+            Ledger(path, key)
+    book(folder)
+    key = folder / "key" / "site"
+    assert key.stat().st_mode & 0o777 == 0o600
+    for mode in (0o640, 0o604, 0o620, 0o601):
+        key.chmod(mode)
+        with pytest.raises(ConfigError, match=f"has mode {mode:o}"):
+            open_ledger(folder)
+    key.chmod(0o600)
+    for text in ("", "abc", 64 * "x", 66 * "0"):
+        key.write_text(text)
+        with pytest.raises(ConfigError, match="is no key"):
+            open_ledger(folder)
+
+
+@pytest.mark.parametrize("step", ["locked", "committed"])
+def test_a_disk_that_takes_no_more_releases_nothing(folder, step):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    reserved = []
+
+    def fill(name):
+        reserved.append(name)
+        if name == step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
+
+    with open_ledger(folder) as ledger:
+        ledger._checkpoint = fill
+        try:
+            with pytest.raises(OSError, match="cannot be used, nothing is released: "):
+                ledger.reserve(ENTRY, **BUDGET)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            ledger._checkpoint = lambda name: None
+        assert "reserved" not in reserved
+        # what could not be released is booked where the ledger was written and the mark was not
+        booked = 1 if step == "committed" else 0
+        assert ledger.verify() == booked
+        for _ in range(UNITS - booked):
+            ledger.reserve(ENTRY, **BUDGET)
+        with pytest.raises(BudgetExceededError):
+            ledger.reserve(ENTRY, **BUDGET)
+
+
+def test_read_only_files_release_nothing(folder):
+    book(folder)
+    message = as_process("readonly", folder)
+    assert "cannot be used, nothing is released: " in message
+    with open_ledger(folder) as ledger:
+        assert ledger.verify() == 1
+
+
+# --- the other process
+
+
+def fork(work, folder):
+    """Run ``work(folder)`` in a child; return its exit status, None where a signal ended it."""
+    child = os.fork()
+    if not child:
+        status = 2
+        try:
+            status = work(folder) or 0
+        except BudgetExceededError:
+            status = 1
+        finally:
+            os._exit(status)
+    return child
+
+
+def status_of(child):
+    _, status = os.waitpid(child, 0)
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+
+
+def answer_once(folder, die=None):
+    """Reserve, draw noise, send; kill -9 at the step ``die``."""
+
+    def checkpoint(name):
+        if name == die:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with open_ledger(folder) as ledger:
+        ledger._checkpoint = checkpoint
+        ledger.reserve(ENTRY, **BUDGET)
+        checkpoint("drawn")
+        with open(folder / "sent", "a") as sent:
+            sent.write("x")
+        checkpoint("sent")
+
+
+def rows_and_sent(folder):
+    with open_ledger(folder) as ledger:
+        rows = ledger.verify()
+    return rows, (folder / "sent").stat().st_size if (folder / "sent").exists() else 0
+
+
+def crash(folder):
+    booked = []
+    for step in STEPS:
+        before = rows_and_sent(folder)[0]
+        assert status_of(fork(lambda folder, die=step: answer_once(folder, die), folder)) is None
+        rows, sent = rows_and_sent(folder)
+        assert rows >= sent
+        booked.append(rows - before)
+    while status_of(fork(answer_once, folder)) == 0:
+        pass
+    rows, sent = rows_and_sent(folder)
+    return {"booked": booked, "rows": rows, "sent": sent}
+
+
+def kill(folder):
+    """Kill children that open a site and use it in a loop, after a random time."""
+    chance = random.Random(0)
+
+    def use(folder):
+        while True:
+            answer_once(folder)
+
+    for i in range(48):
+        site = folder / f"site {i // 3}"  # two more lives for each
+        site.mkdir(exist_ok=True)
+        child = fork(use, site)
+        time.sleep(chance.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        assert status_of(child) in (None, 1)
+        rows, sent = rows_and_sent(site)
+        assert sent <= rows <= UNITS
+        assert rows - sent <= i % 3 + 1
+    return "ok"
+
+
+def race(folder):
+    def start(folder):
+        os.close(go)
+        os.read(ready, 1)  # returns when the last writer has closed
+        book(folder)
+
+    outcomes = {}
+    for site in ("old", "new/site"):
+        ready, go = os.pipe()
+        children = [fork(start, folder / site) for _ in range(20)]
+        os.close(go)
+        outcomes[site] = sorted(status_of(child) for child in children)
+    return outcomes
+
+
+def readonly(folder):
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else path.stat().st_mode & 0o777)
+        if os.getuid() == 0:
+            os.chown(path, 65534, 65534)
+    (folder / "ledger" / "site.sqlite").chmod(0o444)
+    (folder / "ledger").chmod(0o555)
+    if os.getuid() == 0:
+        os.setuid(65534)
+    try:
+        book(folder)
+    except OSError as error:
+        return str(error)
+    finally:
+        (folder / "ledger").chmod(0o755)
+        (folder / "ledger" / "site.sqlite").chmod(0o644)
+    return "released"
+
+
+if __name__ == "__main__":
+    works = {"crash": crash, "kill": kill, "race": race, "readonly": readonly}
+    print(json.dumps(works[sys.argv[1]](Path(sys.argv[2]))))

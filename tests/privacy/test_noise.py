@@ -1,0 +1,373 @@
+import copy
+import math
+import multiprocessing
+import os
+import pickle
+import select
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from scipy import stats
+
+from fednas_flwr.privacy.noise import SecureGenerator, _Keystream, add_noise, noise_grid
+
+SEEDED = b"only for tests"
+
+
+def seeded() -> SecureGenerator:
+    return SecureGenerator(test_seed=SEEDED)
+
+
+def test_the_keystream_is_aes_of_a_counter() -> None:
+    # FIPS 197, appendix C.3: the cipher itself, then blocks 0, 1, 2, ... through another mode.
+    key = bytes(range(32))
+    block_cipher = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
+    plain = bytes.fromhex("00112233445566778899aabbccddeeff")
+    assert block_cipher.update(plain).hex() == "8ea2b7ca516745bfeafc49904b496089"
+    counters = b"".join(block.to_bytes(16, "big") for block in range(8))
+    expected = block_cipher.update(counters)
+    stream = _Keystream(key)
+    got = np.concatenate([stream.words(count) for count in (2, 6, 8)])
+    assert got.astype("<u8").tobytes() == expected
+
+
+def test_normals_follow_from_the_keystream_by_box_and_muller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "urandom", lambda count: bytes(range(count)))
+    got = SecureGenerator().normal((6,), std=2.0)
+    words = [int(word) for word in _Keystream(bytes(range(32))).words(6)]
+    expected = []
+    for turn in (math.cos, math.sin):
+        for first, second in zip(words[:3], words[3:], strict=True):
+            radius = math.sqrt(-2 * math.log((first + 0.5) / 2**64))
+            expected.append(2.0 * radius * turn(2 * math.pi * (second >> 11) / 2**53))
+    assert got.tolist() == pytest.approx(expected, abs=noise_grid(2.0))
+
+
+def test_masks_compare_the_whole_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "urandom", lambda count: bytes(range(count)))
+    words = [int(word) for word in _Keystream(bytes(range(32))).words(50)]
+    for probability in (0.3, words[7] / 2**64, 1 - 2**-53, 2**-60):
+        mask = SecureGenerator().poisson_mask(50, probability=probability)
+        assert mask.tolist() == [word < int(probability * 2**64) for word in words]
+
+
+def test_a_word_at_the_threshold_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    edge = np.array([2**63 - 1, 2**63, 2**63 + 1], dtype=np.uint64)
+    monkeypatch.setattr(_Keystream, "words", lambda self, count: edge[:count])
+    assert SecureGenerator().poisson_mask(3, probability=0.5).tolist() == [True, False, False]
+
+
+def test_normals_are_normal() -> None:
+    values = seeded().normal((500, 2000), std=3.0).numpy().ravel() / 3.0
+    assert stats.kstest(values[:200_000], "norm").pvalue > 1e-3
+    count = len(values)
+    assert abs(values.mean()) < 4 / math.sqrt(count)
+    assert abs(values.var() - 1) < 4 * math.sqrt(2 / count)
+    assert abs(stats.kurtosis(values)) < 4 * math.sqrt(24 / count)
+    assert abs(stats.skew(values)) < 4 * math.sqrt(6 / count)
+    for edge in (2.0, 3.0, 4.0):
+        expected = count * stats.norm.sf(edge)
+        for tail in ((values > edge).sum(), (values < -edge).sum()):
+            assert abs(tail - expected) < 4 * math.sqrt(expected)
+
+
+def test_secure_draws_have_the_right_moments() -> None:
+    values = SecureGenerator().normal((100_001,), std=0.5)
+    assert values.dtype == torch.float64
+    assert abs(float(values.mean())) < 6 * 0.5 / math.sqrt(1e5)
+    assert float(values.var()) == pytest.approx(0.25, rel=6 * math.sqrt(2e-5))
+
+
+def test_draws_do_not_depend_on_one_another() -> None:
+    generator = seeded()
+    draws = torch.stack([generator.normal((65_536,), std=1.0) for _ in range(6)])
+    limit = 4.5 / math.sqrt(65_536)
+    between = torch.corrcoef(torch.cat([draws, draws.abs()])).fill_diagonal_(0)
+    assert float(between.abs().max()) < limit
+    flat = draws.reshape(-1)
+    # Lags, among them those between the cosine and the sine half of a chunk (2^14).
+    for lag in (1, 2, 3, 64, 2**14, 2**15, 2**16):
+        for x in (flat, flat.abs() - flat.abs().mean(), flat.square() - 1):
+            a, b = x[:-lag], x[lag:]
+            correlation = float((a * b).mean() / x.square().mean())
+            assert abs(correlation) < 4.5 / math.sqrt(len(a))
+    for size in (1, 2, 3, 32_767, 32_768, 32_769, 65_537):
+        values = generator.normal((size,), std=1.0)
+        assert values.shape == (size,)
+        assert len(values.unique()) > 0.99 * size
+
+
+def test_low_bits_of_the_noise_are_even() -> None:
+    cells = (seeded().normal((100_000,), std=1.0) / noise_grid(1.0)).to(torch.int64)
+    for bit in range(16):
+        ones = int(((cells >> bit) & 1).sum())
+        assert abs(ones - 50_000) < 4.5 * math.sqrt(25_000)
+    low = torch.stack([((cells >> bit) & 1).double() for bit in range(16)])
+    assert float(torch.corrcoef(low).fill_diagonal_(0).abs().max()) < 4.5 / math.sqrt(1e5)
+
+
+@pytest.mark.parametrize("std", [1.0, 0.999, 1e-3, 3.7e5, 1e-100, 1e100])
+def test_noise_lies_on_a_grid_fine_enough_for_its_std(std: float) -> None:
+    grid = noise_grid(std)
+    assert 2**-25 <= grid / std <= 2**-24
+    assert math.frexp(grid)[0] == 0.5
+    cells = seeded().normal((1000,), std=std) / grid
+    assert torch.equal(cells, cells.round())
+    assert cells.unique().numel() > 990
+
+
+@pytest.mark.parametrize(("probability", "count"), [(0.01, 500_000), (0.37, 200_000)])
+def test_masks_have_their_rate(probability: float, count: int) -> None:
+    for generator in (seeded(), SecureGenerator()):
+        mask = generator.poisson_mask(count, probability=probability)
+        assert mask.dtype == torch.bool
+        assert mask.shape == (count,)
+        low, high = stats.binom.ppf([1e-8, 1 - 1e-8], count, probability)
+        assert low <= int(mask.sum()) <= high
+    together = seeded()
+    first, second = (together.poisson_mask(count, probability=probability) for _ in range(2))
+    both = int((first & second).sum())
+    low, high = stats.binom.ppf([1e-5, 1 - 1e-5], count, probability**2)
+    assert low <= both <= high
+
+
+def test_masks_at_their_ends() -> None:
+    generator = SecureGenerator()
+    assert generator.poisson_mask(1000, probability=1.0).all()
+    assert not generator.poisson_mask(1000, probability=1e-18).any()
+    assert generator.poisson_mask(0, probability=0.5).shape == (0,)
+    for bad in (0.0, -0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match="probability"):
+            generator.poisson_mask(10, probability=bad)
+    with pytest.raises(ValueError, match="num_records"):
+        generator.poisson_mask(-1, probability=0.5)
+
+
+@pytest.mark.parametrize("std", [0.0, -1.0, math.nan, math.inf, 1e-101])
+def test_noise_that_would_be_none_is_refused(std: float) -> None:
+    with pytest.raises(ValueError, match="std must be"):
+        SecureGenerator().normal((3,), std=std)
+
+
+def test_shapes() -> None:
+    generator = SecureGenerator()
+    assert generator.normal((), std=1.0).shape == ()
+    assert generator.normal((0, 3), std=1.0).shape == (0, 3)
+    assert generator.normal((3, 5, 7), std=1.0).shape == (3, 5, 7)
+
+
+def test_only_a_test_seed_repeats() -> None:
+    assert torch.equal(seeded().normal((9,), std=1.0), seeded().normal((9,), std=1.0))
+    one, two = seeded(), seeded()
+    for generator in (one, two):
+        generator.poisson_mask(5, probability=0.5)
+    assert torch.equal(one.normal((9,), std=1.0), two.normal((9,), std=1.0))
+    assert not torch.equal(one.normal((9,), std=1.0), seeded().normal((9,), std=1.0))
+    other = SecureGenerator(test_seed=b"another").normal((9,), std=1.0)
+    assert not torch.equal(other, seeded().normal((9,), std=1.0))
+    assert not seeded().is_secure
+    assert not SecureGenerator(test_seed=b"").is_secure
+    assert SecureGenerator().is_secure
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    first = SecureGenerator().normal((9,), std=1.0)
+    torch.manual_seed(0)
+    assert not torch.equal(first, SecureGenerator().normal((9,), std=1.0))
+    torch.set_rng_state(state)
+
+
+def test_no_key_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    original = _Keystream.__init__
+
+    def recorded(self: _Keystream, key: bytes) -> None:
+        keys.append(key)
+        original(self, key)
+
+    monkeypatch.setattr(_Keystream, "__init__", recorded)
+    for generator in (SecureGenerator(), seeded()):
+        for _ in range(50):
+            generator.normal((2,), std=1.0)
+            generator.poisson_mask(2, probability=0.5)
+    assert len(set(keys)) == len(keys) == 200
+    assert {len(key) for key in keys} == {32}
+
+
+def test_threads_draw_different_noise() -> None:
+    for generator in (SecureGenerator(), seeded()):
+        drawn: list[bytes] = []
+
+        def draw(source: SecureGenerator = generator, into: list[bytes] = drawn) -> None:
+            for _ in range(50):
+                into.append(source.normal((4,), std=1.0).numpy().tobytes())
+
+        threads = [threading.Thread(target=draw) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(drawn)) == 400
+
+
+def forked(draw) -> bytes:
+    """Return what ``draw`` gives in a process forked from this one."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():  # the test process has threads (Python 3.12 and later warn)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, draw())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    ready, _, _ = select.select([reading], [], [], 20)
+    answer = os.read(reading, 4096) if ready else b""
+    os.close(reading)
+    os.waitpid(child, 0)
+    return answer
+
+
+def test_a_forked_process_draws_its_own_noise() -> None:
+    generator = SecureGenerator()
+    generator.normal((3,), std=1.0)
+
+    def draw() -> bytes:
+        mask = generator.poisson_mask(256, probability=0.5).numpy().tobytes()
+        return generator.normal((16,), std=1.0).numpy().tobytes() + mask
+
+    drawn = [forked(draw), forked(draw), draw()]
+    assert [len(part) for part in drawn] == [16 * 8 + 256] * 3
+    assert len({part[:128] for part in drawn}) == 3
+    assert len({part[128:] for part in drawn}) == 3
+
+
+def test_a_test_seed_does_not_survive_a_fork() -> None:
+    generator = seeded()
+
+    def draw() -> bytes:
+        try:
+            generator.normal((3,), std=1.0)
+        except RuntimeError as error:
+            return str(error).encode()
+        return b"drew"
+
+    assert forked(draw) == b"a test seed would repeat its draws in a forked process."
+    generator.normal((3,), std=1.0)  # the parent goes on
+
+
+def _draw_into(queue, generator: SecureGenerator) -> None:
+    queue.put(generator.normal((16,), std=1.0).tolist())
+
+
+def test_worker_processes_draw_different_noise() -> None:
+    context = multiprocessing.get_context("fork")
+    generator, queue = SecureGenerator(), context.SimpleQueue()
+    workers = [context.Process(target=_draw_into, args=(queue, generator)) for _ in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for worker in workers:
+            worker.start()
+    drawn = [queue.get() for _ in workers]
+    for worker in workers:
+        worker.join(20)
+    drawn.append(generator.normal((16,), std=1.0).tolist())
+    assert len({tuple(part) for part in drawn}) == 4
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_is_neither_copied_nor_pickled(duplicate) -> None:
+    for generator in (SecureGenerator(), seeded()):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            duplicate(generator)
+
+
+def test_added_noise_is_the_rounded_total_plus_noise_of_the_booked_std() -> None:
+    total = torch.linspace(-3, 3, 60_000, dtype=torch.float32).reshape(100, 600)
+    noised = add_noise(total, seeded(), noise_multiplier=2.0, max_grad_norm=0.3)
+    assert noised.shape == total.shape
+    assert noised.dtype == torch.float64
+    added = (noised - total).flatten()
+    assert stats.kstest(added.numpy() / 0.6, "norm").pvalue > 1e-3
+    assert float(added.std()) == pytest.approx(0.6, rel=4 / math.sqrt(2 * 60_000))
+
+
+def test_added_noise_hides_the_low_bits_of_the_total() -> None:
+    std = 0.5 * 1.0
+    for value in (0.0, 1 / 3, math.pi * 1e-9, -7.123456789e3):
+        total = torch.full((2000,), value, dtype=torch.float64)
+        noised = add_noise(total, seeded(), noise_multiplier=0.5, max_grad_norm=1.0)
+        cells = noised / noise_grid(std)
+        assert torch.equal(cells, cells.round())
+    # Totals that round to one cell are told apart by nothing.
+    same = [
+        add_noise(torch.tensor([x]), seeded(), noise_multiplier=0.5, max_grad_norm=1.0)
+        for x in (1.0, 1.0 + 1e-9)
+    ]
+    assert torch.equal(same[0], same[1])
+
+
+@pytest.mark.parametrize(("noise_multiplier", "count"), [(1.0, 10), (0.9999999, 9), (30.0, 4096)])
+def test_noise_is_enlarged_by_what_rounding_adds_to_the_sensitivity(
+    noise_multiplier: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    generator = seeded()
+    original = generator.normal
+
+    def recorded(shape: tuple[int, ...], *, std: float) -> torch.Tensor:
+        asked.append(std)
+        return original(shape, std=std)
+
+    monkeypatch.setattr(generator, "normal", recorded)
+    norm = 0.25
+    add_noise(torch.zeros(count), generator, noise_multiplier=noise_multiplier, max_grad_norm=norm)
+    sensitivity = norm + math.sqrt(count) * noise_grid(asked[0])
+    assert asked[0] >= noise_multiplier * sensitivity
+    assert asked[0] <= noise_multiplier * (norm + 4 * math.sqrt(count) * noise_grid(asked[0]))
+
+
+def test_an_empty_batch_is_pure_noise() -> None:
+    first, second = (
+        add_noise(torch.zeros(50), SecureGenerator(), noise_multiplier=1.0, max_grad_norm=1.0)
+        for _ in range(2)
+    )
+    assert not torch.equal(first, second)
+    assert float(first.abs().min()) > 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e18])
+def test_a_total_that_noise_cannot_hide_is_refused(value: float) -> None:
+    total = torch.tensor([0.0, value])
+    with pytest.raises(ValueError, match="total must be finite"):
+        add_noise(total, SecureGenerator(), noise_multiplier=1.0, max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("noise_multiplier", "max_grad_norm"),
+    [
+        (0.0, 1.0),
+        (1.0, 0.0),
+        (-1.0, 1.0),
+        (-1.0, -1.0),
+        (math.nan, 1.0),
+        (1.0, math.inf),
+        (1e7, 1.0),
+    ],
+)
+def test_noise_without_a_usable_scale_is_refused(
+    noise_multiplier: float, max_grad_norm: float
+) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        add_noise(
+            torch.zeros(3),
+            SecureGenerator(),
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+        )

@@ -1,0 +1,197 @@
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fednas_flwr.errors import BudgetExceededError
+from fednas_flwr.privacy import renyi_filter
+from fednas_flwr.privacy.accounting import calibrate_noise, rdp_epsilon
+from fednas_flwr.privacy.renyi import Release, epsilon_at_order, renyi_divergence
+from fednas_flwr.privacy.renyi_filter import RenyiFilter, default_orders, filter_epsilon
+
+STEP = Release(noise_multiplier=1.0, sample_rate=0.02, steps=1)
+requests = st.builds(
+    Release,
+    noise_multiplier=st.floats(0.3, 20.0),
+    sample_rate=st.floats(1e-4, 1.0),
+    steps=st.integers(1, 300),
+)
+
+
+def cost(release: Release, order: float) -> float:
+    return release.steps * renyi_divergence(
+        noise_multiplier=release.noise_multiplier, sample_rate=release.sample_rate, order=order
+    )
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(requests, max_size=8), st.floats(0.1, 10.0))
+def test_whatever_is_asked_what_is_spent_converts_to_the_budget(
+    asked: list[Release], epsilon: float
+) -> None:
+    site = RenyiFilter(epsilon=epsilon, delta=1e-5)
+    accepted = []
+    for release in asked:
+        before = site.state()
+        if site.affords(release):
+            site.spend(release)
+            accepted.append(release)
+        else:
+            with pytest.raises(BudgetExceededError):
+                site.spend(release)
+            assert site.state() == before
+    # Anew, from the definition: each order converts at its own share of delta.
+    epsilons = [
+        epsilon_at_order(order=a, divergence=sum(cost(r, a) for r in accepted), delta=1e-5 / 2)
+        for a in site.orders
+    ]
+    if accepted:
+        assert min(epsilons) <= epsilon * (1 + 1e-9)
+        assert site.spent() == pytest.approx(max(0.0, min(epsilons)), rel=1e-6, abs=1e-9)
+        assert rdp_epsilon(accepted, 1e-5) <= epsilon
+    assert 0 <= site.spent() <= epsilon * (1 + 1e-9)
+    assert 0 <= site.fraction_spent() <= 1
+
+
+def test_one_order_is_the_plain_renyi_filter_to_the_step() -> None:
+    site = RenyiFilter(epsilon=1.0, delta=1e-5, orders=[16.0])
+    budget = 1.0 - epsilon_at_order(order=16.0, divergence=0.0, delta=1e-5)
+    steps = int(budget / cost(STEP, 16.0))
+    for _ in range(steps):
+        site.spend(STEP)
+    assert not site.affords(STEP)
+    assert site.totals[0] == pytest.approx(steps * cost(STEP, 16.0))
+    assert site.fraction_spent() == pytest.approx(steps * cost(STEP, 16.0) / budget)
+
+
+def test_several_orders_share_delta() -> None:
+    # Which order survives may depend on the outputs, so none may use the whole delta.
+    one = RenyiFilter(epsilon=2.0, delta=1e-5, orders=[8.0])
+    two = RenyiFilter(epsilon=2.0, delta=1e-5, orders=[8.0, 4.0])
+    half = RenyiFilter(epsilon=2.0, delta=0.5e-5, orders=[8.0])
+    assert two.budgets[0] == half.budgets[0]
+    assert one.budgets[0] - two.budgets[0] == pytest.approx(math.log(2) / 7)
+
+
+def test_one_surviving_order_is_enough_and_none_is_not() -> None:
+    site = RenyiFilter(epsilon=14.0, delta=1e-5, orders=[2.0, 30.0])
+    coarse = Release(noise_multiplier=0.6, sample_rate=0.01, steps=500)
+    site.spend(coarse)  # ruinous at order 30, cheap at order 2
+    assert site.totals[1] > site.budgets[1]
+    assert site.totals[0] < site.budgets[0]
+    assert not site.affords(Release(noise_multiplier=0.3, sample_rate=1.0, steps=1))
+
+
+def test_a_budget_too_small_for_its_orders_affords_nothing() -> None:
+    site = RenyiFilter(epsilon=0.5, delta=1e-5, orders=[2.0])
+    assert site.budgets[0] < 0
+    assert not site.affords(Release(noise_multiplier=1e6, sample_rate=1e-9, steps=1))
+    assert site.fraction_spent() == 1.0
+
+
+def test_a_refusal_names_the_numbers() -> None:
+    site = RenyiFilter(epsilon=2.0, delta=1e-5)
+    site.spend(Release(noise_multiplier=2.0, sample_rate=0.02, steps=500))
+    with pytest.raises(BudgetExceededError) as refusal:
+        site.spend(Release(noise_multiplier=0.5, sample_rate=0.25, steps=7))
+    for part in ("noise_multiplier=0.5", "sample_rate=0.25", "7 steps", "delta=1e-05", "is 2"):
+        assert part in str(refusal.value)
+    assert f"{site.spent():.4g} is spent" in str(refusal.value)
+
+
+def test_the_state_is_plain_and_goes_on_where_it_was() -> None:
+    site = RenyiFilter(epsilon=3.0, delta=1e-6)
+    site.spend(Release(1.0, 0.01, 200))
+    again = RenyiFilter(**json.loads(json.dumps(site.state(), allow_nan=False)))
+    for part in (site, again):
+        part.spend(STEP)
+    assert again.state() == site.state()
+    assert again.spent() == site.spent() > 0
+
+
+def test_nothing_spent_is_zero_and_asking_spends_nothing() -> None:
+    site = RenyiFilter(epsilon=1.0, delta=1e-5)
+    assert site.affords(Release(2.0, 0.02, 1))
+    assert site.spent() == 0.0
+    assert site.fraction_spent() == 0.0
+
+
+def test_two_and_three_steps_are_five() -> None:
+    parts, whole = (RenyiFilter(epsilon=2.0, delta=1e-5) for _ in range(2))
+    parts.spend(Release(1.0, 0.02, 2))
+    parts.spend(Release(1.0, 0.02, 3))
+    whole.spend(Release(1.0, 0.02, 5))
+    assert parts.totals == pytest.approx(whole.totals, rel=1e-12)
+
+
+def test_a_mechanism_is_analysed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(**arguments: float) -> float:
+        calls.append(arguments)
+        return 1e-9
+
+    monkeypatch.setattr(renyi_filter, "renyi_divergence", counted)
+    site = RenyiFilter(epsilon=2.0, delta=1e-5)
+    for _ in range(1000):
+        site.affords(STEP)
+        site.spend(STEP)
+    assert len(calls) == len(site.orders)
+    for index in range(1000):  # a stranger who never repeats a request does not fill the memory
+        site.affords(Release(1.0 + index, 0.02, 1))
+    assert len(site._per_step) <= 256
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 0.5, 2.0, 8.0, 50.0])
+def test_default_orders_come_from_the_budget_and_suit_it(epsilon: float) -> None:
+    orders = default_orders(epsilon=epsilon, delta=1e-5)
+    assert RenyiFilter(epsilon=epsilon, delta=1e-5).orders == orders
+    sigma = calibrate_noise(
+        target_epsilon=epsilon, delta=1e-5, sample_rate=1.0, steps=10, accountant=rdp_epsilon
+    )
+    needed = filter_epsilon([Release(sigma, 1.0, 10)], 1e-5)
+    assert epsilon * 0.99 < needed < epsilon * 1.15
+
+
+def test_filter_epsilon_is_the_least_budget_that_lasts() -> None:
+    schedule = [Release(1.0, 0.0205, 2450), Release(4.0, 1.0, 3)]
+    epsilon = filter_epsilon(schedule, 1e-5)
+
+    def lasts(budget: float) -> bool:
+        site = RenyiFilter(epsilon=budget, delta=1e-5)
+        try:
+            for release in schedule:
+                site.spend(release)
+        except BudgetExceededError:
+            return False
+        return True
+
+    assert lasts(epsilon)
+    assert not lasts(epsilon * 0.998)
+    assert filter_epsilon([], 1e-5) == 0.0
+    with pytest.raises(ValueError, match="no budget"):
+        filter_epsilon([Release(1e-3, 1.0, 1000)], 1e-5)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"epsilon": 0.0},
+        {"epsilon": math.nan},
+        {"epsilon": math.inf},
+        {"delta": 0.0},
+        {"delta": 1.0},
+        {"delta": math.nan},
+        {"orders": []},
+        {"orders": [1.0]},
+        {"orders": [math.nan]},
+        {"orders": [2.0], "totals": [1.0, 2.0]},
+        {"orders": [2.0], "totals": [-1.0]},
+        {"orders": [2.0], "totals": [math.nan]},
+    ],
+)
+def test_impossible_budgets_and_damaged_totals_are_refused(bad: dict) -> None:
+    with pytest.raises(ValueError, match="must"):
+        RenyiFilter(**{"epsilon": 1.0, "delta": 1e-5, **bad})
