@@ -42,7 +42,7 @@ from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
 from fednas_flwr.evaluation.metrics import evaluate, linear_accuracy
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
-from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.courier import Courier, QuorumError
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.federation.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
@@ -123,9 +123,11 @@ def _run_stages(config: Config, grid: Grid, log: EventLog) -> None:
     )
     run = _Run(config, folder, grid, log, courier, checkpoints, prepared)
     genotype = _search(run)
+    if genotype is None and not isinstance(config.algorithm, FixedNetwork):
+        return
+    description = _describe(run, genotype)
     if "retrain" not in config.stages:
         return
-    description = describe_network(config, prepared, genotype)
     network, states = _retrain(run, description)
     if "evaluate" in config.stages:
         _evaluate(run, description, network, states)
@@ -152,16 +154,21 @@ def _search(run: _Run) -> Genotype | None:
     else:
         return None
     save_genotype(run.folder / GENOTYPE_FILE, genotype)
+    return genotype
+
+
+def _describe(run: _Run, genotype: Genotype | None) -> dict[str, Any]:
+    """Return what the network to retrain is built from, and report what it costs."""
     with run.stage("derive"):
-        description = describe_network(config, run.prepared, genotype)
+        description = describe_network(run.config, run.prepared, genotype)
         network = make_network(description | {"auxiliary": False})
         run.log.emit(
             "derived",
-            genotype=json.loads(to_json(genotype)),
+            genotype=json.loads(to_json(genotype)) if genotype else None,
             num_parameters=count_parameters(network),
             multiply_adds=count_multiply_adds(network, run.prepared.input_shape),
         )
-    return genotype
+    return description
 
 
 def _retrain(run: _Run, description: dict[str, Any]) -> tuple[nn.Module, dict[str, Packed]]:
@@ -191,12 +198,15 @@ def _evaluate(
         settings = {"network": description, "split": "test"}
         clients = []
         if config.dataset.fractions["test"] > 0:
-            clients = [
-                {"client": client, "num_examples": reply.num_examples, **reply.metrics}
-                for client, reply in run.courier.ask(
-                    "evaluate.model", stage="evaluate", settings=settings, states=states
-                )
-            ]
+            replies = run.courier.ask(
+                "evaluate.model", stage="evaluate", settings=settings, states=states
+            )
+            try:
+                for client, reply in replies:
+                    fields = {"client": client, "num_examples": reply.num_examples}
+                    clients.append(fields | dict(reply.metrics))
+            except QuorumError as error:  # the trained network is worth more than its test
+                run.log.emit("warning", message=f"few clients could test the network: {error}")
         run.log.emit("evaluated", central=central, clients=clients, linear=linear)
 
 
