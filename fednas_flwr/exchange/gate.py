@@ -5,6 +5,7 @@ A reply that fails is dropped for its exchange, and nothing that was accepted be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -66,4 +67,4 @@ def _all_finite(vector: torch.Tensor) -> bool:
     """One pass over the vector: a sum is finite unless an element is not, or it overflows."""
     if not vector.dtype.is_floating_point:
         return True
-    return bool(torch.isfinite(vector.sum())) or bool(torch.isfinite(vector).all())
+    return math.isfinite(vector.sum().item()) or bool(torch.isfinite(vector).all())

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,11 @@ NUM_EXAMPLES = "num-examples"
 STATE_PREFIX = "state."
 
 Json = Any  # what json.loads returns
+Record = TypeVar("Record", ConfigRecord, MetricRecord)
+
+with warnings.catch_warnings():  # torch warns once per process: messages can only be read
+    warnings.simplefilter("ignore")
+    torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ def encode_request(
 
 def decode_request(verb: str, content: RecordDict) -> Request:
     """Return the request in a message's content."""
-    text = json.loads(cast(str, content.config_records[HEADER][JSON]))
+    text = json.loads(cast(str, _record(content, HEADER, ConfigRecord)[JSON]))
     return Request(
         verb=verb,
         header=Header(**text["header"]),
@@ -138,11 +143,11 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
         ReplyError: A record is missing or is not of the form that :func:`encode_reply` writes.
     """
     try:
-        text = json.loads(cast(str, content.config_records[HEADER][JSON]))
+        text = json.loads(cast(str, _record(content, HEADER, ConfigRecord)[JSON]))
         header = Header(**text["header"])
         metrics = {
             name: float(cast(float, value))
-            for name, value in content.metric_records[METRICS].items()
+            for name, value in _record(content, METRICS, MetricRecord).items()
         }
         reply = Reply(
             num_examples=metrics.pop(NUM_EXAMPLES),
@@ -159,19 +164,29 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
 def payload_bytes(content: RecordDict) -> int:
     """Return the number of bytes of all arrays in a message's content."""
     return sum(
-        len(array.data) for record in content.array_records.values() for array in record.values()
+        len(array.data) for _, record in _array_records(content) for array in record.values()
     )
 
 
+def _record(content: RecordDict, name: str, kind: type[Record]) -> Record:
+    """Return one record; Flower's views by kind copy all records, at every look."""
+    record = content[name]
+    if not isinstance(record, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {type(record).__name__}")
+    return record
+
+
+def _array_records(content: RecordDict) -> list[tuple[str, ArrayRecord]]:
+    return [(name, r) for name, r in content.items() if isinstance(r, ArrayRecord)]
+
+
 def _decode_states(content: RecordDict) -> dict[str, Packed]:
-    with warnings.catch_warnings():  # the bytes of a message cannot be written, and never are
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return {
-            name.removeprefix(STATE_PREFIX): {
-                dtype: _vector(dtype, array) for dtype, array in record.items()
-            }
-            for name, record in content.array_records.items()
+    return {
+        name.removeprefix(STATE_PREFIX): {
+            dtype: _vector(dtype, array) for dtype, array in record.items()
         }
+        for name, record in _array_records(content)
+    }
 
 
 def _vector(dtype: str, array: Array) -> torch.Tensor:

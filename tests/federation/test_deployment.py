@@ -323,7 +323,7 @@ def sites(tmp_path: Path, made_data: Path) -> Path:
     folder = tmp_path / "sites"
     folder.mkdir()
     with np.load(made_data) as arrays:
-        for name, rows in {"a": slice(0, 50), "b": slice(50, 85), "c": slice(85, 120)}.items():
+        for name, rows in {"a": slice(0, 50), "b": slice(30, 65), "c": slice(45, 80)}.items():
             np.savez(
                 folder / f"{name}.npz",
                 x_train=arrays["x_train"][rows],
@@ -427,7 +427,7 @@ def test_server_of_real_sites_may_hold_a_public_test_set(
     server_app.serve(config, site_grid(config, sites), listeners=[], resumed=False)
     events = read_events(tmp_path / "run" / "events.jsonl")
     (evaluated,) = (event for event in events if event["event"] == "evaluated")
-    assert evaluated["central"]["num_examples"] == 120
+    assert evaluated["central"]["num_examples"] == 80
     assert len(evaluated["clients"]) == 3
 
 

@@ -257,7 +257,7 @@ def test_convolutions_of_channels_last_inputs(shape):
         nn.Conv2d(shape[0], 4, 3, padding=1, stride=2), nn.Flatten(), nn.LazyLinear(CLASSES)
     ).double()
     x, y = make_batch(shape, torch.float64)
-    x = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    x = x.clone(memory_format=torch.channels_last)
     network(x)
     check_against_loop(network, x, y)
 
@@ -380,6 +380,7 @@ def test_batch_norm_is_refused(frozen):
         mobilenet_v2((3, 8, 8), CLASSES),
         DARTSSpace(input_shape=(3, 8, 8), num_classes=CLASSES, channels=4, num_cells=3).supernet(),
         nn.Sequential(nn.Linear(3, 3), nn.InstanceNorm1d(3, track_running_stats=True)),
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False, track_running_stats=False)),
     ]
     x, y = make_batch((3, 8, 8), torch.float32)
     for network in networks:

@@ -64,7 +64,7 @@ def as_process(*arguments):
     command = [sys.executable, __file__, *map(str, arguments)]
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=paths
+        command, capture_output=True, text=True, timeout=600, check=False, env=paths
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
