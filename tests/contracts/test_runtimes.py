@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from fednas_flwr.cli import main
 from fednas_flwr.reporting.events import latest_rounds, read_events
 
-TIMEOUT_S = 180
+TIMEOUT_S = 600  # Ray starts slowly on a busy machine
 
 
 @pytest.mark.ray
@@ -32,19 +32,21 @@ def test_ray_equals_inline(tiny_overrides, tmp_path):
         "dataset.crop_padding=1",  # randomness on the client
         "dataset.flip=true",
     ]
-    ray = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "fednas_flwr.cli", "run"),
-            *(*overrides, "runtime=ray", f"run_dir={tmp_path / 'ray'}"),
-        ],
+    command = [sys.executable, "-m", "fednas_flwr.cli", "run", *overrides, "runtime=ray"]
+    with subprocess.Popen(
+        [*command, f"run_dir={tmp_path / 'ray'}"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-    assert main(["run", *overrides, "runtime=inline", f"run_dir={tmp_path / 'inline'}"]) == 0
-    output, _ = ray.communicate(timeout=TIMEOUT_S)
-    assert ray.returncode == 0, output
+    ) as ray:
+        try:
+            inline = ["run", *overrides, "runtime=inline", f"run_dir={tmp_path / 'inline'}"]
+            assert main(inline) == 0
+            output, _ = ray.communicate(timeout=TIMEOUT_S)
+            assert ray.returncode == 0, output
+        finally:
+            ray.kill()
     folders = [tmp_path / "inline", tmp_path / "ray"]
     for name in ("genotype.json", "model.safetensors"):
         inline_bytes, ray_bytes = ((folder / name).read_bytes() for folder in folders)

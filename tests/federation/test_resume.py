@@ -20,7 +20,7 @@ from fednas_flwr.reporting.events import latest_rounds, read_events
 
 ROUNDS = 4
 KILLED_AFTER = 2  # rounds of the search; the kill falls into the next one
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 
 def fednas(*arguments: str) -> subprocess.Popen:
@@ -52,21 +52,26 @@ def folders(tiny_overrides, tmp_path_factory):
     # FNAS: its server has optimisers of its own, and batches go on over rounds.
     overrides = [*tiny_overrides, "algorithm=fnas", f"rounds={ROUNDS}", "algorithm.batch_size=8"]
     overrides += ["clients=2", "retrain.rounds=1", "stages=[search,retrain,export]"]
-    killed = fednas(*overrides, f"run_dir={root / 'killed'}")
-    wait_for_round(root / "killed", KILLED_AFTER, killed)
-    time.sleep(0.05)  # into the next round, which takes longer than this
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
+    with fednas(*overrides, f"run_dir={root / 'killed'}") as killed:
+        try:
+            wait_for_round(root / "killed", KILLED_AFTER, killed)
+            time.sleep(0.05)  # into the next round, which takes longer than this
+        finally:
+            killed.send_signal(signal.SIGKILL)
+        killed.communicate()
     assert killed.returncode == -signal.SIGKILL
     shutil.copytree(root / "killed", root / "truncated")
     newest = max((root / "truncated" / "checkpoints").glob("search-*.safetensors"))
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
     before = {name: read_events(root / name / "events.jsonl") for name in ("killed", "truncated")}
-    resumed = fednas(f"resume={root / 'killed'}")
-    assert main(["run", *overrides, f"run_dir={root / 'whole'}"]) == 0
-    assert main(["run", f"resume={root / 'truncated'}"]) == 0
-    output, _ = resumed.communicate(timeout=TIMEOUT_S)
-    assert resumed.returncode == 0, output
+    with fednas(f"resume={root / 'killed'}") as resumed:
+        try:
+            assert main(["run", *overrides, f"run_dir={root / 'whole'}"]) == 0
+            assert main(["run", f"resume={root / 'truncated'}"]) == 0
+            output, _ = resumed.communicate(timeout=TIMEOUT_S)
+            assert resumed.returncode == 0, output
+        finally:
+            resumed.kill()
     return root, before
 
 
