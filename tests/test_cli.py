@@ -275,16 +275,16 @@ def test_ctrl_c_ends_with_130_and_the_run_can_go_on(tiny_overrides: list[str]) -
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     events = run_dir / "events.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not (events.exists() and '"event": "round"' in events.read_text()):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     started = time.monotonic()
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == cli.STOPPED == 130
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60  # a second when nothing else runs
     assert f"fednas run resume={run_dir}" in errors
     assert "Traceback" not in errors
     finished = read_events(events)[-1]
