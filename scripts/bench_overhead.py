@@ -267,7 +267,7 @@ def reply_content(
 def replies_held(contents: Sequence[RecordDict], layouts: dict[str, Layout]) -> int:
     """Return how many replies live at once while a courier's replies are averaged.
 
-    Every reply is made when it is pulled, as in a runtime, by copying its bytes.
+    As in a runtime, a reply comes to be when it is pulled; those that are still referred to count.
     """
     alive: weakref.WeakSet[Message] = weakref.WeakSet()
     most = 0
@@ -275,7 +275,6 @@ def replies_held(contents: Sequence[RecordDict], layouts: dict[str, Layout]) -> 
     class Grid(InProcessGrid):
         def _answer(self, message: Message) -> Message:
             nonlocal most
-            gc.collect()
             index = self._contexts[message.metadata.dst_node_id].node_config["partition-id"]
             if message.metadata.message_type == "query.describe":
                 reply = Reply(num_examples=1e6, facts={"client": index})

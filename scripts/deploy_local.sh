@@ -11,7 +11,8 @@ num_nodes=3
 results=${FEDNAS_RESULTS:-$PWD/runs/deploy_local_$(date +%Y%m%d-%H%M%S)_$$}
 logs=$results/logs
 secrets=$(mktemp -d)   # keys, certificates and Flower's own state
-jobs=()                # process ids of what was started, each the leader of its process group
+jobs=()                # process ids of what was started
+ports=()
 export FLWR_HOME=$secrets/flwr
 export FLWR_TELEMETRY_ENABLED=${FLWR_TELEMETRY_ENABLED:-0}
 
@@ -31,13 +32,21 @@ run() {
 
 alive() { kill -0 "$1" 2>/dev/null; }
 
-# Flower gives its own children sessions of their own: the tree of processes tells them all.
+# What was started: the jobs, all below them, and what Flower has cut loose, told by our ports.
 started() {
-    ps -eo pid=,ppid= | awk -v roots="${jobs[*]-}" '
-        { parent[$1] = $2 }
-        END {
+    ps -eo pid=,ppid=,stat=,args= | awk -v roots="${jobs[*]-}" -v ports="${ports[*]-}" '
+        BEGIN {
             n = split(roots, list, " ")
-            for (i = 1; i <= n; i++) if (list[i] in parent) ours[list[i]]
+            for (i = 1; i <= n; i++) root[list[i]]
+            m = split(ports, port, " ")
+        }
+        $3 !~ /^Z/ {
+            parent[$1] = $2
+            if ($1 in root) ours[$1]
+            if ($0 ~ /flwr-|flower-/)
+                for (i = 1; i <= m; i++) if (index($0, "127.0.0.1:" port[i])) ours[$1]
+        }
+        END {
             do {
                 found = 0
                 for (pid in parent)
@@ -48,15 +57,15 @@ started() {
 }
 
 stop() {
-    local code=$? pid pids
+    local code=$? signal=TERM attempt pids
     trap '' INT TERM
-    pids=$(started)
-    for pid in $pids; do kill -TERM "$pid" 2>/dev/null || true; done
-    for _ in {1..100}; do
-        for pid in $pids; do alive "$pid" && sleep .1 && continue 2; done
-        break
+    for ((attempt = 0; attempt < 80; attempt++)); do
+        pids=$(started)
+        [ -n "$pids" ] || break
+        [ "$attempt" -lt 40 ] || signal=KILL
+        kill -$signal $pids 2>/dev/null || true
+        sleep .25
     done
-    for pid in $pids; do kill -KILL "$pid" 2>/dev/null || true; done
     wait
     rm -rf "$secrets"
     [ "$code" = 0 ] || echo "deploy_local: ended with code $code; logs are in $logs." >&2
