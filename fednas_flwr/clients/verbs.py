@@ -91,11 +91,17 @@ def weight_gradient(client: Client, request: Request) -> Reply:
     """
     supernet = _supernet(client, request).train()
     settings = request.settings
+    batches = _step_batches(client, request, "train")
     tally = Tally()
+
+    def gradient_sum() -> tuple[dict[str, Tensor], float]:
+        batch = next(batches)
+        return weight_gradient_sum(supernet, batch, tally), len(batch[1])
+
     gradients, batch_size = periodic_gradient(
-        lambda batch: weight_gradient_sum(supernet, batch, tally),
+        gradient_sum,
         supernet.weights(),
-        _step_batches(client, request, "train"),
+        steps=settings["local_steps"],
         local_lr=settings["local_lr"],
     )
     states = {"weights": gradients} | _buffers(supernet)
@@ -114,12 +120,14 @@ def alpha_gradient(client: Client, request: Request) -> Reply:
     batches = _step_batches(client, request, "validation")
     tally = Tally()
 
-    def first_order(batch: Batch) -> dict[str, Tensor]:
+    def first_order() -> tuple[dict[str, Tensor], float]:
+        batch = next(batches)
         gradients, losses = alpha_gradient_sum(supernet, batch)
         tally.add(losses, None, batch[1])
-        return gradients
+        return gradients, len(batch[1])
 
-    def second_order(batch: Batch) -> dict[str, Tensor]:
+    def second_order() -> tuple[dict[str, Tensor], float]:
+        batch = next(batches)
         layout = Layout.of(network_states(supernet)["weights"])
         previous = unpack(request.states["previous_weights"], layout)
         gradients, losses = second_order_gradient(
@@ -131,12 +139,12 @@ def alpha_gradient(client: Client, request: Request) -> Reply:
             inner_lr=settings["inner_lr"],
         )
         tally.add(losses, None, batch[1])
-        return {kind: gradient * len(batch[1]) for kind, gradient in gradients.items()}
+        return {kind: g * len(batch[1]) for kind, g in gradients.items()}, len(batch[1])
 
     gradients, batch_size = periodic_gradient(
         first_order if settings["order"] == 1 else second_order,
         supernet.alphas(),
-        batches,
+        steps=settings["local_steps"],
         local_lr=settings["local_lr"],
     )
     return _reply(batch_size, {"alphas": gradients}, {"validation_loss": tally.loss})

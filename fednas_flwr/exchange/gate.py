@@ -38,7 +38,7 @@ def accept_reply(
 
     Raises:
         ReplyError: The client reports an error, or the reply is malformed, replayed, of other
-            tensors than asked for, not finite, or its number of examples is out of range.
+            tensors than asked for, not finite or huge, or its number of examples is out of range.
     """
     if message.has_error():
         raise ReplyError(message.error.reason or f"Flower error code {message.error.code}")
@@ -58,13 +58,17 @@ def accept_reply(
         if sizes != layout.sizes:
             raise ReplyError(f"{name} must have sizes {layout.sizes}, got {sizes}")
         for vector in reply.states[name].values():
-            if not _all_finite(vector):
-                raise ReplyError(f"{name} is not finite")
+            if not _is_usable(vector):
+                raise ReplyError(f"{name} is not finite, or so large that averages overflow")
     return reply
 
 
-def _all_finite(vector: torch.Tensor) -> bool:
-    """One pass over the vector: a sum is finite unless an element is not, or it overflows."""
+def _is_usable(vector: torch.Tensor) -> bool:
+    """One pass over the vector: its square is finite, so every element is, and no average overflows.
+
+    In float32 that of a norm above 1.8e19 is not.
+    """
     if not vector.dtype.is_floating_point:
         return True
-    return math.isfinite(vector.sum().item()) or bool(torch.isfinite(vector).all())
+    vector = vector.to(torch.promote_types(vector.dtype, torch.float32))
+    return math.isfinite(torch.dot(vector, vector).item())

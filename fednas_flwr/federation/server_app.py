@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from flwr.app import Context
@@ -57,6 +57,9 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
         log = stack.enter_context(EventLog(folder / EVENTS_FILE, listeners))
         try:
             run_stages(config, grid, log, resumed=resumed)
-        finally:
-            write_report(folder)
+        except BaseException:
+            with suppress(Exception):  # what ended the run is what must be told
+                write_report(folder)
+            raise
+    write_report(folder)
     write_model_card(folder)

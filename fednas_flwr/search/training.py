@@ -76,40 +76,43 @@ def weight_gradient_sum(network: nn.Module, batch: Batch, tally: Tally) -> dict[
 
 
 def periodic_gradient(
-    gradient_sum: Callable[[Batch], dict[str, Tensor]],
+    gradient_sum: Callable[[], tuple[dict[str, Tensor], float]],
     parameters: Mapping[str, nn.Parameter],
-    batches: Iterable[Batch],
     *,
+    steps: int,
     local_lr: float,
 ) -> tuple[dict[str, Tensor], float]:
-    """Return the gradient of ``parameters`` accumulated over one local step per batch.
+    """Return the gradient of ``parameters`` accumulated over local steps.
 
-    After each batch but the last the parameters move by ``-local_lr`` times the batch's mean
+    After each step but the last the parameters move by ``-local_lr`` times the batch's mean
     gradient, and the next gradient is taken there: the periodic updates that DP-FNAS leaves as
-    future work. With one batch this is ``gradient_sum(batch)``.
+    future work. With one step this is ``gradient_sum()``.
+
+    Args:
+        gradient_sum: Takes the next batch; returns the sum of its gradients by name, and the batch
+            size B that the sum is divided by.
+        parameters: Moved in place.
+        steps: At least 1.
+        local_lr: Learning rate of the local steps.
 
     Returns:
-        The sum over steps of mean gradients, times the mean batch size B, so that dividing by B
-        gives what the local steps moved in all; and B.
-
-    Raises:
-        ValueError: There is no batch.
+        The sum over steps of mean gradients, times the mean batch size, so that dividing by that
+        gives what the local steps moved in all; and the mean batch size.
     """
-    total: dict[str, Tensor] = {}
-    mean: dict[str, Tensor] = {}
-    sizes: list[int] = []
-    for batch in batches:
+    sums, batch_size = gradient_sum()
+    if steps == 1:
+        return sums, batch_size
+    sizes = [batch_size]
+    mean = {name: gradient / batch_size for name, gradient in sums.items()}
+    total = mean
+    for _ in range(steps - 1):
         with torch.no_grad():
             for name, gradient in mean.items():
                 parameters[name].sub_(gradient, alpha=local_lr)
-        sums = gradient_sum(batch)
-        sizes.append(len(batch[1]))
-        mean = {name: gradient / sizes[-1] for name, gradient in sums.items()}
-        total = {n: total[n] + g for n, g in mean.items()} if total else mean
-    if len(sizes) == 1:
-        return sums, sizes[0]
-    if not sizes:
-        raise ValueError("a gradient needs at least one batch")
+        sums, batch_size = gradient_sum()
+        sizes.append(batch_size)
+        mean = {name: gradient / batch_size for name, gradient in sums.items()}
+        total = {name: total[name] + gradient for name, gradient in mean.items()}
     batch_size = sum(sizes) / len(sizes)
     return {name: gradient * batch_size for name, gradient in total.items()}, batch_size
 

@@ -38,6 +38,7 @@ class FNAS(RoundStrategy):
         order: 1 or 2, of the alpha gradient.
         reduce: ``mean`` or ``sum``.
         local_steps: Steps a client takes before it answers; its answer adds up their gradients.
+            They are plain gradient descent at the learning rates of ``weights`` and ``alphas``.
         batch_size: Per client and step; None takes all of a client's records.
         evaluate_every: Rounds between evaluations of the supernet on validation records; 0: never.
         weights: SGD, annealed over the rounds.
@@ -65,7 +66,7 @@ class FNAS(RoundStrategy):
         self.order, self.reduce = order, reduce
         self.local_steps, self.batch_size = local_steps, batch_size
         self.evaluate_every = evaluate_every
-        self.weights = weights
+        self.weights, self.alphas_settings = weights, alphas
         (self._weight_vector,) = self.states["weights"].values()
         (self._alpha_vector,) = self.states["alphas"].values()
         self._optimizers: dict[str, torch.optim.Optimizer] = {
@@ -94,7 +95,12 @@ class FNAS(RoundStrategy):
         if buffers:
             self.states["buffers"] = buffers
 
-        alpha_settings = {**settings, "order": self.order, "inner_lr": sgd.lr}
+        alpha_settings = {
+            **settings,
+            "local_lr": self.alphas_settings.lr,
+            "order": self.order,
+            "inner_lr": sgd.lr,
+        }
         replies = self.ask(
             "train.alpha_gradient",
             settings=alpha_settings,

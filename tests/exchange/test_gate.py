@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -162,6 +163,7 @@ DAMAGES = {
     "inf in the last weight": (poison("weights", -1, np.inf), "weights is not finite"),
     "-inf": (poison("weights", 4, -np.inf), "weights is not finite"),
     "inf - inf": (poison("weights", slice(0, 2), [np.inf, -np.inf]), "weights is not finite"),
+    "finite, but an average would overflow": (poison("weights", 3, 3e38), "weights is not finite"),
     "NaN in an alpha": (poison("alphas", 2, np.nan), "alphas is not finite"),
     # errors
     "raises": (refuse, "RuntimeError: out of memory"),
@@ -222,7 +224,10 @@ def test_an_old_reply_is_not_taken_twice(federation):
     assert ["another request" in event["reason"] for event in replaying.events] == [True, True]
 
 
-def test_finite_numbers_whose_sum_overflows_are_accepted(federation):
-    huge = federation(damage={BAD: set_vector("weights", np.full(10, 3e38, np.float32))})
-    huge.courier.connect(huge.grid)
-    assert [client for client, _ in huge.ask()] == [0, 1, 2]
+def test_whatever_is_accepted_has_a_finite_average(federation):
+    large = federation(damage={BAD: set_vector("weights", np.full(10, 5e18, np.float32))})
+    large.courier.connect(large.grid)
+    replies = list(large.ask())
+    assert [client for client, _ in replies] == [0, 1, 2]
+    means, _ = average_replies((c, replace(r, num_examples=1e9)) for c, r in replies)
+    assert torch.isfinite(means["weights"]["float32"]).all()

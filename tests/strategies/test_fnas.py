@@ -217,7 +217,7 @@ def test_local_steps_equal_a_plain_loop_of_local_descents(compose_config, federa
             )
             yield split.batch(indices, "cpu")
 
-    def exchange(name, step, parameters):
+    def exchange(name, step, parameters, lr):
         """Each client descends from the same point; their moves are averaged by batch size."""
         start = [parameter.detach().clone() for parameter in parameters]
         moves, sizes = [], []
@@ -228,7 +228,7 @@ def test_local_steps_equal_a_plain_loop_of_local_descents(compose_config, federa
                 gradients = plain.gradients(plain.mean_loss(batch), parameters)
                 with torch.no_grad():
                     for parameter, gradient in zip(parameters, gradients, strict=True):
-                        parameter -= plain.lr(step) * gradient
+                        parameter -= lr * gradient
                 total = [t + g for t, g in zip(total, gradients, strict=True)]
                 size += len(batch[1]) / 2
             with torch.no_grad():
@@ -243,8 +243,9 @@ def test_local_steps_equal_a_plain_loop_of_local_descents(compose_config, federa
 
     assert len({len(c.data.train) for c in federation.clients}) == 2
     for step in range(ROUNDS):
-        plain.step_weights(step, exchange("train", step, plain.weights))
-        plain.step_alphas(exchange("validation", step, plain.alphas))
+        plain.step_weights(step, exchange("train", step, plain.weights, plain.lr(step)))
+        alpha_lr = config.algorithm.alphas.lr
+        plain.step_alphas(exchange("validation", step, plain.alphas, alpha_lr))
     plain.assert_equals(strategy)
 
 
