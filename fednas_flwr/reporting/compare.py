@@ -19,6 +19,7 @@ from rich.text import Text
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.reporting.files import write_text
+from fednas_flwr.reporting.guarantee import TEST_SEED, warning_text
 from fednas_flwr.reporting.runs import Run, read_run
 from fednas_flwr.reporting.units import DASH, mean_and_deviation
 
@@ -32,6 +33,7 @@ COLUMNS: dict[str, tuple[str, float, int | None]] = {  # metric: title, scale, d
     "search_seconds": ("search (s)", 1, None),
     "retrain_seconds": ("retrain (s)", 1, None),
     "traffic_mb": ("traffic (MB)", 1, None),
+    "epsilon": ("epsilon", 1, None),
 }
 
 
@@ -44,12 +46,14 @@ class Group:
         seeds: The seeds, ascending.
         folders: The run folders, in the order of the seeds.
         values: For each metric the runs' values in the order of the seeds, None where not reached.
+        test_seed: Whether a client's noise came from a known seed: epsilon then protects nobody.
     """
 
     settings: dict[str, Any]
     seeds: tuple[Any, ...]
     folders: tuple[str, ...]
     values: dict[str, tuple[float | None, ...]]
+    test_seed: bool
 
     def reached(self, metric: str) -> list[float]:
         """Return a metric's values without those that were not reached."""
@@ -83,7 +87,9 @@ class Comparison:
                 values = group.reached(metric)
                 text = mean_and_deviation(values, scale=scale, decimals=decimals)
                 few = 0 < len(values) < len(group.seeds)
-                cells.append(f"{text} ({len(values)} of {len(group.seeds)})" if few else text)
+                text += f" ({len(values)} of {len(group.seeds)})" if few else ""
+                unsafe = group.test_seed and metric == "epsilon"
+                cells.append(f"{text} ({TEST_SEED})" if unsafe else text)
             rows.append(cells)
         return rows
 
@@ -219,6 +225,7 @@ def _group(runs: list[Run], shown: list[str]) -> Group:
         seeds=tuple(run.config.get("seed") for run in runs),
         folders=tuple(str(run.folder) for run in runs),
         values={metric: tuple(n[metric] for n in numbers) for metric in COLUMNS},
+        test_seed=any(run.privacy and warning_text(run.privacy) for run in runs),
     )
 
 
@@ -244,21 +251,23 @@ def _csv(comparison: Comparison) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     kinds = ("mean", "deviation")
-    writer.writerow([*settings, "seeds", *(f"{m}_{kind}" for m in COLUMNS for kind in kinds)])
+    titles = [f"{metric}_{kind}" for metric in COLUMNS for kind in kinds]
+    writer.writerow([*settings, "seeds", *titles, "test_seed"])
     for group in comparison.groups:
         row = [_setting_text(value) for value in group.settings.values()]
         row.append(" ".join(str(seed) for seed in group.seeds))
         for metric in COLUMNS:
             statistics = _statistics(group.reached(metric))
             row += ["" if statistics[k] is None else f"{statistics[k]:.8g}" for k in kinds]
-        writer.writerow(row)
+        writer.writerow([*row, int(group.test_seed)])
     return text.getvalue()
 
 
 def _markdown(comparison: Comparison) -> str:
     lines = markdown_table(comparison.titles(), comparison.rows()) if comparison.groups else []
     if lines:
-        lines += ["", "Mean ± standard deviation (n - 1) over seeds; traffic in both directions."]
+        lines += ["", "Mean ± standard deviation (n - 1) over seeds; traffic in both directions;"]
+        lines += ["epsilon: the largest of all clients, per record added or removed (PRV)."]
     if comparison.not_counted:
         lines += ["", *(f"- {folder}: {reason}" for folder, reason in comparison.not_counted)]
     return "\n".join(lines).strip() + "\n"
@@ -279,6 +288,7 @@ def _json(comparison: Comparison) -> str:
             "settings": group.settings,
             "seeds": group.seeds,
             "folders": group.folders,
+            "test_seed": group.test_seed,
             "metrics": {
                 metric: {**_statistics(group.reached(metric)), "values": group.values[metric]}
                 for metric in COLUMNS

@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from fednas_flwr.reporting import guarantee
 from fednas_flwr.reporting.compare import markdown_table
+from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.runs import Run, read_run
 from fednas_flwr.reporting.texts import settings_text
-from fednas_flwr.reporting.units import count, duration, num_bytes, percent
+from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent
 
 SETTINGS = ("algorithm", "search_space", "retrain")
 
@@ -63,7 +65,8 @@ def _data(run: Run) -> str:
         sizes = ", ".join(f"{size:,} {part}" for part, size in parts.items())
         how = settings_text(run.config, "partition") if "partition" in run.config else ""
         split = f", split by {how}," if how else ""
-        lines.append(f"- {len(splits)} clients{split} with together {sizes} records")
+        declared = ", as they declare" if run.is_private else ""
+        lines.append(f"- {len(splits)} clients{split} with together {sizes} records{declared}")
     if event.get("server_test"):
         lines.append(f"- test set held by the server: {event['server_test']:,} records")
     if names:
@@ -104,15 +107,18 @@ def _results(run: Run) -> str:
     numbers = run.numbers()
     stages = run.stage_seconds()
     traffic = numbers["traffic_mb"]
+    noised = ", noised by them" if run.is_private else ""
     rows = [
         ["accuracy on the server's test set", percent(numbers["central_accuracy"])],
-        ["mean accuracy on the clients' test parts", percent(numbers["client_accuracy"])],
+        [f"mean accuracy on the clients' test parts{noised}", percent(numbers["client_accuracy"])],
         ["linear model on the same data", percent(numbers["linear_accuracy"])],
         *([f"time of {name}", duration(seconds)] for name, seconds in stages.items()),
         ["traffic, both directions", num_bytes(None if traffic is None else traffic * 1e6)],
         ["dropped replies", str(len(run.failures()))],
+        *([f"client {e['client']} left the run", str(e["reason"])] for e in run.departures()),
     ]
-    return "\n".join(["## Results", "", *markdown_table(["result", "value"], rows)])
+    reached = [row for row in rows if row[1] != DASH]
+    return "\n".join(["## Results", "", *markdown_table(["result", "value"], reached)])
 
 
 def _loading(run: Run) -> str:
@@ -134,23 +140,51 @@ def _limits(run: Run) -> str:
         "gives another architecture and another accuracy.",
         "- Inputs must be prepared as in training (size, channels, normalisation).",
     ]
-    clients = (run.last("evaluated") or {}).get("clients") or []
-    known = [client["accuracy"] for client in clients if client["accuracy"] is not None]
+    known = [client["accuracy"] for client in run.client_results()]
     if known:
+        noised = " with the noise that they added" if run.is_private else ""
         lines.append(
             "- Clients differ: the accuracy on their own test parts runs from "
-            f"{percent(min(known))} to {percent(max(known))}."
+            f"{percent(min(known))} to {percent(max(known))}{noised}."
         )
     return "\n".join(lines)
 
 
 def _privacy(run: Run) -> str:
-    name = _name(run, "privacy")
-    if name == "none":
-        text = (
+    event = run.privacy
+    if not run.is_private:
+        paragraphs = [
             "none: this run makes no differential-privacy claim. Records stayed with the clients, "
             "but what they sent and the model itself may reveal something about them."
-        )
+        ]
+    elif event is None:
+        paragraphs = ["No client has accepted a schedule of this run yet: no epsilon is known."]
     else:
-        text = f"{name}; the settings are in config.yaml."
-    return f"## Privacy\n\n{text}"
+        warning = guarantee.warning_text(event)
+        paragraphs = [f"**{warning}**"] if warning else []
+        paragraphs += [
+            "\n".join(_promises(run, event)),
+            guarantee.PROTECTED,
+            guarantee.MECHANISM,
+            guarantee.ACCOUNTING,
+        ]
+    return "\n\n".join(["## Privacy", *paragraphs])
+
+
+def _promises(run: Run, event: Event) -> list[str]:
+    """Return the lines of a table with the one (epsilon, delta) of each client."""
+    spent = run.privacy_spent()
+    head = ["client", "(epsilon, delta)", "unit", "spent of budget (filter)"]
+    rows = []
+    for client in event["clients"]:
+        epsilon, delta = guarantee.overall({"clients": [client]})
+        pair = f"({guarantee.epsilon_text(epsilon)}, {delta:g})"
+        rows.append(
+            [
+                str(client["client"]),
+                pair if guarantee.is_secure(client) else f"none ({guarantee.TEST_SEED})",
+                guarantee.UNIT,
+                guarantee.spent_text(client, spent),
+            ]
+        )
+    return markdown_table(head, rows)

@@ -61,6 +61,7 @@ th, td { text-align: left; padding: 5px 10px; border-bottom: 1px solid var(--rul
   vertical-align: top; }
 th { position: sticky; top: 0; background: var(--card); font-weight: 600; white-space: nowrap; }
 .num { text-align: right; white-space: nowrap; }
+.wrapped th { white-space: normal; vertical-align: bottom; min-width: 72px; }
 .reason { overflow-wrap: anywhere; min-width: 200px; }
 .bar { height: 10px; border-radius: 5px; background: var(--accent); min-width: 2px;
   margin-top: 6px; }
@@ -156,6 +157,8 @@ TEMPLATE = """<!doctype html>
 </header>
 {% if run.reason %}<section class="alert" role="alert"><h2>Why the run failed</h2>
 <p>{{ run.reason }}</p></section>{% endif %}
+{% if privacy and privacy.warning %}<section class="alert" role="alert"><h2>No privacy</h2>
+<p>{{ privacy.warning }}</p></section>{% endif %}
 <div class="tiles">
 {% for tile in tiles %}<div class="tile"><span>{{ tile.label }}</span><b>{{ tile.value }}</b>
 <span>{{ tile.note }}</span></div>
@@ -168,6 +171,7 @@ TEMPLATE = """<!doctype html>
 {% if config_text %}<details class="noprint"><summary>Resolved configuration</summary>
 <pre tabindex="0">{{ config_text }}</pre></details>{% endif %}</section>
 {% for stage in stages %}<section id="{{ stage.name }}"><h2>{{ stage.title }}</h2>
+{% if stage.noised %}<p class="soft">{{ stage.noised }}</p>{% endif %}
 <div class="grid">{% for name, label in stage.plots %}<div><h3>{{ label }}</h3>
 {{- plot(name, label ~ " over the rounds of the " ~ stage.name ~ " stage") }}</div>
 {% endfor %}</div>
@@ -205,6 +209,21 @@ aria-valuetext="round {{ alphas.rounds[-1] }}"
 <th class="num">test</th><th class="num">all</th></tr></thead><tbody>
 {% for row in splits %}<tr>{% for value in row %}<td class="num">{{ value }}</td>{% endfor %}</tr>
 {% endfor %}</tbody></table></div>{% endif %}</section>{% endif %}
+{% if privacy %}<section id="privacy" class="long"><h2>Privacy</h2>
+{% if privacy.warning %}<p class="failed"><b>{{ privacy.warning }}</b> What follows would hold if
+all noise were secret.</p>{% endif %}
+{% if privacy.summary %}<p><b>(epsilon, delta) = {{ privacy.summary }}</b>, the largest of all
+clients.</p>{% else %}<p>No client has accepted a schedule of this run yet: no epsilon is known.</p>
+{% endif %}
+{% for text in privacy.texts %}<p>{{ text }}</p>{% endfor %}
+{% for name, words, head, rows in privacy.tables %}<h3 style="margin-top:12px">{{ name }}</h3>
+<div class="box" tabindex="0" role="region" aria-label="{{ name }}"><table class="wrapped"><thead>
+<tr>{% for title in head %}<th{% if loop.index > words %} class="num"{% endif %}>{{ title }}</th>
+{%- endfor %}</tr></thead><tbody>
+{% for row in rows %}<tr>{% for value in row %}
+<td{% if loop.index > words %} class="num"{% endif %}>{{ value }}</td>{% endfor %}</tr>
+{% endfor %}</tbody></table></div>
+{% endfor %}</section>{% endif %}
 {% if "clients" in figures %}<section id="accuracy"><h2>Test accuracy per client</h2>
 <p>{{ accuracy_text }}</p>
 {{ plot("clients", "Test accuracy per client") }}</section>{% endif %}
@@ -229,8 +248,9 @@ aria-valuetext="round {{ alphas.rounds[-1] }}"
 {% if failures %}<p>{{ failure_text }}</p><div class="box" tabindex="0" role="region"
 aria-label="Failures of clients"><table><thead><tr><th class="num">client</th><th>stage</th>
 <th class="num">round</th><th>verb</th><th>reason</th></tr></thead><tbody>
-{% for f in failures %}<tr><td class="num">{{ f.client }}</td><td>{{ f.stage }}</td>
-<td class="num">{{ f.round }}</td><td>{{ f.verb }}</td><td class="reason">{{ f.reason }}</td></tr>
+{% for client, stage, round, verb, reason in failures %}<tr><td class="num">{{ client }}</td>
+<td>{{ stage }}</td><td class="num">{{ round }}</td><td>{{ verb }}</td>
+<td class="reason">{{ reason }}</td></tr>
 {% endfor %}</tbody></table></div>{% endif %}
 {% if warnings %}<h3 style="margin-top:12px">Warnings</h3><ul>
 {% for text, times in warnings %}<li>{{ text }}

@@ -97,20 +97,24 @@ def partition(event: Event) -> Figure | None:
 
 
 def client_accuracy(event: Event) -> Figure | None:
-    """Return the test accuracy of every client as bars, with the mean and the server's as lines."""
-    clients = [c for c in event.get("clients") or [] if c["accuracy"] is not None]
+    """Return the test accuracy of every client as bars, with the mean and the server's as lines.
+
+    The axis runs from 0 to 1, and further where noise has carried an accuracy out of that range.
+    """
+    clients = [c for c in event.get("clients") or [] if c.get("accuracy") is not None]
     if not clients:
         return None
     names = [str(client["client"]) for client in clients]
     values = [client["accuracy"] for client in clients]
+    sizes = [client.get("num_examples") for client in clients]
     data: list[Figure] = [
         {
             "type": "bar",
             "name": "client",
             "x": names,
             "y": values,
-            "customdata": [client["num_examples"] for client in clients],
-            "hovertemplate": "client %{x}: %{y:.1%}<br>%{customdata:,} test records<extra></extra>",
+            "customdata": ["" if n is None else f"<br>{n:,} test records" for n in sizes],
+            "hovertemplate": "client %{x}: %{y:.1%}%{customdata}<extra></extra>",
             "marker": {"color": BLUE, "opacity": 0.7},
         },
         _level(names, fmean(values), "mean of the clients", ORANGE, "dash"),
@@ -120,7 +124,7 @@ def client_accuracy(event: Event) -> Figure | None:
         data.append(_level(names, central, "server's test set", GREEN, "dot"))
     layout = _layout(x="client", y="test accuracy")
     layout["xaxis"] |= {"type": "category", "showgrid": False}
-    layout["yaxis"] |= {"tickformat": ".0%", "range": [0, 1]}
+    layout["yaxis"] |= {"tickformat": ".0%", "range": [min(0, *values), max(1, *values)]}
     return {"data": data, "layout": layout}
 
 

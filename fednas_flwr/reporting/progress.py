@@ -25,8 +25,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fednas_flwr.reporting.events import Event
+from fednas_flwr.reporting.guarantee import TEST_SEED, is_noised, overall_text, warning_text
 from fednas_flwr.reporting.runs import read_run
-from fednas_flwr.reporting.units import count, duration, percent
+from fednas_flwr.reporting.units import DASH, count, duration, percent
 
 RECENT_ROUNDS = 10
 MANY_ROUNDS = 100
@@ -37,8 +38,9 @@ class ProgressDisplay:
     """Shows stage, round, loss, accuracy and time left; a listener for `EventLog`.
 
     On a terminal every stage has a moving bar. Elsewhere every round is one line; in a stage of
-    more than 100 rounds one line about every 5 s, and always the last. Warnings and failures of
-    clients are printed in both; a failure that repeats (same client, verb, reason) only once.
+    more than 100 rounds one line about every 5 s, and always the last. Warnings, failures of
+    clients, clients that leave and what a private run promises are printed in both; a failure that
+    repeats (same client, verb, reason) only once.
 
     Use it as a context manager, so that the terminal is given back whatever happens.
 
@@ -65,6 +67,7 @@ class ProgressDisplay:
         self._seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
         self._last_line = -math.inf
         self._failures: set[tuple[object, ...]] = set()
+        self._is_private = False
 
     def __call__(self, event: Event) -> None:
         """Show one event; kinds that a person need not see are passed over."""
@@ -77,6 +80,15 @@ class ProgressDisplay:
                 self._finish_stage(event)
             case "client_failed":
                 self._show_failure(event)
+            case "client_left":
+                self._say(
+                    f"client {event['client']} left the run in {event['stage']} round "
+                    f"{event['round']} ({event['verb']}): {event['reason']}",
+                    style="yellow",
+                )
+            case "privacy":
+                self._is_private = True
+                self._show_privacy(event)
             case "warning":
                 self._say(f"warning: {event['message']}", style="yellow")
             case "run_finished":
@@ -122,7 +134,8 @@ class ProgressDisplay:
         self._seconds.append(event["seconds"])
         number, rounds = event["round"], event["rounds"]
         left = (rounds - number) * sum(self._seconds) / len(self._seconds)
-        position, metrics = f"{number}/{rounds}", _metrics_text(event["metrics"])
+        position = f"{number}/{rounds}"
+        metrics = _metrics_text(event["metrics"], private=self._is_private)
         if self._bars is not None:
             if self._task is not None:
                 self._bars.update(
@@ -159,6 +172,11 @@ class ProgressDisplay:
                 style="red",
             )
 
+    def _show_privacy(self, event: Event) -> None:
+        self._say(f"privacy: (epsilon, delta) at most {overall_text(event)}")
+        if warning := warning_text(event):
+            self._say(f"warning: {warning}", style="red")
+
 
 def print_summary(run_folder: Path, console: Console | None = None) -> None:
     """Print the short table at the end of a run, and the path of its report where there is one.
@@ -174,17 +192,23 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     table.add_column(justify="right")
     numbers = run.numbers()
     stages = run.stage_seconds()
+    privacy, noised = run.privacy, ", noised" if run.is_private else ""
+    left = len(run.departures())
     rows = [
         ("network, server's test set", percent(numbers["central_accuracy"])),
-        ("network, mean over clients", percent(numbers["client_accuracy"])),
+        (f"network, mean over clients{noised}", percent(numbers["client_accuracy"])),
         ("linear model", percent(numbers["linear_accuracy"])),
         ("parameters", count(numbers["num_parameters"])),
         ("multiply-adds", count(numbers["multiply_adds"])),
         *((f"time of {name}", duration(stages[name])) for name in stages if name in TIMED_STAGES),
         ("client failures", count(len(run.failures()))),
+        ("clients that left", count(left or None)),
+        ("(epsilon, delta)", overall_text(privacy) if privacy else DASH),
     ]
+    if privacy and warning_text(privacy):
+        rows.append(("warning", TEST_SEED))
     for label, value in rows:
-        if value != "–":
+        if value != DASH:
             table.add_row(label, value)
     console.print(table)
     if run.reason:
@@ -207,7 +231,7 @@ class _TimeLeft(ProgressColumn):
         return Text(f"{duration(max(0.0, ends_at - time.monotonic()))} left", style="dim")
 
 
-def _metrics_text(metrics: dict[str, float | None]) -> str:
+def _metrics_text(metrics: dict[str, float | None], *, private: bool) -> str:
     """Return loss and accuracy, of the validation split where it was measured."""
     parts = []
     for word in ("loss", "accuracy"):
@@ -215,6 +239,7 @@ def _metrics_text(metrics: dict[str, float | None]) -> str:
             value = metrics.get(f"{kind}_{word}")
             if value is not None:
                 text = percent(value) if word == "accuracy" else f"{value:.3f}"
-                parts.append(f"{kind} {word} {text}")
+                noised = " (noised)" if private and is_noised(f"{kind}_{word}") else ""
+                parts.append(f"{kind} {word} {text}{noised}")
                 break
     return "  ".join(parts)

@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from fednas_flwr.reporting import plots, texts
+from fednas_flwr.reporting import guarantee, plots, texts
 from fednas_flwr.reporting.cells import cell_svg
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.page import SCRIPT, STYLE, TEMPLATE
@@ -60,12 +60,13 @@ def write_report(run_folder: Path) -> Path:
         "narrow_cells": all(width <= WIDEST_IN_PAIRS for _, _, width in cells),
         "alphas": alphas,
         "splits": splits,
-        "partition_text": texts.partition_text(partition),
-        "accuracy_text": texts.accuracy_text(evaluated),
+        "partition_text": texts.partition_text(partition, declared=run.is_private),
+        "privacy": _privacy(run),
+        "accuracy_text": texts.accuracy_text(run),
         "times": texts.time_rows(run),
         "traffic_rows": texts.traffic_rows(run),
         "exported": texts.exported_text(run),
-        "failures": run.failures(),
+        "failures": texts.failure_rows(run),
         "failure_text": texts.failure_text(run),
         "warnings": Counter(str(e["message"]) for e in run.of_kind("warning")).most_common(),
         "figures": figures,
@@ -96,13 +97,14 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
     """Return a stage's figures, their headings, and its rounds as table rows."""
     rounds = run.rounds(name)
     both = ("train", "validation")
+    noised = ", noised" if run.is_private else ""
     charts: dict[str, tuple[str, plots.Figure | None]] = {
         f"{name}_loss": (
-            "Loss",
+            f"Loss{noised}",
             plots.curves(rounds, {f"{kind}_loss": kind for kind in both}, title="loss"),
         ),
         f"{name}_accuracy": (
-            "Accuracy",
+            f"Accuracy{noised}",
             plots.curves(
                 rounds, {f"{k}_accuracy": k for k in both}, title="accuracy", percent=True
             ),
@@ -122,11 +124,32 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
         "title": f"{texts.STAGES[name]}, {len(rounds)} of {rounds[-1]['rounds']} rounds",
         "plots": [(key, label) for key, (label, figure) in charts.items() if figure],
         "figures": {key: figure for key, (_, figure) in charts.items() if figure},
-        "metrics": metrics,
+        "noised": texts.NOISED_TEXT if noised and any(map(guarantee.is_noised, metrics)) else "",
+        "metrics": [metric + (noised if guarantee.is_noised(metric) else "") for metric in metrics],
         "rows": [
             [e["round"], *(_cell(e["metrics"].get(m)) for m in metrics), f"{e['seconds']:.2f}"]
             for e in rounds
         ],
+    }
+
+
+def _privacy(run: Run) -> dict[str, Any]:
+    """Return texts and tables of a private run's section, empty without privacy."""
+    if not run.is_private:
+        return {}
+    event = run.privacy
+    tables = []
+    if event is not None:
+        spent = run.privacy_spent()
+        tables = [  # name, how many columns of words come first, head, rows
+            ("What is released", 3, *guarantee.release_table(event)),
+            ("What each client is promised", 0, *guarantee.client_table(event, spent)),
+        ]
+    return {
+        "summary": guarantee.overall_text(event) if event else "",
+        "warning": guarantee.warning_text(event) if event else "",
+        "texts": [guarantee.PROTECTED, guarantee.MECHANISM, guarantee.ACCOUNTING],
+        "tables": tables,
     }
 
 
@@ -154,6 +177,7 @@ def _sections(context: dict[str, Any]) -> list[tuple[str, str]]:
         ("cells", "Cells", context["cells"]),
         ("alphas", "Architecture parameters", context["alphas"]["kinds"]),
         ("partition", "Who holds what", context["splits"] or "partition" in figures),
+        ("privacy", "Privacy", context["privacy"]),
         ("accuracy", "Accuracy per client", "clients" in figures),
         ("cost", "Time and traffic", context["times"] or context["traffic_rows"]),
         ("model", "Model", context["exported"]),

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fednas_flwr.reporting.events import Event, latest_rounds, read_events
+from fednas_flwr.reporting.guarantee import overall
 
 METRICS = (
     "central_accuracy",
@@ -23,6 +24,7 @@ METRICS = (
     "search_seconds",
     "retrain_seconds",
     "traffic_mb",
+    "epsilon",
 )
 
 
@@ -69,6 +71,28 @@ class Run:
             return ""
         return str(finished.get("reason") or "no reason given")
 
+    @property
+    def is_private(self) -> bool:
+        """Whether clients add noise to all they send: a privacy other than ``none`` was chosen."""
+        chosen = self.config.get("privacy")
+        name = chosen.get("name") if isinstance(chosen, dict) else None
+        return name not in (None, "none") or self.privacy is not None
+
+    @property
+    def privacy(self) -> Event | None:
+        """The newest ``privacy`` event; None before the clients accepted a schedule."""
+        return self.last("privacy")
+
+    def privacy_spent(self) -> dict[int, float | None]:
+        """Return what each client's filter counts as spent since the newest ``privacy`` event."""
+        spent: dict[int, float | None] = {}
+        for event in self.events:
+            if event["event"] == "privacy":
+                spent = {}
+            elif event["event"] == "privacy_spent":
+                spent = {client["client"]: client["spent"] for client in event["clients"]}
+        return spent
+
     def attempts(self) -> list[list[Event]]:
         """Return the events of each process that worked on the run, oldest first."""
         attempts: list[list[Event]] = []
@@ -103,12 +127,16 @@ class Run:
 
     def failures(self) -> list[Event]:
         """Return the ``client_failed`` events, without those of rounds that a resume repeated."""
-        failures: list[Event] = []
-        for attempt in self.attempts():
-            redone = {(e["stage"], e["round"]) for e in attempt if e["event"] == "round"}
-            failures = [e for e in failures if (e["stage"], e["round"]) not in redone]
-            failures += [e for e in attempt if e["event"] == "client_failed"]
-        return failures
+        return self._of_final_rounds("client_failed")
+
+    def departures(self) -> list[Event]:
+        """Return each client's last ``client_left`` event, without those that a resume undid."""
+        return list({e["client"]: e for e in self._of_final_rounds("client_left")}.values())
+
+    def client_results(self) -> list[Event]:
+        """Return the clients' results on their test parts, those that sent an accuracy."""
+        evaluated = self.last("evaluated") or {}
+        return [c for c in evaluated.get("clients") or [] if c.get("accuracy") is not None]
 
     def alphas(self) -> list[Event]:
         """Return the ``alphas`` events by ascending round, one per round."""
@@ -127,15 +155,14 @@ class Run:
         """Return the run's results under the names in METRICS.
 
         Accuracies are shares of 1; ``client_accuracy`` is the plain mean over clients;
-        ``traffic_mb`` counts both directions over all rounds, in 10^6 bytes.
+        ``traffic_mb`` counts both directions over all rounds, in 10^6 bytes; ``epsilon`` is the
+        largest of all clients and splits, by the PRV accountant, and None without privacy.
         """
         evaluated = self.last("evaluated") or {}
         derived = self.last("derived") or {}
         stages = self.stage_seconds()
         names = {event["stage"] for event in self.of_kind("round")}
-        accuracies = [
-            c["accuracy"] for c in evaluated.get("clients") or [] if c["accuracy"] is not None
-        ]
+        accuracies = [client["accuracy"] for client in self.client_results()]
         return {
             "central_accuracy": (evaluated.get("central") or {}).get("accuracy"),
             "client_accuracy": fmean(accuracies) if accuracies else None,
@@ -145,7 +172,17 @@ class Run:
             "search_seconds": stages.get("search"),
             "retrain_seconds": stages.get("retrain"),
             "traffic_mb": sum(sum(self.traffic(name)) for name in names) / 1e6 if names else None,
+            "epsilon": overall(self.privacy)[0] if self.privacy else None,
         }
+
+    def _of_final_rounds(self, kind: str) -> list[Event]:
+        """Return the events of a kind that has rounds, without those of rounds repeated later."""
+        events: list[Event] = []
+        for attempt in self.attempts():
+            redone = {(e["stage"], e["round"]) for e in attempt if e["event"] == "round"}
+            events = [e for e in events if (e["stage"], e["round"]) not in redone]
+            events += [e for e in attempt if e["event"] == kind]
+        return events
 
 
 def read_run(run_folder: Path) -> Run:

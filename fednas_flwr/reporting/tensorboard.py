@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from fednas_flwr.reporting.events import Event
+from fednas_flwr.reporting.guarantee import is_noised
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -20,8 +21,9 @@ FLUSH_SECONDS = 10
 class TensorBoardWriter:
     """Writes every metric of a round as the scalar ``<stage>/<metric>`` with the round as step.
 
-    Seconds and megabytes per round and the final accuracies (step 0) are written as well. Use it as
-    a context manager, so that the last numbers reach the disk.
+    Seconds and megabytes per round and the final accuracies (step 0) are written as well. In a
+    private run what clients measured is called ``<metric>_noised``. Use it as a context manager, so
+    that the last numbers reach the disk.
 
     Args:
         folder: Where the files go, ``<run folder>/tensorboard``; made with the first number.
@@ -31,12 +33,16 @@ class TensorBoardWriter:
         """Import and write nothing yet."""
         self._folder = folder
         self._writer: SummaryWriter | None = None
+        self._is_private = False
 
     def __call__(self, event: Event) -> None:
         """Write the numbers of one event; kinds without numbers are passed over."""
-        if event["event"] == "round":
+        if event["event"] == "privacy":
+            self._is_private = True
+        elif event["event"] == "round":
+            noised = {name: is_noised(name) and self._is_private for name in event["metrics"]}
             scalars = {
-                **event["metrics"],
+                **{n + "_noised" * noised[n]: value for n, value in event["metrics"].items()},
                 "seconds": event["seconds"],
                 "mb_sent": _megabytes(event.get("bytes_sent")),
                 "mb_received": _megabytes(event.get("bytes_received")),

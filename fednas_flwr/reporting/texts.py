@@ -7,6 +7,8 @@ from collections import Counter
 from datetime import datetime
 from typing import Any
 
+from fednas_flwr.reporting.events import Event
+from fednas_flwr.reporting.guarantee import TEST_SEED, UNIT, epsilon_text, overall, warning_text
 from fednas_flwr.reporting.runs import Run
 from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent
 
@@ -20,6 +22,9 @@ GROUPS = {
     "privacy": "privacy",
     "runtime": "runtime",
 }
+NOISED_TEXT = (
+    "Clients added noise to what they measured, so it can be below 0, or an accuracy above 100 %."
+)
 SHOWN = {  # what a reader asks first; all settings stand in the configuration
     "algorithm": ("rule", "reduce", "local_epochs", "local_steps", "batch_size"),
     "search_space": ("channels", "num_cells", "norm"),
@@ -51,6 +56,7 @@ def started_text(run: Run) -> str:
 def tiles(run: Run) -> list[dict[str, str]]:
     """Return label, value and note of each big number that the run reached."""
     numbers, evaluated = run.numbers(), run.last("evaluated") or {}
+    privacy, noised = run.privacy, "noised, " if run.is_private else ""
     central, linear = numbers["central_accuracy"], numbers["linear_accuracy"]
     mean_client = numbers["client_accuracy"]
     best = mean_client if central is None else central
@@ -58,13 +64,19 @@ def tiles(run: Run) -> list[dict[str, str]]:
     gain = ""
     if best is not None and linear is not None:
         gain = f"network {100 * (best - linear):+.1f} points"
-    num_clients = len(evaluated.get("clients") or [])
+    num_clients = len(run.client_results())
     traffic = numbers["traffic_mb"]
+    epsilon, delta = overall(privacy) if privacy else (None, 0.0)
+    unit = TEST_SEED if privacy and warning_text(privacy) else f"at delta {delta:g}, {UNIT}"
     parties = Counter(failure["client"] for failure in run.failures())
+    left = len(run.departures())
+    troubles = [f"by {len(parties)} clients"] if parties else []
+    troubles += [f"{left} client{'s' if left > 1 else ''} left"] if left else []
     tiles = [
         ("Test accuracy", percent(central), f"server's test set, {count(examples)} records"),
-        ("Mean over clients", percent(mean_client), f"test parts of {num_clients} clients"),
+        ("Mean over clients", percent(mean_client), f"{noised}test parts of {num_clients} clients"),
         ("Linear model", percent(linear), gain),
+        ("Epsilon", epsilon_text(epsilon) if privacy else DASH, unit),
         ("Parameters", count(numbers["num_parameters"]), "of the derived network"),
         ("Multiply-adds", count(numbers["multiply_adds"]), "for one example"),
         ("Time", duration(run.total_seconds()), "all stages"),
@@ -72,7 +84,7 @@ def tiles(run: Run) -> list[dict[str, str]]:
         (
             "Failures",
             str(sum(parties.values())),
-            f"by {len(parties)} clients" if parties else "every client answered",
+            ", ".join(troubles) or "every client answered",
         ),
     ]
     keys = ("label", "value", "note")
@@ -121,8 +133,13 @@ def split_rows(partition: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def partition_text(partition: dict[str, Any]) -> str:
-    """Return a sentence on the sizes of the clients and of the server's test set."""
+def partition_text(partition: dict[str, Any], *, declared: bool) -> str:
+    """Return a sentence on the sizes of the clients and of the server's test set.
+
+    Args:
+        partition: The ``partition`` event.
+        declared: Whether the sizes are what the clients declare, as in a private run.
+    """
     sizes = [sum(split.values()) for split in partition.get("splits") or []]
     if not sizes:
         sizes = [sum(row) for row in partition.get("counts") or []]
@@ -130,22 +147,25 @@ def partition_text(partition: dict[str, Any]) -> str:
         return ""
     text = f"{len(sizes)} clients hold {sum(sizes):,} records; the smallest has {min(sizes):,}, "
     text += f"the largest {max(sizes):,}."
+    if declared:
+        text += " These numbers are declared by the clients and public; counts per class are not."
     if partition.get("server_test"):
         text += f" The server's test set has {partition['server_test']:,} records."
     return text
 
 
-def accuracy_text(evaluated: dict[str, Any]) -> str:
+def accuracy_text(run: Run) -> str:
     """Return a sentence on the worst and the best client."""
-    clients = [c for c in evaluated.get("clients") or [] if c["accuracy"] is not None]
+    clients = run.client_results()
     if not clients:
         return ""
     worst = min(clients, key=lambda client: client["accuracy"])
     best = max(clients, key=lambda client: client["accuracy"])
-    return (
+    text = (
         f"On the clients' own test parts: from {percent(worst['accuracy'])} (client "
         f"{worst['client']}) to {percent(best['accuracy'])} (client {best['client']})."
     )
+    return f"{text} {NOISED_TEXT}" if run.is_private else text
 
 
 def time_rows(run: Run) -> list[tuple[str, str, float]]:
@@ -176,8 +196,20 @@ def exported_text(run: Run) -> str:
 
 
 def failure_text(run: Run) -> str:
-    """Return a sentence on the clients whose replies were dropped most often."""
+    """Return what clients left the run, and whose replies were dropped most often."""
     counts = Counter(failure["client"] for failure in run.failures())
     named = [f"client {client}: {times}" for client, times in counts.most_common(5)]
     more = f" and {len(counts) - 5} more clients" if len(counts) > 5 else ""
-    return f"Dropped replies, most frequent first: {', '.join(named)}{more}."
+    texts = [f"Client {e['client']} left the run." for e in run.departures()]
+    texts += [f"Dropped replies, most frequent first: {', '.join(named)}{more}."] if named else []
+    return " ".join(texts)
+
+
+def failure_rows(run: Run) -> list[list[str]]:
+    """Return client, stage, round, verb and reason as table rows, clients that left first."""
+
+    def row(event: Event, reason: str) -> list[str]:
+        return [*(str(event[name]) for name in ("client", "stage", "round", "verb")), reason]
+
+    left = [row(event, f"left the run: {event['reason']}") for event in run.departures()]
+    return [*left, *(row(event, str(event["reason"])) for event in run.failures())]

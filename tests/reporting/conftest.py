@@ -46,15 +46,54 @@ algorithm: {{name: {algorithm}, alpha_lr: 3e-4}}
 dataset: {{name: digits}}
 partition: {{name: iid}}
 search_space: {{name: darts, channels: 8}}
-privacy: {{name: none}}
+privacy: {{name: {privacy}}}
 runtime: {{name: inline}}
 retrain: {{rounds: 2}}
 """
+SCHEDULE = [
+    {
+        "stage": "search",
+        "verb": "train.weight_gradient",
+        "splits": ["train"],
+        "noise_multiplier": 1.25,
+        "batch_size": 16,
+        "steps": 1200,
+        "max_grad_norm": 0.5,
+    },
+    {
+        "stage": "search",
+        "verb": "evaluate.model",
+        "splits": ["validation"],
+        "noise_multiplier": 20.0,
+        "batch_size": None,
+        "steps": 3,
+        "max_grad_norm": 1.0,
+    },
+]
 
 
-def emit_rounds(log: EventLog, stage: str, numbers: range, rounds: int) -> None:
+def private_client(client: int, *, train: int, secure_noise: bool = True) -> dict[str, Any]:
+    """Return a client's part of a ``privacy`` event; its PRV epsilon is 3.1 + client."""
+    return {
+        "client": client,
+        "records": {"train": train, "validation": 200, "test": 100},
+        "budget": {"epsilon": 8.0, "delta": 1e-5},
+        "secure_noise": secure_noise,
+        "epsilon": {
+            "prv": {"train": 3.1001 + client, "validation": 2.2},
+            "rdp": {"train": 3.5 + client, "validation": 2.5},
+            "gdp": {"train": None, "validation": 2.0},
+        },
+    }
+
+
+def emit_rounds(
+    log: EventLog, stage: str, numbers: range, rounds: int, *, private: bool = False
+) -> None:
     for number in numbers:
         metrics = {"train_loss": 2.0 / number, "train_accuracy": 0.2 * number}
+        if private:  # noise has carried both out of their ranges
+            metrics = {"validation_loss": 1.0 - number, "validation_accuracy": 0.4 * number}
         if stage == "search":
             metrics |= {"alpha_entropy": 1.3, "skip_share": 0.25}
             alphas = [[0.0, 0.1, 0.2, 0.1 * number]] * 14
@@ -86,10 +125,13 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         until: str = "end",
         reason: str = "client 2: disk full",
         class_name: str = "zero",
+        private: bool = False,
+        secure_noise: bool = True,
     ) -> Path:
         folder = tmp_path / name
         folder.mkdir(parents=True)
-        config = CONFIG.format(folder=folder, seed=seed, algorithm=algorithm)
+        privacy = "dp" if private else "none"
+        config = CONFIG.format(folder=folder, seed=seed, algorithm=algorithm, privacy=privacy)
         (folder / "config.yaml").write_text(config)
         with EventLog(folder / "events.jsonl") as log:
             log.emit(
@@ -104,12 +146,19 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
             log.emit(
                 "partition",
                 class_names=[class_name, "one"],
-                counts=[[10, 20], [30, 0], [5, 5]],
+                counts=None if private else [[10, 20], [30, 0], [5, 5]],
                 splits=[{"train": 20, "validation": 5, "test": 5}] * 3,
                 server_test=100,
             )
+            if private:
+                sites = [private_client(c, train=300 + 100 * c) for c in range(3)]
+                sites[2]["secure_noise"] = secure_noise
+                log.emit("privacy", data_set="records", schedule=SCHEDULE, clients=sites)
             log.emit("stage_started", stage="search", rounds=3)
-            emit_rounds(log, "search", range(1, 4), 3)
+            emit_rounds(log, "search", range(1, 4), 3, private=private)
+            if private:
+                place = {"stage": "search", "round": 2, "verb": "train.weight_gradient"}
+                log.emit("client_left", **place, client=1, reason="its budget has ended")
             log.emit(
                 "client_failed",
                 stage="search",
@@ -125,17 +174,23 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
             log.emit("stage_finished", stage="search", seconds=4.5)
             log.emit("derived", genotype=GENOTYPE, num_parameters=12_345, multiply_adds=6.7e6)
             log.emit("stage_started", stage="retrain", rounds=2)
-            emit_rounds(log, "retrain", range(1, 3), 2)
+            emit_rounds(log, "retrain", range(1, 3), 2, private=private)
             log.emit("stage_finished", stage="retrain", seconds=3.0)
             clients: list[dict[str, Any]] = [
                 {"client": c, "accuracy": accuracy - 0.1 * c, "loss": 0.3, "num_examples": 5}
                 for c in range(3)
             ]
+            if private:
+                clients[0] |= {"accuracy": 1.03, "loss": -0.2}
+                clients[1] |= {"accuracy": -0.05}
+                clients[2] = {"client": 2}
+                spent = [{"client": c, "spent": 2.9} for c in range(2)]
+                log.emit("privacy_spent", clients=spent)
             log.emit(
                 "evaluated",
                 central={"accuracy": accuracy, "loss": 0.3, "num_examples": 100},
                 clients=clients,
-                linear={"accuracy": 0.75},
+                linear=None if private else {"accuracy": 0.75},
             )
             log.emit(
                 "exported", files=["model.safetensors", "model.onnx"], onnx_max_difference=1e-6

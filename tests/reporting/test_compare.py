@@ -109,3 +109,23 @@ def test_folders_without_runs_are_refused(tmp_path: Path) -> None:
         compare_runs([tmp_path])
     with pytest.raises(ConfigError, match="missing is not a folder"):
         compare_runs([tmp_path / "missing"])
+
+
+def test_the_epsilon_of_private_runs_has_a_column(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    folders = [make_run("private", private=True), make_run("plain")]
+    folders.append(make_run("seeded", private=True, secure_noise=False, algorithm="fnas"))
+    comparison = compare_runs(folders)
+    place = comparison.titles().index("epsilon")
+    cells = [row[place] for row in comparison.rows()]
+    assert cells == ["5.10", "–", "5.10 (test seed: no privacy)"]
+    paths = write_comparison(comparison, tmp_path / "out")
+    rows = list(csv.DictReader(paths[0].read_text().splitlines()))
+    assert [(row["epsilon_mean"], row["test_seed"]) for row in rows] == [
+        ("5.1001", "0"),
+        ("", "0"),
+        ("5.1001", "1"),
+    ]
+    groups = json.loads(paths[2].read_text())["groups"]
+    assert [group["test_seed"] for group in groups] == [False, False, True]

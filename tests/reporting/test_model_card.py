@@ -24,13 +24,43 @@ def test_the_card_of_a_finished_run(make_run: Callable[..., Path]) -> None:
     assert "10, 20" not in text  # no counts per class and client
 
 
-def test_a_run_with_privacy_claims_no_none(make_run: Callable[..., Path]) -> None:
-    folder = make_run("run")
-    config = folder / "config.yaml"
-    config.write_text(config.read_text().replace("privacy: {name: none}", "privacy: {name: dp}"))
-    text = write_model_card(folder).read_text(encoding="utf-8")
+def test_a_private_run_states_one_epsilon_and_delta_per_client(
+    make_run: Callable[..., Path],
+) -> None:
+    text = write_model_card(make_run("run", private=True)).read_text(encoding="utf-8")
     assert "no differential-privacy claim" not in text
-    assert "dp; the settings are in config.yaml" in text
+    assert "Test seed" not in text
+    for part in (
+        "| 0 | (3.11, 1e-05) | per record, add/remove | 2.90 of 8 |",
+        "| 1 | (4.11, 1e-05) | per record, add/remove | 2.90 of 8 |",
+        "| 2 | (5.11, 1e-05) | per record, add/remove | – of 8 |",
+        "one record of one client, added or removed",
+        "PRV accountant of dp-accounting",
+        "a Renyi filter",
+        "Poisson sampling",
+        "15 test records, as they declare",
+        "| mean accuracy on the clients' test parts, noised by them | 49.0 % |",
+        "| client 1 left the run | its budget has ended |",
+        "from -5.0 % to 103.0 % with the noise that they added",
+    ):
+        assert part in text
+    assert "linear model" not in text
+
+
+def test_a_client_with_a_test_seed_is_promised_nothing(make_run: Callable[..., Path]) -> None:
+    folder = make_run("run", private=True, secure_noise=False)
+    text = write_model_card(folder).read_text(encoding="utf-8")
+    assert "**Test seed: no privacy. Noise and sampling of client 2 come from" in text
+    assert "| 0 | (3.11, 1e-05) |" in text
+    assert "| 2 | none (test seed: no privacy) |" in text
+
+
+def test_a_private_run_without_an_accepted_schedule_claims_nothing(
+    make_run: Callable[..., Path],
+) -> None:
+    text = write_model_card(make_run("run", private=True, until="start")).read_text("utf-8")
+    assert "no epsilon is known" in text
+    assert "no differential-privacy claim" not in text
 
 
 def test_a_failed_run_says_so_and_offers_no_model(make_run: Callable[..., Path]) -> None:

@@ -91,3 +91,15 @@ def test_alphas_are_shares_over_few_rounds_with_first_and_last() -> None:
     assert kind["steps"][-1] == [list(row) for row in figure.data[0].z]
     assert (figure.data[1].x, figure.data[1].y) == (("skip",), ("1 → 2",))
     assert plots.alphas([], None) == {"rounds": [], "kinds": {}}
+
+
+def test_noised_accuracies_stay_inside_the_picture() -> None:
+    clients = [{"client": 0, "accuracy": -0.1}, {"client": 1, "accuracy": 1.2, "num_examples": 7}]
+    figure = _valid(plots.client_accuracy({"clients": [*clients, {"client": 2}]}))
+    assert list(figure.layout.yaxis.range) == [-0.1, 1.2]
+    assert list(figure.data[0].customdata) == ["", "<br>7 test records"]
+    assert plots.client_accuracy({"clients": [{"client": 2}]}) is None
+
+
+def test_a_private_partition_has_no_picture() -> None:
+    assert plots.partition({"class_names": ["a"], "counts": None}) is None

@@ -2,6 +2,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from fednas_flwr.reporting.events import read_events
@@ -93,3 +94,39 @@ def test_the_summary_of_a_failed_run_gives_the_reason(make_run: Callable[..., Pa
     assert "run failed" in out.getvalue()
     assert "client 2: disk full" in out.getvalue()
     assert "linear" not in out.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_private_run_says_what_it_promises_and_what_is_noised(
+    make_run: Callable[..., Path], terminal: bool
+) -> None:
+    text = _show(read_events(make_run("run", private=True) / "events.jsonl"), terminal=terminal)
+    assert "privacy: (epsilon, delta) at most (5.11, 1e-05) per record, add/remove" in text
+    assert "client 1 left the run in search round 2 (train.weight_gradient): its budget" in text
+    assert "validation accuracy 120.0 % (noised)" in text
+    assert "validation loss -2.000 (noised)" in text
+    assert "est seed" not in text
+
+
+def test_a_private_run_with_a_test_seed_is_warned_of_at_start_and_end(
+    make_run: Callable[..., Path],
+) -> None:
+    folder = make_run("run", private=True, secure_noise=False)
+    shown = _show(read_events(folder / "events.jsonl"))
+    assert "warning: Test seed: no privacy. Noise and sampling of client 2" in shown
+    out = io.StringIO()
+    print_summary(folder, Console(file=out, width=100))
+    lines = [line.strip("│").split("│") for line in out.getvalue().splitlines() if "│" in line]
+    table = {label.strip(): value.strip() for label, value in lines}
+    assert table["(epsilon, delta)"] == "(5.11, 1e-05) per record, add/remove"
+    assert table["warning"] == "test seed: no privacy"
+    assert table["network, mean over clients, noised"] == "49.0 %"
+    assert table["clients that left"] == "1"
+
+
+def test_the_summary_of_a_run_without_privacy_does_not_speak_of_it(
+    make_run: Callable[..., Path],
+) -> None:
+    out = io.StringIO()
+    print_summary(make_run("run"), Console(file=out))
+    assert not any(word in out.getvalue() for word in ("epsilon", "noised", "left", "warning"))

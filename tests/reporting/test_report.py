@@ -153,3 +153,52 @@ def test_a_failed_write_leaves_the_old_report(
         write_report(folder)
     assert path.read_bytes() == before
     assert [p.name for p in folder.iterdir() if p.name.endswith(".tmp")] == []
+
+
+def test_the_page_of_a_private_run(make_run: Callable[..., Path]) -> None:
+    page = Page(write_report(make_run("run", private=True)))
+    assert page.ids.index("partition") < page.ids.index("privacy") < page.ids.index("accuracy")
+    assert "#privacy" in page.addresses
+    text = " ".join(page.text.split())
+    for part in (
+        "(epsilon, delta) = (5.11, 1e-05) per record, add/remove, the largest of all clients",
+        "at delta 1e-05, per record, add/remove",
+        "Poisson sampling",
+        "0.032 to 0.0533",
+        "epsilon, validation (PRV)",
+        "GDP (approximation, no bound)",
+        "2.90 of 8",
+        "Loss, noised",
+        "validation accuracy, noised",
+        "noised, test parts of 2 clients",
+        "declared by the clients",
+        "Client 1 left the run. Dropped replies",
+        "left the run: its budget has ended",
+        "by 1 clients, 1 client left",
+    ):
+        assert part in text
+    assert "Linear model" not in text
+    assert "Test seed" not in text
+    figures = json.loads(page.scripts[0])
+    assert "partition" not in figures
+    low, high = figures["clients"]["layout"]["yaxis"]["range"]
+    assert (low, high) == (-0.05, 1.03)
+
+
+def test_a_test_seed_is_a_clear_warning(make_run: Callable[..., Path]) -> None:
+    page = Page(write_report(make_run("run", private=True, secure_noise=False)))
+    assert page.text.count("Test seed: no privacy. Noise and sampling of client 2") == 2
+    assert "would hold if" in page.text
+
+
+def test_a_private_run_that_just_started_knows_no_epsilon(make_run: Callable[..., Path]) -> None:
+    page = Page(write_report(make_run("run", private=True, until="start")))
+    assert "privacy" in page.ids
+    assert "no epsilon is known" in page.text
+
+
+def test_a_run_without_privacy_has_no_such_section(make_run: Callable[..., Path]) -> None:
+    page = Page(write_report(make_run("run")))
+    assert "privacy" not in page.ids
+    assert "noised" not in page.text
+    assert "Epsilon" not in page.text

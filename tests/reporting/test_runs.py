@@ -55,3 +55,47 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
 def test_a_folder_without_events_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no events.jsonl"):
         read_run(tmp_path)
+
+
+def test_the_newest_schedule_counts_and_what_was_spent_since(
+    make_run: Callable[..., Path],
+) -> None:
+    folder = make_run("run", private=True)
+    assert read_run(folder).numbers()["epsilon"] == pytest.approx(5.1001)
+    assert read_run(folder).privacy_spent() == {0: 2.9, 1: 2.9}
+    accepted = read_run(folder).privacy
+    assert accepted is not None
+    with EventLog(folder / "events.jsonl") as log:
+        log.emit("privacy", schedule=accepted["schedule"], clients=accepted["clients"][:1])
+    resumed = read_run(folder)
+    assert resumed.numbers()["epsilon"] == 3.1001
+    assert resumed.privacy_spent() == {}
+
+
+def test_a_run_without_privacy_has_no_epsilon(make_run: Callable[..., Path]) -> None:
+    run = read_run(make_run("run"))
+    assert (run.is_private, run.numbers()["epsilon"], run.departures()) == (False, None, [])
+
+
+def test_a_run_that_was_to_be_private_is_so_before_its_clients_accept(
+    make_run: Callable[..., Path],
+) -> None:
+    run = read_run(make_run("run", private=True, until="start"))
+    assert (run.is_private, run.privacy, run.numbers()["epsilon"]) == (True, None, None)
+
+
+def test_a_client_that_left_counts_once_and_not_if_a_resume_undid_it(tmp_path: Path) -> None:
+    place = {"stage": "search", "verb": "train.search", "reason": "its budget has ended"}
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        log.emit("run_started", resumed=False)
+        for client in (0, 1):
+            log.emit("client_left", round=2, client=client, **place)
+        log.emit("round", stage="search", round=2)
+    assert [e["client"] for e in read_run(tmp_path).departures()] == [0, 1]
+    assert read_run(tmp_path).failures() == []
+    with EventLog(path) as log:
+        log.emit("run_started", resumed=True)
+        log.emit("client_left", round=2, client=1, **place)
+        log.emit("round", stage="search", round=2)
+    assert [e["client"] for e in read_run(tmp_path).departures()] == [1]

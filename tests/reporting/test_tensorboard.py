@@ -47,3 +47,18 @@ def test_reports_do_not_load_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_clients_of_a_private_run_measured_is_called_noised(
+    make_run: Callable[..., Path],
+) -> None:
+    folder = make_run("run", private=True)
+    with TensorBoardWriter(folder / "tensorboard") as writer:
+        for event in read_events(folder / "events.jsonl"):
+            writer(event)
+    read = EventAccumulator(str(folder / "tensorboard"))
+    read.Reload()
+    tags = set(read.Tags()["scalars"])
+    assert {"search/validation_loss_noised", "search/alpha_entropy", "retrain/mb_sent"} <= tags
+    assert not {"search/validation_loss", "evaluate/linear_accuracy"} & tags
+    assert read.Scalars("search/validation_loss_noised")[-1].value == -2.0

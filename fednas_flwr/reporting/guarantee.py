@@ -1,0 +1,170 @@
+"""What a private run promises, from its ``privacy`` event: numbers, sentences and table rows.
+
+Report, model card, closing table and live display all take them from here, so that they cannot
+promise different things. An epsilon that is not finite stands as null in the file; it is shown as
+infinite and never left out of a maximum. Every epsilon is rounded up.
+"""
+
+from collections.abc import Mapping
+from decimal import ROUND_CEILING, Decimal
+
+from fednas_flwr.reporting.events import Event
+from fednas_flwr.reporting.units import DASH
+
+UNIT = "per record, add/remove"
+TEST_SEED = "test seed: no privacy"
+PROTECTED = (
+    "One record of one client: epsilon and delta bound how well anyone who sees what the clients "
+    "sent, the server included, can tell whether that record was there. Neighbouring data sets "
+    "differ by one record of one client, added or removed. A person with several records is "
+    "protected less."
+)
+MECHANISM = (
+    "Every step draws each record with probability p on its own (Poisson sampling), clips what "
+    "each record contributes to a norm, sums, and adds Gaussian noise of the noise multiplier "
+    "times that norm. The client does all of it before anything leaves."
+)
+ACCOUNTING = (
+    "Epsilon is what the schedule that the run committed to costs, together with everything booked "
+    "on the same data before, composed per split by the PRV accountant of dp-accounting; a record "
+    "lies in one split, so the client's epsilon is that of its worst split. Each client holds the "
+    "server to that schedule, and a Renyi filter over the client's ledger to the client's budget."
+)
+ACCOUNTANTS = {"prv": "PRV", "rdp": "RDP", "gdp": "GDP (approximation, no bound)"}
+_MEASURED_BY_CLIENTS = ("train_", "validation_")
+
+
+def is_noised(metric: str) -> bool:
+    """Return whether a round's metric was measured by clients, who add noise in a private run."""
+    return metric.startswith(_MEASURED_BY_CLIENTS)
+
+
+def largest(epsilons: Mapping[str, float | None] | None) -> float | None:
+    """Return the largest epsilon of a client's splits, 0 where nothing is released.
+
+    None stands for infinite, and for an accountant whose epsilons are not recorded.
+    """
+    values = None if epsilons is None else list(epsilons.values())
+    if values is None or None in values:
+        return None
+    return max((value for value in values if value is not None), default=0.0)
+
+
+def overall(event: Event) -> tuple[float | None, float]:
+    """Return an (epsilon, delta) that holds for every client: the largest of each, PRV.
+
+    Example:
+        >>> client = {"epsilon": {"prv": {"train": 3.1}}, "budget": {"epsilon": 8, "delta": 1e-5}}
+        >>> overall({"clients": [client]})
+        (3.1, 1e-05)
+    """
+    clients = event["clients"]
+    prv = {str(place): largest(c["epsilon"].get("prv")) for place, c in enumerate(clients)}
+    delta = max((client["budget"]["delta"] for client in clients), default=0.0)
+    return (largest(prv) if prv else None), delta
+
+
+def epsilon_text(epsilon: float | None) -> str:
+    """Return an epsilon to three significant digits, rounded up; None is infinite.
+
+    Example:
+        >>> epsilon_text(3.1001)
+        '3.11'
+    """
+    if epsilon is None:
+        return "∞"
+    exact = Decimal(repr(float(epsilon)))
+    if not exact:
+        return "0"
+    step = Decimal(1).scaleb(exact.adjusted() - 2)
+    return f"{exact.quantize(step, rounding=ROUND_CEILING):f}"
+
+
+def overall_text(event: Event) -> str:
+    """Return the pair of :func:`overall` with the unit of privacy."""
+    epsilon, delta = overall(event)
+    return f"({epsilon_text(epsilon)}, {delta:g}) {UNIT}"
+
+
+def warning_text(event: Event) -> str:
+    """Return a warning that names the clients whose noise others can compute, else nothing."""
+    known = [str(client["client"]) for client in event["clients"] if not is_secure(client)]
+    if not known:
+        return ""
+    clients = f"client{'s' if len(known) > 1 else ''} {', '.join(known)}"
+    return (
+        f"{TEST_SEED.capitalize()}. Noise and sampling of {clients} come from a seed that others "
+        f"know, so no epsilon protects the records of {clients}."
+    )
+
+
+def is_secure(client: Event) -> bool:
+    """Return whether a client draws its noise and samples from a secret that only it knows."""
+    return client.get("secure_noise") is True
+
+
+def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of the table of what is released: one row per entry of the schedule."""
+    head = ["stage", "verb", "splits", "noise multiplier", "clipping norm"]
+    head += ["expected batch", "rate p", "steps"]
+    rows = [
+        [
+            *(release["stage"], release["verb"], ", ".join(release["splits"])),
+            *(f"{release[name]:g}" for name in ("noise_multiplier", "max_grad_norm")),
+            "every record" if release["batch_size"] is None else f"{release['batch_size']:,}",
+            _rates_text(release, event["clients"]),
+            f"{release['steps']:,}",
+        ]
+        for release in event["schedule"]
+    ]
+    return head, rows
+
+
+def client_table(
+    event: Event, spent: Mapping[int, float | None]
+) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of the table of what each client is promised.
+
+    Args:
+        event: The ``privacy`` event.
+        spent: What the clients' filters count as spent; of a client not in it nothing is known.
+    """
+    clients = event["clients"]
+    parts = list(dict.fromkeys(part for client in clients for part in client["records"]))
+    splits = [s for s in parts if any(s in (c["epsilon"].get("prv") or {}) for c in clients)]
+    head = ["client", f"records: {' / '.join(parts)}"]
+    head += [*(f"epsilon, {split} (PRV)" for split in splits), "epsilon (PRV)"]
+    head += [f"epsilon, {ACCOUNTANTS[name]}" for name in ("rdp", "gdp")]
+    head += ["delta", "spent of budget (filter)", "noise"]
+    rows = []
+    for client in clients:
+        prv = client["epsilon"].get("prv") or {}
+        budget = client["budget"]
+        sizes = [f"{client['records'][p]:,}" if p in client["records"] else DASH for p in parts]
+        row = [str(client["client"]), " / ".join(sizes)]
+        row += [epsilon_text(prv[split]) if split in prv else DASH for split in splits]
+        for name in ACCOUNTANTS:
+            epsilons = client["epsilon"].get(name)
+            row.append(DASH if epsilons is None else epsilon_text(largest(epsilons)))
+        row += [f"{budget['delta']:g}", spent_text(client, spent)]
+        row.append("secret" if is_secure(client) else "test seed")
+        rows.append(row)
+    return head, rows
+
+
+def spent_text(client: Event, spent: Mapping[int, float | None]) -> str:
+    """Return what a client's filter counts as spent of its budget: ``2.90 of 8``."""
+    number = client["client"]
+    used = epsilon_text(spent[number]) if number in spent else DASH
+    return f"{used} of {client['budget']['epsilon']:g}"
+
+
+def _rates_text(release: Event, clients: list[Event]) -> str:
+    """Return the rate of a release, or the range of the clients' rates."""
+    if release["batch_size"] is None:
+        return "1"
+    sizes = [sum(client["records"].get(s, 0) for s in release["splits"]) for client in clients]
+    rates = [f"{min(1.0, release['batch_size'] / size):.3g}" for size in sorted(sizes) if size]
+    if not rates:
+        return DASH
+    return rates[0] if rates[0] == rates[-1] else f"{rates[-1]} to {rates[0]}"

@@ -1,0 +1,111 @@
+import pytest
+
+from fednas_flwr.reporting import guarantee
+
+
+def _client(
+    client: int, prv: dict | None, *, delta: float = 1e-5, train: int = 300, **more
+) -> dict:
+    return {
+        "client": client,
+        "records": {"train": train, "validation": 200, "test": 0},
+        "budget": {"epsilon": 8.0, "delta": delta},
+        "secure_noise": True,
+        "epsilon": {} if prv is None else {"prv": prv},
+        **more,
+    }
+
+
+def _release(**more: object) -> dict:
+    return {
+        "stage": "search",
+        "verb": "train.weight_gradient",
+        "splits": ["train"],
+        "noise_multiplier": 1.25,
+        "batch_size": 16,
+        "steps": 1200,
+        "max_grad_norm": 0.5,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "text"),
+    [
+        (3.1, "3.10"),
+        (3.1000001, "3.11"),
+        (9.999, "10.00"),
+        (0.00123456, "0.00124"),
+        (12345.6, "12400"),
+        (0.0, "0"),
+        (8, "8.00"),
+        (None, "∞"),
+    ],
+)
+def test_an_epsilon_is_never_shown_smaller_than_it_is(epsilon: float | None, text: str) -> None:
+    assert guarantee.epsilon_text(epsilon) == text
+
+
+def test_the_overall_pair_holds_for_every_client() -> None:
+    clients = [_client(0, {"train": 3.0}, delta=1e-6), _client(1, {"train": 2.0, "test": 1.0})]
+    assert guarantee.overall({"clients": clients}) == (3.0, 1e-5)
+    assert guarantee.overall_text({"clients": clients}) == "(3.00, 1e-05) per record, add/remove"
+
+
+@pytest.mark.parametrize("prv", [{"train": 3.0, "validation": None}, None])
+def test_an_epsilon_that_is_not_known_is_not_left_out_of_the_maximum(prv: dict | None) -> None:
+    event = {"clients": [_client(0, {"train": 2.0}), _client(1, prv)]}
+    assert guarantee.overall(event)[0] is None
+    assert guarantee.overall_text(event).startswith("(∞, ")
+
+
+def test_without_clients_there_is_no_epsilon_and_without_releases_it_is_0() -> None:
+    assert guarantee.overall({"clients": []})[0] is None
+    assert guarantee.overall({"clients": [_client(0, {})]})[0] == 0.0
+
+
+def test_the_warning_names_every_client_whose_noise_is_known() -> None:
+    safe = _client(0, {"train": 1.0})
+    assert guarantee.warning_text({"clients": [safe]}) == ""
+    one = _client(2, {"train": 1.0}, secure_noise=False)
+    text = guarantee.warning_text({"clients": [safe, one]})
+    assert text.startswith("Test seed: no privacy. Noise and sampling of client 2 come ")
+    unknown = {k: v for k, v in _client(4, {"train": 1.0}).items() if k != "secure_noise"}
+    assert "clients 2, 4 come" in guarantee.warning_text({"clients": [safe, one, unknown]})
+
+
+@pytest.mark.parametrize(
+    ("release", "batch", "rate"),
+    [
+        ({}, "16", "0.02 to 0.16"),
+        ({"batch_size": None}, "every record", "1"),
+        ({"splits": ["train", "validation"]}, "16", "0.016 to 0.0533"),
+        ({"splits": ["validation"]}, "16", "0.08"),
+        ({"batch_size": 500}, "500", "0.625 to 1"),
+        ({"splits": ["test"]}, "16", "–"),
+    ],
+)
+def test_the_rate_is_the_expected_batch_over_the_records_read(
+    release: dict, batch: str, rate: str
+) -> None:
+    clients = [_client(0, {}, train=800), _client(1, {}, train=100)]
+    head, (row,) = guarantee.release_table({"schedule": [_release(**release)], "clients": clients})
+    cells = dict(zip(head, row, strict=True))
+    assert (cells["expected batch"], cells["rate p"], cells["steps"]) == (batch, rate, "1,200")
+    assert (cells["noise multiplier"], cells["clipping norm"]) == ("1.25", "0.5")
+
+
+def test_each_client_has_its_epsilons_and_what_its_filter_spent() -> None:
+    clients = [_client(0, {"train": 3.1, "validation": 2.2}), _client(1, {"train": 1.0})]
+    clients[0]["epsilon"] |= {"rdp": {"train": 3.5, "validation": 2.5}, "gdp": {"train": None}}
+    clients[1]["secure_noise"] = False
+    head, rows = guarantee.client_table({"clients": clients}, {0: 2.9})
+    first, second = (dict(zip(head, row, strict=True)) for row in rows)
+    assert (first["epsilon, train (PRV)"], first["epsilon, validation (PRV)"]) == ("3.10", "2.20")
+    assert (first["epsilon (PRV)"], first["epsilon, RDP"]) == ("3.10", "3.50")
+    assert first["epsilon, GDP (approximation, no bound)"] == "∞"
+    assert (first["spent of budget (filter)"], first["noise"]) == ("2.90 of 8", "secret")
+    assert (second["epsilon, validation (PRV)"], second["epsilon, RDP"]) == ("–", "–")
+    assert second["spent of budget (filter)"] == "– of 8"
+    assert second["noise"] == "test seed"
+    assert first["records: train / validation / test"] == "300 / 200 / 0"
