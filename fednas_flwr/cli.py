@@ -15,9 +15,10 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -30,9 +31,17 @@ from fednas_flwr import __version__
 from fednas_flwr.config import Config, conf_folder, parse_config
 from fednas_flwr.errors import ConfigError, unknown_choice
 
+if TYPE_CHECKING:
+    from fednas_flwr.privacy.ledger import Row
+
 RUN_FAILED = 1
 USER_ERROR = 2
 STOPPED = 128 + signal.SIGINT
+PIPE_WIDTH = 200  # of tables that go to a file or a pipe
+STATEMENT_HEAD = (
+    *("account", "run", "stage", "verb", "splits", "steps", "committed"),
+    *("noise multiplier", "rate", "first (UTC)", "last (UTC)"),
+)
 
 RUN_HELP = """
 overrides:
@@ -52,7 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if overrides and options.command != "run":
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
-        commands = {"run": _run, "report": _report, "compare": _compare, "tables": _tables}
+        commands = {
+            "run": _run,
+            "report": _report,
+            "compare": _compare,
+            "ledger": _ledger,
+            "tables": _tables,
+        }
         return commands[options.command](options, overrides)
     except KeyboardInterrupt:
         print("\nfednas: stopped.", file=sys.stderr)
@@ -83,17 +98,26 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--output", type=Path, help="folder for compare.csv, .md and .json")
     tables = commands.add_parser("tables", help="render README tables from scripts/results")
     tables.add_argument("readme", type=Path, nargs="?", default=Path("README.md"))
-    for command in (run, report, compare, tables):
+    ledger = commands.add_parser("ledger", help="what a site has booked of its privacy budgets")
+    actions = ledger.add_subparsers(dest="action", required=True, metavar="action")
+    show = actions.add_parser("show", help="table of what was booked, and its epsilon")
+    show.add_argument("--account", help="only this budget, as the site's policy names it")
+    show.add_argument("--delta", type=float, default=1e-5, help="of epsilon (default: %(default)g)")
+    verify = actions.add_parser("verify", help="check every row, the totals and the mark")
+    for action in (show, verify):
+        action.add_argument("ledger", type=Path, help="the ledger's file")
+        action.add_argument("--key", type=Path, required=True, help="its secret key")
+    for command in (run, report, compare, show, verify, tables):
         command.add_argument("--debug", action="store_true", help="show the full trace of an error")
     return parser
 
 
-def _fail(error: Exception, *, debug: bool) -> int:
+def _fail(error: Exception, *, debug: bool, is_sentence: bool = False) -> int:
     """Print one error, a ConfigError as the sentence that it is, and return the exit code."""
     if debug:
         traceback.print_exception(error)
     user_error = isinstance(error, ConfigError)
-    text = str(error) if user_error else f"{type(error).__name__}: {error}"
+    text = str(error) if user_error or is_sentence else f"{type(error).__name__}: {error}"
     print(f"fednas: {text}", file=sys.stderr)
     return USER_ERROR if user_error else RUN_FAILED
 
@@ -118,10 +142,75 @@ def _compare(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def _ledger(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Show or verify a ledger that is there: looking at one never creates it."""
+    from fednas_flwr.privacy.ledger import Ledger
+
+    for name, path in (("ledger", options.ledger), ("key", options.key)):
+        if not path.is_file():
+            raise ConfigError(f"there is no {name} {path}; give the file of a site.")
+    if options.action == "show" and not 0 < options.delta < 1:
+        raise ConfigError(f"--delta must lie strictly between 0 and 1, got {options.delta:g}.")
+    try:
+        with Ledger(options.ledger, options.key) as ledger:
+            if options.action == "verify":
+                print(f"{ledger.verify()} rows, all intact.")
+                return 0
+            rows = ledger.entries()  # all: a damaged row of another account is damage, too
+    except (RuntimeError, OSError) as error:
+        return _fail(error, debug=options.debug, is_sentence=True)
+    accounts = sorted({row.entry.account for row in rows})
+    if options.account is not None and options.account not in accounts:
+        raise ConfigError(
+            f"nothing is booked on the account {options.account}; there is "
+            f"{', '.join(accounts) or 'no row at all'}."
+        )
+    if rows:
+        shown = [row for row in rows if options.account in (None, row.entry.account)]
+        _print_statement(shown, options.delta)
+    else:
+        print("no rows.")
+    return 0
+
+
+def _print_statement(rows: Sequence[Row], delta: float) -> None:
+    """Print one line per kind of release, and the epsilon of each account and split."""
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    from fednas_flwr.privacy.statement import make_statement
+    from fednas_flwr.reporting.guarantee import epsilon_text
+
+    def name(text: str) -> Text:  # names come from servers and could command a terminal
+        return Text(text if text.isprintable() else ascii(text))
+
+    statement = make_statement(rows, delta=delta)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPE_WIDTH)
+    columns = (Column(title, overflow="fold") for title in STATEMENT_HEAD)
+    booked = Table(*columns, title="what was booked")
+    for line in statement.lines:
+        times = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
+        booked.add_row(
+            *(name(text) for text in (line.account, line.run, line.stage, line.verb)),
+            *(", ".join(line.splits), f"{line.steps:,}", f"{line.committed_steps:,}"),
+            *(f"{line.noise_multiplier:.4g}", f"{line.sample_rate:.4g}"),
+            *(f"{time:%Y-%m-%d %H:%M}" for time in times),
+        )
+    console.print(booked)
+    costs = Table("account", "split", "epsilon (PRV)", title=f"all together, at delta {delta:g}")
+    for account, epsilons in statement.epsilons.items():
+        for split, epsilon in epsilons.items():
+            costs.add_row(name(account), split, epsilon_text(epsilon))
+    console.print(costs)
+
+
 def _tables(options: argparse.Namespace, overrides: list[str]) -> int:
     from fednas_flwr.reporting.tables import main as render
 
-    return render([str(options.readme)])
+    return render([str(options.readme), str(options.readme.parent / "scripts" / "results")])
 
 
 def _run(options: argparse.Namespace, overrides: list[str]) -> int:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,9 @@ import yaml
 
 from fednas_flwr import cli
 from fednas_flwr.clients import verbs
+from fednas_flwr.privacy.accounting import prv_epsilon
+from fednas_flwr.privacy.ledger import Entry, Ledger
+from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.reporting.events import read_events
 
 FEDNAS = [sys.executable, "-m", "fednas_flwr.cli"]
@@ -299,3 +305,119 @@ def test_ctrl_c_ends_with_130_and_the_run_can_go_on(tiny_overrides: list[str]) -
     rounds = [e["round"] for e in read_events(events) if e["event"] == "round"]
     assert rounds[-1] == done + 1
     assert len(rounds) <= done + 2  # at most the round that was under way is repeated
+
+
+@pytest.fixture
+def ledger() -> list[str]:
+    """Return the arguments that name a ledger in which two accounts have booked."""
+    release = Release(noise_multiplier=2.0, sample_rate=0.05, steps=1200)
+    entry = Entry("ward", "a", "the run", "search", 1, "train.search", ("train",), release, 5000)
+    with Ledger(Path("site/ledger"), Path("key"), clock=lambda: 86400.0) as ledger:
+        ledger.reserve(entry, epsilon=50.0, delta=1e-5)
+        ledger.reserve(entry, epsilon=50.0, delta=1e-5)
+        ledger.reserve(replace(entry, account="lab", run="\x1b[2J"), epsilon=50.0, delta=1e-5)
+    return ["site/ledger", "--key", "key"]
+
+
+def cells(output: str) -> list[list[str]]:
+    """Return the rows of the tables in an output, in whatever lines rich draws."""
+    lines = [line for line in output.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def test_ledger_show_has_a_row_per_kind_and_an_epsilon_per_split(
+    ledger: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["ledger", "show", *ledger]) == 0
+    output = capsys.readouterr().out
+    ward, lab, ward_costs, lab_costs = cells(output)
+    when = "1970-01-02 00:00"
+    terms = ["2,400", "5,000", "2", "0.05", when, when]
+    assert ward == ["ward", "the run", "search", "train.search", "train", *terms]
+    assert lab[:2] == ["lab", "'\\x1b[2J'"]  # what a server chose does not command the terminal
+    both = prv_epsilon([Release(noise_multiplier=2.0, sample_rate=0.05, steps=2400)], 1e-5)
+    assert ward_costs[:2] == ["ward", "train"]
+    assert both <= float(ward_costs[2]) < both + 0.01
+    assert lab_costs[0] == "lab"
+    assert "all together, at delta 1e-05" in output
+
+
+def test_ledger_show_of_one_account_at_another_delta(
+    ledger: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["ledger", "show", *ledger, "--account", "lab", "--delta", "1e-3"]) == 0
+    output = capsys.readouterr().out
+    assert [row[0] for row in cells(output)] == ["lab", "lab"]
+    assert "at delta 0.001" in output
+
+
+def test_ledger_show_of_an_empty_ledger(capsys: pytest.CaptureFixture[str]) -> None:
+    Ledger(Path("site/ledger"), Path("key")).close()
+    assert cli.main(["ledger", "show", "site/ledger", "--key", "key"]) == 0
+    assert capsys.readouterr().out == "no rows.\n"
+
+
+def test_ledger_verify_counts_the_rows(
+    ledger: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["ledger", "verify", *ledger]) == 0
+    assert capsys.readouterr().out == "3 rows, all intact.\n"
+
+
+@pytest.mark.parametrize("action", ["show", "verify"])
+def test_ledger_that_was_edited_is_one_sentence_and_a_failure(
+    ledger: list[str], capsys: pytest.CaptureFixture[str], action: str
+) -> None:
+    with closing(sqlite3.connect("site/ledger")) as file, file:
+        file.execute("UPDATE entries SET steps = 1 WHERE sequence = 1")
+    assert cli.main(["ledger", action, *ledger]) == cli.RUN_FAILED
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("fednas: row 1 of ")
+    assert "the ledger is damaged" in output.err
+    assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("action", ["show", "verify"])
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["none/ledger", "--key", "key"], "there is no ledger none/ledger"),
+        (["site/ledger", "--key", "other/key"], "there is no key other/key"),
+        (["site", "--key", "key"], "there is no ledger site"),
+    ],
+)
+def test_looking_for_a_ledger_that_is_not_there_creates_nothing(
+    ledger: list[str],
+    capsys: pytest.CaptureFixture[str],
+    action: str,
+    arguments: list[str],
+    part: str,
+) -> None:
+    before = set(Path().rglob("*"))
+    assert cli.main(["ledger", action, *arguments]) == cli.USER_ERROR
+    assert set(Path().rglob("*")) == before
+    assert capsys.readouterr().err == f"fednas: {part}; give the file of a site.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--account", "home"], "on the account home; there is lab, ward.\n"),
+        (["--delta", "1"], "--delta must lie strictly between 0 and 1, got 1.\n"),
+        (["--delta", "nan"], "--delta must lie strictly between 0 and 1, got nan.\n"),
+    ],
+)
+def test_ledger_show_refuses_unknown_accounts_and_wrong_deltas(
+    ledger: list[str], capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+) -> None:
+    assert cli.main(["ledger", "show", *ledger, *arguments]) == cli.USER_ERROR
+    assert capsys.readouterr().err.endswith(part)
+
+
+def test_tables_are_rendered_from_the_results_beside_the_readme(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("README.md").write_text("<!-- table:gone -->\n<!-- /table:gone -->\n")
+    assert cli.main(["tables"]) == cli.RUN_FAILED
+    assert "there is no scripts/results/gone.json" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from fednas_flwr.privacy.accounting import prv_epsilon
+from fednas_flwr.privacy.ledger import Entry, Ledger
+from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.privacy.statement import make_statement
+
+BUDGET = {"epsilon": 50.0, "delta": 1e-5}
+STEP = Release(noise_multiplier=2.0, sample_rate=0.05, steps=10)
+ALPHA_STEP = Release(noise_multiplier=4.0, sample_rate=1.0, steps=1)
+WEIGHTS = Entry("ward", "a", "first", "search", 1, "train.weight_gradient", ("train",), STEP, 100)
+ALPHAS = replace(
+    WEIGHTS, verb="train.alpha_gradient", splits=("validation",), release=ALPHA_STEP, round=2
+)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """What two runs booked on one account, taking turns, and one on another."""
+    clock = count(1000)
+    path, key = tmp_path / "ledger" / "site.sqlite", tmp_path / "key" / "site"
+    with Ledger(path, key, clock=lambda: next(clock)) as ledger:
+        for entry in (WEIGHTS, ALPHAS, WEIGHTS, replace(WEIGHTS, run="second"), WEIGHTS):
+            ledger.reserve(entry, **BUDGET)
+        both = replace(ALPHAS, account="lab", splits=("validation", "train"))
+        ledger.reserve(both, **BUDGET)
+        return ledger.entries()
+
+
+def test_rows_of_one_kind_are_one_line(rows):
+    lines = make_statement(rows, delta=1e-5).lines
+    assert [(line.account, line.run, line.verb) for line in lines] == [
+        ("ward", "first", "train.weight_gradient"),
+        ("ward", "first", "train.alpha_gradient"),
+        ("ward", "second", "train.weight_gradient"),
+        ("lab", "first", "train.alpha_gradient"),
+    ]
+    first = lines[0]
+    assert (first.steps, first.committed_steps, first.splits) == (30, 100, ("train",))
+    assert (first.noise_multiplier, first.sample_rate) == (2.0, 0.05)
+    assert (first.first, first.last) == (1000, 1004)
+    assert (lines[1].first, lines[1].last) == (1001, 1001)
+
+
+def test_what_is_asked_in_another_stage_or_of_other_splits_is_another_line(rows):
+    changed = [
+        replace(rows[0], entry=replace(rows[0].entry, **change))
+        for change in ({}, {"stage": "retrain"}, {"splits": ("test",)}, {"account": "lab"})
+    ]
+    assert len(make_statement(changed, delta=1e-5).lines) == 4
+
+
+def test_epsilon_is_that_of_all_rows_that_a_split_paid_for(rows):
+    epsilons = make_statement(rows, delta=1e-6).epsilons
+    assert list(epsilons) == ["ward", "lab"]
+    assert list(epsilons["lab"]) == ["train", "validation"]
+    assert epsilons["ward"] == {
+        "train": prv_epsilon([replace(STEP, steps=40)], 1e-6),  # both runs
+        "validation": prv_epsilon([ALPHA_STEP], 1e-6),
+    }
+    assert epsilons["lab"]["train"] == epsilons["lab"]["validation"] > 0
+
+
+def test_no_rows_give_an_empty_statement_and_a_delta_out_of_range_is_refused(rows):
+    assert make_statement([], delta=1e-5).lines == ()
+    assert make_statement([], delta=1e-5).epsilons == {}
+    with pytest.raises(ValueError, match="delta must lie strictly between 0 and 1"):
+        make_statement(rows, delta=1.0)
