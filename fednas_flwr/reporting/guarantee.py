@@ -30,6 +30,10 @@ ACCOUNTING = (
     "lies in one split, so the client's epsilon is that of its worst split. Each client holds the "
     "server to that schedule, and a Renyi filter over the client's ledger to the client's budget."
 )
+RESUMED = (
+    "The run was resumed: the first table holds what was to be released from then on, and what was "
+    "released before is part of what was booked before."
+)
 ACCOUNTANTS = {"prv": "PRV", "rdp": "RDP", "gdp": "GDP (approximation, no bound)"}
 _MEASURED_BY_CLIENTS = ("train_", "validation_")
 

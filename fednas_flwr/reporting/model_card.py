@@ -11,7 +11,7 @@ from fednas_flwr.reporting.runs import Run, read_run
 from fednas_flwr.reporting.texts import settings_text
 from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent
 
-SETTINGS = ("algorithm", "search_space", "retrain")
+SETTINGS = ("algorithm", "search_space", "retrain", "privacy")
 
 
 def write_model_card(run_folder: Path) -> Path:

@@ -139,16 +139,24 @@ def _privacy(run: Run) -> dict[str, Any]:
         return {}
     event = run.privacy
     tables = []
+    resumed = len(run.of_kind("privacy")) > 1
     if event is not None:
         spent = run.privacy_spent()
         tables = [  # name, how many columns of words come first, head, rows
-            ("What is released", 3, *guarantee.release_table(event)),
+            (
+                "What is released" + resumed * ", since the run was resumed",
+                3,
+                *guarantee.release_table(event),
+            ),
             ("What each client is promised", 0, *guarantee.client_table(event, spent)),
         ]
     return {
         "summary": guarantee.overall_text(event) if event else "",
         "warning": guarantee.warning_text(event) if event else "",
-        "texts": [guarantee.PROTECTED, guarantee.MECHANISM, guarantee.ACCOUNTING],
+        "texts": [
+            *(guarantee.PROTECTED, guarantee.MECHANISM, guarantee.ACCOUNTING),
+            *([guarantee.RESUMED] if resumed else []),
+        ],
         "tables": tables,
     }
 

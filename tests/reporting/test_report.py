@@ -9,6 +9,7 @@ from plotly.offline import get_plotlyjs
 
 from fednas_flwr.reporting.events import EventLog
 from fednas_flwr.reporting.report import write_report
+from fednas_flwr.reporting.runs import read_run
 
 VOID = {"meta", "link", "input", "br", "img", "hr", "path", "rect"}
 OUTSIDE = re.compile(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", re.IGNORECASE)
@@ -202,3 +203,20 @@ def test_a_run_without_privacy_has_no_such_section(make_run: Callable[..., Path]
     assert "privacy" not in page.ids
     assert "noised" not in page.text
     assert "Epsilon" not in page.text
+
+
+def test_a_resumed_private_run_says_that_its_table_holds_the_rest(
+    make_run: Callable[..., Path],
+) -> None:
+    folder = make_run("run", private=True)
+    assert "since the run was resumed" not in Page(write_report(folder)).text
+    accepted = read_run(folder).privacy
+    assert accepted is not None
+    rest = [accepted["schedule"][0] | {"steps": 77}]
+    with EventLog(folder / "events.jsonl") as log:
+        log.emit("run_started", resumed=True)
+        log.emit("privacy", schedule=rest, clients=accepted["clients"])
+    text = Page(write_report(folder)).text
+    assert "What is released, since the run was resumed" in text
+    assert "part of what was booked before" in " ".join(text.split())
+    assert "1,200" not in text
