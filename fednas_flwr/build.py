@@ -13,19 +13,23 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from safetensors import safe_open
 from torch import nn
 
 from fednas_flwr.clients.client import Augmentation, Client
+from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
+from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.config import (
     Config,
+    DifferentialPrivacy,
     FixedNetwork,
     GradientSearch,
     LocalSearch,
     RandomSearch,
 )
 from fednas_flwr.data.datasets import Prepared, prepare
-from fednas_flwr.data.loaders import make_client_data
+from fednas_flwr.data.loaders import ClientData, make_client_data
 from fednas_flwr.data.partitioners import load_partition, partition
 from fednas_flwr.data.records import Records
 from fednas_flwr.errors import ConfigError, unknown_choice
@@ -33,7 +37,12 @@ from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
+from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.privacy.noise import SecureGenerator
+from fednas_flwr.privacy.policy import Policy
+from fednas_flwr.privacy.policy_file import load_policy, parse_policy
 from fednas_flwr.randomness import seeded
+from fednas_flwr.reporting.files import write_text
 from fednas_flwr.search_spaces.darts import DARTSSpace
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
@@ -198,7 +207,7 @@ def make_client(
     *,
     data: tuple[Prepared, list[np.ndarray]],
     networks: dict[str, nn.Module],
-    tag: str = "",
+    site: Mapping[str, str] | None = None,
 ) -> Client:
     """Return client ``index`` of a run.
 
@@ -207,8 +216,12 @@ def make_client(
         index: From 0 to ``config.clients - 1``.
         data: What :func:`make_data` returns; shared by the clients of a process.
         networks: Built networks, shared likewise: clients of a process take turns.
-        tag: What the site calls itself.
+        site: What the node's own configuration says, see ``client_app.SITE_KEYS``.
+
+    Raises:
+        ConfigError: A setting does not fit the data, or the site's policy is missing or wrong.
     """
+    site = site or {}
     prepared, parts = data
     device = make_device(config.device)
 
@@ -217,15 +230,19 @@ def make_client(
             return supernet_space(config, prepared).supernet()
         return make_network(description)
 
+    own = make_client_data(
+        prepared,
+        parts[index],
+        key=site.get("split-key", config.dataset.split_key).encode(),
+        fractions=config.dataset.fractions,
+    )
+    gate = _make_gate(config, index, own, site)
+    if gate is not None:
+        _check_public(config, prepared)
     return Client(
         index=index,
         seed=config.seed,
-        data=make_client_data(
-            prepared,
-            parts[index],
-            key=config.dataset.split_key.encode(),
-            fractions=config.dataset.fractions,
-        ),
+        data=own,
         class_names=prepared.train.class_names,
         device=device,
         threads=config.threads,
@@ -236,9 +253,79 @@ def make_client(
             cutout=config.dataset.cutout,
         ),
         networks=networks,
-        tag=tag,
+        tag=site.get("tag", ""),
         feature_names=prepared.train.feature_names,
+        gate=gate,
     )
+
+
+def _make_gate(
+    config: Config, index: int, data: ClientData, site: Mapping[str, str]
+) -> ReleaseGate | None:
+    """Return the site's gate: its own where the node names a policy, or a simulated one."""
+    if "policy" in site:
+        missing = [key for key in ("data-set", "ledger", "ledger-key") if key not in site]
+        if missing:
+            raise ConfigError(f"the node has a policy but lacks {', '.join(missing)}: give them.")
+        policy = load_policy(Path(site["policy"]), verbs=PRIVATE_VERBS)
+        ledger = Ledger(Path(site["ledger"]), Path(site["ledger-key"]))
+        return ReleaseGate(policy, ledger, SecureGenerator(), data_set=site["data-set"])
+    privacy = config.privacy
+    if not isinstance(privacy, DifferentialPrivacy):
+        return None
+    if has_real_sites(config):
+        raise ConfigError(
+            "privacy=dp on a node without a policy: start it with policy, data-set, ledger and "
+            "ledger-key in --node-config."
+        )
+    if privacy.sites is None and config.run_dir is None:
+        raise ConfigError("privacy=dp without a run folder needs privacy.sites=<folder>.")
+    folder = Path(privacy.sites or Path(str(config.run_dir)) / "sites").expanduser()
+    folder = folder / f"client-{index}"
+    policy = _simulated_policy(privacy, data, folder / "policy.yaml")
+    test_seed = None if privacy.test_seed is None else f"{privacy.test_seed} {index}".encode()
+    ledger = Ledger(folder / "ledger" / "ledger.sqlite", folder / "key")
+    return ReleaseGate(policy, ledger, SecureGenerator(test_seed), data_set=privacy.data_set)
+
+
+def _simulated_policy(privacy: DifferentialPrivacy, data: ClientData, path: Path) -> Policy:
+    """Return the policy in a file; without one, write what lets the run's configuration pass."""
+    if not path.exists():
+        norms = (part.max_grad_norm for part in (privacy.weights, privacy.alphas))
+        section = {
+            "epsilon": privacy.epsilon,
+            "delta": privacy.delta,
+            "least_noise_multiplier": 0.1,
+            "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
+            "largest_steps": 1_000_000,
+            "verbs": list(PRIVATE_VERBS),
+            "records": {
+                "train": len(data.train),
+                "validation": len(data.validation),
+                "test": len(data.test),
+            },
+            "secure_noise": privacy.test_seed is None,
+            "test_seed": privacy.test_seed is not None,
+        }
+        text = yaml.safe_dump({"data_sets": {privacy.data_set: section}}, sort_keys=False)
+        parse_policy(text, verbs=PRIVATE_VERBS, origin="privacy")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
+    return load_policy(path, verbs=PRIVATE_VERBS)
+
+
+def _check_public(config: Config, prepared: Prepared) -> None:
+    """Raise ConfigError for what a private client would tell or use of its own records."""
+    if prepared.uses_own_statistics:
+        raise ConfigError(
+            "privacy=dp with a table that each client standardises by its own statistics, which no "
+            "budget covers: give public ones, dataset.statistics={column: [mean, std], ...}."
+        )
+    if has_real_sites(config) and not config.dataset.class_names:
+        raise ConfigError(
+            "privacy=dp on real sites: give dataset.class_names, since names that were found in "
+            "the records would be a release."
+        )
 
 
 def supernet_space(config: Config, prepared: Prepared) -> SearchSpace:
@@ -314,9 +401,20 @@ def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Cou
 
 
 def make_search(
-    config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
+    config: Config,
+    prepared: Prepared,
+    courier: Courier,
+    checkpoints: CheckpointFolder,
+    private: Mapping[str, Any] | None = None,
 ) -> RoundStrategy:
     """Return the strategy of the search stage, its supernet initialised from the run's seed.
+
+    Args:
+        config: The run's configuration.
+        prepared: Gives shape and number of classes.
+        courier: Reaches the clients.
+        checkpoints: Where the state goes after every round.
+        private: See :class:`RoundStrategy`.
 
     Raises:
         ValueError: The algorithm does not search.
@@ -324,6 +422,8 @@ def make_search(
     kind = type(config.algorithm)
     if kind not in SEARCHES:
         raise ValueError(f"algorithm={config.algorithm.name} does not search")
+    if kind is GradientSearch:
+        return _make_fnas(config, prepared, courier, checkpoints, private)
     return SEARCHES[kind](config, prepared, courier, checkpoints)
 
 
@@ -348,7 +448,11 @@ def _make_fed_darts(
 
 
 def _make_fnas(
-    config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
+    config: Config,
+    prepared: Prepared,
+    courier: Courier,
+    checkpoints: CheckpointFolder,
+    private: Mapping[str, Any] | None = None,
 ) -> RoundStrategy:
     algorithm = config.algorithm
     assert isinstance(algorithm, GradientSearch)
@@ -359,12 +463,14 @@ def _make_fnas(
         space=space,
         order=algorithm.order,
         reduce=algorithm.reduce,
+        fused=algorithm.fused,
         local_steps=algorithm.local_steps,
         batch_size=algorithm.batch_size,
         evaluate_every=algorithm.evaluate_every,
         weights=algorithm.weights,
         alphas=algorithm.alphas,
         checkpoints=checkpoints,
+        private=private,
     )
 
 
@@ -403,7 +509,11 @@ SEARCHES: dict[type, Callable[[Config, Prepared, Courier, CheckpointFolder], Rou
 
 
 def make_retraining(
-    config: Config, description: Description, courier: Courier, checkpoints: CheckpointFolder
+    config: Config,
+    description: Description,
+    courier: Courier,
+    checkpoints: CheckpointFolder,
+    private: Mapping[str, Any] | None = None,
 ) -> tuple[FedAvg, nn.Module]:
     """Return the strategy of the retrain stage and its network, initialised from the run's seed."""
     network = _seeded_network(config, description)
@@ -418,6 +528,7 @@ def make_retraining(
         auxiliary_weight=settings.auxiliary_weight,
         drop_path_prob=settings.drop_path_prob,
         checkpoints=checkpoints,
+        private=private,
     )
     return strategy, network
 

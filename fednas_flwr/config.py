@@ -55,11 +55,12 @@ class LocalSearch:
 
 @dataclass(frozen=True)
 class GradientSearch:
-    """Vanilla NAS and FNAS: two gradient exchanges per iteration."""
+    """Vanilla NAS, FNAS and DP-FNAS: gradient exchanges, two per iteration or one."""
 
     name: str
     order: int
     reduce: str
+    fused: bool
     local_steps: int
     batch_size: int | None
     evaluate_every: int
@@ -85,6 +86,11 @@ class GradientSearch:
             raise ConfigError(
                 f"algorithm.order=2 with algorithm.local_steps={self.local_steps} is not defined: "
                 "the second-order correction is for one step; set one of the two to 1."
+            )
+        if self.order == 2 and self.fused:
+            raise ConfigError(
+                "algorithm.order=2 with algorithm.fused=true is not defined: the second order "
+                "needs the weights after the step; set order=1 or fused=false."
             )
 
 
@@ -210,15 +216,87 @@ class SearchSpace:
 
 
 @dataclass(frozen=True)
-class Privacy:
+class NoPrivacy:
     """``none``: clients return exact gradients, weights and metrics."""
 
     name: str
 
+
+@dataclass(frozen=True)
+class Noise:
+    """Noise on clipped sums: std ``noise_multiplier * max_grad_norm``, per release."""
+
+    noise_multiplier: float
+    max_grad_norm: float
+
     def __post_init__(self) -> None:
-        """Refuse what no client would obey."""
-        if self.name != "none":
-            raise unknown_choice("privacy", self.name, ("none",))
+        """Check the ranges."""
+        for key in ("noise_multiplier", "max_grad_norm"):
+            check_range(getattr(self, key) > 0, key, getattr(self, key), "a number above 0")
+
+
+@dataclass(frozen=True)
+class PrivateRetrain:
+    """DP-SGD of the derived network; ``noise_multiplier`` null calibrates it to the target."""
+
+    noise_multiplier: float | None
+    max_grad_norm: float
+    local_steps: int
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for key in ("noise_multiplier", "max_grad_norm"):
+            value = getattr(self, key)
+            check_range(value is None or value > 0, key, value, "a number above 0")
+        check_range(self.local_steps >= 1, "local_steps", self.local_steps, "1 or more")
+
+
+@dataclass(frozen=True)
+class DifferentialPrivacy:
+    """``dp``: clients return noised sums of clipped contributions, each booked in its ledger.
+
+    Attributes:
+        data_set: The id that the sites' policies give the data.
+        epsilon: What the whole run may cost a record, at ``delta``; retraining's noise is
+            calibrated to what search and metrics leave of it. Simulated sites get it as budget.
+        delta: Above 0, below 1.
+        weights: Of the supernet's weights, in the search.
+        alphas: Of the architecture variables.
+        retrain: Of the derived network's weights.
+        metrics_noise_multiplier: Of losses and accuracies on clients' records, over a norm of 1 per
+            record and measurement; null measures none.
+        micro_batch_size: Records whose gradients are held at a time; null holds all.
+        sites: Folder of the simulated sites' policies, ledgers and keys; null is ``sites`` in the
+            run folder, which gives every run budgets of its own.
+        test_seed: For tests of simulations: noise that everybody can repeat. No privacy.
+    """
+
+    name: str
+    data_set: str
+    epsilon: float
+    delta: float
+    weights: Noise
+    alphas: Noise
+    retrain: PrivateRetrain
+    metrics_noise_multiplier: float | None
+    micro_batch_size: int | None
+    sites: str | None
+    test_seed: int | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_range(self.epsilon > 0, "privacy.epsilon", self.epsilon, "a number above 0")
+        check_range(0 < self.delta < 1, "privacy.delta", self.delta, "above 0, below 1")
+        sigma, size = self.metrics_noise_multiplier, self.micro_batch_size
+        check_range(
+            sigma is None or sigma > 0,
+            "privacy.metrics_noise_multiplier",
+            sigma,
+            "above 0, or null",
+        )
+        check_range(
+            size is None or size >= 1, "privacy.micro_batch_size", size, "1 or more, or null"
+        )
 
 
 @dataclass(frozen=True)
@@ -303,9 +381,11 @@ ALGORITHMS: dict[str, type] = {
     "fednas": LocalSearch,
     "fnas": GradientSearch,
     "vanilla_nas": GradientSearch,
+    "dp_fnas": GradientSearch,
     "random_search": RandomSearch,
     "fedavg": FixedNetwork,
 }
+PRIVACY: dict[str, type] = {"none": NoPrivacy, "dp": DifferentialPrivacy}
 Algorithm = LocalSearch | GradientSearch | RandomSearch | FixedNetwork
 
 
@@ -317,7 +397,7 @@ class Config:
     dataset: Dataset
     partition: Partition
     search_space: SearchSpace
-    privacy: Privacy
+    privacy: NoPrivacy | DifferentialPrivacy
     runtime: Runtime
     retrain: Retrain
     run_dir: str | None
@@ -344,6 +424,7 @@ class Config:
         check_range(
             bool(self.stages), "stages", self.stages, f"at least one of {', '.join(STAGES)}"
         )
+        _check_privacy(self)
         if self.algorithm.name == "vanilla_nas" and self.clients != 1:
             raise ConfigError(
                 f"algorithm=vanilla_nas with clients={self.clients}: vanilla NAS has one party; "
@@ -380,12 +461,58 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
         ConfigError: A key is unknown or missing, a value has the wrong type or is out of range,
             or two settings exclude each other.
     """
-    algorithm = tree.get("algorithm")
-    name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm
-    if name not in ALGORITHMS:
-        raise unknown_choice("algorithm", name, ALGORITHMS)
-    config: Config = _parse(Config, tree, key="", hints={"algorithm": ALGORITHMS[name]})
+    hints = {
+        "algorithm": _choice(tree, "algorithm", ALGORITHMS),
+        "privacy": _choice(tree, "privacy", PRIVACY),
+    }
+    config: Config = _parse(Config, tree, key="", hints=hints)
     return config
+
+
+def _choice(tree: Mapping[str, Any], group: str, kinds: Mapping[str, type]) -> type:
+    """Return the dataclass that a group's name stands for."""
+    settings = tree.get(group)
+    name = settings.get("name") if isinstance(settings, Mapping) else settings
+    if not isinstance(name, str) or name not in kinds:
+        raise unknown_choice(group, name, kinds)
+    return kinds[name]
+
+
+def _check_privacy(config: Config) -> None:
+    """Refuse what cannot be private, and DP-FNAS without privacy."""
+    algorithm, privacy = config.algorithm, config.privacy
+    if isinstance(privacy, NoPrivacy):
+        if algorithm.name == "dp_fnas":
+            raise ConfigError("algorithm=dp_fnas with privacy=none: set privacy=dp, or use fnas.")
+        return
+    private = ("dp_fnas", "fedavg")
+    if algorithm.name not in private:
+        raise ConfigError(
+            f"privacy=dp with algorithm={algorithm.name} is not possible yet: choose one of "
+            f"{', '.join(private)}."
+        )
+    norms = {"retrain.norm": config.retrain.norm} if "retrain" in config.stages else {}
+    if isinstance(algorithm, GradientSearch):
+        if "search" in config.stages:
+            norms["search_space.norm"] = config.search_space.norm
+        if algorithm.order != 1:
+            raise ConfigError(
+                f"algorithm.order={algorithm.order} with privacy=dp: the second order mixes splits "
+                "and is no sum over records; set algorithm.order=1."
+            )
+    elif isinstance(algorithm, FixedNetwork):
+        norms = {}
+        if algorithm.network == "mobilenet_v2":
+            raise ConfigError(
+                "algorithm.network=mobilenet_v2 with privacy=dp: it normalises over batches; set "
+                "algorithm.network=plain_cnn."
+            )
+    wrong = [key for key, norm in norms.items() if norm != "group"]
+    if wrong:
+        raise ConfigError(
+            "privacy=dp with batch normalisation is not possible, which mixes the records of a "
+            f"batch and leaks its statistics: set {' '.join(f'{key}=group' for key in wrong)}."
+        )
 
 
 def dump_config(config: Config) -> str:

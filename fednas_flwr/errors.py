@@ -19,6 +19,10 @@ class ReplyError(ValueError):
     """A client's reply is not what was asked for; it is dropped, and the round goes on."""
 
 
+class ClientLeftError(ReplyError):
+    """A client's privacy budget has ended; it is not asked again in this run."""
+
+
 def unknown_choice(what: str, value: object, allowed: Iterable[str]) -> ConfigError:
     """Return the error for a name that is not among the allowed ones, with the nearest spelling.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.data.loaders import ClientData, Split, augment, concat_splits, epoch_batches
 from fednas_flwr.errors import unknown_choice
 from fednas_flwr.exchange.messages import Header
@@ -43,6 +44,7 @@ class Client:
         networks: The networks built so far, shared by the clients of one process.
         tag: What the site calls itself; empty when it does not.
         feature_names: Names of a table's features, the same for all clients; empty for images.
+        gate: What releases must pass; with one the client answers private verbs only.
     """
 
     index: int
@@ -56,6 +58,7 @@ class Client:
     networks: dict[str, nn.Module] = field(default_factory=dict)
     tag: str = ""
     feature_names: tuple[str, ...] = ()
+    gate: ReleaseGate | None = None
 
     def network(
         self, description: Mapping[str, Any], states: Mapping[str, Packed] | None = None

@@ -1,7 +1,7 @@
 """The verbs: every way in which something of a client's data can leave it (DESIGN.md, section 3).
 
 Each takes the client and the request and returns the reply; none keeps anything between calls.
-:func:`answer` is the one entrance for all runtimes.
+``answer`` calls them; in private mode those of ``private_verbs`` take their place.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fednas_flwr.clients.client import Client
 from fednas_flwr.data.loaders import step_batch
-from fednas_flwr.errors import unknown_choice
 from fednas_flwr.evaluation.metrics import evaluate
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.states import Layout, Tensors, network_states, pack, unpack
-from fednas_flwr.randomness import derive_seed
 from fednas_flwr.search.architect import alpha_gradient_sum, second_order_gradient
 from fednas_flwr.search.local_search import search_epoch
 from fednas_flwr.search.settings import SGD, Adam
@@ -30,37 +27,18 @@ from fednas_flwr.search.training import (
     Tally,
     make_adam,
     make_sgd,
-    periodic_gradient,
+    periodic_gradients,
     train_epoch,
     weight_gradient_sum,
 )
 from fednas_flwr.search_spaces.space import Supernet
 
 SUPERNET = {"name": "supernet"}
-
-
-def answer(client: Client, request: Request) -> Reply:
-    """Return the reply to ``request``, computed with the client's threads and its own randomness.
-
-    torch's global generator is seeded from (seed, stage, round, client, verb), for layers that
-    cannot take a generator (drop-path, dropout), and restored afterwards.
-
-    Raises:
-        ConfigError: The verb is unknown.
-        ValueError: The request does not fit the verb.
-    """
-    if request.verb not in VERBS:
-        raise unknown_choice("verb", request.verb, VERBS)
-    header = request.header
-    threads = torch.get_num_threads()
-    torch.set_num_threads(client.threads)
-    try:
-        with torch.random.fork_rng(enabled=True):
-            purpose = (header.stage, header.round, client.index, request.verb)
-            torch.manual_seed(derive_seed(client.seed, *purpose))
-            return VERBS[request.verb](client, request)
-    finally:
-        torch.set_num_threads(threads)
+STATES_OF = {  # what each gradient verb returns the gradients of
+    "train.weight_gradient": ("weights",),
+    "train.alpha_gradient": ("alphas",),
+    "train.gradients": ("weights", "alphas"),
+}
 
 
 def describe(client: Client, request: Request) -> Reply:
@@ -70,89 +48,83 @@ def describe(client: Client, request: Request) -> Reply:
     counts = torch.zeros(len(client.class_names), dtype=torch.int64)
     for split in splits.values():
         counts += torch.bincount(split.labels[split.rows], minlength=len(counts))
-    facts: dict[str, Any] = {
-        "client": client.index,
-        "tag": client.tag,
-        "hardware": f"{client.device.type} {platform.machine()}",
-        "versions": {"fednas_flwr": version("fednas_flwr"), "torch": torch.__version__},
-        "input_shape": list(data.train.features.shape[1:]),
-        "feature_names": list(client.feature_names),
-        "class_names": list(client.class_names),
+    facts = identity(client) | {
         "class_counts": counts.tolist(),
         "splits": {name: len(split) for name, split in splits.items()},
     }
     return Reply(num_examples=max(1, int(counts.sum())), facts=facts)
 
 
-def weight_gradient(client: Client, request: Request) -> Reply:
-    """``train.weight_gradient``: the sum over a batch of gradients of the weights.
+def identity(client: Client) -> dict[str, Any]:
+    """Return what a client says of itself that does not depend on its records."""
+    return {
+        "client": client.index,
+        "tag": client.tag,
+        "hardware": f"{client.device.type} {platform.machine()}",
+        "versions": {"fednas_flwr": version("fednas_flwr"), "torch": torch.__version__},
+        "input_shape": list(client.data.train.features.shape[1:]),
+        "feature_names": list(client.feature_names),
+        "class_names": list(client.class_names),
+    }
 
-    ``num_examples`` is the batch size B_k by which the server divides.
+
+def gradients(client: Client, request: Request) -> Reply:
+    """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
+
+    The sums over a batch of gradients of the weights (train records) or alphas (validation
+    records) or both, taken at the same point. ``num_examples`` is the batch size B_k by which the
+    server divides; fused, the alphas' sum is scaled to the weights' batch size. Of second order
+    the alphas' gradient is of batch means (Eq. 5), times B_k.
     """
-    supernet = _supernet(client, request).train()
-    settings = request.settings
-    batches = _step_batches(client, request, "train")
-    tally = Tally()
+    supernet = request_supernet(client, request).train()
+    settings, states = request.settings, STATES_OF[request.verb]
+    train, validation = (_step_batches(client, request, name) for name in ("train", "validation"))
+    tallies = {state: Tally() for state in states}
 
-    def gradient_sum() -> tuple[dict[str, Tensor], float]:
-        batch = next(batches)
-        return weight_gradient_sum(supernet, batch, tally), len(batch[1])
+    def weight_sum() -> tuple[Tensors, float]:
+        batch = next(train)
+        return weight_gradient_sum(supernet, batch, tallies["weights"]), len(batch[1])
 
-    gradients, batch_size = periodic_gradient(
-        gradient_sum,
-        supernet.weights(),
+    def alpha_sum() -> tuple[Tensors, float]:
+        batch = next(validation)
+        size = len(batch[1])
+        if settings["order"] == 1:
+            sums, losses = alpha_gradient_sum(supernet, batch)
+        else:
+            layout = Layout.of(network_states(supernet)["weights"])
+            previous = unpack(request.states["previous_weights"], layout)
+            means, losses = second_order_gradient(
+                supernet,
+                weights={name: weight.to(client.device) for name, weight in previous.items()},
+                virtual_weights=supernet.weights(),
+                train_batch=next(train),
+                validation_batch=batch,
+                inner_lr=settings["inner_lr"],
+            )
+            sums = {kind: gradient * size for kind, gradient in means.items()}
+        tallies["alphas"].add(losses, None, batch[1])
+        return sums, size
+
+    take = {"weights": weight_sum, "alphas": alpha_sum}
+    sums, batch_size = periodic_gradients(
+        lambda: {state: take[state]() for state in states},
+        {"weights": supernet.weights(), "alphas": supernet.alphas()},
         steps=settings["local_steps"],
-        local_lr=settings["local_lr"],
+        local_lrs=settings["local_lrs"],
     )
-    states = {"weights": gradients} | _buffers(supernet)
-    metrics = {"train_loss": tally.loss, "train_accuracy": tally.accuracy}
-    return _reply(batch_size, states, metrics)
-
-
-def alpha_gradient(client: Client, request: Request) -> Reply:
-    """``train.alpha_gradient``: the same for the alphas, on validation records.
-
-    Of second order the gradient is of batch means (Eq. 5) and returned times B_k, so that the
-    server divides in the same way.
-    """
-    supernet = _supernet(client, request).train()
-    settings = request.settings
-    batches = _step_batches(client, request, "validation")
-    tally = Tally()
-
-    def first_order() -> tuple[dict[str, Tensor], float]:
-        batch = next(batches)
-        gradients, losses = alpha_gradient_sum(supernet, batch)
-        tally.add(losses, None, batch[1])
-        return gradients, len(batch[1])
-
-    def second_order() -> tuple[dict[str, Tensor], float]:
-        batch = next(batches)
-        layout = Layout.of(network_states(supernet)["weights"])
-        previous = unpack(request.states["previous_weights"], layout)
-        gradients, losses = second_order_gradient(
-            supernet,
-            weights={name: weight.to(client.device) for name, weight in previous.items()},
-            virtual_weights=supernet.weights(),
-            train_batch=next(_step_batches(client, request, "train")),
-            validation_batch=batch,
-            inner_lr=settings["inner_lr"],
-        )
-        tally.add(losses, None, batch[1])
-        return {kind: g * len(batch[1]) for kind, g in gradients.items()}, len(batch[1])
-
-    gradients, batch_size = periodic_gradient(
-        first_order if settings["order"] == 1 else second_order,
-        supernet.alphas(),
-        steps=settings["local_steps"],
-        local_lr=settings["local_lr"],
-    )
-    return _reply(batch_size, {"alphas": gradients}, {"validation_loss": tally.loss})
+    metrics: dict[str, float] = {}
+    if "weights" in states:
+        sums |= _buffers(supernet)
+        tally = tallies["weights"]
+        metrics |= {"train_loss": tally.loss, "train_accuracy": tally.accuracy}
+    if "alphas" in states:
+        metrics["validation_loss"] = tallies["alphas"].loss
+    return make_reply(batch_size, sums, metrics)
 
 
 def search(client: Client, request: Request) -> Reply:
     """``train.search``: weights, alphas and buffers after local epochs of search."""
-    supernet = _supernet(client, request)
+    supernet = request_supernet(client, request)
     settings = request.settings
     sgd, adam = SGD(**settings["weights"]), Adam(**settings["alphas"])
     weight_optimizer = make_sgd(supernet.weights().values(), sgd)
@@ -178,7 +150,7 @@ def search(client: Client, request: Request) -> Reply:
         "train_accuracy": train_tally.accuracy,
         "validation_loss": validation_tally.loss,
     }
-    return _reply(len(train), _states(supernet), metrics)
+    return make_reply(len(train), _states(supernet), metrics)
 
 
 def weights(client: Client, request: Request) -> Reply:
@@ -199,7 +171,7 @@ def weights(client: Client, request: Request) -> Reply:
             auxiliary_weight=settings["auxiliary_weight"],
         )
     metrics = {"train_loss": tally.loss, "train_accuracy": tally.accuracy}
-    return _reply(len(split), _states(network), metrics)
+    return make_reply(len(split), _states(network), metrics)
 
 
 def model(client: Client, request: Request) -> Reply:
@@ -212,15 +184,17 @@ def model(client: Client, request: Request) -> Reply:
 
 VERBS: dict[str, Callable[[Client, Request], Reply]] = {
     "query.describe": describe,
-    "train.weight_gradient": weight_gradient,
-    "train.alpha_gradient": alpha_gradient,
+    "train.weight_gradient": gradients,
+    "train.alpha_gradient": gradients,
+    "train.gradients": gradients,
     "train.search": search,
     "train.weights": weights,
     "evaluate.model": model,
 }
 
 
-def _supernet(client: Client, request: Request) -> Supernet:
+def request_supernet(client: Client, request: Request) -> Supernet:
+    """Return the supernet with the states that the request carries."""
     states = {name: s for name, s in request.states.items() if name != "previous_weights"}
     network = client.network(SUPERNET, states)
     assert isinstance(network, Supernet)
@@ -253,7 +227,8 @@ def _buffers(network: torch.nn.Module) -> dict[str, Tensors]:
     return {"buffers": buffers} if buffers else {}
 
 
-def _reply(num_examples: float, states: dict[str, Tensors], metrics: dict[str, float]) -> Reply:
+def make_reply(num_examples: float, states: dict[str, Tensors], metrics: dict[str, float]) -> Reply:
+    """Return a reply that carries tensors by state."""
     return Reply(
         num_examples=num_examples,
         metrics=metrics,

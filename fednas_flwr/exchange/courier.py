@@ -1,7 +1,8 @@
 """Ask clients over any Flower Grid and yield their accepted replies, in client order.
 
 Every wait ends: at the last reply or at the deadline. A client that errs, is late or sends what
-the gate refuses is dropped for this exchange and named; fewer replies than the quorum end the run.
+the gate refuses is dropped for this exchange and named; one whose privacy budget has ended is not
+asked again. Fewer replies than the quorum end the run.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fednas_flwr.errors import ReplyError
+from fednas_flwr.errors import ClientLeftError, ReplyError
 from fednas_flwr.exchange.gate import MAX_EXAMPLES, accept_reply
 from fednas_flwr.exchange.messages import (
     Header,
@@ -53,7 +54,7 @@ class Courier:
         quorum: Share of the clients, in (0, 1], that must answer every exchange.
         deadline_s: Seconds until the replies of an exchange must be there.
         connect_s: Seconds until the clients must have appeared.
-        emit: Receives ``client_failed`` events.
+        emit: Receives ``client_failed`` and ``client_left`` events.
 
     Attributes:
         bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts thrice.
@@ -84,6 +85,7 @@ class Courier:
         self._grid: Grid | None = None
         self._nodes: dict[int, int] = {}  # client -> node id
         self._max_examples: dict[int, float] = {}  # client -> records it has
+        self._left: dict[int, str] = {}  # clients whose privacy budget has ended: their reason
 
     def connect(self, grid: Grid) -> None:
         """Wait for the clients of ``grid`` and learn which node is which client.
@@ -94,7 +96,7 @@ class Courier:
         """
         if grid is self._grid and self.facts:
             return
-        self._grid, self.facts, self._max_examples = grid, {}, {}
+        self._grid, self.facts, self._max_examples, self._left = grid, {}, {}, {}
         deadline = time.monotonic() + self.connect_s
         nodes = sorted(grid.get_node_ids())
         while len(nodes) < self.num_clients and time.monotonic() < deadline:
@@ -139,8 +141,8 @@ class Courier:
 
     @property
     def clients(self) -> list[int]:
-        """Indices of the connected clients, ascending."""
-        return list(self._nodes)
+        """Indices of the connected clients that have not left, ascending."""
+        return [client for client in self._nodes if client not in self._left]
 
     def ask(
         self,
@@ -182,7 +184,8 @@ class Courier:
                 failures[client] = answer
                 self._emit_failure(stage, server_round, verb, client, answer)
         if accepted < self.quorum:
-            first, *others = [f"client {client}: {why}" for client, why in failures.items()]
+            missing = sorted((self._left | failures).items())
+            first, *others = [f"client {client}: {why}" for client, why in missing]
             raise QuorumError(
                 f"{first} ({verb} in round {server_round}: {accepted} of {self.num_clients} "
                 f"clients answered, {self.quorum} are needed{'; '.join(['', *others])})"
@@ -204,7 +207,8 @@ class Courier:
         records = encode_states(states)
         messages: dict[int, Message] = {}
         headers: dict[int, Header] = {}
-        for client, node in self._nodes.items():
+        for client in self.clients:
+            node = self._nodes[client]
             header = Header(self.run, stage, server_round, phase, client, secrets.token_hex(8))
             content = encode_request(header, settings, records)
             self.bytes_sent += payload_bytes(content)
@@ -219,8 +223,9 @@ class Courier:
     def _emit_failure(
         self, stage: str, server_round: int, verb: str, client: int, reason: str
     ) -> None:
+        event = "client_left" if client in self._left else "client_failed"
         fields = {"stage": stage, "round": server_round, "verb": verb}
-        self.emit("client_failed", **fields, client=client, reason=reason)
+        self.emit(event, **fields, client=client, reason=reason)
 
     def _in_order(
         self,
@@ -261,5 +266,8 @@ class Courier:
                 layouts=layouts,
                 max_examples=self._max_examples.get(header.client, MAX_EXAMPLES),
             )
+        except ClientLeftError as error:
+            self._left[header.client] = str(error)
+            return str(error)
         except ReplyError as error:
             return str(error)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 from flwr.app import Message
 
-from fednas_flwr.errors import ReplyError
-from fednas_flwr.exchange.messages import Header, Reply, decode_reply
+from fednas_flwr.errors import ClientLeftError, ReplyError
+from fednas_flwr.exchange.messages import BUDGET_SPENT, Header, Reply, decode_reply
 from fednas_flwr.exchange.states import Layout
 
 MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
@@ -37,9 +37,12 @@ def accept_reply(
             huge weight would overflow the aggregate although every tensor is finite.
 
     Raises:
+        ClientLeftError: The client's privacy budget has ended.
         ReplyError: The client reports an error, or the reply is malformed, replayed, of other
             tensors than asked for, not finite or huge, or its number of examples is out of range.
     """
+    if message.has_error() and message.error.code == BUDGET_SPENT:
+        raise ClientLeftError(message.error.reason or "its privacy budget has ended")
     if message.has_error():
         raise ReplyError(message.error.reason or f"Flower error code {message.error.code}")
     answered, reply = decode_reply(message.content)
@@ -64,7 +67,7 @@ def accept_reply(
 
 
 def _is_usable(vector: torch.Tensor) -> bool:
-    """One pass over the vector: its square is finite, so every element is, and no average overflows.
+    """One pass over the vector: its square is finite, so every element is; no average overflows.
 
     In float32 that of a norm above 1.8e19 is not.
     """

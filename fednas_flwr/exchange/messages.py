@@ -26,6 +26,7 @@ JSON = "json"
 METRICS = "metrics"
 NUM_EXAMPLES = "num-examples"
 STATE_PREFIX = "state."
+BUDGET_SPENT = 1001  # error code of a client that leaves the run: Flower's own are below 1000
 
 Json = Any  # what json.loads returns
 Record = TypeVar("Record", ConfigRecord, MetricRecord)

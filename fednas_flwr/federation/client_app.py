@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -12,18 +13,23 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from fednas_flwr.build import has_real_sites, make_client, make_data, make_site_data
+from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.client import Client
-from fednas_flwr.clients.verbs import VERBS, answer
+from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
+from fednas_flwr.clients.verbs import VERBS
 from fednas_flwr.config import Config, dump_config, load_config
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import decode_request, encode_reply
+from fednas_flwr.errors import BudgetExceededError, ConfigError
+from fednas_flwr.exchange.messages import BUDGET_SPENT, decode_request, encode_reply
 
 CLIENT_RAISED = 2  # Flower's code for an exception in a ClientApp
 CONFIG_KEY = "config-json"  # of Flower's run configuration
 DATA_PATH = "data-path"
 # What a site sets for itself with `flower-supernode --node-config`; it overrules the server.
-SITE_KEYS = (DATA_PATH, "device", "cache", "tag")
+SITE_KEYS = (
+    *(DATA_PATH, "device", "cache", "tag", "split-key"),
+    *("policy", "data-set", "ledger", "ledger-key"),
+)
 
 
 def make_client_app(config_json: str | None = None) -> ClientApp:
@@ -34,7 +40,7 @@ def make_client_app(config_json: str | None = None) -> ClientApp:
             empty; None reads it from there.
     """
     app = ClientApp()
-    for verb in VERBS:
+    for verb in VERBS | PRIVATE_VERBS:
         category, action = verb.split(".")
         register = {"train": app.train, "evaluate": app.evaluate, "query": app.query}[category]
         register(action)(_handler(config_json))
@@ -48,13 +54,27 @@ def _handler(config_json: str | None) -> Callable[[Message, Context], Message]:
             index = int(context.node_config["partition-id"])
             site = {key: str(v) for key, v in context.node_config.items() if key in SITE_KEYS}
             client = _client(text, index, tuple(sorted(site.items())))
+        except Exception as error:  # the server must learn why; it drops this client
+            reason = _reason(error, told="policy" not in context.node_config)
+            return Message(Error(CLIENT_RAISED, reason), reply_to=message)
+        try:
             request = decode_request(message.metadata.message_type, message.content)
             return Message(encode_reply(request.header, answer(client, request)), reply_to=message)
-        except Exception as error:  # the server must learn why; it drops this client
-            reason = f"{type(error).__name__}: {error}"
-            return Message(Error(CLIENT_RAISED, reason), reply_to=message)
+        except BudgetExceededError as error:
+            return Message(Error(BUDGET_SPENT, _reason(error, told=True)), reply_to=message)
+        except Exception as error:
+            told = client.gate is None or isinstance(error, ConfigError)
+            return Message(Error(CLIENT_RAISED, _reason(error, told=told)), reply_to=message)
 
     return handle
+
+
+def _reason(error: Exception, *, told: bool) -> str:
+    """Return what the server is told; of a private client's errors only refusals are safe to."""
+    if told:
+        return f"{type(error).__name__}: {error}"
+    traceback.print_exception(error)
+    return "an error at the site, whose own log says which"
 
 
 def site_config(config: Config, site: Mapping[str, str]) -> Config:
@@ -63,7 +83,9 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
     Args:
         config: As the server sent it.
         site: ``data-path``, file or folder of the site's own data, instead of ``dataset.root``;
-            ``device`` instead of the run's; ``cache`` instead of ``dataset.cache``.
+            ``device`` instead of the run's; ``cache`` instead of ``dataset.cache``. The other keys
+            are for ``build.make_client``: ``tag``, ``split-key`` instead of the server's, and of
+            private sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``.
 
     Raises:
         ConfigError: The site has data of its own and the run pools data, or the other way round.
@@ -95,9 +117,7 @@ def _client(config_json: str, index: int, site: tuple[tuple[str, str], ...]) -> 
     own = dict(site)
     config = site_config(load_config(config_json), own)
     prepared, parts, networks = _data(dump_config(config))
-    return make_client(
-        config, index, data=(prepared, parts), networks=networks, tag=own.get("tag", "")
-    )
+    return make_client(config, index, data=(prepared, parts), networks=networks, site=own)
 
 
 app = make_client_app()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import secrets
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from fednas_flwr.build import (
     make_search,
     make_server_data,
 )
-from fednas_flwr.config import Config, FixedNetwork
+from fednas_flwr.config import Config, DifferentialPrivacy, FixedNetwork
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import concat_splits, server_split
 from fednas_flwr.data.partitioners import save_partition
@@ -44,6 +45,7 @@ from fednas_flwr.evaluation.metrics import evaluate, linear_accuracy
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier, QuorumError
 from fednas_flwr.exchange.states import Packed
+from fednas_flwr.federation.commitment import Item, commit, make_schedule, private_settings
 from fednas_flwr.federation.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.reporting.events import EventLog
@@ -61,6 +63,7 @@ class _Run:
     courier: Courier
     checkpoints: CheckpointFolder
     prepared: Prepared
+    schedule: list[Item]  # of a private run's releases
 
     @contextmanager
     def stage(self, name: str, rounds: int | None = None) -> Iterator[None]:
@@ -102,7 +105,9 @@ def _run_stages(config: Config, grid: Grid, log: EventLog) -> None:
     if config.run_dir is None:
         raise ValueError("config.run_dir must name the run folder")
     folder = Path(config.run_dir)
-    courier = make_courier(config, run=folder.name, emit=log.emit)
+    # A resumed run books under another name: what it repeats is released again.
+    name = f"{folder.name}.{secrets.token_hex(4)}"
+    courier = make_courier(config, run=name, emit=log.emit)
     if has_real_sites(config):
         courier.connect(grid)
         prepared = make_server_data(config, courier.facts)
@@ -111,17 +116,35 @@ def _run_stages(config: Config, grid: Grid, log: EventLog) -> None:
         if not (folder / PARTITION_FILE).exists():
             save_partition(folder / PARTITION_FILE, parts)
         courier.connect(grid)
+    private = isinstance(config.privacy, DifferentialPrivacy)
+    facts = [known for _, known in sorted(courier.facts.items())]
     log.emit(
         "partition",
         class_names=list(prepared.train.class_names),
-        counts=[facts["class_counts"] for _, facts in sorted(courier.facts.items())],
-        splits=[facts["splits"] for _, facts in sorted(courier.facts.items())],
+        counts=None if private else [known["class_counts"] for known in facts],
+        splits=[known["splits"] for known in facts],
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
     checkpoints = CheckpointFolder(
         folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
     )
-    run = _Run(config, folder, grid, log, courier, checkpoints, prepared)
+    schedule = []
+    if private:
+        latest = {stage: checkpoints.latest(stage) for stage in ("search", "retrain")}
+        done = {stage: point.round for stage, point in latest.items() if point is not None}
+        schedule = make_schedule(config, [known["splits"] for known in facts], done=done)
+        commit(courier, config, schedule)
+    run = _Run(config, folder, grid, log, courier, checkpoints, prepared, schedule)
+    try:
+        _run_from_search(run)
+    finally:
+        if private:
+            _report_spending(run)
+
+
+def _run_from_search(run: _Run) -> None:
+    """Search, retrain, evaluate and export, as far as the configuration says."""
+    config = run.config
     genotype = _search(run)
     if genotype is None and not isinstance(config.algorithm, FixedNetwork):
         return
@@ -133,10 +156,10 @@ def _run_stages(config: Config, grid: Grid, log: EventLog) -> None:
         _evaluate(run, description, network, states)
     if "export" in config.stages:
         with run.stage("export"):
-            export_safetensors(network, description, folder)
-            path, difference = export_onnx(network, prepared.input_shape, folder)
+            export_safetensors(network, description, run.folder)
+            path, difference = export_onnx(network, run.prepared.input_shape, run.folder)
             files = ["model.safetensors", path.name]
-            log.emit("exported", files=files, onnx_max_difference=difference)
+            run.log.emit("exported", files=files, onnx_max_difference=difference)
 
 
 def _search(run: _Run) -> Genotype | None:
@@ -145,7 +168,8 @@ def _search(run: _Run) -> Genotype | None:
     if isinstance(config.algorithm, FixedNetwork):
         return None
     if "search" in config.stages:
-        strategy = make_search(config, run.prepared, run.courier, run.checkpoints)
+        private = private_settings(config, run.schedule, "search")
+        strategy = make_search(config, run.prepared, run.courier, run.checkpoints, private)
         with run.stage("search", config.rounds):
             strategy.start(run.grid, num_rounds=config.rounds)
         genotype = strategy.derive()
@@ -173,7 +197,10 @@ def _describe(run: _Run, genotype: Genotype | None) -> dict[str, Any]:
 
 def _retrain(run: _Run, description: dict[str, Any]) -> tuple[nn.Module, dict[str, Packed]]:
     """Return the trained network and its packed states."""
-    strategy, network = make_retraining(run.config, description, run.courier, run.checkpoints)
+    private = private_settings(run.config, run.schedule, "retrain")
+    strategy, network = make_retraining(
+        run.config, description, run.courier, run.checkpoints, private
+    )
     rounds = run.config.retrain.rounds
     with run.stage("retrain", rounds):
         strategy.start(run.grid, num_rounds=rounds)
@@ -193,11 +220,14 @@ def _evaluate(
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
             central = evaluate(network.to(device), test, device).as_json()
             network.cpu()
-        if config.dataset.linear_baseline and config.runtime.name != "deployment":
+        private = private_settings(config, run.schedule, "evaluate")
+        pooled = config.runtime.name != "deployment" and private is None
+        if config.dataset.linear_baseline and pooled:
             linear = {"accuracy": _linear_baseline(run)}
-        settings = {"network": description, "split": "test"}
+        settings = {"network": description, "split": "test", **(private or {})}
         clients = []
-        if config.dataset.fractions["test"] > 0:
+        measured = private is None or "metrics" in private["releases"]
+        if config.dataset.fractions["test"] > 0 and measured:
             replies = run.courier.ask(
                 "evaluate.model", stage="evaluate", settings=settings, states=states
             )
@@ -208,6 +238,14 @@ def _evaluate(
             except QuorumError as error:  # the trained network is worth more than its test
                 run.log.emit("warning", message=f"few clients could test the network: {error}")
         run.log.emit("evaluated", central=central, clients=clients, linear=linear)
+
+
+def _report_spending(run: _Run) -> None:
+    """Ask the clients what their budgets have paid; a run that has failed may not learn it."""
+    with suppress(QuorumError):
+        replies = run.courier.ask("query.describe", stage="evaluate")
+        spent = [{"client": client, "spent": reply.facts["spent"]} for client, reply in replies]
+        run.log.emit("privacy_spent", clients=spent)
 
 
 def _linear_baseline(run: _Run) -> float | None:

@@ -167,6 +167,7 @@ def calibrate_noise(
     delta: float,
     sample_rate: float,
     steps: int,
+    others: Sequence[Release] = (),
     accountant: Accountant = prv_epsilon,
     tolerance: float = 1e-3,
 ) -> float:
@@ -180,6 +181,7 @@ def calibrate_noise(
         delta: Strictly between 0 and 1.
         sample_rate: As of :class:`Release`.
         steps: As of :class:`Release`.
+        others: What the same records release besides; it counts towards the target.
         accountant: ``filter_epsilon`` where a filter must last to the end of the schedule;
             :func:`gdp_epsilon` is refused, being no bound.
         tolerance: Largest relative excess of the result, above 0.
@@ -199,7 +201,7 @@ def calibrate_noise(
 
     def enough(sigma: float) -> bool:
         release = Release(noise_multiplier=sigma, sample_rate=sample_rate, steps=steps)
-        return accountant([release], delta) <= target_epsilon
+        return accountant([release, *others], delta) <= target_epsilon
 
     high = 1.0
     while not enough(high):

@@ -52,6 +52,7 @@ _SCHEMA = """
         stage TEXT, round INTEGER, verb TEXT, splits TEXT, noise_multiplier REAL,
         sample_rate REAL, steps INTEGER, run_steps INTEGER, committed_steps INTEGER, mac TEXT);
     CREATE TABLE IF NOT EXISTS totals (state TEXT, mac TEXT);
+    CREATE TABLE IF NOT EXISTS commitments (run TEXT PRIMARY KEY, terms TEXT, mac TEXT);
 """
 _State = dict[str, Any]  # {account: {"orders": [...], "totals": {split: [...]}}}
 
@@ -212,6 +213,32 @@ class Ledger:
             self._mark.commit()
         self._checkpoint("reserved")
 
+    def commit(self, run: str, terms: str) -> None:
+        """Keep what a run commits to; it does so once, before its first release.
+
+        Args:
+            run: Name of the run.
+            terms: All terms as text, which :meth:`committed` returns.
+
+        Raises:
+            ConfigError: The run has committed to other terms.
+            RuntimeError: The ledger is damaged, or was opened before a fork.
+            OSError: A file cannot be written, or stayed locked.
+        """
+        with self._exclusive():
+            known = self._commitment(run)
+            if known is not None and known != terms:
+                raise ConfigError(f"run {run} has committed to other terms: start a new run.")
+            if known is None:
+                mac = self._mark.hmac("commitment", run, terms)
+                self._rows.execute("INSERT INTO commitments VALUES (?, ?, ?)", (run, terms, mac))
+                self._rows.execute("COMMIT")
+
+    def committed(self, run: str) -> str | None:
+        """Return the terms that a run has committed to, None if it has not."""
+        with self._exclusive():
+            return self._commitment(run)
+
     def spent(self, account: str, *, epsilon: float, delta: float) -> float:
         """Return how much of a budget is used: ``RenyiFilter.spent``, the maximum over splits."""
         with self._exclusive() as (last, last_mac):
@@ -323,6 +350,17 @@ class Ledger:
         if not equal(last_mac, self._hmac_of(last, marked_mac)):
             raise damaged(f"row {last} of {self.path} was edited")
         return False
+
+    def _commitment(self, run: str) -> str | None:
+        """Return the terms of a run."""
+        query = "SELECT terms, mac FROM commitments WHERE run = ?"
+        row = self._rows.execute(query, (run,)).fetchone()
+        if row is None:
+            return None
+        if not equal(row[1], self._mark.hmac("commitment", run, row[0])):
+            raise damaged(f"the commitment of run {run} in {self.path} was edited")
+        terms: str = row[0]
+        return terms
 
     def _last_row(self) -> tuple[int, str] | None:
         """Return number and HMAC of the last row."""

@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.privacy.ledger import SPLITS
 
-PUBLIC_VERBS = ("query.describe", "query.latency")  # they release nothing of the data
+PUBLIC_VERBS = (
+    "query.describe",
+    "query.commit",
+    "query.latency",
+)  # they release nothing of the data
 NEVER_PRIVATE = ("evaluate.personalised",)  # accuracy after training without noise
 
 # Beyond these float arithmetic, not privacy, would decide what a release hides.

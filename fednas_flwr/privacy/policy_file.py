@@ -224,7 +224,7 @@ def template() -> str:
     """Return a policy to start from, with comments.
 
     Example:
-        >>> verbs = ["query.describe", "query.latency"]
+        >>> verbs = ["query.describe", "query.commit", "query.latency"]
         >>> verbs += ["train.weight_gradient", "train.alpha_gradient"]
         >>> parse_policy(template(), verbs=verbs).data_sets["my-data"].epsilon
         3.0
@@ -248,6 +248,7 @@ data_sets:
 
     verbs:                          # what may be asked; all else is refused
       - query.describe
+      - query.commit
       - query.latency
       - train.weight_gradient
       - train.alpha_gradient

@@ -190,10 +190,11 @@ def filter_epsilon(releases: Sequence[Release], delta: float) -> float:
     """Return the least budget, to .1 %, whose :class:`RenyiFilter` affords all of ``releases``.
 
     An accountant for planning: noise calibrated with it lasts to the last step under enforcement,
-    while noise calibrated with a tighter accountant is refused before.
+    while noise calibrated with a tighter accountant is refused before. Infinite where no budget up
+    to 1e6 suffices.
 
     Raises:
-        ValueError: ``delta`` is out of range, or no budget up to 1e6 suffices.
+        ValueError: ``delta`` is out of range.
     """
     check_delta(delta)
     if not releases:
@@ -210,7 +211,7 @@ def filter_epsilon(releases: Sequence[Release], delta: float) -> float:
     merged = merge_releases(releases)
     low, high = _EPSILON_LIMITS
     if not lasts(high):
-        raise ValueError(f"no budget up to epsilon={high:g} affords {len(releases)} releases.")
+        return math.inf
     while high > 1.001 * low:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if lasts(middle) else (middle, high)

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from fednas_flwr.search.settings import SGD, Adam
 
+Tensors = dict[str, Tensor]  # name -> tensor
 Batch = tuple[Tensor, Tensor]  # features [B, ...], labels int64 [B]
 
 
@@ -75,46 +76,47 @@ def weight_gradient_sum(network: nn.Module, batch: Batch, tally: Tally) -> dict[
     }
 
 
-def periodic_gradient(
-    gradient_sum: Callable[[], tuple[dict[str, Tensor], float]],
-    parameters: Mapping[str, nn.Parameter],
+def periodic_gradients(
+    gradient_sums: Callable[[], Mapping[str, tuple[Tensors, float]]],
+    parameters: Mapping[str, Mapping[str, nn.Parameter]],
     *,
     steps: int,
-    local_lr: float,
-) -> tuple[dict[str, Tensor], float]:
-    """Return the gradient of ``parameters`` accumulated over local steps.
+    local_lrs: Mapping[str, float],
+) -> tuple[dict[str, Tensors], float]:
+    """Return the gradients of states (weights, alphas, or both) accumulated over local steps.
 
-    After each step but the last the parameters move by ``-local_lr`` times the batch's mean
-    gradient, and the next gradient is taken there: the periodic updates that DP-FNAS leaves as
-    future work. With one step this is ``gradient_sum()``.
+    After each step but the last every state moves by ``-local_lr`` times its batch's mean gradient,
+    and the next gradients are taken there: the periodic updates that DP-FNAS leaves as future
+    work. With one step and one state this is what ``gradient_sums`` returns.
 
     Args:
-        gradient_sum: Takes the next batch; returns the sum of its gradients by name, and the batch
-            size B that the sum is divided by.
-        parameters: Moved in place.
+        gradient_sums: Takes the next batches; returns for each state the sum of its gradients by
+            name, and the batch size B that the sum is divided by.
+        parameters: For each state its parameters by name; moved in place.
         steps: At least 1.
-        local_lr: Learning rate of the local steps.
+        local_lrs: For each state the learning rate of the local steps.
 
     Returns:
-        The sum over steps of mean gradients, times the mean batch size, so that dividing by that
-        gives what the local steps moved in all; and the mean batch size.
+        For each state the sum over steps of mean gradients, times B, so that dividing by B gives
+        what the local steps moved in all; and B, the first state's mean batch size.
     """
-    sums, batch_size = gradient_sum()
-    if steps == 1:
-        return sums, batch_size
-    sizes = [batch_size]
-    mean = {name: gradient / batch_size for name, gradient in sums.items()}
-    total = mean
-    for _ in range(steps - 1):
-        with torch.no_grad():
-            for name, gradient in mean.items():
-                parameters[name].sub_(gradient, alpha=local_lr)
-        sums, batch_size = gradient_sum()
-        sizes.append(batch_size)
-        mean = {name: gradient / batch_size for name, gradient in sums.items()}
-        total = {name: total[name] + gradient for name, gradient in mean.items()}
-    batch_size = sum(sizes) / len(sizes)
-    return {name: gradient * batch_size for name, gradient in total.items()}, batch_size
+    totals: dict[str, Tensors] = {}
+    sizes = []
+    for step in range(1, steps + 1):
+        sums = gradient_sums()
+        sizes.append(next(iter(sums.values()))[1])
+        if steps == 1 == len(sums):
+            return {state: gradients for state, (gradients, _) in sums.items()}, sizes[0]
+        for state, (gradients, batch_size) in sums.items():
+            means = {name: gradient / batch_size for name, gradient in gradients.items()}
+            before = totals.get(state)
+            totals[state] = {n: before[n] + g for n, g in means.items()} if before else means
+            if step < steps:
+                with torch.no_grad():
+                    for name, mean in means.items():
+                        parameters[state][name].sub_(mean, alpha=local_lrs[state])
+    size = sum(sizes) / len(sizes)
+    return {s: {n: g * size for n, g in total.items()} for s, total in totals.items()}, size
 
 
 def train_epoch(

@@ -47,6 +47,9 @@ class RoundStrategy(Strategy):
         space: Search space of the supernet; None for plain networks.
         checkpoints: Where the state goes after every round; None keeps none.
         stage: Name of the stage in events and checkpoints.
+        private: What every request to private clients names besides: ``data_set``,
+            ``micro_batch_size`` and ``releases``, by kind their ``noise_multiplier``,
+            ``max_grad_norm`` and ``batch_size``; None without privacy.
 
     Attributes:
         states: The global model: packed ``weights``, ``alphas`` and ``buffers``.
@@ -62,6 +65,7 @@ class RoundStrategy(Strategy):
         space: SearchSpace | None = None,
         checkpoints: CheckpointFolder | None = None,
         stage: str = "search",
+        private: Mapping[str, Any] | None = None,
     ) -> None:
         """See the class."""
         tensors = {name: state for name, state in network_states(network).items() if state}
@@ -72,6 +76,7 @@ class RoundStrategy(Strategy):
         self.space = space
         self.checkpoints = checkpoints
         self.stage = stage
+        self.private = dict(private or {})
         self._round = 0
         self._phase = 0
         self._client_metrics: dict[int, dict[str, float]] = {}
@@ -109,7 +114,7 @@ class RoundStrategy(Strategy):
             stage=self.stage,
             server_round=self._round,
             phase=self._phase,
-            settings=settings,
+            settings={**(settings or {}), **self.private},
             states=states,
             layouts=layouts,
         ):

@@ -1,14 +1,15 @@
-"""FNAS, and vanilla NAS, which is FNAS with one party (DP-FNAS, arXiv 2110.11025, section 2).
+"""FNAS and DP-FNAS; vanilla NAS is FNAS with one party (DP-FNAS, arXiv 2110.11025, Alg. 1).
 
-The server holds weights W and architecture variables A. One round is one iteration of Algorithm 1
-without its noise: exchange 1 gives the gradients of W, the server steps; exchange 2 gives the
-gradients of A at the new W, the server steps.
+The server holds weights W and architecture variables A. One round is one iteration: exchange 1
+gives the gradients of W, the server steps; exchange 2 gives the gradients of A at the new W, the
+server steps. DP-FNAS is the same schedule with clients that clip and noise what they return.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,12 @@ from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 from fednas_flwr.strategies.base import RoundStrategy, average_replies, mean_metrics
 
 
+def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
+    """Return whether the supernet is evaluated after a round: every so many, and the last."""
+    due = evaluate_every > 0 and server_round % evaluate_every == 0
+    return due or server_round == num_rounds
+
+
 class FNAS(RoundStrategy):
     """Federated NAS by exchange of gradients.
 
@@ -30,6 +37,8 @@ class FNAS(RoundStrategy):
     server forms the update. ``reduce="mean"`` is ``sum_k G_k / sum_k B_k``, whose learning rate
     does not depend on the number of clients; ``reduce="sum"`` is the text's ``sum_k G_k / B_k``.
     The server's optimisers are SGD with momentum for W and Adam for A, as in the public code.
+    ``fused`` asks for both gradients in one exchange, at the same W: half the exchanges, a
+    deviation from Algorithm 1.
 
     Args:
         supernet: Newly initialised.
@@ -37,6 +46,7 @@ class FNAS(RoundStrategy):
         space: Search space of the supernet.
         order: 1 or 2, of the alpha gradient.
         reduce: ``mean`` or ``sum``.
+        fused: Whether both gradients are asked for at once; of first order only.
         local_steps: Steps a client takes before it answers; its answer adds up their gradients.
             They are plain gradient descent at the learning rates of ``weights`` and ``alphas``.
         batch_size: Per client and step; None takes all of a client's records.
@@ -44,6 +54,8 @@ class FNAS(RoundStrategy):
         weights: SGD, annealed over the rounds.
         alphas: Adam.
         checkpoints: Where the state goes after every round.
+        private: Makes this DP-FNAS, see :class:`RoundStrategy`; first order only. Without
+            ``releases["metrics"]`` the supernet is not evaluated.
     """
 
     def __init__(
@@ -54,16 +66,18 @@ class FNAS(RoundStrategy):
         space: SearchSpace,
         order: int = 1,
         reduce: str = "mean",
+        fused: bool = False,
         local_steps: int = 1,
         batch_size: int | None,
         evaluate_every: int = 0,
         weights: SGD,
         alphas: Adam,
         checkpoints: CheckpointFolder | None = None,
+        private: Mapping[str, Any] | None = None,
     ) -> None:
         """See the class."""
-        super().__init__(supernet, courier, space=space, checkpoints=checkpoints)
-        self.order, self.reduce = order, reduce
+        super().__init__(supernet, courier, space=space, checkpoints=checkpoints, private=private)
+        self.order, self.reduce, self.fused = order, reduce, fused
         self.local_steps, self.batch_size = local_steps, batch_size
         self.evaluate_every = evaluate_every
         self.weights, self.alphas_settings = weights, alphas
@@ -80,68 +94,76 @@ class FNAS(RoundStrategy):
         settings = {
             "step": server_round - 1,
             "local_steps": self.local_steps,
+            "local_lrs": {"weights": sgd.lr, "alphas": self.alphas_settings.lr},
             "batch_size": self.batch_size,
-            "local_lr": sgd.lr,
-        }
-        layouts = {"weights": self.layouts["weights"]}
-        if "buffers" in self.layouts:
-            layouts["buffers"] = self.layouts["buffers"]
-        replies = self.ask(
-            "train.weight_gradient", settings=settings, states=self.states, layouts=layouts
-        )
-        before = {"previous_weights": {n: v.clone() for n, v in self.states["weights"].items()}}
-        self._optimizers["weights"].param_groups[0]["lr"] = sgd.lr
-        metrics, buffers = self._step("weights", replies, clip_norm=sgd.clip_norm)
-        if buffers:
-            self.states["buffers"] = buffers
-
-        alpha_settings = {
-            **settings,
-            "local_lr": self.alphas_settings.lr,
             "order": self.order,
             "inner_lr": sgd.lr,
         }
-        replies = self.ask(
+        self._optimizers["weights"].param_groups[0]["lr"] = sgd.lr
+        if self.fused:
+            metrics = self._step(("weights", "alphas"), "train.gradients", settings, sgd)
+            return metrics | self._evaluate(server_round, num_rounds)
+        before = {"previous_weights": {n: v.clone() for n, v in self.states["weights"].items()}}
+        metrics = self._step(("weights",), "train.weight_gradient", settings | {"order": 1}, sgd)
+        metrics |= self._step(
+            ("alphas",),
             "train.alpha_gradient",
-            settings=alpha_settings,
-            states=self.states | (before if self.order == 2 else {}),
-            layouts={"alphas": self.layouts["alphas"]},
+            settings,
+            sgd,
+            further=before if self.order == 2 else {},
         )
-        alpha_metrics, _ = self._step("alphas", replies, clip_norm=None)
-        return metrics | alpha_metrics | self._evaluate(server_round, num_rounds)
+        return metrics | self._evaluate(server_round, num_rounds)
 
     def _step(
-        self, state: str, replies: Iterable[tuple[int, Reply]], *, clip_norm: float | None
-    ) -> tuple[dict[str, float], Packed]:
-        """Reduce the gradient sums in client order and let the state's optimiser step.
+        self,
+        states: tuple[str, ...],
+        verb: str,
+        settings: Mapping[str, Any],
+        sgd: SGD,
+        *,
+        further: Mapping[str, Packed] | None = None,
+    ) -> dict[str, float]:
+        """Ask for the gradients of some states and let their optimisers step.
 
-        Returns the metrics, weighted by batch, and the buffers, weighted likewise.
+        Sums are reduced in client order; metrics, and buffers with the weights, are averaged by
+        batch.
         """
-        total: Tensor | None = None
+        names = [*states, "buffers"] if "weights" in states else states
+        layouts = {name: self.layouts[name] for name in names if name in self.layouts}
+        replies = self.ask(
+            verb, settings=settings, states={**self.states, **(further or {})}, layouts=layouts
+        )
+        totals: dict[str, Tensor] = {}
         num_examples = 0.0
         metrics: list[Reply] = []
         buffers = WeightedAverage()
         for _, reply in replies:
-            (gradient,) = reply.states[state].values()
-            share = gradient / reply.num_examples if self.reduce == "sum" else gradient
-            total = share.clone() if total is None else total.add_(share)
+            for state in states:
+                (gradient,) = reply.states[state].values()
+                share = gradient / reply.num_examples if self.reduce == "sum" else gradient
+                total = totals.get(state)
+                totals[state] = share.clone() if total is None else total.add_(share)
             num_examples += reply.num_examples
             metrics.append(replace(reply, states={}))
             if "buffers" in reply.states:
                 buffers.add({"buffers": reply.states["buffers"]}, weight=reply.num_examples)
-        if total is None:
+        if not metrics:
             raise ValueError("no client answered")
-        (vector,) = self.states[state].values()
-        vector.grad = total if self.reduce == "sum" else total / num_examples
-        optimizer = self._optimizers[state]
-        clip_gradients(optimizer, clip_norm)
-        optimizer.step()
-        return mean_metrics(metrics), buffers.result()["buffers"] if buffers.total_weight else {}
+        for state, total in totals.items():
+            (vector,) = self.states[state].values()
+            vector.grad = total if self.reduce == "sum" else total / num_examples
+            optimizer = self._optimizers[state]
+            clip_gradients(optimizer, sgd.clip_norm if state == "weights" else None)
+            optimizer.step()
+        if buffers.total_weight:
+            self.states["buffers"] = buffers.result()["buffers"]
+        return mean_metrics(metrics)
 
     def _evaluate(self, server_round: int, num_rounds: int) -> dict[str, float]:
         """Evaluate the supernet on the clients' validation records when it is time to."""
-        due = self.evaluate_every and server_round % self.evaluate_every == 0
-        if not due and server_round != num_rounds:
+        if not evaluates(self.evaluate_every, server_round, num_rounds):
+            return {}
+        if self.private and "metrics" not in self.private["releases"]:
             return {}
         replies = self.ask(
             "evaluate.model",

@@ -1,0 +1,48 @@
+"""The one entrance to all verbs, for every runtime."""
+
+from __future__ import annotations
+
+import secrets
+
+import torch
+
+from fednas_flwr.clients.client import Client
+from fednas_flwr.clients.private_verbs import PRIVATE_VERBS, check_fields
+from fednas_flwr.clients.verbs import VERBS
+from fednas_flwr.errors import unknown_choice
+from fednas_flwr.exchange.messages import Reply, Request
+from fednas_flwr.randomness import derive_seed
+
+
+def answer(client: Client, request: Request) -> Reply:
+    """Return the reply to ``request``, computed with the client's threads and its own randomness.
+
+    A client with a release gate answers the private verbs only. torch's global generator is seeded
+    from (seed, stage, round, client, verb), for layers that cannot take a generator (drop-path,
+    dropout), and restored afterwards. In private mode the seed is nobody's: what is drawn per place
+    in a batch would be drawn for other records if one more were in it, and whoever knows the
+    draws could tell.
+
+    Raises:
+        ConfigError: The verb is unknown, or the site's policy refuses the request.
+        BudgetExceededError: The site's privacy budget does not cover it.
+        ValueError: The request does not fit the verb.
+    """
+    verbs = VERBS if client.gate is None else PRIVATE_VERBS
+    if request.verb not in verbs:
+        raise unknown_choice("verb" if client.gate is None else "private verb", request.verb, verbs)
+    header = request.header
+    threads = torch.get_num_threads()
+    torch.set_num_threads(client.threads)
+    try:
+        with torch.random.fork_rng(enabled=True):
+            purpose = (header.stage, header.round, client.index, request.verb)
+            private = client.gate is not None
+            seed = secrets.randbits(63) if private else derive_seed(client.seed, *purpose)
+            torch.manual_seed(seed)
+            reply = verbs[request.verb](client, request)
+        if client.gate is not None:
+            check_fields(request.verb, reply)
+        return reply
+    finally:
+        torch.set_num_threads(threads)

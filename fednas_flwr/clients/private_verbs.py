@@ -1,0 +1,256 @@
+"""The verbs of private mode: what leaves is a noised, booked release, or public (DESIGN.md, 4.4).
+
+``PUBLIC_FACTS`` and ``RELEASES`` list every field of a reply, and :func:`check_fields` stops any
+other. Each verb first builds what it needs without data, lets the gate refuse, and
+only then reads records, inside :meth:`ReleaseGate.release`.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fednas_flwr.clients.client import Client
+from fednas_flwr.clients.release import Admission, ReleaseGate
+from fednas_flwr.clients.verbs import STATES_OF, identity, make_reply, request_supernet
+from fednas_flwr.data.loaders import Split
+from fednas_flwr.exchange.messages import Reply, Request
+from fednas_flwr.exchange.states import Tensors, network_states
+from fednas_flwr.search.settings import SGD
+from fednas_flwr.search.training import Batch, make_sgd, periodic_gradients
+
+# What may leave beside header, layout digests and num_examples, which are public: facts that do
+# not depend on the records, and noised releases.
+PUBLIC_FACTS = {
+    "query.describe": {
+        *("client", "tag", "hardware", "versions", "input_shape", "feature_names", "class_names"),
+        *("splits", "data_set", "budget", "secure_noise", "spent"),
+    },
+    "query.commit": {"epsilon"},
+}
+RELEASES = {
+    "train.weight_gradient": {"weights"},
+    "train.alpha_gradient": {"alphas"},
+    "train.gradients": {"weights", "alphas"},
+    "train.weights": {"weights"},
+    "evaluate.model": {"loss", "accuracy"},
+}
+SPLIT_OF = {"weights": "train", "alphas": "validation"}  # what each state's gradient reads
+METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 0 to 1
+
+
+def describe(client: Client, request: Request) -> Reply:
+    """``query.describe``: who the client is, and what its policy declares of its data."""
+    gate = _gate(client)
+    gate.check_public(request.verb)
+    allowed = gate.allowed
+    facts = identity(client) | {
+        "splits": dict(allowed.records),
+        "data_set": gate.data_set,
+        "budget": {"epsilon": allowed.epsilon, "delta": allowed.delta},
+        "secure_noise": gate.is_secure,
+        "spent": gate.spent(),
+    }
+    return Reply(num_examples=gate.num_records(tuple(allowed.records)), facts=facts)
+
+
+def commit(client: Client, request: Request) -> Reply:
+    """``query.commit``: keep the run's schedule of releases; tell what it costs."""
+    gate = _gate(client)
+    gate.check_public(request.verb, request.settings["data_set"])
+    gate.commit(request.header, request.settings["schedule"])
+    facts = {"epsilon": gate.epsilons(request.header)}
+    return Reply(num_examples=gate.num_records(tuple(gate.allowed.records)), facts=facts)
+
+
+def gradients(client: Client, request: Request) -> Reply:
+    """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
+
+    Noised sums over Poisson batches of per-record gradients, each clipped (DP-FNAS, arXiv
+    2110.11025, Eq. 3 and 4). ``num_examples`` is the public expected batch size; fused, the sum of
+    the alphas is scaled to that of the weights.
+    """
+    # Here and below: it brings Opacus, whose 3 s a run without privacy should not pay.
+    from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
+
+    gate, settings, states = _gate(client), request.settings, STATES_OF[request.verb]
+    supernet = request_supernet(client, request).train()
+    admissions = {
+        state: gate.admit(
+            request,
+            state,
+            splits=(SPLIT_OF[state],),
+            steps=settings["local_steps"],
+            batch_norm=_has_batch_norm(supernet),
+        )
+        for state in states
+    }
+
+    def noised(state: str) -> tuple[Tensors, float]:
+        split, admission = client.split(SPLIT_OF[state]), admissions[state]
+
+        def clipped_sum(rows: Tensor) -> Tensors:
+            x, y = _private_batch(client, split, rows)
+            terms: dict[str, Any] = {"loss": _losses, "max_norm": admission.terms.max_grad_norm}
+            terms["micro_batch_size"] = settings["micro_batch_size"]
+            if state == "weights":
+                return clipped_gradient_sum(supernet, x, y, parameters=supernet.weights(), **terms)
+            return clipped_alpha_gradient_sum(supernet, x, y, alphas=supernet.alphas(), **terms)
+
+        sums = gate.release(admission, len(split), clipped_sum)
+        return {n: total.to(client.device) for n, total in sums.items()}, admission.batch_size
+
+    sums, batch_size = periodic_gradients(
+        lambda: {state: noised(state) for state in states},
+        {"weights": supernet.weights(), "alphas": supernet.alphas()},
+        steps=settings["local_steps"],
+        local_lrs=settings["local_lrs"],
+    )
+    return make_reply(batch_size, sums, {})
+
+
+def weights(client: Client, request: Request) -> Reply:
+    """``train.weights``: the weights of a network after local steps of DP-SGD.
+
+    Abadi et al. (2016), arXiv 1607.00133, Alg. 1, with momentum on the noised gradients. Every
+    step is a release of its own; the weights follow from the releases.
+    """
+    from fednas_flwr.privacy.clipping import clipped_gradient_sum
+
+    gate, settings = _gate(client), request.settings
+    network = client.network(settings["network"], request.states).train()
+    network.drop_path_prob = settings["drop_path_prob"]
+    admission = gate.admit(
+        request,
+        "weights",
+        splits=tuple(settings["split"].split("+")),
+        steps=settings["local_steps"],
+        batch_norm=_has_batch_norm(network),
+    )
+    split = client.split(settings["split"])
+    parameters = dict(network.named_parameters())
+    optimizer = make_sgd(parameters.values(), SGD(**settings["weights"]))
+
+    def clipped_sum(rows: Tensor) -> Tensors:
+        x, y = _private_batch(client, split, rows)
+        return clipped_gradient_sum(
+            network,
+            x,
+            y,
+            loss=_with_auxiliary(settings["auxiliary_weight"]),
+            parameters=parameters,
+            max_norm=admission.terms.max_grad_norm,
+            micro_batch_size=settings["micro_batch_size"],
+        )
+
+    for _ in range(settings["local_steps"]):
+        noised = gate.release(admission, len(split), clipped_sum)
+        for name, parameter in parameters.items():
+            parameter.grad = (noised[name] / admission.batch_size).to(parameter)
+        optimizer.step()
+    optimizer.zero_grad()
+    states = {name: state for name, state in network_states(network).items() if state}
+    return make_reply(gate.num_records(tuple(settings["split"].split("+"))), states, {})
+
+
+def model(client: Client, request: Request) -> Reply:
+    """``evaluate.model``: noised loss and accuracy over the declared number of records.
+
+    One release of the sum of (loss up to a public bound, correct or not) over all records.
+    """
+    gate, settings = _gate(client), request.settings
+    network = client.network(settings["network"], request.states).eval()
+    splits = tuple(settings["split"].split("+"))
+    admission = gate.admit(request, "metrics", splits=splits, batch_norm=_has_batch_norm(network))
+    split = client.split(settings["split"])
+    bound = 2 * math.log(max(2, len(client.class_names)))
+
+    def clipped_sum(rows: Tensor) -> Tensors:
+        return {"metrics": _metrics_sum(client, network, split, rows, bound, admission)}
+
+    noised = gate.release(admission, len(split), clipped_sum)["metrics"]
+    scale = METRICS_NORM / admission.terms.max_grad_norm / admission.batch_size
+    loss, accuracy = (float(value) * scale for value in noised)
+    metrics = {"loss": loss * bound, "accuracy": accuracy}
+    return Reply(num_examples=admission.batch_size, metrics=metrics)
+
+
+PRIVATE_VERBS: dict[str, Callable[[Client, Request], Reply]] = {
+    "query.describe": describe,
+    "query.commit": commit,
+    "train.weight_gradient": gradients,
+    "train.alpha_gradient": gradients,
+    "train.gradients": gradients,
+    "train.weights": weights,
+    "evaluate.model": model,
+}
+
+
+def check_fields(verb: str, reply: Reply) -> None:
+    """Raise RuntimeError when a reply has a field that may not leave."""
+    facts, releases = PUBLIC_FACTS.get(verb, set()), RELEASES.get(verb, set())
+    leaving = set(reply.states) | set(reply.metrics)
+    if not (set(reply.facts) <= facts and leaving <= releases and set(reply.digests) <= leaving):
+        raise RuntimeError(f"{verb} must not return {sorted({*reply.facts, *leaving})}")
+
+
+@torch.no_grad()
+def _metrics_sum(
+    client: Client,
+    network: nn.Module,
+    split: Split,
+    rows: Tensor,
+    bound: float,
+    admission: Admission,
+) -> Tensor:
+    """Return the sum over records of (loss / bound, correct), of norm at most R each; float64 [2].
+
+    A loss that is not finite counts as the bound.
+    """
+    total = torch.zeros(2, dtype=torch.float64)
+    for part in torch.split(rows, 256):
+        x, y = split.batch(part, client.device)
+        logits = network(x)
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        losses = functional.cross_entropy(logits, y, reduction="none").double()
+        losses = losses.nan_to_num(nan=bound).clamp(0, bound) / bound
+        correct = (logits.argmax(1) == y).double()
+        total += torch.stack([losses.sum(), correct.sum()]).cpu()
+    return total * (admission.terms.max_grad_norm / METRICS_NORM)
+
+
+def _gate(client: Client) -> ReleaseGate:
+    assert client.gate is not None  # answer() chooses these verbs by it
+    return client.gate
+
+
+def _private_batch(client: Client, split: Split, rows: Tensor) -> Batch:
+    """Return the augmented batch of some rows; what is drawn for a record, nobody can foresee."""
+    x, y = split.batch(rows, client.device)
+    generator = torch.Generator().manual_seed(secrets.randbits(63))
+    return (client.augmented(x, generator) if len(rows) else x), y
+
+
+def _losses(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits, labels, reduction="none")
+
+
+def _with_auxiliary(weight: float) -> Callable[[Tensor | tuple[Tensor, Tensor], Tensor], Tensor]:
+    """Return the loss [B] of a network that may have an auxiliary head, as in ``train_epoch``."""
+
+    def losses(output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        logits, auxiliary = output if isinstance(output, tuple) else (output, None)
+        total = _losses(logits, labels)
+        return total if auxiliary is None else total + weight * _losses(auxiliary, labels)
+
+    return losses
+
+
+def _has_batch_norm(network: nn.Module) -> bool:
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules())

@@ -1,0 +1,268 @@
+"""The release gate of private mode: the only way in which anything of a client's data leaves it.
+
+A private verb asks :meth:`ReleaseGate.admit` for every kind of release before it reads a record,
+and gets each noised sum from :meth:`ReleaseGate.release`, which books it first. Requests are not
+trusted; what is public (batch sizes, rates, weights) comes from the numbers that the policy
+declares, never from the data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.exchange.messages import Header, Request
+from fednas_flwr.exchange.states import Tensors
+from fednas_flwr.privacy.accounting import epsilon_per_split, prv_epsilon, rdp_epsilon
+from fednas_flwr.privacy.gdp import gdp_epsilon
+from fednas_flwr.privacy.ledger import Entry, Ledger
+from fednas_flwr.privacy.noise import SecureGenerator, add_noise
+from fednas_flwr.privacy.policy import (
+    Asked,
+    Commitment,
+    DataSetPolicy,
+    Policy,
+    check_commitment,
+    check_request,
+)
+from fednas_flwr.privacy.renyi import Release
+
+ACCOUNTANTS = {"prv": prv_epsilon, "rdp": rdp_epsilon, "gdp": gdp_epsilon}
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A kind of release that the policy allows this request.
+
+    Attributes:
+        allowed: The policy of the data set.
+        terms: Noise, rate and clipping norm of each step.
+        batch_size: Expected size of a Poisson batch, ``rate * declared records``: public.
+        entry: What each step is booked as.
+    """
+
+    allowed: DataSetPolicy
+    terms: Commitment
+    batch_size: float
+    entry: Entry
+
+
+class ReleaseGate:
+    """A site's policy, ledger and secret randomness, for one data set.
+
+    Args:
+        policy: What the site allows.
+        ledger: Where releases are booked.
+        generator: Of masks and noise.
+        data_set: The policy's id of the data that this client holds.
+
+    Raises:
+        ConfigError: The policy does not know the id.
+    """
+
+    def __init__(  # noqa: D107
+        self, policy: Policy, ledger: Ledger, generator: SecureGenerator, *, data_set: str
+    ) -> None:
+        if data_set not in policy.data_sets:
+            known = ", ".join(sorted(policy.data_sets))
+            raise ConfigError(f"data set {data_set!r} is not in the site's policy: it has {known}.")
+        self._policy, self._ledger, self._generator = policy, ledger, generator
+        self.data_set, self.allowed = data_set, policy.data_sets[data_set]
+        self._commitments: dict[str, dict[str, Commitment]] = {}
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether nobody can repeat masks and noise; False with a test seed."""
+        return self._generator.is_secure
+
+    def num_records(self, splits: Sequence[str]) -> int:
+        """Return the declared number of records of some splits."""
+        return sum(self.allowed.records[split] for split in splits)
+
+    def commit(self, header: Header, schedule: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the run's terms for good; all its later requests must keep to them.
+
+        Args:
+            header: Of the request; names the run.
+            schedule: One mapping per kind of release: ``stage``, ``verb``, ``kind``, ``splits``,
+                ``noise_multiplier``, ``batch_size``, ``steps`` and ``max_grad_norm``.
+
+        Raises:
+            ConfigError: The policy refuses a term, or the run has committed to others.
+        """
+        terms: dict[str, Commitment] = {}
+        for item in schedule:
+            splits = tuple(item["splits"])
+            commitment = self._terms(item, splits, item["steps"])
+            check_commitment(self._policy, self.data_set, commitment)
+            terms[_key(item["stage"], item["verb"], item["kind"], splits)] = commitment
+        text = json.dumps({key: vars(value) for key, value in terms.items()}, sort_keys=True)
+        self._ledger.commit(header.run, text)
+
+    def epsilons(self, header: Header) -> dict[str, dict[str, float]]:
+        """Return the epsilon of each split at the policy's delta, by accountant.
+
+        Composed are all that other runs have booked on the same budget, and the whole schedule
+        that this run has committed to.
+        """
+        releases = [
+            (row.entry.release, row.entry.splits)
+            for row in self._ledger.entries(self.allowed.ledger)
+            if row.entry.run != header.run
+        ]
+        for key, terms in self._committed(header.run).items():
+            splits = tuple(key.rpartition("/")[2].split("+"))
+            release = Release(
+                noise_multiplier=terms.noise_multiplier,
+                sample_rate=terms.sample_rate,
+                steps=terms.steps,
+            )
+            releases.append((release, self._policy.charged_splits(self.data_set, splits)))
+        return {
+            name: epsilon_per_split(releases, self.allowed.delta, accountant)
+            for name, accountant in ACCOUNTANTS.items()
+        }
+
+    def spent(self) -> float:
+        """Return how much of the budget's epsilon is used, as enforcement counts it."""
+        allowed = self.allowed
+        return self._ledger.spent(allowed.ledger, epsilon=allowed.epsilon, delta=allowed.delta)
+
+    def check_public(self, verb: str, data_set: str | None = None) -> None:
+        """Refuse a verb that releases nothing unless the policy allows it, and another data set.
+
+        Raises:
+            ConfigError: A rule is broken; the sentence names it.
+        """
+        asked = Asked(self.data_set if data_set is None else data_set, verb, release=None)
+        check_request(Policy({self.data_set: self.allowed}), asked, committed=None)
+
+    def admit(
+        self,
+        request: Request,
+        kind: str,
+        *,
+        splits: tuple[str, ...],
+        steps: int = 1,
+        batch_norm: bool = False,
+    ) -> Admission:
+        """Return what a request may release of one kind; reads no record and books nothing.
+
+        Args:
+            request: Names the data set; ``releases[kind]`` holds the terms.
+            kind: ``weights``, ``alphas`` or ``metrics``.
+            splits: What the release reads.
+            steps: Number of releases that the request asks for.
+            batch_norm: Whether the network normalises over a batch.
+
+        Raises:
+            ConfigError: A rule is broken; the sentence names it.
+        """
+        header, settings = request.header, request.settings
+        wanted = settings.get("releases", {}).get(kind)
+        release = None if wanted is None else self._terms(wanted, splits, steps)
+        asked = Asked(
+            data_set=settings.get("data_set", ""),
+            verb=request.verb,
+            release=release,
+            order=settings.get("order", 1),
+            batch_norm=batch_norm,
+            oversampling=settings.get("oversampling", False),
+            raw_metrics=settings.get("raw_metrics", False),
+            secure_noise=self.is_secure,
+            test_seed=not self.is_secure,
+        )
+        own = Policy({self.data_set: self.allowed})  # the node's other data is not loaded
+        key = _key(header.stage, request.verb, kind, splits)
+        committed = self._committed(header.run).get(key)
+        allowed = check_request(own, asked, committed=committed)
+        assert release is not None  # check_request refuses it
+        assert committed is not None
+        entry = Entry(
+            account=allowed.ledger,
+            data_set=self.data_set,
+            run=header.run,
+            stage=header.stage,
+            round=header.round,
+            verb=f"{request.verb}:{kind}",
+            splits=self._policy.charged_splits(self.data_set, splits),
+            release=Release(
+                noise_multiplier=release.noise_multiplier,
+                sample_rate=release.sample_rate,
+                steps=1,
+            ),
+            committed_steps=committed.steps,
+        )
+        batch_size = release.sample_rate * self.num_records(splits)
+        return Admission(allowed, release, batch_size, entry)
+
+    def release(
+        self, admission: Admission, num_records: int, clipped_sum: Callable[[Tensor], Tensors]
+    ) -> Tensors:
+        """Book one step, draw its Poisson batch and return the noised sum over it.
+
+        Args:
+            admission: From :meth:`admit`.
+            num_records: How many records there are; the draw alone depends on it.
+            clipped_sum: Given int64 rows of the drawn records (maybe none), returns a sum of one
+                contribution per record, whose joint norm over all tensors is at most
+                ``admission.terms.max_grad_norm``.
+
+        Returns:
+            float32 tensors on the CPU, by name: ``clipped_sum`` plus noise of std ``sigma * R``.
+
+        Raises:
+            BudgetExceededError: The budget does not cover the step; nothing was read.
+            ConfigError: The run has booked all steps that it committed to.
+        """
+        allowed, terms = admission.allowed, admission.terms
+        self._ledger.reserve(admission.entry, epsilon=allowed.epsilon, delta=allowed.delta)
+        mask = self._generator.poisson_mask(num_records, probability=terms.sample_rate)
+        sums = clipped_sum(mask.nonzero().flatten())
+        flat = torch.cat([tensor.detach().reshape(-1).cpu().double() for tensor in sums.values()])
+        noised = add_noise(
+            flat,
+            self._generator,
+            noise_multiplier=terms.noise_multiplier,
+            max_grad_norm=terms.max_grad_norm,
+        ).float()
+        parts = torch.split(noised, [tensor.numel() for tensor in sums.values()])
+        return {n: part.view(sums[n].shape) for n, part in zip(sums, parts, strict=True)}
+
+    def _terms(self, item: Mapping[str, Any], splits: tuple[str, ...], steps: int) -> Commitment:
+        """Return the terms with the rate that the declared number of records gives."""
+        batch_size, records = item["batch_size"], self.num_records(splits)
+        if records == 0:
+            raise ConfigError(
+                f"refused by the policy, rule records: {' + '.join(splits)} has no declared record."
+            )
+        rate = batch_size
+        if batch_size is None:
+            rate = 1.0
+        elif type(batch_size) in (int, float):
+            rate = min(1.0, batch_size / records)
+        return Commitment(
+            noise_multiplier=item["noise_multiplier"],
+            sample_rate=rate,
+            steps=steps,
+            max_grad_norm=item["max_grad_norm"],
+        )
+
+    def _committed(self, run: str) -> dict[str, Commitment]:
+        """Return what a run has committed to, by stage, verb and splits."""
+        if run not in self._commitments:
+            text = self._ledger.committed(run)
+            if text is None:
+                return {}
+            self._commitments[run] = {k: Commitment(**v) for k, v in json.loads(text).items()}
+        return self._commitments[run]
+
+
+def _key(stage: str, verb: str, kind: str, splits: tuple[str, ...]) -> str:
+    return f"{stage}/{verb}/{kind}/{'+'.join(splits)}"

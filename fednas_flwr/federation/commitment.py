@@ -1,0 +1,202 @@
+"""What a private run promises its clients before anything is released: the schedule of releases.
+
+The schedule follows from the configuration, the declared numbers of records and the rounds still to
+do; retraining's noise is calibrated to what search and metrics leave of the target epsilon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fednas_flwr.config import Config, DifferentialPrivacy, FixedNetwork, GradientSearch
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.privacy.accounting import calibrate_noise
+from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.privacy.renyi_filter import filter_epsilon
+from fednas_flwr.strategies.fnas import evaluates
+
+RETRAIN_SPLITS = ["train", "validation"]
+Item = dict[str, Any]  # one kind of release: its place in the run, its terms
+
+
+def make_schedule(
+    config: Config, records: Sequence[Mapping[str, int]], *, done: Mapping[str, int]
+) -> list[Item]:
+    """Return every kind of release of a run, in order; see ``ReleaseGate.commit`` for the keys.
+
+    Args:
+        config: With ``privacy=dp``.
+        records: Each client's declared number of records by split.
+        done: Rounds of each stage that a checkpoint covers.
+
+    Raises:
+        ConfigError: The search alone costs more than the target epsilon.
+    """
+    privacy = config.privacy
+    assert isinstance(privacy, DifferentialPrivacy)
+    sigma = privacy.retrain.noise_multiplier
+    if sigma is None and "retrain" in config.stages:  # for the whole run, also when it is resumed
+        *others, retrain = _items(config, privacy, 1.0, {})
+        sigma = _calibrated(privacy, retrain, others, records)
+    items = _items(config, privacy, sigma, done)
+    return [item for item in items if item["steps"] > 0]
+
+
+def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
+    """Have every client keep the schedule, and tell in an event what it costs each of them.
+
+    Raises:
+        QuorumError: Too few clients accept it; the message names the rule that it breaks.
+    """
+    privacy = config.privacy
+    assert isinstance(privacy, DifferentialPrivacy)
+    settings = {"data_set": privacy.data_set, "schedule": list(schedule)}
+    clients = []
+    for client, reply in courier.ask("query.commit", stage="commit", settings=settings):
+        facts = courier.facts[client]
+        clients.append(
+            {
+                "client": client,
+                "records": facts["splits"],
+                "budget": facts["budget"],
+                "secure_noise": facts["secure_noise"],
+                "epsilon": reply.facts["epsilon"],
+            }
+        )
+    courier.emit("privacy", data_set=privacy.data_set, schedule=list(schedule), clients=clients)
+
+
+def private_settings(config: Config, schedule: Sequence[Item], stage: str) -> dict[str, Any] | None:
+    """Return what the requests of a stage name besides, see ``RoundStrategy``; None if not private.
+
+    Only the terms of releases that the schedule holds are given.
+    """
+    privacy = config.privacy
+    if not isinstance(privacy, DifferentialPrivacy):
+        return None
+    terms = ("noise_multiplier", "batch_size", "max_grad_norm")
+    settings = {
+        "data_set": privacy.data_set,
+        "micro_batch_size": privacy.micro_batch_size,
+        "releases": {
+            item["kind"]: {term: item[term] for term in terms}
+            for item in schedule
+            if item["stage"] == stage
+        },
+    }
+    return settings | ({"local_steps": privacy.retrain.local_steps} if stage == "retrain" else {})
+
+
+def _items(
+    config: Config,
+    privacy: DifferentialPrivacy,
+    retrain_sigma: float | None,
+    done: Mapping[str, int],
+) -> list[Item]:
+    """Return the releases of the rounds that are still to do; those of retraining are the last."""
+    items = _search(config, privacy, done.get("search", 0))
+    if "retrain" not in config.stages:
+        return items
+    if "evaluate" in config.stages and config.dataset.fractions["test"] > 0:
+        items += _metrics(privacy, "evaluate", "test", 1)
+    rounds = config.retrain.rounds - done.get("retrain", 0)
+    retrain = {
+        **_place("retrain", "train.weights", "weights", RETRAIN_SPLITS),
+        "noise_multiplier": retrain_sigma,
+        "batch_size": config.retrain.batch_size,
+        "steps": rounds * privacy.retrain.local_steps,
+        "max_grad_norm": privacy.retrain.max_grad_norm,
+    }
+    return [*items, retrain]
+
+
+def _search(config: Config, privacy: DifferentialPrivacy, done: int) -> list[Item]:
+    """Return the releases of the search's rounds that are still to do."""
+    algorithm = config.algorithm
+    if "search" not in config.stages or isinstance(algorithm, FixedNetwork):
+        return []
+    assert isinstance(algorithm, GradientSearch)
+    steps = (config.rounds - done) * algorithm.local_steps
+    verbs = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
+    splits = {"weights": ["train"], "alphas": ["validation"]}
+    noises = {"weights": privacy.weights, "alphas": privacy.alphas}
+    items: list[Item] = [
+        {
+            **_place(
+                "search", "train.gradients" if algorithm.fused else verbs[kind], kind, splits[kind]
+            ),
+            "noise_multiplier": noise.noise_multiplier,
+            "batch_size": algorithm.batch_size,
+            "steps": steps,
+            "max_grad_norm": noise.max_grad_norm,
+        }
+        for kind, noise in noises.items()
+    ]
+    measured = sum(
+        evaluates(algorithm.evaluate_every, server_round, config.rounds)
+        for server_round in range(done + 1, config.rounds + 1)
+    )
+    return items + _metrics(privacy, "search", "validation", measured)
+
+
+def _metrics(privacy: DifferentialPrivacy, stage: str, split: str, steps: int) -> list[Item]:
+    """Return the release of loss and accuracy over all records of a split."""
+    if privacy.metrics_noise_multiplier is None:
+        return []
+    return [
+        {
+            **_place(stage, "evaluate.model", "metrics", [split]),
+            "noise_multiplier": privacy.metrics_noise_multiplier,
+            "batch_size": None,
+            "steps": steps,
+            "max_grad_norm": 1.0,
+        }
+    ]
+
+
+def _place(stage: str, verb: str, kind: str, splits: list[str]) -> Item:
+    return {"stage": stage, "verb": verb, "kind": kind, "splits": splits}
+
+
+def _calibrated(
+    privacy: DifferentialPrivacy,
+    item: Item,
+    others: Sequence[Item],
+    records: Sequence[Mapping[str, int]],
+) -> float:
+    """Return the least noise multiplier with which every client's every split keeps the target.
+
+    Counted as enforcement does, so that the run reaches its last step on a fresh budget.
+    """
+    needed = 0.0
+    for declared in {tuple(sorted(counts.items())): counts for counts in records}.values():
+        for split in RETRAIN_SPLITS:
+            before = [_release(other, declared) for other in others if split in other["splits"]]
+            used = filter_epsilon(before, privacy.delta)
+            if used >= privacy.epsilon:
+                raise ConfigError(
+                    f"privacy.epsilon={privacy.epsilon:g}: search and metrics alone cost "
+                    f"{used:.3g} on the {split} records; raise it or the noise multipliers, or "
+                    "take fewer rounds."
+                )
+            rate = _release(item | {"noise_multiplier": 1.0}, declared).sample_rate
+            sigma = calibrate_noise(
+                target_epsilon=privacy.epsilon,
+                delta=privacy.delta,
+                sample_rate=rate,
+                steps=item["steps"],
+                others=before,
+                accountant=filter_epsilon,
+            )
+            needed = max(needed, sigma)
+    return needed
+
+
+def _release(item: Item, declared: Mapping[str, int]) -> Release:
+    """Return what a client with these declared records releases."""
+    records = sum(declared[split] for split in item["splits"])
+    batch_size = item["batch_size"]
+    rate = 1.0 if batch_size is None else min(1.0, batch_size / max(1, records))
+    return Release(noise_multiplier=item["noise_multiplier"], sample_rate=rate, steps=item["steps"])
