@@ -12,8 +12,11 @@ from fednas_flwr.cli import compose_tree
 from fednas_flwr.config import Config, conf_folder, dump_config, load_config, parse_config
 from fednas_flwr.errors import ConfigError
 
+GROUP = ["search_space.norm=group", "retrain.norm=group"]
 NEEDS = {  # what a file needs beside itself
     "algorithm=vanilla_nas": ["clients=1"],
+    "algorithm=dp_fnas": ["privacy=dp", *GROUP],
+    "privacy=dp": ["algorithm=dp_fnas", *GROUP],
     "runtime=deployment": ["runtime.superlink=site"],
 }
 

@@ -224,8 +224,8 @@ def template() -> str:
     """Return a policy to start from, with comments.
 
     Example:
-        >>> verbs = ["query.describe", "query.commit", "query.latency"]
-        >>> verbs += ["train.weight_gradient", "train.alpha_gradient"]
+        >>> verbs = ["query.describe", "query.commit", "train.weight_gradient"]
+        >>> verbs += ["train.alpha_gradient", "train.weights", "evaluate.model"]
         >>> parse_policy(template(), verbs=verbs).data_sets["my-data"].epsilon
         3.0
     """
@@ -247,11 +247,12 @@ data_sets:
     largest_steps: 20000            # most steps that one run may commit to, by kind of release
 
     verbs:                          # what may be asked; all else is refused
-      - query.describe
-      - query.commit
-      - query.latency
+      - query.describe              # tells the numbers of this file
+      - query.commit                # keeps a run's schedule of releases
       - train.weight_gradient
       - train.alpha_gradient
+      - train.weights               # retraining
+      - evaluate.model              # noised loss and accuracy
 
     # Public numbers: sampling rates and weights come from them, never from the data. Round them,
     # and do not change them when a record is added. Or give a total and the split's fractions:

@@ -25,8 +25,9 @@ from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
 
 VERBS = (
-    *("query.describe", "query.latency", "train.weight_gradient", "train.alpha_gradient"),
-    *("train.search", "evaluate.model", "evaluate.personalised"),
+    *("query.describe", "query.commit", "query.latency", "train.weight_gradient"),
+    *("train.alpha_gradient", "train.weights", "train.search", "evaluate.model"),
+    "evaluate.personalised",
 )
 WARD = {
     "epsilon": 3.0,

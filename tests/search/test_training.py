@@ -14,7 +14,7 @@ from fednas_flwr.search.training import (
     clip_gradients,
     make_adam,
     make_sgd,
-    periodic_gradient,
+    periodic_gradients,
     train_epoch,
     trainable_weights,
     weight_gradient_sum,
@@ -86,23 +86,27 @@ def test_the_weight_gradient_is_the_sum_of_a_loop_over_samples(net, batch, untou
     assert tally.accuracy == pytest.approx(((logits.argmax(1) == y).double().mean()).item())
 
 
-def stepping(net, batches):
-    """What takes the next batch's gradient sum and size."""
+def descend(net, batches, *, lr):
+    """The weights' gradients over one local step per batch."""
     rest = iter(batches)
 
-    def gradient_sum():
+    def gradient_sums():
         data = next(rest)
-        return weight_gradient_sum(net, data, Tally()), len(data[1])
+        return {"weights": (weight_gradient_sum(net, data, Tally()), len(data[1]))}
 
-    return gradient_sum
+    gradients, size = periodic_gradients(
+        gradient_sums,
+        {"weights": net.weights()},
+        steps=len(batches),
+        local_lrs={"weights": lr},
+    )
+    return gradients["weights"], size
 
 
 def test_one_batch_is_its_own_gradient(net, batch, untouched):
     data = batch(6, 0)
     check = untouched(net)
-    gradients, size = periodic_gradient(
-        stepping(net, [data]), net.weights(), steps=1, local_lr=0.5
-    )
+    gradients, size = descend(net, [data], lr=0.5)
     check()
     assert size == 6
     expected = weight_gradient_sum(net, data, Tally())
@@ -112,9 +116,7 @@ def test_one_batch_is_its_own_gradient(net, batch, untouched):
 def test_three_steps_equal_a_loop_of_sgd(net, batch):
     batches, lr = [batch(6, 0), batch(4, 1), batch(2, 2)], 0.5
     start = {name: weight.detach().clone() for name, weight in net.weights().items()}
-    gradients, size = periodic_gradient(
-        stepping(net, batches), net.weights(), steps=3, local_lr=lr
-    )
+    gradients, size = descend(net, batches, lr=lr)
     assert size == 4  # the mean
     before_last = {name: weight.detach().clone() for name, weight in net.weights().items()}
     with torch.no_grad():
