@@ -58,13 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
-    if overrides and options.command != "run":
+    if overrides and options.command not in ("run", "audit"):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
         commands = {
             "run": _run,
             "report": _report,
             "compare": _compare,
+            "audit": _audit,
             "ledger": _ledger,
             "tables": _tables,
         }
@@ -98,6 +99,13 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--output", type=Path, help="folder for compare.csv, .md and .json")
     tables = commands.add_parser("tables", help="render README tables from scripts/results")
     tables.add_argument("readme", type=Path, nargs="?", default=Path("README.md"))
+    audit = commands.add_parser(
+        "audit",
+        help="plant canaries in a private search and bound its epsilon from below",
+        epilog="Takes the overrides of `fednas run`; rounds is the number of audited steps.",
+        allow_abbrev=False,
+    )
+    audit.add_argument("--canaries", type=int, default=100, help="default: %(default)d")
     ledger = commands.add_parser("ledger", help="what a site has booked of its privacy budgets")
     actions = ledger.add_subparsers(dest="action", required=True, metavar="action")
     show = actions.add_parser("show", help="table of what was booked, and its epsilon")
@@ -107,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     for action in (show, verify):
         action.add_argument("ledger", type=Path, help="the ledger's file")
         action.add_argument("--key", type=Path, required=True, help="its secret key")
-    for command in (run, report, compare, show, verify, tables):
+    for command in (run, report, compare, audit, show, verify, tables):
         command.add_argument("--debug", action="store_true", help="show the full trace of an error")
     return parser
 
@@ -139,6 +147,25 @@ def _compare(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.output is not None:
         for path in write_comparison(comparison, options.output):
             print(path)
+    return 0
+
+
+def _audit(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Audit the composed private search; exit code 1 when it tells more than it claims."""
+    config = parse_config(compose_tree(overrides))
+    from fednas_flwr.federation.audit import audit_search
+
+    audit = audit_search(config, num_canaries=options.canaries)
+    result = audit.result
+    print(
+        f"{config.rounds} steps, {options.canaries} canaries: {result.num_right} of "
+        f"{result.num_guesses} guesses right.\n"
+        f"epsilon is at least {result.epsilon:.3g} (delta {result.delta:g}, confidence "
+        f"{result.confidence:.0%}); claimed: {audit.claim:.3g}."
+    )
+    if result.epsilon > audit.claim:
+        print("fednas: the audit refutes the claim.", file=sys.stderr)
+        return RUN_FAILED
     return 0
 
 

@@ -1,0 +1,134 @@
+"""Tables: DP-FNAS on Fashion-MNIST, small form: number of clients, and variance of the noise.
+
+    python scripts/table_dp.py --root <folder with FashionMNIST> [--jobs 2]
+
+Vanilla NAS, FNAS and DP-FNAS with 1, 2, 4, 8 clients (paper's Table 1), then DP-FNAS with 4 clients
+at noise variances .5 to 10 (Figure 3); 3 seeds each. DP-FNAS also retrains privately, FNAS does
+not. Continues where it was stopped; every finished run is added to scripts/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.reporting.tables import append_result, has_result, start_results
+
+RESULTS = Path(__file__).parent / "results"
+RUNS = Path("runs/table_dp")
+SEEDS = (1, 2, 3)
+COMMAND = "python scripts/table_dp.py --root <folder>"
+COLUMNS = [
+    {"metric": "error", "title": "test error (%)", "scale": 100, "decimals": 1},
+    {"metric": "epsilon", "title": "epsilon (delta 1e-5)", "decimals": 1},
+    {"metric": "search_seconds", "title": "search (s)", "decimals": 0},
+]
+TITLES = {
+    "dp_clients": "Fashion-MNIST, 8,000 images over K clients, small form, 3 seeds",
+    "dp_noise": "DP-FNAS at other variances of the noise: Fashion-MNIST, K = 4, small form, 3 seeds",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: the table it belongs to, its row and its settings."""
+
+    table: str
+    group: dict[str, Any]
+    overrides: tuple[str, ...]
+    seed: int
+
+
+def jobs() -> list[Job]:
+    """Return all runs, the most telling first."""
+    rows = [
+        Job("dp_clients", {"algorithm": algorithm, "K": clients}, overrides, 0)
+        for clients in (1, 2, 4, 8)
+        for algorithm, overrides in (
+            (
+                "vanilla NAS" if clients == 1 else "FNAS",
+                ("algorithm=fnas", "privacy=none", "algorithm.batch_size=32", f"clients={clients}"),
+            ),
+            ("DP-FNAS", (f"clients={clients}",)),
+        )
+    ]
+    for variance in (0.5, 1, 2, 5, 8, 10):
+        sigma = round(math.sqrt(variance), 4)
+        noise = tuple(
+            f"privacy.{part}.noise_multiplier={sigma}" for part in ("weights", "alphas", "retrain")
+        )
+        # The noise is given, not calibrated: a budget that no row reaches.
+        rows.append(Job("dp_noise", {"variance": variance}, (*noise, "privacy.epsilon=1000"), 0))
+    return [
+        Job(row.table, row.group, row.overrides, seed)
+        for table in TITLES
+        for seed in SEEDS
+        for row in rows
+        if row.table == table
+    ]
+
+
+def main() -> None:
+    """Run what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
+    options = parser.parse_args()
+    for table, title in TITLES.items():
+        path = RESULTS / f"{table}.json"
+        start_results(path, title=title, command=COMMAND, columns=COLUMNS)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda job: measure(job, root=options.root.resolve()), jobs()))
+
+
+def measure(job: Job, *, root: Path) -> None:
+    """Make one run unless its result is there, or go on with it."""
+    path = RESULTS / f"{job.table}.json"
+    overrides = ["experiment=dp_fnas/fashion_mnist", *job.overrides]
+    settings = {"overrides": overrides}
+    if has_result(path, settings, job.seed):
+        return
+    name = "_".join(str(value).replace(" ", "-") for value in job.group.values())
+    folder = RUNS / f"{job.table}_{name}_s{job.seed}"
+    if (folder / "config.yaml").exists():
+        arguments = [f"resume={folder}"]
+    else:
+        arguments = [*overrides, f"seed={job.seed}", f"dataset.root={root}", f"run_dir={folder}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fednas_flwr.cli", "run", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        print(f"{folder}: exit code {done.returncode}\n{done.stdout[-2000:]}", flush=True)
+        return
+    run = read_run(folder)
+    started = run.last("run_started") or {}
+    numbers = run.numbers()
+    accuracy = numbers["central_accuracy"]
+    error = None if accuracy is None else 1 - accuracy
+    append_result(
+        path,
+        {
+            "settings": settings,
+            "group": job.group,
+            "seed": job.seed,
+            "commit": started.get("commit"),
+            "machine": started.get("machine"),
+            "seconds": run.total_seconds(),
+            "metrics": numbers | {"error": error},
+        },
+    )
+    print(f"{job.group} seed {job.seed}: error {error}, epsilon {numbers['epsilon']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
