@@ -14,7 +14,7 @@ import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ COLUMNS = [
     {"metric": "epsilon", "title": "epsilon (delta 1e-5)", "decimals": 1},
     {"metric": "search_seconds", "title": "search (s)", "decimals": 0},
 ]
+PLAIN = ("algorithm=fnas", "privacy=none")
 TITLES = {
     "dp_clients": "Fashion-MNIST, 8,000 images over K clients, small form, 3 seeds",
-    "dp_noise": "DP-FNAS at other variances of the noise: Fashion-MNIST, K = 4, small form, 3 seeds",
+    "dp_noise": "DP-FNAS by variance of its noise: Fashion-MNIST, K = 4, small form, 3 seeds",
 }
 
 
@@ -43,35 +44,36 @@ class Job:
     table: str
     group: dict[str, Any]
     overrides: tuple[str, ...]
-    seed: int
+    seed: int = 0
 
 
 def jobs() -> list[Job]:
-    """Return all runs, the most telling first."""
-    rows = [
-        Job("dp_clients", {"algorithm": algorithm, "K": clients}, overrides, 0)
+    """Return all runs; what may be cut, K = 8, comes last."""
+    compared = {
+        clients: [
+            Job("dp_clients", {"algorithm": algorithm, "K": clients}, overrides)
+            for algorithm, overrides in (
+                ("vanilla NAS" if clients == 1 else "FNAS", (*PLAIN, f"clients={clients}")),
+                ("DP-FNAS", (f"clients={clients}",)),
+            )
+        ]
         for clients in (1, 2, 4, 8)
-        for algorithm, overrides in (
-            (
-                "vanilla NAS" if clients == 1 else "FNAS",
-                ("algorithm=fnas", "privacy=none", "algorithm.batch_size=32", f"clients={clients}"),
-            ),
-            ("DP-FNAS", (f"clients={clients}",)),
-        )
-    ]
+    }
+    noised = []
     for variance in (0.5, 1, 2, 5, 8, 10):
         sigma = round(math.sqrt(variance), 4)
-        noise = tuple(
+        noise = [
             f"privacy.{part}.noise_multiplier={sigma}" for part in ("weights", "alphas", "retrain")
-        )
+        ]
         # The noise is given, not calibrated: a budget that no row reaches.
-        rows.append(Job("dp_noise", {"variance": variance}, (*noise, "privacy.epsilon=1000"), 0))
+        overrides = (*noise, "privacy.epsilon=1000")
+        noised.append(Job("dp_noise", {"variance": variance}, overrides))
+    small = [*compared[1], *compared[2], *compared[4]]
     return [
-        Job(row.table, row.group, row.overrides, seed)
-        for table in TITLES
+        replace(job, seed=seed)
+        for jobs in (small, noised, compared[8])
         for seed in SEEDS
-        for row in rows
-        if row.table == table
+        for job in jobs
     ]
 
 
