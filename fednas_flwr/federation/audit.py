@@ -115,7 +115,10 @@ def _audit(config: Config, num_canaries: int, confidence: float) -> Audit:
 
     result = audit_steps(
         release,
-        lambda step: _clipped_gradients(client, auditor, states, canaries, privacy),
+        lambda step: _decorrelated(
+            _clipped_gradients(client, auditor, states, canaries, privacy),
+            ridge=privacy.weights.max_grad_norm**2,
+        ),
         generator=SecureGenerator(),
         num_steps=config.rounds,
         num_canaries=num_canaries,
@@ -153,6 +156,16 @@ def _clipped_gradients(
     )
     scales_M1 = privacy.weights.max_grad_norm / gradients_MD.norm(dim=1, keepdim=True)
     return gradients_MD.mul_(scales_M1.clamp(max=1.0))
+
+
+def _decorrelated(gradients_MD: Tensor, *, ridge: float) -> Tensor:
+    """Return vectors [M, D] whose products with a sum of gradients estimate which are in it.
+
+    Ridge regression, ``(G G' + ridge I)^-1 G``: the gradients of one network are much alike, and the
+    product with one gradient itself tells little more than how many canaries are in.
+    """
+    ridges = ridge * torch.eye(len(gradients_MD), dtype=gradients_MD.dtype)
+    return torch.linalg.solve(gradients_MD @ gradients_MD.T + ridges, gradients_MD)
 
 
 def _mislabelled(split: Split, rows: Tensor) -> Tensor:
