@@ -117,7 +117,7 @@ def _audit(config: Config, num_canaries: int, confidence: float) -> Audit:
         release,
         lambda step: _decorrelated(
             _clipped_gradients(client, auditor, states, canaries, privacy),
-            ridge=privacy.weights.max_grad_norm**2,
+            ridge=0.1 * privacy.weights.max_grad_norm**2,
         ),
         generator=SecureGenerator(),
         num_steps=config.rounds,
@@ -161,11 +161,13 @@ def _clipped_gradients(
 def _decorrelated(gradients_MD: Tensor, *, ridge: float) -> Tensor:
     """Return vectors [M, D] whose products with a sum of gradients estimate which are in it.
 
-    Ridge regression, ``(G G' + ridge I)^-1 G``: the gradients of one network are much alike, and the
-    product with one gradient itself tells little more than how many canaries are in.
+    Ridge regression, ``(G G' + ridge I)^-1 G``: gradients of one network are much alike, and the
+    product with one of them tells little more than how many canaries are in.
     """
-    ridges = ridge * torch.eye(len(gradients_MD), dtype=gradients_MD.dtype)
-    return torch.linalg.solve(gradients_MD @ gradients_MD.T + ridges, gradients_MD)
+    gram_MM = gradients_MD @ gradients_MD.T
+    gram_MM.diagonal().add_(ridge)
+    vectors_MD: Tensor = torch.linalg.solve(gram_MM, gradients_MD)
+    return vectors_MD
 
 
 def _mislabelled(split: Split, rows: Tensor) -> Tensor:
