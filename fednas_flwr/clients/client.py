@@ -45,6 +45,7 @@ class Client:
         tag: What the site calls itself; empty when it does not.
         feature_names: Names of a table's features, the same for all clients; empty for images.
         gate: What releases must pass; with one the client answers private verbs only.
+        rehearsed: Which computations private verbs have tried on a made-up record.
     """
 
     index: int
@@ -59,6 +60,7 @@ class Client:
     tag: str = ""
     feature_names: tuple[str, ...] = ()
     gate: ReleaseGate | None = None
+    rehearsed: set[str] = field(default_factory=set)
 
     def network(
         self, description: Mapping[str, Any], states: Mapping[str, Packed] | None = None

@@ -1,15 +1,19 @@
 """The verbs of private mode: what leaves is a noised, booked release, or public (DESIGN.md, 4.4).
 
 ``PUBLIC_FACTS`` and ``RELEASES`` list every field of a reply, and :func:`check_fields` stops any
-other. Each verb first builds what it needs without data, lets the gate refuse, and
-only then reads records, inside :meth:`ReleaseGate.release`.
+other. Each verb first builds what it needs without data, lets the gate refuse, rehearses on a
+made-up record, and only then reads records, inside :meth:`ReleaseGate.release`: a request that
+failed on some records and not on others would tell which are there.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +24,10 @@ from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.release import Admission, ReleaseGate
 from fednas_flwr.clients.verbs import STATES_OF, identity, make_reply, request_supernet
 from fednas_flwr.data.loaders import Split
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.states import Tensors, network_states
+from fednas_flwr.privacy.policy import show
 from fednas_flwr.search.settings import SGD
 from fednas_flwr.search.training import Batch, make_sgd, periodic_gradients
 
@@ -43,12 +49,13 @@ RELEASES = {
 }
 SPLIT_OF = {"weights": "train", "alphas": "validation"}  # what each state's gradient reads
 METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 0 to 1
+LARGEST_NUMBER = 1e30  # of rates and weights that a request gives: fits float32
 
 
 def describe(client: Client, request: Request) -> Reply:
     """``query.describe``: who the client is, and what its policy declares of its data."""
     gate = _gate(client)
-    gate.check_public(request.verb)
+    gate.check_public(request.verb, gate.data_set)
     allowed = gate.allowed
     facts = identity(client) | {
         "splits": dict(allowed.records),
@@ -63,9 +70,10 @@ def describe(client: Client, request: Request) -> Reply:
 def commit(client: Client, request: Request) -> Reply:
     """``query.commit``: keep the run's schedule of releases; tell what it costs."""
     gate = _gate(client)
-    gate.check_public(request.verb, request.settings["data_set"])
-    gate.commit(request.header, request.settings["schedule"])
-    facts = {"epsilon": gate.epsilons(request.header)}
+    with _before_reading(request):
+        gate.check_public(request.verb, request.settings["data_set"])
+        gate.commit(request.header, request.settings["schedule"])
+        facts = {"epsilon": gate.epsilons(request.header)}
     return Reply(num_examples=gate.num_records(tuple(gate.allowed.records)), facts=facts)
 
 
@@ -80,37 +88,44 @@ def gradients(client: Client, request: Request) -> Reply:
     from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 
     gate, settings, states = _gate(client), request.settings, STATES_OF[request.verb]
-    supernet = request_supernet(client, request).train()
-    admissions = {
-        state: gate.admit(
-            request,
-            state,
-            splits=(SPLIT_OF[state],),
-            steps=settings["local_steps"],
-            batch_norm=_has_batch_norm(supernet),
-        )
-        for state in states
-    }
+    admissions: dict[str, Admission] = {}
+
+    def clipped_sum(state: str, x: Tensor, y: Tensor) -> Tensors:
+        terms: dict[str, Any] = {"loss": record_losses, "micro_batch_size": micro_batch_size}
+        terms["max_norm"] = admissions[state].terms.max_grad_norm
+        if state == "weights":
+            return clipped_gradient_sum(supernet, x, y, parameters=supernet.weights(), **terms)
+        return clipped_alpha_gradient_sum(supernet, x, y, alphas=supernet.alphas(), **terms)
+
+    with _before_reading(request):
+        supernet = request_supernet(client, request).train()
+        for state in states:
+            admissions[state] = gate.admit(
+                request,
+                state,
+                splits=(SPLIT_OF[state],),
+                steps=settings["local_steps"],
+                batch_norm=_has_batch_norm(supernet),
+            )
+        micro_batch_size = _micro_batch_size(settings)
+        local_lrs = {state: _number(settings["local_lrs"], state) for state in states}
+        for state in states:
+            _rehearse(client, partial(clipped_sum, state), state, micro_batch_size)
 
     def noised(state: str) -> tuple[Tensors, float]:
         split, admission = client.split(SPLIT_OF[state]), admissions[state]
-
-        def clipped_sum(rows: Tensor) -> Tensors:
-            x, y = _private_batch(client, split, rows)
-            terms: dict[str, Any] = {"loss": _losses, "max_norm": admission.terms.max_grad_norm}
-            terms["micro_batch_size"] = settings["micro_batch_size"]
-            if state == "weights":
-                return clipped_gradient_sum(supernet, x, y, parameters=supernet.weights(), **terms)
-            return clipped_alpha_gradient_sum(supernet, x, y, alphas=supernet.alphas(), **terms)
-
-        sums = gate.release(admission, len(split), clipped_sum)
+        sums = gate.release(
+            admission,
+            len(split),
+            lambda rows: clipped_sum(state, *_private_batch(client, split, rows)),
+        )
         return {n: total.to(client.device) for n, total in sums.items()}, admission.batch_size
 
     sums, batch_size = periodic_gradients(
         lambda: {state: noised(state) for state in states},
         {"weights": supernet.weights(), "alphas": supernet.alphas()},
         steps=settings["local_steps"],
-        local_lrs=settings["local_lrs"],
+        local_lrs=local_lrs,
     )
     return make_reply(batch_size, sums, {})
 
@@ -124,39 +139,49 @@ def weights(client: Client, request: Request) -> Reply:
     from fednas_flwr.privacy.clipping import clipped_gradient_sum
 
     gate, settings = _gate(client), request.settings
-    network = client.network(settings["network"], request.states).train()
-    network.drop_path_prob = settings["drop_path_prob"]
-    admission = gate.admit(
-        request,
-        "weights",
-        splits=tuple(settings["split"].split("+")),
-        steps=settings["local_steps"],
-        batch_norm=_has_batch_norm(network),
-    )
-    split = client.split(settings["split"])
-    parameters = dict(network.named_parameters())
-    optimizer = make_sgd(parameters.values(), SGD(**settings["weights"]))
 
-    def clipped_sum(rows: Tensor) -> Tensors:
-        x, y = _private_batch(client, split, rows)
+    def clipped_sum(x: Tensor, y: Tensor) -> Tensors:
         return clipped_gradient_sum(
             network,
             x,
             y,
-            loss=_with_auxiliary(settings["auxiliary_weight"]),
+            loss=loss,
             parameters=parameters,
             max_norm=admission.terms.max_grad_norm,
-            micro_batch_size=settings["micro_batch_size"],
+            micro_batch_size=micro_batch_size,
         )
 
+    with _before_reading(request):
+        network = client.network(settings["network"], request.states).train()
+        splits = tuple(settings["split"].split("+"))
+        admission = gate.admit(
+            request,
+            "weights",
+            splits=splits,
+            steps=settings["local_steps"],
+            batch_norm=_has_batch_norm(network),
+        )
+        split = client.split(settings["split"])
+        micro_batch_size = _micro_batch_size(settings)
+        drop_path_prob = _number(settings, "drop_path_prob")
+        network.drop_path_prob = drop_path_prob  # type: ignore[assignment]
+        loss = _with_auxiliary(_number(settings, "auxiliary_weight"))
+        given = settings["weights"]
+        rates = {n: None if given[n] is None else _number(given, n) for n in given}
+        parameters = dict(network.named_parameters())
+        optimizer = make_sgd(parameters.values(), SGD(**rates))  # type: ignore[arg-type]
+        _rehearse(client, clipped_sum, settings["network"], micro_batch_size, drop_path_prob)
+
     for _ in range(settings["local_steps"]):
-        noised = gate.release(admission, len(split), clipped_sum)
+        noised = gate.release(
+            admission, len(split), lambda rows: clipped_sum(*_private_batch(client, split, rows))
+        )
         for name, parameter in parameters.items():
             parameter.grad = (noised[name] / admission.batch_size).to(parameter)
         optimizer.step()
     optimizer.zero_grad()
     states = {name: state for name, state in network_states(network).items() if state}
-    return make_reply(gate.num_records(tuple(settings["split"].split("+"))), states, {})
+    return make_reply(gate.num_records(splits), states, {})
 
 
 def model(client: Client, request: Request) -> Reply:
@@ -165,18 +190,25 @@ def model(client: Client, request: Request) -> Reply:
     One release of the sum of (loss up to a public bound, correct or not) over all records.
     """
     gate, settings = _gate(client), request.settings
-    network = client.network(settings["network"], request.states).eval()
-    splits = tuple(settings["split"].split("+"))
-    admission = gate.admit(request, "metrics", splits=splits, batch_norm=_has_batch_norm(network))
-    split = client.split(settings["split"])
     bound = 2 * math.log(max(2, len(client.class_names)))
+    with _before_reading(request):
+        network = client.network(settings["network"], request.states).eval()
+        splits = tuple(settings["split"].split("+"))
+        admission = gate.admit(
+            request, "metrics", splits=splits, batch_norm=_has_batch_norm(network)
+        )
+        split = client.split(settings["split"])
+        _rehearse(client, partial(_metrics_sum, network, bound=bound), settings["network"])
+    scale = METRICS_NORM / admission.terms.max_grad_norm
 
     def clipped_sum(rows: Tensor) -> Tensors:
-        return {"metrics": _metrics_sum(client, network, split, rows, bound, admission)}
+        total = torch.zeros(2, dtype=torch.float64)
+        for part in torch.split(rows, 256) if len(rows) else ():
+            total += _metrics_sum(network, *split.batch(part, client.device), bound=bound)
+        return {"metrics": total / scale}
 
     noised = gate.release(admission, len(split), clipped_sum)["metrics"]
-    scale = METRICS_NORM / admission.terms.max_grad_norm / admission.batch_size
-    loss, accuracy = (float(value) * scale for value in noised)
+    loss, accuracy = (float(value) * scale / admission.batch_size for value in noised)
     metrics = {"loss": loss * bound, "accuracy": accuracy}
     return Reply(num_examples=admission.batch_size, metrics=metrics)
 
@@ -200,29 +232,69 @@ def check_fields(verb: str, reply: Reply) -> None:
         raise RuntimeError(f"{verb} must not return {sorted({*reply.facts, *leaving})}")
 
 
+@contextmanager
+def _before_reading(request: Request) -> Iterator[None]:
+    """Refuse what cannot be computed; inside no record is read, so that the reason may be told.
+
+    The ledger's RuntimeError and OSError are the site's own affair.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"refused, the settings do not fit {request.verb}: {type(error).__name__}: "
+            f"{str(error)[:200]}."
+        ) from error
+
+
+def _rehearse(
+    client: Client, computation: Callable[[Tensor, Tensor], object], *chosen: object
+) -> None:
+    """Compute on one record of zeros, of the last class, shaped like the client's own.
+
+    Once for everything that the server has chosen and on which success could depend.
+    """
+    key = json.dumps(chosen)
+    if key in client.rehearsed:
+        return
+    x = torch.zeros(1, *client.data.train.features.shape[1:], device=client.device)
+    y = torch.tensor([len(client.class_names) - 1], device=client.device)
+    try:
+        computation(x, y)
+    except RuntimeError as error:  # of torch
+        raise ValueError(error) from error
+    client.rehearsed.add(key)
+
+
+def _number(settings: Mapping[str, Any], name: str) -> float:
+    """Return a setting that must be a number, as float."""
+    value = settings[name]
+    if type(value) not in (int, float) or not abs(value) <= LARGEST_NUMBER:
+        raise ConfigError(f"refused, {name}={show(value)} is no number up to {LARGEST_NUMBER:g}.")
+    return float(value)
+
+
+def _micro_batch_size(settings: Mapping[str, Any]) -> int | None:
+    size = settings["micro_batch_size"]
+    if size is not None and (type(size) is not int or not 1 <= size):
+        raise ConfigError(f"refused, micro_batch_size={show(size)} is no integer from 1, or null.")
+    return size
+
+
 @torch.no_grad()
-def _metrics_sum(
-    client: Client,
-    network: nn.Module,
-    split: Split,
-    rows: Tensor,
-    bound: float,
-    admission: Admission,
-) -> Tensor:
-    """Return the sum over records of (loss / bound, correct), of norm at most R each; float64 [2].
+def _metrics_sum(network: nn.Module, x: Tensor, y: Tensor, *, bound: float) -> Tensor:
+    """Return the sum over records of (loss / bound, correct), each from 0 to 1; float64 [2].
 
     A loss that is not finite counts as the bound.
     """
-    total = torch.zeros(2, dtype=torch.float64)
-    for part in torch.split(rows, 256):
-        x, y = split.batch(part, client.device)
-        logits = network(x)
-        logits = logits[0] if isinstance(logits, tuple) else logits
-        losses = functional.cross_entropy(logits, y, reduction="none").double()
-        losses = losses.nan_to_num(nan=bound).clamp(0, bound) / bound
-        correct = (logits.argmax(1) == y).double()
-        total += torch.stack([losses.sum(), correct.sum()]).cpu()
-    return total * (admission.terms.max_grad_norm / METRICS_NORM)
+    logits = network(x)
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    losses = functional.cross_entropy(logits, y, reduction="none").double()
+    losses = losses.nan_to_num(nan=bound).clamp(0, bound) / bound
+    correct = (logits.argmax(1) == y).double()
+    return torch.stack([losses.sum(), correct.sum()]).cpu()
 
 
 def _gate(client: Client) -> ReleaseGate:
@@ -237,7 +309,8 @@ def _private_batch(client: Client, split: Split, rows: Tensor) -> Batch:
     return (client.augmented(x, generator) if len(rows) else x), y
 
 
-def _losses(logits: Tensor, labels: Tensor) -> Tensor:
+def record_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return each record's cross-entropy [B]."""
     return functional.cross_entropy(logits, labels, reduction="none")
 
 
@@ -246,8 +319,8 @@ def _with_auxiliary(weight: float) -> Callable[[Tensor | tuple[Tensor, Tensor], 
 
     def losses(output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
         logits, auxiliary = output if isinstance(output, tuple) else (output, None)
-        total = _losses(logits, labels)
-        return total if auxiliary is None else total + weight * _losses(auxiliary, labels)
+        total = record_losses(logits, labels)
+        return total if auxiliary is None else total + weight * record_losses(auxiliary, labels)
 
     return losses
 

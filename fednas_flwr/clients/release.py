@@ -9,6 +9,7 @@ declares, never from the data.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from fednas_flwr.privacy.policy import (
     Policy,
     check_commitment,
     check_request,
+    show,
 )
 from fednas_flwr.privacy.renyi import Release
 
@@ -99,6 +101,10 @@ class ReleaseGate:
         terms: dict[str, Commitment] = {}
         for item in schedule:
             splits = tuple(item["splits"])
+            if len(set(splits)) != len(splits):
+                raise ConfigError(
+                    f"a schedule with splits={show(splits)}: expected different ones."
+                )
             commitment = self._terms(item, splits, item["steps"])
             check_commitment(self._policy, self.data_set, commitment)
             terms[_key(item["stage"], item["verb"], item["kind"], splits)] = commitment
@@ -134,13 +140,13 @@ class ReleaseGate:
         allowed = self.allowed
         return self._ledger.spent(allowed.ledger, epsilon=allowed.epsilon, delta=allowed.delta)
 
-    def check_public(self, verb: str, data_set: str | None = None) -> None:
+    def check_public(self, verb: str, data_set: str) -> None:
         """Refuse a verb that releases nothing unless the policy allows it, and another data set.
 
         Raises:
             ConfigError: A rule is broken; the sentence names it.
         """
-        asked = Asked(self.data_set if data_set is None else data_set, verb, release=None)
+        asked = Asked(data_set, verb, release=None)
         check_request(Policy({self.data_set: self.allowed}), asked, committed=None)
 
     def admit(
@@ -199,7 +205,7 @@ class ReleaseGate:
             ),
             committed_steps=committed.steps,
         )
-        batch_size = release.sample_rate * self.num_records(splits)
+        batch_size = round(release.sample_rate * self.num_records(splits), 9)  # 1 / 49 * 49 < 1
         return Admission(allowed, release, batch_size, entry)
 
     def release(
@@ -245,8 +251,8 @@ class ReleaseGate:
         rate = batch_size
         if batch_size is None:
             rate = 1.0
-        elif type(batch_size) in (int, float):
-            rate = min(1.0, batch_size / records)
+        elif type(batch_size) in (int, float) and batch_size < math.inf:  # else the policy refuses
+            rate = 1.0 if batch_size >= records else batch_size / records
         return Commitment(
             noise_multiplier=item["noise_multiplier"],
             sample_rate=rate,

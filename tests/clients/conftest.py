@@ -1,0 +1,173 @@
+"""A private site: the real client behind its own policy, and requests as a server sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from fednas_flwr import build
+from fednas_flwr.clients.answer import answer
+from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
+from fednas_flwr.data.loaders import ClientData, Split
+from fednas_flwr.exchange.messages import Header, Reply, Request
+from fednas_flwr.exchange.states import network_states, pack
+from fednas_flwr.privacy.noise import SecureGenerator
+from fednas_flwr.randomness import seeded
+
+RECORDS = {"train": 40, "validation": 20, "test": 12}  # declared: not what the data holds
+POLICY = {
+    "epsilon": 1e5,
+    "delta": 1e-5,
+    "least_noise_multiplier": 0.1,
+    "largest_grad_norm": 2.0,
+    "largest_steps": 1000,
+    "verbs": list(PRIVATE_VERBS),
+    "records": RECORDS,
+    "secure_noise": True,
+    "test_seed": False,
+}
+SIZES = ("norm=group", "channels=2", "num_cells=1")
+TERMS = {"noise_multiplier": 1.5, "batch_size": 8, "max_grad_norm": 0.5}
+METRICS = {"noise_multiplier": 4.0, "batch_size": None, "max_grad_norm": 1.0}
+# What each verb with releases is asked: stage, splits by kind of release, terms.
+ASKED = {
+    "train.weight_gradient": ("search", {"weights": ["train"]}, TERMS),
+    "train.alpha_gradient": ("search", {"alphas": ["validation"]}, TERMS),
+    "train.gradients": ("search", {"weights": ["train"], "alphas": ["validation"]}, TERMS),
+    "train.weights": ("retrain", {"weights": ["train", "validation"]}, TERMS),
+    "evaluate.model": ("search", {"metrics": ["validation"]}, METRICS),
+}
+
+
+def schedule(steps: int = 50, **changes: Any) -> list[dict[str, Any]]:
+    """Return one item for every kind of release of every verb."""
+    return [
+        {"stage": stage, "verb": verb, "kind": kind, "splits": splits, "steps": steps}
+        | terms
+        | changes
+        for verb, (stage, kinds, terms) in ASKED.items()
+        for kind, splits in kinds.items()
+    ]
+
+
+@pytest.fixture(scope="session")
+def site_config(compose_config):
+    sizes = [f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES]
+    return compose_config("algorithm=dp_fnas", "privacy=dp", "clients=1", *sizes)
+
+
+@pytest.fixture(scope="session")
+def prepared(site_config):
+    return build.make_data(site_config)[0]
+
+
+@pytest.fixture(scope="session")
+def networks(site_config, prepared):
+    """What requests carry: states by network, and the description of a derived one."""
+    space = build.supernet_space(site_config, prepared)
+    with seeded(1, "networks"):
+        supernet = space.supernet()
+        description = build.describe_network(site_config, prepared, space.derive(supernet.alphas()))
+        derived = build.make_network(description)
+    states = {
+        name: {kind: pack(state) for kind, state in network_states(network).items() if state}
+        for name, network in (("supernet", supernet), ("derived", derived))
+    }
+    return SimpleNamespace(description=description, states=states, space=space)
+
+
+@pytest.fixture
+def make_site(site_config, prepared, networks, tmp_path) -> Callable[..., SimpleNamespace]:
+    """``make_site(...)``: a site that has kept a schedule; ``site.ask(verb, **settings)`` asks it.
+
+    ``policy`` changes the site's policy, ``records`` are the rows it holds (all) and ``hold`` edits
+    its splits, ``folder`` is an older site's, ``test_seed`` makes its draws repeatable, and
+    ``committed`` is the schedule.
+    """
+    numbers = iter(range(1000))
+
+    def make(
+        *,
+        policy: dict[str, Any] | None = None,
+        committed: list[dict[str, Any]] | None = None,
+        records: Any = None,
+        hold: Callable[[ClientData], ClientData] | None = None,
+        folder: Path | None = None,
+        test_seed: bytes | None = None,
+    ) -> SimpleNamespace:
+        folder = folder or tmp_path / f"site-{next(numbers)}"
+        folder.mkdir(exist_ok=True)
+        allowed = POLICY | (policy or {})
+        if test_seed is not None:
+            allowed |= {"secure_noise": False, "test_seed": True}
+        # "other" must never be told of
+        sections = {"ward": allowed, "other": allowed | {"ledger": "other"}}
+        (folder / "policy.yaml").write_text(yaml.safe_dump({"data_sets": sections}))
+        node = {"policy": str(folder / "policy.yaml"), "data-set": "ward"}
+        node |= {
+            "ledger": str(folder / "ledger" / "rows.sqlite"),
+            "ledger-key": str(folder / "key"),
+        }
+        rows = np.arange(len(prepared.train)) if records is None else records
+        client = build.make_client(site_config, 0, data=(prepared, [rows]), networks={}, site=node)
+        if hold is not None:
+            client = replace(client, data=hold(client.data))
+        if test_seed is not None:
+            client.gate._generator = SecureGenerator(test_seed)
+        site = SimpleNamespace(client=client, gate=client.gate, folder=folder)
+
+        def request(verb: str, *, run: str = "run", **changes: Any) -> Request:
+            stage, kinds, terms = ASKED.get(verb, ("commit", {}, {}))
+            settings: dict[str, Any] = {"data_set": "ward", "schedule": schedule()}
+            if kinds:
+                settings = {
+                    "data_set": "ward",
+                    "releases": {kind: dict(terms) for kind in kinds},
+                    "micro_batch_size": None,
+                    "local_steps": 1,
+                }
+            if "gradient" in verb:
+                settings |= {"order": 1, "local_lrs": {"weights": 0.1, "alphas": 0.1}}
+            if verb == "train.weights":
+                settings |= {
+                    "network": networks.description,
+                    "split": "train+validation",
+                    "weights": asdict(site_config.retrain.weights),
+                    "drop_path_prob": 0.0,
+                    "auxiliary_weight": 0.0,
+                }
+            if verb == "evaluate.model":
+                settings |= {"network": {"name": "supernet"}, "split": "validation"}
+            states = networks.states["derived" if verb == "train.weights" else "supernet"]
+            header = Header(run, stage, 1, 1, 0, "nonce")
+            return Request(verb, header, settings | changes, states if kinds else {})
+
+        def ask(verb: str, **changes: Any) -> Reply:
+            return answer(client, request(verb, **changes))
+
+        site.ask, site.request, site.answer = ask, request, partial(answer, client)
+        site.rows = lambda: [row.entry for row in client.gate._ledger.entries()]
+        site.commit = lambda **changes: ask("query.commit", schedule=schedule(**changes))
+        if committed != []:  # without the reply's epsilon, which takes half a second
+            client.gate.commit(request("query.commit").header, committed or schedule())
+        return site
+
+    return make
+
+
+@pytest.fixture
+def no_record(monkeypatch):
+    """Any look at a record fails."""
+
+    def batch(*_):
+        raise AssertionError("a record was read")
+
+    monkeypatch.setattr(Split, "batch", batch)
