@@ -1,26 +1,34 @@
-"""Cost of the private steps: clipped sums over non-private sums, and over Opacus hooks.
+"""Cost of the private steps, over non-private ones and Opacus hooks, and of the bookkeeping.
 
     python scripts/bench_privacy.py [--repeats 11]
 
 Prints the CPU time of each step and ratios, medians over repeats with the middle half of them.
 Every repeat runs all steps once, and a ratio is taken within a repeat, so that what else the
-machine does meets both sides alike. One thread.
+machine does meets both sides alike. One thread. Bookkeeping is what a run adds to its steps: masks,
+noise, the ledger's reservations, and the accountants' numbers for the report.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from opacus import GradSampleModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fednas_flwr.privacy.accounting import epsilon_per_split, prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
+from fednas_flwr.privacy.gdp import gdp_epsilon
+from fednas_flwr.privacy.ledger import Entry, Ledger
+from fednas_flwr.privacy.noise import SecureGenerator, add_noise
+from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.search.architect import alpha_gradient_sum
 from fednas_flwr.search.training import Tally, weight_gradient_sum
@@ -46,6 +54,7 @@ RATIOS = (
     ("private alphas", "opacus alphas"),
 )
 MAX_NORM = 1.0
+NUM_STEPS = 5000
 
 
 def main() -> None:
@@ -63,6 +72,48 @@ def main() -> None:
         for upper, lower in RATIOS:
             paired = [a / b for a, b in zip(times[upper], times[lower], strict=True)]
             print(f"  {upper + ' / ' + lower:<34} {summary(paired, 2)}")
+        measure_bookkeeping(space, times)
+
+
+def measure_bookkeeping(
+    space: DARTSSpace | NASBench201Space, times: dict[str, list[float]]
+) -> None:
+    """Book, draw and account for a run of 5,000 steps; print its share of the steps' own time."""
+    seconds: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Ledger(Path(folder) / "ledger" / "ledger.sqlite", Path(folder) / "key")
+        generator = SecureGenerator()
+        release = Release(noise_multiplier=1.0, sample_rate=0.02, steps=1)
+        entry = Entry(
+            *("account", "records", "run", "search", 1, "train.weight_gradient:weights"),
+            splits=("train",),
+            release=release,
+            committed_steps=NUM_STEPS,
+        )
+        start = time.perf_counter()  # the wall, which counts the disk's time
+        for _ in range(NUM_STEPS):
+            ledger.reserve(entry, epsilon=100.0, delta=1e-5)
+        seconds["ledger"] = time.perf_counter() - start
+        start = time.perf_counter()
+        rows = ledger.entries()
+        for accountant in (prv_epsilon, rdp_epsilon, gdp_epsilon):
+            epsilon_per_split([(r.entry.release, r.entry.splits) for r in rows], 1e-5, accountant)
+        seconds["accounting"] = time.perf_counter() - start
+        ledger.close()
+    with seeded(0, "bench"):
+        size = sum(weight.numel() for weight in space.supernet().weights().values())
+    start = time.perf_counter()
+    for _ in range(20):
+        generator.poisson_mask(1000, probability=0.02)
+        total = torch.zeros(size, dtype=torch.float64)
+        add_noise(total, generator, noise_multiplier=1.0, max_grad_norm=1.0)
+    seconds["masks and noise"] = (time.perf_counter() - start) / 20 * NUM_STEPS
+    steps = NUM_STEPS * statistics.median(times["private weights"])
+    print(f"  {NUM_STEPS} private weight steps: {steps:.0f} s; of that")
+    for name, value in seconds.items():
+        print(f"  {name:<34} {value:.1f} s, {value / steps:.2%}")
+    share = (seconds["ledger"] + seconds["accounting"]) / steps
+    print(f"  {'ledger and accounting':<34} {share:.2%} (limit 2 %)")
 
 
 def make_steps(
