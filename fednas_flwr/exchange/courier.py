@@ -17,7 +17,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fednas_flwr.errors import ClientLeftError, ReplyError
-from fednas_flwr.exchange.gate import MAX_EXAMPLES, accept_reply
+from fednas_flwr.exchange.gate import MAX_EXAMPLES, accept_reply, check_facts
 from fednas_flwr.exchange.messages import (
     Header,
     Reply,
@@ -113,22 +113,24 @@ class Courier:
         max_examples: dict[int, float] = {}
         reasons = [] if len(nodes) == self.num_clients else [f"only {len(nodes)} nodes appeared"]
         for asked, answer in self._exchange("query.describe", "connect", 0, 1, {}, {}, {}):
-            index = answer.facts.get("client") if isinstance(answer, Reply) else None
-            if not isinstance(answer, Reply):
-                reasons.append(f"node {nodes[asked]}: {answer}")
-            elif not isinstance(index, int):
-                reasons.append(f"node {nodes[asked]}: does not say which client it is")
-            elif not 0 <= index < self.num_clients:
+            try:
+                if not isinstance(answer, Reply):
+                    raise ReplyError(answer)
+                check_facts(answer.facts)
+            except ReplyError as error:
+                reasons.append(f"node {nodes[asked]}: {error}")
+                continue
+            index = answer.facts["client"]
+            if not 0 <= index < self.num_clients:
                 raise ReplyError(f"a node is client {index} of clients={self.num_clients}.")
-            elif index in owners:
+            if index in owners:
                 raise ReplyError(
                     f"several nodes are the same client: {owners[index]} and {nodes[asked]} both "
                     f"say that they are client {index}; give each its own partition-id."
                 )
-            else:
-                owners[index] = nodes[asked]
-                facts[index] = answer.facts
-                max_examples[index] = answer.num_examples
+            owners[index] = nodes[asked]
+            facts[index] = answer.facts
+            max_examples[index] = answer.num_examples
         for client in sorted(set(range(self.num_clients)) - set(owners)):
             self._emit_failure("connect", 0, "query.describe", client, "; ".join(reasons))
         if len(owners) < self.quorum:

@@ -6,7 +6,8 @@ A reply that fails is dropped for its exchange, and nothing that was accepted be
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from flwr.app import Message
@@ -64,6 +65,40 @@ def accept_reply(
             if not _is_usable(vector):
                 raise ReplyError(f"{name} is not finite, or so large that averages overflow")
     return reply
+
+
+def check_facts(facts: Mapping[str, Any]) -> None:
+    """Refuse what a client says of itself in another form than ``query.describe`` gives it.
+
+    Raises:
+        ReplyError: It does not say which client it is, or a fact is malformed.
+    """
+    if type(facts.get("client")) is not int:
+        raise ReplyError("does not say which client it is")
+    for name, is_right in _FORMS.items():
+        if name in facts and not is_right(facts[name]):
+            raise ReplyError(f"says {name}={str(facts[name])[:80]}, which is malformed")
+
+
+def _counts(values: object) -> bool:
+    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
+
+
+def _names(values: object) -> bool:
+    return isinstance(values, list) and all(type(v) is str for v in values)
+
+
+_FORMS: dict[str, Callable[[Any], bool]] = {
+    "input_shape": _counts,
+    "class_counts": _counts,
+    "class_names": _names,
+    "feature_names": _names,
+    "splits": lambda splits: (
+        isinstance(splits, dict)
+        and set(splits) == {"train", "validation", "test"}
+        and _counts(list(splits.values()))
+    ),
+}
 
 
 def _is_usable(vector: torch.Tensor) -> bool:

@@ -40,6 +40,7 @@ from fednas_flwr.config import Config, DifferentialPrivacy, FixedNetwork
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import concat_splits, server_split
 from fednas_flwr.data.partitioners import save_partition
+from fednas_flwr.data.splits import SPLITS
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
 from fednas_flwr.evaluation.metrics import evaluate, linear_accuracy
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
@@ -118,11 +119,14 @@ def _run_stages(config: Config, grid: Grid, log: EventLog) -> None:
         courier.connect(grid)
     private = isinstance(config.privacy, DifferentialPrivacy)
     facts = [known for _, known in sorted(courier.facts.items())]
+    splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in facts]
+    counts = [known.get("class_counts", []) for known in facts]
+    told = all(len(count) == prepared.num_classes for count in counts)  # not in private runs
     log.emit(
         "partition",
         class_names=list(prepared.train.class_names),
-        counts=None if private else [known["class_counts"] for known in facts],
-        splits=[known["splits"] for known in facts],
+        counts=counts if told else None,
+        splits=splits,
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
     checkpoints = CheckpointFolder(
@@ -132,7 +136,7 @@ def _run_stages(config: Config, grid: Grid, log: EventLog) -> None:
     if private:
         latest = {stage: checkpoints.latest(stage) for stage in ("search", "retrain")}
         done = {stage: point.round for stage, point in latest.items() if point is not None}
-        schedule = make_schedule(config, [known["splits"] for known in facts], done=done)
+        schedule = make_schedule(config, splits, done=done)
         commit(courier, config, schedule)
     run = _Run(config, folder, grid, log, courier, checkpoints, prepared, schedule)
     try:

@@ -39,15 +39,19 @@ def client_reply(client: int) -> Reply:
     )
 
 
-def make_app(damage: dict[int, Callable[[RecordDict], RecordDict]], claims: dict[int, object]):
+def make_app(
+    damage: dict[int, Callable[[RecordDict], RecordDict]],
+    claims: dict[int, object],
+    facts: dict[int, dict],
+):
     app = ClientApp()
 
     @app.query("describe")
     def describe(message, context):
         index = context.node_config["partition-id"]
         header = decode_request("query.describe", message.content).header
-        facts = {"client": claims.get(index, index)}
-        return Message(encode_reply(header, Reply(DECLARED, facts=facts)), reply_to=message)
+        said = {"client": claims.get(index, index)} | facts.get(index, {})
+        return Message(encode_reply(header, Reply(DECLARED, facts=said)), reply_to=message)
 
     @app.train("search")
     def search(message, context):
@@ -65,7 +69,8 @@ def make_app(damage: dict[int, Callable[[RecordDict], RecordDict]], claims: dict
 def federation():
     """``federation(clients, ...)``: a courier, its grid, its events, and ``ask``.
 
-    ``damage`` changes the content of a client's replies; ``claims`` is who a node says it is.
+    ``damage`` changes the content of a client's replies; ``claims`` is who a node says it is,
+    ``facts`` what it says besides.
     """
 
     def make(
@@ -74,11 +79,12 @@ def federation():
         nodes: int | None = None,
         damage: dict | None = None,
         claims: dict | None = None,
+        facts: dict | None = None,
         grid: Callable[..., InProcessGrid] = InProcessGrid,
         **settings,
     ) -> SimpleNamespace:
         events: list[dict] = []
-        app = make_app(damage or {}, claims or {})
+        app = make_app(damage or {}, claims or {}, facts or {})
         courier = Courier(
             run="run",
             num_clients=num_clients,

@@ -68,6 +68,29 @@ def train_losses(replies):
     return [(client, reply.metrics["train_loss"]) for client, reply in replies]
 
 
+@pytest.mark.parametrize(
+    "fact",
+    [
+        {"splits": 5},
+        {"splits": {"train": 3}},
+        {"splits": {"train": 3, "validation": -1, "test": 0}},
+        {"splits": {"train": 3, "validation": "1", "test": 0}},
+        {"class_counts": [1, 2.5]},
+        {"class_counts": "12"},
+        {"class_names": ["a", 3]},
+        {"input_shape": [3, True]},
+        {"feature_names": None},
+    ],
+)
+def test_a_client_whose_facts_are_malformed_is_not_connected(federation, fact):
+    strange = federation(3, facts={1: fact})
+    strange.courier.connect(strange.grid)
+    assert strange.courier.clients == [0, 2]
+    (event,) = strange.events
+    assert "node 3: says " in event["reason"]
+    assert event["reason"].endswith("which is malformed")
+
+
 def test_replies_come_in_client_order_once_whatever_the_arrival(federation):
     unruly = federation(5, grid=AllAtOnce)
     unruly.courier.connect(unruly.grid)
