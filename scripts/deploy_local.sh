@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A SuperLink and three SuperNodes on loopback, with TLS and registered node keys, run the
-# quickstart; then this process alone runs it, and both must end in the same bits.
+# quickstart; then this process alone runs it, and both must end in the same bits. Of a private run,
+# whose noise never repeats, the ledgers are checked instead.
 # Arguments are overrides of `fednas run` for both, e.g. rounds=2 retrain.rounds=2.
 # Results and logs stay in runs/deploy_local_<time>, or the new folder that FEDNAS_RESULTS names;
 # every process is stopped at the end.
@@ -140,6 +141,12 @@ until_true "the SuperNodes" 120 online "$num_nodes"
 # not begin within a minute and starts another, so a machine that is too busy ends at the deadline.
 run fednas run runtime=deployment runtime.superlink=site runtime.quorum=1 runtime.deadline_s=600 \
     clients=$num_nodes run_dir="$results/deployed" "$@"
+if [ -d "$results/deployed/sites" ]; then # private: no noise is drawn twice, but the books must be in order
+    for site in "$results"/deployed/sites/*/; do
+        run fednas ledger verify "$site/ledger/ledger.sqlite" --key "$site/key"
+    done
+    exit 0
+fi
 run fednas run runtime=inline clients=$num_nodes run_dir="$results/inline" "$@"
 
 python - "$results" <<'PYTHON'
