@@ -162,6 +162,25 @@ def test_the_noise_does_not_depend_on_the_runs_seed(make_site):
     assert (states[0] == states[1]).float().mean() < 0.01
 
 
+def test_what_a_verb_returns_is_checked_before_it_leaves(make_site, monkeypatch):
+    monkeypatch.setitem(PRIVATE_VERBS, "train.weights", lambda *_: Reply(1, metrics={"loss": 1.0}))
+    with pytest.raises(RuntimeError, match="must not return"):
+        make_site().ask("train.weights")
+
+
+@pytest.mark.parametrize("drawn", ["nothing", "drop-path", "crops"])
+def test_drop_path_and_augmentation_are_drawn_anew_and_not_from_the_runs_seed(
+    drawn, make_site, without_noise
+):
+    site = make_site(committed=[i | {"batch_size": None} for i in schedule()])
+    if drawn == "crops":
+        site.client.augmentation.__dict__["crop_padding"] = 2
+    asked = {"drop_path_prob": 0.5} if drawn == "drop-path" else {}
+    asked |= {"releases": everything("train.weights"), "weights": STEP}
+    replies = [site.ask("train.weights", **asked).states["weights"]["float32"] for _ in range(2)]
+    assert torch.equal(*replies) == (drawn == "nothing")
+
+
 # --- the computation, against float64 loops of batch size 1
 
 
@@ -268,15 +287,20 @@ def test_losses_and_accuracies_are_sums_of_bounded_terms_over_declared_records(
     make_site, networks, without_noise
 ):
     site = make_site()
-    reply = site.ask("evaluate.model")
+    request = site.request("evaluate.model")
+    large = {"weights": {"float32": 20 * request.states["weights"]["float32"]}}
+    request = replace(request, states={**request.states, **large})
+    reply = site.answer(request)
     assert without_noise == [(METRICS["noise_multiplier"], METRICS["max_grad_norm"])]
     supernet = networks.space.supernet()
-    load_states(supernet, networks.states["supernet"])
+    load_states(supernet, request.states)
     data, bound = site.client.data.validation, 2 * math.log(3)
     x, y = data.batch(torch.arange(len(data)), "cpu")
     with torch.no_grad():
         logits = supernet.eval()(x)
-    losses = functional.cross_entropy(logits, y, reduction="none").clamp(max=bound)
+    losses = functional.cross_entropy(logits, y, reduction="none")
+    assert losses.max() > bound > losses.min()
+    losses = losses.clamp(max=bound)
     right = (logits.argmax(1) == y).sum()
     assert len(data) != 20
     assert reply.metrics["loss"] == pytest.approx(losses.sum().item() / 20, rel=1e-5)
@@ -475,7 +499,7 @@ def changed(settings, path, value):
 
 
 @settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -1,0 +1,481 @@
+"""Whole private runs: what is booked and told, who leaves, and what hostile servers get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.nn import functional
+
+from fednas_flwr import build
+from fednas_flwr.cli import main
+from fednas_flwr.clients import release
+from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
+from fednas_flwr.config import dump_config
+from fednas_flwr.data.loaders import Split
+from fednas_flwr.exchange.courier import QuorumError
+from fednas_flwr.federation import client_app
+from fednas_flwr.federation.client_app import make_client_app
+from fednas_flwr.federation.commitment import make_schedule, private_settings
+from fednas_flwr.federation.grids import InProcessGrid
+from fednas_flwr.federation.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.federation.stages import run_stages
+from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
+from fednas_flwr.privacy.gdp import gdp_epsilon
+from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.reporting.events import EventLog, read_events
+from fednas_flwr.search.training import make_adam, make_sgd
+
+SIZES = ("norm=group", "channels=2", "num_cells=1")
+DP = [
+    *("algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "retrain.batch_size=8"),
+    *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES),
+    *("clients=2", "privacy.retrain.local_steps=3", "privacy.epsilon=1000"),
+]
+SEARCH = [*DP, "stages=[search]"]
+
+
+def ledger(sites: Path, client: int) -> Ledger:
+    folder = sites / f"client-{client}"
+    return Ledger(folder / "ledger" / "ledger.sqlite", folder / "key")
+
+
+def rows(sites: Path, client: int):
+    with ledger(sites, client) as booked:
+        assert booked.verify() == len(booked.entries())
+        return [row.entry for row in booked.entries()]
+
+
+def steps_by_split(entries):
+    counts: dict[str, int] = {}
+    for entry in entries:
+        assert entry.release.steps == 1
+        for split in entry.splits:
+            counts[split] = counts.get(split, 0) + 1
+    return counts
+
+
+def named(events, name):
+    return [event for event in events if event["event"] == name]
+
+
+@pytest.fixture
+def start(compose_config, tmp_path, monkeypatch):
+    """``start(*overrides)``: run the stages inline; folder, sites, events and the error, if any."""
+    numbers = iter(range(100))
+    # PRV takes up to a second per client; the whole run below has it
+    monkeypatch.setitem(release.ACCOUNTANTS, "prv", rdp_epsilon)
+
+    def started(*overrides, name=None, grid=None, listener=None, resume=None):
+        folder = tmp_path / (name or f"run-{next(numbers)}")
+        if resume is None:
+            config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
+        else:
+            config, folder = open_run_folder(str(resume)), resume
+        grid = grid or InProcessGrid(make_client_app(dump_config(config)), config.clients)
+        error = None
+        with EventLog(folder / "events.jsonl", [listener] if listener else []) as log:
+            try:
+                run_stages(config, grid, log, resumed=resume is not None)
+            except (QuorumError, KeyboardInterrupt) as raised:
+                error = raised
+        events = read_events(folder / "events.jsonl")
+        sites = Path(config.privacy.sites or folder / "sites")
+        return SimpleNamespace(
+            folder=folder, sites=sites, events=events, error=error, config=config
+        )
+
+    return started
+
+
+def states(run, stage="search", server_round=1):
+    path = run.folder / "checkpoints" / f"{stage}-{server_round:06d}.safetensors"
+    return load_file(path)
+
+
+def write_policy(sites: Path, client: int, **changes):
+    """Write a simulated site's policy before its first run."""
+    section = {
+        "epsilon": 1000.0,
+        "delta": 1e-5,
+        "least_noise_multiplier": 0.1,
+        "largest_grad_norm": 1.0,
+        "largest_steps": 1000,
+        "verbs": list(PRIVATE_VERBS),
+        "records": {"train": 20, "validation": 16, "test": 4},
+        "secure_noise": True,
+        "test_seed": False,
+        **changes,
+    }
+    path = sites / f"client-{client}" / "policy.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(yaml.safe_dump({"data_sets": {"records": section}}))
+
+
+# --- one whole run through the command line
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_overrides, tmp_path_factory):
+    """A run with retraining, noised metrics and a target epsilon, by the command line."""
+    folder = tmp_path_factory.mktemp("whole")
+    overrides = [*tiny_overrides, *DP, "stages=[search,retrain,evaluate]", "privacy.epsilon=30"]
+    overrides += ["privacy.metrics_noise_multiplier=5", "algorithm.evaluate_every=1"]
+    overrides += ["dataset.fractions={train: 0.4, validation: 0.4, test: 0.2}"]
+    assert main(["run", *overrides, f"run_dir={folder / 'run'}"]) == 0
+    events = read_events(folder / "run" / "events.jsonl")
+    return SimpleNamespace(
+        folder=folder / "run", sites=folder / "run" / "sites", events=events, overrides=overrides
+    )
+
+
+def test_a_whole_run_books_every_step_of_its_schedule_and_no_other(whole):
+    for client in (0, 1):
+        booked = rows(whole.sites, client)
+        assert steps_by_split(booked) == {
+            "train": 2 + 2 * 3,
+            "validation": 2 + 2 + 2 * 3,  # alphas, metrics of every round, retraining
+            "test": 1,
+        }
+        (event,) = named(whole.events, "privacy")
+        promised = {
+            (i["stage"], f"{i['verb']}:{i['kind']}", tuple(i["splits"])): i["steps"]
+            for i in event["schedule"]
+        }
+        counts: dict = {}
+        for row in booked:
+            key = (row.stage, row.verb, row.splits)
+            counts[key] = counts.get(key, 0) + 1
+            assert row.committed_steps == promised[key]
+        assert counts == promised  # retraining has reached its last step
+    assert not named(whole.events, "client_left") + named(whole.events, "client_failed")
+
+
+def test_the_epsilon_that_is_told_is_that_of_the_schedule_and_within_the_target(whole):
+    (event,) = named(whole.events, "privacy")
+    for client in event["clients"]:
+        records = client["records"]
+        by_split: dict[str, list] = {}
+        for item in event["schedule"]:
+            total = sum(records[split] for split in item["splits"])
+            rate = 1.0 if item["batch_size"] is None else item["batch_size"] / total
+            sigma = item["noise_multiplier"]
+            for split in item["splits"]:
+                by_split.setdefault(split, []).append(
+                    Release(noise_multiplier=sigma, sample_rate=rate, steps=item["steps"])
+                )
+        assert set(by_split) == {"train", "validation", "test"}
+        for name, accountant in (("prv", prv_epsilon), ("rdp", rdp_epsilon), ("gdp", gdp_epsilon)):
+            by_hand = {split: accountant(rs, 1e-5) for split, rs in by_split.items()}
+            assert client["epsilon"][name] == pytest.approx(by_hand, rel=1e-6)
+        assert max(client["epsilon"]["prv"].values()) <= 30
+        assert client["secure_noise"] is True
+    (spent,) = named(whole.events, "privacy_spent")
+    assert max(client["spent"] for client in spent["clients"]) <= 30
+    assert max(client["spent"] for client in spent["clients"]) > 28  # and most of it is used
+
+
+def test_only_released_metrics_are_in_the_record_of_a_run(whole):
+    rounds = named(whole.events, "round")
+    assert {e["stage"] for e in rounds} == {"search", "retrain"}
+    for event in rounds:
+        measured = {"loss", "accuracy"} if event["stage"] == "search" else set()
+        assert {name for m in event["clients"].values() for name in m} == measured
+    (partition,) = named(whole.events, "partition")
+    assert partition["counts"] is None
+    (evaluated,) = named(whole.events, "evaluated")
+    assert evaluated["linear"] is None
+    assert {c["num_examples"] for c in evaluated["clients"]} == {
+        split["test"] for split in partition["splits"]
+    }
+
+
+def test_a_budget_that_has_ended_makes_clients_leave_and_ends_the_run(whole, start):
+    """The sites' budget is that of one run: the second run adds up and finds nothing left."""
+    given = [o for o in whole.overrides if not o.startswith(("privacy.epsilon", "stages"))]
+    given += ["privacy.epsilon=500", "privacy.weights.noise_multiplier=0.3", "stages=[search]"]
+    run = start(*given, f"privacy.sites={whole.sites}")
+    assert "budget is 30" in str(run.error)
+    left = named(run.events, "client_left")
+    assert {event["client"] for event in left} == {0, 1}
+    assert run.events[-1]["status"] == "failed"
+    assert "budget is 30" in run.events[-1]["reason"]
+
+
+# --- DP-FNAS
+
+
+@pytest.mark.parametrize(
+    ("local_steps", "fused", "clients"), [(1, False, 1), (2, True, 3), (1, True, 1), (2, False, 3)]
+)
+def test_every_step_of_the_search_is_booked_on_its_split(start, local_steps, fused, clients):
+    run = start(
+        *SEARCH,
+        f"algorithm.local_steps={local_steps}",
+        f"algorithm.fused={str(fused).lower()}",
+        f"clients={clients}",
+    )
+    assert run.error is None
+    (event,) = named(run.events, "privacy")
+    for client in range(clients):
+        booked = rows(run.sites, client)
+        assert steps_by_split(booked) == {"train": 2 * local_steps, "validation": 2 * local_steps}
+        declared = event["clients"][client]["records"]
+        for row in booked:
+            assert row.release.sample_rate == min(1.0, 8 / declared[row.splits[0]])
+    assert len(named(run.events, "round")) == 2
+
+
+def test_two_runs_with_the_same_seed_draw_anew_and_add_up(start, tmp_path):
+    runs = [start(*SEARCH, "rounds=1", f"privacy.sites={tmp_path / 'sites'}") for _ in range(2)]
+    moved = [states(run)["weights.float32"] for run in runs]
+    assert (moved[0] == moved[1]).float().mean() < 0.01
+    for client in (0, 1):
+        booked = rows(tmp_path / "sites", client)
+        assert steps_by_split(booked) == {"train": 2, "validation": 2}
+        assert len({row.run for row in booked}) == 2
+    first, second = (named(run.events, "privacy")[0]["clients"][0]["epsilon"] for run in runs)
+    for split in ("train", "validation"):
+        release_ = [row.release for row in rows(tmp_path / "sites", 0) if split in row.splits]
+        assert second["rdp"][split] == pytest.approx(rdp_epsilon(release_, 1e-5))
+        assert second["rdp"][split] > first["rdp"][split]
+
+
+def test_noise_of_a_test_seed_is_repeated_and_marked(start):
+    runs = [start(*SEARCH, "clients=1", "privacy.test_seed=3", "rounds=1") for _ in range(2)]
+    assert torch.equal(*(states(run)["weights.float32"] for run in runs))
+    for run in runs:
+        assert named(run.events, "privacy")[0]["clients"][0]["secure_noise"] is False
+
+
+def test_a_killed_run_books_again_under_a_new_name_and_keeps_the_noise_of_retraining(
+    start, tmp_path
+):
+    def stop(event):
+        if event["event"] == "round" and event["stage"] == "retrain":
+            raise KeyboardInterrupt
+
+    # on sites that allow more than one run: what is repeated is paid for twice
+    write_policy(tmp_path, 0)
+    given = ["stages=[search,retrain]", "privacy.epsilon=40", f"privacy.sites={tmp_path}"]
+    killed = start(*DP, *given, "clients=1", listener=stop)
+    assert isinstance(killed.error, KeyboardInterrupt)
+    before = rows(killed.sites, 0)
+    client_app._client.cache_clear()  # a new process
+    resumed = start(resume=killed.folder)
+    assert resumed.error is None
+    after = rows(killed.sites, 0)
+    assert after[: len(before)] == before
+    assert steps_by_split(before) == {"train": 2 + 3, "validation": 2 + 3}
+    assert steps_by_split(after[len(before) :]) == {"train": 2 * 3, "validation": 2 * 3}
+    assert len({row.run for row in before}) == len({row.run for row in after}) - 1 == 1
+    events = named(resumed.events, "privacy")
+    noise = [event["schedule"][-1]["noise_multiplier"] for event in events]
+    assert noise[0] == noise[1]
+    assert [item["steps"] for item in events[1]["schedule"]] == [6]  # the search is done
+    for split in ("train", "validation"):  # what was repeated is told
+        booked = [row.release for row in after if split in row.splits]
+        told = events[1]["clients"][0]["epsilon"]["rdp"][split]
+        assert told == pytest.approx(rdp_epsilon(booked, 1e-5))
+
+
+def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optimisers(
+    compose_config, federate, monkeypatch, tmp_path
+):
+    """DP-FNAS, Eq. 3 and 4 and Alg. 1, in float64, at p = 1 and without the noise."""
+    monkeypatch.setattr(release, "add_noise", lambda total, generator, **terms: total)
+    norms = {"weights": 0.8, "alphas": 0.01}
+    config = compose_config(
+        *SEARCH,
+        *("clients=3", "partition=quantity", "partition.fractions=[0.5,0.3,0.2]"),
+        *("algorithm.batch_size=null", f"privacy.sites={tmp_path}", "rounds=1"),
+        "dataset.limit_train=40",
+        *(f"privacy.{state}.max_grad_norm={norm}" for state, norm in norms.items()),
+    )
+    fed = federate(config)
+    fed.courier.connect(fed.grid)
+    records = [facts["splits"] for facts in fed.courier.facts.values()]
+    schedule = make_schedule(config, records, done={})
+    settings = {"data_set": "records", "schedule": schedule}
+    list(fed.courier.ask("query.commit", stage="commit", settings=settings))
+    private = private_settings(config, schedule, "search")
+    strategy = build.make_search(config, fed.data[0], fed.courier, None, private)
+    plain = build.supernet_space(config, fed.data[0]).supernet()
+    strategy.load_into(plain)
+    plain.double().train()
+    strategy.start(fed.grid, num_rounds=1)
+    parameters = {
+        "weights": list(plain.weights().values()),
+        "alphas": list(plain.alphas().values()),
+    }
+    optimizers = {
+        "weights": make_sgd(parameters["weights"], config.algorithm.weights),
+        "alphas": make_adam(parameters["alphas"], config.algorithm.alphas),
+    }
+    for state, name in (("weights", "train"), ("alphas", "validation")):
+        total, clipped = [torch.zeros_like(p) for p in parameters[state]], 0
+        for client in fed.clients:
+            split = getattr(client.data, name)
+            for row in range(len(split)):
+                x, y = split.batch(torch.tensor([row]), "cpu")
+                loss = functional.cross_entropy(plain(x.double()), y)
+                gradients = torch.autograd.grad(loss, parameters[state], allow_unused=True)
+                gradients = [torch.zeros(()) if g is None else g for g in gradients]
+                norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt().item()
+                clipped += norm > norms[state]
+                scale = min(1.0, norms[state] / norm)
+                total = [t + scale * g for t, g in zip(total, gradients, strict=True)]
+        assert clipped > 0
+        for parameter, gradient in zip(parameters[state], total, strict=True):
+            parameter.grad = gradient / sum(counts[name] for counts in records)
+        if state == "weights":
+            clip_norm = config.algorithm.weights.clip_norm
+            torch.nn.utils.clip_grad_norm_(parameters["weights"], clip_norm)
+        optimizers[state].step()
+        expected = torch.cat([p.detach().reshape(-1) for p in parameters[state]])
+        actual = strategy.states[state]["float32"].double()
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- quorum
+
+
+def test_a_client_whose_budget_ends_leaves_and_the_run_goes_on_by_quorum(start, tmp_path):
+    write_policy(tmp_path, 0, epsilon=10.0)
+    run = start(
+        *SEARCH,
+        "rounds=3",
+        "privacy.alphas.noise_multiplier=0.6",
+        "runtime.quorum=0.5",
+        f"privacy.sites={tmp_path}",
+    )
+    assert run.error is None
+    (left,) = named(run.events, "client_left")
+    assert left["client"] == 0
+    assert "the budget is 10" in left["reason"]
+    assert not named(run.events, "client_failed")  # it was not asked again
+    assert len(named(run.events, "round")) == 3
+    assert len(rows(tmp_path, 1)) == 6
+    assert 0 < len(rows(tmp_path, 0)) < 6
+    assert run.events[-1]["status"] == "completed"
+
+
+REFUSALS = {
+    "rule least_noise_multiplier: noise_multiplier=1.0": {"least_noise_multiplier": 1.5},
+    "rule largest_grad_norm: max_grad_norm=1.0": {"largest_grad_norm": 0.5},
+    "rule largest_steps: steps=2": {"largest_steps": 1},
+    "rule verbs: verb=train.alpha_gradient": {
+        "verbs": ["query.describe", "query.commit", "train.weight_gradient"]
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "quorum"), [*((words, 0.5) for words in REFUSALS), (next(iter(REFUSALS)), 1.0)]
+)
+def test_what_a_policy_refuses_is_told_and_the_run_goes_on_if_a_quorum_remains(
+    start, tmp_path, words, quorum
+):
+    write_policy(tmp_path, 1, **REFUSALS[words])
+    run = start(*SEARCH, "rounds=2", f"runtime.quorum={quorum}", f"privacy.sites={tmp_path}")
+    reasons = {event["reason"] for event in named(run.events, "client_failed")}
+    assert any(words in reason for reason in reasons)
+    assert {event["client"] for event in named(run.events, "client_failed")} == {1}
+    assert [entry for entry in rows(tmp_path, 1) if "alpha" in entry.verb] == []
+    if quorum == 1.0:
+        assert words in str(run.error)
+        assert run.events[-1]["status"] == "failed"
+    else:
+        assert run.error is None
+        assert len(named(run.events, "round")) == 2
+
+
+# --- what a site tells
+
+
+@pytest.fixture
+def real_sites(tmp_path):
+    """``real_sites(grid)``: give every node of a grid a policy, ledger and key of its own."""
+
+    def equip(grid, **changes):
+        for node, context in grid._contexts.items():
+            folder = tmp_path / f"node-{node}"
+            write_policy(folder, 0, **changes)
+            context.node_config |= {
+                "policy": str(folder / "client-0" / "policy.yaml"),
+                "data-set": "records",
+                "ledger": str(folder / "ledger" / "rows"),
+                "ledger-key": str(folder / "key"),
+            }
+        return grid
+
+    return equip
+
+
+ASKED_WITHOUT_PRIVACY = {
+    "train.search": "private verb=train.search is unknown",
+    "train.probe": "No train function registered",
+    "train.weight_gradient": "rule data_sets",
+    "train.weights": "do not fit train.weights",
+    "evaluate.model": "rule data_sets",
+}
+
+
+def test_a_site_with_a_policy_refuses_a_run_without_privacy(compose_config, real_sites):
+    sizes = [f"search_space.{size}" for size in SIZES]
+    config = compose_config("algorithm=fnas", "clients=1", "stages=[search]", *sizes)
+    grid = real_sites(InProcessGrid(make_client_app(dump_config(config)), 1))
+    courier = build.make_courier(config, run="run")
+    courier.connect(grid)
+    assert "class_counts" not in courier.facts[0]
+    settings = {"local_steps": 1, "network": {"name": "supernet"}, "split": "validation"}
+    for verb, words in ASKED_WITHOUT_PRIVACY.items():
+        given = {} if verb == "train.weights" else settings
+        with pytest.raises(QuorumError, match=words):
+            list(courier.ask(verb, stage="search", settings=given))
+    terms = {"noise_multiplier": 1.0, "batch_size": 8, "max_grad_norm": 1.0}
+    settings |= {"data_set": "records", "releases": {"weights": terms}}
+    with pytest.raises(QuorumError, match="rule committed values: commitment=None"):
+        list(courier.ask("train.weight_gradient", stage="search", settings=settings))
+
+
+def test_an_error_that_is_no_refusal_keeps_its_text_at_the_site(
+    start, compose_config, real_sites, monkeypatch, tmp_path, capsys
+):
+    def batch(*_):
+        raise ValueError("patient 4711 has no label")
+
+    monkeypatch.setattr(Split, "batch", batch)
+    config = compose_config(*SEARCH, "clients=1", f"privacy.sites={tmp_path}")
+    for grid in (
+        InProcessGrid(make_client_app(dump_config(config)), 1),
+        real_sites(InProcessGrid(make_client_app(dump_config(config)), 1)),
+    ):
+        run = start(*SEARCH, "clients=1", grid=grid)
+        text = (run.folder / "events.jsonl").read_text() + str(run.error)
+        assert "an error at the site" in text
+        assert "4711" not in text
+        assert "4711" in capsys.readouterr().err
+
+
+def test_errors_while_a_real_site_opens_its_data_keep_their_text_there(
+    compose_config, real_sites, monkeypatch, capsys
+):
+    config = compose_config(*SEARCH, "clients=1")
+
+    def make_data(_):
+        raise build.ConfigError("row 4711 has no label")
+
+    monkeypatch.setattr(client_app, "make_data", make_data)
+    client_app._client.cache_clear(), client_app._data.cache_clear()
+    grid = real_sites(InProcessGrid(make_client_app(dump_config(config)), 1))
+    with pytest.raises(QuorumError) as error:
+        build.make_courier(config, run="run").connect(grid)
+    assert "an error at the site" in str(error.value)
+    assert "4711" not in str(error.value)
+    assert "4711" in capsys.readouterr().err
