@@ -85,7 +85,7 @@ def start(compose_config, tmp_path, monkeypatch):
             except (QuorumError, KeyboardInterrupt) as raised:
                 error = raised
         events = read_events(folder / "events.jsonl")
-        sites = Path(config.privacy.sites or folder / "sites")
+        sites = Path(getattr(config.privacy, "sites", None) or folder / "sites")
         return SimpleNamespace(
             folder=folder, sites=sites, events=events, error=error, config=config
         )
@@ -426,10 +426,14 @@ ASKED_WITHOUT_PRIVACY = {
 }
 
 
-def test_a_site_with_a_policy_refuses_a_run_without_privacy(compose_config, real_sites):
+def test_a_site_with_a_policy_refuses_a_run_without_privacy(start, compose_config, real_sites):
     sizes = [f"search_space.{size}" for size in SIZES]
-    config = compose_config("algorithm=fnas", "clients=1", "stages=[search]", *sizes)
+    overrides = ["algorithm=fnas", "clients=1", "stages=[search]", *sizes]
+    config = compose_config(*overrides)
     grid = real_sites(InProcessGrid(make_client_app(dump_config(config)), 1))
+    run = start(*overrides, grid=grid)
+    assert "refused by the policy, rule data_sets" in str(run.error)
+    assert run.events[-1]["status"] == "failed"
     courier = build.make_courier(config, run="run")
     courier.connect(grid)
     assert "class_counts" not in courier.facts[0]
