@@ -29,7 +29,7 @@ from fednas_flwr.config import (
     RandomSearch,
 )
 from fednas_flwr.data.datasets import Prepared, prepare
-from fednas_flwr.data.loaders import ClientData, make_client_data
+from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.partitioners import load_partition, partition
 from fednas_flwr.data.records import Records
 from fednas_flwr.errors import ConfigError, unknown_choice
@@ -54,6 +54,9 @@ from fednas_flwr.strategies.fnas import FNAS
 from fednas_flwr.strategies.random_search import RandomSearch as RandomSearchStrategy
 
 Description = Mapping[str, Any]  # what a network is built from, JSON values only
+
+# What a private site's node names: its data and their id, its rules, its books, its secret.
+PRIVATE_SITE_KEYS = ("data-path", "data-set", "policy", "ledger", "ledger-key", "split-key")
 
 SPACES: dict[str, Callable[..., SearchSpace]] = {
     "darts": DARTSSpace,
@@ -184,9 +187,12 @@ def check_buildable(config: Config) -> None:
     """
     make_device(config.device)
     data = make_data(config)
-    for index in range(config.clients):
-        make_client(config, index, data=data, networks={})
-    prepared, genotype = data[0], None
+    (prepared, parts), genotype = data, None
+    for part in parts:
+        key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
+        make_client_data(prepared, part, key=key, fractions=fractions)
+    if isinstance(config.privacy, DifferentialPrivacy):
+        _check_public(config, prepared)
     if not isinstance(config.algorithm, FixedNetwork):
         if config.genotype is not None:
             genotype = load_genotype(Path(config.genotype).expanduser())
@@ -230,15 +236,17 @@ def make_client(
             return supernet_space(config, prepared).supernet()
         return make_network(description)
 
+    gate = _make_gate(config, index, len(parts[index]), site)
+    fractions: Mapping[str, float] = config.dataset.fractions
+    if gate is not None:
+        _check_public(config, prepared)
+        fractions = gate.allowed.fractions
     own = make_client_data(
         prepared,
         parts[index],
         key=site.get("split-key", config.dataset.split_key).encode(),
-        fractions=config.dataset.fractions,
+        fractions=fractions,
     )
-    gate = _make_gate(config, index, own, site)
-    if gate is not None:
-        _check_public(config, prepared)
     return Client(
         index=index,
         seed=config.seed,
@@ -260,13 +268,18 @@ def make_client(
 
 
 def _make_gate(
-    config: Config, index: int, data: ClientData, site: Mapping[str, str]
+    config: Config, index: int, num_records: int, site: Mapping[str, str]
 ) -> ReleaseGate | None:
     """Return the site's gate: its own where the node names a policy, or a simulated one."""
     if "policy" in site:
-        missing = [key for key in ("data-set", "ledger", "ledger-key") if key not in site]
+        missing = [key for key in PRIVATE_SITE_KEYS if key not in site]
         if missing:
             raise ConfigError(f"the node has a policy but lacks {', '.join(missing)}: give them.")
+        if config.dataset.limit_train is not None:
+            raise ConfigError(
+                f"dataset.limit_train={config.dataset.limit_train} on a private site, whose policy "
+                "declares how many records there are: leave it null."
+            )
         policy = load_policy(Path(site["policy"]), verbs=PRIVATE_VERBS)
         ledger = Ledger(Path(site["ledger"]), Path(site["ledger-key"]))
         return ReleaseGate(policy, ledger, SecureGenerator(), data_set=site["data-set"])
@@ -275,20 +288,22 @@ def _make_gate(
         return None
     if has_real_sites(config):
         raise ConfigError(
-            "privacy=dp on a node without a policy: start it with policy, data-set, ledger and "
-            "ledger-key in --node-config."
+            "privacy=dp on a node without a policy: start it with "
+            f"{', '.join(PRIVATE_SITE_KEYS)} in --node-config."
         )
     if privacy.sites is None and config.run_dir is None:
         raise ConfigError("privacy=dp without a run folder needs privacy.sites=<folder>.")
     folder = Path(privacy.sites or Path(str(config.run_dir)) / "sites").expanduser()
     folder = folder / f"client-{index}"
-    policy = _simulated_policy(privacy, data, folder / "policy.yaml")
+    policy = _simulated_policy(config, privacy, num_records, folder / "policy.yaml")
     test_seed = None if privacy.test_seed is None else f"{privacy.test_seed} {index}".encode()
     ledger = Ledger(folder / "ledger" / "ledger.sqlite", folder / "key")
     return ReleaseGate(policy, ledger, SecureGenerator(test_seed), data_set=privacy.data_set)
 
 
-def _simulated_policy(privacy: DifferentialPrivacy, data: ClientData, path: Path) -> Policy:
+def _simulated_policy(
+    config: Config, privacy: DifferentialPrivacy, num_records: int, path: Path
+) -> Policy:
     """Return the policy in a file; without one, write what lets the run's configuration pass."""
     if not path.exists():
         norms = (part.max_grad_norm for part in (privacy.weights, privacy.alphas))
@@ -299,11 +314,8 @@ def _simulated_policy(privacy: DifferentialPrivacy, data: ClientData, path: Path
             "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
             "largest_steps": 1_000_000,
             "verbs": list(PRIVATE_VERBS),
-            "records": {
-                "train": len(data.train),
-                "validation": len(data.validation),
-                "test": len(data.test),
-            },
+            "records": num_records,
+            "fractions": config.dataset.fractions,
             "secure_noise": privacy.test_seed is None,
             "test_seed": privacy.test_seed is not None,
         }
@@ -321,9 +333,17 @@ def _check_public(config: Config, prepared: Prepared) -> None:
             "privacy=dp with a table that each client standardises by its own statistics, which no "
             "budget covers: give public ones, dataset.statistics={column: [mean, std], ...}."
         )
-    if has_real_sites(config) and not config.dataset.class_names:
+    if not has_real_sites(config):
+        return
+    settings = config.dataset
+    needed = {"class_names": bool(settings.class_names)}
+    if settings.name == "csv":
+        needed["numeric or categorical"] = bool(settings.numeric or settings.categorical)
+        needed["categories"] = set(settings.categories).issuperset(settings.categorical)
+    missing = [f"dataset.{name}" for name, value in needed.items() if not value]
+    if missing:
         raise ConfigError(
-            "privacy=dp on real sites: give dataset.class_names, since names that were found in "
+            f"privacy=dp on real sites: give {', '.join(missing)}, since names that were found in "
             "the records would be a release."
         )
 

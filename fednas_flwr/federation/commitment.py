@@ -37,8 +37,10 @@ def make_schedule(
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     sigma = privacy.retrain.noise_multiplier
-    if sigma is None and "retrain" in config.stages:  # for the whole run, also when it is resumed
-        *others, retrain = _items(config, privacy, 1.0, {})
+    if sigma is None and "retrain" in config.stages:
+        # For the whole run, also when it is resumed, and with a round to spare in each stage: a
+        # round that was interrupted is released, and booked, twice.
+        *others, retrain = _items(config, privacy, 1.0, {"search": -1, "retrain": -1})
         sigma = _calibrated(privacy, retrain, others, records)
     items = _items(config, privacy, sigma, done)
     return [item for item in items if item["steps"] > 0]

@@ -246,10 +246,11 @@ def _evaluate(
 
 def _report_spending(run: _Run) -> None:
     """Ask the clients what their budgets have paid; a run that has failed may not learn it."""
+    spent = []
     with suppress(QuorumError):
-        replies = run.courier.ask("query.describe", stage="evaluate")
-        spent = [{"client": client, "spent": reply.facts["spent"]} for client, reply in replies]
-        run.log.emit("privacy_spent", clients=spent)
+        for client, reply in run.courier.ask("query.describe", stage="evaluate"):
+            spent.append({"client": client, "spent": reply.facts["spent"]})
+    run.log.emit("privacy_spent", clients=spent)
 
 
 def _linear_baseline(run: _Run) -> float | None:

@@ -79,6 +79,8 @@ class DataSetPolicy:
         data_set: The id, which only the policy gives.
         ledger: The budget that is charged; data sets that overlap name the same one.
         records: Declared, public number of records by split: the only source of rates and weights.
+        fractions: Shares of the splits, which the site fixes for good: a record that were in
+            another split in another run would be charged to two budgets, each seeing half.
     """
 
     data_set: str
@@ -90,6 +92,7 @@ class DataSetPolicy:
     largest_steps: int
     verbs: frozenset[str]
     records: Mapping[str, int]
+    fractions: Mapping[str, float]
     secure_noise: bool
     test_seed: bool
 

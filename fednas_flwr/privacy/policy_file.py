@@ -1,7 +1,7 @@
 """Reading a site's policy from its YAML file: one sentence for whatever is wrong with it.
 
 :func:`load_policy` is the way in, :func:`template` a file to start from. Every key but ``ledger``
-and ``fractions`` must be there, so that nothing is allowed by a default that nobody read.
+must be there, so that nothing is allowed by a default that nobody read.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ def _parse_section(
 ) -> DataSetPolicy:
     """Return the policy of one data set."""
     where = f"{origin}: data_sets.{show(name)}"
-    optional = ("ledger", "fractions")
-    values = _mapping(section, where, required=tuple(_READERS), optional=optional)
+    values = _mapping(section, where, required=tuple(_READERS), optional=("ledger",))
     read: dict[str, Any] = {
         key: reader(values[key], f"{where}.{key}") for key, reader in _READERS.items()
     }
@@ -96,12 +95,7 @@ def _parse_section(
         raise ConfigError(f"{where}: {error}") from error
     if read["secure_noise"] and read["test_seed"]:
         raise ConfigError(f"{where}: secure_noise and test_seed exclude one another.")
-    if isinstance(read["records"], int):
-        if "fractions" not in values:
-            raise ConfigError(f"{where}: records={read['records']} in total needs fractions.")
-        read["records"] = _share(read["records"], values["fractions"], f"{where}.fractions")
-    elif "fractions" in values:
-        raise ConfigError(f"{where}: fractions belong to a total number of records, drop one.")
+    read["records"] = _shares(read["records"], read["fractions"], where)
     ledger = _text(values.get("ledger", name), f"{where}.ledger")
     return DataSetPolicy(data_set=name, ledger=ledger, **read)
 
@@ -148,24 +142,20 @@ def _verbs(value: object, where: str) -> frozenset[str]:
     return frozenset(_text(verb, where) for verb in value)
 
 
-def _records(value: object, where: str) -> int | dict[str, int]:
-    """Return a total, or the number of each split."""
-    if not isinstance(value, dict):
-        return _count(value, where)
-    numbers = _mapping(value, where, required=SPLITS)
-    least = {"train": 1, "validation": 0, "test": 0}
-    return {split: _count(numbers[split], f"{where}.{split}", least[split]) for split in SPLITS}
-
-
-def _share(total: int, fractions: object, where: str) -> dict[str, int]:
-    """Return the declared number of each split, rounded down."""
-    shares = _mapping(fractions, where, required=SPLITS)
+def _fractions(value: object, where: str) -> dict[str, float]:
+    """Return the share of each split."""
+    shares = _mapping(value, where, required=SPLITS)
     for split, share in shares.items():
         if type(share) not in (int, float) or not 0 <= share <= 1:
             raise _wrong(f"{where}.{split}", share, "a number from 0 to 1")
     if not math.isclose(sum(shares.values()), 1, abs_tol=1e-9):
         raise _wrong(where, shares, "three numbers that sum to 1")
-    numbers = {split: math.floor(total * shares[split] + 1e-9) for split in SPLITS}
+    return {split: float(shares[split]) for split in SPLITS}
+
+
+def _shares(total: int, fractions: dict[str, float], where: str) -> dict[str, int]:
+    """Return the declared number of each split, rounded down."""
+    numbers = {split: math.floor(total * fractions[split] + 1e-9) for split in SPLITS}
     _count(numbers["train"], f"{where}: records of train")
     return numbers
 
@@ -177,7 +167,8 @@ _READERS: dict[str, Callable[[object, str], object]] = {
     "largest_grad_norm": _positive,
     "largest_steps": _count,
     "verbs": _verbs,
-    "records": _records,
+    "records": _count,
+    "fractions": _fractions,
     "secure_noise": _flag,
     "test_seed": _flag,
 }
@@ -254,11 +245,12 @@ data_sets:
       - train.weights               # retraining
       - evaluate.model              # noised loss and accuracy
 
-    # Public numbers: sampling rates and weights come from them, never from the data. Round them,
-    # and do not change them when a record is added. Or give a total and the split's fractions:
-    #   records: 5000
-    #   fractions: {train: 0.6, validation: 0.2, test: 0.2}
-    records: {train: 3000, validation: 1000, test: 1000}
+    # Public: sampling rates and weights come from this number, never from the data. Round it, and
+    # do not change it when a record is added.
+    records: 5000
+    # Which share of the records is for what; a keyed hash of a record decides. Never change these,
+    # or the node's split-key: what was spent on each part would no longer hold for its records.
+    fractions: {train: 0.6, validation: 0.2, test: 0.2}
 
     secure_noise: true              # noise only from the operating system's secret randomness
     test_seed: false                # true undoes all privacy: never with real data

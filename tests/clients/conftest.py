@@ -30,7 +30,8 @@ POLICY = {
     "largest_grad_norm": 2.0,
     "largest_steps": 1000,
     "verbs": list(PRIVATE_VERBS),
-    "records": RECORDS,
+    "records": sum(RECORDS.values()),
+    "fractions": {split: count / sum(RECORDS.values()) for split, count in RECORDS.items()},
     "secure_noise": True,
     "test_seed": False,
 }
@@ -115,6 +116,8 @@ def make_site(site_config, prepared, networks, tmp_path) -> Callable[..., Simple
         node |= {
             "ledger": str(folder / "ledger" / "rows.sqlite"),
             "ledger-key": str(folder / "key"),
+            "data-path": str(site_config.dataset.root),
+            "split-key": site_config.dataset.split_key,
         }
         rows = np.arange(len(prepared.train)) if records is None else records
         client = build.make_client(site_config, 0, data=(prepared, [rows]), networks={}, site=node)

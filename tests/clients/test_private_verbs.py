@@ -318,7 +318,7 @@ def test_weights_that_blow_up_the_loss_release_bounded_sums(bad, make_site, with
         reply = site.answer(replace(request, states=states))
         if verb == "evaluate.model":
             total = len(site.client.data.validation) / 20
-            assert 0 <= reply.metrics["loss"] <= total * 2 * math.log(3)
+            assert 0 <= reply.metrics["loss"] <= total * 2 * math.log(3) * (1 + 1e-6)
             assert 0 <= reply.metrics["accuracy"] <= total
         elif verb != "train.weights":  # whose weights stay what they were
             assert all(v.isfinite().all() for v in reply.states[next(iter(reply.states))].values())

@@ -55,7 +55,8 @@ def test_an_empty_batch_releases_pure_noise_and_is_booked_like_any_other(make_si
 
 
 def test_the_batch_size_that_the_server_divides_by_is_the_expected_one_exactly(make_site):
-    policy = {"records": {"train": 49, "validation": 20, "test": 0}}
+    fractions = {"train": 0.49, "validation": 0.51, "test": 0.0}
+    policy = {"records": 100, "fractions": fractions}
     for size, expected in ((1, 1.0), (8, 8.0), (1000, 49.0), (None, 49.0)):
         items = [item for item in schedule(batch_size=size) if item["verb"] == "train.gradients"]
         site = make_site(policy=policy, committed=items)
