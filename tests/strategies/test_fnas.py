@@ -194,6 +194,24 @@ def test_second_order_with_one_client_equals_a_plain_loop(compose_config, federa
     plain.assert_equals(strategy)
 
 
+def test_fused_takes_both_gradients_at_the_same_weights(compose_config, federate):
+    config = compose_config("algorithm=fnas", "clients=1", *FULL, "algorithm.fused=true")
+    federation = federate(config)
+    strategy = run(federation)
+    plain = Plain(config, federation.data[0])
+    for step in range(ROUNDS):
+        loss = plain.mean_loss(pooled(federation.clients, "validation"))
+        gradients = plain.gradients(loss, plain.alphas)  # before the weights move
+        plain.step_weights(step, plain.mean_loss(pooled(federation.clients, "train")))
+        plain.step_alphas(gradients)
+    plain.assert_equals(strategy)
+    sent = [event["bytes_sent"] for event in federation.events if event["event"] == "round"]
+    two = federate(compose_config("algorithm=fnas", "clients=1", *FULL))
+    run(two)
+    twice = [event["bytes_sent"] for event in two.events if event["event"] == "round"]
+    assert sent[0] == twice[0] / 2
+
+
 def test_local_steps_equal_a_plain_loop_of_local_descents(compose_config, federate):
     config = compose_config(
         "algorithm=fnas",
