@@ -55,8 +55,11 @@ from fednas_flwr.strategies.random_search import RandomSearch as RandomSearchStr
 
 Description = Mapping[str, Any]  # what a network is built from, JSON values only
 
-# What a private site's node names: its data and their id, its rules, its books, its secret.
-PRIVATE_SITE_KEYS = ("data-path", "data-set", "policy", "ledger", "ledger-key", "split-key")
+# What a private site's node names: its data, how to read it and its id; rules, books, secrets.
+PRIVATE_SITE_KEYS = (
+    *("data-path", "dataset", "data-set"),
+    *("policy", "ledger", "ledger-key", "split-key"),
+)
 
 SPACES: dict[str, Callable[..., SearchSpace]] = {
     "darts": DARTSSpace,
@@ -275,11 +278,6 @@ def _make_gate(
         missing = [key for key in PRIVATE_SITE_KEYS if key not in site]
         if missing:
             raise ConfigError(f"the node has a policy but lacks {', '.join(missing)}: give them.")
-        if config.dataset.limit_train is not None:
-            raise ConfigError(
-                f"dataset.limit_train={config.dataset.limit_train} on a private site, whose policy "
-                "declares how many records there are: leave it null."
-            )
         policy = load_policy(Path(site["policy"]), verbs=PRIVATE_VERBS)
         ledger = Ledger(Path(site["ledger"]), Path(site["ledger-key"]))
         return ReleaseGate(policy, ledger, SecureGenerator(), data_set=site["data-set"])
@@ -343,8 +341,8 @@ def _check_public(config: Config, prepared: Prepared) -> None:
     missing = [f"dataset.{name}" for name, value in needed.items() if not value]
     if missing:
         raise ConfigError(
-            f"privacy=dp on real sites: give {', '.join(missing)}, since names that were found in "
-            "the records would be a release."
+            f"privacy=dp on real sites: the node's dataset file must give {', '.join(missing)}, "
+            "since names that were found in the records would be a release."
         )
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import yaml
+
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.search.settings import RULES, SGD, Adam, check_range
 
@@ -467,6 +469,32 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     }
     config: Config = _parse(Config, tree, key="", hints=hints)
     return config
+
+
+def site_dataset(run: Dataset, path: Path) -> Dataset:
+    """Return how a private site reads its own data: whatever the run says, the site's file counts.
+
+    A setting that the server could choose would be a question to the records: whether they can be
+    read with it. Of the run's settings only augmentation and the cache remain.
+
+    Args:
+        run: As the server sent it.
+        path: A YAML file of ``dataset`` settings; what it leaves out is as in
+            ``conf/dataset/base.yaml``.
+
+    Raises:
+        ConfigError: The file cannot be read, or a setting is wrong.
+    """
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the site's dataset settings {path} cannot be read: {error}.") from error
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"the site's dataset settings {path} must be a mapping: name: npz, ...")
+    base = yaml.safe_load((conf_folder() / "dataset" / "base.yaml").read_text(encoding="utf-8"))
+    kept = {key: getattr(run, key) for key in ("cache", "crop_padding", "flip", "cutout")}
+    dataset: Dataset = _parse(Dataset, {**base, **kept, **given}, key="dataset", hints={})
+    return dataset
 
 
 def _choice(tree: Mapping[str, Any], group: str, kinds: Mapping[str, type]) -> type:

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 from flwr.app import Context, Error, Message
@@ -17,7 +18,7 @@ from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
 from fednas_flwr.clients.verbs import VERBS
-from fednas_flwr.config import Config, dump_config, load_config
+from fednas_flwr.config import Config, dump_config, load_config, site_dataset
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import BUDGET_SPENT, decode_request, encode_reply
@@ -27,7 +28,7 @@ CONFIG_KEY = "config-json"  # of Flower's run configuration
 DATA_PATH = "data-path"
 # What a site sets for itself with `flower-supernode --node-config`; it overrules the server.
 SITE_KEYS = (
-    *(DATA_PATH, "device", "cache", "tag", "split-key"),
+    *(DATA_PATH, "dataset", "device", "cache", "tag", "split-key"),
     *("policy", "data-set", "ledger", "ledger-key"),
 )
 
@@ -83,12 +84,14 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
     Args:
         config: As the server sent it.
         site: ``data-path``, file or folder of the site's own data, instead of ``dataset.root``;
-            ``device`` instead of the run's; ``cache`` instead of ``dataset.cache``. The other keys
-            are for ``build.make_client``: ``tag``, ``split-key`` instead of the server's, and of
-            private sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``.
+            ``device`` instead of the run's; ``cache`` instead of ``dataset.cache``; ``dataset``, a
+            file that says how the data is read. The other keys are for ``build.make_client``:
+            ``tag``, ``split-key`` instead of the server's, and of private sites ``policy``,
+            ``data-set``, ``ledger`` and ``ledger-key``.
 
     Raises:
-        ConfigError: The site has data of its own and the run pools data, or the other way round.
+        ConfigError: The site has data of its own and the run pools data, or the other way round;
+            the site's dataset settings are wrong.
     """
     if has_real_sites(config) != (DATA_PATH in site):
         raise ConfigError(
@@ -96,10 +99,13 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
             f"{DATA_PATH}={site.get(DATA_PATH)} in the configuration of this node: a node with "
             "data of its own needs runtime=deployment partition=sites, and these need such nodes."
         )
+    dataset = config.dataset
+    if "dataset" in site:
+        dataset = site_dataset(dataset, Path(site["dataset"]))
     dataset = replace(
-        config.dataset,
-        root=site.get(DATA_PATH, config.dataset.root),
-        cache=site.get("cache", config.dataset.cache),
+        dataset,
+        root=site.get(DATA_PATH, dataset.root),
+        cache=site.get("cache", dataset.cache),
     )
     return replace(config, dataset=dataset, device=site.get("device", config.device))
 

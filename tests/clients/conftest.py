@@ -117,6 +117,7 @@ def make_site(site_config, prepared, networks, tmp_path) -> Callable[..., Simple
             "ledger": str(folder / "ledger" / "rows.sqlite"),
             "ledger-key": str(folder / "key"),
             "data-path": str(site_config.dataset.root),
+            "dataset": "read by client_app",
             "split-key": site_config.dataset.split_key,
         }
         rows = np.arange(len(prepared.train)) if records is None else records

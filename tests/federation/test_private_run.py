@@ -114,7 +114,7 @@ def write_policy(sites: Path, client: int, **changes):
         **changes,
     }
     path = sites / f"client-{client}" / "policy.yaml"
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump({"data_sets": {"records": section}}))
 
 
@@ -397,7 +397,7 @@ def test_what_a_policy_refuses_is_told_and_the_run_goes_on_if_a_quorum_remains(
 
 REAL_SITES = [
     *("runtime=deployment", "runtime.superlink=site", "partition=sites", "clients=1"),
-    *("dataset.class_names=[red,green,blue]", "dataset.server_test=false"),
+    *("dataset.root=null", "dataset.server_test=false"),
 ]
 
 
@@ -410,12 +410,15 @@ def real_sites(tmp_path, made_data):
         for node, context in grid._contexts.items():
             folder = tmp_path / f"node-{node}"
             write_policy(folder, 0, **changes)
+            dataset = {"name": "npz", "class_names": ["red", "green", "blue"]}
+            (folder / "dataset.yaml").write_text(yaml.safe_dump(dataset))
             context.node_config |= {
                 "policy": str(folder / "client-0" / "policy.yaml"),
                 "data-set": "records",
                 "ledger": str(folder / "ledger" / "rows"),
                 "ledger-key": str(folder / "key"),
                 "data-path": str(made_data),
+                "dataset": str(folder / "dataset.yaml"),
                 "split-key": "ours",
             }
         return grid
@@ -491,3 +494,46 @@ def test_errors_while_a_real_site_opens_its_data_keep_their_text_there(
     assert "an error at the site" in str(error.value)
     assert "4711" not in str(error.value)
     assert "4711" in capsys.readouterr().err
+
+
+def test_the_server_has_no_say_in_how_a_private_site_reads_its_data(
+    compose_config, real_sites, start
+):
+    """Two runs that would read other records see the same site, and a whole run goes through."""
+    wishes = ["dataset.class_names=[a,b]", "dataset.limit_train=3", "dataset.mean=[.1,.2,.3]"]
+    facts = []
+    for given in ([], wishes):
+        client_app._client.cache_clear()
+        config = compose_config(*SEARCH, *REAL_SITES, *given)
+        courier = build.make_courier(config, run="run")
+        courier.connect(real_sites(config))
+        facts.append(courier.facts[0])
+        client = client_app._client.__wrapped__(*client_app_arguments(config, real_sites(config)))
+        assert client.data.train.mean == (0.5, 0.5, 0.5)
+        assert sum(len(s) for s in vars(client.data).values()) == 80
+    assert facts[0] == facts[1]
+    assert facts[0]["class_names"] == ["red", "green", "blue"]
+    run = start(*SEARCH, *REAL_SITES, grid=real_sites(config))
+    assert run.error is None
+    assert [event["round"] for event in named(run.events, "round")] == [1, 2]
+
+
+def client_app_arguments(config, grid):
+    """What a node's client is made from."""
+    node = next(iter(grid._contexts.values())).node_config
+    site = {key: str(node[key]) for key in client_app.SITE_KEYS if key in node}
+    return dump_config(config), 0, tuple(sorted(site.items()))
+
+
+@pytest.mark.parametrize("key", build.PRIVATE_SITE_KEYS[1:])
+def test_a_private_node_must_name_everything_of_its_own(compose_config, real_sites, capsys, key):
+    config = compose_config(*SEARCH, *REAL_SITES)
+    grid = real_sites(config)
+    for context in grid._contexts.values():
+        del context.node_config[key]
+    with pytest.raises(QuorumError) as error:
+        build.make_courier(config, run="run").connect(grid)
+    if key == "policy":
+        assert "privacy=dp on a node without a policy: start it with" in str(error.value)
+    else:
+        assert f"the node has a policy but lacks {key}" in capsys.readouterr().err
