@@ -68,13 +68,8 @@ def jobs() -> list[Job]:
         # The noise is given, not calibrated: a budget that no row reaches.
         overrides = (*noise, "privacy.epsilon=1000")
         noised.append(Job("dp_noise", {"variance": variance}, overrides))
-    small = [*compared[1], *compared[2], *compared[4]]
-    return [
-        replace(job, seed=seed)
-        for jobs in (small, noised, compared[8])
-        for seed in SEEDS
-        for job in jobs
-    ]
+    rows = [*compared[1], *compared[2], *compared[4], *noised, *compared[8]]
+    return [replace(row, seed=seed) for row in rows for seed in SEEDS]
 
 
 def main() -> None:
