@@ -193,9 +193,9 @@ def _decode_states(content: RecordDict) -> dict[str, Packed]:
 def _vector(dtype: str, array: Array) -> torch.Tensor:
     """Return the vector of an npy array without copying it; it must only be read."""
     offset = 10 + int.from_bytes(array.data[8:10], "little")  # magic, version, length, header
-    shape, numpy_dtype = _npy_header(array.data[:offset])
-    if len(shape) != 1 or numpy_dtype.hasobject or numpy_dtype.name != dtype:
-        raise ValueError(f"a vector of {dtype} was expected, got {numpy_dtype} of shape {shape}")
+    shape, numpy_dtype, name = _npy_header(array.data[:offset])
+    if len(shape) != 1 or numpy_dtype.hasobject or name != dtype:
+        raise ValueError(f"a vector of {dtype} was expected, got {name} of shape {shape}")
     if array.stype != "numpy.ndarray":
         raise ValueError(f"arrays travel as numpy.ndarray, got {array.stype!r}")
     values = np.frombuffer(array.data, dtype=numpy_dtype, offset=offset)
@@ -205,9 +205,10 @@ def _vector(dtype: str, array: Array) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)  # all replies of a run have the same few headers
-def _npy_header(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _npy_header(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any], str]:
+    """Return shape, dtype and its name, which numpy works out anew at every look."""
     stream = io.BytesIO(header)
     version = np.lib.format.read_magic(stream)
     read_header = {(1, 0): np.lib.format.read_array_header_1_0}[version]
     shape, _, numpy_dtype = read_header(stream)
-    return shape, numpy_dtype
+    return shape, numpy_dtype, numpy_dtype.name
