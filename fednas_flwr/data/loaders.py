@@ -143,15 +143,18 @@ def epoch_batches(
 
     Args:
         num_examples: At least 1.
-        batch_size: At least 1, the last batch may be smaller; None for one batch of all examples
-            in their order, which draws nothing.
+        batch_size: At least 1, the last batch may be smaller; a single example that is left over
+            joins the batch before, for batch norm has no variance of one. None for one batch of
+            all examples in their order, which draws nothing.
         generator: A CPU generator.
     """
     size = _checked_size(num_examples, batch_size)
     if batch_size is None:
         yield torch.arange(num_examples)
-    else:
-        yield from torch.split(torch.randperm(num_examples, generator=generator), size)
+        return
+    order = torch.randperm(num_examples, generator=generator)
+    for position in range(_num_batches(num_examples, size)):
+        yield _batch(order, position, size)
 
 
 def step_batch(
@@ -169,7 +172,7 @@ def step_batch(
 
     Args:
         num_examples: At least 1.
-        batch_size: At least 1, an epoch's last batch may be smaller; None for all in their order.
+        batch_size: As of :func:`epoch_batches`; None for all in their order.
         step: At least 0.
         seed: The run's seed.
         purpose: What the batches are for, e.g. ``("search", client)``.
@@ -182,9 +185,20 @@ def step_batch(
         raise ValueError(f"step={step} must be at least 0.")
     if batch_size is None:
         return torch.arange(num_examples)
-    epoch, position = divmod(step, -(-num_examples // size))
+    epoch, position = divmod(step, _num_batches(num_examples, size))
     order = torch.randperm(num_examples, generator=make_generator(seed, *purpose, epoch))
-    return order[position * size : (position + 1) * size]
+    return _batch(order, position, size)
+
+
+def _num_batches(num_examples: int, size: int) -> int:
+    whole, rest = divmod(num_examples, size)
+    return max(1, whole + (rest > 1))
+
+
+def _batch(order: Tensor, position: int, size: int) -> Tensor:
+    """Return one batch of an epoch; the last one has what is left over."""
+    last = position == _num_batches(len(order), size) - 1
+    return order[position * size : None if last else (position + 1) * size]
 
 
 def augment(

@@ -61,6 +61,8 @@ class CheckpointFolder:
         self.path = path
         self._warn = warn
         path.mkdir(parents=True, exist_ok=True)
+        for unfinished in path.glob(".*.tmp"):  # of a process that was killed while writing
+            unfinished.unlink(missing_ok=True)
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write ``checkpoint`` and delete the stage's oldest beyond the last three."""
