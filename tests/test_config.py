@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from fednas_flwr.cli import compose_tree
-from fednas_flwr.config import Config, conf_folder, dump_config, load_config, parse_config
+from fednas_flwr.config import (
+    Config,
+    conf_folder,
+    dump_config,
+    load_config,
+    parse_config,
+    site_dataset,
+)
 from fednas_flwr.errors import ConfigError
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
@@ -142,3 +149,39 @@ def test_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("FEDNAS_CACHE")
     monkeypatch.delenv("HOME")
     assert Path(compose_tree([])["dataset"]["cache"]).name == "fednas_flwr"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("privacy.weights.noise_multiplier", 0, "expected a number above 0"),
+        ("privacy.retrain.local_steps", 0, "expected 1 or more"),
+        ("privacy.epsilon", 1e9, "expected a number from .001 to 1e6"),
+        ("privacy.micro_batch_size", 2000, "from 1 to 1024"),
+    ],
+)
+def test_bad_privacy_is_named_by_its_whole_key(key: str, value: Any, words: str) -> None:
+    private = compose_tree(["privacy=dp", "algorithm=dp_fnas", *GROUP])
+    with pytest.raises(ConfigError, match=words) as caught:
+        parse_config(changed(private, key, value))
+    assert str(caught.value).startswith(f"{key}=")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name: npz\nlimit_train: 5\n", "limit_train=5"),
+        ("name: npz\nclass_nmaes: [a]\n", "dataset.class_nmaes is unknown"),
+        ("- npz\n", "must be a mapping"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_sites_dataset_file_is_checked(tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "dataset.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        site_dataset(path, cache="/cache")
+    path.write_text("name: npz\nclass_names: [a, b]\n")
+    dataset = site_dataset(path, cache="/cache")
+    assert (dataset.name, dataset.class_names, dataset.cache) == ("npz", ["a", "b"], "/cache")

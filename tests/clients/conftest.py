@@ -118,6 +118,7 @@ def make_site(site_config, prepared, networks, tmp_path) -> Callable[..., Simple
             "ledger-key": str(folder / "key"),
             "data-path": str(site_config.dataset.root),
             "dataset": "read by client_app",
+            "cache": str(site_config.dataset.cache),
             "split-key": site_config.dataset.split_key,
         }
         rows = np.arange(len(prepared.train)) if records is None else records
@@ -135,7 +136,7 @@ def make_site(site_config, prepared, networks, tmp_path) -> Callable[..., Simple
                 settings = {
                     "data_set": "ward",
                     "releases": {kind: dict(terms) for kind in kinds},
-                    "micro_batch_size": None,
+                    "micro_batch_size": 64,
                     "local_steps": 1,
                 }
             if "gradient" in verb:

@@ -282,3 +282,13 @@ def test_bytes_are_counted_per_client_and_direction(federation):
     assert sent % 3 == 0
     vectors = 4 * (10 + 4)
     assert vectors < sent // 3 <= vectors + 2 * 128
+
+
+def test_a_dismissed_client_is_not_asked_unless_it_is_meant(federation):
+    smaller = federation(3)
+    smaller.courier.connect(smaller.grid)
+    smaller.courier.dismiss(1, "it is late")
+    assert smaller.courier.clients == [0, 2]
+    assert [client for client, _ in smaller.ask()] == [0, 2]
+    everyone = smaller.courier.ask("query.describe", stage="evaluate", also_left=True)
+    assert [client for client, _ in everyone] == [0, 1, 2]

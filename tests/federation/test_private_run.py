@@ -14,6 +14,7 @@ from torch.nn import functional
 from fednas_flwr import build
 from fednas_flwr.cli import main
 from fednas_flwr.clients import release
+from fednas_flwr.clients.client import Augmentation
 from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
 from fednas_flwr.config import dump_config
 from fednas_flwr.data.loaders import Split
@@ -419,6 +420,7 @@ def real_sites(tmp_path, made_data):
                 "ledger-key": str(folder / "key"),
                 "data-path": str(made_data),
                 "dataset": str(folder / "dataset.yaml"),
+                "cache": str(folder / "cache"),
                 "split-key": "ours",
             }
         return grid
@@ -501,6 +503,7 @@ def test_the_server_has_no_say_in_how_a_private_site_reads_its_data(
 ):
     """Two runs that would read other records see the same site, and a whole run goes through."""
     wishes = ["dataset.class_names=[a,b]", "dataset.limit_train=3", "dataset.mean=[.1,.2,.3]"]
+    wishes += ["dataset.crop_padding=1000000", "dataset.cutout=3"]  # whose cost would tell a lot
     facts = []
     for given in ([], wishes):
         client_app._client.cache_clear()
@@ -510,6 +513,7 @@ def test_the_server_has_no_say_in_how_a_private_site_reads_its_data(
         facts.append(courier.facts[0])
         client = client_app._client.__wrapped__(*client_app_arguments(config, real_sites(config)))
         assert client.data.train.mean == (0.5, 0.5, 0.5)
+        assert client.augmentation == Augmentation(crop_padding=0, flip=False, cutout=0)
         assert sum(len(s) for s in vars(client.data).values()) == 80
     assert facts[0] == facts[1]
     assert facts[0]["class_names"] == ["red", "green", "blue"]
