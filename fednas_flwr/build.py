@@ -57,7 +57,7 @@ Description = Mapping[str, Any]  # what a network is built from, JSON values onl
 
 # What a private site's node names: its data, how to read it and its id; rules, books, secrets.
 PRIVATE_SITE_KEYS = (
-    *("data-path", "dataset", "data-set"),
+    *("data-path", "dataset", "cache", "data-set"),
     *("policy", "ledger", "ledger-key", "split-key"),
 )
 
@@ -270,14 +270,21 @@ def make_client(
     )
 
 
+def check_private_site(site: Mapping[str, str]) -> None:
+    """Raise ConfigError unless a node with a policy names all that is its own; reads no record."""
+    missing = [key for key in PRIVATE_SITE_KEYS if key not in site] if "policy" in site else []
+    if missing:
+        raise ConfigError(f"the node has a policy but lacks {', '.join(missing)}: give them.")
+    if "policy" in site:
+        load_policy(Path(site["policy"]), verbs=PRIVATE_VERBS)
+
+
 def _make_gate(
     config: Config, index: int, num_records: int, site: Mapping[str, str]
 ) -> ReleaseGate | None:
     """Return the site's gate: its own where the node names a policy, or a simulated one."""
     if "policy" in site:
-        missing = [key for key in PRIVATE_SITE_KEYS if key not in site]
-        if missing:
-            raise ConfigError(f"the node has a policy but lacks {', '.join(missing)}: give them.")
+        check_private_site(site)
         policy = load_policy(Path(site["policy"]), verbs=PRIVATE_VERBS)
         ledger = Ledger(Path(site["ledger"]), Path(site["ledger-key"]))
         return ReleaseGate(policy, ledger, SecureGenerator(), data_set=site["data-set"])
@@ -335,6 +342,10 @@ def _check_public(config: Config, prepared: Prepared) -> None:
         return
     settings = config.dataset
     needed = {"class_names": bool(settings.class_names)}
+    if settings.name == "image_folder" or settings.image_size or settings.channels:
+        # else the first image decides
+        needed["image_size"] = settings.image_size is not None
+        needed["channels"] = settings.channels is not None
     if settings.name == "csv":
         needed["numeric or categorical"] = bool(settings.numeric or settings.categorical)
         needed["categories"] = set(settings.categories).issuperset(settings.categorical)

@@ -267,7 +267,7 @@ class DifferentialPrivacy:
         retrain: Of the derived network's weights.
         metrics_noise_multiplier: Of losses and accuracies on clients' records, over a norm of 1 per
             record and measurement; null measures none.
-        micro_batch_size: Records whose gradients are held at a time; null holds all.
+        micro_batch_size: Records whose gradients are held at a time, 1 to 1024.
         sites: Folder of the simulated sites' policies, ledgers and keys; null is ``sites`` in the
             run folder, which gives every run budgets of its own.
         test_seed: For tests of simulations: noise that everybody can repeat. No privacy.
@@ -281,13 +281,18 @@ class DifferentialPrivacy:
     alphas: Noise
     retrain: PrivateRetrain
     metrics_noise_multiplier: float | None
-    micro_batch_size: int | None
+    micro_batch_size: int
     sites: str | None
     test_seed: int | None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_range(self.epsilon > 0, "privacy.epsilon", self.epsilon, "a number above 0")
+        check_range(
+            1e-3 <= self.epsilon <= 1e6,
+            "privacy.epsilon",
+            self.epsilon,
+            "a number from .001 to 1e6",
+        )
         check_range(0 < self.delta < 1, "privacy.delta", self.delta, "above 0, below 1")
         sigma, size = self.metrics_noise_multiplier, self.micro_batch_size
         check_range(
@@ -297,7 +302,7 @@ class DifferentialPrivacy:
             "above 0, or null",
         )
         check_range(
-            size is None or size >= 1, "privacy.micro_batch_size", size, "1 or more, or null"
+            1 <= size <= 1024, "privacy.micro_batch_size", size, "a whole number from 1 to 1024"
         )
 
 
@@ -471,16 +476,16 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     return config
 
 
-def site_dataset(run: Dataset, path: Path) -> Dataset:
+def site_dataset(path: Path, *, cache: str) -> Dataset:
     """Return how a private site reads its own data: whatever the run says, the site's file counts.
 
     A setting that the server could choose would be a question to the records: whether they can be
-    read with it. Of the run's settings only augmentation and the cache remain.
+    read, augmented or cached with it.
 
     Args:
-        run: As the server sent it.
         path: A YAML file of ``dataset`` settings; what it leaves out is as in
             ``conf/dataset/base.yaml``.
+        cache: Where prepared records go.
 
     Raises:
         ConfigError: The file cannot be read, or a setting is wrong.
@@ -492,8 +497,12 @@ def site_dataset(run: Dataset, path: Path) -> Dataset:
     if not isinstance(given, Mapping):
         raise ConfigError(f"the site's dataset settings {path} must be a mapping: name: npz, ...")
     base = yaml.safe_load((conf_folder() / "dataset" / "base.yaml").read_text(encoding="utf-8"))
-    kept = {key: getattr(run, key) for key in ("cache", "crop_padding", "flip", "cutout")}
-    dataset: Dataset = _parse(Dataset, {**base, **kept, **given}, key="dataset", hints={})
+    dataset: Dataset = _parse(Dataset, {**base, "cache": cache, **given}, key="dataset", hints={})
+    if dataset.limit_train is not None:
+        raise ConfigError(
+            f"dataset.limit_train={dataset.limit_train} in {path}: leave it out, since one record "
+            "more would put another one out, and two would count."
+        )
     return dataset
 
 
@@ -569,7 +578,9 @@ def _parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any]) -> Any
         parsed[name] = _convert(f"{prefix}{name}", hint, values[name])
     try:
         return kind(**parsed)
-    except ConfigError as error:  # its sentence begins with the last part of ``key``
+    except ConfigError as error:  # its sentence begins with a field, or the last part of ``key``
+        if str(error).partition("=")[0] in types:
+            raise ConfigError(f"{prefix}{error}") from None
         parent, dot, _ = key.rpartition(".")
         raise ConfigError(f"{parent}{dot}{error}") from None
 

@@ -32,7 +32,8 @@ COLUMNS = [
 ]
 PLAIN = ("algorithm=fnas", "privacy=none")
 TITLES = {
-    "dp_clients": "Fashion-MNIST, 8,000 images over K clients, small form, 3 seeds",
+    "dp_clients": "Fashion-MNIST, 8,000 images over K clients, small form, 3 seeds; DP-FNAS also "
+    "retrains privately, the others do not",
     "dp_noise": "DP-FNAS by variance of its noise: Fashion-MNIST, K = 4, small form, 3 seeds",
 }
 

@@ -48,6 +48,8 @@ RELEASES = {
     "evaluate.model": {"loss", "accuracy"},
 }
 SPLIT_OF = {"weights": "train", "alphas": "validation"}  # what each state's gradient reads
+METRICS_BATCH = 256
+LARGEST_MICRO_BATCH = 1024
 METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 0 to 1
 LARGEST_NUMBER = 1e30  # of rates and weights that a request gives: fits float32
 
@@ -91,7 +93,7 @@ def gradients(client: Client, request: Request) -> Reply:
     admissions: dict[str, Admission] = {}
 
     def clipped_sum(state: str, x: Tensor, y: Tensor) -> Tensors:
-        terms: dict[str, Any] = {"loss": record_losses, "micro_batch_size": micro_batch_size}
+        terms: dict[str, Any] = {"loss": record_losses}
         terms["max_norm"] = admissions[state].terms.max_grad_norm
         if state == "weights":
             return clipped_gradient_sum(supernet, x, y, parameters=supernet.weights(), **terms)
@@ -110,14 +112,14 @@ def gradients(client: Client, request: Request) -> Reply:
         micro_batch_size = _micro_batch_size(settings)
         local_lrs = {state: _number(settings["local_lrs"], state) for state in states}
         for state in states:
-            _rehearse(client, partial(clipped_sum, state), state, micro_batch_size)
+            _rehearse(client, partial(clipped_sum, state), micro_batch_size, state)
 
     def noised(state: str) -> tuple[Tensors, float]:
         split, admission = client.split(SPLIT_OF[state]), admissions[state]
         sums = gate.release(
             admission,
             len(split),
-            lambda rows: clipped_sum(state, *_private_batch(client, split, rows)),
+            partial(_sum_over, client, split, micro_batch_size, partial(clipped_sum, state)),
         )
         return {n: total.to(client.device) for n, total in sums.items()}, admission.batch_size
 
@@ -148,7 +150,6 @@ def weights(client: Client, request: Request) -> Reply:
             loss=loss,
             parameters=parameters,
             max_norm=admission.terms.max_grad_norm,
-            micro_batch_size=micro_batch_size,
         )
 
     with _before_reading(request):
@@ -170,11 +171,11 @@ def weights(client: Client, request: Request) -> Reply:
         rates = {n: None if given[n] is None else _number(given, n) for n in given}
         parameters = dict(network.named_parameters())
         optimizer = make_sgd(parameters.values(), SGD(**rates))  # type: ignore[arg-type]
-        _rehearse(client, clipped_sum, settings["network"], micro_batch_size, drop_path_prob)
+        _rehearse(client, clipped_sum, micro_batch_size, settings["network"], drop_path_prob)
 
     for _ in range(settings["local_steps"]):
         noised = gate.release(
-            admission, len(split), lambda rows: clipped_sum(*_private_batch(client, split, rows))
+            admission, len(split), partial(_sum_over, client, split, micro_batch_size, clipped_sum)
         )
         for name, parameter in parameters.items():
             parameter.grad = (noised[name] / admission.batch_size).to(parameter)
@@ -198,12 +199,13 @@ def model(client: Client, request: Request) -> Reply:
             request, "metrics", splits=splits, batch_norm=_has_batch_norm(network)
         )
         split = client.split(settings["split"])
-        _rehearse(client, partial(_metrics_sum, network, bound=bound), settings["network"])
+        measure = partial(_metrics_sum, network, bound=bound)
+        _rehearse(client, measure, METRICS_BATCH, settings["network"])
     scale = METRICS_NORM / admission.terms.max_grad_norm
 
     def clipped_sum(rows: Tensor) -> Tensors:
         total = torch.zeros(2, dtype=torch.float64)
-        for part in torch.split(rows, 256) if len(rows) else ():
+        for part in torch.split(rows, METRICS_BATCH) if len(rows) else ():
             total += _metrics_sum(network, *split.batch(part, client.device), bound=bound)
         return {"metrics": total / scale}
 
@@ -250,17 +252,18 @@ def _before_reading(request: Request) -> Iterator[None]:
 
 
 def _rehearse(
-    client: Client, computation: Callable[[Tensor, Tensor], object], *chosen: object
+    client: Client, computation: Callable[[Tensor, Tensor], object], size: int, *chosen: object
 ) -> None:
-    """Compute on one record of zeros, of the last class, shaped like the client's own.
+    """Compute on a full micro-batch of zeros, of the last class, shaped like the client's records.
 
-    Once for everything that the server has chosen and on which success could depend.
+    Once for everything that the server has chosen and on which success could depend, memory
+    included: no computation on records takes more.
     """
-    key = json.dumps(chosen)
+    key = json.dumps([size, *chosen])
     if key in client.rehearsed:
         return
-    x = torch.zeros(1, *client.data.train.features.shape[1:], device=client.device)
-    y = torch.tensor([len(client.class_names) - 1], device=client.device)
+    x = torch.zeros(size, *client.data.train.features.shape[1:], device=client.device)
+    y = torch.full((size,), len(client.class_names) - 1, device=client.device)
     try:
         computation(x, y)
     except RuntimeError as error:  # of torch
@@ -276,10 +279,11 @@ def _number(settings: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
-def _micro_batch_size(settings: Mapping[str, Any]) -> int | None:
+def _micro_batch_size(settings: Mapping[str, Any]) -> int:
     size = settings["micro_batch_size"]
-    if size is not None and (type(size) is not int or not 1 <= size):
-        raise ConfigError(f"refused, micro_batch_size={show(size)} is no integer from 1, or null.")
+    if type(size) is not int or not 1 <= size <= LARGEST_MICRO_BATCH:
+        limit = f"an integer from 1 to {LARGEST_MICRO_BATCH}"
+        raise ConfigError(f"refused, micro_batch_size={show(size)} is not {limit}.")
     return size
 
 
@@ -300,6 +304,21 @@ def _metrics_sum(network: nn.Module, x: Tensor, y: Tensor, *, bound: float) -> T
 def _gate(client: Client) -> ReleaseGate:
     assert client.gate is not None  # answer() chooses these verbs by it
     return client.gate
+
+
+def _sum_over(
+    client: Client,
+    split: Split,
+    micro_batch_size: int,
+    clipped_sum: Callable[[Tensor, Tensor], Tensors],
+    rows: Tensor,
+) -> Tensors:
+    """Return the clipped sum over some rows, of which one micro-batch is in memory at a time."""
+    totals: Tensors = {}
+    for part in torch.split(rows, micro_batch_size) if len(rows) else (rows,):
+        sums = clipped_sum(*_private_batch(client, split, part))
+        totals = {name: totals[name] + s for name, s in sums.items()} if totals else sums
+    return totals
 
 
 def _private_batch(client: Client, split: Split, rows: Tensor) -> Batch:

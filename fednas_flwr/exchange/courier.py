@@ -146,6 +146,10 @@ class Courier:
         """Indices of the connected clients that have not left, ascending."""
         return [client for client in self._nodes if client not in self._left]
 
+    def dismiss(self, client: int, reason: str) -> None:
+        """Ask a client no more in this run."""
+        self._left[client] = reason
+
     def ask(
         self,
         verb: str,
@@ -156,6 +160,7 @@ class Courier:
         settings: Mapping[str, Any] | None = None,
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
+        also_left: bool = False,
     ) -> Iterator[tuple[int, Reply]]:
         """Send one request to every client and yield ``(client, reply)`` in client order.
 
@@ -170,6 +175,7 @@ class Courier:
             settings: Arguments of the verb, JSON values.
             states: Packed tensors to send.
             layouts: The states that every reply must carry.
+            also_left: Whether clients that have left are asked, too.
 
         Raises:
             QuorumError: After the last reply, when fewer than the quorum were accepted.
@@ -177,7 +183,8 @@ class Courier:
         accepted = 0
         failures: dict[int, str] = {}
         for client, answer in self._exchange(
-            verb, stage, server_round, phase, settings or {}, states or {}, layouts or {}
+            *(verb, stage, server_round, phase, settings or {}, states or {}, layouts or {}),
+            also_left=also_left,
         ):
             if isinstance(answer, Reply):
                 accepted += 1
@@ -202,6 +209,8 @@ class Courier:
         settings: Mapping[str, Any],
         states: Mapping[str, Packed],
         layouts: Mapping[str, Layout],
+        *,
+        also_left: bool = False,
     ) -> Iterator[tuple[int, Reply | str]]:
         """Ask every node; yield each client with its accepted reply or why it has none."""
         if self._grid is None:
@@ -209,7 +218,7 @@ class Courier:
         records = encode_states(states)
         messages: dict[int, Message] = {}
         headers: dict[int, Header] = {}
-        for client in self.clients:
+        for client in self._nodes if also_left else self.clients:
             node = self._nodes[client]
             header = Header(self.run, stage, server_round, phase, client, secrets.token_hex(8))
             content = encode_request(header, settings, records)

@@ -13,7 +13,13 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from fednas_flwr.build import has_real_sites, make_client, make_data, make_site_data
+from fednas_flwr.build import (
+    check_private_site,
+    has_real_sites,
+    make_client,
+    make_data,
+    make_site_data,
+)
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
@@ -52,6 +58,8 @@ def _handler(config_json: str | None) -> Callable[[Message, Context], Message]:
     def handle(message: Message, context: Context) -> Message:
         try:
             text = config_json or str(context.run_config[CONFIG_KEY])
+            if "partition-id" not in context.node_config:
+                raise ConfigError("the node's configuration lacks partition-id=<0, 1, ...>.")
             index = int(context.node_config["partition-id"])
             site = {key: str(v) for key, v in context.node_config.items() if key in SITE_KEYS}
             client = _client(text, index, tuple(sorted(site.items())))
@@ -85,9 +93,9 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
         config: As the server sent it.
         site: ``data-path``, file or folder of the site's own data, instead of ``dataset.root``;
             ``device`` instead of the run's; ``cache`` instead of ``dataset.cache``; ``dataset``, a
-            file that says how the data is read. The other keys are for ``build.make_client``:
-            ``tag``, ``split-key`` instead of the server's, and of private sites ``policy``,
-            ``data-set``, ``ledger`` and ``ledger-key``.
+            file that says how the data is read, which needs a ``cache``. The other keys are for
+            ``build.make_client``: ``tag``, ``split-key`` instead of the server's, and of private
+            sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``.
 
     Raises:
         ConfigError: The site has data of its own and the run pools data, or the other way round;
@@ -100,8 +108,8 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
             "data of its own needs runtime=deployment partition=sites, and these need such nodes."
         )
     dataset = config.dataset
-    if "dataset" in site:
-        dataset = site_dataset(dataset, Path(site["dataset"]))
+    if "dataset" in site and "cache" in site:
+        dataset = site_dataset(Path(site["dataset"]), cache=site["cache"])
     dataset = replace(
         dataset,
         root=site.get(DATA_PATH, dataset.root),
@@ -121,6 +129,7 @@ def _data(config_json: str) -> tuple[Prepared, list[np.ndarray], dict[str, nn.Mo
 @lru_cache(maxsize=1024)
 def _client(config_json: str, index: int, site: tuple[tuple[str, str], ...]) -> Client:
     own = dict(site)
+    check_private_site(own)
     config = site_config(load_config(config_json), own)
     prepared, parts, networks = _data(dump_config(config))
     return make_client(config, index, data=(prepared, parts), networks=networks, site=own)

@@ -67,6 +67,8 @@ def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
                 "epsilon": reply.facts["epsilon"],
             }
         )
+    for client in set(courier.clients) - {told["client"] for told in clients}:
+        courier.dismiss(client, "it did not accept the schedule in time")
     courier.emit("privacy", data_set=privacy.data_set, schedule=list(schedule), clients=clients)
 
 

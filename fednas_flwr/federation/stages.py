@@ -248,7 +248,7 @@ def _report_spending(run: _Run) -> None:
     """Ask the clients what their budgets have paid; a run that has failed may not learn it."""
     spent = []
     with suppress(QuorumError):
-        for client, reply in run.courier.ask("query.describe", stage="evaluate"):
+        for client, reply in run.courier.ask("query.describe", stage="evaluate", also_left=True):
             spent.append({"client": client, "spent": reply.facts["spent"]})
     run.log.emit("privacy_spent", clients=spent)
 

@@ -28,7 +28,8 @@ ACCOUNTING = (
     "Epsilon is what the schedule that the run committed to costs, together with everything booked "
     "on the same data before, composed per split by the PRV accountant of dp-accounting; a record "
     "lies in one split, so the client's epsilon is that of its worst split. Each client holds the "
-    "server to that schedule, and a Renyi filter over the client's ledger to the client's budget."
+    "server to that schedule, and a Renyi filter over the client's ledger to the client's budget, "
+    "which is also the bound for runs that were chosen after seeing earlier ones."
 )
 RESUMED = (
     "The run was resumed: the first table holds what was to be released from then on, and what was "
