@@ -541,3 +541,28 @@ def test_a_private_node_must_name_everything_of_its_own(compose_config, real_sit
         assert "privacy=dp on a node without a policy: start it with" in str(error.value)
     else:
         assert f"the node has a policy but lacks {key}" in capsys.readouterr().err
+
+
+UNKNOWN_IMAGES = [
+    *("dataset.class_names=[a,b]", "dataset.image_size=null", "dataset.channels=null")
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["dataset.class_names=[]"], "must give dataset.class_names,"),
+        (["dataset=image_folder", *UNKNOWN_IMAGES], "image_size, dataset.channels"),
+        (["dataset.class_names=[a,b]", "dataset.image_size=8"], "dataset.channels"),
+        (["dataset=csv", "dataset.class_names=[a,b]"], "numeric or categorical"),
+        (
+            ["dataset=csv", "dataset.class_names=[a,b]", "dataset.categorical=[sex]"],
+            "dataset.categories",
+        ),
+    ],
+)
+def test_a_real_site_must_declare_what_its_records_would_tell(compose_config, overrides, words):
+    config = compose_config(*SEARCH, *REAL_SITES, *overrides)
+    prepared = SimpleNamespace(uses_own_statistics=False)
+    with pytest.raises(build.ConfigError, match=words):
+        build._check_public(config, prepared)
