@@ -29,7 +29,7 @@ from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.states import Tensors, network_states
 from fednas_flwr.privacy.policy import show
 from fednas_flwr.search.settings import SGD
-from fednas_flwr.search.training import Batch, make_sgd, periodic_gradients
+from fednas_flwr.search.training import Batch, clip_gradients, make_sgd, periodic_gradients
 
 # What may leave beside header, layout digests and num_examples, which are public: facts that do
 # not depend on the records, and noised releases.
@@ -136,7 +136,8 @@ def weights(client: Client, request: Request) -> Reply:
     """``train.weights``: the weights of a network after local steps of DP-SGD.
 
     Abadi et al. (2016), arXiv 1607.00133, Alg. 1, with momentum on the noised gradients. Every
-    step is a release of its own; the weights follow from the releases.
+    step is a release of its own; the weights follow from the releases. ``clip_norm`` bounds the
+    noised mean, beside the clipping of each record.
     """
     from fednas_flwr.privacy.clipping import clipped_gradient_sum
 
@@ -170,7 +171,8 @@ def weights(client: Client, request: Request) -> Reply:
         given = settings["weights"]
         rates = {n: None if given[n] is None else _number(given, n) for n in given}
         parameters = dict(network.named_parameters())
-        optimizer = make_sgd(parameters.values(), SGD(**rates))  # type: ignore[arg-type]
+        sgd = SGD(**rates)  # type: ignore[arg-type]
+        optimizer = make_sgd(parameters.values(), sgd)
         _rehearse(client, clipped_sum, micro_batch_size, settings["network"], drop_path_prob)
 
     for _ in range(settings["local_steps"]):
@@ -179,6 +181,7 @@ def weights(client: Client, request: Request) -> Reply:
         )
         for name, parameter in parameters.items():
             parameter.grad = (noised[name] / admission.batch_size).to(parameter)
+        clip_gradients(optimizer, sgd.clip_norm)
         optimizer.step()
     optimizer.zero_grad()
     states = {name: state for name, state in network_states(network).items() if state}

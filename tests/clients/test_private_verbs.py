@@ -545,3 +545,13 @@ def hostile(make_site, monkeypatch):
     monkeypatch.setattr(release, "add_noise", noted_noise)
     monkeypatch.setattr(Split, "batch", noted_batch)
     return make_site(committed=schedule(steps=1000)), noised, read
+
+
+def test_the_noised_mean_is_clipped_as_retraining_is_told(make_site):
+    site = make_site()
+    plain = {"lr": 0.1, "min_lr": 0.0, "momentum": 0.0, "weight_decay": 0.0}
+    for clip_norm, moved in ((0.01, 0.001), (0.02, 0.002)):
+        request = site.request("train.weights", weights=plain | {"clip_norm": clip_norm})
+        (after,) = site.answer(request).states["weights"].values()
+        (before,) = request.states["weights"].values()
+        assert (after - before).norm() == pytest.approx(moved, rel=1e-3)
