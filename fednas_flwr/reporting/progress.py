@@ -204,6 +204,7 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         ("client failures", count(len(run.failures()))),
         ("clients that left", count(left or None)),
         ("(epsilon, delta)", overall_text(privacy) if privacy else DASH),
+        ("accountant, sampling", "PRV, Poisson" if privacy else DASH),
     ]
     if privacy and warning_text(privacy):
         rows.append(("warning", TEST_SEED))
