@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import math
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fednas_flwr.reporting.runs import read_run
-from fednas_flwr.reporting.tables import append_result, has_result, start_results
+from table_runs import measure
+
+from fednas_flwr.reporting.tables import start_results
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_dp")
@@ -83,49 +82,20 @@ def main() -> None:
         path = RESULTS / f"{table}.json"
         start_results(path, title=title, command=COMMAND, columns=COLUMNS)
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda job: measure(job, root=options.root.resolve()), jobs()))
+        list(pool.map(lambda job: make(job, root=options.root.resolve()), jobs()))
 
 
-def measure(job: Job, *, root: Path) -> None:
-    """Make one run unless its result is there, or go on with it."""
-    path = RESULTS / f"{job.table}.json"
-    overrides = ["experiment=dp_fnas/fashion_mnist", *job.overrides]
-    settings = {"overrides": overrides}
-    if has_result(path, settings, job.seed):
-        return
+def make(job: Job, *, root: Path) -> None:
+    """Make one run of a table."""
     name = "_".join(str(value).replace(" ", "-") for value in job.group.values())
-    folder = RUNS / f"{job.table}_{name}_s{job.seed}"
-    if (folder / "config.yaml").exists():
-        arguments = [f"resume={folder}"]
-    else:
-        arguments = [*overrides, f"seed={job.seed}", f"dataset.root={root}", f"run_dir={folder}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "fednas_flwr.cli", "run", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    measure(
+        RESULTS / f"{job.table}.json",
+        RUNS / f"{job.table}_{name}_s{job.seed}",
+        overrides=["experiment=dp_fnas/fashion_mnist", *job.overrides],
+        group=job.group,
+        seed=job.seed,
+        root=root,
     )
-    if done.returncode:
-        print(f"{folder}: exit code {done.returncode}\n{done.stdout[-2000:]}", flush=True)
-        return
-    run = read_run(folder)
-    started = run.last("run_started") or {}
-    numbers = run.numbers()
-    accuracy = numbers["central_accuracy"]
-    error = None if accuracy is None else 1 - accuracy
-    append_result(
-        path,
-        {
-            "settings": settings,
-            "group": job.group,
-            "seed": job.seed,
-            "commit": started.get("commit"),
-            "machine": started.get("machine"),
-            "seconds": run.total_seconds(),
-            "metrics": numbers | {"error": error},
-        },
-    )
-    print(f"{job.group} seed {job.seed}: error {error}, epsilon {numbers['epsilon']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ finished run is added to scripts/results/search.json.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from fednas_flwr.reporting.runs import read_run
-from fednas_flwr.reporting.tables import append_result, has_result, start_results
+from table_runs import measure
+
+from fednas_flwr.reporting.tables import start_results
 
 RESULTS = Path(__file__).parent / "results" / "search.json"
 RUNS = Path("runs/table_search")
@@ -43,44 +42,19 @@ def main() -> None:
     )
     jobs = [(a, p, s) for s in SEEDS for p in PARTITIONS for a in ALGORITHMS]
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda job: measure(*job, root=options.root.resolve()), jobs))
+        list(pool.map(lambda job: make(*job, root=options.root.resolve()), jobs))
 
 
-def measure(algorithm: str, partition: str, seed: int, *, root: Path) -> None:
-    """Make one run unless its result is there, or go on with it."""
-    overrides = [f"experiment={algorithm}/fashion_mnist", f"partition={partition}"]
-    settings = {"overrides": overrides}
-    if has_result(RESULTS, settings, seed):
-        return
-    folder = RUNS / f"{algorithm}_{partition}_s{seed}"
-    if (folder / "config.yaml").exists():
-        arguments = [f"resume={folder}"]
-    else:
-        arguments = [*overrides, f"seed={seed}", f"dataset.root={root}", f"run_dir={folder}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "fednas_flwr.cli", "run", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if done.returncode:
-        print(f"{folder}: exit code {done.returncode}\n{done.stdout[-2000:]}", flush=True)
-        return
-    run = read_run(folder)
-    started = run.last("run_started") or {}
-    append_result(
+def make(algorithm: str, partition: str, seed: int, *, root: Path) -> None:
+    """Make one run of the table."""
+    measure(
         RESULTS,
-        {
-            "settings": settings,
-            "group": {"algorithm": algorithm, "partition": partition},
-            "seed": seed,
-            "commit": started.get("commit"),
-            "machine": started.get("machine"),
-            "seconds": run.total_seconds(),
-            "metrics": run.numbers(),
-        },
+        RUNS / f"{algorithm}_{partition}_s{seed}",
+        overrides=[f"experiment={algorithm}/fashion_mnist", f"partition={partition}"],
+        group={"algorithm": algorithm, "partition": partition},
+        seed=seed,
+        root=root,
     )
-    print(f"{algorithm} {partition} seed {seed}: {run.numbers()}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,67 @@
+"""What the table scripts share: make one run unless its result is there, and record it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.reporting.tables import append_result, has_result
+
+
+def measure(
+    results: Path,
+    folder: Path,
+    *,
+    overrides: Sequence[str],
+    group: Mapping[str, Any],
+    seed: int,
+    root: Path,
+) -> None:
+    """Make one run, or go on with it, and add it to a table's results.
+
+    Args:
+        results: The table's file; nothing is run when it has this run.
+        folder: The run folder.
+        overrides: Settings of the run, without seed and folders.
+        group: The first columns of the run's row.
+        seed: The run's seed.
+        root: Folder of the data.
+    """
+    settings = {"overrides": list(overrides)}
+    if has_result(results, settings, seed):
+        return
+    if (folder / "config.yaml").exists():
+        arguments = [f"resume={folder}"]
+    else:
+        arguments = [*overrides, f"seed={seed}", f"dataset.root={root}", f"run_dir={folder}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fednas_flwr.cli", "run", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        print(f"{folder}: exit code {done.returncode}\n{done.stdout[-2000:]}", flush=True)
+        return
+    run = read_run(folder)
+    started = run.last("run_started") or {}
+    numbers = run.numbers()
+    accuracy = numbers["central_accuracy"]
+    numbers |= {"error": None if accuracy is None else 1 - accuracy}
+    append_result(
+        results,
+        {
+            "settings": settings,
+            "group": dict(group),
+            "seed": seed,
+            "commit": started.get("commit"),
+            "machine": started.get("machine"),
+            "seconds": run.total_seconds(),
+            "metrics": numbers,
+        },
+    )
+    print(f"{dict(group)} seed {seed}: {numbers}", flush=True)
