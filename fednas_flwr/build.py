@@ -270,22 +270,26 @@ def make_client(
     )
 
 
-def check_private_site(site: Mapping[str, str]) -> None:
-    """Raise ConfigError unless a node with a policy names all that is its own; reads no record."""
-    missing = [key for key in PRIVATE_SITE_KEYS if key not in site] if "policy" in site else []
+def load_site_policy(site: Mapping[str, str]) -> Policy | None:
+    """Return the policy that a node names, None if it names none; reads no record.
+
+    Raises:
+        ConfigError: The file is wrong, or the node does not name all else that is its own.
+    """
+    if "policy" not in site:
+        return None
+    missing = [key for key in PRIVATE_SITE_KEYS if key not in site]
     if missing:
         raise ConfigError(f"the node has a policy but lacks {', '.join(missing)}: give them.")
-    if "policy" in site:
-        load_policy(Path(site["policy"]), verbs=PRIVATE_VERBS)
+    return load_policy(Path(site["policy"]), verbs=PRIVATE_VERBS)
 
 
 def _make_gate(
     config: Config, index: int, num_records: int, site: Mapping[str, str]
 ) -> ReleaseGate | None:
     """Return the site's gate: its own where the node names a policy, or a simulated one."""
-    if "policy" in site:
-        check_private_site(site)
-        policy = load_policy(Path(site["policy"]), verbs=PRIVATE_VERBS)
+    policy = load_site_policy(site)
+    if policy is not None:
         ledger = Ledger(Path(site["ledger"]), Path(site["ledger-key"]))
         return ReleaseGate(policy, ledger, SecureGenerator(), data_set=site["data-set"])
     privacy = config.privacy
@@ -451,9 +455,9 @@ def make_search(
     kind = type(config.algorithm)
     if kind not in SEARCHES:
         raise ValueError(f"algorithm={config.algorithm.name} does not search")
-    if kind is GradientSearch:
-        return _make_fnas(config, prepared, courier, checkpoints, private)
-    return SEARCHES[kind](config, prepared, courier, checkpoints)
+    strategy = SEARCHES[kind](config, prepared, courier, checkpoints)
+    strategy.private = dict(private or {})
+    return strategy
 
 
 def _make_fed_darts(
@@ -477,11 +481,7 @@ def _make_fed_darts(
 
 
 def _make_fnas(
-    config: Config,
-    prepared: Prepared,
-    courier: Courier,
-    checkpoints: CheckpointFolder,
-    private: Mapping[str, Any] | None = None,
+    config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
 ) -> RoundStrategy:
     algorithm = config.algorithm
     assert isinstance(algorithm, GradientSearch)
@@ -499,7 +499,6 @@ def _make_fnas(
         weights=algorithm.weights,
         alphas=algorithm.alphas,
         checkpoints=checkpoints,
-        private=private,
     )
 
 

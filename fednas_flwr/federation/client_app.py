@@ -14,8 +14,8 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from fednas_flwr.build import (
-    check_private_site,
     has_real_sites,
+    load_site_policy,
     make_client,
     make_data,
     make_site_data,
@@ -129,7 +129,7 @@ def _data(config_json: str) -> tuple[Prepared, list[np.ndarray], dict[str, nn.Mo
 @lru_cache(maxsize=1024)
 def _client(config_json: str, index: int, site: tuple[tuple[str, str], ...]) -> Client:
     own = dict(site)
-    check_private_site(own)
+    load_site_policy(own)  # before any record is read
     config = site_config(load_config(config_json), own)
     prepared, parts, networks = _data(dump_config(config))
     return make_client(config, index, data=(prepared, parts), networks=networks, site=own)
