@@ -88,8 +88,9 @@ def make_space(
     channels: int,
     num_cells: int,
     norm: str,
+    engine: str = "fast",
 ) -> SearchSpace:
-    """Return a search space; the sizes are those of its supernet."""
+    """Return a search space; the sizes and the engine are those of its supernet."""
     if name not in SPACES:
         raise unknown_choice("search_space.name", name, SPACES)
     return SPACES[name](
@@ -98,6 +99,7 @@ def make_space(
         channels=channels,
         num_cells=num_cells,
         norm=norm,
+        engine=engine,
     )
 
 
@@ -365,6 +367,7 @@ def supernet_space(config: Config, prepared: Prepared) -> SearchSpace:
     """Return the search space at the supernet's size for the prepared data."""
     return make_space(
         **asdict(config.search_space),
+        engine=config.engine,
         input_shape=prepared.input_shape,
         num_classes=prepared.num_classes,
     )

@@ -398,12 +398,17 @@ Algorithm = LocalSearch | GradientSearch | RandomSearch | FixedNetwork
 
 @dataclass(frozen=True)
 class Config:
-    """One run. ``run_dir`` is the run folder; ``threads`` are torch's threads per client."""
+    """One run.
+
+    ``run_dir`` is the run folder; ``threads`` are torch's threads per client; ``engine`` says how
+    supernets are computed (:mod:`fednas_flwr.search_spaces`).
+    """
 
     algorithm: Algorithm
     dataset: Dataset
     partition: Partition
     search_space: SearchSpace
+    engine: str
     privacy: NoPrivacy | DifferentialPrivacy
     runtime: Runtime
     retrain: Retrain

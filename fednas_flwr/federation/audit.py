@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from fednas_flwr.build import make_client, make_data
+from fednas_flwr.build import make_client, make_data, supernet_space
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.private_verbs import record_losses
@@ -76,7 +76,8 @@ def _audit(config: Config, num_canaries: int, confidence: float) -> Audit:
     algorithm, privacy = config.algorithm, config.privacy
     assert isinstance(algorithm, GradientSearch)
     assert isinstance(privacy, DifferentialPrivacy)
-    client = make_client(config, 0, data=make_data(config), networks={})
+    data = make_data(config)
+    client = make_client(config, 0, data=data, networks={})
     train = client.data.train
     if not 4 <= num_canaries <= len(train):
         raise ConfigError(
@@ -90,9 +91,9 @@ def _audit(config: Config, num_canaries: int, confidence: float) -> Audit:
 
     rows = train.rows[:num_canaries]
     canaries = replace(train, labels=_mislabelled(train, rows), rows=rows)
-    auditor = client.network(SUPERNET)
-    assert isinstance(auditor, Supernet)
-    states = {name: pack(tensors) for name, tensors in network_states(auditor).items() if tensors}
+    supernet = client.network(SUPERNET)
+    states = {name: pack(tensors) for name, tensors in network_states(supernet).items() if tensors}
+    auditor = supernet_space(replace(config, engine="reference"), data[0]).supernet()
     (vector,) = states["weights"].values()
     optimizer = make_sgd([vector], algorithm.weights)
     private = private_settings(config, schedule, "search")

@@ -3,8 +3,8 @@
 ``S = sum_i f_i min(1, R / ||g_i||) g_i`` (DP-SGD: Abadi et al. 2016, arXiv 1607.00133, Alg. 1;
 DP-FNAS: arXiv 2110.11025, Eq. 3 and 4 before noise and averaging), where g_i is the gradient of the
 loss of record i with respect to all named parameters together. :func:`clipped_gradient_sum` takes
-it for the weights of any module through Opacus' hooks, :func:`clipped_alpha_gradient_sum` for the
-alphas of a supernet by one ordinary backward. No noise, no sampling and no accounting here; the
+it for the weights of a module, :func:`clipped_alpha_gradient_sum` for the alphas of a supernet. No
+noise, no sampling and no accounting here; the
 sums are private only once noise of std ``sigma * R`` is on them.
 
 Guarantee:
@@ -42,6 +42,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,8 +73,10 @@ def clipped_gradient_sum(
     """Return ``sum_i f_i min(1, R / ||g_i||) g_i`` over a batch, by parameter name.
 
     g_i is the gradient of one record's loss with respect to all of ``parameters``, of which one
-    joint norm is taken. Per-sample gradients come from Opacus' hooks, which are removed again: the
-    module, the parameters' ``requires_grad`` and their ``.grad`` are left as they were.
+    joint norm is taken. A module that takes its weights per record (``takes_stack``: a supernet
+    with the fast engine) is given a leaf [B, ...] of them, and one ordinary backward returns all
+    g_i. Of any other module per-sample gradients come from Opacus' hooks, which are removed again:
+    the module, the parameters' ``requires_grad`` and their ``.grad`` are left as they were.
 
     Args:
         module: Network in training mode; called with x alone.
@@ -95,8 +98,8 @@ def clipped_gradient_sum(
         ValueError: The module contains batch normalisation or another layer without per-sample
             gradients, or is not in training mode; a parameter is not the module's; R, the factors
             or the micro-batch size are out of range; the loss is not one number per record.
-        RuntimeError: Opacus' hooks missed a use of a parameter, e.g. a layer's weight that is used
-            without calling the layer.
+        RuntimeError: A use of a parameter was missed, e.g. a layer's weight that is used without
+            calling the layer.
 
     Guarantee: sensitivity R under adding or removing one record; see the head of this module.
 
@@ -111,11 +114,14 @@ def clipped_gradient_sum(
         tensor([[1.5000]], dtype=torch.float64)
     """
     _check_arguments(x, y, max_norm, micro_batch_size, class_factors)
+    _refuse_batch_norm(module)
     sums = _zeros(parameters)
-    with _only_trainable(module, parameters), _hooked(module, parameters) as hooked:
+    per_record = _from_leaves if getattr(module, "takes_stack", False) else _from_hooks
+    with _only_trainable(module, parameters), per_record(module, parameters, loss) as gradients:
         for x_B, y_B in _micro_batches(x, y, micro_batch_size):
-            gradients = _per_sample_gradients(hooked, x_B, y_B, loss=loss, parameters=parameters)
-            _add_clipped(sums, gradients, max_norm=max_norm, factors_B=_factors(class_factors, y_B))
+            _add_clipped(
+                sums, gradients(x_B, y_B), max_norm=max_norm, factors_B=_factors(class_factors, y_B)
+            )
     return sums
 
 
@@ -166,14 +172,65 @@ def clipped_alpha_gradient_sum(
                 kind: w_EO.to(alphas[kind].dtype).repeat(len(x_B), 1, 1).requires_grad_()
                 for kind, w_EO in weights.items()
             }
-            gradients = {
-                kind: _through_softmax(gradient_BEO.double(), weights[kind])
+            gradients = [
+                ([kind], _through_softmax(gradient_BEO.double(), weights[kind]))
                 for kind, gradient_BEO in _differentiate(
                     _losses(supernet(x_B, leaves), y_B, loss), leaves
                 ).items()
-            }
+            ]
             _add_clipped(sums, gradients, max_norm=max_norm, factors_B=_factors(class_factors, y_B))
     return sums
+
+
+# Gradients of several parameters of one shape, joined along dim 0: their names, and [B, ...].
+_Group = tuple[list[str], Tensor]
+
+
+class RecordWeights:
+    """Joins parameters like ``torch.cat``, with a copy of the result for each of B records.
+
+    Attributes:
+        groups: What was joined: the parameters and their leaf [B, ...].
+    """
+
+    def __init__(self, num_records: int) -> None:
+        """Join nothing yet."""
+        self.num_records = num_records
+        self.groups: list[tuple[tuple[Tensor, ...], Tensor]] = []
+
+    def __call__(self, parameters: list[Tensor]) -> Tensor:
+        """Return a leaf of stride 0, which takes no memory before its gradient is there."""
+        joined = torch.cat([parameter.detach() for parameter in parameters])
+        leaf = joined.expand(self.num_records, *joined.shape).requires_grad_()
+        self.groups.append((tuple(parameters), leaf))
+        return leaf
+
+
+@contextmanager
+def _from_leaves(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss
+) -> Iterator[Callable[[Tensor, Tensor], list[_Group]]]:
+    """Yield a function from a batch to the gradients of its records, by one plain backward."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+
+    def gradients(x_B: Tensor, y_B: Tensor) -> list[_Group]:
+        with torch.enable_grad():
+            stack = RecordWeights(len(x_B))
+            losses_B = _losses(module(x_B, stack=stack), y_B, loss)
+            used = [id(parameter) for group, _ in stack.groups for parameter in group]
+            if sorted(used) != sorted(names):
+                raise RuntimeError(
+                    "no per-sample gradients: the module does not use each parameter exactly once"
+                )
+            leaves = {str(i): leaf for i, (_, leaf) in enumerate(stack.groups)}
+            reached = _differentiate(losses_B, leaves)
+        return [
+            ([names[id(parameter)] for parameter in group], reached[str(i)])
+            for i, (group, _) in enumerate(stack.groups)
+            if str(i) in reached
+        ]
+
+    yield gradients
 
 
 class _PerSampleModule(GradSampleModule):  # type: ignore[misc]
@@ -194,10 +251,10 @@ class _PerSampleModule(GradSampleModule):  # type: ignore[misc]
 
 
 @contextmanager
-def _hooked(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter]
-) -> Iterator[GradSampleModule]:
-    """Check a module, and yield it with Opacus' hooks, of which nothing remains after the block.
+def _from_hooks(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss
+) -> Iterator[Callable[[Tensor, Tensor], list[_Group]]]:
+    """Yield the same for any module, with Opacus' hooks, of which nothing remains after the block.
 
     Opacus' own clean-up leaves activations of dead branches and the mark of a full backward hook.
     """
@@ -209,7 +266,7 @@ def _hooked(
     hooked = None
     try:
         hooked = _PerSampleModule(module, loss_reduction="sum")
-        yield hooked
+        yield partial(_hooked_gradients, hooked, parameters, loss)
     finally:
         if hooked is not None:
             hooked.remove_hooks()
@@ -220,25 +277,24 @@ def _hooked(
             submodule._is_full_backward_hook = mark
 
 
-def _per_sample_gradients(
+def _hooked_gradients(
     hooked: GradSampleModule,
+    parameters: Mapping[str, nn.Parameter],
+    loss: Loss,
     x_B: Tensor,
     y_B: Tensor,
-    *,
-    loss: Loss,
-    parameters: Mapping[str, nn.Parameter],
-) -> dict[str, Tensor]:
+) -> list[_Group]:
     """Return the gradients [B, ...] of all parameters that the loss reaches."""
     with torch.enable_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         # Not backward(), which would add to .grad. Of the sums only the names are used.
         reached = _differentiate(_losses(hooked(x_B), y_B, loss), parameters)
-    gradients = {}
+    gradients = []
     for name in reached:
         gradient = parameters[name].grad_sample  # type: ignore[attr-defined]
         if gradient is None or gradient.shape != (len(x_B), *parameters[name].shape):
             raise RuntimeError(f"Opacus has no per-sample gradient of every use of {name}")
-        gradients[name] = gradient
+        gradients.append(([name], gradient))
     for parameter in parameters.values():
         parameter.grad_sample = None  # type: ignore[attr-defined]
         parameter._forward_counter = 0  # type: ignore[attr-defined]
@@ -258,25 +314,29 @@ def _differentiate(losses_B: Tensor, by: Mapping[str, Tensor]) -> dict[str, Tens
 
 def _add_clipped(
     sums: dict[str, Tensor],
-    gradients: dict[str, Tensor],
+    gradients: list[_Group],
     *,
     max_norm: float,
     factors_B: Tensor | None,
 ) -> None:
-    """Add the clipped sum of per-sample gradients [B, ...] to ``sums``; empties ``gradients``."""
+    """Add the clipped sum of per-sample gradients to ``sums``; empties ``gradients``."""
     if not gradients:
         return
-    squares = [g.flatten(1).double().square().sum(1) for g in gradients.values()]
-    norms_B = torch.stack(squares).sum(0).sqrt()
+    norms = [
+        torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64) for _, g in gradients
+    ]
+    norms_B = torch.linalg.vector_norm(torch.stack(norms), dim=0)
     keep_B = norms_B.isfinite()
     scale_B = (max_norm / norms_B).clamp(max=1.0)  # R / 0 = inf: factor 1
     if factors_B is not None:
         scale_B = scale_B * factors_B.to(scale_B)
     scale_B = scale_B.where(keep_B, 0.0)
-    for name in list(gradients):
-        gradient = gradients.pop(name).double().flatten(1)
-        gradient = gradient.where(keep_B[:, None], 0.0)  # 0 * inf would be NaN
-        sums[name] += (scale_B @ gradient).view_as(sums[name])
+    while gradients:
+        names, gradient = gradients.pop()
+        kept = gradient.flatten(1).where(keep_B[:, None], 0.0)  # 0 * inf would be NaN
+        total = scale_B @ kept.double()
+        for name, part in zip(names, total.chunk(len(names)), strict=True):
+            sums[name] += part.view_as(sums[name])
 
 
 def _through_softmax(gradients_BEO: Tensor, weights_EO: Tensor) -> Tensor:

@@ -17,15 +17,20 @@ from torch import Tensor
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search_spaces.darts_network import EDGES, NODES, OPS, DARTSBody, DARTSNetwork
+from fednas_flwr.search_spaces.darts_wide import WideDARTSBody
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.operations import Norm, check_norm
 from fednas_flwr.search_spaces.space import (
+    Engine,
     Supernet,
     check_alphas,
     check_cells,
+    check_engine,
     check_op,
     check_sizes,
 )
+
+BODIES = {"fast": WideDARTSBody, "reference": DARTSBody}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,8 @@ class DARTSSpace:
             2L//3 are reduction cells, so of L = 3 the last two. With L < 3 all cells would be
             reduction cells, and the alphas of the normal cell would never learn.
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
+        engine: How the supernet computes the same function of the same parameters: ``fast``, all
+            edges of a state at once, or ``reference``, every op as a module.
     """
 
     name: ClassVar[str] = "darts"
@@ -50,10 +57,12 @@ class DARTSSpace:
     channels: int = 16
     num_cells: int = 8
     norm: Norm = "batch"
+    engine: Engine = "fast"
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""
         check_norm(self.norm)
+        check_engine(self.engine)
         check_sizes(
             space=self.name,
             input_shape=self.input_shape,
@@ -78,7 +87,7 @@ class DARTSSpace:
         Deviation: the published code leaves the affine part of the stem's norm on (96 weights of
         1,930,618 at C = 16); here no norm of a supernet has one.
         """
-        body = DARTSBody(
+        body = BODIES[self.engine](
             in_channels=self.input_shape[0],
             num_classes=self.num_classes,
             channels=self.channels,

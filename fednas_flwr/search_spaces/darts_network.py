@@ -178,7 +178,7 @@ class DARTSBody(nn.Module):
         plans = _plan_cells(channels=channels, num_cells=num_cells)
         self.kinds = [plan.kind for plan in plans]
         self.stem = _stem(in_channels, channels=channels, norm=norm, affine=False)
-        self.cells = nn.ModuleList(_SearchCell(plan, norm=norm) for plan in plans)
+        self.cells = nn.ModuleList(SearchCell(plan, norm=norm) for plan in plans)
         self.classifier = nn.Linear(plans[-1].out_channels, num_classes)
 
     def forward(self, x: Tensor, op_weights: Mapping[str, Tensor]) -> Tensor:
@@ -190,10 +190,11 @@ class DARTSBody(nn.Module):
         return logits
 
 
-class _SearchCell(nn.Module):
+class SearchCell(nn.Module):
     """A cell with all ops on all 14 edges."""
 
     def __init__(self, plan: _CellPlan, *, norm: Norm) -> None:
+        """Build all modules."""
         super().__init__()
         self.preprocess0, self.preprocess1 = _preprocessing(plan, norm=norm, affine=False)
         self.edges = nn.ModuleList(
@@ -211,6 +212,7 @@ class _SearchCell(nn.Module):
         )
 
     def forward(self, before: Tensor, last: Tensor, weights_EO: Tensor) -> Tensor:
+        """Return [B, 4 C, H, W] from the outputs of the two cells before."""
         states = [self.preprocess0(before), self.preprocess1(last)]
         for node in NODES:
             states.append(

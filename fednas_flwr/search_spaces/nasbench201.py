@@ -24,14 +24,19 @@ from fednas_flwr.search_spaces.nasbench201_network import (
     NASBench201Body,
     NASBench201Network,
 )
+from fednas_flwr.search_spaces.nasbench201_wide import WideNASBench201Body
 from fednas_flwr.search_spaces.operations import Norm, check_norm
 from fednas_flwr.search_spaces.space import (
+    Engine,
     Supernet,
     check_alphas,
     check_cells,
+    check_engine,
     check_op,
     check_sizes,
 )
+
+BODIES = {"fast": WideNASBench201Body, "reference": NASBench201Body}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,8 @@ class NASBench201Space:
         channels: Channels of the supernet's first stage (16 in the paper).
         num_cells: Cells in each of the supernet's three stages (5 in the paper).
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
+        engine: How the supernet computes the same function of the same parameters: ``fast``, all
+            edges of a state at once, or ``reference``, every op as a module.
     """
 
     name: ClassVar[str] = "nasbench201"
@@ -54,10 +61,12 @@ class NASBench201Space:
     channels: int = 16
     num_cells: int = 5
     norm: Norm = "batch"
+    engine: Engine = "fast"
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""
         check_norm(self.norm)
+        check_engine(self.engine)
         check_sizes(
             space=self.name,
             input_shape=self.input_shape,
@@ -73,7 +82,7 @@ class NASBench201Space:
 
     def supernet(self) -> Supernet:
         """Return a newly initialised supernet; its norms have no affine part."""
-        body = NASBench201Body(
+        body = BODIES[self.engine](
             in_channels=self.input_shape[0],
             num_classes=self.num_classes,
             channels=self.channels,

@@ -99,7 +99,7 @@ class NASBench201Body(nn.Module):
         """Build the body; see :class:`NASBench201Space` for the sizes."""
         super().__init__()
         self.skeleton = _Skeleton(
-            functools.partial(_SearchCell, norm=norm),
+            functools.partial(SearchCell, norm=norm),
             in_channels=in_channels,
             num_classes=num_classes,
             channels=channels,
@@ -181,15 +181,17 @@ class ResidualBlock(nn.Module):
         return out
 
 
-class _SearchCell(nn.Module):
+class SearchCell(nn.Module):
     """A cell with all ops on all six edges."""
 
     def __init__(self, channels: int, *, norm: Norm) -> None:
+        """Build all modules."""
         super().__init__()
         make = functools.partial(make_operation, channels=channels, norm=norm, affine=False)
         self.edges = nn.ModuleList(MixedOp(OPS, make) for _ in EDGES)
 
     def forward(self, x: Tensor, weights_EO: Tensor) -> Tensor:
+        """Return a tensor shaped like ``x``."""
         states = [x]
         for node in NODES:
             states.append(

@@ -10,15 +10,19 @@ Tensor suffixes: B batch, E edges of a cell, O ops.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
+from fednas_flwr.search_spaces.wide_operations import Stack
 
 ALPHA_STD = 1e-3
+
+Engine = Literal["fast", "reference"]
+ENGINES = ("fast", "reference")
 
 
 class Alphas(nn.Module):
@@ -52,7 +56,8 @@ class Supernet(nn.Module):
         """Put alphas beside a body.
 
         Args:
-            body: Module with ``forward(x, op_weights)``.
+            body: Module with ``forward(x, op_weights)``; with an attribute ``takes_stack`` that is
+                true, ``forward(x, op_weights, stack)``.
             num_edges: Number of edges per kind of cell.
             num_ops: Number of ops per edge.
         """
@@ -60,11 +65,21 @@ class Supernet(nn.Module):
         self.body = body
         self.alphas = Alphas(num_edges, num_ops=num_ops)
 
+    @property
+    def takes_stack(self) -> bool:
+        """Whether the weights can be given per record: the engine is the fast one."""
+        return getattr(self.body, "takes_stack", False)
+
     def weights(self) -> dict[str, nn.Parameter]:
         """Return all parameters but the alphas, by their names in the state_dict."""
         return dict(self.body.named_parameters(prefix="body"))
 
-    def forward(self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        op_weights: Mapping[str, Tensor] | None = None,
+        stack: Stack | None = None,
+    ) -> Tensor:
         """Return the logits [B, classes].
 
         Args:
@@ -72,10 +87,12 @@ class Supernet(nn.Module):
             op_weights: Per kind of cell the weight of every op on every edge, [E, O], or one
                 set per example, [B, E, O], through which per-example gradients of the alphas
                 can be taken; None means ``softmax(alphas)``.
+            stack: How the fast engine joins the weights of parallel layers; through it per-example
+                gradients of the weights can be taken (``privacy.clipping.RecordWeights``).
         """
         if op_weights is None:
             op_weights = {kind: alphas.softmax(dim=-1) for kind, alphas in self.alphas().items()}
-        logits: Tensor = self.body(x, op_weights)
+        logits: Tensor = self.body(x, op_weights, *([] if stack is None else [stack]))
         return logits
 
 
@@ -129,6 +146,12 @@ def check_sizes(
     for field, value in sizes.items():
         if value < 1:
             raise ConfigError(f"{field} must be at least 1, got {value}.")
+
+
+def check_engine(engine: str) -> None:
+    """Raise ConfigError unless ``engine`` is ``fast`` or ``reference``."""
+    if engine not in ENGINES:
+        raise unknown_choice("engine", engine, ENGINES)
 
 
 def check_alphas(

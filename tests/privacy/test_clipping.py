@@ -31,14 +31,14 @@ def with_auxiliary(output, y):
     return cross_entropy(output[0], y) + 0.4 * cross_entropy(output[1], y)
 
 
-def darts(shape):
-    return DARTSSpace(input_shape=shape, num_classes=CLASSES, channels=4, num_cells=3, norm="group")
+def darts(shape, engine="fast"):
+    sizes = {"num_classes": CLASSES, "channels": 4, "num_cells": 3}
+    return DARTSSpace(input_shape=shape, **sizes, norm="group", engine=engine)
 
 
-def nasbench201(shape):
-    return NASBench201Space(
-        input_shape=shape, num_classes=CLASSES, channels=4, num_cells=1, norm="group"
-    )
+def nasbench201(shape, engine="fast"):
+    sizes = {"num_classes": CLASSES, "channels": 4, "num_cells": 1}
+    return NASBench201Space(input_shape=shape, **sizes, norm="group", engine=engine)
 
 
 def derived(space, **sizes):
@@ -51,6 +51,11 @@ def derived(space, **sizes):
 NETWORKS = {
     "darts supernet": (lambda s: darts(s).supernet(), (3, 9, 7), (1, 17, 14)),
     "nasbench201 supernet": (lambda s: nasbench201(s).supernet(), (1, 7, 9), (3, 15, 13)),
+    "darts reference": (lambda s: darts(s, "reference").supernet(), (3, 9, 7), (1, 17, 14)),
+    "nasbench201 reference": (
+        lambda s: nasbench201(s, "reference").supernet(),
+        *((1, 7, 9), (3, 15, 13)),
+    ),
     "darts": (
         lambda s: derived(darts(s), num_cells=3, auxiliary=True),
         (1, 11, 9),
@@ -60,7 +65,7 @@ NETWORKS = {
     "plain_cnn": (lambda s: plain_cnn(s, CLASSES), (3, 9, 7), (1, 9, 7)),
     "linear": (lambda s: linear(s, CLASSES), (1, 5, 7), (3, 5, 7)),
 }
-SUPERNETS = ("darts supernet", "nasbench201 supernet")
+SUPERNETS = tuple(f"{s} {n}" for s in ("darts", "nasbench201") for n in ("supernet", "reference"))
 
 
 def make_network(name, dtype, seed=1):
@@ -574,7 +579,7 @@ def test_sensitivity_of_any_per_sample_gradients(case, dtype, max_norm, weighted
 
     def add(rows, factors):
         sums = {"a": torch.zeros(2, dtype=torch.float64), "b": torch.zeros(3, dtype=torch.float64)}
-        gradients = {"a": rows[:, :2].to(dtype), "b": rows[:, 2:].to(dtype)}
+        gradients = [(["a"], rows[:, :2].to(dtype)), (["b"], rows[:, 2:].to(dtype))]
         clipping._add_clipped(sums, gradients, max_norm=max_norm, factors_B=factors)
         return sums
 

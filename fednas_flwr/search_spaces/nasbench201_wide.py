@@ -1,0 +1,91 @@
+"""The NAS-Bench-201 supernet organised by source state instead of by edge: the fast engine.
+
+As in ``darts_wide.py``: the reference's modules with another forward.
+
+Tensor suffixes: B batch, E edges, O ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fednas_flwr.search_spaces.nasbench201_network import (
+    EDGES,
+    NODES,
+    OPS,
+    NASBench201Body,
+    ResidualBlock,
+)
+from fednas_flwr.search_spaces.operations import add_all
+from fednas_flwr.search_spaces.wide_operations import (
+    Stack,
+    average_pool,
+    convolution,
+    linear,
+    mix,
+    norm,
+    pointwise,
+)
+
+CONVOLUTIONS = ("nor_conv_1x1", "nor_conv_3x3")
+
+
+class WideNASBench201Body(NASBench201Body):
+    """The fixed network with all ops on all edges of its cells."""
+
+    takes_stack = True
+
+    def forward(
+        self, x: Tensor, op_weights: Mapping[str, Tensor], stack: Stack = torch.cat
+    ) -> Tensor:
+        """Return logits [B, classes]; op weights as in :class:`Supernet`."""
+        net: Any = self.skeleton
+        weights_BEO = op_weights["cell"].expand(len(x), -1, -1)
+        x = norm(convolution(x, stack([net.stem[0].weight])), [net.stem[1]])
+        for reduction, stage in zip(net.reductions, net.stages, strict=True):
+            if isinstance(reduction, ResidualBlock):
+                x = _residual(reduction, x, stack)
+            for cell in stage.children():
+                x = _cell(cell, x, weights_BEO, stack)
+        pooled = F.relu(norm(x, [net.head_norm])).mean(dim=(2, 3))
+        return linear(pooled, stack([net.classifier.weight]), stack([net.classifier.bias]))
+
+
+def _cell(cell: Any, x: Tensor, weights_BEO: Tensor, stack: Stack) -> Tensor:
+    incoming: dict[int, list[Tensor]] = {node: [] for node in NODES}
+    state = x
+    for source in range(NODES.stop - 1):
+        if source in NODES:
+            state = add_all(incoming[source])
+        indices = [index for index, edge in enumerate(EDGES) if edge[0] == source]
+        modules = {op: [cell.edges[index].ops[op] for index in indices] for op in CONVOLUTIONS}
+        active = F.relu(state)
+        one = pointwise(active, stack([m[1].weight for m in modules["nor_conv_1x1"]]))
+        three = convolution(active, stack([m[1].weight for m in modules["nor_conv_3x3"]]))
+        convolved = norm(
+            torch.cat([one, three], 1), [m[2] for op in CONVOLUTIONS for m in modules[op]]
+        )
+        shared = torch.stack([state, average_pool(state)], dim=1)[:, :, None]
+        parts: list[tuple[Tensor, Sequence[str]]] = [
+            (shared, ("skip_connect", "avg_pool_3x3")),
+            (torch.unflatten(convolved, 1, (2, len(indices), -1)), CONVOLUTIONS),
+        ]
+        outs = mix(parts, weights_BEO[:, indices], ops=OPS)
+        for index, out in zip(indices, outs.unbind(1), strict=True):
+            incoming[EDGES[index][1]].append(out)
+    return add_all(incoming[NODES.stop - 1])
+
+
+def _residual(block: Any, x: Tensor, stack: Stack) -> Tensor:
+    out = x
+    for layers in block.convolutions:
+        _, conv, norm_ = layers
+        out = convolution(F.relu(out), stack([conv.weight]), stride=conv.stride[0])
+        out = norm(out, [norm_])
+    pool, conv = block.shortcut
+    return out + pointwise(pool(x), stack([conv.weight]))
