@@ -37,24 +37,21 @@ Tensor suffixes: B records of a micro-batch, E edges, O ops.
 
 from __future__ import annotations
 
-import logging
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_handlers = logging.root.handlers[:]
-from opacus.grad_sample import GradSampleModule  # type: ignore[import-untyped]  # noqa: E402
-from opacus.validators import ModuleValidator  # type: ignore[import-untyped]  # noqa: E402
-
-logging.root.handlers[:] = _handlers  # Opacus adds one to the root logger when it is imported
-
-Loss = Callable[[Tensor, Tensor], Tensor]  # (output of the module, labels [B]) -> losses [B]
+from fednas_flwr.privacy.record_gradients import (
+    Group,
+    Loss,
+    differentiate,
+    losses_of,
+    record_gradients,
+    refuse_batch_norm,
+)
 
 SMALLEST_MAX_NORM = 1e-100  # squares of much smaller numbers vanish in float64
 
@@ -73,10 +70,11 @@ def clipped_gradient_sum(
     """Return ``sum_i f_i min(1, R / ||g_i||) g_i`` over a batch, by parameter name.
 
     g_i is the gradient of one record's loss with respect to all of ``parameters``, of which one
-    joint norm is taken. A module that takes its weights per record (``takes_stack``: a supernet
-    with the fast engine) is given a leaf [B, ...] of them, and one ordinary backward returns all
-    g_i. Of any other module per-sample gradients come from Opacus' hooks, which are removed again:
-    the module, the parameters' ``requires_grad`` and their ``.grad`` are left as they were.
+    joint norm is taken. Every record gets a copy of the weights, in a leaf [B, ...] of stride 0, so
+    that one ordinary backward returns all g_i (``fednas_flwr.layers``). This needs convolutions,
+    linear layers and group norms, or a module that ``takes_stack`` (a supernet with the fast
+    engine); of any other module Opacus' hooks return the g_i. The module, the parameters'
+    ``requires_grad`` and their ``.grad`` are left as they were.
 
     Args:
         module: Network in training mode; called with x alone.
@@ -114,10 +112,11 @@ def clipped_gradient_sum(
         tensor([[1.5000]], dtype=torch.float64)
     """
     _check_arguments(x, y, max_norm, micro_batch_size, class_factors)
-    _refuse_batch_norm(module)
     sums = _zeros(parameters)
-    per_record = _from_leaves if getattr(module, "takes_stack", False) else _from_hooks
-    with _only_trainable(module, parameters), per_record(module, parameters, loss) as gradients:
+    with (
+        _only_trainable(module, parameters),
+        record_gradients(module, parameters, loss) as gradients,
+    ):
         for x_B, y_B in _micro_batches(x, y, micro_batch_size):
             _add_clipped(
                 sums, gradients(x_B, y_B), max_norm=max_norm, factors_B=_factors(class_factors, y_B)
@@ -163,7 +162,7 @@ def clipped_alpha_gradient_sum(
     Guarantee: sensitivity R under adding or removing one record; see the head of this module.
     """
     _check_arguments(x, y, max_norm, micro_batch_size, class_factors)
-    _refuse_batch_norm(supernet)
+    refuse_batch_norm(supernet)
     sums = _zeros(alphas)
     weights = {kind: a_EO.detach().double().softmax(dim=-1) for kind, a_EO in alphas.items()}
     with _only_trainable(supernet, {}), torch.enable_grad():
@@ -174,147 +173,17 @@ def clipped_alpha_gradient_sum(
             }
             gradients = [
                 ([kind], _through_softmax(gradient_BEO.double(), weights[kind]))
-                for kind, gradient_BEO in _differentiate(
-                    _losses(supernet(x_B, leaves), y_B, loss), leaves
+                for kind, gradient_BEO in differentiate(
+                    losses_of(supernet(x_B, leaves), y_B, loss), leaves
                 ).items()
             ]
             _add_clipped(sums, gradients, max_norm=max_norm, factors_B=_factors(class_factors, y_B))
     return sums
 
 
-# Gradients of several parameters of one shape, joined along dim 0: their names, and [B, ...].
-_Group = tuple[list[str], Tensor]
-
-
-class RecordWeights:
-    """Joins parameters like ``torch.cat``, with a copy of the result for each of B records.
-
-    Attributes:
-        groups: What was joined: the parameters and their leaf [B, ...].
-    """
-
-    def __init__(self, num_records: int) -> None:
-        """Join nothing yet."""
-        self.num_records = num_records
-        self.groups: list[tuple[tuple[Tensor, ...], Tensor]] = []
-
-    def __call__(self, parameters: list[Tensor]) -> Tensor:
-        """Return a leaf of stride 0, which takes no memory before its gradient is there."""
-        joined = torch.cat([parameter.detach() for parameter in parameters])
-        leaf = joined.expand(self.num_records, *joined.shape).requires_grad_()
-        self.groups.append((tuple(parameters), leaf))
-        return leaf
-
-
-@contextmanager
-def _from_leaves(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss
-) -> Iterator[Callable[[Tensor, Tensor], list[_Group]]]:
-    """Yield a function from a batch to the gradients of its records, by one plain backward."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-
-    def gradients(x_B: Tensor, y_B: Tensor) -> list[_Group]:
-        with torch.enable_grad():
-            stack = RecordWeights(len(x_B))
-            losses_B = _losses(module(x_B, stack=stack), y_B, loss)
-            used = [id(parameter) for group, _ in stack.groups for parameter in group]
-            if sorted(used) != sorted(names):
-                raise RuntimeError(
-                    "no per-sample gradients: the module does not use each parameter exactly once"
-                )
-            leaves = {str(i): leaf for i, (_, leaf) in enumerate(stack.groups)}
-            reached = _differentiate(losses_B, leaves)
-        return [
-            ([names[id(parameter)] for parameter in group], reached[str(i)])
-            for i, (group, _) in enumerate(stack.groups)
-            if str(i) in reached
-        ]
-
-    yield gradients
-
-
-class _PerSampleModule(GradSampleModule):  # type: ignore[misc]
-    """Opacus' hooks without two silent errors of theirs (as of version 1.6.0)."""
-
-    def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
-        """Name every module once; one with two paths would get two hooks and twice its gradient."""
-        return dict.fromkeys(super().iterate_submodules(module))
-
-    def rearrange_grad_samples(self, **arguments: Any) -> tuple[list[Tensor], Tensor]:
-        """Return activations with the strides of a plain NCHW tensor, and output gradients.
-
-        Opacus unfolds a convolution's input by ``as_strided`` and assumes these strides: with
-        channels-last inputs its gradients are wrong. ``contiguous`` would keep those of 1x1 maps.
-        """
-        activations, backprops = super().rearrange_grad_samples(**arguments)
-        return [tensor.flatten().view(tensor.shape) for tensor in activations], backprops
-
-
-@contextmanager
-def _from_hooks(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss
-) -> Iterator[Callable[[Tensor, Tensor], list[_Group]]]:
-    """Yield the same for any module, with Opacus' hooks, of which nothing remains after the block.
-
-    Opacus' own clean-up leaves activations of dead branches and the mark of a full backward hook.
-    """
-    _check_module(module, parameters)
-    modules = list(module.modules())
-    marks = [submodule._is_full_backward_hook for submodule in modules]
-    owners: list[nn.Module | nn.Parameter] = [*modules, *module.parameters()]
-    names = [set(vars(owner)) for owner in owners]
-    hooked = None
-    try:
-        hooked = _PerSampleModule(module, loss_reduction="sum")
-        yield partial(_hooked_gradients, hooked, parameters, loss)
-    finally:
-        if hooked is not None:
-            hooked.remove_hooks()
-        for owner, before in zip(owners, names, strict=True):
-            for name in set(vars(owner)) - before:
-                delattr(owner, name)
-        for submodule, mark in zip(modules, marks, strict=True):
-            submodule._is_full_backward_hook = mark
-
-
-def _hooked_gradients(
-    hooked: GradSampleModule,
-    parameters: Mapping[str, nn.Parameter],
-    loss: Loss,
-    x_B: Tensor,
-    y_B: Tensor,
-) -> list[_Group]:
-    """Return the gradients [B, ...] of all parameters that the loss reaches."""
-    with torch.enable_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")
-        # Not backward(), which would add to .grad. Of the sums only the names are used.
-        reached = _differentiate(_losses(hooked(x_B), y_B, loss), parameters)
-    gradients = []
-    for name in reached:
-        gradient = parameters[name].grad_sample  # type: ignore[attr-defined]
-        if gradient is None or gradient.shape != (len(x_B), *parameters[name].shape):
-            raise RuntimeError(f"Opacus has no per-sample gradient of every use of {name}")
-        gradients.append(([name], gradient))
-    for parameter in parameters.values():
-        parameter.grad_sample = None  # type: ignore[attr-defined]
-        parameter._forward_counter = 0  # type: ignore[attr-defined]
-    for submodule in hooked.modules():  # calls that the loss did not reach would be waiting here
-        vars(submodule).pop("activations", None)
-        vars(submodule).pop("max_batch_len", None)
-    return gradients
-
-
-def _differentiate(losses_B: Tensor, by: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradient of the losses' sum by each tensor that it depends on."""
-    if not losses_B.requires_grad:
-        return {}
-    gradients = torch.autograd.grad(losses_B.sum(), list(by.values()), allow_unused=True)
-    return {n: g for n, g in zip(by, gradients, strict=True) if g is not None}
-
-
 def _add_clipped(
     sums: dict[str, Tensor],
-    gradients: list[_Group],
+    gradients: list[Group],
     *,
     max_norm: float,
     factors_B: Tensor | None,
@@ -343,14 +212,6 @@ def _through_softmax(gradients_BEO: Tensor, weights_EO: Tensor) -> Tensor:
     """Return the gradients by the alphas, from those by ``weights = softmax(alphas)``."""
     mean_BE1 = (weights_EO * gradients_BEO).sum(-1, keepdim=True)
     return weights_EO * (gradients_BEO - mean_BE1)
-
-
-def _losses(output: Tensor, y_B: Tensor, loss: Loss) -> Tensor:
-    losses_B = loss(output, y_B)
-    if losses_B.shape != (len(y_B),):
-        shape = tuple(losses_B.shape)
-        raise ValueError(f"the loss must be one number per record, [{len(y_B)}], got {shape}")
-    return losses_B
 
 
 def _factors(class_factors: Tensor | None, y_B: Tensor) -> Tensor | None:
@@ -400,40 +261,3 @@ def _check_arguments(
         raise ValueError(f"micro_batch_size must be at least 1, got {micro_batch_size}")
     if class_factors is not None and not bool(((class_factors > 0) & (class_factors <= 1)).all()):
         raise ValueError(f"class_factors must be in (0, 1], got {class_factors.tolist()}")
-
-
-def _refuse_batch_norm(module: nn.Module) -> None:
-    """Raise ValueError for layers that keep or use statistics of the batch, trainable or not.
-
-    Opacus' validator looks at trainable layers alone, and a supernet's norms have no weights.
-    """
-    for name, submodule in module.named_modules():
-        if isinstance(submodule, nn.modules.batchnorm._BatchNorm) or (
-            isinstance(submodule, nn.modules.batchnorm._NormBase) and submodule.track_running_stats
-        ):
-            raise ValueError(
-                f"{name or 'the module'} is batch normalisation or keeps running statistics, which "
-                "mixes the records of a batch: a private run needs group normalisation "
-                "(search_space.norm=group)."
-            )
-
-
-def _check_module(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise ValueError for what per-sample gradients cannot be taken of.
-
-    All checks are of the structure: an error that depended on the records would be a release.
-    """
-    _refuse_batch_norm(module)
-    for error in [*ModuleValidator.validate(module), *GradSampleModule.validate(module)]:
-        raise ValueError(f"no per-sample gradients of this network: {error}")
-    own = {id(parameter) for parameter in module.parameters()}
-    for name, parameter in parameters.items():
-        if id(parameter) not in own:
-            raise ValueError(f"parameter {name} does not belong to the module")
-    for name, submodule in module.named_modules():
-        direct = any(parameter.requires_grad for parameter in submodule.parameters(recurse=False))
-        if direct and next(submodule.children(), None) is not None:
-            raise ValueError(
-                f"{name or 'the module'} has parameters of its own beside submodules, whose "
-                "gradients Opacus may count twice: put them into a submodule."
-            )

@@ -15,19 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fednas_flwr.layers import convolution, depthwise, linear, pointwise
 from fednas_flwr.search_spaces.darts_network import EDGES, NODES, OPS, DARTSBody
 from fednas_flwr.search_spaces.operations import FactorizedReduce, add_all
-from fednas_flwr.search_spaces.wide_operations import (
-    Stack,
-    average_pool,
-    convolution,
-    depthwise,
-    linear,
-    max_pool,
-    mix,
-    norm,
-    pointwise,
-)
+from fednas_flwr.search_spaces.wide_operations import Stack, average_pool, max_pool, mix, norm
 
 POOLS = ("max_pool_3x3", "avg_pool_3x3")
 SEPARABLE = ("sep_conv_3x3", "sep_conv_5x5")
@@ -44,7 +35,7 @@ class WideDARTSBody(DARTSBody):
     ) -> Tensor:
         """Return logits [B, classes]; op weights as in :class:`Supernet`."""
         stem: Any = self.stem
-        before = last = norm(convolution(x, stack([stem[0].weight])), [stem[1]])
+        before = last = norm(convolution(x, stack([stem[0].weight]), padding=(1, 1)), [stem[1]])
         for kind, cell in zip(self.kinds, self.cells, strict=True):
             weights_BEO = op_weights[kind].expand(len(x), -1, -1)
             before, last = last, _cell(cell, before, last, weights_BEO, stack)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fednas_flwr.layers import convolution, linear, pointwise
 from fednas_flwr.search_spaces.nasbench201_network import (
     EDGES,
     NODES,
@@ -22,15 +23,7 @@ from fednas_flwr.search_spaces.nasbench201_network import (
     ResidualBlock,
 )
 from fednas_flwr.search_spaces.operations import add_all
-from fednas_flwr.search_spaces.wide_operations import (
-    Stack,
-    average_pool,
-    convolution,
-    linear,
-    mix,
-    norm,
-    pointwise,
-)
+from fednas_flwr.search_spaces.wide_operations import Stack, average_pool, mix, norm
 
 CONVOLUTIONS = ("nor_conv_1x1", "nor_conv_3x3")
 
@@ -46,7 +39,7 @@ class WideNASBench201Body(NASBench201Body):
         """Return logits [B, classes]; op weights as in :class:`Supernet`."""
         net: Any = self.skeleton
         weights_BEO = op_weights["cell"].expand(len(x), -1, -1)
-        x = norm(convolution(x, stack([net.stem[0].weight])), [net.stem[1]])
+        x = norm(convolution(x, stack([net.stem[0].weight]), padding=(1, 1)), [net.stem[1]])
         for reduction, stage in zip(net.reductions, net.stages, strict=True):
             if isinstance(reduction, ResidualBlock):
                 x = _residual(reduction, x, stack)
@@ -66,7 +59,9 @@ def _cell(cell: Any, x: Tensor, weights_BEO: Tensor, stack: Stack) -> Tensor:
         modules = {op: [cell.edges[index].ops[op] for index in indices] for op in CONVOLUTIONS}
         active = F.relu(state)
         one = pointwise(active, stack([m[1].weight for m in modules["nor_conv_1x1"]]))
-        three = convolution(active, stack([m[1].weight for m in modules["nor_conv_3x3"]]))
+        three = convolution(
+            active, stack([m[1].weight for m in modules["nor_conv_3x3"]]), padding=(1, 1)
+        )
         convolved = norm(
             torch.cat([one, three], 1), [m[2] for op in CONVOLUTIONS for m in modules[op]]
         )
@@ -85,7 +80,7 @@ def _residual(block: Any, x: Tensor, stack: Stack) -> Tensor:
     out = x
     for layers in block.convolutions:
         _, conv, norm_ = layers
-        out = convolution(F.relu(out), stack([conv.weight]), stride=conv.stride[0])
+        out = convolution(F.relu(out), stack([conv.weight]), stride=conv.stride, padding=(1, 1))
         out = norm(out, [norm_])
     pool, conv = block.shortcut
     return out + pointwise(pool(x), stack([conv.weight]))

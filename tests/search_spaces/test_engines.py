@@ -13,15 +13,7 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.search_spaces import DARTSSpace, NASBench201Space
 from fednas_flwr.search_spaces.operations import make_norm
-from fednas_flwr.search_spaces.wide_operations import (
-    average_pool,
-    convolution,
-    depthwise,
-    linear,
-    max_pool,
-    norm,
-    pointwise,
-)
+from fednas_flwr.search_spaces.wide_operations import average_pool, max_pool, norm
 
 SIZES = {"input_shape": (3, 8, 8), "num_classes": 5, "channels": 4}
 SPACES = {
@@ -116,112 +108,6 @@ def test_state_dicts_and_initialisation_do_not_depend_on_the_engine(space, norm)
 def test_unknown_engine_is_refused(space):
     with pytest.raises(ConfigError, match="engine=quick.*fast, reference"):
         dataclasses.replace(space, engine="quick")
-
-
-# One layer at a time: name -> (module, the layer's function of input and weights, input channels)
-LAYERS = {
-    "stem": (
-        nn.Conv2d(2, 5, 3, padding=1, bias=False),
-        lambda x, w: convolution(x, w),
-        2,
-    ),
-    "stride 2": (
-        nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False),
-        lambda x, w: convolution(x, w, stride=2),
-        3,
-    ),
-    "pointwise": (nn.Conv2d(4, 6, 1, bias=False), lambda x, w: pointwise(x, w), 4),
-    "blocks": (
-        nn.Conv2d(6, 9, 1, groups=3, bias=False),
-        lambda x, w: pointwise(x, w, groups=3),
-        6,
-    ),
-}
-for kernel in (3, 5):
-    for stride in (1, 2):
-        for dilation in (1, 2):
-            LAYERS[f"depthwise {kernel}, stride {stride}, dilation {dilation}"] = (
-                nn.Conv2d(
-                    *(4, 4, kernel, stride),
-                    padding=dilation * (kernel // 2),
-                    dilation=dilation,
-                    groups=4,
-                    bias=False,
-                ),
-                lambda x, w, s=stride, d=dilation: depthwise(x, [w], stride=s, dilation=d),
-                4,
-            )
-
-
-def record_gradients(function, weights, x, direction):
-    """Return the gradients of every record by one backward through leaves [B, ...]."""
-    leaves = [w.detach().expand(len(x), *w.shape).requires_grad_() for w in weights]
-    return torch.autograd.grad((function(x, *leaves) * direction).sum(), leaves)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize(("batch", "size"), [(1, (7, 5)), (3, (6, 8)), (2, (3, 4))])
-@pytest.mark.parametrize("layer", LAYERS)
-def test_a_layer_and_its_gradients(layer, batch, size, dtype, tolerance):
-    module, function, channels = LAYERS[layer]
-    oracle, weight = module.double(), module.weight.detach().to(dtype)
-    x = draw(batch, channels, *size, seed=3)
-    leaf, wide = x.clone().requires_grad_(), x.to(dtype).requires_grad_()
-    expected = oracle(leaf)
-    direction = draw(*expected.shape, seed=4)
-    by_x, by_weight = torch.autograd.grad((expected * direction).sum(), (leaf, oracle.weight))
-    weight.requires_grad_()
-    out = function(wide, weight)
-    found = torch.autograd.grad((out * direction.to(dtype)).sum(), (wide, weight))
-    per_record = record_gradients(function, [weight], x.to(dtype), direction.to(dtype))[0]
-    one_by_one = torch.stack(
-        [
-            torch.autograd.grad((oracle(x[i : i + 1]) * direction[i]).sum(), oracle.weight)[0]
-            for i in range(batch)
-        ]
-    )
-    names = ["out", "by x", "by weight", "per record"]
-    assert_same(
-        dict(zip(names, (expected, by_x, by_weight, one_by_one), strict=True)),
-        dict(zip(names, (out, *found, per_record), strict=True)),
-        tolerance,
-    )
-
-
-@pytest.mark.parametrize("stride", [1, 2])
-def test_kernels_of_two_sizes_and_many_edges_are_one_call(stride):
-    x = draw(3, 4, 7, 6)
-    weights = [draw(8, 1, 3, 3, seed=1), draw(12, 1, 5, 5, seed=2)]
-
-    def separately(x, *weights):
-        outs = [
-            F.conv2d(x, kernel, stride=stride, padding=kernel.shape[-1] // 2, groups=4)
-            for weight in weights
-            for kernel in weight.split(4)
-        ]
-        return torch.cat(outs, 1)
-
-    def together(x, *weights):
-        return depthwise(x, weights, stride=stride)
-
-    torch.testing.assert_close(together(x, *weights), separately(x, *weights))
-    direction = draw(*together(x, *weights).shape, seed=5)
-    for weight in weights:
-        weight.requires_grad_()
-    gradients = record_gradients(together, weights, x, direction)
-    for i in range(3):
-        one = (separately(x[i : i + 1], *weights) * direction[i]).sum()
-        for found, expected in zip(gradients, torch.autograd.grad(one, weights), strict=True):
-            torch.testing.assert_close(found[i], expected)
-
-
-def test_linear_gradients_of_every_record():
-    x, weight, bias = draw(3, 4), draw(5, 4, seed=1), draw(5, seed=2)
-    torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias))
-    direction = draw(3, 5, seed=3)
-    by_weight, by_bias = record_gradients(linear, [weight, bias], x, direction)
-    torch.testing.assert_close(by_weight, direction[:, :, None] * x[:, None, :])
-    torch.testing.assert_close(by_bias, direction)
 
 
 @pytest.mark.parametrize("stride", [1, 2])

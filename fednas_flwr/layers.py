@@ -1,0 +1,315 @@
+"""Layers whose weights may be one per record, so that one backward gives one gradient per record.
+
+A weight is either shared, in torch's shape, or a copy for each of B records, [B, ...] with stride 0
+(``privacy.clipping.RecordWeights``): then its gradient is [B, ...], as the gradient of op weights
+[B, edges, ops] is one per record. On CPU this costs no more than the gradient of a shared weight by
+torch's own kernels, which are slow for small depthwise and 1x1 convolutions; therefore the fast
+engine of the supernets computes with these layers in any case.
+
+Measured: ``scripts/bench_step.py``. Differentiable once; not under ``torch.vmap``.
+
+Tensor suffixes: B batch, C channels, H height, W width; in shapes of weights O output channels, K
+kernel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+def conv2d(
+    x_BCHW: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: tuple[int, int] = (1, 1),
+    padding: tuple[int, int] = (0, 0),
+    dilation: tuple[int, int] = (1, 1),
+    groups: int = 1,
+) -> Tensor:
+    """Return ``F.conv2d`` of the same arguments, computed in the cheapest of the three ways here.
+
+    Args:
+        x_BCHW: Input.
+        weight: [O, C / groups, K, K] or [B, O, C / groups, K, K].
+        bias: [O] or [B, O].
+        stride: As torch's.
+        padding: As torch's; zeros.
+        dilation: As torch's.
+        groups: As torch's.
+    """
+    out_channels, _, *kernel = weight.shape[-4:]
+    same = tuple(d * (k // 2) for d, k in zip(dilation, kernel, strict=True))
+    if kernel == [1, 1] and padding == (0, 0):
+        out = pointwise(x_BCHW[:, :, :: stride[0], :: stride[1]], weight, groups=groups)
+    elif (
+        groups == x_BCHW.shape[1] == out_channels
+        and kernel[0] == kernel[1]
+        and kernel[0] % 2 == 1
+        and padding == same
+        and stride[0] == stride[1]
+        and dilation[0] == dilation[1]
+    ):
+        out = depthwise(x_BCHW, [weight], stride=stride[0], dilation=dilation[0])
+    else:
+        out = convolution(
+            x_BCHW, weight, stride=stride, padding=padding, dilation=dilation, groups=groups
+        )
+    return out if bias is None else out + bias[..., None, None]
+
+
+def depthwise(
+    x_BCHW: Tensor, weights: Sequence[Tensor], *, stride: int = 1, dilation: int = 1
+) -> Tensor:
+    """Return depthwise convolutions, with ``padding`` that keeps the size at stride 1.
+
+    Args:
+        x_BCHW: Input. Either it has as many channels as all kernels together, or every group of C
+            kernels reads it anew.
+        weights: Stacked kernels [O, 1, K, K] of one or several odd sizes, joined along O. Smaller
+            ones are computed as the largest with a border of zeros: one call costs less than two.
+        stride: Of all.
+        dilation: Of all.
+
+    Returns:
+        [B, sum of O, ceil(H / stride), ceil(W / stride)].
+    """
+    out: Tensor = _Depthwise.apply(x_BCHW, stride, dilation, *weights)
+    return out
+
+
+def pointwise(x_BCHW: Tensor, weight: Tensor, *, groups: int = 1) -> Tensor:
+    """Return a 1x1 convolution in ``groups`` blocks; the weight is [O, C / groups, 1, 1]."""
+    out: Tensor = _Pointwise.apply(x_BCHW, weight, groups)
+    return out
+
+
+def convolution(
+    x_BCHW: Tensor,
+    weight: Tensor,
+    *,
+    stride: tuple[int, int] = (1, 1),
+    padding: tuple[int, int],
+    dilation: tuple[int, int] = (1, 1),
+    groups: int = 1,
+) -> Tensor:
+    """Return any convolution without bias; arguments as of :func:`conv2d`."""
+    out: Tensor = _Convolution.apply(x_BCHW, weight, stride, padding, dilation, groups)
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``F.linear``; x is [B, ..., C], the weight [O, C] or [B, O, C], the bias alike."""
+    out: Tensor = _Linear.apply(x, weight)
+    if bias is None:
+        return out
+    return out + bias.reshape(*bias.shape[:-1], *(1,) * (x.dim() - 2), bias.shape[-1])
+
+
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float,
+) -> Tensor:
+    """Return ``F.group_norm``; x is [B, C, ...], weight and bias are [C] or [B, C]."""
+    out = F.group_norm(x, num_groups, eps=eps)
+    inner = (1,) * (x.dim() - 2)
+    if weight is not None:
+        out = out * weight.reshape(*weight.shape, *inner)
+    return out if bias is None else out + bias.reshape(*bias.shape, *inner)
+
+
+class _Depthwise(torch.autograd.Function):
+    """:func:`depthwise`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stride: int, dilation: int, *weights: Tensor) -> Tensor:
+        kernels = [w[0] if w.dim() == 5 else w for w in weights]
+        size = max(w.shape[-1] for w in kernels)
+        kernel = torch.cat([_with_border(w, size) for w in kernels])
+        ctx.save_for_backward(x, kernel)
+        ctx.stride, ctx.dilation = stride, dilation
+        ctx.shapes = [w.shape for w in weights]
+        wide = _repeat(x, len(kernel))
+        padding = dilation * (size // 2)
+        return F.conv2d(
+            wide, kernel, stride=stride, padding=padding, dilation=dilation, groups=len(kernel)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, kernel = ctx.saved_tensors
+        batch, channels, height, width = x.shape
+        total, size = len(kernel), kernel.shape[-1]
+        padding = ctx.dilation * (size // 2)
+        gradients: list[Tensor | None] = [None] * len(ctx.shapes)
+        if any(ctx.needs_input_grad[3:]):
+            # With every record's channels side by side, the output's gradient is the kernel.
+            per_record = F.conv2d(
+                _repeat(x, total).reshape(1, batch * total, height, width),
+                g.reshape(batch * total, 1, *g.shape[2:]),
+                stride=ctx.dilation,
+                padding=padding,
+                dilation=ctx.stride,
+                groups=batch * total,
+            )[..., :size, :size].reshape(batch, total, 1, size, size)
+            counts = [shape[-4] for shape in ctx.shapes]
+            for index, (part, shape) in enumerate(
+                zip(torch.split(per_record, counts, dim=1), ctx.shapes, strict=True)
+            ):
+                border = (size - shape[-1]) // 2
+                part = part[..., border : size - border, border : size - border]
+                gradients[index] = _as_weight(part, shape)
+        x_gradient = None
+        if ctx.needs_input_grad[0]:
+            if ctx.stride > 1:
+                full = g.new_zeros(batch, total, height, width)
+                full[:, :, :: ctx.stride, :: ctx.stride] = g
+                g = full
+            wide = F.conv2d(
+                g, kernel.flip(-1, -2), padding=padding, dilation=ctx.dilation, groups=total
+            )
+            x_gradient = wide.view(batch, -1, channels, height, width).sum(1)
+        return x_gradient, None, None, *gradients
+
+
+class _Pointwise(torch.autograd.Function):
+    """:func:`pointwise`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: int) -> Tensor:
+        kernel = weight[0] if weight.dim() == 5 else weight
+        blocks = kernel.reshape(groups, -1, kernel.shape[1])
+        ctx.save_for_backward(x, blocks)
+        ctx.shape = weight.shape
+        batch, _, height, width = x.shape
+        out = blocks @ x.reshape(batch, groups, -1, height * width)
+        return out.view(batch, -1, height, width)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, blocks = ctx.saved_tensors
+        batch, _, height, width = x.shape
+        g = g.reshape(batch, len(blocks), -1, height * width)
+        x_gradient = weight_gradient = None
+        if ctx.needs_input_grad[0]:
+            x_gradient = (blocks.mT @ g).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            per_record = g @ x.reshape(batch, len(blocks), -1, height * width).mT
+            weight_gradient = _as_weight(per_record, ctx.shape)
+        return x_gradient, weight_gradient, None
+
+
+class _Convolution(torch.autograd.Function):
+    """:func:`convolution`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        stride: tuple[int, int],
+        padding: tuple[int, int],
+        dilation: tuple[int, int],
+        groups: int,
+    ) -> Tensor:
+        kernel = weight[0] if weight.dim() == 5 else weight
+        ctx.save_for_backward(x, kernel)
+        ctx.shape, ctx.arguments = weight.shape, (stride, padding, dilation, groups)
+        return F.conv2d(x, kernel, None, stride, padding, dilation, groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, kernel = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.arguments
+        by_x, by_weight = ctx.needs_input_grad[:2]
+        shared = len(ctx.shape) == 4
+        x_gradient, weight_gradient, _ = torch.ops.aten.convolution_backward(
+            *(g, x, kernel, None, stride, padding, dilation, False, (0, 0), groups),
+            (by_x, by_weight and shared, False),
+        )
+        if by_weight and not shared:
+            patches = _patches(x, kernel.shape[2:], g.shape[2:], stride, padding, dilation)
+            patches = patches.reshape(len(x), groups, -1, g.shape[2] * g.shape[3])
+            per_record = g.reshape(len(x), groups, -1, patches.shape[3]) @ patches.mT
+            weight_gradient = per_record.view(ctx.shape)
+        return x_gradient, weight_gradient, None, None, None, None
+
+
+class _Linear(torch.autograd.Function):
+    """:func:`linear`, without bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        matrix = weight[0] if weight.dim() == 3 else weight
+        ctx.save_for_backward(x, matrix)
+        ctx.shape = weight.shape
+        return F.linear(x, matrix)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, matrix = ctx.saved_tensors
+        x_gradient = weight_gradient = None
+        if ctx.needs_input_grad[0]:
+            x_gradient = g @ matrix
+        if ctx.needs_input_grad[1]:
+            rows = g.reshape(len(x), -1, g.shape[-1]).mT
+            per_record = rows @ x.reshape(len(x), -1, x.shape[-1])
+            weight_gradient = _as_weight(per_record, ctx.shape)
+        return x_gradient, weight_gradient
+
+
+def _patches(
+    x_BCHW: Tensor,
+    kernel: Sequence[int],
+    out: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """Return what each output of a convolution reads, a view [B, C, K, K, H_out, W_out].
+
+    F.unfold gives a copy of the same, at twice the cost.
+    """
+    padded = F.pad(x_BCHW, (padding[1], padding[1], padding[0], padding[0])).contiguous()
+    batch, channels, height, width = padded.stride()
+    return padded.as_strided(
+        (*x_BCHW.shape[:2], *kernel, *out),
+        (
+            *(batch, channels, dilation[0] * height, dilation[1] * width),
+            *(stride[0] * height, stride[1] * width),
+        ),
+    )
+
+
+def _repeat(x_BCHW: Tensor, channels: int) -> Tensor:
+    times = channels // x_BCHW.shape[1]
+    return x_BCHW if times == 1 else x_BCHW.repeat(1, times, 1, 1)
+
+
+def _with_border(kernel: Tensor, size: int) -> Tensor:
+    border = (size - kernel.shape[-1]) // 2
+    return F.pad(kernel, (border,) * 4) if border else kernel
+
+
+def _as_weight(per_record: Tensor, shape: torch.Size) -> Tensor:
+    """Return the gradients [B, ...] in the form of the weight, added up if it is shared.
+
+    A shared weight has as many elements as the gradient of one record.
+    """
+    if shape.numel() == per_record[0].numel():
+        per_record = per_record.sum(0)
+    return per_record.reshape(shape)

@@ -1,0 +1,196 @@
+"""The gradient of the loss of every record of a batch: what is clipped before it is added up.
+
+A record's gradient is taken by giving every record a copy of the weights, in a leaf [B, ...] of
+stride 0: one ordinary backward then returns one gradient per record (``fednas_flwr.layers``). For
+modules with layers that cannot do this, Opacus' hooks do (``hooked_gradients``).
+
+Tensor suffix: B records of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fednas_flwr.layers import conv2d, group_norm, linear
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # (output of the module, labels [B]) -> losses [B]
+# Names of parameters of one shape, and their gradients, joined along dim 1, [B, ...].
+Group = tuple[list[str], Tensor]
+RecordGradients = Callable[[Tensor, Tensor], list[Group]]  # of features [B, ...] and labels [B]
+
+
+class RecordWeights:
+    """Joins parameters like ``torch.cat``, with a copy of the result for each of B records.
+
+    Attributes:
+        leaves: By the ids of the joined parameters: these, and the leaf [B, ...].
+    """
+
+    def __init__(self, num_records: int) -> None:
+        """Join nothing yet."""
+        self.num_records = num_records
+        self.leaves: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
+
+    def __call__(self, parameters: list[Tensor]) -> Tensor:
+        """Return a leaf of stride 0, which takes no memory before its gradient is there."""
+        key = tuple(map(id, parameters))
+        if key not in self.leaves:
+            joined = torch.cat([parameter.detach() for parameter in parameters])
+            leaf = joined.expand(self.num_records, *joined.shape).requires_grad_()
+            self.leaves[key] = (list(parameters), leaf)
+        return self.leaves[key][1]
+
+
+def record_gradients(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss
+) -> AbstractContextManager[RecordGradients]:
+    """Return a context that gives a function from a batch to the gradients of its records.
+
+    Parameters that the loss does not reach are left out. Afterwards the module is as it was.
+
+    Args:
+        module: In training mode; called with features alone. A module with ``takes_stack`` (a
+            supernet with the fast engine) also takes a :class:`RecordWeights` as ``stack``.
+        parameters: The module's parameters to differentiate by, which all require gradients; no
+            other parameter does.
+        loss: Called with the module's output and labels; one loss per record.
+
+    Raises:
+        ValueError: There are no per-sample gradients of this module.
+        RuntimeError: (by the function) A use of a parameter was missed.
+    """
+    check_module(module, parameters)
+    if _takes_stack(module) or all(map(_is_covered, _layers(module, parameters))):
+        return _from_leaves(module, parameters, loss)
+    # It brings Opacus, whose 3 s who needs no hooks should not pay.
+    from fednas_flwr.privacy.hooked_gradients import from_hooks
+
+    return from_hooks(module, parameters, loss)
+
+
+def differentiate(losses_B: Tensor, by: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradient of the losses' sum by each tensor that it depends on."""
+    if not losses_B.requires_grad:
+        return {}
+    gradients = torch.autograd.grad(losses_B.sum(), list(by.values()), allow_unused=True)
+    return {n: g for n, g in zip(by, gradients, strict=True) if g is not None}
+
+
+def losses_of(output: Tensor, y_B: Tensor, loss: Loss) -> Tensor:
+    """Return the losses [B]; raises ValueError if the loss returns anything else."""
+    losses_B = loss(output, y_B)
+    if losses_B.shape != (len(y_B),):
+        shape = tuple(losses_B.shape)
+        raise ValueError(f"the loss must be one number per record, [{len(y_B)}], got {shape}")
+    return losses_B
+
+
+def refuse_batch_norm(module: nn.Module) -> None:
+    """Raise ValueError for layers that keep or use statistics of the batch, trainable or not.
+
+    Opacus' validator looks at trainable layers alone, and a supernet's norms have no weights.
+    """
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, nn.modules.batchnorm._BatchNorm) or (
+            isinstance(submodule, nn.modules.batchnorm._NormBase) and submodule.track_running_stats
+        ):
+            raise ValueError(
+                f"{name or 'the module'} is batch normalisation or keeps running statistics, which "
+                "mixes the records of a batch: a private run needs group normalisation "
+                "(search_space.norm=group)."
+            )
+
+
+def check_module(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError for what per-sample gradients cannot be taken of.
+
+    All checks are of the structure: an error that depended on the records would be a release.
+    """
+    refuse_batch_norm(module)
+    own = {id(parameter) for parameter in module.parameters()}
+    for name, parameter in parameters.items():
+        if id(parameter) not in own:
+            raise ValueError(f"parameter {name} does not belong to the module")
+    if not module.training:
+        raise ValueError("the module must be in training mode: call train() first")
+
+
+@contextmanager
+def _from_leaves(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss
+) -> Iterator[RecordGradients]:
+    """Yield a function from a batch to the gradients of its records, by one plain backward."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+
+    def gradients(x_B: Tensor, y_B: Tensor) -> list[Group]:
+        stack = RecordWeights(len(x_B))
+        with torch.enable_grad():
+            if _takes_stack(module):
+                output = module(x_B, stack=stack)
+            else:
+                with _layers_computed_with(stack, _layers(module, parameters)):
+                    output = module(x_B)
+            joined = {f"leaf {i}": both for i, both in enumerate(stack.leaves.values())}
+            by: dict[str, Tensor] = {key: leaf for key, (_, leaf) in joined.items()}
+            reached = differentiate(losses_of(output, y_B, loss), {**by, **parameters})
+        missed = [name for name in reached if name in parameters]
+        groups = {key: [names[id(p)] for p in parts] for key, (parts, _) in joined.items()}
+        stacked = [name for group in groups.values() for name in group]
+        missed += [name for name in set(stacked) if stacked.count(name) > 1]
+        if missed:
+            raise RuntimeError(f"no per-sample gradient of every use of {missed[0]}")
+        return [(groups[key], gradient) for key, gradient in reached.items()]
+
+    yield gradients
+
+
+def _is_covered(layer: nn.Module) -> bool:
+    """Return whether ``fednas_flwr.layers`` computes what this layer does."""
+    if type(layer) is nn.Conv2d:
+        return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return type(layer) in (nn.Linear, nn.GroupNorm)
+
+
+def _takes_stack(module: nn.Module) -> bool:
+    return getattr(module, "takes_stack", False) is True
+
+
+def _layers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
+    """Return the modules that hold the parameters themselves."""
+    chosen = {id(parameter) for parameter in parameters.values()}
+    return [
+        submodule
+        for submodule in module.modules()
+        if any(id(parameter) in chosen for parameter in submodule.parameters(recurse=False))
+    ]
+
+
+@contextmanager
+def _layers_computed_with(stack: RecordWeights, layers: list[Any]) -> Iterator[None]:
+    """Let layers compute with their weights as ``stack`` returns them, inside the block."""
+    for layer in layers:
+        layer.forward = partial(_forward, layer, stack)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _forward(layer: Any, stack: RecordWeights, x: Tensor) -> Tensor:
+    weight, bias = (
+        stack([parameter]) if parameter is not None and parameter.requires_grad else parameter
+        for parameter in (layer.weight, layer.bias)
+    )
+    if isinstance(layer, nn.Conv2d):
+        sizes = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
+        return conv2d(x, weight, bias, **sizes)
+    if isinstance(layer, nn.GroupNorm):
+        return group_norm(x, layer.num_groups, weight, bias, eps=layer.eps)
+    return linear(x, weight, bias)

@@ -1,0 +1,128 @@
+"""Every layer computes what torch computes, and the gradient of every record by one backward."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fednas_flwr.layers import conv2d, depthwise, group_norm, linear
+from fednas_flwr.randomness import make_generator
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    generator = make_generator(seed, "layers")
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def record_gradients(function, weights, x, direction):
+    """Return the gradients of every record by one backward through leaves [B, ...]."""
+    leaves = [w.detach().expand(len(x), *w.shape).requires_grad_() for w in weights]
+    return torch.autograd.grad((function(x, *leaves) * direction).sum(), leaves)
+
+
+CONVOLUTIONS = {
+    "stem": lambda: nn.Conv2d(2, 5, 3, padding=1, bias=False),
+    "stride 2, bias": lambda: nn.Conv2d(3, 4, 3, stride=2, padding=1),
+    "no padding": lambda: nn.Conv2d(3, 4, 2),
+    "everything": lambda: nn.Conv2d(
+        4, 6, (3, 2), stride=(2, 1), padding=(2, 1), dilation=(1, 2), groups=2
+    ),
+    "pointwise": lambda: nn.Conv2d(4, 6, 1, bias=False),
+    "pointwise, stride 2": lambda: nn.Conv2d(4, 6, 1, stride=2),
+    "blocks": lambda: nn.Conv2d(6, 9, 1, groups=3, bias=False),
+    "depthwise, even kernel": lambda: nn.Conv2d(4, 4, 2, groups=4),
+    "depthwise, two kernels a channel": lambda: nn.Conv2d(4, 8, 3, padding=1, groups=4),
+}
+for kernel, stride, dilation in itertools.product((3, 5), (1, 2), (1, 2)):
+    CONVOLUTIONS[f"depthwise {kernel}, stride {stride}, dilation {dilation}"] = functools.partial(
+        *(nn.Conv2d, 4, 4, kernel, stride),
+        padding=dilation * (kernel // 2),
+        dilation=dilation,
+        groups=4,
+        bias=False,
+    )
+OTHERS = {
+    "linear": lambda: nn.Linear(4, 5),
+    "linear without bias": lambda: nn.Linear(4, 5, bias=False),
+    "group norm": lambda: nn.GroupNorm(2, 4),
+    "group norm without weights": lambda: nn.GroupNorm(2, 4, affine=False),
+}
+
+
+def call(module, x, weight=None, bias=None):
+    """Return what ``fednas_flwr.layers`` computes for a module."""
+    if isinstance(module, nn.Conv2d):
+        settings = {n: getattr(module, n) for n in ("stride", "padding", "dilation", "groups")}
+        return conv2d(x, weight, bias, **settings)
+    if isinstance(module, nn.GroupNorm):
+        return group_norm(x, module.num_groups, weight, bias, eps=module.eps)
+    return linear(x, weight, bias)
+
+
+def assert_near(found, expected, tolerance):
+    distance = (found.double() - expected).norm()
+    assert distance <= tolerance * expected.norm(), float(distance / expected.norm())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("batch", "size"), [(1, (7, 5)), (3, (6, 8)), (2, (3, 4))])
+@pytest.mark.parametrize("name", CONVOLUTIONS | OTHERS)
+def test_a_layer_and_its_gradients(name, batch, size, dtype, tolerance):
+    oracle = (CONVOLUTIONS | OTHERS)[name]().double()
+    weights = [parameter.data.copy_(draw(*parameter.shape)) for parameter in oracle.parameters()]
+    if isinstance(oracle, nn.Linear):
+        shape = (batch, 4) if size == (7, 5) else (batch, *size, 4)
+    else:
+        shape = (batch, oracle.in_channels if name in CONVOLUTIONS else 4, *size)
+    x = draw(*shape, seed=3)
+    parameters = list(oracle.parameters())
+    leaf, own = x.clone().requires_grad_(), x.to(dtype).requires_grad_()
+    shared = [w.to(dtype).requires_grad_() for w in weights]
+    expected, out = oracle(leaf), call(oracle, own, *shared)
+    assert_near(out, expected, tolerance)
+    direction = draw(*expected.shape, seed=4)
+    wanted = torch.autograd.grad((expected * direction).sum(), [leaf, *parameters])
+    found = torch.autograd.grad((out * direction.to(dtype)).sum(), [own, *shared])
+    for one, other in zip(found, wanted, strict=True):
+        assert_near(one, other, tolerance)
+    if not parameters:
+        return
+    per_record = record_gradients(
+        lambda x, *leaves: call(oracle, x, *leaves), shared, x.to(dtype), direction.to(dtype)
+    )
+    for i in range(batch):
+        alone = (oracle(x[i : i + 1]) * direction[i]).sum()
+        for gradient, other in zip(per_record, torch.autograd.grad(alone, parameters), strict=True):
+            assert_near(gradient[i], other, tolerance)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_kernels_of_two_sizes_and_many_edges_are_one_call(stride):
+    x = draw(3, 4, 7, 6)
+    weights = [draw(8, 1, 3, 3, seed=1), draw(12, 1, 5, 5, seed=2)]
+
+    def separately(x, *weights):
+        outs = [
+            F.conv2d(x, kernel, stride=stride, padding=kernel.shape[-1] // 2, groups=4)
+            for weight in weights
+            for kernel in weight.split(4)
+        ]
+        return torch.cat(outs, 1)
+
+    def together(x, *weights):
+        return depthwise(x, weights, stride=stride)
+
+    torch.testing.assert_close(together(x, *weights), separately(x, *weights))
+    direction = draw(*together(x, *weights).shape, seed=5)
+    for weight in weights:
+        weight.requires_grad_()
+    gradients = record_gradients(together, weights, x, direction)
+    for i in range(3):
+        one = (separately(x[i : i + 1], *weights) * direction[i]).sum()
+        for found, expected in zip(gradients, torch.autograd.grad(one, weights), strict=True):
+            torch.testing.assert_close(found[i], expected)
