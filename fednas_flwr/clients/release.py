@@ -98,6 +98,16 @@ class ReleaseGate:
         Raises:
             ConfigError: The policy refuses a term, or the run has committed to others.
         """
+        terms = self.check_schedule(schedule)
+        text = json.dumps({key: vars(value) for key, value in terms.items()}, sort_keys=True)
+        self._ledger.commit(header.run, text)
+
+    def check_schedule(self, schedule: Sequence[Mapping[str, Any]]) -> dict[str, Commitment]:
+        """Return the terms of each kind of release of a schedule, see :meth:`commit`.
+
+        Raises:
+            ConfigError: The policy refuses a term.
+        """
         terms: dict[str, Commitment] = {}
         for item in schedule:
             splits = tuple(item["splits"])
@@ -108,8 +118,7 @@ class ReleaseGate:
             commitment = self._terms(item, splits, item["steps"])
             check_commitment(self._policy, self.data_set, commitment)
             terms[_key(item["stage"], item["verb"], item["kind"], splits)] = commitment
-        text = json.dumps({key: vars(value) for key, value in terms.items()}, sort_keys=True)
-        self._ledger.commit(header.run, text)
+        return terms
 
     def epsilons(self, header: Header) -> dict[str, dict[str, float]]:
         """Return the epsilon of each split at the policy's delta, by accountant.

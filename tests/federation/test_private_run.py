@@ -498,6 +498,60 @@ def test_errors_while_a_real_site_opens_its_data_keep_their_text_there(
     assert "4711" in capsys.readouterr().err
 
 
+SIGMA_0 = {"noise_multiplier": 0.0, "batch_size": 8, "max_grad_norm": 1.0}
+PLACE = {"stage": "search", "verb": "train.weight_gradient", "kind": "weights", "splits": ["train"]}
+WITHOUT_DATA = [
+    ("train.search", {}, "private verb=train.search is unknown"),
+    ("query.commit", {"data_set": "other"}, "rule data_sets: data set=other"),
+    ("query.commit", {"schedule": [PLACE | SIGMA_0 | {"steps": 1}]}, "noise_multiplier=0.0, not"),
+    ("train.gradients", {}, "rule verbs: verb=train.gradients"),
+    ("train.weight_gradient", {"data_set": "other"}, "rule data_sets: data set=other"),
+    ("train.weight_gradient", {"order": 2}, "rule first order only: order=2"),
+    ("train.weight_gradient", {"local_steps": 3}, "rule committed values: steps=3"),
+    ("train.weight_gradient", {"releases": {"weights": SIGMA_0}}, "noise_multiplier=0.0, not"),
+    (
+        "train.weight_gradient",
+        {"releases": {"weights": SIGMA_0 | {"noise_multiplier": 2.0}}},
+        "noise_multiplier=2.0, not the committed 1.0",
+    ),
+    ("evaluate.model", {"split": "test"}, "rule noised releases only: release=None"),
+    ("train.weights", {"split": "train"}, "rule committed values: commitment=None"),
+]
+
+
+def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
+    compose_config, real_sites, monkeypatch, capsys
+):
+    """The site keeps a schedule, restarts, and cannot read its records any more."""
+    config = compose_config(*SEARCH, *REAL_SITES)
+    verbs = ["query.describe", "query.commit", "train.weight_gradient"]
+    grid = real_sites(config, verbs=[*verbs, "train.weights", "evaluate.model"])
+    courier = build.make_courier(config, run="run")
+    courier.connect(grid)
+    terms = SIGMA_0 | {"noise_multiplier": 1.0}
+    asked = {"data_set": "records", "local_steps": 1, "split": "train", "network": {"name": "x"}}
+    asked |= {"schedule": [PLACE | terms | {"steps": 2}], "releases": {"weights": terms}}
+    list(courier.ask("query.commit", stage="commit", settings=asked))
+
+    opened = []
+
+    def make_data(_):
+        opened.append(1)
+        raise OSError("the disk of ward 4711 is gone")
+
+    monkeypatch.setattr(client_app, "make_site_data", make_data)
+    for kept in (client_app._gate, client_app._client, client_app._data):
+        kept.cache_clear()
+    for verb, change, words in WITHOUT_DATA:
+        with pytest.raises(QuorumError, match=words):
+            list(courier.ask(verb, stage="search", settings=asked | change))
+    assert opened == []
+    with pytest.raises(QuorumError, match="an error at the site"):  # what is allowed needs them
+        list(courier.ask("train.weight_gradient", stage="search", settings=asked))
+    assert opened == [1]
+    assert "4711" in capsys.readouterr().err
+
+
 def test_the_server_has_no_say_in_how_a_private_site_reads_its_data(
     compose_config, real_sites, start
 ):
