@@ -87,6 +87,7 @@ def admit(
                 kind,
                 splits=splits,
                 steps=1 if kind == "metrics" else settings["local_steps"],
+                num_values=_num_values(network, kind),
                 batch_norm=network is not None and _has_batch_norm(network),
             )
             for kind, splits in kinds.items()
@@ -364,6 +365,13 @@ def _with_auxiliary(weight: float) -> Callable[[Tensor | tuple[Tensor, Tensor], 
         return total if auxiliary is None else total + weight * record_losses(auxiliary, labels)
 
     return losses
+
+
+def _num_values(network: nn.Module | None, kind: str) -> int:
+    """Return how many values a release of one kind has, 1 where that is not known yet."""
+    if network is None or kind == "metrics":
+        return 1 if network is None else 2
+    return sum(tensor.numel() for tensor in network_states(network)[kind].values())
 
 
 def _has_batch_norm(network: nn.Module) -> bool:

@@ -165,6 +165,7 @@ class ReleaseGate:
         *,
         splits: tuple[str, ...],
         steps: int = 1,
+        num_values: int = 1,
         batch_norm: bool = False,
     ) -> Admission:
         """Return what a request may release of one kind; reads no record and books nothing.
@@ -174,6 +175,7 @@ class ReleaseGate:
             kind: ``weights``, ``alphas`` or ``metrics``.
             splits: What the release reads.
             steps: Number of releases that the request asks for.
+            num_values: Number of values of each release.
             batch_norm: Whether the network normalises over a batch.
 
         Raises:
@@ -186,6 +188,7 @@ class ReleaseGate:
             data_set=settings.get("data_set", ""),
             verb=request.verb,
             release=release,
+            num_values=num_values,
             order=settings.get("order", 1),
             batch_norm=batch_norm,
             oversampling=settings.get("oversampling", False),

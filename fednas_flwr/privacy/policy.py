@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.privacy.ledger import SPLITS
+from fednas_flwr.privacy.noise import noise_range
 
 PUBLIC_VERBS = (
     "query.describe",
@@ -23,7 +24,7 @@ NEVER_PRIVATE = ("evaluate.personalised",)  # accuracy after training without no
 
 # Beyond these float arithmetic, not privacy, would decide what a release hides.
 LARGEST_NOISE_MULTIPLIER = 1e6
-LEAST_GRAD_NORM = 1e-6
+LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
 LEAST_SAMPLE_RATE = 1e-9
 
 
@@ -52,6 +53,7 @@ class Asked:
         data_set: Id that the request names.
         verb: One of the verbs of DESIGN.md, section 3.
         release: Terms of the noised release; None for the verbs that release nothing.
+        num_values: Number of values of each step; 1 while nobody knows.
         order: Order of the alpha gradient.
         batch_norm: Whether the module normalises over a batch.
         oversampling: Whether a record can be in one batch more than once.
@@ -63,6 +65,7 @@ class Asked:
     data_set: str
     verb: str
     release: Commitment | None
+    num_values: int = 1
     order: int = 1
     batch_norm: bool = False
     oversampling: bool = False
@@ -147,7 +150,7 @@ def check_request(policy: Policy, asked: Asked, *, committed: Commitment | None)
         raise _refused("noised releases only", "release", asked.release, f"{needed}: {asked.verb}")
     if asked.release is None:
         return allowed
-    _check_terms(allowed, asked.release)
+    _check_terms(allowed, asked.release, num_values=asked.num_values)
     if committed is None:
         raise _refused("committed values", "commitment", None, "one in the run's first message")
     _check_terms(allowed, committed)
@@ -186,8 +189,8 @@ def _data_set(policy: Policy, data_set: object) -> DataSetPolicy:
     return policy.data_sets[data_set]
 
 
-def _check_terms(allowed: DataSetPolicy, terms: Commitment) -> None:
-    """Refuse terms outside the policy, and values that are no finite numbers."""
+def _check_terms(allowed: DataSetPolicy, terms: Commitment, *, num_values: int = 1) -> None:
+    """Refuse terms outside the policy or what noise can be added with, and what is no number."""
     limits = {
         "least_noise_multiplier": (
             "noise_multiplier",
@@ -204,6 +207,11 @@ def _check_terms(allowed: DataSetPolicy, terms: Commitment) -> None:
             raise _refused(rule, term, value, f"a number from {least} to {largest}")
         if not least <= value <= largest:  # NaN is in no range
             raise _refused(rule, term, value, f"{least} to {largest}")
+    records = sum(allowed.records.values())
+    low, high = noise_range(num_values=num_values, num_records=records)
+    if not low <= terms.noise_multiplier <= high:
+        limit = f"{low:.3g} to {high:.3g} for {num_values} values over {records} declared records"
+        raise _refused("noise grid", "noise_multiplier", terms.noise_multiplier, limit)
 
 
 def _refused(rule: str, name: str, value: object, limit: str) -> ConfigError:

@@ -17,7 +17,13 @@ import yaml
 
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.privacy.ledger import SPLITS
-from fednas_flwr.privacy.policy import NEVER_PRIVATE, DataSetPolicy, Policy, show
+from fednas_flwr.privacy.policy import (
+    LARGEST_GRAD_NORM,
+    NEVER_PRIVATE,
+    DataSetPolicy,
+    Policy,
+    show,
+)
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
 
@@ -107,6 +113,13 @@ def _positive(value: object, where: str) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
+def _norm(value: object, where: str) -> float:
+    """Return a number above 0 whose noise floats can hold."""
+    if not _positive(value, where) <= LARGEST_GRAD_NORM:
+        raise _wrong(where, value, f"at most {LARGEST_GRAD_NORM:g}")
+    return float(value)  # type: ignore[arg-type]
+
+
 def _probability(value: object, where: str) -> float:
     """Return a number above 0 and below 1."""
     if not _positive(value, where) < 1:
@@ -164,7 +177,7 @@ _READERS: dict[str, Callable[[object, str], object]] = {
     "epsilon": _positive,
     "delta": _probability,
     "least_noise_multiplier": _positive,
-    "largest_grad_norm": _positive,
+    "largest_grad_norm": _norm,
     "largest_steps": _count,
     "verbs": _verbs,
     "records": _count,

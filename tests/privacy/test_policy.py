@@ -98,6 +98,22 @@ def test_hostile_terms_are_refused_naming_rule_value_and_limit(term, value):
         assert len(str(refusal.value)) < 250
 
 
+def test_noise_that_its_grid_cannot_hold_is_refused_naming_value_and_limit():
+    wide = replace(ASKED, release=replace(STEP, noise_multiplier=5000.0), num_values=10**6)
+    many = replace(TERMS, noise_multiplier=5000.0)
+    with pytest.raises(ConfigError, match=r"rule noise grid: noise_multiplier=5000.0, not .* 4.19"):
+        check_request(POLICY, wide, committed=many)
+    assert check_request(POLICY, replace(wide, num_values=10**5), committed=many)
+    crowd = parse(records=10**8)
+    for check in (
+        lambda: check_commitment(crowd, "ward", TERMS),
+        lambda: check_request(crowd, ASKED, committed=TERMS),
+    ):
+        with pytest.raises(ConfigError, match="rule noise grid: noise_multiplier=1.0, not 2.98 to"):
+            check()
+    assert check_commitment(crowd, "ward", replace(TERMS, noise_multiplier=3.0))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
