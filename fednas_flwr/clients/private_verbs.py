@@ -33,13 +33,14 @@ from fednas_flwr.search.settings import SGD
 from fednas_flwr.search.training import Batch, clip_gradients, make_sgd, periodic_gradients
 
 # What may leave beside header, layout digests and num_examples, which are public: facts that do
-# not depend on the records, and noised releases.
+# not depend on the records, and noised releases. What a schedule costs, and how much of it the
+# budget covers, follow from ledger, policy and schedule alone.
 PUBLIC_FACTS = {
     "query.describe": {
         *("client", "tag", "hardware", "versions", "input_shape", "feature_names", "class_names"),
         *("splits", "data_set", "budget", "secure_noise", "spent"),
     },
-    "query.commit": {"epsilon"},
+    "query.commit": {"epsilon", "covered_steps"},
 }
 RELEASES = {
     "train.weight_gradient": {"weights"},
@@ -109,11 +110,13 @@ def describe(client: Client, request: Request) -> Reply:
 
 
 def commit(client: Client, request: Request) -> Reply:
-    """``query.commit``: keep the run's schedule of releases; tell what it costs."""
+    """``query.commit``: keep the run's schedule of releases; tell its cost and what is covered."""
     gate = _gate(client)
     with _before_reading(request):
-        gate.commit(request.header, request.settings["schedule"])
-        facts = {"epsilon": gate.epsilons(request.header)}
+        schedule = request.settings["schedule"]
+        covered_steps = gate.covered_steps(schedule)
+        gate.commit(request.header, schedule)
+        facts = {"epsilon": gate.epsilons(request.header), "covered_steps": covered_steps}
     return Reply(num_examples=gate.num_records(tuple(gate.allowed.records)), facts=facts)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from fednas_flwr.privacy.policy import (
     check_request,
     show,
 )
-from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.privacy.renyi_filter import Reading, covered_steps
 
 ACCOUNTANTS = {"prv": prv_epsilon, "rdp": rdp_epsilon, "gdp": gdp_epsilon}
 
@@ -133,16 +133,27 @@ class ReleaseGate:
         ]
         for key, terms in self._committed(header.run).items():
             splits = tuple(key.rpartition("/")[2].split("+"))
-            release = Release(
-                noise_multiplier=terms.noise_multiplier,
-                sample_rate=terms.sample_rate,
-                steps=terms.steps,
-            )
-            releases.append((release, self._policy.charged_splits(self.data_set, splits)))
+            charged = self._policy.charged_splits(self.data_set, splits)
+            releases.append((terms.release(), charged))
         return {
             name: epsilon_per_split(releases, self.allowed.delta, accountant)
             for name, accountant in ACCOUNTANTS.items()
         }
+
+    def covered_steps(self, schedule: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        """Return how many steps of each stage of a schedule what is left of the budget covers.
+
+        By the filter that enforces it, from ledger, policy and schedule alone.
+        """
+        allowed = self.allowed
+        stages: dict[str, list[Reading]] = {}
+        for item in schedule:
+            splits = tuple(item["splits"])
+            release = self._terms(item, splits, item["steps"]).release()
+            charged = self._policy.charged_splits(self.data_set, splits)
+            stages.setdefault(item["stage"], []).append((release, charged))
+        left = self._ledger.filters(allowed.ledger, epsilon=allowed.epsilon, delta=allowed.delta)
+        return covered_steps(left, stages)
 
     def spent(self) -> float:
         """Return how much of the budget's epsilon is used, as enforcement counts it."""
@@ -210,11 +221,7 @@ class ReleaseGate:
             round=header.round,
             verb=f"{request.verb}:{kind}",
             splits=self._policy.charged_splits(self.data_set, splits),
-            release=Release(
-                noise_multiplier=release.noise_multiplier,
-                sample_rate=release.sample_rate,
-                steps=1,
-            ),
+            release=replace(release, steps=1).release(),
             committed_steps=committed.steps,
         )
         batch_size = round(release.sample_rate * self.num_records(splits), 9)  # 1 / 49 * 49 < 1

@@ -49,8 +49,11 @@ def make_schedule(
 def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
     """Have every client keep the schedule, and tell in an event what it costs each of them.
 
+    The event also tells how many rounds of each stage each client's budget covers.
+
     Raises:
         QuorumError: Too few clients accept it; the message names the rule that it breaks.
+        ConfigError: The budgets of too few clients cover the first stage.
     """
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
@@ -65,11 +68,43 @@ def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
                 "budget": facts["budget"],
                 "secure_noise": facts["secure_noise"],
                 "epsilon": reply.facts["epsilon"],
+                "covers": _covered_rounds(config, schedule, reply.facts["covered_steps"]),
             }
         )
     for client in set(courier.clients) - {told["client"] for told in clients}:
         courier.dismiss(client, "it did not accept the schedule in time")
     courier.emit("privacy", data_set=privacy.data_set, schedule=list(schedule), clients=clients)
+    first = {c["client"]: c["covers"][0] for c in clients if schedule}
+    short = {client: f["rounds"] for client, f in first.items() if f["rounds"] < f["of"]}
+    if short and len(first) - len(short) < courier.quorum:
+        rounds = ", ".join(f"client {client}: {number}" for client, number in short.items())
+        raise ConfigError(
+            f"privacy: {schedule[0]['stage']} takes {first[min(first)]['of']} rounds, more than "
+            f"what is left of budgets covers ({rounds}), and {courier.quorum} of "
+            f"{courier.num_clients} clients must stay: take fewer rounds or more noise, or lower "
+            "runtime.quorum. Nothing was released."
+        )
+
+
+def _covered_rounds(
+    config: Config, schedule: Sequence[Item], covered_steps: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Return for each stage, in order, how many ``rounds`` ``of`` those to do are covered."""
+    assert isinstance(config.privacy, DifferentialPrivacy)
+    per_round = {"retrain": config.privacy.retrain.local_steps}
+    if isinstance(config.algorithm, GradientSearch):
+        per_round["search"] = config.algorithm.local_steps
+    longest: dict[str, int] = {}
+    for item in schedule:
+        longest[item["stage"]] = max(item["steps"], longest.get(item["stage"], 0))
+    return [
+        {
+            "stage": stage,
+            "rounds": covered_steps[stage] // per_round.get(stage, 1),
+            "of": steps // per_round.get(stage, 1),
+        }
+        for stage, steps in longest.items()
+    ]
 
 
 def private_settings(config: Config, schedule: Sequence[Item], stage: str) -> dict[str, Any] | None:

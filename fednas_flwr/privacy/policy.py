@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.privacy.ledger import SPLITS
 from fednas_flwr.privacy.noise import noise_range
+from fednas_flwr.privacy.renyi import Release
 
 PUBLIC_VERBS = (
     "query.describe",
@@ -43,6 +44,14 @@ class Commitment:
     sample_rate: float
     steps: int
     max_grad_norm: float
+
+    def release(self) -> Release:
+        """Return what all the steps cost."""
+        return Release(
+            noise_multiplier=self.noise_multiplier,
+            sample_rate=self.sample_rate,
+            steps=self.steps,
+        )
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,23 @@ def warning_text(event: Event) -> str:
     )
 
 
+def coverage_lines(event: Event) -> list[str]:
+    """Return how much of the run each client's budget covers, those that cover all in one line."""
+    lines, covering = [], 0
+    for client in event["clients"]:
+        stages = client.get("covers") or []
+        ends = next((stage for stage in stages if stage["rounds"] < stage["of"]), None)
+        if ends is not None:
+            lines.append(
+                f"budget of client {client['client']}: covers {ends['rounds']} of {ends['of']} "
+                f"rounds of {ends['stage']}, then the client leaves the run"
+            )
+        covering += bool(stages) and ends is None
+    if covering:
+        lines.append(f"budget of {covering} of {len(event['clients'])} clients: covers the run")
+    return lines
+
+
 def is_secure(client: Event) -> bool:
     """Return whether a client draws its noise and samples from a secret that only it knows."""
     return client.get("secure_noise") is True

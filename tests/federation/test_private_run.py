@@ -18,6 +18,7 @@ from fednas_flwr.clients.client import Augmentation
 from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
 from fednas_flwr.config import dump_config
 from fednas_flwr.data.loaders import Split
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.federation import client_app
 from fednas_flwr.federation.client_app import make_client_app
@@ -83,7 +84,7 @@ def start(compose_config, tmp_path, monkeypatch):
         with EventLog(folder / "events.jsonl", [listener] if listener else []) as log:
             try:
                 run_stages(config, grid, log, resumed=resume is not None)
-            except (QuorumError, KeyboardInterrupt) as raised:
+            except (QuorumError, ConfigError, KeyboardInterrupt) as raised:
                 error = raised
         events = read_events(folder / "events.jsonl")
         sites = Path(getattr(config.privacy, "sites", None) or folder / "sites")
@@ -197,16 +198,21 @@ def test_only_released_metrics_are_in_the_record_of_a_run(whole):
     }
 
 
-def test_a_budget_that_has_ended_makes_clients_leave_and_ends_the_run(whole, start):
+def test_a_run_that_no_budget_covers_ends_before_anything_is_released(whole, start):
     """The sites' budget is that of one run: the second run adds up and finds nothing left."""
     given = [o for o in whole.overrides if not o.startswith(("privacy.epsilon", "stages"))]
     given += ["privacy.epsilon=500", "privacy.weights.noise_multiplier=0.3", "stages=[search]"]
+    before = rows(whole.sites, 0)
     run = start(*given, f"privacy.sites={whole.sites}")
-    assert "budget is 30" in str(run.error)
-    left = named(run.events, "client_left")
-    assert {event["client"] for event in left} == {0, 1}
+    assert "search takes 2 rounds, more than what is left of budgets covers (client 0: " in str(
+        run.error
+    )
+    assert rows(whole.sites, 0) == before
+    (event,) = named(run.events, "privacy")
+    for client in event["clients"]:
+        assert client["covers"] == [{"stage": "search", "rounds": 0, "of": 2}]
     assert run.events[-1]["status"] == "failed"
-    assert "budget is 30" in run.events[-1]["reason"]
+    assert "Nothing was released." in run.events[-1]["reason"]
 
 
 # --- DP-FNAS
@@ -359,7 +365,10 @@ def test_a_client_whose_budget_ends_leaves_and_the_run_goes_on_by_quorum(start, 
     assert not named(run.events, "client_failed")  # it was not asked again
     assert len(named(run.events, "round")) == 3
     assert len(rows(tmp_path, 1)) == 6
-    assert 0 < len(rows(tmp_path, 0)) < 6
+    (event,) = named(run.events, "privacy")
+    told = [client["covers"][0]["rounds"] for client in event["clients"]]
+    assert told == [left["round"] - 1, 3]  # as it was said before the first release
+    assert 0 < told[0] * 2 <= len(rows(tmp_path, 0)) < told[0] * 2 + 2
     assert run.events[-1]["status"] == "completed"
 
 

@@ -9,7 +9,12 @@ from fednas_flwr.errors import BudgetExceededError
 from fednas_flwr.privacy import renyi_filter
 from fednas_flwr.privacy.accounting import calibrate_noise, rdp_epsilon
 from fednas_flwr.privacy.renyi import Release, epsilon_at_order, renyi_divergence
-from fednas_flwr.privacy.renyi_filter import RenyiFilter, default_orders, filter_epsilon
+from fednas_flwr.privacy.renyi_filter import (
+    RenyiFilter,
+    covered_steps,
+    default_orders,
+    filter_epsilon,
+)
 
 STEP = Release(noise_multiplier=1.0, sample_rate=0.02, steps=1)
 requests = st.builds(
@@ -194,3 +199,44 @@ def test_filter_epsilon_is_the_least_budget_that_lasts() -> None:
 def test_impossible_budgets_and_damaged_totals_are_refused(bad: dict) -> None:
     with pytest.raises(ValueError, match="must"):
         RenyiFilter(**{"epsilon": 1.0, "delta": 1e-5, **bad})
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    sigma=st.floats(0.6, 3.0),
+    steps=st.tuples(*(st.integers(1, 12) for _ in range(3))),
+    booked=st.integers(0, 20),
+)
+def test_covered_steps_are_those_that_the_filters_afford_one_by_one(
+    sigma: float, steps: tuple[int, int, int], booked: int
+) -> None:
+    """Two kinds of release that step together, then a stage that reads both splits."""
+
+    def step(rate: float, count: int = 1) -> Release:
+        return Release(noise_multiplier=sigma, sample_rate=rate, steps=count)
+
+    left = {split: RenyiFilter(epsilon=4.0, delta=1e-5) for split in ("train", "validation")}
+    for _ in range(booked):
+        if left["train"].affords(step(0.2)):
+            left["train"].spend(step(0.2))
+    both = ("train", "validation")
+    stages = {
+        "search": [(step(0.3, steps[0]), both[:1]), (step(0.5, steps[1]), both[1:])],
+        "retrain": [(step(0.4, steps[2]), both)],
+    }
+    covered = covered_steps(left, stages)
+
+    expected = dict.fromkeys(stages, 0)
+    try:
+        for stage, entries in stages.items():
+            longest = max(release.steps for release, _ in entries)
+            for number in range(1, longest + 1):
+                for release, splits in entries:
+                    counts = [release.steps * n // longest for n in (number - 1, number)]
+                    for _ in range(counts[1] - counts[0]):
+                        for split in splits:
+                            left[split].spend(step(release.sample_rate))
+                expected[stage] = number
+    except BudgetExceededError:
+        pass
+    assert covered == expected

@@ -46,6 +46,22 @@ def test_an_epsilon_is_never_shown_smaller_than_it_is(epsilon: float | None, tex
     assert guarantee.epsilon_text(epsilon) == text
 
 
+def test_each_client_is_told_how_far_its_budget_reaches() -> None:
+    def covers(search: int, retrain: int) -> list[dict]:
+        return [
+            {"stage": "search", "rounds": search, "of": 40},
+            {"stage": "retrain", "rounds": retrain, "of": 8},
+        ]
+
+    clients = [_client(c, {}, covers=covers(*n)) for c, n in enumerate([(40, 8), (40, 3), (12, 0)])]
+    assert guarantee.coverage_lines({"clients": clients}) == [
+        "budget of client 1: covers 3 of 8 rounds of retrain, then the client leaves the run",
+        "budget of client 2: covers 12 of 40 rounds of search, then the client leaves the run",
+        "budget of 1 of 3 clients: covers the run",
+    ]
+    assert guarantee.coverage_lines({"clients": [_client(0, {})]}) == []  # an older run
+
+
 def test_the_overall_pair_holds_for_every_client() -> None:
     clients = [_client(0, {"train": 3.0}, delta=1e-6), _client(1, {"train": 2.0, "test": 1.0})]
     assert guarantee.overall({"clients": clients}) == (3.0, 1e-5)
