@@ -128,7 +128,7 @@ class ReleaseGate:
         """
         releases = [
             (row.entry.release, row.entry.splits)
-            for row in self._ledger.entries(self.allowed.ledger)
+            for row in self._ledger.entries(self.allowed.account)
             if row.entry.run != header.run
         ]
         for key, terms in self._committed(header.run).items():
@@ -152,13 +152,13 @@ class ReleaseGate:
             release = self._terms(item, splits, item["steps"]).release()
             charged = self._policy.charged_splits(self.data_set, splits)
             stages.setdefault(item["stage"], []).append((release, charged))
-        left = self._ledger.filters(allowed.ledger, epsilon=allowed.epsilon, delta=allowed.delta)
+        left = self._ledger.filters(allowed.account, epsilon=allowed.epsilon, delta=allowed.delta)
         return covered_steps(left, stages)
 
     def spent(self) -> float:
         """Return how much of the budget's epsilon is used, as enforcement counts it."""
         allowed = self.allowed
-        return self._ledger.spent(allowed.ledger, epsilon=allowed.epsilon, delta=allowed.delta)
+        return self._ledger.spent(allowed.account, epsilon=allowed.epsilon, delta=allowed.delta)
 
     def check_public(self, verb: str, data_set: str) -> None:
         """Refuse a verb that releases nothing unless the policy allows it, and another data set.
@@ -214,7 +214,7 @@ class ReleaseGate:
         assert release is not None  # check_request refuses it
         assert committed is not None
         entry = Entry(
-            account=allowed.ledger,
+            account=allowed.account,
             data_set=self.data_set,
             run=header.run,
             stage=header.stage,

@@ -62,7 +62,7 @@ class Entry:
     """One release, as it is booked.
 
     Attributes:
-        account: Whose budget pays: the ``ledger`` of the data set's policy.
+        account: Whose budget pays: the ``account`` of the data set's policy.
         data_set: Id of the data set.
         run: Name of the run.
         stage: ``search`` or ``retrain``.

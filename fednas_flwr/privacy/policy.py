@@ -89,14 +89,14 @@ class DataSetPolicy:
 
     Attributes:
         data_set: The id, which only the policy gives.
-        ledger: The budget that is charged; data sets that overlap name the same one.
+        account: The budget that is charged; data sets that overlap name the same one.
         records: Declared, public number of records by split: the only source of rates and weights.
         fractions: Shares of the splits, which the site fixes for good: a record that were in
             another split in another run would be charged to two budgets, each seeing half.
     """
 
     data_set: str
-    ledger: str
+    account: str
     epsilon: float
     delta: float
     least_noise_multiplier: float
@@ -118,11 +118,11 @@ class Policy:
     def charged_splits(self, data_set: str, splits: tuple[str, ...]) -> tuple[str, ...]:
         """Return the splits that a release which reads ``splits`` must be booked on.
 
-        Where several data sets share a ledger, a record may be in different splits of them; only
+        Where several data sets share an account, a record may be in different splits of them; only
         charging every split is sound then (METHODS.md, section 3).
         """
-        ledgers = [allowed.ledger for allowed in self.data_sets.values()]
-        shared = ledgers.count(self.data_sets[data_set].ledger) > 1
+        accounts = [allowed.account for allowed in self.data_sets.values()]
+        shared = accounts.count(self.data_sets[data_set].account) > 1
         return SPLITS if shared else splits
 
 

@@ -159,11 +159,11 @@ def test_noise_that_could_not_be_added_is_refused_before_anything_is_booked(
 
 
 def test_data_sets_that_share_a_budget_pay_on_every_split(make_site):
-    for ledger, splits in (("own", ("train",)), ("other", ("train", "validation", "test"))):
-        site = make_site(policy={"ledger": ledger})
+    for account, splits in (("own", ("train",)), ("other", ("train", "validation", "test"))):
+        site = make_site(policy={"account": account})
         site.gate.release(admit(site), 30, zeros)
         (row,) = site.rows()
-        assert (row.account, row.splits) == (ledger, splits)
+        assert (row.account, row.splits) == (account, splits)
 
 
 def test_a_request_that_the_ledger_refuses_reads_no_record(make_site, no_record):
