@@ -33,6 +33,7 @@ from fednas_flwr.privacy.policy import (
     check_request,
     show,
 )
+from fednas_flwr.privacy.renyi import poisson_rate
 from fednas_flwr.privacy.renyi_filter import Reading, covered_steps
 
 ACCOUNTANTS = {"prv": prv_epsilon, "rdp": rdp_epsilon, "gdp": gdp_epsilon}
@@ -267,11 +268,9 @@ class ReleaseGate:
             raise ConfigError(
                 f"refused by the policy, rule records: {' + '.join(splits)} has no declared record."
             )
-        rate = batch_size
-        if batch_size is None:
-            rate = 1.0
-        elif type(batch_size) in (int, float) and batch_size < math.inf:  # else the policy refuses
-            rate = 1.0 if batch_size >= records else batch_size / records
+        rate = batch_size  # which the policy refuses, unless
+        if batch_size is None or (type(batch_size) in (int, float) and batch_size < math.inf):
+            rate = poisson_rate(batch_size, records)
         return Commitment(
             noise_multiplier=item["noise_multiplier"],
             sample_rate=rate,

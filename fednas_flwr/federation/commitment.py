@@ -13,7 +13,7 @@ from fednas_flwr.config import Config, DifferentialPrivacy, FixedNetwork, Gradie
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.privacy.accounting import calibrate_noise
-from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.privacy.renyi import Release, poisson_rate
 from fednas_flwr.privacy.renyi_filter import filter_epsilon
 from fednas_flwr.strategies.fnas import evaluates
 
@@ -65,6 +65,7 @@ def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
             {
                 "client": client,
                 "records": facts["splits"],
+                "rates": [_rate(item, facts["splits"]) for item in schedule],
                 "budget": facts["budget"],
                 "secure_noise": facts["secure_noise"],
                 "epsilon": reply.facts["epsilon"],
@@ -220,11 +221,10 @@ def _calibrated(
                     f"{used:.3g} on the {split} records; raise it or the noise multipliers, or "
                     "take fewer rounds."
                 )
-            rate = _release(item | {"noise_multiplier": 1.0}, declared).sample_rate
             sigma = calibrate_noise(
                 target_epsilon=privacy.epsilon,
                 delta=privacy.delta,
-                sample_rate=rate,
+                sample_rate=_rate(item, declared),
                 steps=item["steps"],
                 others=before,
                 accountant=filter_epsilon,
@@ -235,7 +235,13 @@ def _calibrated(
 
 def _release(item: Item, declared: Mapping[str, int]) -> Release:
     """Return what a client with these declared records releases."""
-    records = sum(declared[split] for split in item["splits"])
-    batch_size = item["batch_size"]
-    rate = 1.0 if batch_size is None else min(1.0, batch_size / max(1, records))
-    return Release(noise_multiplier=item["noise_multiplier"], sample_rate=rate, steps=item["steps"])
+    return Release(
+        noise_multiplier=item["noise_multiplier"],
+        sample_rate=_rate(item, declared),
+        steps=item["steps"],
+    )
+
+
+def _rate(item: Item, declared: Mapping[str, int]) -> float:
+    """Return the rate at which a client with these declared records draws each of them."""
+    return poisson_rate(item["batch_size"], sum(declared[split] for split in item["splits"]))

@@ -134,10 +134,10 @@ def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
             *(release["stage"], release["verb"], ", ".join(release["splits"])),
             *(f"{release[name]:g}" for name in ("noise_multiplier", "max_grad_norm")),
             "every record" if release["batch_size"] is None else f"{release['batch_size']:,}",
-            _rates_text(release, event["clients"]),
+            _rates_text([c["rates"][place] for c in event["clients"] if "rates" in c]),
             f"{release['steps']:,}",
         ]
-        for release in event["schedule"]
+        for place, release in enumerate(event["schedule"])
     ]
     return head, rows
 
@@ -181,12 +181,9 @@ def spent_text(client: Event, spent: Mapping[int, float | None]) -> str:
     return f"{used} of {client['budget']['epsilon']:g}"
 
 
-def _rates_text(release: Event, clients: list[Event]) -> str:
+def _rates_text(rates: list[float]) -> str:
     """Return the rate of a release, or the range of the clients' rates."""
-    if release["batch_size"] is None:
-        return "1"
-    sizes = [sum(client["records"].get(s, 0) for s in release["splits"]) for client in clients]
-    rates = [f"{min(1.0, release['batch_size'] / size):.3g}" for size in sorted(sizes) if size]
     if not rates:
         return DASH
-    return rates[0] if rates[0] == rates[-1] else f"{rates[-1]} to {rates[0]}"
+    least, largest = (f"{rate:.3g}" for rate in (min(rates), max(rates)))
+    return least if least == largest else f"{least} to {largest}"

@@ -164,9 +164,10 @@ def test_the_epsilon_that_is_told_is_that_of_the_schedule_and_within_the_target(
     for client in event["clients"]:
         records = client["records"]
         by_split: dict[str, list] = {}
-        for item in event["schedule"]:
+        for item, told in zip(event["schedule"], client["rates"], strict=True):
             total = sum(records[split] for split in item["splits"])
             rate = 1.0 if item["batch_size"] is None else item["batch_size"] / total
+            assert told == pytest.approx(rate)
             sigma = item["noise_multiplier"]
             for split in item["splits"]:
                 by_split.setdefault(split, []).append(
