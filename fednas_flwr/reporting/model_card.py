@@ -80,7 +80,7 @@ def _training(run: Run) -> str:
     rows = [
         [f"{group}.{key}" if key else group, text]
         for group in SETTINGS
-        for key, text in _flat(run.config.get(group))
+        for key, text in _flat(run.settings.get(group))
     ]
     rows += [
         [key, str(run.config[key])] for key in ("clients", "rounds", "seed") if key in run.config

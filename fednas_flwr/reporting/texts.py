@@ -28,7 +28,10 @@ NOISED_TEXT = (
 SHOWN = {  # what a reader asks first; all settings stand in the configuration
     "algorithm": ("rule", "reduce", "local_epochs", "local_steps", "batch_size"),
     "search_space": ("channels", "num_cells", "norm"),
-    "retrain": ("rounds", "channels", "num_cells", "local_epochs", "batch_size"),
+    "retrain": (
+        *("rounds", "channels", "num_cells", "local_epochs", "batch_size"),
+        *("local_steps", "expected_batch_size"),  # private
+    ),
 }
 
 
@@ -93,7 +96,7 @@ def tiles(run: Run) -> list[dict[str, str]]:
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """Return name and value of everything that says what was run."""
-    config, started = run.config, run.last("run_started") or {}
+    config, started = run.settings, run.last("run_started") or {}
     versions = started.get("versions") or {}
     facts = [
         *((label, settings_text(config, key)) for key, label in GROUPS.items() if key in config),

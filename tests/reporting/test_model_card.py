@@ -1,7 +1,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+import yaml
+
 from fednas_flwr.reporting.model_card import write_model_card
+from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.reporting.texts import facts
 
 
 def test_the_card_of_a_finished_run(make_run: Callable[..., Path]) -> None:
@@ -45,6 +50,28 @@ def test_a_private_run_states_one_epsilon_and_delta_per_client(
     ):
         assert part in text
     assert "linear model" not in text
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_card_and_report_list_what_retraining_used(
+    make_run: Callable[..., Path], private: bool
+) -> None:
+    folder = make_run("run", private=private)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["retrain"] |= {"local_epochs": 9, "batch_size": 64}
+    if private:
+        config["privacy"]["retrain"] = {"local_steps": 5}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    card = write_model_card(folder).read_text(encoding="utf-8")
+    report = dict(facts(read_run(folder)))["retraining"]
+    if private:
+        assert "| retrain.expected_batch_size | 64 |" in card
+        assert "| retrain.local_steps | 5 |" in card
+        assert "local_epochs" not in card + report
+        assert report == "rounds 2, local_steps 5, expected_batch_size 64"
+    else:
+        assert "| retrain.local_epochs | 9 |" in card
+        assert report == "rounds 2, local_epochs 9, batch_size 64"
 
 
 def test_a_client_with_a_test_seed_is_promised_nothing(make_run: Callable[..., Path]) -> None:
