@@ -151,12 +151,6 @@ class RenyiFilter:
         """
         return self._epsilon(self._totals) if any(self._totals) else 0.0
 
-    def fraction_spent(self) -> float:
-        """Return the share of the budget that is used, 0 to 1, which grows evenly with steps."""
-        pairs = zip(self._totals, self.budgets, strict=True)
-        shares = [total / budget for total, budget in pairs if budget > 0]
-        return min(1.0, min(shares, default=1.0))
-
     def state(self) -> dict[str, float | list[float]]:
         """Return plain numbers from which ``RenyiFilter(**state)`` goes on."""
         return {
