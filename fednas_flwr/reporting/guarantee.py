@@ -32,8 +32,16 @@ ACCOUNTING = (
     "which is also the bound for runs that were chosen after seeing earlier ones."
 )
 RESUMED = (
-    "The run was resumed: the first table holds what was to be released from then on, and what was "
-    "released before is part of what was booked before."
+    "The run was resumed: the table of releases holds what was to be released from then on. What "
+    "was released before counts as booked before, and a round that was repeated counts twice."
+)
+SIMULATED = (
+    "The clients were simulated on one machine: they had policies, ledgers and secret noise of "
+    "their own, but whoever ran the simulation saw all records."
+)
+GIVEN_GENOTYPE = (
+    "The genotype was given: if it was searched on records of these clients, that search's privacy "
+    "is not part of this statement."
 )
 ACCOUNTANTS = {"prv": "PRV", "rdp": "RDP", "gdp": "GDP (approximation, no bound)"}
 _MEASURED_BY_CLIENTS = ("train_", "validation_")

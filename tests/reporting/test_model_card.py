@@ -39,6 +39,8 @@ def test_a_private_run_states_one_epsilon_and_delta_per_client(
         "| 0 | (3.11, 1e-05) | per record, add/remove | 2.90 of 8 |",
         "| 1 | (4.11, 1e-05) | per record, add/remove | 2.90 of 8 |",
         "| 2 | (5.11, 1e-05) | per record, add/remove | – of 8 |",
+        "| search | train.weight_gradient | train | 1.25 | 0.5 | 16 | 0.032 to 0.0533 | 1,200 |",
+        "The clients were simulated on one machine",
         "one record of one client, added or removed",
         "PRV accountant of dp-accounting",
         "a Renyi filter",
@@ -50,6 +52,22 @@ def test_a_private_run_states_one_epsilon_and_delta_per_client(
     ):
         assert part in text
     assert "linear model" not in text
+    assert "was resumed" not in text
+    assert "genotype was given" not in text
+
+
+def test_the_card_tells_what_the_statement_does_not_hold(make_run: Callable[..., Path]) -> None:
+    folder = make_run("run", private=True)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config |= {"genotype": "g.json", "runtime": {"name": "deployment"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    events = (folder / "events.jsonl").read_text()
+    again = [line for line in events.splitlines(True) if '"event": "privacy"' in line]
+    (folder / "events.jsonl").write_text(events + "".join(again))
+    text = write_model_card(folder).read_text(encoding="utf-8")
+    assert "The run was resumed: the table of releases" in text
+    assert "that search's privacy is not part of this statement" in text
+    assert "simulated" not in text
 
 
 @pytest.mark.parametrize("private", [False, True])
