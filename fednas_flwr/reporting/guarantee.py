@@ -36,8 +36,8 @@ RESUMED = (
     "was released before counts as booked before, and a round that was repeated counts twice."
 )
 SIMULATED = (
-    "The clients were simulated on one machine: they had policies, ledgers and secret noise of "
-    "their own, but whoever ran the simulation saw all records."
+    "The clients were simulated on one machine: each had a policy and a ledger of its own, "
+    "but whoever ran the simulation saw all records."
 )
 GIVEN_GENOTYPE = (
     "The genotype was given: if it was searched on records of these clients, that search's privacy "
