@@ -1,12 +1,14 @@
 """What a private run promises its clients before anything is released: the schedule of releases.
 
 The schedule follows from the configuration, the declared numbers of records and the rounds still to
-do; retraining's noise is calibrated to what search and metrics leave of the target epsilon.
+do. Noise that is not given is calibrated: the search's to its share of the target epsilon, then
+retraining's to what search and metrics leave of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fednas_flwr.config import Config, DifferentialPrivacy, FixedNetwork, GradientSearch
@@ -32,16 +34,17 @@ def make_schedule(
         done: Rounds of each stage that a checkpoint covers.
 
     Raises:
-        ConfigError: The search alone costs more than the target epsilon.
+        ConfigError: What comes before costs more than the target epsilon.
     """
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
+    privacy = _with_search_noise(config, privacy, records)
     sigma = privacy.retrain.noise_multiplier
     if sigma is None and "retrain" in config.stages:
         # For the whole run, also when it is resumed, and with a round to spare in each stage: a
         # round that was interrupted is released, and booked, twice.
         *others, retrain = _items(config, privacy, 1.0, {"search": -1, "retrain": -1})
-        sigma = _calibrated(privacy, retrain, others, records)
+        sigma = _calibrated(privacy, privacy.epsilon, retrain, others, records)
     items = _items(config, privacy, sigma, done)
     return [item for item in items if item["steps"] > 0]
 
@@ -129,6 +132,28 @@ def private_settings(config: Config, schedule: Sequence[Item], stage: str) -> di
     return settings | ({"local_steps": privacy.retrain.local_steps} if stage == "retrain" else {})
 
 
+def _with_search_noise(
+    config: Config, privacy: DifferentialPrivacy, records: Sequence[Mapping[str, int]]
+) -> DifferentialPrivacy:
+    """Return the settings with the search's noise multipliers, calibrated where they are null."""
+    if privacy.weights.noise_multiplier is not None:
+        return privacy
+    items = _search(config, privacy, -1)  # as for retraining
+    metrics = [item for item in items if item["kind"] == "metrics"]
+    target = privacy.epsilon * (privacy.search_share if "retrain" in config.stages else 1.0)
+    sigmas = [
+        _calibrated(privacy, target, item, metrics, records)
+        for item in items
+        if item["kind"] != "metrics"
+    ]
+    sigma = max(sigmas, default=None)  # none without a search
+    return replace(
+        privacy,
+        weights=replace(privacy.weights, noise_multiplier=sigma),
+        alphas=replace(privacy.alphas, noise_multiplier=sigma),
+    )
+
+
 def _items(
     config: Config,
     privacy: DifferentialPrivacy,
@@ -202,27 +227,29 @@ def _place(stage: str, verb: str, kind: str, splits: list[str]) -> Item:
 
 def _calibrated(
     privacy: DifferentialPrivacy,
+    target: float,
     item: Item,
     others: Sequence[Item],
     records: Sequence[Mapping[str, int]],
 ) -> float:
-    """Return the least noise multiplier with which every client's every split keeps the target.
+    """Return the least noise multiplier of an item with which all clients' splits keep a target.
 
     Counted as enforcement does, so that the run reaches its last step on a fresh budget.
     """
     needed = 0.0
     for declared in {tuple(sorted(counts.items())): counts for counts in records}.values():
-        for split in RETRAIN_SPLITS:
+        for split in item["splits"]:
             before = [_release(other, declared) for other in others if split in other["splits"]]
             used = filter_epsilon(before, privacy.delta)
-            if used >= privacy.epsilon:
+            if used >= target:
+                alone = "metrics" if item["stage"] == "search" else "search and metrics"
                 raise ConfigError(
-                    f"privacy.epsilon={privacy.epsilon:g}: search and metrics alone cost "
-                    f"{used:.3g} on the {split} records; raise it or the noise multipliers, or "
+                    f"privacy.epsilon={privacy.epsilon:g}: {alone} alone cost {used:.3g} of "
+                    f"{target:.3g} on the {split} records; raise it or the noise multipliers, or "
                     "take fewer rounds."
                 )
             sigma = calibrate_noise(
-                target_epsilon=privacy.epsilon,
+                target_epsilon=target,
                 delta=privacy.delta,
                 sample_rate=_rate(item, declared),
                 steps=item["steps"],
