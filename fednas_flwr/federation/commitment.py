@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from fednas_flwr.config import Config, DifferentialPrivacy, FixedNetwork, GradientSearch
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.gate import check_facts
 from fednas_flwr.privacy.accounting import calibrate_noise
 from fednas_flwr.privacy.renyi import Release, poisson_rate
 from fednas_flwr.privacy.renyi_filter import filter_epsilon
@@ -64,6 +65,13 @@ def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
     clients = []
     for client, reply in courier.ask("query.commit", stage="commit", settings=settings):
         facts = courier.facts[client]
+        try:
+            check_facts(reply.facts, needed=("epsilon", "covered_steps"))
+        except ReplyError as error:
+            place = {"stage": "commit", "round": 0, "verb": "query.commit", "client": client}
+            courier.emit("client_left", **place, reason=str(error))
+            courier.dismiss(client, str(error))
+            continue
         clients.append(
             {
                 "client": client,
@@ -104,7 +112,7 @@ def _covered_rounds(
     return [
         {
             "stage": stage,
-            "rounds": covered_steps[stage] // per_round.get(stage, 1),
+            "rounds": covered_steps.get(stage, 0) // per_round.get(stage, 1),
             "of": steps // per_round.get(stage, 1),
         }
         for stage, steps in longest.items()

@@ -231,6 +231,8 @@ def test_every_step_of_the_search_is_booked_on_its_split(start, local_steps, fus
     )
     assert run.error is None
     (event,) = named(run.events, "privacy")
+    whole_search = [{"stage": "search", "rounds": 2, "of": 2}]
+    assert [client["covers"] for client in event["clients"]] == [whole_search] * clients
     for client in range(clients):
         booked = rows(run.sites, client)
         assert steps_by_split(booked) == {"train": 2 * local_steps, "validation": 2 * local_steps}
@@ -401,6 +403,24 @@ def test_what_a_policy_refuses_is_told_and_the_run_goes_on_if_a_quorum_remains(
     else:
         assert run.error is None
         assert len(named(run.events, "round")) == 2
+
+
+@pytest.mark.parametrize("malformed", [None, 3, {"search": "2"}, {"search": -1}])
+def test_a_client_that_answers_the_schedule_with_nonsense_is_not_asked_again(
+    start, tmp_path, monkeypatch, malformed
+):
+    def covered_steps(gate, schedule):
+        return {"search": 1} if gate._ledger.path.is_relative_to(tmp_path / "client-0") else bad
+
+    bad = malformed
+    monkeypatch.setattr(release.ReleaseGate, "covered_steps", covered_steps)
+    run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
+    assert run.error is None
+    (left,) = named(run.events, "client_left")
+    assert (left["client"], left["verb"]) == (1, "query.commit")
+    assert "says covered_steps=" in left["reason"]
+    assert rows(tmp_path, 1) == []
+    assert len(rows(tmp_path, 0)) == 2
 
 
 # --- what a site tells
