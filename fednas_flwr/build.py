@@ -219,6 +219,7 @@ def make_client(
     data: tuple[Prepared, list[np.ndarray]],
     networks: dict[str, nn.Module],
     site: Mapping[str, str] | None = None,
+    gate: ReleaseGate | None = None,
 ) -> Client:
     """Return client ``index`` of a run.
 
@@ -228,6 +229,7 @@ def make_client(
         data: What :func:`make_data` returns; shared by the clients of a process.
         networks: Built networks, shared likewise: clients of a process take turns.
         site: What the node's own configuration says, see ``client_app.SITE_KEYS``.
+        gate: What :func:`make_site_gate` has made of ``site``; None makes it here.
 
     Raises:
         ConfigError: A setting does not fit the data, or the site's policy is missing or wrong.
@@ -241,7 +243,7 @@ def make_client(
             return supernet_space(config, prepared).supernet()
         return make_network(description)
 
-    gate = _make_gate(config, index, len(parts[index]), site)
+    gate = gate or make_site_gate(site) or _simulated_gate(config, index, len(parts[index]))
     fractions: Mapping[str, float] = config.dataset.fractions
     if gate is not None:
         _check_public(config, prepared)
@@ -272,8 +274,8 @@ def make_client(
     )
 
 
-def load_site_policy(site: Mapping[str, str]) -> Policy | None:
-    """Return the policy that a node names, None if it names none; reads no record.
+def make_site_gate(site: Mapping[str, str]) -> ReleaseGate | None:
+    """Return the gate of a node that names a policy, None if it names none; reads no record.
 
     Raises:
         ConfigError: The file is wrong, or the node does not name all else that is its own.
@@ -283,17 +285,13 @@ def load_site_policy(site: Mapping[str, str]) -> Policy | None:
     missing = [key for key in PRIVATE_SITE_KEYS if key not in site]
     if missing:
         raise ConfigError(f"the node has a policy but lacks {', '.join(missing)}: give them.")
-    return load_policy(Path(site["policy"]), verbs=PRIVATE_VERBS)
+    policy = load_policy(Path(site["policy"]), verbs=PRIVATE_VERBS)
+    ledger = Ledger(Path(site["ledger"]), Path(site["ledger-key"]))
+    return ReleaseGate(policy, ledger, SecureGenerator(), data_set=site["data-set"])
 
 
-def _make_gate(
-    config: Config, index: int, num_records: int, site: Mapping[str, str]
-) -> ReleaseGate | None:
-    """Return the site's gate: its own where the node names a policy, or a simulated one."""
-    policy = load_site_policy(site)
-    if policy is not None:
-        ledger = Ledger(Path(site["ledger"]), Path(site["ledger-key"]))
-        return ReleaseGate(policy, ledger, SecureGenerator(), data_set=site["data-set"])
+def _simulated_gate(config: Config, index: int, num_records: int) -> ReleaseGate | None:
+    """Return the gate of a simulated private client, None without privacy."""
     privacy = config.privacy
     if not isinstance(privacy, DifferentialPrivacy):
         return None

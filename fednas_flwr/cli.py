@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import re
 import signal
 import sys
@@ -66,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "report": _report,
             "compare": _compare,
             "audit": _audit,
+            "calibrate": _calibrate,
             "ledger": _ledger,
             "tables": _tables,
         }
@@ -106,6 +108,20 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     audit.add_argument("--canaries", type=int, default=100, help="default: %(default)d")
+    calibrate = commands.add_parser("calibrate", help="the least noise that keeps an epsilon")
+    for name, kind, meaning in (
+        ("epsilon", float, "the target"),
+        ("delta", float, "of the target, above 0, below 1"),
+        ("rate", float, "each record's probability of being in a step's batch: B / N"),
+        ("steps", int, "how many steps are released"),
+    ):
+        calibrate.add_argument(f"--{name}", type=kind, required=True, help=meaning)
+    calibrate.add_argument(
+        "--accountant",
+        choices=("prv", "rdp", "filter"),
+        default="prv",
+        help="whose epsilon keeps the target; a site's budget lasts by filter (default: prv)",
+    )
     ledger = commands.add_parser("ledger", help="what a site has booked of its privacy budgets")
     actions = ledger.add_subparsers(dest="action", required=True, metavar="action")
     show = actions.add_parser("show", help="table of what was booked, and its epsilon")
@@ -115,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     for action in (show, verify):
         action.add_argument("ledger", type=Path, help="the ledger's file")
         action.add_argument("--key", type=Path, required=True, help="its secret key")
-    for command in (run, report, compare, audit, show, verify, tables):
+    for command in (run, report, compare, audit, calibrate, show, verify, tables):
         command.add_argument("--debug", action="store_true", help="show the full trace of an error")
     return parser
 
@@ -166,6 +182,41 @@ def _audit(options: argparse.Namespace, overrides: list[str]) -> int:
     if result.epsilon > audit.claim:
         print("fednas: the audit refutes the claim.", file=sys.stderr)
         return RUN_FAILED
+    return 0
+
+
+def _calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Print a noise multiplier, rounded up, and what its steps cost by every accountant."""
+    from fednas_flwr.privacy.accounting import calibrate_noise, prv_epsilon, rdp_epsilon
+    from fednas_flwr.privacy.gdp import gdp_epsilon
+    from fednas_flwr.privacy.renyi import Release
+    from fednas_flwr.privacy.renyi_filter import filter_epsilon
+    from fednas_flwr.reporting.guarantee import epsilon_text
+
+    accountants = {"prv": prv_epsilon, "rdp": rdp_epsilon, "filter": filter_epsilon}
+    try:
+        least = calibrate_noise(
+            target_epsilon=options.epsilon,
+            delta=options.delta,
+            sample_rate=options.rate,
+            steps=options.steps,
+            accountant=accountants[options.accountant],
+        )
+        digit = 10.0 ** (math.floor(math.log10(least)) - 4)
+        sigma = float(f"{math.ceil(least / digit) * digit:.5g}")  # as it is printed
+        release = Release(noise_multiplier=sigma, sample_rate=options.rate, steps=options.steps)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    print(f"noise_multiplier = {sigma:g}")
+    for name, accountant in {
+        "PRV": prv_epsilon,
+        "RDP": rdp_epsilon,
+        "GDP, an approximation and no bound": gdp_epsilon,
+        "filter, the budget that a site needs": filter_epsilon,
+    }.items():
+        epsilon = accountant([release], options.delta)
+        text = epsilon_text(epsilon if math.isfinite(epsilon) else None)
+        print(f"epsilon = {text} at delta {options.delta:g} ({name})")
     return 0
 
 

@@ -226,15 +226,19 @@ class NoPrivacy:
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise on clipped sums: std ``noise_multiplier * max_grad_norm``, per release."""
+    """Noise on clipped sums: std ``noise_multiplier * max_grad_norm``, per release.
 
-    noise_multiplier: float
+    ``noise_multiplier`` null calibrates it to a target.
+    """
+
+    noise_multiplier: float | None
     max_grad_norm: float
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         for key in ("noise_multiplier", "max_grad_norm"):
-            check_range(getattr(self, key) > 0, key, getattr(self, key), "a number above 0")
+            value = getattr(self, key)
+            check_range(value is None or value > 0, key, value, "a number above 0")
 
 
 @dataclass(frozen=True)
@@ -262,8 +266,11 @@ class DifferentialPrivacy:
         epsilon: What the whole run may cost a record, at ``delta``; retraining's noise is
             calibrated to what search and metrics leave of it. Simulated sites get it as budget.
         delta: Above 0, below 1.
+        search_share: Share of ``epsilon`` that the search's noise is calibrated to where it is not
+            given; all of it without retraining.
         weights: Of the supernet's weights, in the search.
-        alphas: Of the architecture variables.
+        alphas: Of the architecture variables. Noise is given for both or calibrated, equal, for
+            both.
         retrain: Of the derived network's weights.
         metrics_noise_multiplier: Of losses and accuracies on clients' records, over a norm of 1 per
             record and measurement; null measures none.
@@ -277,6 +284,7 @@ class DifferentialPrivacy:
     data_set: str
     epsilon: float
     delta: float
+    search_share: float
     weights: Noise
     alphas: Noise
     retrain: PrivateRetrain
@@ -294,6 +302,14 @@ class DifferentialPrivacy:
             "a number from .001 to 1e6",
         )
         check_range(0 < self.delta < 1, "privacy.delta", self.delta, "above 0, below 1")
+        share = self.search_share
+        check_range(0 < share < 1, "privacy.search_share", share, "above 0, below 1")
+        given = [part.noise_multiplier for part in (self.weights, self.alphas)]
+        if given.count(None) == 1:
+            raise ConfigError(
+                "privacy.weights.noise_multiplier={} with privacy.alphas.noise_multiplier={}: give "
+                "both, or null for both.".format(*given)
+            )
         sigma, size = self.metrics_noise_multiplier, self.micro_batch_size
         check_range(
             sigma is None or sigma > 0,

@@ -325,6 +325,40 @@ def cells(output: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
+def test_calibrate_prints_noise_that_keeps_the_target(capsys: pytest.CaptureFixture[str]) -> None:
+    """METHODS.md, section 3: sigma 1 at (.05, 10 steps) is GDP .75, PRV 1.66, RDP 2.16."""
+    given = ["calibrate", "--delta", "1e-5", "--rate", ".05", "--steps", "10"]
+    assert cli.main([*given, "--epsilon", "1.6605"]) == 0
+    sigma, *epsilons = capsys.readouterr().out.splitlines()
+    assert 0.99 < float(sigma.removeprefix("noise_multiplier = ")) < 1.01
+    values = [float(line.split()[2]) for line in epsilons]
+    assert values == pytest.approx([1.66, 2.16, 0.75, 2.33], rel=0.02)
+    assert [line.partition("(")[2][:3] for line in epsilons] == ["PRV", "RDP", "GDP", "fil"]
+
+    assert cli.main([*given, "--epsilon", "2", "--accountant", "filter"]) == 0
+    budget = float(capsys.readouterr().out.splitlines()[-1].split()[2])
+    assert 1.99 < budget <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--delta", "1", "delta"),
+        ("--rate", "0", "sample_rate must be above 0"),
+        ("--steps", "0", "steps must be"),
+        ("--epsilon", "-1", "target_epsilon=-1.0"),
+    ],
+)
+def test_calibrate_refuses_in_one_sentence(
+    option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"--epsilon": "1", "--delta": "1e-5", "--rate": ".1", "--steps": "5", option: value}
+    assert cli.main(["calibrate", *(text for pair in given.items() for text in pair)]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
 def test_ledger_show_has_a_row_per_kind_and_an_epsilon_per_split(
     ledger: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ import secrets
 import torch
 
 from fednas_flwr.clients.client import Client
-from fednas_flwr.clients.private_verbs import PRIVATE_VERBS, check_fields
+from fednas_flwr.clients.private_verbs import PRIVATE_VERBS, admit, check_fields
 from fednas_flwr.clients.verbs import VERBS
 from fednas_flwr.errors import unknown_choice
 from fednas_flwr.exchange.messages import Reply, Request
@@ -29,8 +29,10 @@ def answer(client: Client, request: Request) -> Reply:
         ValueError: The request does not fit the verb.
     """
     verbs = VERBS if client.gate is None else PRIVATE_VERBS
-    if request.verb not in verbs:
-        raise unknown_choice("verb" if client.gate is None else "private verb", request.verb, verbs)
+    if client.gate is not None:
+        admit(client.gate, request)
+    elif request.verb not in verbs:
+        raise unknown_choice("verb", request.verb, verbs)
     header = request.header
     threads = torch.get_num_threads()
     torch.set_num_threads(client.threads)

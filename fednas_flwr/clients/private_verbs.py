@@ -1,9 +1,10 @@
 """The verbs of private mode: what leaves is a noised, booked release, or public (DESIGN.md, 4.4).
 
 ``PUBLIC_FACTS`` and ``RELEASES`` list every field of a reply, and :func:`check_fields` stops any
-other. Each verb first builds what it needs without data, lets the gate refuse, rehearses on a
-made-up record, and only then reads records, inside :meth:`ReleaseGate.release`: a request that
-failed on some records and not on others would tell which are there.
+other. :func:`admit` refuses without network or records what the policy does not allow. Each verb
+then builds what it needs without data, lets the gate refuse, rehearses on a made-up record, and
+only then reads records, inside :meth:`ReleaseGate.release`: a request that failed on some records
+and not on others would tell which are there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.release import Admission, ReleaseGate
 from fednas_flwr.clients.verbs import STATES_OF, identity, make_reply, request_supernet
 from fednas_flwr.data.loaders import Split
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.states import Tensors, network_states
 from fednas_flwr.privacy.policy import show
@@ -32,13 +33,14 @@ from fednas_flwr.search.settings import SGD
 from fednas_flwr.search.training import Batch, clip_gradients, make_sgd, periodic_gradients
 
 # What may leave beside header, layout digests and num_examples, which are public: facts that do
-# not depend on the records, and noised releases.
+# not depend on the records, and noised releases. What a schedule costs, and how much of it the
+# budget covers, follow from ledger, policy and schedule alone.
 PUBLIC_FACTS = {
     "query.describe": {
         *("client", "tag", "hardware", "versions", "input_shape", "feature_names", "class_names"),
         *("splits", "data_set", "budget", "secure_noise", "spent"),
     },
-    "query.commit": {"epsilon"},
+    "query.commit": {"epsilon", "covered_steps"},
 }
 RELEASES = {
     "train.weight_gradient": {"weights"},
@@ -48,16 +50,54 @@ RELEASES = {
     "evaluate.model": {"loss", "accuracy"},
 }
 SPLIT_OF = {"weights": "train", "alphas": "validation"}  # what each state's gradient reads
+KIND_OF = {"train.weights": "weights", "evaluate.model": "metrics"}  # of what reads settings' split
 METRICS_BATCH = 256
 LARGEST_MICRO_BATCH = 1024
 METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 0 to 1
 LARGEST_NUMBER = 1e30  # of rates and weights that a request gives: fits float32
 
 
+def admit(
+    gate: ReleaseGate, request: Request, network: nn.Module | None = None
+) -> dict[str, Admission]:
+    """Return what each kind of release of a request is admitted as; empty if it releases nothing.
+
+    Called before a site loads its records, before a verb, and by the verb with its network.
+
+    Raises:
+        ConfigError: There is no such private verb, or the policy refuses the request.
+    """
+    verb, settings = request.verb, request.settings
+    if verb not in PRIVATE_VERBS:
+        raise unknown_choice("private verb", verb, PRIVATE_VERBS)
+    with _before_reading(request):
+        if verb == "query.describe":
+            gate.check_public(verb, gate.data_set)
+            return {}
+        if verb == "query.commit":
+            gate.check_public(verb, settings["data_set"])
+            gate.check_schedule(settings["schedule"])
+            return {}
+        if verb in STATES_OF:
+            kinds = {state: (SPLIT_OF[state],) for state in STATES_OF[verb]}
+        else:
+            kinds = {KIND_OF[verb]: tuple(settings["split"].split("+"))}
+        return {
+            kind: gate.admit(
+                request,
+                kind,
+                splits=splits,
+                steps=1 if kind == "metrics" else settings["local_steps"],
+                num_values=_num_values(network, kind),
+                batch_norm=network is not None and _has_batch_norm(network),
+            )
+            for kind, splits in kinds.items()
+        }
+
+
 def describe(client: Client, request: Request) -> Reply:
     """``query.describe``: who the client is, and what its policy declares of its data."""
     gate = _gate(client)
-    gate.check_public(request.verb, gate.data_set)
     allowed = gate.allowed
     facts = identity(client) | {
         "splits": dict(allowed.records),
@@ -70,12 +110,13 @@ def describe(client: Client, request: Request) -> Reply:
 
 
 def commit(client: Client, request: Request) -> Reply:
-    """``query.commit``: keep the run's schedule of releases; tell what it costs."""
+    """``query.commit``: keep the run's schedule of releases; tell its cost and what is covered."""
     gate = _gate(client)
     with _before_reading(request):
-        gate.check_public(request.verb, request.settings["data_set"])
-        gate.commit(request.header, request.settings["schedule"])
-        facts = {"epsilon": gate.epsilons(request.header)}
+        schedule = request.settings["schedule"]
+        covered_steps = gate.covered_steps(schedule)
+        gate.commit(request.header, schedule)
+        facts = {"epsilon": gate.epsilons(request.header), "covered_steps": covered_steps}
     return Reply(num_examples=gate.num_records(tuple(gate.allowed.records)), facts=facts)
 
 
@@ -90,7 +131,6 @@ def gradients(client: Client, request: Request) -> Reply:
     from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 
     gate, settings, states = _gate(client), request.settings, STATES_OF[request.verb]
-    admissions: dict[str, Admission] = {}
 
     def clipped_sum(state: str, x: Tensor, y: Tensor) -> Tensors:
         terms: dict[str, Any] = {"loss": record_losses}
@@ -101,14 +141,7 @@ def gradients(client: Client, request: Request) -> Reply:
 
     with _before_reading(request):
         supernet = request_supernet(client, request).train()
-        for state in states:
-            admissions[state] = gate.admit(
-                request,
-                state,
-                splits=(SPLIT_OF[state],),
-                steps=settings["local_steps"],
-                batch_norm=_has_batch_norm(supernet),
-            )
+        admissions = admit(gate, request, supernet)
         micro_batch_size = _micro_batch_size(settings)
         local_lrs = {state: _number(settings["local_lrs"], state) for state in states}
         for state in states:
@@ -155,14 +188,7 @@ def weights(client: Client, request: Request) -> Reply:
 
     with _before_reading(request):
         network = client.network(settings["network"], request.states).train()
-        splits = tuple(settings["split"].split("+"))
-        admission = gate.admit(
-            request,
-            "weights",
-            splits=splits,
-            steps=settings["local_steps"],
-            batch_norm=_has_batch_norm(network),
-        )
+        admission = admit(gate, request, network)["weights"]
         split = client.split(settings["split"])
         micro_batch_size = _micro_batch_size(settings)
         drop_path_prob = _number(settings, "drop_path_prob")
@@ -185,7 +211,7 @@ def weights(client: Client, request: Request) -> Reply:
         optimizer.step()
     optimizer.zero_grad()
     states = {name: state for name, state in network_states(network).items() if state}
-    return make_reply(gate.num_records(splits), states, {})
+    return make_reply(gate.num_records(settings["split"].split("+")), states, {})
 
 
 def model(client: Client, request: Request) -> Reply:
@@ -197,10 +223,7 @@ def model(client: Client, request: Request) -> Reply:
     bound = 2 * math.log(max(2, len(client.class_names)))
     with _before_reading(request):
         network = client.network(settings["network"], request.states).eval()
-        splits = tuple(settings["split"].split("+"))
-        admission = gate.admit(
-            request, "metrics", splits=splits, batch_norm=_has_batch_norm(network)
-        )
+        admission = admit(gate, request, network)["metrics"]
         split = client.split(settings["split"])
         measure = partial(_metrics_sum, network, bound=bound)
         _rehearse(client, measure, METRICS_BATCH, settings["network"])
@@ -345,6 +368,13 @@ def _with_auxiliary(weight: float) -> Callable[[Tensor | tuple[Tensor, Tensor], 
         return total if auxiliary is None else total + weight * record_losses(auxiliary, labels)
 
     return losses
+
+
+def _num_values(network: nn.Module | None, kind: str) -> int:
+    """Return how many values a release of one kind has, 1 where that is not known yet."""
+    if network is None or kind == "metrics":
+        return 1 if network is None else 2
+    return sum(tensor.numel() for tensor in network_states(network)[kind].values())
 
 
 def _has_batch_norm(network: nn.Module) -> bool:

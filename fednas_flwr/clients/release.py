@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ from fednas_flwr.privacy.policy import (
     check_request,
     show,
 )
-from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.privacy.renyi import poisson_rate
+from fednas_flwr.privacy.renyi_filter import Reading, covered_steps
 
 ACCOUNTANTS = {"prv": prv_epsilon, "rdp": rdp_epsilon, "gdp": gdp_epsilon}
 
@@ -98,6 +99,16 @@ class ReleaseGate:
         Raises:
             ConfigError: The policy refuses a term, or the run has committed to others.
         """
+        terms = self.check_schedule(schedule)
+        text = json.dumps({key: vars(value) for key, value in terms.items()}, sort_keys=True)
+        self._ledger.commit(header.run, text)
+
+    def check_schedule(self, schedule: Sequence[Mapping[str, Any]]) -> dict[str, Commitment]:
+        """Return the terms of each kind of release of a schedule, see :meth:`commit`.
+
+        Raises:
+            ConfigError: The policy refuses a term.
+        """
         terms: dict[str, Commitment] = {}
         for item in schedule:
             splits = tuple(item["splits"])
@@ -108,8 +119,7 @@ class ReleaseGate:
             commitment = self._terms(item, splits, item["steps"])
             check_commitment(self._policy, self.data_set, commitment)
             terms[_key(item["stage"], item["verb"], item["kind"], splits)] = commitment
-        text = json.dumps({key: vars(value) for key, value in terms.items()}, sort_keys=True)
-        self._ledger.commit(header.run, text)
+        return terms
 
     def epsilons(self, header: Header) -> dict[str, dict[str, float]]:
         """Return the epsilon of each split at the policy's delta, by accountant.
@@ -119,26 +129,37 @@ class ReleaseGate:
         """
         releases = [
             (row.entry.release, row.entry.splits)
-            for row in self._ledger.entries(self.allowed.ledger)
+            for row in self._ledger.entries(self.allowed.account)
             if row.entry.run != header.run
         ]
         for key, terms in self._committed(header.run).items():
             splits = tuple(key.rpartition("/")[2].split("+"))
-            release = Release(
-                noise_multiplier=terms.noise_multiplier,
-                sample_rate=terms.sample_rate,
-                steps=terms.steps,
-            )
-            releases.append((release, self._policy.charged_splits(self.data_set, splits)))
+            charged = self._policy.charged_splits(self.data_set, splits)
+            releases.append((terms.release(), charged))
         return {
             name: epsilon_per_split(releases, self.allowed.delta, accountant)
             for name, accountant in ACCOUNTANTS.items()
         }
 
+    def covered_steps(self, schedule: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        """Return how many steps of each stage of a schedule what is left of the budget covers.
+
+        By the filter that enforces it, from ledger, policy and schedule alone.
+        """
+        allowed = self.allowed
+        stages: dict[str, list[Reading]] = {}
+        for item in schedule:
+            splits = tuple(item["splits"])
+            release = self._terms(item, splits, item["steps"]).release()
+            charged = self._policy.charged_splits(self.data_set, splits)
+            stages.setdefault(item["stage"], []).append((release, charged))
+        left = self._ledger.filters(allowed.account, epsilon=allowed.epsilon, delta=allowed.delta)
+        return covered_steps(left, stages)
+
     def spent(self) -> float:
         """Return how much of the budget's epsilon is used, as enforcement counts it."""
         allowed = self.allowed
-        return self._ledger.spent(allowed.ledger, epsilon=allowed.epsilon, delta=allowed.delta)
+        return self._ledger.spent(allowed.account, epsilon=allowed.epsilon, delta=allowed.delta)
 
     def check_public(self, verb: str, data_set: str) -> None:
         """Refuse a verb that releases nothing unless the policy allows it, and another data set.
@@ -156,6 +177,7 @@ class ReleaseGate:
         *,
         splits: tuple[str, ...],
         steps: int = 1,
+        num_values: int = 1,
         batch_norm: bool = False,
     ) -> Admission:
         """Return what a request may release of one kind; reads no record and books nothing.
@@ -165,6 +187,7 @@ class ReleaseGate:
             kind: ``weights``, ``alphas`` or ``metrics``.
             splits: What the release reads.
             steps: Number of releases that the request asks for.
+            num_values: Number of values of each release.
             batch_norm: Whether the network normalises over a batch.
 
         Raises:
@@ -177,6 +200,7 @@ class ReleaseGate:
             data_set=settings.get("data_set", ""),
             verb=request.verb,
             release=release,
+            num_values=num_values,
             order=settings.get("order", 1),
             batch_norm=batch_norm,
             oversampling=settings.get("oversampling", False),
@@ -191,18 +215,14 @@ class ReleaseGate:
         assert release is not None  # check_request refuses it
         assert committed is not None
         entry = Entry(
-            account=allowed.ledger,
+            account=allowed.account,
             data_set=self.data_set,
             run=header.run,
             stage=header.stage,
             round=header.round,
             verb=f"{request.verb}:{kind}",
             splits=self._policy.charged_splits(self.data_set, splits),
-            release=Release(
-                noise_multiplier=release.noise_multiplier,
-                sample_rate=release.sample_rate,
-                steps=1,
-            ),
+            release=replace(release, steps=1).release(),
             committed_steps=committed.steps,
         )
         batch_size = round(release.sample_rate * self.num_records(splits), 9)  # 1 / 49 * 49 < 1
@@ -248,11 +268,9 @@ class ReleaseGate:
             raise ConfigError(
                 f"refused by the policy, rule records: {' + '.join(splits)} has no declared record."
             )
-        rate = batch_size
-        if batch_size is None:
-            rate = 1.0
-        elif type(batch_size) in (int, float) and batch_size < math.inf:  # else the policy refuses
-            rate = 1.0 if batch_size >= records else batch_size / records
+        rate = batch_size  # which the policy refuses, unless
+        if batch_size is None or (type(batch_size) in (int, float) and batch_size < math.inf):
+            rate = poisson_rate(batch_size, records)
         return Commitment(
             noise_multiplier=item["noise_multiplier"],
             sample_rate=rate,

@@ -6,7 +6,7 @@ A reply that fails is dropped for its exchange, and nothing that was accepted be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,14 +67,15 @@ def accept_reply(
     return reply
 
 
-def check_facts(facts: Mapping[str, Any]) -> None:
-    """Refuse what a client says of itself in another form than ``query.describe`` gives it.
+def check_facts(facts: Mapping[str, Any], *, needed: Sequence[str] = ("client",)) -> None:
+    """Refuse facts in another form than ``query.describe`` and ``query.commit`` give them.
 
     Raises:
-        ReplyError: It does not say which client it is, or a fact is malformed.
+        ReplyError: A needed fact is missing, or a fact is malformed.
     """
-    if type(facts.get("client")) is not int:
-        raise ReplyError("does not say which client it is")
+    for name in needed:
+        if name not in facts:
+            raise ReplyError(f"does not say its {name}")
     for name, is_right in _FORMS.items():
         if name in facts and not is_right(facts[name]):
             raise ReplyError(f"says {name}={str(facts[name])[:80]}, which is malformed")
@@ -88,7 +89,18 @@ def _names(values: object) -> bool:
     return isinstance(values, list) and all(type(v) is str for v in values)
 
 
+def _epsilons(values: object) -> bool:
+    """Return whether these are epsilons by split, and by accountant."""
+    return isinstance(values, dict) and all(
+        isinstance(splits, dict) and all(type(e) in (int, float) for e in splits.values())
+        for splits in values.values()
+    )
+
+
 _FORMS: dict[str, Callable[[Any], bool]] = {
+    "client": lambda client: type(client) is int,
+    "epsilon": _epsilons,
+    "covered_steps": lambda steps: isinstance(steps, dict) and _counts(list(steps.values())),
     "input_shape": _counts,
     "class_counts": _counts,
     "class_names": _names,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -148,16 +148,6 @@ class WeightedAverage:
                 if not self._dtypes[dtype].is_floating_point:
                     sums[dtype] = vector.round().to(self._dtypes[dtype])
         return means
-
-
-def average_states(
-    replies: Iterable[tuple[Mapping[str, Packed], float]],
-) -> dict[str, Packed]:
-    """Return the weighted mean of ``(states, weight)`` pairs; see :class:`WeightedAverage`."""
-    average = WeightedAverage()
-    for states, weight in replies:
-        average.add(states, weight=weight)
-    return average.result()
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -60,6 +60,8 @@ def audit_search(config: Config, *, num_canaries: int, confidence: float = 0.95)
     algorithm, privacy = config.algorithm, config.privacy
     if not isinstance(algorithm, GradientSearch) or not isinstance(privacy, DifferentialPrivacy):
         raise ConfigError(f"algorithm={algorithm.name} cannot be audited: set algorithm=dp_fnas.")
+    if privacy.weights.noise_multiplier is None:
+        raise ConfigError("privacy.weights.noise_multiplier=null: an audit needs the number.")
     with tempfile.TemporaryDirectory() as folder:
         config = replace(
             config,

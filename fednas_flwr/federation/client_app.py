@@ -1,4 +1,7 @@
-"""The Flower ClientApp: decodes a message, lets the verb answer, encodes the reply."""
+"""The Flower ClientApp: decodes a message, lets the verb answer, encodes the reply.
+
+A real site with a policy refuses what the policy does not allow before it opens its records.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,15 @@ from torch import nn
 
 from fednas_flwr.build import (
     has_real_sites,
-    load_site_policy,
     make_client,
     make_data,
     make_site_data,
+    make_site_gate,
 )
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.client import Client
-from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
+from fednas_flwr.clients.private_verbs import PRIVATE_VERBS, admit
+from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.clients.verbs import VERBS
 from fednas_flwr.config import Config, dump_config, load_config, site_dataset
 from fednas_flwr.data.datasets import Prepared
@@ -33,10 +37,10 @@ CLIENT_RAISED = 2  # Flower's code for an exception in a ClientApp
 CONFIG_KEY = "config-json"  # of Flower's run configuration
 DATA_PATH = "data-path"
 # What a site sets for itself with `flower-supernode --node-config`; it overrules the server.
-SITE_KEYS = (
+SITE_KEYS = {
     *(DATA_PATH, "dataset", "device", "cache", "tag", "split-key"),
     *("policy", "data-set", "ledger", "ledger-key"),
-)
+}
 
 
 def make_client_app(config_json: str | None = None) -> ClientApp:
@@ -56,30 +60,36 @@ def make_client_app(config_json: str | None = None) -> ClientApp:
 
 def _handler(config_json: str | None) -> Callable[[Message, Context], Message]:
     def handle(message: Message, context: Context) -> Message:
+        # Errors whose text the server may read; of a private client's, refusals.
+        safe: tuple[type[Exception], ...] = () if "policy" in context.node_config else (Exception,)
         try:
             text = config_json or str(context.run_config[CONFIG_KEY])
             if "partition-id" not in context.node_config:
                 raise ConfigError("the node's configuration lacks partition-id=<0, 1, ...>.")
             index = int(context.node_config["partition-id"])
-            site = {key: str(v) for key, v in context.node_config.items() if key in SITE_KEYS}
-            client = _client(text, index, tuple(sorted(site.items())))
-        except Exception as error:  # the server must learn why; it drops this client
-            reason = _reason(error, told="policy" not in context.node_config)
-            return Message(Error(CLIENT_RAISED, reason), reply_to=message)
-        try:
+            keys = sorted(SITE_KEYS & context.node_config.keys())
+            site = tuple((key, str(context.node_config[key])) for key in keys)
             request = decode_request(message.metadata.message_type, message.content)
+            gate = _gate(text, site)
+            if gate is not None:
+                safe = (ConfigError,)
+                admit(gate, request)
+                safe = ()
+            client = _client(text, index, site)
+            if client.gate is not None:
+                safe = (ConfigError,)
             return Message(encode_reply(request.header, answer(client, request)), reply_to=message)
         except BudgetExceededError as error:
             return Message(Error(BUDGET_SPENT, _reason(error, told=True)), reply_to=message)
-        except Exception as error:
-            told = client.gate is None or isinstance(error, ConfigError)
+        except Exception as error:  # the server must learn why; it drops this client
+            told = isinstance(error, safe)
             return Message(Error(CLIENT_RAISED, _reason(error, told=told)), reply_to=message)
 
     return handle
 
 
 def _reason(error: Exception, *, told: bool) -> str:
-    """Return what the server is told; of a private client's errors only refusals are safe to."""
+    """Return what the server is told."""
     if told:
         return f"{type(error).__name__}: {error}"
     traceback.print_exception(error)
@@ -119,20 +129,27 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
 
 
 @lru_cache(maxsize=1)
-def _data(config_json: str) -> tuple[Prepared, list[np.ndarray], dict[str, nn.Module]]:
+def _data(config_json: str) -> tuple[tuple[Prepared, list[np.ndarray]], dict[str, nn.Module]]:
     """Return what the clients of one process share: records, partition, built networks."""
     config = load_config(config_json)
-    prepared, parts = make_site_data(config) if has_real_sites(config) else make_data(config)
-    return prepared, parts, {}
+    return (make_site_data(config) if has_real_sites(config) else make_data(config)), {}
+
+
+Site = tuple[tuple[str, str], ...]  # SITE_KEYS that a node sets, with their values
 
 
 @lru_cache(maxsize=1024)
-def _client(config_json: str, index: int, site: tuple[tuple[str, str], ...]) -> Client:
-    own = dict(site)
-    load_site_policy(own)  # before any record is read
+def _gate(config_json: str, site: Site) -> ReleaseGate | None:
+    """Return the gate of a real site with a policy, which is read anew for every run."""
+    return make_site_gate(dict(site))
+
+
+@lru_cache(maxsize=1024)
+def _client(config_json: str, index: int, site: Site) -> Client:
+    own, gate = dict(site), _gate(config_json, site)
     config = site_config(load_config(config_json), own)
-    prepared, parts, networks = _data(dump_config(config))
-    return make_client(config, index, data=(prepared, parts), networks=networks, site=own)
+    data, networks = _data(dump_config(config))
+    return make_client(config, index, data=data, networks=networks, site=own, gate=gate)
 
 
 app = make_client_app()

@@ -1,19 +1,22 @@
 """What a private run promises its clients before anything is released: the schedule of releases.
 
 The schedule follows from the configuration, the declared numbers of records and the rounds still to
-do; retraining's noise is calibrated to what search and metrics leave of the target epsilon.
+do. Noise that is not given is calibrated: the search's to its share of the target epsilon, then
+retraining's to what search and metrics leave of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fednas_flwr.config import Config, DifferentialPrivacy, FixedNetwork, GradientSearch
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.gate import check_facts
 from fednas_flwr.privacy.accounting import calibrate_noise
-from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.privacy.renyi import Release, poisson_rate
 from fednas_flwr.privacy.renyi_filter import filter_epsilon
 from fednas_flwr.strategies.fnas import evaluates
 
@@ -32,16 +35,17 @@ def make_schedule(
         done: Rounds of each stage that a checkpoint covers.
 
     Raises:
-        ConfigError: The search alone costs more than the target epsilon.
+        ConfigError: What comes before costs more than the target epsilon.
     """
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
+    privacy = _with_search_noise(config, privacy, records)
     sigma = privacy.retrain.noise_multiplier
     if sigma is None and "retrain" in config.stages:
         # For the whole run, also when it is resumed, and with a round to spare in each stage: a
         # round that was interrupted is released, and booked, twice.
         *others, retrain = _items(config, privacy, 1.0, {"search": -1, "retrain": -1})
-        sigma = _calibrated(privacy, retrain, others, records)
+        sigma = _calibrated(privacy, privacy.epsilon, retrain, others, records)
     items = _items(config, privacy, sigma, done)
     return [item for item in items if item["steps"] > 0]
 
@@ -49,8 +53,11 @@ def make_schedule(
 def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
     """Have every client keep the schedule, and tell in an event what it costs each of them.
 
+    The event also tells how many rounds of each stage each client's budget covers.
+
     Raises:
         QuorumError: Too few clients accept it; the message names the rule that it breaks.
+        ConfigError: The budgets of too few clients cover the first stage.
     """
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
@@ -58,18 +65,58 @@ def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
     clients = []
     for client, reply in courier.ask("query.commit", stage="commit", settings=settings):
         facts = courier.facts[client]
+        try:
+            check_facts(reply.facts, needed=("epsilon", "covered_steps"))
+        except ReplyError as error:
+            place = {"stage": "commit", "round": 0, "verb": "query.commit", "client": client}
+            courier.emit("client_left", **place, reason=str(error))
+            courier.dismiss(client, str(error))
+            continue
         clients.append(
             {
                 "client": client,
                 "records": facts["splits"],
+                "rates": [_rate(item, facts["splits"]) for item in schedule],
                 "budget": facts["budget"],
                 "secure_noise": facts["secure_noise"],
                 "epsilon": reply.facts["epsilon"],
+                "covers": _covered_rounds(config, schedule, reply.facts["covered_steps"]),
             }
         )
     for client in set(courier.clients) - {told["client"] for told in clients}:
         courier.dismiss(client, "it did not accept the schedule in time")
     courier.emit("privacy", data_set=privacy.data_set, schedule=list(schedule), clients=clients)
+    first = {c["client"]: c["covers"][0] for c in clients if schedule}
+    short = {client: f["rounds"] for client, f in first.items() if f["rounds"] < f["of"]}
+    if short and len(first) - len(short) < courier.quorum:
+        rounds = ", ".join(f"client {client}: {number}" for client, number in short.items())
+        raise ConfigError(
+            f"privacy: {schedule[0]['stage']} takes {first[min(first)]['of']} rounds, more than "
+            f"what is left of budgets covers ({rounds}), and {courier.quorum} of "
+            f"{courier.num_clients} clients must stay: take fewer rounds or more noise, or lower "
+            "runtime.quorum. Nothing was released."
+        )
+
+
+def _covered_rounds(
+    config: Config, schedule: Sequence[Item], covered_steps: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Return for each stage, in order, how many ``rounds`` ``of`` those to do are covered."""
+    assert isinstance(config.privacy, DifferentialPrivacy)
+    per_round = {"retrain": config.privacy.retrain.local_steps}
+    if isinstance(config.algorithm, GradientSearch):
+        per_round["search"] = config.algorithm.local_steps
+    longest: dict[str, int] = {}
+    for item in schedule:
+        longest[item["stage"]] = max(item["steps"], longest.get(item["stage"], 0))
+    return [
+        {
+            "stage": stage,
+            "rounds": covered_steps.get(stage, 0) // per_round.get(stage, 1),
+            "of": steps // per_round.get(stage, 1),
+        }
+        for stage, steps in longest.items()
+    ]
 
 
 def private_settings(config: Config, schedule: Sequence[Item], stage: str) -> dict[str, Any] | None:
@@ -91,6 +138,28 @@ def private_settings(config: Config, schedule: Sequence[Item], stage: str) -> di
         },
     }
     return settings | ({"local_steps": privacy.retrain.local_steps} if stage == "retrain" else {})
+
+
+def _with_search_noise(
+    config: Config, privacy: DifferentialPrivacy, records: Sequence[Mapping[str, int]]
+) -> DifferentialPrivacy:
+    """Return the settings with the search's noise multipliers, calibrated where they are null."""
+    if privacy.weights.noise_multiplier is not None:
+        return privacy
+    items = _search(config, privacy, -1)  # as for retraining
+    metrics = [item for item in items if item["kind"] == "metrics"]
+    target = privacy.epsilon * (privacy.search_share if "retrain" in config.stages else 1.0)
+    sigmas = [
+        _calibrated(privacy, target, item, metrics, records)
+        for item in items
+        if item["kind"] != "metrics"
+    ]
+    sigma = max(sigmas, default=None)  # none without a search
+    return replace(
+        privacy,
+        weights=replace(privacy.weights, noise_multiplier=sigma),
+        alphas=replace(privacy.alphas, noise_multiplier=sigma),
+    )
 
 
 def _items(
@@ -166,30 +235,31 @@ def _place(stage: str, verb: str, kind: str, splits: list[str]) -> Item:
 
 def _calibrated(
     privacy: DifferentialPrivacy,
+    target: float,
     item: Item,
     others: Sequence[Item],
     records: Sequence[Mapping[str, int]],
 ) -> float:
-    """Return the least noise multiplier with which every client's every split keeps the target.
+    """Return the least noise multiplier of an item with which all clients' splits keep a target.
 
     Counted as enforcement does, so that the run reaches its last step on a fresh budget.
     """
     needed = 0.0
     for declared in {tuple(sorted(counts.items())): counts for counts in records}.values():
-        for split in RETRAIN_SPLITS:
+        for split in item["splits"]:
             before = [_release(other, declared) for other in others if split in other["splits"]]
             used = filter_epsilon(before, privacy.delta)
-            if used >= privacy.epsilon:
+            if used >= target:
+                alone = "metrics" if item["stage"] == "search" else "search and metrics"
                 raise ConfigError(
-                    f"privacy.epsilon={privacy.epsilon:g}: search and metrics alone cost "
-                    f"{used:.3g} on the {split} records; raise it or the noise multipliers, or "
+                    f"privacy.epsilon={privacy.epsilon:g}: {alone} alone cost {used:.3g} of "
+                    f"{target:.3g} on the {split} records; raise it or the noise multipliers, or "
                     "take fewer rounds."
                 )
-            rate = _release(item | {"noise_multiplier": 1.0}, declared).sample_rate
             sigma = calibrate_noise(
-                target_epsilon=privacy.epsilon,
+                target_epsilon=target,
                 delta=privacy.delta,
-                sample_rate=rate,
+                sample_rate=_rate(item, declared),
                 steps=item["steps"],
                 others=before,
                 accountant=filter_epsilon,
@@ -200,7 +270,13 @@ def _calibrated(
 
 def _release(item: Item, declared: Mapping[str, int]) -> Release:
     """Return what a client with these declared records releases."""
-    records = sum(declared[split] for split in item["splits"])
-    batch_size = item["batch_size"]
-    rate = 1.0 if batch_size is None else min(1.0, batch_size / max(1, records))
-    return Release(noise_multiplier=item["noise_multiplier"], sample_rate=rate, steps=item["steps"])
+    return Release(
+        noise_multiplier=item["noise_multiplier"],
+        sample_rate=_rate(item, declared),
+        steps=item["steps"],
+    )
+
+
+def _rate(item: Item, declared: Mapping[str, int]) -> float:
+    """Return the rate at which a client with these declared records draws each of them."""
+    return poisson_rate(item["batch_size"], sum(declared[split] for split in item["splits"]))

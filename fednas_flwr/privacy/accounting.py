@@ -130,8 +130,8 @@ def epsilon_per_split(
         accountant: How a composition becomes an epsilon.
 
     Returns:
-        Epsilons by split, in the order of first reading. The client's epsilon is their maximum
-        (:func:`client_epsilon`), because a record lies in one split only.
+        Epsilons by split, in the order of first reading. The client's epsilon is their maximum,
+        because a record lies in one split only.
 
     Raises:
         ValueError: A release names no split, or its splits are one string instead of names.
@@ -150,15 +150,6 @@ def epsilon_per_split(
         for split in set(splits):
             read.setdefault(split, []).append(release)
     return {split: accountant(releases, delta) for split, releases in read.items()}
-
-
-def client_epsilon(
-    entries: Sequence[tuple[Release, Collection[str]]],
-    delta: float,
-    accountant: Accountant = prv_epsilon,
-) -> float:
-    """Return the maximum of :func:`epsilon_per_split`: what one record of the client can lose."""
-    return max(epsilon_per_split(entries, delta, accountant).values(), default=0.0)
 
 
 def calibrate_noise(

@@ -62,7 +62,7 @@ class Entry:
     """One release, as it is booked.
 
     Attributes:
-        account: Whose budget pays: the ``ledger`` of the data set's policy.
+        account: Whose budget pays: the ``account`` of the data set's policy.
         data_set: Id of the data set.
         run: Name of the run.
         stage: ``search`` or ``retrain``.
@@ -241,15 +241,22 @@ class Ledger:
 
     def spent(self, account: str, *, epsilon: float, delta: float) -> float:
         """Return how much of a budget is used: ``RenyiFilter.spent``, the maximum over splits."""
+        filters = self.filters(account, epsilon=epsilon, delta=delta)
+        return max(budget.spent() for budget in filters.values())
+
+    def filters(self, account: str, *, epsilon: float, delta: float) -> dict[str, RenyiFilter]:
+        """Return every split's filter at what is booked, to look at: it books nothing."""
         with self._exclusive() as (last, last_mac):
             booked = self._state(last, last_mac).get(account, {"totals": {}})
-            return max(
-                (
-                    self._filter(account, split, booked, epsilon=epsilon, delta=delta).spent()
-                    for split in booked["totals"]
-                ),
-                default=0.0,
-            )
+            return {
+                split: RenyiFilter(
+                    epsilon=epsilon,
+                    delta=delta,
+                    orders=booked.get("orders"),
+                    totals=booked["totals"].get(split),
+                )
+                for split in SPLITS
+            }
 
     def entries(self, account: str | None = None) -> list[Row]:
         """Return all rows, or those of one account, in the order of booking, checked."""

@@ -145,6 +145,20 @@ def noise_grid(std: float) -> float:
     return math.ldexp(1.0, math.frexp(std)[1] - 1 - _GRID_BITS)
 
 
+def noise_range(*, num_values: int, num_records: int) -> tuple[float, float]:
+    """Return least and largest noise multiplier with which :func:`add_noise` cannot fail.
+
+    Its grid of at most ``2^-24 * s * R`` must stay below ``R / (2 * sqrt(d))``, and a sum of norm
+    ``N * R`` within 2^51 cells of at least ``2^-25 * s * R``. Both with a factor of 2 to spare: a
+    site may hold more records than it declares.
+
+    Args:
+        num_values: d, the values of one release.
+        num_records: N, the declared records.
+    """
+    return num_records * 2.0**-25, 2.0**22 / math.sqrt(max(1, num_values))
+
+
 def add_noise(
     total: torch.Tensor,
     generator: SecureGenerator,

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.privacy.ledger import SPLITS
+from fednas_flwr.privacy.noise import noise_range
+from fednas_flwr.privacy.renyi import Release
 
 PUBLIC_VERBS = (
     "query.describe",
@@ -23,7 +25,7 @@ NEVER_PRIVATE = ("evaluate.personalised",)  # accuracy after training without no
 
 # Beyond these float arithmetic, not privacy, would decide what a release hides.
 LARGEST_NOISE_MULTIPLIER = 1e6
-LEAST_GRAD_NORM = 1e-6
+LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
 LEAST_SAMPLE_RATE = 1e-9
 
 
@@ -43,6 +45,14 @@ class Commitment:
     steps: int
     max_grad_norm: float
 
+    def release(self) -> Release:
+        """Return what all the steps cost."""
+        return Release(
+            noise_multiplier=self.noise_multiplier,
+            sample_rate=self.sample_rate,
+            steps=self.steps,
+        )
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -52,6 +62,7 @@ class Asked:
         data_set: Id that the request names.
         verb: One of the verbs of DESIGN.md, section 3.
         release: Terms of the noised release; None for the verbs that release nothing.
+        num_values: Number of values of each step; 1 while nobody knows.
         order: Order of the alpha gradient.
         batch_norm: Whether the module normalises over a batch.
         oversampling: Whether a record can be in one batch more than once.
@@ -63,6 +74,7 @@ class Asked:
     data_set: str
     verb: str
     release: Commitment | None
+    num_values: int = 1
     order: int = 1
     batch_norm: bool = False
     oversampling: bool = False
@@ -77,14 +89,14 @@ class DataSetPolicy:
 
     Attributes:
         data_set: The id, which only the policy gives.
-        ledger: The budget that is charged; data sets that overlap name the same one.
+        account: The budget that is charged; data sets that overlap name the same one.
         records: Declared, public number of records by split: the only source of rates and weights.
         fractions: Shares of the splits, which the site fixes for good: a record that were in
             another split in another run would be charged to two budgets, each seeing half.
     """
 
     data_set: str
-    ledger: str
+    account: str
     epsilon: float
     delta: float
     least_noise_multiplier: float
@@ -106,11 +118,11 @@ class Policy:
     def charged_splits(self, data_set: str, splits: tuple[str, ...]) -> tuple[str, ...]:
         """Return the splits that a release which reads ``splits`` must be booked on.
 
-        Where several data sets share a ledger, a record may be in different splits of them; only
+        Where several data sets share an account, a record may be in different splits of them; only
         charging every split is sound then (METHODS.md, section 3).
         """
-        ledgers = [allowed.ledger for allowed in self.data_sets.values()]
-        shared = ledgers.count(self.data_sets[data_set].ledger) > 1
+        accounts = [allowed.account for allowed in self.data_sets.values()]
+        shared = accounts.count(self.data_sets[data_set].account) > 1
         return SPLITS if shared else splits
 
 
@@ -147,7 +159,7 @@ def check_request(policy: Policy, asked: Asked, *, committed: Commitment | None)
         raise _refused("noised releases only", "release", asked.release, f"{needed}: {asked.verb}")
     if asked.release is None:
         return allowed
-    _check_terms(allowed, asked.release)
+    _check_terms(allowed, asked.release, num_values=asked.num_values)
     if committed is None:
         raise _refused("committed values", "commitment", None, "one in the run's first message")
     _check_terms(allowed, committed)
@@ -186,8 +198,8 @@ def _data_set(policy: Policy, data_set: object) -> DataSetPolicy:
     return policy.data_sets[data_set]
 
 
-def _check_terms(allowed: DataSetPolicy, terms: Commitment) -> None:
-    """Refuse terms outside the policy, and values that are no finite numbers."""
+def _check_terms(allowed: DataSetPolicy, terms: Commitment, *, num_values: int = 1) -> None:
+    """Refuse terms outside the policy or what noise can be added with, and what is no number."""
     limits = {
         "least_noise_multiplier": (
             "noise_multiplier",
@@ -204,6 +216,11 @@ def _check_terms(allowed: DataSetPolicy, terms: Commitment) -> None:
             raise _refused(rule, term, value, f"a number from {least} to {largest}")
         if not least <= value <= largest:  # NaN is in no range
             raise _refused(rule, term, value, f"{least} to {largest}")
+    records = sum(allowed.records.values())
+    low, high = noise_range(num_values=num_values, num_records=records)
+    if not low <= terms.noise_multiplier <= high:
+        limit = f"{low:.3g} to {high:.3g} for {num_values} values over {records} declared records"
+        raise _refused("noise grid", "noise_multiplier", terms.noise_multiplier, limit)
 
 
 def _refused(rule: str, name: str, value: object, limit: str) -> ConfigError:

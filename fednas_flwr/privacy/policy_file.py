@@ -1,6 +1,6 @@
 """Reading a site's policy from its YAML file: one sentence for whatever is wrong with it.
 
-:func:`load_policy` is the way in, :func:`template` a file to start from. Every key but ``ledger``
+:func:`load_policy` is the way in, :func:`template` a file to start from. Every key but ``account``
 must be there, so that nothing is allowed by a default that nobody read.
 """
 
@@ -17,7 +17,13 @@ import yaml
 
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.privacy.ledger import SPLITS
-from fednas_flwr.privacy.policy import NEVER_PRIVATE, DataSetPolicy, Policy, show
+from fednas_flwr.privacy.policy import (
+    LARGEST_GRAD_NORM,
+    NEVER_PRIVATE,
+    DataSetPolicy,
+    Policy,
+    show,
+)
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
 
@@ -49,7 +55,7 @@ def parse_policy(text: str, *, verbs: Collection[str], origin: str = "policy") -
 
     Raises:
         ConfigError: A key is unknown, missing or given twice, a value is of the wrong type or out
-            of range, or two data sets share a ledger under different budgets.
+            of range, or two data sets share an account under different budgets.
     """
     try:
         document = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
@@ -65,11 +71,11 @@ def parse_policy(text: str, *, verbs: Collection[str], origin: str = "policy") -
     }
     budgets: dict[str, DataSetPolicy] = {}
     for allowed in data_sets.values():
-        other = budgets.setdefault(allowed.ledger, allowed)
+        other = budgets.setdefault(allowed.account, allowed)
         if (other.epsilon, other.delta) != (allowed.epsilon, allowed.delta):
             raise ConfigError(
-                f"{origin}: data sets {other.data_set} and {allowed.data_set} share the ledger "
-                f"{allowed.ledger} and must have the same epsilon and delta."
+                f"{origin}: data sets {other.data_set} and {allowed.data_set} share the account "
+                f"{allowed.account} and must have the same epsilon and delta."
             )
     return Policy(data_sets)
 
@@ -79,7 +85,7 @@ def _parse_section(
 ) -> DataSetPolicy:
     """Return the policy of one data set."""
     where = f"{origin}: data_sets.{show(name)}"
-    values = _mapping(section, where, required=tuple(_READERS), optional=("ledger",))
+    values = _mapping(section, where, required=tuple(_READERS), optional=("account",))
     read: dict[str, Any] = {
         key: reader(values[key], f"{where}.{key}") for key, reader in _READERS.items()
     }
@@ -96,14 +102,21 @@ def _parse_section(
     if read["secure_noise"] and read["test_seed"]:
         raise ConfigError(f"{where}: secure_noise and test_seed exclude one another.")
     read["records"] = _shares(read["records"], read["fractions"], where)
-    ledger = _text(values.get("ledger", name), f"{where}.ledger")
-    return DataSetPolicy(data_set=name, ledger=ledger, **read)
+    account = _text(values.get("account", name), f"{where}.account")
+    return DataSetPolicy(data_set=name, account=account, **read)
 
 
 def _positive(value: object, where: str) -> float:
     """Return a finite number above 0."""
     if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
         raise _wrong(where, value, "a finite number above 0")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _norm(value: object, where: str) -> float:
+    """Return a number above 0 whose noise floats can hold."""
+    if not _positive(value, where) <= LARGEST_GRAD_NORM:
+        raise _wrong(where, value, f"at most {LARGEST_GRAD_NORM:g}")
     return float(value)  # type: ignore[arg-type]
 
 
@@ -164,7 +177,7 @@ _READERS: dict[str, Callable[[object, str], object]] = {
     "epsilon": _positive,
     "delta": _probability,
     "least_noise_multiplier": _positive,
-    "largest_grad_norm": _positive,
+    "largest_grad_norm": _norm,
     "largest_steps": _count,
     "verbs": _verbs,
     "records": _count,
@@ -257,5 +270,5 @@ data_sets:
 
     # Data sets with records in common must share one budget: give them the same name here, and
     # the same epsilon and delta. Without it the data set has a budget of its own.
-    # ledger: my-ward
+    # account: my-ward
 """

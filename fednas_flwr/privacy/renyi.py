@@ -54,6 +54,16 @@ class Release:
             raise ValueError(f"steps must be a whole number of at least 1, got {self.steps!r}.")
 
 
+def poisson_rate(batch_size: float | None, num_records: int) -> float:
+    """Return ``min(1, B / N)``, with which Poisson batches have the expected size B.
+
+    Args:
+        batch_size: B, above 0; None takes all records.
+        num_records: N, as declared: the rate is public, and the data must not speak through it.
+    """
+    return 1.0 if batch_size is None or batch_size >= num_records else batch_size / num_records
+
+
 def merge_releases(releases: Sequence[Release]) -> list[Release]:
     """Return the same composition with the steps of equal mechanisms added up."""
     steps: dict[tuple[float, float], int] = {}

@@ -9,7 +9,10 @@ one split of one data set. Main class: :class:`RenyiFilter`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 from fednas_flwr.errors import BudgetExceededError
 from fednas_flwr.privacy.renyi import (
@@ -20,6 +23,7 @@ from fednas_flwr.privacy.renyi import (
     renyi_divergence,
 )
 
+Reading = tuple[Release, Collection[str]]  # a release, and the splits that it reads
 _CACHED_STEPS = 256
 _EPSILON_LIMITS = (1e-3, 1e6)
 
@@ -119,9 +123,9 @@ class RenyiFilter:
         """The sum of the divergences at each order."""
         return tuple(self._totals)
 
-    def affords(self, release: Release) -> bool:
-        """Return whether ``release`` fits into what is left; spends nothing."""
-        return self._fits(self._after(release))
+    def affords(self, *releases: Release) -> bool:
+        """Return whether all of ``releases`` fit into what is left; spends nothing."""
+        return self._fits(self._after(*releases))
 
     def spend(self, release: Release) -> None:
         """Add ``release`` to every total; call it before the noise is drawn.
@@ -147,12 +151,6 @@ class RenyiFilter:
         """
         return self._epsilon(self._totals) if any(self._totals) else 0.0
 
-    def fraction_spent(self) -> float:
-        """Return the share of the budget that is used, 0 to 1, which grows evenly with steps."""
-        pairs = zip(self._totals, self.budgets, strict=True)
-        shares = [total / budget for total, budget in pairs if budget > 0]
-        return min(1.0, min(shares, default=1.0))
-
     def state(self) -> dict[str, float | list[float]]:
         """Return plain numbers from which ``RenyiFilter(**state)`` goes on."""
         return {
@@ -162,9 +160,16 @@ class RenyiFilter:
             "totals": list(self._totals),
         }
 
-    def _after(self, release: Release) -> list[float]:
-        """Return the totals as they would be with ``release``."""
-        key = (release.noise_multiplier, release.sample_rate)
+    def _after(self, *releases: Release) -> list[float]:
+        """Return the totals as they would be with ``releases``."""
+        totals = self._totals
+        for release in releases:
+            costs = self._costs((release.noise_multiplier, release.sample_rate))
+            totals = [t + release.steps * cost for t, cost in zip(totals, costs, strict=True)]
+        return totals
+
+    def _costs(self, key: tuple[float, float]) -> tuple[float, ...]:
+        """Return what one step with this noise multiplier and rate costs at each order."""
         costs = self._per_step.get(key)
         if costs is None:
             costs = tuple(
@@ -174,8 +179,7 @@ class RenyiFilter:
             if len(self._per_step) >= _CACHED_STEPS:  # a stranger chooses the keys
                 self._per_step.clear()
             self._per_step[key] = costs
-        pairs = zip(self._totals, costs, strict=True)
-        return [total + release.steps * cost for total, cost in pairs]
+        return costs
 
     def _fits(self, totals: Sequence[float]) -> bool:
         """Return whether at least one order is within its budget."""
@@ -184,6 +188,45 @@ class RenyiFilter:
     def _epsilon(self, totals: Sequence[float]) -> float:
         """Return the least epsilon that one order converts to, not below 0."""
         return max(0.0, min(t + o for t, o in zip(totals, self._offsets, strict=True)))
+
+
+def covered_steps(
+    left: Mapping[str, RenyiFilter], stages: Mapping[str, Sequence[Reading]]
+) -> dict[str, int]:
+    """Return how many steps of each stage of a schedule what is left of all splits covers.
+
+    Args:
+        left: Each split's filter at what is spent.
+        stages: In order, what each stage releases and on which splits. The releases of a stage
+            step together: after k of the T steps of the longest, one of t has taken
+            ``floor(k * t / T)``. Stages after one that is not covered to its end get 0.
+    """
+    covered: dict[str, int] = {}
+    before: list[Reading] = []
+    for stage, entries in stages.items():
+        steps = range(1, max(release.steps for release, _ in entries) + 1)
+        covered[stage] = bisect_left(steps, True, key=partial(_ends_before, left, before, entries))
+        before += entries
+    return covered
+
+
+def _ends_before(
+    left: Mapping[str, RenyiFilter],
+    before: Sequence[Reading],
+    entries: Sequence[Reading],
+    steps: int,
+) -> bool:
+    """Return whether a budget ends before so many steps of a stage that follows others."""
+    longest = max(release.steps for release, _ in entries)
+    taken = [
+        (replace(release, steps=release.steps * steps // longest), splits)
+        for release, splits in entries
+        if release.steps * steps >= longest
+    ]
+    return not all(
+        budget.affords(*(release for release, splits in [*before, *taken] if split in splits))
+        for split, budget in left.items()
+    )
 
 
 def filter_epsilon(releases: Sequence[Release], delta: float) -> float:

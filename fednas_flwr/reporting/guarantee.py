@@ -32,8 +32,16 @@ ACCOUNTING = (
     "which is also the bound for runs that were chosen after seeing earlier ones."
 )
 RESUMED = (
-    "The run was resumed: the first table holds what was to be released from then on, and what was "
-    "released before is part of what was booked before."
+    "The run was resumed: the table of releases holds what was to be released from then on. What "
+    "was released before counts as booked before, and a round that was repeated counts twice."
+)
+SIMULATED = (
+    "The clients were simulated on one machine: each had a policy and a ledger of its own, "
+    "but whoever ran the simulation saw all records."
+)
+GIVEN_GENOTYPE = (
+    "The genotype was given: if it was searched on records of these clients, that search's privacy "
+    "is not part of this statement."
 )
 ACCOUNTANTS = {"prv": "PRV", "rdp": "RDP", "gdp": "GDP (approximation, no bound)"}
 _MEASURED_BY_CLIENTS = ("train_", "validation_")
@@ -103,6 +111,23 @@ def warning_text(event: Event) -> str:
     )
 
 
+def coverage_lines(event: Event) -> list[str]:
+    """Return how much of the run each client's budget covers, those that cover all in one line."""
+    lines, covering = [], 0
+    for client in event["clients"]:
+        stages = client.get("covers") or []
+        ends = next((stage for stage in stages if stage["rounds"] < stage["of"]), None)
+        if ends is not None:
+            lines.append(
+                f"budget of client {client['client']}: covers {ends['rounds']} of {ends['of']} "
+                f"rounds of {ends['stage']}, then the client leaves the run"
+            )
+        covering += bool(stages) and ends is None
+    if covering:
+        lines.append(f"budget of {covering} of {len(event['clients'])} clients: covers the run")
+    return lines
+
+
 def is_secure(client: Event) -> bool:
     """Return whether a client draws its noise and samples from a secret that only it knows."""
     return client.get("secure_noise") is True
@@ -117,10 +142,10 @@ def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
             *(release["stage"], release["verb"], ", ".join(release["splits"])),
             *(f"{release[name]:g}" for name in ("noise_multiplier", "max_grad_norm")),
             "every record" if release["batch_size"] is None else f"{release['batch_size']:,}",
-            _rates_text(release, event["clients"]),
+            _rates_text([c["rates"][place] for c in event["clients"] if "rates" in c]),
             f"{release['steps']:,}",
         ]
-        for release in event["schedule"]
+        for place, release in enumerate(event["schedule"])
     ]
     return head, rows
 
@@ -164,12 +189,9 @@ def spent_text(client: Event, spent: Mapping[int, float | None]) -> str:
     return f"{used} of {client['budget']['epsilon']:g}"
 
 
-def _rates_text(release: Event, clients: list[Event]) -> str:
+def _rates_text(rates: list[float]) -> str:
     """Return the rate of a release, or the range of the clients' rates."""
-    if release["batch_size"] is None:
-        return "1"
-    sizes = [sum(client["records"].get(s, 0) for s in release["splits"]) for client in clients]
-    rates = [f"{min(1.0, release['batch_size'] / size):.3g}" for size in sorted(sizes) if size]
     if not rates:
         return DASH
-    return rates[0] if rates[0] == rates[-1] else f"{rates[-1]} to {rates[0]}"
+    least, largest = (f"{rate:.3g}" for rate in (min(rates), max(rates)))
+    return least if least == largest else f"{least} to {largest}"

@@ -8,7 +8,7 @@ from fednas_flwr.reporting.compare import markdown_table
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.runs import Run, read_run
-from fednas_flwr.reporting.texts import settings_text
+from fednas_flwr.reporting.texts import privacy_notes, settings_text
 from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent
 
 SETTINGS = ("algorithm", "search_space", "retrain", "privacy")
@@ -80,7 +80,7 @@ def _training(run: Run) -> str:
     rows = [
         [f"{group}.{key}" if key else group, text]
         for group in SETTINGS
-        for key, text in _flat(run.config.get(group))
+        for key, text in _flat(run.settings.get(group))
     ]
     rows += [
         [key, str(run.config[key])] for key in ("clients", "rounds", "seed") if key in run.config
@@ -164,6 +164,8 @@ def _privacy(run: Run) -> str:
         paragraphs = [f"**{warning}**"] if warning else []
         paragraphs += [
             "\n".join(_promises(run, event)),
+            "\n".join(markdown_table(*guarantee.release_table(event))),
+            *privacy_notes(run),
             guarantee.PROTECTED,
             guarantee.MECHANISM,
             guarantee.ACCOUNTING,

@@ -25,7 +25,13 @@ from rich.table import Table
 from rich.text import Text
 
 from fednas_flwr.reporting.events import Event
-from fednas_flwr.reporting.guarantee import TEST_SEED, is_noised, overall_text, warning_text
+from fednas_flwr.reporting.guarantee import (
+    TEST_SEED,
+    coverage_lines,
+    is_noised,
+    overall_text,
+    warning_text,
+)
 from fednas_flwr.reporting.runs import read_run
 from fednas_flwr.reporting.units import DASH, count, duration, percent
 
@@ -174,6 +180,8 @@ class ProgressDisplay:
 
     def _show_privacy(self, event: Event) -> None:
         self._say(f"privacy: (epsilon, delta) at most {overall_text(event)}")
+        for line in coverage_lines(event):
+            self._say(line, style="yellow" if "leaves" in line else "")
         if warning := warning_text(event):
             self._say(f"warning: {warning}", style="red")
 

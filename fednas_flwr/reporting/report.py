@@ -155,7 +155,7 @@ def _privacy(run: Run) -> dict[str, Any]:
         "warning": guarantee.warning_text(event) if event else "",
         "texts": [
             *(guarantee.PROTECTED, guarantee.MECHANISM, guarantee.ACCOUNTING),
-            *([guarantee.RESUMED] if resumed else []),
+            *texts.privacy_notes(run),
         ],
         "tables": tables,
     }

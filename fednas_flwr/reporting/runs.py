@@ -79,6 +79,17 @@ class Run:
         return name not in (None, "none") or self.privacy is not None
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration as it took effect: private retraining counts steps, not epochs."""
+        retrain, privacy = self.config.get("retrain"), self.config.get("privacy")
+        if not (self.is_private and isinstance(retrain, dict) and isinstance(privacy, dict)):
+            return self.config
+        taken = {key: value for key, value in retrain.items() if key != "local_epochs"}
+        taken["expected_batch_size"] = taken.pop("batch_size", None)
+        taken["local_steps"] = (privacy.get("retrain") or {}).get("local_steps")
+        return self.config | {"retrain": taken}
+
+    @property
     def privacy(self) -> Event | None:
         """The newest ``privacy`` event; None before the clients accepted a schedule."""
         return self.last("privacy")

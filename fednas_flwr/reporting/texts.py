@@ -7,6 +7,7 @@ from collections import Counter
 from datetime import datetime
 from typing import Any
 
+from fednas_flwr.reporting import guarantee
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.guarantee import TEST_SEED, UNIT, epsilon_text, overall, warning_text
 from fednas_flwr.reporting.runs import Run
@@ -28,7 +29,10 @@ NOISED_TEXT = (
 SHOWN = {  # what a reader asks first; all settings stand in the configuration
     "algorithm": ("rule", "reduce", "local_epochs", "local_steps", "batch_size"),
     "search_space": ("channels", "num_cells", "norm"),
-    "retrain": ("rounds", "channels", "num_cells", "local_epochs", "batch_size"),
+    "retrain": (
+        *("rounds", "channels", "num_cells", "local_epochs", "batch_size"),
+        *("local_steps", "expected_batch_size"),  # private
+    ),
 }
 
 
@@ -93,7 +97,7 @@ def tiles(run: Run) -> list[dict[str, str]]:
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """Return name and value of everything that says what was run."""
-    config, started = run.config, run.last("run_started") or {}
+    config, started = run.settings, run.last("run_started") or {}
     versions = started.get("versions") or {}
     facts = [
         *((label, settings_text(config, key)) for key, label in GROUPS.items() if key in config),
@@ -122,6 +126,18 @@ def settings_text(config: dict[str, Any], group: str) -> str:
     if name is None:
         return text
     return f"{name} ({text})" if text else str(name)
+
+
+def privacy_notes(run: Run) -> list[str]:
+    """Return sentences on what a private run's statement does not hold by itself."""
+    runtime = run.config.get("runtime")
+    simulated = isinstance(runtime, dict) and runtime.get("name") in ("inline", "ray")
+    resumed = len(run.of_kind("privacy")) > 1
+    return [
+        *([guarantee.RESUMED] if resumed else []),
+        *([guarantee.SIMULATED] if simulated else []),
+        *([guarantee.GIVEN_GENOTYPE] if run.config.get("genotype") else []),
+    ]
 
 
 def split_rows(partition: dict[str, Any]) -> list[list[str]]:

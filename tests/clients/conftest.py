@@ -110,7 +110,7 @@ def make_site(site_config, prepared, networks, tmp_path) -> Callable[..., Simple
         if test_seed is not None:
             allowed |= {"secure_noise": False, "test_seed": True}
         # "other" must never be told of
-        sections = {"ward": allowed, "other": allowed | {"ledger": "other"}}
+        sections = {"ward": allowed, "other": allowed | {"account": "other"}}
         (folder / "policy.yaml").write_text(yaml.safe_dump({"data_sets": sections}))
         node = {"policy": str(folder / "policy.yaml"), "data-set": "ward"}
         node |= {

@@ -146,12 +146,24 @@ def test_epsilon_is_what_other_runs_booked_and_this_one_promised_by_split_and_ac
         assert epsilon[name] == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("verb", ["train.gradients", "train.weights"])
+def test_noise_that_could_not_be_added_is_refused_before_anything_is_booked(
+    make_site, no_record, verb
+):
+    """The networks have about a thousand weights."""
+    terms = TERMS | {"noise_multiplier": 9e5}
+    site = make_site(committed=schedule(noise_multiplier=9e5))
+    with pytest.raises(ConfigError, match="rule noise grid: noise_multiplier=900000.0, not"):
+        site.ask(verb, releases={"weights": terms, "alphas": terms})
+    assert site.rows() == []
+
+
 def test_data_sets_that_share_a_budget_pay_on_every_split(make_site):
-    for ledger, splits in (("own", ("train",)), ("other", ("train", "validation", "test"))):
-        site = make_site(policy={"ledger": ledger})
+    for account, splits in (("own", ("train",)), ("other", ("train", "validation", "test"))):
+        site = make_site(policy={"account": account})
         site.gate.release(admit(site), 30, zeros)
         (row,) = site.rows()
-        assert (row.account, row.splits) == (ledger, splits)
+        assert (row.account, row.splits) == (account, splits)
 
 
 def test_a_request_that_the_ledger_refuses_reads_no_record(make_site, no_record):

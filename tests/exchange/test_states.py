@@ -12,7 +12,6 @@ from torch import nn
 from fednas_flwr.exchange.states import (
     Layout,
     WeightedAverage,
-    average_states,
     load_states,
     network_states,
     pack,
@@ -111,12 +110,19 @@ def test_states_of_a_supernet_are_all_its_tensors_once(supernets):
     assert network_states(nn.Linear(2, 1))["alphas"] == {}
 
 
+def average(replies):
+    mean = WeightedAverage()
+    for states, weight in replies:
+        mean.add(states, weight=weight)
+    return mean.result()
+
+
 def test_average_of_weights_alphas_and_buffers_equals_numpy(supernets):
     counts = [3, 50, 7]
     states = [
         {name: pack(tensors) for name, tensors in network_states(net).items()} for net in supernets
     ]
-    mean = average_states(zip(states, counts, strict=True))
+    mean = average(zip(states, counts, strict=True))
     assert set(mean) == {"weights", "alphas", "buffers"}
     assert set(mean["buffers"]) == {"float32", "int64"}
     for name, packed in mean.items():
@@ -147,9 +153,8 @@ def test_average_keeps_the_dtype_and_lies_where_numpy_puts_it(counts, dtype, see
     generator = torch.Generator().manual_seed(seed)
     vectors = [(torch.randn(5, generator=generator) * 50).to(dtype) for _ in counts]
     key = str(dtype).removeprefix("torch.")
-    mean = average_states(({"weights": {key: v}}, n) for v, n in zip(vectors, counts, strict=True))[
-        "weights"
-    ][key]
+    replies = (({"weights": {key: v}}, n) for v, n in zip(vectors, counts, strict=True))
+    mean = average(replies)["weights"][key]
     expected = np.average(np.stack([v.double().numpy() for v in vectors]), axis=0, weights=counts)
     assert mean.dtype == dtype
     tolerance = 0.5 + 1e-6 if not dtype.is_floating_point else 1e-3
@@ -158,13 +163,13 @@ def test_average_keeps_the_dtype_and_lies_where_numpy_puts_it(counts, dtype, see
 
 def test_a_large_integer_counter_is_exact():
     counter = 2**40 + 1
-    average = average_states([({"buffers": {"int64": torch.tensor([counter])}}, 3)] * 2)
-    assert average["buffers"]["int64"].tolist() == [counter]
+    mean = average([({"buffers": {"int64": torch.tensor([counter])}}, 3)] * 2)
+    assert mean["buffers"]["int64"].tolist() == [counter]
 
 
 def test_average_of_nothing_and_weights_that_are_not_positive_are_refused():
     with pytest.raises(ValueError, match="no replies"):
-        average_states([])
+        average([])
     for weight in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="must be positive"):
             WeightedAverage().add({}, weight=weight)

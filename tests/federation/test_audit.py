@@ -37,5 +37,8 @@ def test_a_client_without_noise_is_caught(compose_config, monkeypatch):
 def test_what_cannot_be_audited_is_said(compose_config):
     with pytest.raises(ConfigError, match="set algorithm=dp_fnas"):
         audit_search(compose_config(), num_canaries=10)
+    null = [f"privacy.{state}.noise_multiplier=null" for state in ("weights", "alphas")]
+    with pytest.raises(ConfigError, match="an audit needs the number"):
+        audit_search(compose_config(*SETTINGS, *null), num_canaries=10)
     with pytest.raises(ConfigError, match="canaries=1000: expected 4 to"):
         audited(compose_config, 1.0, canaries=1000)

@@ -6,8 +6,8 @@ import pytest
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.federation.commitment import make_schedule, private_settings
-from fednas_flwr.privacy.renyi import Release
-from fednas_flwr.privacy.renyi_filter import RenyiFilter
+from fednas_flwr.privacy.renyi import Release, poisson_rate
+from fednas_flwr.privacy.renyi_filter import RenyiFilter, filter_epsilon
 
 RECORDS = [
     {"train": 4000, "validation": 3000, "test": 900},
@@ -135,6 +135,53 @@ def test_a_resumed_run_retrains_with_the_noise_that_it_began_with(compose_config
     assert len(set(sigmas)) == 1
     given = compose_config(*DP_FNAS, GIVEN)
     assert make_schedule(given, RECORDS, done={})[-1]["noise_multiplier"] == 3.5
+
+
+NULL = [f"privacy.{state}.noise_multiplier=null" for state in ("weights", "alphas")]
+
+
+def cost(schedule, split):
+    """Return the largest cost of a split over the clients, as enforcement counts it."""
+    costs = []
+    for declared in RECORDS:
+        releases = []
+        for item in schedule:
+            if split in item["splits"]:
+                rate = poisson_rate(item["batch_size"], sum(declared[s] for s in item["splits"]))
+                releases.append(Release(item["noise_multiplier"], rate, item["steps"]))
+        costs.append(filter_epsilon(releases, 1e-5))
+    return max(costs)
+
+
+@pytest.mark.parametrize("metrics", ["null", "20"])
+def test_noise_of_a_search_that_is_not_given_keeps_its_share_of_the_target(compose_config, metrics):
+    """The same for weights and alphas, however far the run is; retraining gets the rest."""
+    given = ["privacy.epsilon=6", "privacy.search_share=0.4"]
+    given.append(f"privacy.metrics_noise_multiplier={metrics}")
+    config = compose_config(*DP_FNAS, *NULL, *given)
+    schedule = make_schedule(config, RECORDS, done={"search": -1, "retrain": -1})
+    search = [item for item in schedule if item["stage"] == "search"]
+    sigma = search[0]["noise_multiplier"]
+    assert search[1]["noise_multiplier"] == sigma
+    assert 0.99 * 2.4 < max(cost(search, split) for split in ("train", "validation")) <= 2.4
+    both = max(cost(schedule, split) for split in ("train", "validation"))
+    assert 0.98 * 6 < both <= 6
+    resumed = make_schedule(config, RECORDS, done={"search": 3})
+    assert resumed[0]["noise_multiplier"] == sigma
+
+    alone = compose_config(*DP_FNAS, *NULL, *given, "stages=[search]")
+    schedule = make_schedule(alone, RECORDS, done={"search": -1})
+    assert 0.99 * 6 < max(cost(schedule, split) for split in ("train", "validation")) <= 6
+
+
+def test_noise_is_given_for_both_states_or_for_none(compose_config):
+    with pytest.raises(ConfigError, match=r"alphas.noise_multiplier=1.0: give both, or null for"):
+        compose_config(*DP_FNAS, NULL[0])
+    fixed = compose_config(*DP_FNAS, *NULL, GIVEN, "algorithm=fedavg", "algorithm.network=linear")
+    assert [item["stage"] for item in make_schedule(fixed, RECORDS, done={})] == ["retrain"]
+    dear = compose_config(*DP_FNAS, *NULL, GIVEN, "privacy.metrics_noise_multiplier=0.2")
+    with pytest.raises(ConfigError, match="privacy.epsilon=8: metrics alone cost .* of 4 on the v"):
+        make_schedule(dear, RECORDS, done={})
 
 
 def test_a_search_that_costs_all_of_the_target_is_refused_naming_the_split(compose_config):

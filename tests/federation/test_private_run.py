@@ -18,6 +18,7 @@ from fednas_flwr.clients.client import Augmentation
 from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
 from fednas_flwr.config import dump_config
 from fednas_flwr.data.loaders import Split
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.federation import client_app
 from fednas_flwr.federation.client_app import make_client_app
@@ -83,7 +84,7 @@ def start(compose_config, tmp_path, monkeypatch):
         with EventLog(folder / "events.jsonl", [listener] if listener else []) as log:
             try:
                 run_stages(config, grid, log, resumed=resume is not None)
-            except (QuorumError, KeyboardInterrupt) as raised:
+            except (QuorumError, ConfigError, KeyboardInterrupt) as raised:
                 error = raised
         events = read_events(folder / "events.jsonl")
         sites = Path(getattr(config.privacy, "sites", None) or folder / "sites")
@@ -163,9 +164,10 @@ def test_the_epsilon_that_is_told_is_that_of_the_schedule_and_within_the_target(
     for client in event["clients"]:
         records = client["records"]
         by_split: dict[str, list] = {}
-        for item in event["schedule"]:
+        for item, told in zip(event["schedule"], client["rates"], strict=True):
             total = sum(records[split] for split in item["splits"])
             rate = 1.0 if item["batch_size"] is None else item["batch_size"] / total
+            assert told == pytest.approx(rate)
             sigma = item["noise_multiplier"]
             for split in item["splits"]:
                 by_split.setdefault(split, []).append(
@@ -197,16 +199,21 @@ def test_only_released_metrics_are_in_the_record_of_a_run(whole):
     }
 
 
-def test_a_budget_that_has_ended_makes_clients_leave_and_ends_the_run(whole, start):
+def test_a_run_that_no_budget_covers_ends_before_anything_is_released(whole, start):
     """The sites' budget is that of one run: the second run adds up and finds nothing left."""
     given = [o for o in whole.overrides if not o.startswith(("privacy.epsilon", "stages"))]
     given += ["privacy.epsilon=500", "privacy.weights.noise_multiplier=0.3", "stages=[search]"]
+    before = rows(whole.sites, 0)
     run = start(*given, f"privacy.sites={whole.sites}")
-    assert "budget is 30" in str(run.error)
-    left = named(run.events, "client_left")
-    assert {event["client"] for event in left} == {0, 1}
+    assert "search takes 2 rounds, more than what is left of budgets covers (client 0: " in str(
+        run.error
+    )
+    assert rows(whole.sites, 0) == before
+    (event,) = named(run.events, "privacy")
+    for client in event["clients"]:
+        assert client["covers"] == [{"stage": "search", "rounds": 0, "of": 2}]
     assert run.events[-1]["status"] == "failed"
-    assert "budget is 30" in run.events[-1]["reason"]
+    assert "Nothing was released." in run.events[-1]["reason"]
 
 
 # --- DP-FNAS
@@ -224,6 +231,8 @@ def test_every_step_of_the_search_is_booked_on_its_split(start, local_steps, fus
     )
     assert run.error is None
     (event,) = named(run.events, "privacy")
+    whole_search = [{"stage": "search", "rounds": 2, "of": 2}]
+    assert [client["covers"] for client in event["clients"]] == [whole_search] * clients
     for client in range(clients):
         booked = rows(run.sites, client)
         assert steps_by_split(booked) == {"train": 2 * local_steps, "validation": 2 * local_steps}
@@ -359,7 +368,10 @@ def test_a_client_whose_budget_ends_leaves_and_the_run_goes_on_by_quorum(start, 
     assert not named(run.events, "client_failed")  # it was not asked again
     assert len(named(run.events, "round")) == 3
     assert len(rows(tmp_path, 1)) == 6
-    assert 0 < len(rows(tmp_path, 0)) < 6
+    (event,) = named(run.events, "privacy")
+    told = [client["covers"][0]["rounds"] for client in event["clients"]]
+    assert told == [left["round"] - 1, 3]  # as it was said before the first release
+    assert 0 < told[0] * 2 <= len(rows(tmp_path, 0)) < told[0] * 2 + 2
     assert run.events[-1]["status"] == "completed"
 
 
@@ -391,6 +403,24 @@ def test_what_a_policy_refuses_is_told_and_the_run_goes_on_if_a_quorum_remains(
     else:
         assert run.error is None
         assert len(named(run.events, "round")) == 2
+
+
+@pytest.mark.parametrize("malformed", [None, 3, {"search": "2"}, {"search": -1}])
+def test_a_client_that_answers_the_schedule_with_nonsense_is_not_asked_again(
+    start, tmp_path, monkeypatch, malformed
+):
+    def covered_steps(gate, schedule):
+        return {"search": 1} if gate._ledger.path.is_relative_to(tmp_path / "client-0") else bad
+
+    bad = malformed
+    monkeypatch.setattr(release.ReleaseGate, "covered_steps", covered_steps)
+    run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
+    assert run.error is None
+    (left,) = named(run.events, "client_left")
+    assert (left["client"], left["verb"]) == (1, "query.commit")
+    assert "says covered_steps=" in left["reason"]
+    assert rows(tmp_path, 1) == []
+    assert len(rows(tmp_path, 0)) == 2
 
 
 # --- what a site tells
@@ -495,6 +525,60 @@ def test_errors_while_a_real_site_opens_its_data_keep_their_text_there(
         build.make_courier(config, run="run").connect(grid)
     assert "an error at the site" in str(error.value)
     assert "4711" not in str(error.value)
+    assert "4711" in capsys.readouterr().err
+
+
+SIGMA_0 = {"noise_multiplier": 0.0, "batch_size": 8, "max_grad_norm": 1.0}
+PLACE = {"stage": "search", "verb": "train.weight_gradient", "kind": "weights", "splits": ["train"]}
+WITHOUT_DATA = [
+    ("train.search", {}, "private verb=train.search is unknown"),
+    ("query.commit", {"data_set": "other"}, "rule data_sets: data set=other"),
+    ("query.commit", {"schedule": [PLACE | SIGMA_0 | {"steps": 1}]}, "noise_multiplier=0.0, not"),
+    ("train.gradients", {}, "rule verbs: verb=train.gradients"),
+    ("train.weight_gradient", {"data_set": "other"}, "rule data_sets: data set=other"),
+    ("train.weight_gradient", {"order": 2}, "rule first order only: order=2"),
+    ("train.weight_gradient", {"local_steps": 3}, "rule committed values: steps=3"),
+    ("train.weight_gradient", {"releases": {"weights": SIGMA_0}}, "noise_multiplier=0.0, not"),
+    (
+        "train.weight_gradient",
+        {"releases": {"weights": SIGMA_0 | {"noise_multiplier": 2.0}}},
+        "noise_multiplier=2.0, not the committed 1.0",
+    ),
+    ("evaluate.model", {"split": "test"}, "rule noised releases only: release=None"),
+    ("train.weights", {"split": "train"}, "rule committed values: commitment=None"),
+]
+
+
+def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
+    compose_config, real_sites, monkeypatch, capsys
+):
+    """The site keeps a schedule, restarts, and cannot read its records any more."""
+    config = compose_config(*SEARCH, *REAL_SITES)
+    verbs = ["query.describe", "query.commit", "train.weight_gradient"]
+    grid = real_sites(config, verbs=[*verbs, "train.weights", "evaluate.model"])
+    courier = build.make_courier(config, run="run")
+    courier.connect(grid)
+    terms = SIGMA_0 | {"noise_multiplier": 1.0}
+    asked = {"data_set": "records", "local_steps": 1, "split": "train", "network": {"name": "x"}}
+    asked |= {"schedule": [PLACE | terms | {"steps": 2}], "releases": {"weights": terms}}
+    list(courier.ask("query.commit", stage="commit", settings=asked))
+
+    opened = []
+
+    def make_data(_):
+        opened.append(1)
+        raise OSError("the disk of ward 4711 is gone")
+
+    monkeypatch.setattr(client_app, "make_site_data", make_data)
+    for kept in (client_app._gate, client_app._client, client_app._data):
+        kept.cache_clear()
+    for verb, change, words in WITHOUT_DATA:
+        with pytest.raises(QuorumError, match=words):
+            list(courier.ask(verb, stage="search", settings=asked | change))
+    assert opened == []
+    with pytest.raises(QuorumError, match="an error at the site"):  # what is allowed needs them
+        list(courier.ask("train.weight_gradient", stage="search", settings=asked))
+    assert opened == [1]
     assert "4711" in capsys.readouterr().err
 
 

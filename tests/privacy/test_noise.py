@@ -13,7 +13,13 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
-from fednas_flwr.privacy.noise import SecureGenerator, _Keystream, add_noise, noise_grid
+from fednas_flwr.privacy.noise import (
+    SecureGenerator,
+    _Keystream,
+    add_noise,
+    noise_grid,
+    noise_range,
+)
 
 SEEDED = b"only for tests"
 
@@ -331,6 +337,23 @@ def test_noise_is_enlarged_by_what_rounding_adds_to_the_sensitivity(
     sensitivity = norm + math.sqrt(count) * noise_grid(asked[0])
     assert asked[0] >= noise_multiplier * sensitivity
     assert asked[0] <= noise_multiplier * (norm + 4 * math.sqrt(count) * noise_grid(asked[0]))
+
+
+@pytest.mark.parametrize("norm", [1e-6, 0.3, 1.0, 1e30])
+@pytest.mark.parametrize(("num_values", "num_records"), [(1, 1), (7, 10**6), (3000, 2**24)])
+def test_within_its_range_noise_can_always_be_added(
+    num_values: int, num_records: int, norm: float
+) -> None:
+    """Also at both ends and to twice the declared records; far outside it cannot."""
+    low, high = noise_range(num_values=num_values, num_records=num_records)
+    largest = torch.zeros(num_values, dtype=torch.float64)
+    largest[0] = 2 * num_records * norm
+    for sigma in (max(low, 1e-3), low * 1.001 + 1e-3, high * 0.999, high):
+        add_noise(largest, seeded(), noise_multiplier=sigma, max_grad_norm=norm)
+    with pytest.raises(ValueError, match="total must be finite"):
+        add_noise(largest, seeded(), noise_multiplier=low / 4, max_grad_norm=norm)
+    with pytest.raises(ValueError, match="must be above 0"):
+        add_noise(largest, seeded(), noise_multiplier=4 * high, max_grad_norm=norm)
 
 
 def test_an_empty_batch_is_pure_noise() -> None:

@@ -98,6 +98,22 @@ def test_hostile_terms_are_refused_naming_rule_value_and_limit(term, value):
         assert len(str(refusal.value)) < 250
 
 
+def test_noise_that_its_grid_cannot_hold_is_refused_naming_value_and_limit():
+    wide = replace(ASKED, release=replace(STEP, noise_multiplier=5000.0), num_values=10**6)
+    many = replace(TERMS, noise_multiplier=5000.0)
+    with pytest.raises(ConfigError, match=r"rule noise grid: noise_multiplier=5000.0, not .* 4.19"):
+        check_request(POLICY, wide, committed=many)
+    assert check_request(POLICY, replace(wide, num_values=10**5), committed=many)
+    crowd = parse(records=10**8)
+    for check in (
+        lambda: check_commitment(crowd, "ward", TERMS),
+        lambda: check_request(crowd, ASKED, committed=TERMS),
+    ):
+        with pytest.raises(ConfigError, match="rule noise grid: noise_multiplier=1.0, not 2.98 to"):
+            check()
+    assert check_commitment(crowd, "ward", replace(TERMS, noise_multiplier=3.0))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -181,7 +197,7 @@ flags = st.sampled_from([False, False, False, True, 0, 1, None, "no"])
 data_set_policies = st.builds(
     DataSetPolicy,
     data_set=st.just("a"),
-    ledger=st.just("a"),
+    account=st.just("a"),
     epsilon=st.just(1.0),
     delta=st.just(1e-5),
     least_noise_multiplier=st.sampled_from([0.001, 0.5, 0.8, 2.0]),
@@ -273,15 +289,15 @@ def test_no_request_outside_the_policy_passes_and_none_inside_is_refused(data, a
 
 
 def test_every_key_of_the_file_arrives():
-    shared = parse(ledger="hospital").data_sets["ward"]
+    shared = parse(account="hospital").data_sets["ward"]
     assert asdict(shared) == {
         **WARD,
         "records": {"train": 600, "validation": 200, "test": 200},
         "data_set": "ward",
-        "ledger": "hospital",
+        "account": "hospital",
         "verbs": frozenset(WARD["verbs"]),
     }
-    assert POLICY.data_sets["ward"].ledger == "ward"
+    assert POLICY.data_sets["ward"].account == "ward"
 
 
 def test_the_template_is_a_policy_and_explains_every_key(tmp_path):
@@ -344,8 +360,8 @@ def test_numbers_may_be_written_without_a_point():
         ({"secure_noise": "true"}, "ward.secure_noise=true .* true or false"),
         ({"test_seed": 1}, "ward.test_seed=1 .* true or false"),
         ({"test_seed": True}, "secure_noise and test_seed exclude one another"),
-        ({"ledger": ""}, "ward.ledger= .* a name"),
-        ({"ledger": 5}, "ward.ledger=5"),
+        ({"account": ""}, "ward.account= .* a name"),
+        ({"account": 5}, "ward.account=5"),
         ({"epsilom": 3}, "ward: key=epsilom is unknown.*nearest: epsilon"),
         ({"5": 3}, "ward: key=5 is unknown"),
     ],
@@ -396,16 +412,16 @@ def test_an_unreadable_file_is_one_sentence(tmp_path):
 
 def test_overlapping_data_sets_share_one_budget_and_pay_on_every_split():
     def both(**changes):
-        sections = {"a": {**WARD, "ledger": "b"}, "b": {**WARD, **changes}, "c": WARD}
+        sections = {"a": {**WARD, "account": "b"}, "b": {**WARD, **changes}, "c": WARD}
         return parse_policy(yaml.safe_dump({"data_sets": sections}), verbs=VERBS)
 
     policy = both()
-    assert [policy.data_sets[name].ledger for name in "abc"] == ["b", "b", "c"]
+    assert [policy.data_sets[name].account for name in "abc"] == ["b", "b", "c"]
     for name in "ab":
         assert policy.charged_splits(name, ("train",)) == SPLITS
     assert policy.charged_splits("c", ("train",)) == ("train",)
     for change in ({"epsilon": 4.0}, {"delta": 1e-6}):
-        with pytest.raises(ConfigError, match="a and b share the ledger b and must have the same"):
+        with pytest.raises(ConfigError, match="a and b share the account b and must have the same"):
             both(**change)
 
 

@@ -10,6 +10,7 @@ from fednas_flwr.privacy.renyi import (
     Release,
     epsilon_at_order,
     merge_releases,
+    poisson_rate,
     renyi_divergence,
 )
 
@@ -140,3 +141,13 @@ def test_merging_adds_up_the_steps_of_equal_mechanisms() -> None:
     a, b = Release(1.0, 0.1, 2), Release(1.0, 0.2, 3)
     assert merge_releases([a, b, a]) == [Release(1.0, 0.1, 4), b]
     assert merge_releases([]) == []
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_records", "rate"),
+    [(8, 40, 0.2), (None, 40, 1.0), (40, 40, 1.0), (41, 40, 1.0), (10**400, 40, 1.0), (8, 0, 1.0)],
+)
+def test_the_rate_is_the_expected_batch_over_the_declared_records(
+    batch_size: float | None, num_records: int, rate: float
+) -> None:
+    assert poisson_rate(batch_size, num_records) == rate

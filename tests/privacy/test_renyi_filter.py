@@ -9,7 +9,12 @@ from fednas_flwr.errors import BudgetExceededError
 from fednas_flwr.privacy import renyi_filter
 from fednas_flwr.privacy.accounting import calibrate_noise, rdp_epsilon
 from fednas_flwr.privacy.renyi import Release, epsilon_at_order, renyi_divergence
-from fednas_flwr.privacy.renyi_filter import RenyiFilter, default_orders, filter_epsilon
+from fednas_flwr.privacy.renyi_filter import (
+    RenyiFilter,
+    covered_steps,
+    default_orders,
+    filter_epsilon,
+)
 
 STEP = Release(noise_multiplier=1.0, sample_rate=0.02, steps=1)
 requests = st.builds(
@@ -52,7 +57,6 @@ def test_whatever_is_asked_what_is_spent_converts_to_the_budget(
         assert site.spent() == pytest.approx(max(0.0, min(epsilons)), rel=1e-6, abs=1e-9)
         assert rdp_epsilon(accepted, 1e-5) <= epsilon
     assert 0 <= site.spent() <= epsilon * (1 + 1e-9)
-    assert 0 <= site.fraction_spent() <= 1
 
 
 def test_one_order_is_the_plain_renyi_filter_to_the_step() -> None:
@@ -63,7 +67,6 @@ def test_one_order_is_the_plain_renyi_filter_to_the_step() -> None:
         site.spend(STEP)
     assert not site.affords(STEP)
     assert site.totals[0] == pytest.approx(steps * cost(STEP, 16.0))
-    assert site.fraction_spent() == pytest.approx(steps * cost(STEP, 16.0) / budget)
 
 
 def test_several_orders_share_delta() -> None:
@@ -88,7 +91,6 @@ def test_a_budget_too_small_for_its_orders_affords_nothing() -> None:
     site = RenyiFilter(epsilon=0.5, delta=1e-5, orders=[2.0])
     assert site.budgets[0] < 0
     assert not site.affords(Release(noise_multiplier=1e6, sample_rate=1e-9, steps=1))
-    assert site.fraction_spent() == 1.0
 
 
 def test_a_refusal_names_the_numbers() -> None:
@@ -115,7 +117,6 @@ def test_nothing_spent_is_zero_and_asking_spends_nothing() -> None:
     site = RenyiFilter(epsilon=1.0, delta=1e-5)
     assert site.affords(Release(2.0, 0.02, 1))
     assert site.spent() == 0.0
-    assert site.fraction_spent() == 0.0
 
 
 def test_two_and_three_steps_are_five() -> None:
@@ -194,3 +195,44 @@ def test_filter_epsilon_is_the_least_budget_that_lasts() -> None:
 def test_impossible_budgets_and_damaged_totals_are_refused(bad: dict) -> None:
     with pytest.raises(ValueError, match="must"):
         RenyiFilter(**{"epsilon": 1.0, "delta": 1e-5, **bad})
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    sigma=st.floats(0.6, 3.0),
+    steps=st.tuples(*(st.integers(1, 12) for _ in range(3))),
+    booked=st.integers(0, 20),
+)
+def test_covered_steps_are_those_that_the_filters_afford_one_by_one(
+    sigma: float, steps: tuple[int, int, int], booked: int
+) -> None:
+    """Two kinds of release that step together, then a stage that reads both splits."""
+
+    def step(rate: float, count: int = 1) -> Release:
+        return Release(noise_multiplier=sigma, sample_rate=rate, steps=count)
+
+    left = {split: RenyiFilter(epsilon=4.0, delta=1e-5) for split in ("train", "validation")}
+    for _ in range(booked):
+        if left["train"].affords(step(0.2)):
+            left["train"].spend(step(0.2))
+    both = ("train", "validation")
+    stages = {
+        "search": [(step(0.3, steps[0]), both[:1]), (step(0.5, steps[1]), both[1:])],
+        "retrain": [(step(0.4, steps[2]), both)],
+    }
+    covered = covered_steps(left, stages)
+
+    expected = dict.fromkeys(stages, 0)
+    try:
+        for stage, entries in stages.items():
+            longest = max(release.steps for release, _ in entries)
+            for number in range(1, longest + 1):
+                for release, splits in entries:
+                    counts = [release.steps * n // longest for n in (number - 1, number)]
+                    for _ in range(counts[1] - counts[0]):
+                        for split in splits:
+                            left[split].spend(step(release.sample_rate))
+                expected[stage] = number
+    except BudgetExceededError:
+        pass
+    assert covered == expected

@@ -78,7 +78,9 @@ def private_client(client: int, *, train: int, secure_noise: bool = True) -> dic
         "client": client,
         "records": {"train": train, "validation": 200, "test": 100},
         "budget": {"epsilon": 8.0, "delta": 1e-5},
+        "rates": [16 / train, 1.0],
         "secure_noise": secure_noise,
+        "covers": [{"stage": "search", "rounds": 3 - client, "of": 3}],
         "epsilon": {
             "prv": {"train": 3.1001 + client, "validation": 2.2},
             "rdp": {"train": 3.5 + client, "validation": 2.5},

@@ -46,6 +46,22 @@ def test_an_epsilon_is_never_shown_smaller_than_it_is(epsilon: float | None, tex
     assert guarantee.epsilon_text(epsilon) == text
 
 
+def test_each_client_is_told_how_far_its_budget_reaches() -> None:
+    def covers(search: int, retrain: int) -> list[dict]:
+        return [
+            {"stage": "search", "rounds": search, "of": 40},
+            {"stage": "retrain", "rounds": retrain, "of": 8},
+        ]
+
+    clients = [_client(c, {}, covers=covers(*n)) for c, n in enumerate([(40, 8), (40, 3), (12, 0)])]
+    assert guarantee.coverage_lines({"clients": clients}) == [
+        "budget of client 1: covers 3 of 8 rounds of retrain, then the client leaves the run",
+        "budget of client 2: covers 12 of 40 rounds of search, then the client leaves the run",
+        "budget of 1 of 3 clients: covers the run",
+    ]
+    assert guarantee.coverage_lines({"clients": [_client(0, {})]}) == []  # an older run
+
+
 def test_the_overall_pair_holds_for_every_client() -> None:
     clients = [_client(0, {"train": 3.0}, delta=1e-6), _client(1, {"train": 2.0, "test": 1.0})]
     assert guarantee.overall({"clients": clients}) == (3.0, 1e-5)
@@ -75,21 +91,20 @@ def test_the_warning_names_every_client_whose_noise_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("release", "batch", "rate"),
+    ("release", "rates", "batch", "rate"),
     [
-        ({}, "16", "0.02 to 0.16"),
-        ({"batch_size": None}, "every record", "1"),
-        ({"splits": ["train", "validation"]}, "16", "0.016 to 0.0533"),
-        ({"splits": ["validation"]}, "16", "0.08"),
-        ({"batch_size": 500}, "500", "0.625 to 1"),
-        ({"splits": ["test"]}, "16", "–"),
+        ({}, [0.02, 0.16], "16", "0.02 to 0.16"),
+        ({}, [0.160001, 0.16], "16", "0.16"),
+        ({"batch_size": None}, [1.0, 1.0], "every record", "1"),
+        ({}, [], "16", "–"),  # an older run
     ],
 )
-def test_the_rate_is_the_expected_batch_over_the_records_read(
-    release: dict, batch: str, rate: str
+def test_the_rate_is_that_of_the_clients(
+    release: dict, rates: list[float], batch: str, rate: str
 ) -> None:
-    clients = [_client(0, {}, train=800), _client(1, {}, train=100)]
-    head, (row,) = guarantee.release_table({"schedule": [_release(**release)], "clients": clients})
+    clients = [_client(client, {}, rates=[0.5, rate]) for client, rate in enumerate(rates)]
+    schedule = [_release(), _release(**release)]
+    head, (_, row) = guarantee.release_table({"schedule": schedule, "clients": clients})
     cells = dict(zip(head, row, strict=True))
     assert (cells["expected batch"], cells["rate p"], cells["steps"]) == (batch, rate, "1,200")
     assert (cells["noise multiplier"], cells["clipping norm"]) == ("1.25", "0.5")

@@ -1,7 +1,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+import yaml
+
 from fednas_flwr.reporting.model_card import write_model_card
+from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.reporting.texts import facts
 
 
 def test_the_card_of_a_finished_run(make_run: Callable[..., Path]) -> None:
@@ -34,6 +39,8 @@ def test_a_private_run_states_one_epsilon_and_delta_per_client(
         "| 0 | (3.11, 1e-05) | per record, add/remove | 2.90 of 8 |",
         "| 1 | (4.11, 1e-05) | per record, add/remove | 2.90 of 8 |",
         "| 2 | (5.11, 1e-05) | per record, add/remove | – of 8 |",
+        "| search | train.weight_gradient | train | 1.25 | 0.5 | 16 | 0.032 to 0.0533 | 1,200 |",
+        "The clients were simulated on one machine",
         "one record of one client, added or removed",
         "PRV accountant of dp-accounting",
         "a Renyi filter",
@@ -45,6 +52,44 @@ def test_a_private_run_states_one_epsilon_and_delta_per_client(
     ):
         assert part in text
     assert "linear model" not in text
+    assert "was resumed" not in text
+    assert "genotype was given" not in text
+
+
+def test_the_card_tells_what_the_statement_does_not_hold(make_run: Callable[..., Path]) -> None:
+    folder = make_run("run", private=True)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config |= {"genotype": "g.json", "runtime": {"name": "deployment"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    events = (folder / "events.jsonl").read_text()
+    again = [line for line in events.splitlines(True) if '"event": "privacy"' in line]
+    (folder / "events.jsonl").write_text(events + "".join(again))
+    text = write_model_card(folder).read_text(encoding="utf-8")
+    assert "The run was resumed: the table of releases" in text
+    assert "that search's privacy is not part of this statement" in text
+    assert "simulated" not in text
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_card_and_report_list_what_retraining_used(
+    make_run: Callable[..., Path], private: bool
+) -> None:
+    folder = make_run("run", private=private)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["retrain"] |= {"local_epochs": 9, "batch_size": 64}
+    if private:
+        config["privacy"]["retrain"] = {"local_steps": 5}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    card = write_model_card(folder).read_text(encoding="utf-8")
+    report = dict(facts(read_run(folder)))["retraining"]
+    if private:
+        assert "| retrain.expected_batch_size | 64 |" in card
+        assert "| retrain.local_steps | 5 |" in card
+        assert "local_epochs" not in card + report
+        assert report == "rounds 2, local_steps 5, expected_batch_size 64"
+    else:
+        assert "| retrain.local_epochs | 9 |" in card
+        assert report == "rounds 2, local_epochs 9, batch_size 64"
 
 
 def test_a_client_with_a_test_seed_is_promised_nothing(make_run: Callable[..., Path]) -> None:

@@ -102,6 +102,8 @@ def test_a_private_run_says_what_it_promises_and_what_is_noised(
 ) -> None:
     text = _show(read_events(make_run("run", private=True) / "events.jsonl"), terminal=terminal)
     assert "privacy: (epsilon, delta) at most (5.11, 1e-05) per record, add/remove" in text
+    assert "budget of client 1: covers 2 of 3 rounds of search, then the client leaves" in text
+    assert "budget of 1 of 3 clients: covers the run" in text
     assert "client 1 left the run in search round 2 (train.weight_gradient): its budget" in text
     assert "validation accuracy 120.0 % (noised)" in text
     assert "validation loss -2.000 (noised)" in text

@@ -218,5 +218,5 @@ def test_a_resumed_private_run_says_that_its_table_holds_the_rest(
         log.emit("privacy", schedule=rest, clients=accepted["clients"])
     text = Page(write_report(folder)).text
     assert "What is released, since the run was resumed" in text
-    assert "part of what was booked before" in " ".join(text.split())
+    assert "counts as booked before" in " ".join(text.split())
     assert "1,200" not in text
