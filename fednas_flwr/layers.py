@@ -121,11 +121,12 @@ def group_norm(
     eps: float,
 ) -> Tensor:
     """Return ``F.group_norm``; x is [B, C, ...], weight and bias are [C] or [B, C]."""
-    out = F.group_norm(x, num_groups, eps=eps)
-    inner = (1,) * (x.dim() - 2)
-    if weight is not None:
-        out = out * weight.reshape(*weight.shape, *inner)
-    return out if bias is None else out + bias.reshape(*bias.shape, *inner)
+    if weight is None or weight.dim() == 1:
+        return F.group_norm(x, num_groups, weight, bias, eps)
+    # With all records' channels side by side, every record has weights of its own.
+    weights, biases = (None if p is None else p.reshape(-1) for p in (weight, bias))
+    out = F.group_norm(_side_by_side(x), len(x) * num_groups, weights, biases, eps)
+    return out.view(x.shape)
 
 
 class _Depthwise(torch.autograd.Function):
@@ -156,7 +157,7 @@ class _Depthwise(torch.autograd.Function):
         if any(ctx.needs_input_grad[3:]):
             # With every record's channels side by side, the output's gradient is the kernel.
             per_record = F.conv2d(
-                _repeat(x, total).reshape(1, batch * total, height, width),
+                _side_by_side(_repeat(x, total)),
                 g.reshape(batch * total, 1, *g.shape[2:]),
                 stride=ctx.dilation,
                 padding=padding,
@@ -179,7 +180,8 @@ class _Depthwise(torch.autograd.Function):
             wide = F.conv2d(
                 g, kernel.flip(-1, -2), padding=padding, dilation=ctx.dilation, groups=total
             )
-            x_gradient = wide.view(batch, -1, channels, height, width).sum(1)
+            times = total // channels
+            x_gradient = wide if times == 1 else torch.unflatten(wide, 1, (times, channels)).sum(1)
         return x_gradient, None, None, *gradients
 
 
@@ -235,16 +237,21 @@ class _Convolution(torch.autograd.Function):
         x, kernel = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.arguments
         by_x, by_weight = ctx.needs_input_grad[:2]
-        shared = len(ctx.shape) == 4
-        x_gradient, weight_gradient, _ = torch.ops.aten.convolution_backward(
-            *(g, x, kernel, None, stride, padding, dilation, False, (0, 0), groups),
-            (by_x, by_weight and shared, False),
-        )
-        if by_weight and not shared:
-            patches = _patches(x, kernel.shape[2:], g.shape[2:], stride, padding, dilation)
-            patches = patches.reshape(len(x), groups, -1, g.shape[2] * g.shape[3])
-            per_record = g.reshape(len(x), groups, -1, patches.shape[3]) @ patches.mT
-            weight_gradient = per_record.view(ctx.shape)
+        arguments = (None, stride, padding, dilation, False, (0, 0))
+        x_gradient = weight_gradient = None
+        per_record = by_weight and len(ctx.shape) == 5
+        if by_x or not per_record:
+            x_gradient, weight_gradient, _ = torch.ops.aten.convolution_backward(
+                g, x, kernel, *arguments, groups, (by_x, by_weight and not per_record, False)
+            )
+        if per_record:
+            # With all records' channels side by side, every record is a group of its own.
+            batch, sides = len(x), [_side_by_side(t) for t in (g, x)]
+            kernels = kernel.new_empty(1).expand(batch * len(kernel), *kernel.shape[1:])
+            _, weight_gradient, _ = torch.ops.aten.convolution_backward(
+                *sides, kernels, *arguments, batch * groups, (False, True, False)
+            )
+            weight_gradient = weight_gradient.view(ctx.shape)
         return x_gradient, weight_gradient, None, None, None, None
 
 
@@ -272,32 +279,14 @@ class _Linear(torch.autograd.Function):
         return x_gradient, weight_gradient
 
 
-def _patches(
-    x_BCHW: Tensor,
-    kernel: Sequence[int],
-    out: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
-    """Return what each output of a convolution reads, a view [B, C, K, K, H_out, W_out].
-
-    F.unfold gives a copy of the same, at twice the cost.
-    """
-    padded = F.pad(x_BCHW, (padding[1], padding[1], padding[0], padding[0])).contiguous()
-    batch, channels, height, width = padded.stride()
-    return padded.as_strided(
-        (*x_BCHW.shape[:2], *kernel, *out),
-        (
-            *(batch, channels, dilation[0] * height, dilation[1] * width),
-            *(stride[0] * height, stride[1] * width),
-        ),
-    )
-
-
 def _repeat(x_BCHW: Tensor, channels: int) -> Tensor:
     times = channels // x_BCHW.shape[1]
     return x_BCHW if times == 1 else x_BCHW.repeat(1, times, 1, 1)
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """Return [B, C, ...] as [1, B C, ...], with plain strides also where a side is 1."""
+    return x.flatten().view(1, -1, *x.shape[2:])
 
 
 def _with_border(kernel: Tensor, size: int) -> Tensor:

@@ -202,7 +202,7 @@ def _add_clipped(
     scale_B = scale_B.where(keep_B, 0.0)
     while gradients:
         names, gradient = gradients.pop()
-        kept = gradient.flatten(1).where(keep_B[:, None], 0.0)  # 0 * inf would be NaN
+        kept = gradient.flatten(1).masked_fill_(~keep_B[:, None], 0.0)  # 0 * inf would be NaN
         total = scale_B @ kept.double()
         for name, part in zip(names, total.chunk(len(names)), strict=True):
             sums[name] += part.view_as(sums[name])

@@ -1,0 +1,333 @@
+"""Cost of one private search step: engines, Opacus' hooks, peak memory, other networks.
+
+    scripts/bench_step.sh [--quick] [--device cuda]
+
+Steps of one size alternate, so that a slow minute of the machine hits all of them; printed are
+medians with quartiles, and medians of the paired ratios, which are what counts. On the CPU times
+are process CPU time of one thread, memory is what the process's resident set grows by at its peak,
+each step in a process of its own. On a GPU times are wall time between synchronisations, memory is
+what torch's allocator held at its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from opacus import GradSampleModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models.mobilenetv2 import InvertedResidual
+
+from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
+from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.search.architect import alpha_gradient_sum
+from fednas_flwr.search.training import Tally, weight_gradient_sum
+from fednas_flwr.search_spaces import DARTSSpace, NASBench201Space
+from fednas_flwr.search_spaces.operations import num_groups
+from fednas_flwr.search_spaces.space import Supernet
+
+Space = DARTSSpace | NASBench201Space
+Step = Callable[[], object]
+
+MAX_NORM = 1.0
+CLASSES = 10
+S = DARTSSpace(input_shape=(1, 28, 28), num_classes=10, channels=4, num_cells=3, norm="group")
+L = DARTSSpace(input_shape=(3, 32, 32), num_classes=10, channels=16, num_cells=8, norm="group")
+CELLS_201 = NASBench201Space(
+    input_shape=(1, 28, 28), num_classes=10, channels=8, num_cells=1, norm="group"
+)
+SIZES: dict[str, tuple[Space, int]] = {
+    "S: darts, 28x28x1, C 4, 3 cells, B 16": (S, 16),
+    "L: darts, 32x32x3, C 16, 8 cells, B 8": (L, 8),
+    "nasbench201, 28x28x1, C 8, N 1, B 16": (CELLS_201, 16),
+}
+# (sums of steps), (over sums of steps), limit by the size's first letter
+RATIOS: tuple[tuple[tuple[str, ...], tuple[str, ...], dict[str, float]], ...] = (
+    (("private weights",), ("reference weights",), {"S": 0.60, "L": 0.70}),
+    (("private weights",), ("plain weights",), {"S": 1.12, "L": 1.12}),
+    (("private alphas",), ("plain alphas",), {"S": 1.10, "L": 1.10}),
+    (("private weights", "private alphas"), ("opacus weights", "opacus alphas"), {"S": 0.45}),
+)
+MEMORY_LIMIT = 1.0
+NETWORK_LIMIT = 1.3
+GPU_LIMIT = 1.15
+GPU_BATCHES = (64, 256)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=11, help="of S; a third of it of L")
+    parser.add_argument("--quick", action="store_true", help="S alone, 3 repeats")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    if device.type == "cuda":
+        measure_gpu(device, options.repeats)
+        return
+    for title, (space, batch_size) in SIZES.items():
+        repeats = 3 if options.quick else max(3, options.repeats // (3 if space is L else 1))
+        print_ratios(title, measure(make_steps(space, batch_size, device), repeats), repeats)
+        print_memory(title, space, batch_size)
+        if options.quick:
+            return
+    measure_networks(options.repeats)
+
+
+def print_ratios(title: str, times: dict[str, list[float]], repeats: int) -> None:
+    """Print the medians of all steps, and the paired ratios with their limits."""
+    print(f"{title}; ms, median [quartiles] of {repeats}")
+    for name, seconds in times.items():
+        print(f"  {name:<58} {summary([1e3 * s for s in seconds], 0)}")
+    for upper, lower, limits in RATIOS:
+        sums = [
+            [sum(one) for one in zip(*(times[name] for name in names), strict=True)]
+            for names in (upper, lower)
+        ]
+        paired = [a / b for a, b in zip(*sums, strict=True)]
+        limit = f"  (limit {limits[title[0]]:.2f})" if title[0] in limits else ""
+        print(f"  {' + '.join(upper) + ' / ' + ' + '.join(lower):<58} {summary(paired, 2)}{limit}")
+
+
+def make_steps(space: Space, batch_size: int, device: torch.device) -> dict[str, Step]:
+    """Return the steps to be compared, on one batch and equal parameters."""
+    x, y = make_batch(space.input_shape, batch_size, device)
+    reference, fast = (
+        make_supernet(replace(space, engine=engine), device) for engine in ("reference", "fast")
+    )
+    private = {"loss": cross_entropy, "max_norm": MAX_NORM}
+    weights, alphas = fast.weights(), fast.alphas()
+    return {
+        "reference weights": lambda: weight_gradient_sum(reference, (x, y), Tally()),
+        "plain weights": lambda: weight_gradient_sum(fast, (x, y), Tally()),
+        "private weights": lambda: clipped_gradient_sum(fast, x, y, parameters=weights, **private),
+        "opacus weights": opacus_step(space, x, y, by_alphas=False),
+        "reference alphas": lambda: alpha_gradient_sum(reference, (x, y)),
+        "plain alphas": lambda: alpha_gradient_sum(fast, (x, y)),
+        "private alphas": lambda: clipped_alpha_gradient_sum(fast, x, y, alphas=alphas, **private),
+        "opacus alphas": opacus_step(space, x, y, by_alphas=True),
+    }
+
+
+def print_memory(title: str, space: Space, batch_size: int) -> None:
+    """Print the peak memory of the weight steps, each in a process of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    peaks = {}
+    for name in ("reference weights", "plain weights", "private weights"):
+        with spawn.Pool(1) as pool:
+            peaks[name] = pool.apply(peak_memory, (space, batch_size, name))
+        print(f"  peak memory, {name:<45} {peaks[name] / 2**20:.0f} MiB")
+    limit = f"  (limit {MEMORY_LIMIT:.2f})" if title[0] in "SL" else ""
+    for lower in ("reference weights", "plain weights"):
+        ratio = peaks["private weights"] / peaks[lower]
+        print(f"  {'peak memory, private weights / ' + lower:<58} {ratio:.2f}{limit}")
+
+
+def peak_memory(space: Space, batch_size: int, name: str) -> int:
+    """Return by how many bytes the resident set grows at most during a step (Linux)."""
+    torch.set_num_threads(1)
+    small = make_steps(space, 1, torch.device("cpu"))[name]
+    small()  # what kernels and code keep is not the step's
+    step = make_steps(space, batch_size, torch.device("cpu"))[name]
+    before = status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
+    step()
+    return status_bytes("VmHWM") - before
+
+
+def status_bytes(field: str) -> int:
+    """Return a size that Linux tells about this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
+
+
+def measure_networks(repeats: int) -> None:
+    """Print the private over the non-private step of networks that are not supernets."""
+    x, y = make_batch((3, 32, 32), 16, torch.device("cpu"))
+    with seeded(0, "bench"):
+        genotype = S.random_genotype(make_generator(0, "genotype"))
+        space = replace(S, input_shape=(3, 32, 32))
+        networks = {
+            "a DARTS network, C 16, 6 cells": space.network(genotype, channels=16, num_cells=6),
+            "MBConv blocks, two paths": TwoPaths(),
+        }
+    for title, network in networks.items():
+        weights = dict(network.train().named_parameters())
+        steps: dict[str, Step] = {
+            "plain": functools.partial(weight_gradient_sum, network, (x, y), Tally()),
+            "private": functools.partial(
+                *(clipped_gradient_sum, network, x, y),
+                loss=cross_entropy,
+                parameters=weights,
+                max_norm=MAX_NORM,
+            ),
+        }
+        times = measure(steps, repeats)
+        paired = [a / b for a, b in zip(times["private"], times["plain"], strict=True)]
+        text = f"{title}, 32x32x3, B 16: private / plain"
+        print(f"{text:<60} {summary(paired, 2)}  (limit {NETWORK_LIMIT:.2f})")
+
+
+class TwoPaths(nn.Module):
+    """Blocks of MobileNetV2 with group norm, each the mean of two candidates."""
+
+    def __init__(self) -> None:
+        """Build five blocks of expansions 3 and 6."""
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        sizes = [(16, 24, 2), (24, 24, 1), (24, 40, 2), (40, 40, 1), (40, 80, 2)]
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(InvertedResidual(*size, ratio, group_norm) for ratio in (3, 6))
+            for size in sizes
+        )
+        self.classifier = nn.Linear(80, CLASSES)
+        for module in self.modules():
+            if isinstance(module, nn.ReLU6):
+                module.inplace = False  # in place needs copies where others read the input
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        x = self.stem(x)
+        for first, second in self.blocks:
+            x = (first(x) + second(x)) / 2
+        return self.classifier(x.mean((2, 3)))
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    """Return the norm of the private blocks."""
+    return nn.GroupNorm(num_groups(channels), channels)
+
+
+def measure_gpu(device: torch.device, repeats: int) -> None:
+    """Print ratios, records per second and memory at the paper's size."""
+    print(torch.cuda.get_device_name(device))
+    for batch_size in GPU_BATCHES:
+        steps = make_steps(L, batch_size, device)
+        times = measure(steps, repeats, synchronise=torch.cuda.synchronize)
+        title = f"L: darts, 32x32x3, C 16, 8 cells, B {batch_size}"
+        print_ratios(title, times, repeats)
+        for part in ("weights", "alphas"):
+            upper, lower = times[f"private {part}"], times[f"plain {part}"]
+            paired = [a / b for a, b in zip(upper, lower, strict=True)]
+            text = f"private {part} / plain {part}, GPU"
+            print(f"  {text:<58} {summary(paired, 2)}  (limit {GPU_LIMIT:.2f})")
+        for name, step in steps.items():
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            peak = torch.cuda.max_memory_allocated() / 2**20
+            speed = batch_size / statistics.median(times[name])
+            print(f"  {name:<58} {speed:.0f} records/s, peak {peak:.0f} MiB")
+
+
+def make_batch(
+    shape: tuple[int, ...], batch_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return normal features and labels."""
+    generator = make_generator(0, "bench")
+    x = torch.randn(batch_size, *shape, generator=generator)
+    return x.to(device), torch.randint(CLASSES, (batch_size,), generator=generator).to(device)
+
+
+def make_supernet(space: Space, device: torch.device) -> Supernet:
+    """Return the same supernet whatever the engine."""
+    with seeded(0, "bench"):
+        return space.supernet().to(device).train()
+
+
+class HookedSupernet(nn.Module):
+    """A supernet whose alphas Opacus can see, as a layer from ones [B] to op weights [B, E, O]."""
+
+    def __init__(self, supernet: Supernet, *, by_alphas: bool) -> None:
+        """Freeze the alphas or everything else."""
+        super().__init__()
+        self.body = supernet.body.requires_grad_(not by_alphas)
+        self.alphas = nn.ModuleDict({k: OpWeights(a) for k, a in supernet.alphas().items()})
+        self.alphas.requires_grad_(by_alphas)
+        self.frozen_alphas = not by_alphas
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        if self.frozen_alphas:
+            op_weights = {k: a.alphas.softmax(-1) for k, a in self.alphas.items()}
+        else:
+            op_weights = {k: a(x.new_ones(len(x))) for k, a in self.alphas.items()}
+        return self.body(x, op_weights)
+
+
+class OpWeights(nn.Module):
+    """softmax(alphas) for every record."""
+
+    def __init__(self, alphas: Tensor) -> None:
+        """Copy the alphas."""
+        super().__init__()
+        self.alphas = nn.Parameter(alphas.detach().clone())
+
+    def forward(self, ones_B: Tensor) -> Tensor:
+        """Return [B, E, O]."""
+        return ones_B[:, None, None] * self.alphas.softmax(-1)
+
+
+def opacus_step(space: Space, x: Tensor, y: Tensor, *, by_alphas: bool) -> Step:
+    """Return the step as Opacus' optimizer makes it, on a reference model that keeps its hooks."""
+    supernet = make_supernet(replace(space, engine="reference"), x.device)
+    model = GradSampleModule(HookedSupernet(supernet, by_alphas=by_alphas), loss_reduction="sum")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def step() -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        cross_entropy(model(x), y).sum().backward()
+        samples = [p.grad_sample for p in parameters]
+        norms_B = torch.stack([g.flatten(1).norm(dim=1) for g in samples], dim=1).norm(dim=1)
+        scale_B = (MAX_NORM / (norms_B + 1e-6)).clamp(max=1.0)
+        return [torch.einsum("i,i...", scale_B, g) for g in samples]
+
+    return step
+
+
+def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """Return losses [B]."""
+    return F.cross_entropy(logits, y, reduction="none")
+
+
+def measure(
+    steps: dict[str, Step], repeats: int, *, synchronise: Callable[[], object] | None = None
+) -> dict[str, list[float]]:
+    """Return the seconds of every step in every repeat, after one repeat that is not counted.
+
+    Every other repeat runs the steps in the opposite order. CPU time of this process, or wall time
+    from one ``synchronise`` to the next.
+    """
+    clock = time.process_time if synchronise is None else time.perf_counter
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for repeat in range(repeats + 1):
+        for name in list(steps)[:: 1 if repeat % 2 else -1]:
+            if synchronise is not None:
+                synchronise()
+            start = clock()
+            steps[name]()
+            if synchronise is not None:
+                synchronise()
+            if repeat > 0:
+                times[name].append(clock() - start)
+    return times
+
+
+def summary(values: list[float], decimals: int) -> str:
+    """Return ``median [lower quartile, upper quartile]``."""
+    lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:.{decimals}f} [{lower:.{decimals}f}, {upper:.{decimals}f}]"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Set up where needed, then the cost of a private search step by engine, on one thread.
+set -euo pipefail
+source "$(dirname "$0")/setup.sh"
+OMP_NUM_THREADS=1 exec python scripts/bench_step.py "$@"
