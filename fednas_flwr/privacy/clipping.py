@@ -53,6 +53,7 @@ from fednas_flwr.privacy.record_gradients import (
     refuse_batch_norm,
 )
 
+COLUMNS = 8192  # of the buffer of gradients that are turned into float64 at a time
 SMALLEST_MAX_NORM = 1e-100  # squares of much smaller numbers vanish in float64
 
 
@@ -112,16 +113,15 @@ def clipped_gradient_sum(
         tensor([[1.5000]], dtype=torch.float64)
     """
     _check_arguments(x, y, max_norm, micro_batch_size, class_factors)
-    sums = _zeros(parameters)
+    sums: dict[str, Tensor] = {}
     with (
         _only_trainable(module, parameters),
         record_gradients(module, parameters, loss) as gradients,
     ):
         for x_B, y_B in _micro_batches(x, y, micro_batch_size):
-            _add_clipped(
-                sums, gradients(x_B, y_B), max_norm=max_norm, factors_B=_factors(class_factors, y_B)
-            )
-    return sums
+            factors_B = _factors(class_factors, y_B)
+            _add(sums, _clipped_sum(gradients(x_B, y_B), parameters, max_norm, factors_B))
+    return _with_zeros(sums, parameters)
 
 
 def clipped_alpha_gradient_sum(
@@ -163,7 +163,7 @@ def clipped_alpha_gradient_sum(
     """
     _check_arguments(x, y, max_norm, micro_batch_size, class_factors)
     refuse_batch_norm(supernet)
-    sums = _zeros(alphas)
+    sums: dict[str, Tensor] = {}
     weights = {kind: a_EO.detach().double().softmax(dim=-1) for kind, a_EO in alphas.items()}
     with _only_trainable(supernet, {}), torch.enable_grad():
         for x_B, y_B in _micro_batches(x, y, micro_batch_size):
@@ -177,35 +177,53 @@ def clipped_alpha_gradient_sum(
                     losses_of(supernet(x_B, leaves), y_B, loss), leaves
                 ).items()
             ]
-            _add_clipped(sums, gradients, max_norm=max_norm, factors_B=_factors(class_factors, y_B))
-    return sums
+            factors_B = _factors(class_factors, y_B)
+            _add(sums, _clipped_sum(gradients, alphas, max_norm, factors_B))
+    return _with_zeros(sums, alphas)
 
 
-def _add_clipped(
-    sums: dict[str, Tensor],
+def _clipped_sum(
     gradients: list[Group],
-    *,
+    parameters: Mapping[str, Tensor],
     max_norm: float,
     factors_B: Tensor | None,
-) -> None:
-    """Add the clipped sum of per-sample gradients to ``sums``; empties ``gradients``."""
+) -> dict[str, Tensor]:
+    """Return the clipped sum of the gradients of B records, float64 by name.
+
+    They are joined to one buffer [B, P], whose columns are turned into float64 by parts, in cache.
+    ``gradients`` is emptied, so that there is one copy of them.
+    """
     if not gradients:
-        return
-    norms = [
-        torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64) for _, g in gradients
-    ]
+        return {}
+    names = [name for group, _ in gradients for name in group]
+    buffer_BP = torch.cat([gradient.flatten(1) for _, gradient in gradients], dim=1)
+    gradients.clear()
+    parts = torch.split(buffer_BP, COLUMNS, dim=1)
+    norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in parts]
     norms_B = torch.linalg.vector_norm(torch.stack(norms), dim=0)
     keep_B = norms_B.isfinite()
     scale_B = (max_norm / norms_B).clamp(max=1.0)  # R / 0 = inf: factor 1
     if factors_B is not None:
         scale_B = scale_B * factors_B.to(scale_B)
     scale_B = scale_B.where(keep_B, 0.0)
-    while gradients:
-        names, gradient = gradients.pop()
-        kept = gradient.flatten(1).masked_fill_(~keep_B[:, None], 0.0)  # 0 * inf would be NaN
-        total = scale_B @ kept.double()
-        for name, part in zip(names, total.chunk(len(names)), strict=True):
-            sums[name] += part.view_as(sums[name])
+    buffer_BP.masked_fill_(~keep_B[:, None], 0.0)  # 0 * inf would be NaN
+    sum_P = torch.cat([scale_B @ part.double() for part in parts])
+    pieces = torch.split(sum_P, [parameters[name].numel() for name in names])
+    return {n: piece.view(parameters[n].shape) for n, piece in zip(names, pieces, strict=True)}
+
+
+def _add(sums: dict[str, Tensor], others: Mapping[str, Tensor]) -> None:
+    """Add to ``sums`` by name."""
+    for name, other in others.items():
+        sums[name] = sums[name] + other if name in sums else other
+
+
+def _with_zeros(sums: dict[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sums in the order of the parameters, zeros where there is none."""
+    return {
+        name: sums[name] if name in sums else torch.zeros_like(parameter, dtype=torch.float64)
+        for name, parameter in parameters.items()
+    }
 
 
 def _through_softmax(gradients_BEO: Tensor, weights_EO: Tensor) -> Tensor:
@@ -225,25 +243,21 @@ def _micro_batches(x: Tensor, y: Tensor, size: int | None) -> Iterator[tuple[Ten
         yield x[start : start + size].detach(), y[start : start + size]
 
 
-def _zeros(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: torch.zeros(parameter.shape, dtype=torch.float64, device=parameter.device)
-        for name, parameter in parameters.items()
-    }
-
-
 @contextmanager
 def _only_trainable(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Let exactly these parameters require gradients inside the block."""
     chosen = {id(parameter) for parameter in parameters.values()}
-    before = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    own = list(module.parameters())
+    if not chosen <= {id(parameter) for parameter in own}:
+        raise ValueError("a parameter to differentiate by does not belong to the module")
+    changed = [p for p in own if p.requires_grad != (id(p) in chosen)]
     try:
-        for parameter, _ in before:
-            parameter.requires_grad_(id(parameter) in chosen)
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
         yield
     finally:
-        for parameter, required in before:
-            parameter.requires_grad_(required)
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
 
 
 def _check_arguments(

@@ -65,7 +65,9 @@ def record_gradients(
         ValueError: There are no per-sample gradients of this module.
         RuntimeError: (by the function) A use of a parameter was missed.
     """
-    check_module(module, parameters)
+    refuse_batch_norm(module)
+    if not module.training:
+        raise ValueError("the module must be in training mode: call train() first")
     if _takes_stack(module) or all(map(_is_covered, _layers(module, parameters))):
         return _from_leaves(module, parameters, loss)
     # It brings Opacus, whose 3 s who needs no hooks should not pay.
@@ -94,31 +96,19 @@ def losses_of(output: Tensor, y_B: Tensor, loss: Loss) -> Tensor:
 def refuse_batch_norm(module: nn.Module) -> None:
     """Raise ValueError for layers that keep or use statistics of the batch, trainable or not.
 
-    Opacus' validator looks at trainable layers alone, and a supernet's norms have no weights.
+    Opacus' validator looks at trainable layers alone, and a supernet's norms have no weights. The
+    check is of the structure: an error that depended on the records would be a release.
     """
-    for name, submodule in module.named_modules():
+    for submodule in module.modules():
         if isinstance(submodule, nn.modules.batchnorm._BatchNorm) or (
             isinstance(submodule, nn.modules.batchnorm._NormBase) and submodule.track_running_stats
         ):
+            name = next(name for name, other in module.named_modules() if other is submodule)
             raise ValueError(
                 f"{name or 'the module'} is batch normalisation or keeps running statistics, which "
                 "mixes the records of a batch: a private run needs group normalisation "
                 "(search_space.norm=group)."
             )
-
-
-def check_module(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise ValueError for what per-sample gradients cannot be taken of.
-
-    All checks are of the structure: an error that depended on the records would be a release.
-    """
-    refuse_batch_norm(module)
-    own = {id(parameter) for parameter in module.parameters()}
-    for name, parameter in parameters.items():
-        if id(parameter) not in own:
-            raise ValueError(f"parameter {name} does not belong to the module")
-    if not module.training:
-        raise ValueError("the module must be in training mode: call train() first")
 
 
 @contextmanager

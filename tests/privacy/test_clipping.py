@@ -616,10 +616,9 @@ def test_sensitivity_of_any_per_sample_gradients(case, dtype, max_norm, weighted
     factors = torch.linspace(0.1, 1, len(rows)) if weighted else None
 
     def add(rows, factors):
-        sums = {"a": torch.zeros(2, dtype=torch.float64), "b": torch.zeros(3, dtype=torch.float64)}
         gradients = [(["a"], rows[:, :2].to(dtype)), (["b"], rows[:, 2:].to(dtype))]
-        clipping._add_clipped(sums, gradients, max_norm=max_norm, factors_B=factors)
-        return sums
+        shapes = {"a": torch.empty(2), "b": torch.empty(3)}
+        return clipping._clipped_sum(gradients, shapes, max_norm, factors)
 
     both = add(rows, factors)
     fewer = add(without(rows, index), None if factors is None else without(factors, index))
