@@ -1,0 +1,174 @@
+"""The bandit of FEATHERS over hyper-parameter configurations: pure numbers, no networks.
+
+Seng et al. (2023), FEATHERS, section 3.1. An arm is one configuration. In a phase some arms are
+tried, each from the same weights; an arm's reward is the decrease of the clients' mean validation
+loss. Estimates of the rewards choose the best arm, the distribution from which the next arms are
+drawn, and, by its entropy, how many.
+
+Deviations, of which :func:`paper_faithful` takes back the last two:
+
+* the entropy has its minus sign, which Eq. 7 lacks;
+* arms are drawn without replacement: the text's indicator vector knows an arm once;
+* step size and retention are two constants, where Eq. 6 uses one for both;
+* the softmax is of estimates divided by their scale and a temperature: raw decreases of a loss are
+  so small that the distribution stays almost uniform and exploration never falls.
+
+Tensor suffix: N arms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fednas_flwr.search.settings import check_range
+
+
+@dataclass(frozen=True)
+class BanditSettings:
+    """Constants of the bandit.
+
+    Attributes:
+        beta: Arms per nat of entropy (kappa = round(beta H)), > 0.
+        step_size: How far an estimate moves to a new reward, in (0, 1].
+        retention: What an estimate is multiplied with in a phase that does not try its arm, in
+            [0, 1]: what was good early may not be later.
+        temperature: Of the softmax, > 0, in units of the rewards' scale.
+        scaled: Whether rewards are divided by their running scale.
+        scale_retention: How much of the scale a phase keeps, in [0, 1).
+    """
+
+    beta: float
+    step_size: float
+    retention: float
+    temperature: float
+    scaled: bool = True
+    scale_retention: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_range(0 < self.beta < math.inf, "bandit.beta", self.beta, "a number above 0")
+        check_range(0 < self.step_size <= 1, "bandit.step_size", self.step_size, "above 0, to 1")
+        check_range(0 <= self.retention <= 1, "bandit.retention", self.retention, "0 to 1")
+        check_range(
+            0 < self.temperature < math.inf,
+            "bandit.temperature",
+            self.temperature,
+            "a number above 0",
+        )
+        check_range(
+            0 <= self.scale_retention < 1,
+            "bandit.scale_retention",
+            self.scale_retention,
+            "0 to below 1",
+        )
+
+
+def paper_faithful(*, alpha: float, beta: float) -> BanditSettings:
+    """Return the constants with which the update is Eq. 6 and pi is the plain softmax(r)."""
+    return BanditSettings(
+        beta=beta, step_size=alpha, retention=alpha, temperature=1.0, scaled=False
+    )
+
+
+@dataclass(frozen=True)
+class Bandit:
+    """What is known of the arms; every change is a new object.
+
+    Attributes:
+        settings: The constants.
+        estimates_N: Estimated reward of every arm, float64; 0 at first.
+        scale: Running root mean square of the rewards; 0 before the first.
+    """
+
+    settings: BanditSettings
+    estimates_N: Tensor
+    scale: float = 0.0
+
+    @classmethod
+    def of(cls, num_arms: int, settings: BanditSettings) -> Bandit:
+        """Return a bandit that has tried nothing.
+
+        Raises:
+            ConfigError: There is no arm.
+        """
+        check_range(num_arms >= 1, "number of configurations", num_arms, "1 or more")
+        return cls(settings, torch.zeros(num_arms, dtype=torch.float64))
+
+    def probabilities(self) -> Tensor:
+        """Return pi [N]: the softmax of the estimates in units of scale and temperature."""
+        unit = self.settings.temperature
+        if self.settings.scaled:
+            unit *= self.scale if self.scale > 0 else 1.0
+        return (self.estimates_N / unit).softmax(dim=0)
+
+    def entropy(self) -> float:
+        """Return ``H = -sum pi ln pi`` in nats, from 0 to ln(N) (Eq. 7 with its sign)."""
+        return max(0.0, float(torch.special.entr(self.probabilities()).sum()))
+
+    def num_trials(self) -> int:
+        """Return kappa, the arms to try next: round(beta H), at least 1 and at most N."""
+        kappa = round(self.settings.beta * self.entropy())
+        return min(max(1, kappa), len(self.estimates_N))
+
+    def draw(self, count: int, generator: torch.Generator) -> list[int]:
+        """Return ``count`` different arms from pi, ascending.
+
+        By the Gumbel trick, which needs no probability above zero (torch.multinomial does).
+        """
+        uniform_N = torch.rand(len(self.estimates_N), generator=generator, dtype=torch.float64)
+        gumbel_N = -(-uniform_N.log()).log()
+        keys_N = self.probabilities().log() + gumbel_N
+        keys_N = keys_N.where(self.probabilities() > 0, gumbel_N - 1e6)
+        return sorted(keys_N.topk(count).indices.tolist())
+
+    def best(self) -> int:
+        """Return the arm with the largest estimate; ties go to the lowest."""
+        estimates = self.estimates_N.tolist()
+        return max(range(len(estimates)), key=estimates.__getitem__)
+
+    def updated(self, rewards: Mapping[int, float]) -> Bandit:
+        """Return the bandit after a phase (Eq. 6).
+
+        Tried arms move by ``step_size`` to their reward, the others keep ``retention`` of theirs.
+        A reward that is not finite, as of a configuration under which training diverged, counts as
+        the worst of the phase, or minus the scale if there is no other.
+
+        Args:
+            rewards: By arm; empty changes nothing.
+
+        Raises:
+            IndexError: There is no such arm.
+        """
+        if not rewards:
+            return self
+        finite = [reward for reward in rewards.values() if math.isfinite(reward)]
+        worst = min(finite, default=-self.scale)
+        seen = {a: r if math.isfinite(r) else min(worst, 0.0) for a, r in rewards.items()}
+        estimates_N = self.settings.retention * self.estimates_N
+        for arm, reward in seen.items():
+            before = float(self.estimates_N[arm])
+            estimates_N[arm] = before + self.settings.step_size * (reward - before)
+        return replace(self, estimates_N=estimates_N, scale=self._scale_after(list(seen.values())))
+
+    def _scale_after(self, rewards: list[float]) -> float:
+        """Return the root of the running mean of squared rewards."""
+        mean_square = sum(reward**2 for reward in rewards) / len(rewards)
+        if self.scale == 0:
+            return math.sqrt(mean_square)
+        kept = self.settings.scale_retention
+        return math.sqrt(kept * self.scale**2 + (1 - kept) * mean_square)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what changes, as JSON values for a checkpoint."""
+        return {"estimates": self.estimates_N.tolist(), "scale": self.scale}
+
+    def with_json(self, values: Mapping[str, Any]) -> Bandit:
+        """Return the bandit with the state that :meth:`to_json` gave."""
+        estimates_N = torch.tensor(values["estimates"], dtype=torch.float64)
+        return replace(self, estimates_N=estimates_N, scale=float(values["scale"]))

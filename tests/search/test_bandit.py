@@ -1,0 +1,231 @@
+"""The bandit's rules as properties, and the paper's non-stationary setting as a simulation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.randomness import make_generator
+from fednas_flwr.search.bandit import Bandit, BanditSettings, paper_faithful
+
+SETTINGS = BanditSettings(beta=3.0, step_size=0.5, retention=0.9, temperature=0.25)
+rewards = st.floats(-10, 10)
+arms = st.integers(1, 40)
+
+
+def tried(num_arms, *phases, constants=SETTINGS):
+    bandit = Bandit.of(num_arms, constants)
+    for phase in phases:
+        bandit = bandit.updated(phase)
+    return bandit
+
+
+def some_phases(num_arms):
+    phase = st.dictionaries(st.integers(0, num_arms - 1), rewards, min_size=1)
+    return st.lists(phase, max_size=6)
+
+
+cases = arms.flatmap(lambda n: st.tuples(st.just(n), some_phases(n)))
+
+
+# Rules
+
+
+def test_the_update_is_equation_6():
+    alpha, before, reward = 0.3, [0.5, -0.2, 0.0, 1.0], {0: 2.0, 3: -1.0}
+    bandit = Bandit(paper_faithful(alpha=alpha, beta=1.0), torch.tensor(before).double())
+    found = bandit.updated(reward).estimates_N
+    for arm, old in enumerate(before):
+        i = arm in reward  # r + i alpha (r_e - r) + (1 - i)(alpha r - r)
+        new = old + i * alpha * (reward.get(arm, 0.0) - old) + (1 - i) * (alpha * old - old)
+        assert math.isclose(float(found[arm]), new, abs_tol=1e-7)
+
+
+def test_step_size_and_retention_are_apart_by_default():
+    bandit = tried(3, {0: 1.0}, {1: 2.0})
+    assert bandit.estimates_N.tolist() == pytest.approx([0.45, 1.0, 0.0])
+
+
+@settings(deadline=None)
+@given(cases)
+def test_pi_is_a_distribution_and_follows_the_estimates(case):
+    bandit = tried(case[0], *case[1])
+    pi = bandit.probabilities()
+    assert float(pi.sum()) == pytest.approx(1)
+    assert bool((pi >= 0).all())
+    order = bandit.estimates_N.argsort()
+    assert bool((pi[order].diff() >= 0).all())
+
+
+@settings(deadline=None)
+@given(cases)
+def test_entropy_is_from_zero_to_that_of_the_uniform_distribution(case):
+    bandit = tried(case[0], *case[1])
+    assert 0 <= bandit.entropy() <= math.log(case[0]) + 1e-12
+
+
+@settings(deadline=None)
+@given(cases, st.floats(0.01, 20))
+def test_kappa_is_beta_times_entropy_within_one_and_all(case, beta):
+    bandit = tried(case[0], *case[1], constants=replace(SETTINGS, beta=beta))
+    kappa = bandit.num_trials()
+    assert 1 <= kappa <= case[0]
+    assert kappa in (1, case[0]) or abs(kappa - beta * bandit.entropy()) <= 0.5
+
+
+def test_a_new_bandit_is_uniform():
+    bandit = Bandit.of(8, SETTINGS)
+    assert bandit.entropy() == pytest.approx(math.log(8))
+    assert bandit.num_trials() == round(3 * math.log(8))
+    assert bandit.best() == 0
+
+
+@settings(deadline=None)
+@given(cases, st.data())
+def test_draws_are_different_arms_and_repeatable(case, data):
+    bandit = tried(case[0], *case[1])
+    count = data.draw(st.integers(1, case[0]))
+    drawn = bandit.draw(count, make_generator(1, "draw"))
+    assert len(set(drawn)) == count
+    assert set(drawn) <= set(range(case[0]))
+    assert drawn == bandit.draw(count, make_generator(1, "draw"))
+
+
+def test_draws_follow_pi():
+    bandit = Bandit(replace(SETTINGS, temperature=1.0, scaled=False), torch.tensor([0.0, 1.0, 2.0]))
+    generator, counts = make_generator(1, "draws"), [0, 0, 0]
+    for _ in range(20_000):
+        counts[bandit.draw(1, generator)[0]] += 1
+    found = torch.tensor(counts) / 20_000
+    # Five standard deviations of a share of 20,000 draws.
+    assert float((found - bandit.probabilities()).abs().max()) < 5 * math.sqrt(0.25 / 20_000)
+
+
+@settings(deadline=None)
+@given(cases)
+def test_the_best_arm_has_the_largest_estimate(case):
+    bandit = tried(case[0], *case[1])
+    assert float(bandit.estimates_N[bandit.best()]) == float(bandit.estimates_N.max())
+
+
+@settings(deadline=None)
+@given(cases, st.floats(1e-3, 1e3))
+def test_the_unit_of_the_rewards_does_not_matter(case, unit):
+    num_arms, phases = case
+    scaled = [{arm: unit * reward for arm, reward in phase.items()} for phase in phases]
+    torch.testing.assert_close(
+        tried(num_arms, *scaled).probabilities(), tried(num_arms, *phases).probabilities()
+    )
+
+
+@pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf])
+def test_a_diverged_trial_counts_as_the_worst(nothing):
+    bandit = tried(3, {0: 0.5, 1: -0.25, 2: nothing})
+    assert bool(bandit.estimates_N.isfinite().all())
+    assert bandit.estimates_N[2] == bandit.estimates_N[1]
+    alone = tried(2, {0: 1.0}, {0: nothing})
+    assert bool(alone.estimates_N.isfinite().all())
+    assert float(alone.estimates_N[0]) < 0.5
+
+
+def test_state_survives_json():
+    bandit = tried(4, {0: 1.0, 2: -0.5})
+    again = Bandit.of(4, SETTINGS).with_json(bandit.to_json())
+    assert torch.equal(again.probabilities(), bandit.probabilities())
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"beta": 0.0}, "bandit.beta"),
+        ({"step_size": 1.5}, "bandit.step_size"),
+        ({"retention": -0.1}, "bandit.retention"),
+        ({"temperature": 0.0}, "bandit.temperature"),
+        ({"scale_retention": 1.0}, "bandit.scale_retention"),
+    ],
+)
+def test_constants_out_of_range_are_refused(changes, key):
+    with pytest.raises(ConfigError, match=key):
+        replace(SETTINGS, **changes)
+
+
+def test_no_arm_is_refused():
+    with pytest.raises(ConfigError, match="number of configurations=0"):
+        Bandit.of(0, SETTINGS)
+
+
+# The paper's setting: Gaussian rewards whose means drift by at most delta a phase
+
+
+ALPHA, SIGMA, DELTA = 0.4, 0.2, 0.01
+
+
+def test_theorem_2_corrected():
+    """|alpha r - mu| <= (1 - alpha)|mu| + 3 alpha sigma with probability .997 (METHODS.md)."""
+    generator, inside, draws = make_generator(1, "theorem 2"), 0, 20_000
+    for mu in (-1.0, 0.0, 0.3, 2.0):
+        noise = torch.randn(draws, generator=generator, dtype=torch.float64)
+        first = ALPHA * (mu + SIGMA * noise)
+        found = tried(1, {0: mu}, constants=paper_faithful(alpha=ALPHA, beta=1.0)).estimates_N
+        assert float(found) == pytest.approx(ALPHA * mu)
+        bound = (1 - ALPHA) * abs(mu) + 3 * ALPHA * SIGMA
+        inside += int(((first - mu).abs() <= bound).sum())
+        # The text's bound, 3 alpha sigma, fails wherever the mean is far from 0.
+        if abs(mu) >= 1:
+            assert float(((first - mu).abs() <= 3 * ALPHA * SIGMA).double().mean()) < 0.5
+    assert inside / (4 * draws) > 0.997 - 5 * math.sqrt(0.003 / (4 * draws))
+
+
+@settings(deadline=None)
+@given(
+    st.floats(-2, 2), st.floats(-2, 2), st.floats(0.1, 1.0), st.lists(st.floats(-1, 1), max_size=20)
+)
+def test_theorem_3_corrected(estimate, mean, retention, drifts):
+    """|rho^k r_j - mu_{j+k}| <= |rho^k r_j - mu_j| + k delta (METHODS.md)."""
+    constants = replace(SETTINGS, retention=retention)
+    bandit = Bandit(constants, torch.tensor([estimate, 0.0], dtype=torch.float64))
+    later = mean
+    for drift in drifts:
+        bandit = bandit.updated({1: 0.0})  # arm 0 is not tried
+        later += DELTA * drift
+    kept = retention ** len(drifts) * estimate
+    assert float(bandit.estimates_N[0]) == pytest.approx(kept, abs=1e-12)
+    assert abs(kept - later) <= abs(kept - mean) + len(drifts) * DELTA + 1e-9
+
+
+def simulate(constants, *, phases=30, num_arms=60, seed=1):
+    """Return entropies and the share of late phases whose best arm is among the best tenth.
+
+    Rewards are as of a search: small decreases of a loss, shrinking with time, noisy.
+    """
+    generator = make_generator(seed, "simulation")
+    quality = torch.rand(num_arms, generator=generator, dtype=torch.float64)
+    good = set(quality.topk(num_arms // 10).indices.tolist())
+    bandit, entropies, hits = Bandit.of(num_arms, constants), [], 0
+    for phase in range(phases):
+        size = 0.05 * 0.95**phase
+        chosen = bandit.draw(bandit.num_trials(), generator)
+        noise = torch.randn(len(chosen), generator=generator, dtype=torch.float64).tolist()
+        bandit = bandit.updated(
+            {a: size * (float(quality[a]) + 0.05 * n) for a, n in zip(chosen, noise, strict=True)}
+        )
+        entropies.append(bandit.entropy())
+        hits += phase >= phases - 10 and bandit.best() in good
+    return entropies, hits / 10
+
+
+def test_exploration_falls_and_finds_good_arms():
+    runs = [simulate(SETTINGS, seed=seed) for seed in range(8)]
+    assert max(entropies[-1] for entropies, _ in runs) < 0.8 * math.log(60)
+    assert sum(share for _, share in runs) / len(runs) > 0.9
+
+
+def test_exploration_never_falls_as_the_paper_writes_it():
+    entropies, _ = simulate(paper_faithful(alpha=0.5, beta=3.0))
+    assert entropies[-1] > 0.99 * math.log(60)
