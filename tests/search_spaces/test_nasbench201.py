@@ -103,7 +103,8 @@ def test_drop_path_spares_identities():
 
 
 def test_stages_double_the_channels_and_halve_the_size():
-    space = NASBench201Space(input_shape=(3, 28, 28), num_classes=10, channels=2, num_cells=2)
+    sizes = {"input_shape": (3, 28, 28), "num_classes": 10, "channels": 2, "num_cells": 2}
+    space = NASBench201Space(**sizes, engine="reference")  # calls its modules
     supernet = space.supernet()
     shapes = []
     for stage in supernet.body.skeleton.stages:
