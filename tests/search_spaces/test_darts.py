@@ -57,8 +57,8 @@ def test_published_genotype_has_the_published_number_of_parameters():
     [(3, [28, 14, 7]), (4, [28, 14, 7, 7]), (8, [28, 28, 14, 14, 14, 7, 7, 7])],
 )
 def test_reduction_cells_stand_at_thirds(num_cells, sizes):
-    sizes = {"input_shape": (1, 28, 28), "num_classes": 10, "channels": 2}
-    space = DARTSSpace(**sizes, num_cells=num_cells, engine="reference")  # calls its modules
+    common = {"input_shape": (1, 28, 28), "num_classes": 10, "channels": 2}
+    space = DARTSSpace(**common, num_cells=num_cells, engine="reference")  # calls its modules
     supernet = space.supernet()
     found = []
     for cell in supernet.body.cells:
