@@ -25,6 +25,7 @@ from fednas_flwr.config import (
     DifferentialPrivacy,
     FixedNetwork,
     GradientSearch,
+    HyperparameterSearch,
     LocalSearch,
     RandomSearch,
 )
@@ -41,13 +42,15 @@ from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.policy import Policy
 from fednas_flwr.privacy.policy_file import load_policy, parse_policy
-from fednas_flwr.randomness import seeded
+from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.reporting.files import write_text
+from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.search_spaces.darts import DARTSSpace
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 from fednas_flwr.strategies.base import RoundStrategy
+from fednas_flwr.strategies.feathers import FEATHERS
 from fednas_flwr.strategies.fed_darts import FedDARTS
 from fednas_flwr.strategies.fedavg import FedAvg
 from fednas_flwr.strategies.fnas import FNAS
@@ -481,6 +484,34 @@ def _make_fed_darts(
     )
 
 
+def _make_feathers(
+    config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
+) -> RoundStrategy:
+    algorithm = config.algorithm
+    assert isinstance(algorithm, HyperparameterSearch)
+    space = supernet_space(config, prepared)
+    drawn = draw_configurations(
+        algorithm.num_configurations,
+        algorithm.ranges,
+        make_generator(config.seed, "configurations"),
+    )
+    return FEATHERS(
+        _seeded_supernet(config, space),
+        courier,
+        space=space,
+        configurations=algorithm.configurations or drawn,
+        bandit=algorithm.bandit,
+        nas_rounds=algorithm.nas_rounds,
+        rule=algorithm.rule,
+        local_epochs=algorithm.local_epochs,
+        batch_size=algorithm.batch_size,
+        clip_norm=algorithm.clip_norm,
+        loss_bound=algorithm.loss_bound,
+        seed=config.seed,
+        checkpoints=checkpoints,
+    )
+
+
 def _make_fnas(
     config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
 ) -> RoundStrategy:
@@ -533,6 +564,7 @@ def _make_random_search(
 SEARCHES: dict[type, Callable[[Config, Prepared, Courier, CheckpointFolder], RoundStrategy]] = {
     LocalSearch: _make_fed_darts,
     GradientSearch: _make_fnas,
+    HyperparameterSearch: _make_feathers,
     RandomSearch: _make_random_search,
 }
 

@@ -18,7 +18,15 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from fednas_flwr.errors import ConfigError, unknown_choice
-from fednas_flwr.search.settings import RULES, SGD, Adam, check_range
+from fednas_flwr.search.settings import (
+    RULES,
+    SGD,
+    Adam,
+    BanditSettings,
+    Configuration,
+    Range,
+    check_range,
+)
 
 STAGES = ("search", "retrain", "evaluate", "export")
 DEVICES = ("auto", "cpu", "cuda")
@@ -115,6 +123,32 @@ class RandomSearch:
             self.local_epochs >= 1, "algorithm.local_epochs", self.local_epochs, "1 or more"
         )
         check_range(self.batch_size >= 1, "algorithm.batch_size", self.batch_size, "1 or more")
+
+
+@dataclass(frozen=True)
+class HyperparameterSearch:
+    """FEATHERS: local epochs whose hyper-parameters a bandit chooses."""
+
+    name: str
+    rule: str
+    local_epochs: int
+    batch_size: int
+    clip_norm: float | None
+    nas_rounds: int
+    loss_bound: float
+    num_configurations: int
+    configurations: list[Configuration]
+    ranges: dict[str, Range]
+    bandit: BanditSettings
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.rule not in RULES:
+            raise unknown_choice("algorithm.rule", self.rule, RULES)
+        for key in ("local_epochs", "batch_size", "nas_rounds", "num_configurations"):
+            value = getattr(self, key)
+            check_range(value >= 1, f"algorithm.{key}", value, "1 or more")
+        check_range(self.loss_bound > 0, "algorithm.loss_bound", self.loss_bound, "above 0")
 
 
 @dataclass(frozen=True)
@@ -405,11 +439,12 @@ ALGORITHMS: dict[str, type] = {
     "fnas": GradientSearch,
     "vanilla_nas": GradientSearch,
     "dp_fnas": GradientSearch,
+    "feathers": HyperparameterSearch,
     "random_search": RandomSearch,
     "fedavg": FixedNetwork,
 }
 PRIVACY: dict[str, type] = {"none": NoPrivacy, "dp": DifferentialPrivacy}
-Algorithm = LocalSearch | GradientSearch | RandomSearch | FixedNetwork
+Algorithm = LocalSearch | GradientSearch | HyperparameterSearch | RandomSearch | FixedNetwork
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 
 from fednas_flwr.clients.client import Client
 from fednas_flwr.data.loaders import step_batch
-from fednas_flwr.evaluation.metrics import evaluate
+from fednas_flwr.evaluation.metrics import evaluate, record_losses
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.states import Layout, Tensors, network_states, pack, unpack
 from fednas_flwr.search.architect import alpha_gradient_sum, second_order_gradient
@@ -125,6 +125,28 @@ def gradients(client: Client, request: Request) -> Reply:
 def search(client: Client, request: Request) -> Reply:
     """``train.search``: weights, alphas and buffers after local epochs of search."""
     supernet = request_supernet(client, request)
+    metrics = _search(client, request, supernet)
+    return make_reply(len(client.data.train), _states(supernet), metrics)
+
+
+def probe(client: Client, request: Request) -> Reply:
+    """``train.probe``: by how much local epochs of search reduce the loss on validation records.
+
+    FEATHERS, Alg. 2 without its last line: nothing but the mean over validation records of
+    ``clip(l_before - l_after, -M, M)`` leaves, the search itself is discarded. The text does not
+    clip. ``num_examples`` is their number: the client's weight in the reward (Eq. 5).
+    """
+    supernet, bound = request_supernet(client, request), request.settings["loss_bound"]
+    split = client.data.validation
+    before = record_losses(supernet, split, client.device)
+    _search(client, request, supernet)
+    decrease = before - record_losses(supernet, split, client.device)
+    clipped = decrease.nan_to_num(nan=-bound).clamp(-bound, bound)
+    return Reply(num_examples=len(split), metrics={"loss_decrease": float(clipped.mean())})
+
+
+def _search(client: Client, request: Request, supernet: Supernet) -> dict[str, float]:
+    """Search for local epochs, in place; return the metrics of the last one."""
     settings = request.settings
     sgd, adam = SGD(**settings["weights"]), Adam(**settings["alphas"])
     weight_optimizer = make_sgd(supernet.weights().values(), sgd)
@@ -145,12 +167,11 @@ def search(client: Client, request: Request) -> Reply:
             weight_optimizer=weight_optimizer,
             alpha_optimizer=alpha_optimizer,
         )
-    metrics = {
+    return {
         "train_loss": train_tally.loss,
         "train_accuracy": train_tally.accuracy,
         "validation_loss": validation_tally.loss,
     }
-    return make_reply(len(train), _states(supernet), metrics)
 
 
 def weights(client: Client, request: Request) -> Reply:
@@ -188,6 +209,7 @@ VERBS: dict[str, Callable[[Client, Request], Reply]] = {
     "train.alpha_gradient": gradients,
     "train.gradients": gradients,
     "train.search": search,
+    "train.probe": probe,
     "train.weights": weights,
     "evaluate.model": model,
 }

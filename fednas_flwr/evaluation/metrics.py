@@ -51,6 +51,19 @@ def evaluate(network: nn.Module, split: Split, device: torch.device) -> Metrics:
     return Metrics(loss_sum / len(split), correct / len(split), len(split))
 
 
+@torch.no_grad()
+def record_losses(network: nn.Module, split: Split, device: torch.device) -> torch.Tensor:
+    """Return the cross-entropy of every record in evaluation mode, float64 [records] on the CPU."""
+    was_training = network.training
+    network.eval()
+    losses = [torch.zeros(0, dtype=torch.float64)]
+    for indices in torch.split(torch.arange(len(split)), BATCH_SIZE):
+        x, y = split.batch(indices, device)
+        losses.append(functional.cross_entropy(network(x), y, reduction="none").double().cpu())
+    network.train(was_training)
+    return torch.cat(losses)
+
+
 def linear_accuracy(train: list[Split], test: Split) -> float:
     """Return the test accuracy of logistic regression on the pooled ``train`` splits.
 

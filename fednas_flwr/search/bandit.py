@@ -20,53 +20,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fednas_flwr.search.settings import check_range
-
-
-@dataclass(frozen=True)
-class BanditSettings:
-    """Constants of the bandit.
-
-    Attributes:
-        beta: Arms per nat of entropy (kappa = round(beta H)), > 0.
-        step_size: How far an estimate moves to a new reward, in (0, 1].
-        retention: What an estimate is multiplied with in a phase that does not try its arm, in
-            [0, 1]: what was good early may not be later.
-        temperature: Of the softmax, > 0, in units of the rewards' scale.
-        scaled: Whether rewards are divided by their running scale.
-        scale_retention: How much of the scale a phase keeps, in [0, 1).
-    """
-
-    beta: float
-    step_size: float
-    retention: float
-    temperature: float
-    scaled: bool = True
-    scale_retention: float = 0.5
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_range(0 < self.beta < math.inf, "bandit.beta", self.beta, "a number above 0")
-        check_range(0 < self.step_size <= 1, "bandit.step_size", self.step_size, "above 0, to 1")
-        check_range(0 <= self.retention <= 1, "bandit.retention", self.retention, "0 to 1")
-        check_range(
-            0 < self.temperature < math.inf,
-            "bandit.temperature",
-            self.temperature,
-            "a number above 0",
-        )
-        check_range(
-            0 <= self.scale_retention < 1,
-            "bandit.scale_retention",
-            self.scale_retention,
-            "0 to below 1",
-        )
+from fednas_flwr.search.settings import BanditSettings, Configuration, Range, check_range
 
 
 def paper_faithful(*, alpha: float, beta: float) -> BanditSettings:
@@ -172,3 +132,22 @@ class Bandit:
         """Return the bandit with the state that :meth:`to_json` gave."""
         estimates_N = torch.tensor(values["estimates"], dtype=torch.float64)
         return replace(self, estimates_N=estimates_N, scale=float(values["scale"]))
+
+
+def draw_configurations(
+    count: int, ranges: Mapping[str, Range], generator: torch.Generator
+) -> list[Configuration]:
+    """Return ``count`` independent configurations, each value from its own range (section 4).
+
+    Raises:
+        ConfigError: A range is missing or unknown, or gives a value that is out of range.
+    """
+    names = [field.name for field in fields(Configuration)]
+    check_range(
+        sorted(ranges) == sorted(names), "ranges", sorted(ranges), f"one for each of {names}"
+    )
+    shares = torch.rand(count, len(names), generator=generator, dtype=torch.float64).tolist()
+    return [
+        Configuration(**{n: ranges[n].at(u) for n, u in zip(names, row, strict=True)})
+        for row in shares
+    ]

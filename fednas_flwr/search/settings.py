@@ -1,4 +1,4 @@
-"""Constants of the two optimisers, checked when made; free of torch, so that they load at once.
+"""Constants of optimisers and of the bandit, checked when made; free of torch, to load at once.
 
 ``conf/`` sets them, strategies send them to clients as JSON, clients make them again.
 """
@@ -68,3 +68,105 @@ class Adam:
         """Check the ranges."""
         check_range(self.lr >= 0, "alphas.lr", self.lr, "0 or more")
         check_range(self.weight_decay >= 0, "alphas.weight_decay", self.weight_decay, "0 or more")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One arm.
+
+    Attributes:
+        lr: Learning rate of the weights, > 0.
+        weight_decay: Of the weights, >= 0.
+        momentum: Of the weights, from 0 to below 1.
+        alpha_lr: Learning rate of the alphas, >= 0.
+        alpha_weight_decay: Of the alphas, >= 0.
+        dropout: Drop-path probability, from 0 to below 1; of derived networks only.
+    """
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    alpha_lr: float
+    alpha_weight_decay: float
+    dropout: float
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        self.sgd(None)
+        self.adam()
+        check_range(0 <= self.dropout < 1, "dropout", self.dropout, "0 to below 1")
+
+    def sgd(self, clip_norm: float | None) -> SGD:
+        """Return the constants of the weights' optimiser; the learning rate stays."""
+        return SGD(
+            lr=self.lr,
+            min_lr=self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            clip_norm=clip_norm,
+        )
+
+    def adam(self) -> Adam:
+        """Return the constants of the alphas' optimiser."""
+        return Adam(lr=self.alpha_lr, weight_decay=self.alpha_weight_decay)
+
+
+@dataclass(frozen=True)
+class Range:
+    """A distribution: uniform from ``low`` to below ``high``; with ``log`` its logarithm is."""
+
+    low: float
+    high: float
+    log: bool
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        above = "above 0 where log is true, else 0 or more"
+        check_range(self.low >= 0 and (self.low > 0 or not self.log), "low", self.low, above)
+        check_range(self.low <= self.high < math.inf, "high", self.high, f"{self.low} or more")
+
+    def at(self, share: float) -> float:
+        """Return the value below which a share in [0, 1) of all draws lies."""
+        if self.log:
+            return math.exp(math.log(self.low) + share * math.log(self.high / self.low))
+        return self.low + share * (self.high - self.low)
+
+
+@dataclass(frozen=True)
+class BanditSettings:
+    """Constants of the bandit.
+
+    Attributes:
+        beta: Arms per nat of entropy (kappa = round(beta H)), > 0.
+        step_size: How far an estimate moves to a new reward, in (0, 1].
+        retention: What an estimate is multiplied with in a phase that does not try its arm, in
+            [0, 1]: what was good early may not be later.
+        temperature: Of the softmax, > 0, in units of the rewards' scale.
+        scaled: Whether rewards are divided by their running scale.
+        scale_retention: How much of the scale a phase keeps, in [0, 1).
+    """
+
+    beta: float
+    step_size: float
+    retention: float
+    temperature: float
+    scaled: bool = True
+    scale_retention: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_range(0 < self.beta < math.inf, "bandit.beta", self.beta, "a number above 0")
+        check_range(0 < self.step_size <= 1, "bandit.step_size", self.step_size, "above 0, to 1")
+        check_range(0 <= self.retention <= 1, "bandit.retention", self.retention, "0 to 1")
+        check_range(
+            0 < self.temperature < math.inf,
+            "bandit.temperature",
+            self.temperature,
+            "a number above 0",
+        )
+        check_range(
+            0 <= self.scale_retention < 1,
+            "bandit.scale_retention",
+            self.scale_retention,
+            "0 to below 1",
+        )

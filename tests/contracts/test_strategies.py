@@ -18,6 +18,7 @@ SETTINGS = {
     "fednas": [],
     "fnas": ["algorithm.batch_size=16"],
     "vanilla_nas": ["clients=1", "algorithm.batch_size=16"],
+    "feathers": ["algorithm.nas_rounds=1", "algorithm.bandit.beta=1.0"],
     "random_search": ["rounds=2"],
 }
 ROUNDS = 2

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.randomness import make_generator
-from fednas_flwr.search.bandit import Bandit, BanditSettings, paper_faithful
+from fednas_flwr.search.bandit import Bandit, paper_faithful
+from fednas_flwr.search.settings import BanditSettings
 
 SETTINGS = BanditSettings(beta=3.0, step_size=0.5, retention=0.9, temperature=0.25)
 rewards = st.floats(-10, 10)

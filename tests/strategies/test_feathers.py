@@ -1,0 +1,179 @@
+"""FEATHERS: trials leave nothing behind, rewards are the clients' means, the best arm searches."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fednas_flwr.clients.verbs import VERBS
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.evaluation.metrics import evaluate
+from fednas_flwr.exchange.messages import Header, Request
+from fednas_flwr.exchange.states import load_states
+from fednas_flwr.randomness import make_generator
+from fednas_flwr.search.bandit import Bandit, draw_configurations
+from fednas_flwr.search.settings import Range
+
+SETTINGS = [
+    *("algorithm=feathers", "algorithm.num_configurations=6", "algorithm.nas_rounds=2"),
+    *("algorithm.bandit.beta=1.5", "clients=2", "partition=quantity"),
+    "partition.fractions=[0.7,0.3]",
+]
+ROUNDS = 3
+
+
+@pytest.fixture(scope="module")
+def searched(compose_config, federate):
+    federation = federate(compose_config(*SETTINGS))
+    federation.asked = asked = []
+    ask = federation.courier.ask
+
+    def recording(verb, **arguments):
+        states = copy.deepcopy(arguments.get("states"))
+        replies = []
+        asked.append((verb, arguments | {"states": states}, replies))
+        for client, reply in ask(verb, **arguments):
+            replies.append(reply)
+            yield client, reply
+
+    federation.courier.ask = recording
+    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    return federation
+
+
+def explored(federation):
+    return [event for event in federation.events if event["event"] == "explored"]
+
+
+def of_verb(federation, verb):
+    return [(arguments, replies) for name, arguments, replies in federation.asked if name == verb]
+
+
+def test_explorations_alternate_with_search(searched):
+    assert [event["round"] for event in explored(searched)] == [1, 3]
+    assert len(of_verb(searched, "train.search")) == ROUNDS
+    probes = of_verb(searched, "train.probe")
+    assert len(probes) == sum(event["kappa"] for event in explored(searched))
+
+
+def test_all_trials_of_a_phase_start_from_the_same_state(searched):
+    first = [a for a, _ in of_verb(searched, "train.probe") if a["server_round"] == 1]
+    search = of_verb(searched, "train.search")[0][0]
+    assert len(first) > 1
+    for arguments in [*first, search]:
+        for state, packed in first[0]["states"].items():
+            for dtype, vector in packed.items():
+                assert torch.equal(arguments["states"][state][dtype], vector)
+    assert len({str(arguments["settings"]["weights"]) for arguments in first}) == len(first)
+
+
+def test_a_probe_returns_one_number(searched):
+    for _, replies in of_verb(searched, "train.probe"):
+        for reply in replies:
+            assert not reply.states
+            assert set(reply.metrics) == {"loss_decrease"}
+
+
+def test_rewards_are_mean_decreases_by_validation_size(searched):
+    """Each client's own search, made by train.search, measured before and after."""
+    config, strategy = searched.config, searched.strategy
+    event = explored(searched)[0]
+    (arguments, _), *_ = of_verb(searched, "train.probe")
+    drawn = sorted(map(int, event["rewards"]))
+    assert drawn == Bandit.of(6, config.algorithm.bandit).draw(
+        event["kappa"], make_generator(config.seed, "bandit", 1)
+    )
+    decreases, sizes = [], []
+    for client in searched.clients:
+        header = Header("test", "search", 1, 1, client.index, "nonce")
+        request = Request("train.search", header, arguments["settings"], arguments["states"])
+        supernet = client.network({"name": "supernet"}, arguments["states"])
+        before = evaluate(supernet, client.data.validation, client.device).loss
+        reply = VERBS["train.search"](client, request)
+        load_states(supernet, reply.states)
+        after = evaluate(supernet, client.data.validation, client.device).loss
+        decreases.append(before - after)
+        sizes.append(len(client.data.validation))
+    mean = sum(d * n for d, n in zip(decreases, sizes, strict=True)) / sum(sizes)
+    assert event["rewards"][str(drawn[0])] == pytest.approx(mean, abs=1e-6)
+    learnt = Bandit.of(6, config.algorithm.bandit).updated(
+        {int(arm): reward for arm, reward in event["rewards"].items()}
+    )
+    assert event["estimates"] == pytest.approx(learnt.estimates_N.tolist())
+    assert strategy.configurations[event["best"]] == strategy.configurations[learnt.best()]
+
+
+def test_the_best_configuration_searches(searched):
+    drawn = draw_configurations(
+        6, searched.config.algorithm.ranges, make_generator(searched.config.seed, "configurations")
+    )
+    best = {event["round"]: drawn[event["best"]] for event in explored(searched)}
+    for arguments, _ in of_verb(searched, "train.search"):
+        chosen = best[1 if arguments["server_round"] < 3 else 3]
+        assert arguments["settings"]["weights"]["lr"] == chosen.lr
+        assert arguments["settings"]["weights"]["min_lr"] == chosen.lr
+        assert arguments["settings"]["alphas"] == {
+            "lr": chosen.alpha_lr,
+            "weight_decay": chosen.alpha_weight_decay,
+        }
+
+
+def test_nonsense_from_a_client_does_not_choose(compose_config, federate, monkeypatch):
+    federation = federate(compose_config(*SETTINGS))
+    bound = federation.config.algorithm.loss_bound
+    honest = VERBS["train.probe"]
+
+    def lying(client, request):
+        reply = honest(client, request)
+        return replace(reply, metrics={"loss_decrease": 1e30}) if client.index else reply
+
+    monkeypatch.setitem(VERBS, "train.probe", lying)
+    federation.strategy.start(federation.grid, num_rounds=1)
+    assert all(abs(r) <= bound for e in explored(federation) for r in e["rewards"].values())
+
+
+def test_a_given_list_takes_the_place_of_the_drawn_one(compose_config, federate):
+    one = "{lr: 0.05, weight_decay: 0.0, momentum: 0.9, alpha_lr: 0.01, alpha_weight_decay: 0.0, "
+    config = compose_config(*SETTINGS, f"algorithm.configurations=[{one} dropout: 0.0}}]")
+    (configuration,) = federate(config).strategy.configurations
+    assert configuration.lr == 0.05
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("algorithm.ranges.lr={low: 0.0, high: 1.0, log: true}", "low=0.0 is out of range"),
+        ("algorithm.ranges.momentum={low: 2.0, high: 1.0, log: false}", "high=1.0 .* 2.0 or more"),
+        ("algorithm.nas_rounds=0", "nas_rounds=0"),
+        ("algorithm.loss_bound=-1", "loss_bound=-1"),
+        ("algorithm.bandit.temperature=0", "temperature=0"),
+    ],
+)
+def test_bad_settings_are_refused(compose_config, override, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        compose_config(*SETTINGS, override)
+
+
+def test_drawn_configurations_follow_their_ranges():
+    ranges = {
+        "lr": Range(1e-4, 1e-1, log=True),
+        "weight_decay": Range(1e-5, 1e-1, log=True),
+        "momentum": Range(0.0, 1.0, log=False),
+        "alpha_lr": Range(1e-5, 1e-2, log=True),
+        "alpha_weight_decay": Range(1e-5, 1e-1, log=True),
+        "dropout": Range(0.0, 0.2, log=False),
+    }
+    drawn = draw_configurations(4000, ranges, make_generator(1, "drawn"))
+    for name, distribution in ranges.items():
+        values = torch.tensor([getattr(c, name) for c in drawn], dtype=torch.float64)
+        assert float(values.min()) >= distribution.low * (1 - 1e-12)
+        assert float(values.max()) < distribution.high
+        # The median is the middle, in logarithms where the range has them.
+        middle = distribution.at(0.5)
+        below = float((values < middle).double().mean())
+        assert abs(below - 0.5) < 5 * (0.25 / 4000) ** 0.5
+    with pytest.raises(ConfigError, match="ranges"):
+        draw_configurations(1, {"lr": ranges["lr"]}, make_generator(1, "drawn"))
