@@ -113,6 +113,18 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
             "Entropy of the alphas",
             plots.curves(rounds, {"alpha_entropy": "entropy"}, title="nats per edge"),
         ),
+        f"{name}_lr": (
+            "Learning rate chosen by the bandit",
+            plots.curves(rounds, {"lr": "weights", "alpha_lr": "alphas"}, title="learning rate"),
+        ),
+        f"{name}_exploration": (
+            "Exploration",
+            plots.curves(
+                rounds,
+                {"bandit_entropy": "entropy of the bandit", "num_trials": "configurations tried"},
+                title="nats, configurations",
+            ),
+        ),
         f"{name}_skip": (
             "Share of skip connections",
             plots.curves(rounds, {"skip_share": "share"}, title="share", percent=True),

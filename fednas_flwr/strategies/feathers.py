@@ -73,8 +73,8 @@ class FEATHERS(RoundStrategy):
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Explore where it is time to, then search with the best configuration."""
         self.bandit = self.bandit.with_json(self.values["bandit"])
-        if (server_round - 1) % self.nas_rounds == 0:
-            self._explore(server_round)
+        explores = (server_round - 1) % self.nas_rounds == 0
+        num_trials = self._explore(server_round) if explores else 0
         best = self.configurations[self.bandit.best()]
         self.states, metrics = average_replies(
             self.ask(
@@ -84,10 +84,15 @@ class FEATHERS(RoundStrategy):
                 layouts=self.layouts,
             )
         )
-        return metrics | {"lr": best.lr, "alpha_lr": best.alpha_lr}
+        return metrics | {
+            "lr": best.lr,
+            "alpha_lr": best.alpha_lr,
+            "bandit_entropy": self.bandit.entropy(),
+            "num_trials": num_trials,
+        }
 
-    def _explore(self, server_round: int) -> None:
-        """Try the configurations that the bandit draws, and let it learn."""
+    def _explore(self, server_round: int) -> int:
+        """Try the configurations that the bandit draws, let it learn; return how many."""
         started = time.monotonic()
         sent, received = self.courier.bytes_sent, self.courier.bytes_received
         entropy, kappa = self.bandit.entropy(), self.bandit.num_trials()
@@ -110,6 +115,7 @@ class FEATHERS(RoundStrategy):
             bytes_sent=self.courier.bytes_sent - sent,
             bytes_received=self.courier.bytes_received - received,
         )
+        return kappa
 
     def _try(self, arm: int) -> float:
         """Return the reward of an arm (Eq. 5): the clients' mean decrease, by validation size.

@@ -59,6 +59,17 @@ def test_explorations_alternate_with_search(searched):
     assert len(probes) == sum(event["kappa"] for event in explored(searched))
 
 
+def test_rounds_tell_what_was_chosen_and_tried(searched):
+    metrics = [event["metrics"] for event in searched.events if event["event"] == "round"]
+    told = {event["round"]: event for event in explored(searched)}
+    assert [m["num_trials"] for m in metrics] == [told[1]["kappa"], 0, told[3]["kappa"]]
+    assert [m["lr"] for m in metrics] == [told[r]["configuration"]["lr"] for r in (1, 1, 3)]
+    assert metrics[1]["bandit_entropy"] == pytest.approx(told[3]["entropy"])
+    for event in told.values():
+        assert event["bytes_received"] == 0 < event["bytes_sent"]  # a trial returns no tensor
+        assert event["seconds"] > 0
+
+
 def test_all_trials_of_a_phase_start_from_the_same_state(searched):
     first = [a for a, _ in of_verb(searched, "train.probe") if a["server_round"] == 1]
     search = of_verb(searched, "train.search")[0][0]
