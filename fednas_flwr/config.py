@@ -30,6 +30,7 @@ from fednas_flwr.search.settings import (
 
 STAGES = ("search", "retrain", "evaluate", "export")
 DEVICES = ("auto", "cpu", "cuda")
+ENGINES = ("fast", "reference")
 RUNTIMES = ("inline", "ray", "deployment")
 NORMS = ("batch", "group")
 MISSING = "???"  # Hydra's value for what the user must give
@@ -481,6 +482,8 @@ class Config:
         check_range(self.rounds >= 1, "rounds", self.rounds, "1 or more")
         if self.device not in DEVICES:
             raise unknown_choice("device", self.device, DEVICES)
+        if self.engine not in ENGINES:
+            raise unknown_choice("engine", self.engine, ENGINES)
         for stage in self.stages:
             if stage not in STAGES:
                 raise unknown_choice("stages", stage, STAGES)

@@ -1,12 +1,12 @@
 """Layers whose weights may be one per record, so that one backward gives one gradient per record.
 
 A weight is either shared, in torch's shape, or a copy for each of B records, [B, ...] with stride 0
-(``privacy.clipping.RecordWeights``): then its gradient is [B, ...], as the gradient of op weights
+(``privacy.record_gradients``): then its gradient is [B, ...], as the gradient of op weights
 [B, edges, ops] is one per record. On CPU this costs no more than the gradient of a shared weight by
 torch's own kernels, which are slow for small depthwise and 1x1 convolutions; therefore the fast
 engine of the supernets computes with these layers in any case.
 
-Measured: ``scripts/bench_step.py``. Differentiable once; not under ``torch.vmap``.
+Measured: ``scripts/bench_step.py``. Differentiable once; not under ``torch.vmap`` or autocast.
 
 Tensor suffixes: B batch, C channels, H height, W width; in shapes of weights O output channels, K
 kernel size.
@@ -121,10 +121,12 @@ def group_norm(
     eps: float,
 ) -> Tensor:
     """Return ``F.group_norm``; x is [B, C, ...], weight and bias are [C] or [B, C]."""
-    if weight is None or weight.dim() == 1:
+    if all(parameter is None or parameter.dim() == 1 for parameter in (weight, bias)):
         return F.group_norm(x, num_groups, weight, bias, eps)
     # With all records' channels side by side, every record has weights of its own.
-    weights, biases = (None if p is None else p.reshape(-1) for p in (weight, bias))
+    weights, biases = (
+        None if p is None else p.expand(len(x), -1).reshape(-1) for p in (weight, bias)
+    )
     out = F.group_norm(_side_by_side(x), len(x) * num_groups, weights, biases, eps)
     return out.view(x.shape)
 

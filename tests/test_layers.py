@@ -126,3 +126,17 @@ def test_kernels_of_two_sizes_and_many_edges_are_one_call(stride):
         one = (separately(x[i : i + 1], *weights) * direction[i]).sum()
         for found, expected in zip(gradients, torch.autograd.grad(one, weights), strict=True):
             torch.testing.assert_close(found[i], expected)
+
+
+@pytest.mark.parametrize("trained", ["weight", "bias"])
+def test_group_norm_of_which_one_parameter_is_trained(trained):
+    x, parameters = draw(3, 4, 5, 2), {"weight": draw(4, seed=1), "bias": draw(4, seed=2)}
+    leaf = parameters[trained].expand(3, 4).requires_grad_()
+    out = group_norm(x, 2, **(parameters | {trained: leaf}), eps=1e-5)
+    torch.testing.assert_close(out, F.group_norm(x, 2, **parameters, eps=1e-5))
+    (gradient,) = torch.autograd.grad(out.square().sum(), leaf)
+    for i in range(3):
+        own = parameters[trained].clone().requires_grad_()
+        one = F.group_norm(x[i : i + 1], 2, **(parameters | {trained: own}), eps=1e-5)
+        expected = torch.autograd.grad(one.square().sum(), own)[0]
+        torch.testing.assert_close(gradient[i], expected)

@@ -96,6 +96,7 @@ def _audit(config: Config, num_canaries: int, confidence: float) -> Audit:
     supernet = client.network(SUPERNET)
     states = {name: pack(tensors) for name, tensors in network_states(supernet).items() if tensors}
     auditor = supernet_space(replace(config, engine="reference"), data[0]).supernet()
+    auditor.to(client.device)
     (vector,) = states["weights"].values()
     optimizer = make_sgd([vector], algorithm.weights)
     private = private_settings(config, schedule, "search")

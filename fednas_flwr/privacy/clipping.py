@@ -13,6 +13,9 @@ Guarantee:
     * a module and a loss that treat every record apart from the others: batch normalisation is
       refused, but statistics over the batch computed by hand, a contrastive loss, or a loss that
       was divided by the batch size cannot be seen from here and break it;
+    * record i at index i of the first dimension wherever a layer with parameters reads it, and row
+      i of a stack's leaf used for record i alone: a module that moves another dimension of the
+      same size to the front breaks it, unseen as well;
     * class factors and R that are public: never from the client's own counts or gradients;
     * the sum itself: dividing it by the number of records drawn breaks it, dividing it by a
       public number does not.
@@ -191,7 +194,7 @@ def _clipped_sum(
     """Return the clipped sum of the gradients of B records, float64 by name.
 
     They are joined to one buffer [B, P], whose columns are turned into float64 by parts, in cache.
-    ``gradients`` is emptied, so that there is one copy of them.
+    ``gradients`` is emptied: the buffer then is the only copy.
     """
     if not gradients:
         return {}
@@ -250,6 +253,8 @@ def _only_trainable(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -
     own = list(module.parameters())
     if not chosen <= {id(parameter) for parameter in own}:
         raise ValueError("a parameter to differentiate by does not belong to the module")
+    if len(chosen) < len(parameters):
+        raise ValueError("a parameter to differentiate by is given under two names")
     changed = [p for p in own if p.requires_grad != (id(p) in chosen)]
     try:
         for parameter in changed:

@@ -9,6 +9,7 @@ Tensor suffix: B records of a batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -38,7 +39,21 @@ class RecordWeights:
         self.leaves: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
 
     def __call__(self, parameters: list[Tensor]) -> Tensor:
-        """Return a leaf of stride 0, which takes no memory before its gradient is there."""
+        """Return a leaf of stride 0, which takes no memory before its gradient is there.
+
+        Parameters that do not require gradients are joined without copies.
+
+        Raises:
+            ValueError: Some of them require gradients and others do not.
+        """
+        trained = {parameter.requires_grad for parameter in parameters}
+        if trained == {False}:
+            return torch.cat(parameters)
+        if len(trained) > 1:
+            raise ValueError(
+                "parameters that are computed together (engine=fast) must be differentiated by "
+                "together, or none of them: give all of them, or use engine=reference."
+            )
         key = tuple(map(id, parameters))
         if key not in self.leaves:
             joined = torch.cat([parameter.detach() for parameter in parameters])
@@ -68,7 +83,12 @@ def record_gradients(
     refuse_batch_norm(module)
     if not module.training:
         raise ValueError("the module must be in training mode: call train() first")
-    if _takes_stack(module) or all(map(_is_covered, _layers(module, parameters))):
+    if _takes_stack(module):
+        return _from_leaves(module, parameters, loss)
+    layers = _layers(module, parameters)
+    if any("forward" in vars(layer) for layer in layers):
+        raise ValueError("a layer's forward was replaced: per-sample gradients would miss it")
+    if all(map(_is_covered, layers)):
         return _from_leaves(module, parameters, loss)
     # It brings Opacus, whose 3 s who needs no hooks should not pay.
     from fednas_flwr.privacy.hooked_gradients import from_hooks
@@ -129,10 +149,9 @@ def _from_leaves(
             joined = {f"leaf {i}": both for i, both in enumerate(stack.leaves.values())}
             by: dict[str, Tensor] = {key: leaf for key, (_, leaf) in joined.items()}
             reached = differentiate(losses_of(output, y_B, loss), {**by, **parameters})
-        missed = [name for name in reached if name in parameters]
         groups = {key: [names[id(p)] for p in parts] for key, (parts, _) in joined.items()}
-        stacked = [name for group in groups.values() for name in group]
-        missed += [name for name in set(stacked) if stacked.count(name) > 1]
+        uses = Counter(name for group in groups.values() for name in group)
+        missed = [n for n in parameters if n in reached or uses[n] > 1]
         if missed:
             raise RuntimeError(f"no per-sample gradient of every use of {missed[0]}")
         return [(groups[key], gradient) for key, gradient in reached.items()]
@@ -142,6 +161,8 @@ def _from_leaves(
 
 def _is_covered(layer: nn.Module) -> bool:
     """Return whether ``fednas_flwr.layers`` computes what this layer does."""
+    if not set(layer._parameters) <= {"weight", "bias"}:
+        return False
     if type(layer) is nn.Conv2d:
         return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     return type(layer) in (nn.Linear, nn.GroupNorm)
@@ -166,7 +187,11 @@ def _computed_with(
     stack: RecordWeights, module: nn.Module, parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[None]:
     """Let layers compute with their weights as ``stack`` returns them, inside the block."""
-    pools = [m for m in module.modules() if isinstance(m, nn.MaxPool2d | nn.AvgPool2d)]
+    pools = [
+        submodule
+        for submodule in module.modules()
+        if type(submodule) in (nn.MaxPool2d, nn.AvgPool2d) and "forward" not in vars(submodule)
+    ]
     layers = [*_layers(module, parameters), *pools]
     for layer in layers:
         layer.forward = partial(_pool if layer in pools else _forward, layer, stack)
@@ -179,8 +204,10 @@ def _computed_with(
 
 def _pool(layer: Any, _: RecordWeights, x: Tensor) -> Tensor:
     """Return the same as ever, computed with channels innermost: at .2 of the cost on CPU."""
-    out: Tensor = type(layer).forward(layer, x.contiguous(memory_format=torch.channels_last))
-    return out.contiguous()
+    if x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    out: Tensor = type(layer).forward(layer, x)
+    return out if getattr(layer, "return_indices", False) else out.contiguous()
 
 
 def _forward(layer: Any, stack: RecordWeights, x: Tensor) -> Tensor:

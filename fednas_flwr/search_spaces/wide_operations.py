@@ -26,10 +26,15 @@ def norm(x_BCHW: Tensor, modules: Sequence[Any]) -> Tensor:
     """Return the channels normalised by norms without affine part, each on its share of them.
 
     The running statistics of batch norms move as they would one by one.
+
+    Raises:
+        ValueError: Some batch norms are in training mode and others are not.
     """
     first = modules[0]
     if isinstance(first, nn.GroupNorm):
         return F.group_norm(x_BCHW, len(modules) * first.num_groups, eps=first.eps)
+    if len({module.training for module in modules}) > 1:
+        raise ValueError("engine=fast needs all norms in one mode: call train() or eval()")
     buffers = [[m.running_mean for m in modules], [m.running_var for m in modules]]
     mean, variance = (torch.cat(each) for each in buffers)
     out = F.batch_norm(

@@ -190,6 +190,17 @@ def test_no_module_changes_its_input(space, kind_of_network):
     assert all(torch.equal(tensor, before) for tensor, before in seen)
 
 
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_the_fast_engine_leaves_its_input_and_op_weights_alone(space, norm):
+    supernet = make_supernet(dataclasses.replace(space, norm=norm))
+    x = images(space.input_shape)
+    weights = {kind: alphas.detach().softmax(-1) for kind, alphas in supernet.alphas().items()}
+    before = [tensor.clone() for tensor in (x, *weights.values(), *supernet.weights().values())]
+    supernet(x, weights).sum().backward()
+    after = (x, *weights.values(), *supernet.weights().values())
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
 def test_derive_build_train(space):
     genotype = space.derive(random_alphas(space))
     space.check(genotype)

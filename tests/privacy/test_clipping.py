@@ -385,6 +385,61 @@ def test_a_supernet_that_stacks_a_weight_twice_is_an_error():
         clipped_gradient_sum(network, x, y, loss=cross_entropy, parameters=weights, max_norm=1.0)
 
 
+def test_some_weights_of_a_fast_supernet():
+    supernet, shape = make_network("darts supernet", torch.float64)
+    x, y = make_batch(shape, torch.float64)
+    stem = {"stem": supernet.body.stem[0].weight}
+    check_against_loop(supernet, x, y, stem)
+    one_of_many = {"edge": supernet.weights()["body.cells.0.edges.0.ops.sep_conv_3x3.1.weight"]}
+    with pytest.raises(ValueError, match="use engine=reference"):
+        check_against_loop(supernet, x, y, one_of_many)
+
+
+def test_a_layer_with_a_forward_of_its_own_is_refused():
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, CLASSES)).double()
+    layer = network[0]
+    layer.forward = forward = lambda x: 2 * nn.Linear.forward(layer, x)
+    x, y = make_batch((4,), torch.float64)
+    with pytest.raises(ValueError, match="forward was replaced"):
+        check_against_loop(network, x, y)
+    assert layer.forward is forward
+
+
+def test_weight_norm_goes_through_hooks_or_is_refused():
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, CLASSES))
+    x, y = make_batch((4,), torch.float32)
+    with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
+        check_against_loop(nn.Sequential(layer).double(), x.double(), y)
+
+
+def test_pools_of_any_form():
+    class Pools(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pool = nn.MaxPool2d(2, return_indices=True)
+            self.flat = nn.AvgPool2d(2)
+            self.head = nn.Linear(6, CLASSES)
+
+        def forward(self, x):
+            out, _ = self.pool(x)
+            return self.head(self.flat(out.squeeze(1)).flatten(1))
+
+    x, y = make_batch((1, 8, 12), torch.float64)
+    check_against_loop(Pools().double(), x, y)
+
+
+def test_a_parameter_under_two_names_is_refused():
+    layer = nn.Linear(4, CLASSES)
+    x, y = make_batch((4,), torch.float32)
+    with pytest.raises(ValueError, match="two names"):
+        clipped_gradient_sum(
+            *(layer, x, y),
+            loss=cross_entropy,
+            parameters={"a": layer.weight, "b": layer.weight},
+            max_norm=1.0,
+        )
+
+
 class EverySecondTime(nn.Module):
     """A layer that is always called, but whose output is used by every second forward only."""
 
