@@ -20,6 +20,7 @@ from fednas_flwr.privacy.renyi import Release, poisson_rate
 from fednas_flwr.privacy.renyi_filter import filter_epsilon
 from fednas_flwr.strategies.fnas import evaluates
 
+NEEDED_FACTS = ("splits", "budget", "secure_noise")  # that every client must tell of itself
 RETRAIN_SPLITS = ["train", "validation"]
 Item = dict[str, Any]  # one kind of release: its place in the run, its terms
 
@@ -55,6 +56,11 @@ def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
 
     The event also tells how many rounds of each stage each client's budget covers.
 
+    Args:
+        courier: Connected to clients that have told ``NEEDED_FACTS``.
+        config: With ``privacy=dp``.
+        schedule: From :func:`make_schedule`.
+
     Raises:
         QuorumError: Too few clients accept it; the message names the rule that it breaks.
         ConfigError: The budgets of too few clients cover the first stage.
@@ -62,11 +68,15 @@ def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     settings = {"data_set": privacy.data_set, "schedule": list(schedule)}
+    committed = {split for item in schedule for split in item["splits"]}
     clients = []
     for client, reply in courier.ask("query.commit", stage="commit", settings=settings):
         facts = courier.facts[client]
         try:
             check_facts(reply.facts, needed=("epsilon", "covered_steps"))
+            missing = sorted(committed - set(reply.facts["epsilon"]["prv"]))
+            if missing:
+                raise ReplyError(f"does not say its epsilon of {', '.join(missing)}")
         except ReplyError as error:
             place = {"stage": "commit", "round": 0, "verb": "query.commit", "client": client}
             courier.emit("client_left", **place, reason=str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -421,6 +422,73 @@ def test_a_client_that_answers_the_schedule_with_nonsense_is_not_asked_again(
     assert "says covered_steps=" in left["reason"]
     assert rows(tmp_path, 1) == []
     assert len(rows(tmp_path, 0)) == 2
+
+
+EPSILON = {name: {"train": 1.0, "validation": 1.0} for name in ("prv", "rdp", "gdp")}
+
+
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        None,
+        {},
+        {"prv": {}},
+        {name: {} for name in EPSILON},  # nothing of what is committed
+        {name: {"train": 1.0} for name in EPSILON},
+        EPSILON | {"rdp": {"train": 1.0, "test": 1.0}},
+        EPSILON | {"moments": EPSILON["rdp"]},
+        *(
+            EPSILON | {"prv": {"train": value, "validation": 1.0}}
+            for value in (float("nan"), float("inf"), -5.0, 10**400, "1", True)
+        ),
+    ],
+)
+def test_a_client_that_tells_a_nonsensical_epsilon_is_not_asked_again(
+    start, tmp_path, monkeypatch, malformed
+):
+    def epsilons(gate, header):
+        is_first = gate._ledger.path.is_relative_to(tmp_path / "client-0")
+        return EPSILON if is_first else malformed
+
+    monkeypatch.setattr(release.ReleaseGate, "epsilons", epsilons)
+    run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
+    assert run.error is None
+    (left,) = named(run.events, "client_left")
+    assert (left["client"], left["verb"]) == (1, "query.commit")
+    assert "epsilon" in left["reason"]
+    assert rows(tmp_path, 1) == []
+
+
+@pytest.mark.parametrize("fact", ["splits", "budget", "secure_noise", "spent"])
+def test_a_client_that_keeps_a_needed_fact_to_itself_does_not_stop_the_run(
+    start, tmp_path, monkeypatch, fact
+):
+    def describe(client, request):
+        reply = told(client, request)
+        if client.index == 1:
+            reply = replace(reply, facts={k: v for k, v in reply.facts.items() if k != fact})
+        return reply
+
+    told = PRIVATE_VERBS["query.describe"]
+    monkeypatch.setitem(PRIVATE_VERBS, "query.describe", describe)
+    run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
+    assert run.error is None
+    (event,) = named(run.events, "privacy_spent")
+    assert [client["client"] for client in event["clients"]] == [0]
+    if fact != "spent":
+        (failed,) = named(run.events, "client_failed")
+        assert failed["client"] == 1
+        assert f"does not say its {fact}" in failed["reason"]
+        assert rows(tmp_path, 1) == []
+
+
+def test_an_infinite_epsilon_is_told_as_such(start, monkeypatch):
+    monkeypatch.setitem(release.ACCOUNTANTS, "gdp", lambda releases, delta: float("inf"))
+    run = start(*SEARCH, "rounds=1")
+    assert run.error is None
+    (event,) = named(run.events, "privacy")
+    for client in event["clients"]:
+        assert client["epsilon"]["gdp"] == {"train": None, "validation": None}
 
 
 # --- what a site tells
