@@ -45,7 +45,9 @@ def make_schedule(
     if sigma is None and "retrain" in config.stages:
         # For the whole run, also when it is resumed, and with a round to spare in each stage: a
         # round that was interrupted is released, and booked, twice.
-        *others, retrain = _items(config, privacy, 1.0, {"search": -1, "retrain": -1})
+        items = _items(config, privacy, 1.0, {"search": -1, "retrain": -1})
+        (retrain,) = (item for item in items if item["stage"] == "retrain")
+        others = [item for item in items if item is not retrain]
         sigma = _calibrated(privacy, privacy.epsilon, retrain, others, records)
     items = _items(config, privacy, sigma, done)
     return [item for item in items if item["steps"] > 0]
@@ -178,12 +180,10 @@ def _items(
     retrain_sigma: float | None,
     done: Mapping[str, int],
 ) -> list[Item]:
-    """Return the releases of the rounds that are still to do; those of retraining are the last."""
+    """Return the releases of the rounds that are still to do, in the order of the stages."""
     items = _search(config, privacy, done.get("search", 0))
     if "retrain" not in config.stages:
         return items
-    if "evaluate" in config.stages and config.dataset.fractions["test"] > 0:
-        items += _metrics(privacy, "evaluate", "test", 1)
     rounds = config.retrain.rounds - done.get("retrain", 0)
     retrain = {
         **_place("retrain", "train.weights", "weights", RETRAIN_SPLITS),
@@ -192,7 +192,10 @@ def _items(
         "steps": rounds * privacy.retrain.local_steps,
         "max_grad_norm": privacy.retrain.max_grad_norm,
     }
-    return [*items, retrain]
+    items.append(retrain)
+    if "evaluate" in config.stages and config.dataset.fractions["test"] > 0:
+        items += _metrics(privacy, "evaluate", "test", 1)
+    return items
 
 
 def _search(config: Config, privacy: DifferentialPrivacy, done: int) -> list[Item]:
