@@ -53,7 +53,14 @@ def make_schedule(
     return [item for item in items if item["steps"] > 0]
 
 
-def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
+def commit(
+    courier: Courier,
+    config: Config,
+    schedule: Sequence[Item],
+    *,
+    done: Mapping[str, int],
+    resumed: bool,
+) -> None:
     """Have every client keep the schedule, and tell in an event what it costs each of them.
 
     The event also tells how many rounds of each stage each client's budget covers.
@@ -62,10 +69,13 @@ def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
         courier: Connected to clients that have told ``NEEDED_FACTS``.
         config: With ``privacy=dp``.
         schedule: From :func:`make_schedule`.
+        done: Rounds of each stage that a checkpoint covers: with any, a run goes on for as long as
+            its budgets last.
+        resumed: Whether the run may have released something before.
 
     Raises:
         QuorumError: Too few clients accept it; the message names the rule that it breaks.
-        ConfigError: The budgets of too few clients cover the first stage.
+        ConfigError: No round is done, and too few clients' budgets cover the first stage.
     """
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
@@ -98,6 +108,8 @@ def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
     for client in set(courier.clients) - {told["client"] for told in clients}:
         courier.dismiss(client, "it did not accept the schedule in time")
     courier.emit("privacy", data_set=privacy.data_set, schedule=list(schedule), clients=clients)
+    if any(done.values()):
+        return
     first = {c["client"]: c["covers"][0] for c in clients if schedule}
     short = {client: f["rounds"] for client, f in first.items() if f["rounds"] < f["of"]}
     if short and len(first) - len(short) < courier.quorum:
@@ -106,7 +118,7 @@ def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
             f"privacy: {schedule[0]['stage']} takes {first[min(first)]['of']} rounds, more than "
             f"what is left of budgets covers ({rounds}), and {courier.quorum} of "
             f"{courier.num_clients} clients must stay: take fewer rounds or more noise, or lower "
-            "runtime.quorum. Nothing was released."
+            f"runtime.quorum. Nothing {'more ' if resumed else ''}was released."
         )
 
 

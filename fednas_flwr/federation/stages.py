@@ -102,7 +102,7 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     torch.set_num_threads(config.threads)
     log.emit("run_started", resumed=resumed, **_circumstances())
     try:
-        _run_stages(config, grid, log)
+        _run_stages(config, grid, log, resumed=resumed)
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         reason = "stopped by Ctrl-C" if interrupted else f"{type(error).__name__}: {error}"
@@ -113,7 +113,7 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     log.emit("run_finished", status="completed", reason=None, seconds=seconds)
 
 
-def _run_stages(config: Config, grid: Grid, log: EventLog) -> None:
+def _run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
     if config.run_dir is None:
         raise ValueError("config.run_dir must name the run folder")
     folder = Path(config.run_dir)
@@ -149,7 +149,7 @@ def _run_stages(config: Config, grid: Grid, log: EventLog) -> None:
         latest = {stage: checkpoints.latest(stage) for stage in ("search", "retrain")}
         done = {stage: point.round for stage, point in latest.items() if point is not None}
         schedule = make_schedule(config, splits, done=done)
-        commit(courier, config, schedule)
+        commit(courier, config, schedule, done=done, resumed=resumed)
     run = _Run(config, folder, grid, log, courier, checkpoints, prepared, schedule)
     try:
         _run_from_search(run)

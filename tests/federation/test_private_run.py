@@ -31,6 +31,7 @@ from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.gdp import gdp_epsilon
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.privacy.renyi_filter import filter_epsilon
 from fednas_flwr.reporting.events import EventLog, read_events
 from fednas_flwr.search.training import make_adam, make_sgd
 
@@ -290,6 +291,41 @@ def test_a_killed_run_books_again_under_a_new_name_and_keeps_the_noise_of_retrai
         booked = [row.release for row in after if split in row.splits]
         told = events[1]["clients"][0]["epsilon"]["rdp"][split]
         assert told == pytest.approx(rdp_epsilon(booked, 1e-5))
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_resumed_run_with_rounds_done_goes_on_while_its_budget_lasts(start, tmp_path, done):
+    """The budget is for six rounds: when a round is repeated, for four of the five to do."""
+    six_rounds = Release(noise_multiplier=1.0, sample_rate=8 / 16, steps=6)  # of the alphas
+    budget = 1.002 * filter_epsilon([six_rounds], 1e-5)
+
+    def stop(event):
+        name, number = event["event"], event.get("round")
+        if (name, number) == ("round", 2) if done else name == "stage_started":
+            raise KeyboardInterrupt  # its checkpoint would have come after the event
+
+    given = [*SEARCH, "clients=1", f"privacy.sites={tmp_path}", "rounds=6"]
+    write_policy(tmp_path, 0, epsilon=budget)
+    killed = start(*given, listener=stop)
+    assert isinstance(killed.error, KeyboardInterrupt)
+    before = len(rows(tmp_path, 0))
+    if not done:
+        write_policy(tmp_path, 0, epsilon=budget / 2)
+    client_app._client.cache_clear()
+    resumed = start(resume=killed.folder)
+    _, event = named(resumed.events, "privacy")
+    (covers,) = event["clients"][0]["covers"]
+    assert covers["rounds"] < covers["of"] == 6 - done
+    assert covers["rounds"] == 4 or not done
+    after = len(rows(tmp_path, 0)) - before
+    if done:
+        assert isinstance(resumed.error, QuorumError)
+        assert "the budget is" in str(resumed.error)
+        assert 8 <= after < 10
+    else:
+        assert isinstance(resumed.error, ConfigError)
+        assert "Nothing more was released." in str(resumed.error)
+        assert after == 0
 
 
 def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optimisers(
