@@ -714,7 +714,27 @@ def client_app_arguments(config, grid):
     """What a node's client is made from."""
     node = next(iter(grid._contexts.values())).node_config
     site = {key: str(node[key]) for key in client_app.SITE_KEYS if key in node}
-    return dump_config(config), 0, tuple(sorted(site.items()))
+    return dump_config(config), 0, tuple(sorted(site.items())), None
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_running_site_keeps_to_what_its_policy_says_now(
+    compose_config, real_sites, tmp_path, broken, capsys
+):
+    config = compose_config(*SEARCH, *REAL_SITES)
+    grid = real_sites(config)
+    courier = build.make_courier(config, run="run")
+    courier.connect(grid)
+    (node,) = (context.node_config for context in grid._contexts.values())
+    path = Path(node["policy"])
+    if broken:
+        path.unlink()
+    else:
+        write_policy(path.parent.parent, 0, verbs=["query.commit"])
+    words = "an error at the site" if broken else "rule verbs: verb=query.describe"
+    with pytest.raises(QuorumError, match=words):
+        list(courier.ask("query.describe", stage="search"))
+    assert not broken or "cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", build.PRIVATE_SITE_KEYS[1:])
