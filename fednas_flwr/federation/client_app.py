@@ -1,6 +1,7 @@
 """The Flower ClientApp: decodes a message, lets the verb answer, encodes the reply.
 
-A real site with a policy refuses what the policy does not allow before it opens its records.
+A real site with a policy refuses what the policy does not allow before it opens its records; only
+whether noise suits the size of a network is checked once that is built.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _handler(config_json: str | None) -> Callable[[Message, Context], Message]:
             gate = _gate(text, site, policy)
             if gate is not None:
                 safe = (ConfigError,)
-                admit(gate, request)
+                admit(gate, request, supernet_norm=_supernet_norm(text))
                 safe = ()
             client = _client(text, index, site, policy)
             if client.gate is not None:
@@ -87,6 +88,12 @@ def _handler(config_json: str | None) -> Callable[[Message, Context], Message]:
             return Message(Error(CLIENT_RAISED, _reason(error, told=told)), reply_to=message)
 
     return handle
+
+
+@lru_cache(maxsize=16)
+def _supernet_norm(config_json: str) -> str:
+    """Return how a run's supernets normalise."""
+    return load_config(config_json).search_space.norm
 
 
 def _reason(error: Exception, *, told: bool) -> str:

@@ -650,7 +650,11 @@ WITHOUT_DATA = [
     ),
     ("evaluate.model", {"split": "test"}, "rule noised releases only: release=None"),
     ("train.weights", {"split": "train"}, "rule committed values: commitment=None"),
+    ("train.weights", {"network": {"name": "derived", "norm": "batch"}}, "rule no batch_norm"),
+    ("evaluate.model", {"network": {"name": "mobilenet_v2"}}, "rule no batch_norm"),
+    ("train.weights", {"network": ["derived"]}, "do not fit train.weights"),
 ]
+BATCH_NORM = ["algorithm=fnas", "stages=[search]", "search_space.norm=batch"]
 
 
 def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
@@ -679,6 +683,15 @@ def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
     for verb, change, words in WITHOUT_DATA:
         with pytest.raises(QuorumError, match=words):
             list(courier.ask(verb, stage="search", settings=asked | change))
+    normalising = make_client_app(dump_config(compose_config(*BATCH_NORM, *REAL_SITES)))
+    theirs = InProcessGrid(normalising, 1)
+    for node, context in grid._contexts.items():
+        theirs._contexts[node].node_config |= context.node_config
+    courier._grid, about = theirs, {"network": {"name": "supernet"}}
+    for verb in ("train.weight_gradient", "evaluate.model"):
+        with pytest.raises(QuorumError, match="rule no batch_norm"):
+            list(courier.ask(verb, stage="search", settings=asked | about))
+    courier._grid = grid
     assert opened == []
     with pytest.raises(QuorumError, match="an error at the site"):  # what is allowed needs them
         list(courier.ask("train.weight_gradient", stage="search", settings=asked))
