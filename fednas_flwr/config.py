@@ -295,6 +295,10 @@ class PrivateRetrain:
 class DifferentialPrivacy:
     """``dp``: clients return noised sums of clipped contributions, each booked in its ledger.
 
+    Noise is calibrated as if each release were charged to the splits that it reads only. Where a
+    site's data sets share an ``account``, every release is charged to all splits: the client then
+    leaves before the end, unless its budget is larger or the noise is given.
+
     Attributes:
         data_set: The id that the sites' policies give the data.
         epsilon: What the whole run may cost a record, at ``delta``; retraining's noise is
