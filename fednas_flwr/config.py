@@ -17,7 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.errors import ConfigError, MissingSettingError, unknown_choice
 from fednas_flwr.search.settings import (
     RULES,
     SGD,
@@ -634,7 +634,7 @@ def _parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any]) -> Any
     parsed = {}
     for name, hint in types.items():
         if name not in values:
-            raise ConfigError(f"{prefix}{name} is missing: the files of conf/ must give it.")
+            raise MissingSettingError(f"{prefix}{name}")
         parsed[name] = _convert(f"{prefix}{name}", hint, values[name])
     try:
         return kind(**parsed)
