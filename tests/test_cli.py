@@ -364,8 +364,11 @@ def test_calibrate_prints_noise_that_keeps_the_target(capsys: pytest.CaptureFixt
     [
         ("--delta", "1", "delta"),
         ("--rate", "0", "sample_rate must be above 0"),
-        ("--steps", "0", "steps must be"),
-        ("--epsilon", "-1", "target_epsilon=-1.0"),
+        *(("--steps", number, "--steps must be from") for number in ("0", "1000000001", "9" * 400)),
+        *(
+            ("--epsilon", number, "--epsilon must be from .001 to 1e6, got ")
+            for number in ("-1", "nan", "inf", "1e-4", "1.1e6")
+        ),
     ],
 )
 def test_calibrate_refuses_in_one_sentence(
