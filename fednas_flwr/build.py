@@ -232,12 +232,16 @@ def make_client(
         data: What :func:`make_data` returns; shared by the clients of a process.
         networks: Built networks, shared likewise: clients of a process take turns.
         site: What the node's own configuration says, see ``client_app.SITE_KEYS``.
-        gate: What :func:`make_site_gate` has made of ``site``; None makes it here.
+        gate: What :func:`make_site_gate` has made of a ``site`` that names a policy; the gates of
+            simulated clients are made here.
 
     Raises:
-        ConfigError: A setting does not fit the data, or the site's policy is missing or wrong.
+        ConfigError: A setting does not fit the data, or a private run's real site has no policy.
+        ValueError: ``site`` names a policy, and there is no gate.
     """
     site = site or {}
+    if gate is None and "policy" in site:
+        raise ValueError("a site with a policy needs its gate: pass make_site_gate(site)")
     prepared, parts = data
     device = make_device(config.device)
 
@@ -246,7 +250,8 @@ def make_client(
             return supernet_space(config, prepared).supernet()
         return make_network(description)
 
-    gate = gate or make_site_gate(site) or _simulated_gate(config, index, len(parts[index]))
+    if gate is None:
+        gate = _simulated_gate(config, index, len(parts[index]))
     fractions: Mapping[str, float] = config.dataset.fractions
     if gate is not None:
         _check_public(config, prepared)

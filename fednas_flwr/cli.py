@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 RUN_FAILED = 1
 USER_ERROR = 2
 STOPPED = 128 + signal.SIGINT
+MOST_STEPS = 10**9  # of `fednas calibrate`
 PIPE_WIDTH = 200  # of tables that go to a file or a pipe
 STATEMENT_HEAD = (
     *("account", "run", "stage", "verb", "splits", "steps", "committed"),
@@ -189,10 +190,15 @@ def _calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print a noise multiplier, rounded up, and what its steps cost by every accountant."""
     from fednas_flwr.privacy.accounting import calibrate_noise, prv_epsilon, rdp_epsilon
     from fednas_flwr.privacy.gdp import gdp_epsilon
+    from fednas_flwr.privacy.policy import show
     from fednas_flwr.privacy.renyi import Release
     from fednas_flwr.privacy.renyi_filter import filter_epsilon
     from fednas_flwr.reporting.guarantee import epsilon_text
 
+    if not 1e-3 <= options.epsilon <= 1e6:
+        raise ConfigError(f"--epsilon must be from .001 to 1e6, got {options.epsilon:g}.")
+    if not 1 <= options.steps <= MOST_STEPS:
+        raise ConfigError(f"--steps must be from 1 to {MOST_STEPS:,}, got {show(options.steps)}.")
     accountants = {"prv": prv_epsilon, "rdp": rdp_epsilon, "filter": filter_epsilon}
     try:
         least = calibrate_noise(

@@ -17,7 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.errors import ConfigError, MissingSettingError, unknown_choice
 from fednas_flwr.search.settings import (
     RULES,
     SGD,
@@ -295,6 +295,10 @@ class PrivateRetrain:
 @dataclass(frozen=True)
 class DifferentialPrivacy:
     """``dp``: clients return noised sums of clipped contributions, each booked in its ledger.
+
+    Noise is calibrated as if each release were charged to the splits that it reads only. Where a
+    site's data sets share an ``account``, every release is charged to all splits: the client then
+    leaves before the end, unless its budget is larger or the noise is given.
 
     Attributes:
         data_set: The id that the sites' policies give the data.
@@ -633,7 +637,7 @@ def _parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any]) -> Any
     parsed = {}
     for name, hint in types.items():
         if name not in values:
-            raise ConfigError(f"{prefix}{name} is missing: the files of conf/ must give it.")
+            raise MissingSettingError(f"{prefix}{name}")
         parsed[name] = _convert(f"{prefix}{name}", hint, values[name])
     try:
         return kind(**parsed)

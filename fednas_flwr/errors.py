@@ -11,6 +11,18 @@ class ConfigError(ValueError):
     """What the user asked for cannot be run; the message is one sentence that says what can."""
 
 
+class MissingSettingError(ConfigError):
+    """A configuration lacks a setting.
+
+    Args:
+        key: The setting's dotted name.
+    """
+
+    def __init__(self, key: str) -> None:  # noqa: D107
+        super().__init__(f"{key} is missing: the files of conf/ must give it.")
+        self.key = key
+
+
 class BudgetExceededError(RuntimeError):
     """A client refuses a release that its privacy budget does not cover."""
 

@@ -125,3 +125,11 @@ def test_genotype_that_does_not_fit_is_refused(compose_config: Compose, tmp_path
     path.write_text(path.read_text().replace('"space": "darts"', '"space": "nasbench201"'))
     with pytest.raises(ConfigError, match="nasbench201"):
         build.check_buildable(compose_config(*given))
+
+
+def test_a_client_of_a_site_with_a_policy_needs_its_gate(compose_config):
+    config = compose_config("algorithm=fnas")
+    with pytest.raises(ValueError, match="a site with a policy needs its gate"):
+        build.make_client(
+            config, 0, data=build.make_data(config), networks={}, site={"policy": "policy.yaml"}
+        )

@@ -204,6 +204,25 @@ def test_run_folder_name_is_short_and_holds_one_run(
     assert f"{folder.resolve()} already holds a run" in sentence
 
 
+@pytest.mark.parametrize("key", ["engine", "privacy.search_share"])
+def test_a_run_of_a_version_without_a_setting_is_not_resumed(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dp = ("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group")
+    tree = cli.compose_tree(dp)
+    *parents, last = key.split(".")
+    node = tree
+    for part in parents:
+        node = node[part]
+    del node[last]
+    Path("old").mkdir()
+    Path("old/config.yaml").write_text(yaml.safe_dump(tree))
+    assert refused(capsys, "resume=old") == (
+        "resume=old: it was started by another version, which had no setting "
+        f"`{key}`; it cannot be continued."
+    )
+
+
 def test_resume_of_a_finished_run_adds_nothing(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -345,8 +364,11 @@ def test_calibrate_prints_noise_that_keeps_the_target(capsys: pytest.CaptureFixt
     [
         ("--delta", "1", "delta"),
         ("--rate", "0", "sample_rate must be above 0"),
-        ("--steps", "0", "steps must be"),
-        ("--epsilon", "-1", "target_epsilon=-1.0"),
+        *(("--steps", number, "--steps must be from") for number in ("0", "1000000001", "9" * 400)),
+        *(
+            ("--epsilon", number, "--epsilon must be from .001 to 1e6, got ")
+            for number in ("-1", "nan", "inf", "1e-4", "1.1e6")
+        ),
     ],
 )
 def test_calibrate_refuses_in_one_sentence(

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.release import Admission, ReleaseGate
-from fednas_flwr.clients.verbs import STATES_OF, identity, make_reply, request_supernet
+from fednas_flwr.clients.verbs import STATES_OF, SUPERNET, identity, make_reply, request_supernet
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.messages import Reply, Request
@@ -58,11 +58,21 @@ LARGEST_NUMBER = 1e30  # of rates and weights that a request gives: fits float32
 
 
 def admit(
-    gate: ReleaseGate, request: Request, network: nn.Module | None = None
+    gate: ReleaseGate,
+    request: Request,
+    network: nn.Module | None = None,
+    *,
+    supernet_norm: str | None = None,
 ) -> dict[str, Admission]:
     """Return what each kind of release of a request is admitted as; empty if it releases nothing.
 
     Called before a site loads its records, before a verb, and by the verb with its network.
+
+    Args:
+        gate: The site's.
+        request: The request.
+        network: What it is about, once that is built.
+        supernet_norm: Before that, how the run's supernet normalises.
 
     Raises:
         ConfigError: There is no such private verb, or the policy refuses the request.
@@ -89,7 +99,11 @@ def admit(
                 splits=splits,
                 steps=1 if kind == "metrics" else settings["local_steps"],
                 num_values=_num_values(network, kind),
-                batch_norm=network is not None and _has_batch_norm(network),
+                batch_norm=(
+                    _means_batch_norm(request, supernet_norm)
+                    if network is None
+                    else _has_batch_norm(network)
+                ),
             )
             for kind, splits in kinds.items()
         }
@@ -375,6 +389,14 @@ def _num_values(network: nn.Module | None, kind: str) -> int:
     if network is None or kind == "metrics":
         return 1 if network is None else 2
     return sum(tensor.numel() for tensor in network_states(network)[kind].values())
+
+
+def _means_batch_norm(request: Request, supernet_norm: str | None) -> bool:
+    """Return whether a request describes a network that normalises over a batch."""
+    described = {} if request.verb in STATES_OF else request.settings["network"]
+    if described.get("name", SUPERNET["name"]) == SUPERNET["name"]:
+        return supernet_norm == "batch"
+    return described.get("norm") == "batch" or described["name"] == "mobilenet_v2"
 
 
 def _has_batch_norm(network: nn.Module) -> bool:

@@ -121,8 +121,8 @@ class ReleaseGate:
             terms[_key(item["stage"], item["verb"], item["kind"], splits)] = commitment
         return terms
 
-    def epsilons(self, header: Header) -> dict[str, dict[str, float]]:
-        """Return the epsilon of each split at the policy's delta, by accountant.
+    def epsilons(self, header: Header) -> dict[str, dict[str, float | None]]:
+        """Return the epsilon of each split at the policy's delta, by accountant; None is infinite.
 
         Composed are all that other runs have booked on the same budget, and the whole schedule
         that this run has committed to.
@@ -137,7 +137,12 @@ class ReleaseGate:
             charged = self._policy.charged_splits(self.data_set, splits)
             releases.append((terms.release(), charged))
         return {
-            name: epsilon_per_split(releases, self.allowed.delta, accountant)
+            name: {
+                split: epsilon if math.isfinite(epsilon) else None
+                for split, epsilon in epsilon_per_split(
+                    releases, self.allowed.delta, accountant
+                ).items()
+            }
             for name, accountant in ACCOUNTANTS.items()
         }
 

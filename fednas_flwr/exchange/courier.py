@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from flwr.app import Message
@@ -87,8 +87,12 @@ class Courier:
         self._max_examples: dict[int, float] = {}  # client -> records it has
         self._left: dict[int, str] = {}  # clients whose privacy budget has ended: their reason
 
-    def connect(self, grid: Grid) -> None:
+    def connect(self, grid: Grid, *, needed: Sequence[str] = ("client",)) -> None:
         """Wait for the clients of ``grid`` and learn which node is which client.
+
+        Args:
+            grid: Flower's way to the clients.
+            needed: What each must say of itself; a node that does not is left out.
 
         Raises:
             QuorumError: Too few clients appeared or answered ``query.describe`` in time.
@@ -116,7 +120,7 @@ class Courier:
             try:
                 if not isinstance(answer, Reply):
                     raise ReplyError(answer)
-                check_facts(answer.facts)
+                check_facts(answer.facts, needed=needed)
             except ReplyError as error:
                 reasons.append(f"node {nodes[asked]}: {error}")
                 continue

@@ -17,6 +17,8 @@ from fednas_flwr.exchange.messages import BUDGET_SPENT, Header, Reply, decode_re
 from fednas_flwr.exchange.states import Layout
 
 MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
+_SPLITS = {"train", "validation", "test"}
+_ACCOUNTANTS = {"prv", "rdp", "gdp"}
 
 
 def accept_reply(
@@ -89,27 +91,55 @@ def _names(values: object) -> bool:
     return isinstance(values, list) and all(type(v) is str for v in values)
 
 
+def _declared(values: object) -> bool:
+    """Return whether these are numbers of records by split."""
+    return (
+        isinstance(values, dict)
+        and set(values) == _SPLITS
+        and _counts(list(values.values()))
+        and max(values.values()) <= MAX_EXAMPLES
+    )
+
+
+def _epsilon(value: object) -> bool:
+    """Return whether this is an epsilon; null is infinite."""
+    return value is None or (type(value) is float and 0 <= value < math.inf)
+
+
 def _epsilons(values: object) -> bool:
-    """Return whether these are epsilons by split, and by accountant."""
-    return isinstance(values, dict) and all(
-        isinstance(splits, dict) and all(type(e) in (int, float) for e in splits.values())
-        for splits in values.values()
+    """Return whether these are epsilons by accountant, of the same splits by each."""
+    if not isinstance(values, dict) or set(values) != _ACCOUNTANTS:
+        return False
+    by_split = list(values.values())
+    return all(isinstance(epsilons, dict) for epsilons in by_split) and all(
+        set(epsilons) == set(by_split[0]) <= _SPLITS and all(map(_epsilon, epsilons.values()))
+        for epsilons in by_split
+    )
+
+
+def _budget(values: object) -> bool:
+    """Return whether this is a budget that a policy can give."""
+    return (
+        isinstance(values, dict)
+        and set(values) == {"epsilon", "delta"}
+        and all(type(value) is float for value in values.values())
+        and 0 < values["epsilon"] < math.inf
+        and 0 < values["delta"] < 1
     )
 
 
 _FORMS: dict[str, Callable[[Any], bool]] = {
     "client": lambda client: type(client) is int,
     "epsilon": _epsilons,
+    "budget": _budget,
+    "secure_noise": lambda secure: type(secure) is bool,
+    "spent": _epsilon,
     "covered_steps": lambda steps: isinstance(steps, dict) and _counts(list(steps.values())),
     "input_shape": _counts,
     "class_counts": _counts,
     "class_names": _names,
     "feature_names": _names,
-    "splits": lambda splits: (
-        isinstance(splits, dict)
-        and set(splits) == {"train", "validation", "test"}
-        and _counts(list(splits.values()))
-    ),
+    "splits": _declared,
 }
 
 

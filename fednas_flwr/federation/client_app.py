@@ -1,6 +1,7 @@
 """The Flower ClientApp: decodes a message, lets the verb answer, encodes the reply.
 
-A real site with a policy refuses what the policy does not allow before it opens its records.
+A real site with a policy refuses what the policy does not allow before it opens its records; only
+whether noise suits the size of a network is checked once that is built.
 """
 
 from __future__ import annotations
@@ -70,12 +71,13 @@ def _handler(config_json: str | None) -> Callable[[Message, Context], Message]:
             keys = sorted(SITE_KEYS & context.node_config.keys())
             site = tuple((key, str(context.node_config[key])) for key in keys)
             request = decode_request(message.metadata.message_type, message.content)
-            gate = _gate(text, site)
+            policy = _policy_text(site)
+            gate = _gate(text, site, policy)
             if gate is not None:
                 safe = (ConfigError,)
-                admit(gate, request)
+                admit(gate, request, supernet_norm=_supernet_norm(text))
                 safe = ()
-            client = _client(text, index, site)
+            client = _client(text, index, site, policy)
             if client.gate is not None:
                 safe = (ConfigError,)
             return Message(encode_reply(request.header, answer(client, request)), reply_to=message)
@@ -86,6 +88,12 @@ def _handler(config_json: str | None) -> Callable[[Message, Context], Message]:
             return Message(Error(CLIENT_RAISED, _reason(error, told=told)), reply_to=message)
 
     return handle
+
+
+@lru_cache(maxsize=16)
+def _supernet_norm(config_json: str) -> str:
+    """Return how a run's supernets normalise."""
+    return load_config(config_json).search_space.norm
 
 
 def _reason(error: Exception, *, told: bool) -> str:
@@ -138,15 +146,23 @@ def _data(config_json: str) -> tuple[tuple[Prepared, list[np.ndarray]], dict[str
 Site = tuple[tuple[str, str], ...]  # SITE_KEYS that a node sets, with their values
 
 
+def _policy_text(site: Site) -> str | None:
+    """Return what a real site's policy file says now; a running node keeps to what it says now."""
+    try:
+        return Path(dict(site)["policy"]).read_text(encoding="utf-8")
+    except (KeyError, OSError, UnicodeDecodeError):  # of which making the gate tells
+        return None
+
+
 @lru_cache(maxsize=1024)
-def _gate(config_json: str, site: Site) -> ReleaseGate | None:
-    """Return the gate of a real site with a policy, which is read anew for every run."""
+def _gate(config_json: str, site: Site, policy: str | None) -> ReleaseGate | None:
+    """Return the gate of a real site with a policy, made anew for every run and ``policy`` text."""
     return make_site_gate(dict(site))
 
 
 @lru_cache(maxsize=1024)
-def _client(config_json: str, index: int, site: Site) -> Client:
-    own, gate = dict(site), _gate(config_json, site)
+def _client(config_json: str, index: int, site: Site, policy: str | None) -> Client:
+    own, gate = dict(site), _gate(config_json, site, policy)
     config = site_config(load_config(config_json), own)
     data, networks = _data(dump_config(config))
     return make_client(config, index, data=data, networks=networks, site=own, gate=gate)

@@ -20,6 +20,7 @@ from fednas_flwr.privacy.renyi import Release, poisson_rate
 from fednas_flwr.privacy.renyi_filter import filter_epsilon
 from fednas_flwr.strategies.fnas import evaluates
 
+NEEDED_FACTS = ("splits", "budget", "secure_noise")  # that every client must tell of itself
 RETRAIN_SPLITS = ["train", "validation"]
 Item = dict[str, Any]  # one kind of release: its place in the run, its terms
 
@@ -44,29 +45,50 @@ def make_schedule(
     if sigma is None and "retrain" in config.stages:
         # For the whole run, also when it is resumed, and with a round to spare in each stage: a
         # round that was interrupted is released, and booked, twice.
-        *others, retrain = _items(config, privacy, 1.0, {"search": -1, "retrain": -1})
+        items = _items(config, privacy, 1.0, {"search": -1, "retrain": -1})
+        (retrain,) = (item for item in items if item["stage"] == "retrain")
+        others = [item for item in items if item is not retrain]
         sigma = _calibrated(privacy, privacy.epsilon, retrain, others, records)
     items = _items(config, privacy, sigma, done)
     return [item for item in items if item["steps"] > 0]
 
 
-def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
+def commit(
+    courier: Courier,
+    config: Config,
+    schedule: Sequence[Item],
+    *,
+    done: Mapping[str, int],
+    resumed: bool,
+) -> None:
     """Have every client keep the schedule, and tell in an event what it costs each of them.
 
     The event also tells how many rounds of each stage each client's budget covers.
 
+    Args:
+        courier: Connected to clients that have told ``NEEDED_FACTS``.
+        config: With ``privacy=dp``.
+        schedule: From :func:`make_schedule`.
+        done: Rounds of each stage that a checkpoint covers: with any, a run goes on for as long as
+            its budgets last.
+        resumed: Whether the run may have released something before.
+
     Raises:
         QuorumError: Too few clients accept it; the message names the rule that it breaks.
-        ConfigError: The budgets of too few clients cover the first stage.
+        ConfigError: No round is done, and too few clients' budgets cover the first stage.
     """
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     settings = {"data_set": privacy.data_set, "schedule": list(schedule)}
+    committed = {split for item in schedule for split in item["splits"]}
     clients = []
     for client, reply in courier.ask("query.commit", stage="commit", settings=settings):
         facts = courier.facts[client]
         try:
             check_facts(reply.facts, needed=("epsilon", "covered_steps"))
+            missing = sorted(committed - set(reply.facts["epsilon"]["prv"]))
+            if missing:
+                raise ReplyError(f"does not say its epsilon of {', '.join(missing)}")
         except ReplyError as error:
             place = {"stage": "commit", "round": 0, "verb": "query.commit", "client": client}
             courier.emit("client_left", **place, reason=str(error))
@@ -86,6 +108,8 @@ def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
     for client in set(courier.clients) - {told["client"] for told in clients}:
         courier.dismiss(client, "it did not accept the schedule in time")
     courier.emit("privacy", data_set=privacy.data_set, schedule=list(schedule), clients=clients)
+    if any(done.values()):
+        return
     first = {c["client"]: c["covers"][0] for c in clients if schedule}
     short = {client: f["rounds"] for client, f in first.items() if f["rounds"] < f["of"]}
     if short and len(first) - len(short) < courier.quorum:
@@ -94,7 +118,7 @@ def commit(courier: Courier, config: Config, schedule: Sequence[Item]) -> None:
             f"privacy: {schedule[0]['stage']} takes {first[min(first)]['of']} rounds, more than "
             f"what is left of budgets covers ({rounds}), and {courier.quorum} of "
             f"{courier.num_clients} clients must stay: take fewer rounds or more noise, or lower "
-            "runtime.quorum. Nothing was released."
+            f"runtime.quorum. Nothing {'more ' if resumed else ''}was released."
         )
 
 
@@ -168,12 +192,10 @@ def _items(
     retrain_sigma: float | None,
     done: Mapping[str, int],
 ) -> list[Item]:
-    """Return the releases of the rounds that are still to do; those of retraining are the last."""
+    """Return the releases of the rounds that are still to do, in the order of the stages."""
     items = _search(config, privacy, done.get("search", 0))
     if "retrain" not in config.stages:
         return items
-    if "evaluate" in config.stages and config.dataset.fractions["test"] > 0:
-        items += _metrics(privacy, "evaluate", "test", 1)
     rounds = config.retrain.rounds - done.get("retrain", 0)
     retrain = {
         **_place("retrain", "train.weights", "weights", RETRAIN_SPLITS),
@@ -182,7 +204,10 @@ def _items(
         "steps": rounds * privacy.retrain.local_steps,
         "max_grad_norm": privacy.retrain.max_grad_norm,
     }
-    return [*items, retrain]
+    items.append(retrain)
+    if "evaluate" in config.stages and config.dataset.fractions["test"] > 0:
+        items += _metrics(privacy, "evaluate", "test", 1)
+    return items
 
 
 def _search(config: Config, privacy: DifferentialPrivacy, done: int) -> list[Item]:

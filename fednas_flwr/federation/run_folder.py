@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from fednas_flwr.config import Config, dump_config, parse_config
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, MissingSettingError
 from fednas_flwr.reporting.files import write_text
 
 CONFIG_FILE = "config.yaml"
@@ -57,12 +57,19 @@ def open_run_folder(path: str) -> Config:
     """Return the config of an existing run, for resuming it.
 
     Raises:
-        ConfigError: The folder holds no run.
+        ConfigError: The folder holds no run, or one that another version started.
     """
     file = _config_file(path)
     if not file.is_file():
         raise ConfigError(f"resume={path}: {file} does not exist; give the folder of a run.")
-    return replace(parse_config(yaml.safe_load(file.read_text())), run_dir=str(file.parent))
+    try:
+        config = parse_config(yaml.safe_load(file.read_text()))
+    except MissingSettingError as error:
+        raise ConfigError(
+            f"resume={path}: it was started by another version, which had no setting "
+            f"`{error.key}`; it cannot be continued."
+        ) from error
+    return replace(config, run_dir=str(file.parent))
 
 
 def _config_file(run_dir: str) -> Path:

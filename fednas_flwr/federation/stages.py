@@ -41,16 +41,27 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import concat_splits, server_split
 from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.data.splits import SPLITS
+from fednas_flwr.errors import ReplyError
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
 from fednas_flwr.evaluation.metrics import evaluate, linear_accuracy
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier, QuorumError
+from fednas_flwr.exchange.gate import check_facts
 from fednas_flwr.exchange.states import Packed
-from fednas_flwr.federation.commitment import Item, commit, make_schedule, private_settings
+from fednas_flwr.federation.commitment import (
+    NEEDED_FACTS,
+    Item,
+    commit,
+    make_schedule,
+    private_settings,
+)
 from fednas_flwr.federation.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.reporting.events import EventLog
 from fednas_flwr.search_spaces.genotype import Genotype, load_genotype, save_genotype, to_json
+
+# What each real site must tell of its data, from which the server builds networks.
+SITE_FACTS = ("input_shape", "feature_names", "class_names")
 
 
 @dataclass
@@ -91,7 +102,7 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     torch.set_num_threads(config.threads)
     log.emit("run_started", resumed=resumed, **_circumstances())
     try:
-        _run_stages(config, grid, log)
+        _run_stages(config, grid, log, resumed=resumed)
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         reason = "stopped by Ctrl-C" if interrupted else f"{type(error).__name__}: {error}"
@@ -102,22 +113,23 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     log.emit("run_finished", status="completed", reason=None, seconds=seconds)
 
 
-def _run_stages(config: Config, grid: Grid, log: EventLog) -> None:
+def _run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
     if config.run_dir is None:
         raise ValueError("config.run_dir must name the run folder")
     folder = Path(config.run_dir)
     # A resumed run books under another name: what it repeats is released again.
     name = f"{folder.name}.{secrets.token_hex(4)}"
     courier = make_courier(config, run=name, emit=log.emit)
+    private = isinstance(config.privacy, DifferentialPrivacy)
+    needed = ("client", *(NEEDED_FACTS if private else ()))
     if has_real_sites(config):
-        courier.connect(grid)
+        courier.connect(grid, needed=(*needed, *SITE_FACTS))
         prepared = make_server_data(config, courier.facts)
     else:
         prepared, parts = make_data(config)
         if not (folder / PARTITION_FILE).exists():
             save_partition(folder / PARTITION_FILE, parts)
-        courier.connect(grid)
-    private = isinstance(config.privacy, DifferentialPrivacy)
+        courier.connect(grid, needed=needed)
     facts = [known for _, known in sorted(courier.facts.items())]
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in facts]
     counts = [known.get("class_counts", []) for known in facts]
@@ -137,7 +149,7 @@ def _run_stages(config: Config, grid: Grid, log: EventLog) -> None:
         latest = {stage: checkpoints.latest(stage) for stage in ("search", "retrain")}
         done = {stage: point.round for stage, point in latest.items() if point is not None}
         schedule = make_schedule(config, splits, done=done)
-        commit(courier, config, schedule)
+        commit(courier, config, schedule, done=done, resumed=resumed)
     run = _Run(config, folder, grid, log, courier, checkpoints, prepared, schedule)
     try:
         _run_from_search(run)
@@ -249,7 +261,9 @@ def _report_spending(run: _Run) -> None:
     spent = []
     with suppress(QuorumError):
         for client, reply in run.courier.ask("query.describe", stage="evaluate", also_left=True):
-            spent.append({"client": client, "spent": reply.facts["spent"]})
+            with suppress(ReplyError):
+                check_facts(reply.facts, needed=("spent",))
+                spent.append({"client": client, "spent": reply.facts["spent"]})
     run.log.emit("privacy_spent", clients=spent)
 
 

@@ -85,6 +85,8 @@ def _parse_section(
 ) -> DataSetPolicy:
     """Return the policy of one data set."""
     where = f"{origin}: data_sets.{show(name)}"
+    if isinstance(section, dict) and "ledger" in section:
+        raise ConfigError(f"{where}.ledger is called account now: rename the key.")
     values = _mapping(section, where, required=tuple(_READERS), optional=("account",))
     read: dict[str, Any] = {
         key: reader(values[key], f"{where}.{key}") for key, reader in _READERS.items()

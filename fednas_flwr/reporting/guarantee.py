@@ -192,6 +192,6 @@ def spent_text(client: Event, spent: Mapping[int, float | None]) -> str:
 def _rates_text(rates: list[float]) -> str:
     """Return the rate of a release, or the range of the clients' rates."""
     if not rates:
-        return DASH
+        return "not recorded"
     least, largest = (f"{rate:.3g}" for rate in (min(rates), max(rates)))
     return least if least == largest else f"{least} to {largest}"

@@ -122,7 +122,8 @@ def make_site(site_config, prepared, networks, tmp_path) -> Callable[..., Simple
             "split-key": site_config.dataset.split_key,
         }
         rows = np.arange(len(prepared.train)) if records is None else records
-        client = build.make_client(site_config, 0, data=(prepared, [rows]), networks={}, site=node)
+        data, gate = (prepared, [rows]), build.make_site_gate(node)
+        client = build.make_client(site_config, 0, data=data, networks={}, site=node, gate=gate)
         if hold is not None:
             client = replace(client, data=hold(client.data))
         if test_seed is not None:

@@ -75,6 +75,15 @@ def train_losses(replies):
         {"splits": {"train": 3}},
         {"splits": {"train": 3, "validation": -1, "test": 0}},
         {"splits": {"train": 3, "validation": "1", "test": 0}},
+        {"splits": {"train": 10**400, "validation": 1, "test": 0}},
+        {"budget": "x"},
+        {"budget": {"epsilon": 8.0}},
+        {"budget": {"epsilon": "8", "delta": 1e-5}},
+        {"budget": {"epsilon": float("nan"), "delta": 1e-5}},
+        {"budget": {"epsilon": 10**400, "delta": 1e-5}},
+        {"budget": {"epsilon": 8.0, "delta": 1.0}},
+        {"secure_noise": 1},
+        {"spent": -1.0},
         {"class_counts": [1, 2.5]},
         {"class_counts": "12"},
         {"class_names": ["a", 3]},
@@ -89,6 +98,15 @@ def test_a_client_whose_facts_are_malformed_is_not_connected(federation, fact):
     (event,) = strange.events
     assert "node 3: says " in event["reason"]
     assert event["reason"].endswith("which is malformed")
+
+
+def test_a_client_that_does_not_say_what_is_needed_is_not_connected(federation):
+    budget = {"budget": {"epsilon": 8.0, "delta": 1e-5}}
+    vague = federation(3, facts={0: budget, 2: budget})
+    vague.courier.connect(vague.grid, needed=("client", "budget"))
+    assert vague.courier.clients == [0, 2]
+    (event,) = vague.events
+    assert (event["client"], event["reason"]) == (1, "node 3: does not say its budget")
 
 
 def test_replies_come_in_client_order_once_whatever_the_arrival(federation):

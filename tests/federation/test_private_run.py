@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.gdp import gdp_epsilon
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.privacy.renyi_filter import filter_epsilon
 from fednas_flwr.reporting.events import EventLog, read_events
 from fednas_flwr.search.training import make_adam, make_sgd
 
@@ -291,6 +293,41 @@ def test_a_killed_run_books_again_under_a_new_name_and_keeps_the_noise_of_retrai
         assert told == pytest.approx(rdp_epsilon(booked, 1e-5))
 
 
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_resumed_run_with_rounds_done_goes_on_while_its_budget_lasts(start, tmp_path, done):
+    """The budget is for six rounds: when a round is repeated, for four of the five to do."""
+    six_rounds = Release(noise_multiplier=1.0, sample_rate=8 / 16, steps=6)  # of the alphas
+    budget = 1.002 * filter_epsilon([six_rounds], 1e-5)
+
+    def stop(event):
+        name, number = event["event"], event.get("round")
+        if (name, number) == ("round", 2) if done else name == "stage_started":
+            raise KeyboardInterrupt  # its checkpoint would have come after the event
+
+    given = [*SEARCH, "clients=1", f"privacy.sites={tmp_path}", "rounds=6"]
+    write_policy(tmp_path, 0, epsilon=budget)
+    killed = start(*given, listener=stop)
+    assert isinstance(killed.error, KeyboardInterrupt)
+    before = len(rows(tmp_path, 0))
+    if not done:
+        write_policy(tmp_path, 0, epsilon=budget / 2)
+    client_app._client.cache_clear()
+    resumed = start(resume=killed.folder)
+    _, event = named(resumed.events, "privacy")
+    (covers,) = event["clients"][0]["covers"]
+    assert covers["rounds"] < covers["of"] == 6 - done
+    assert covers["rounds"] == 4 or not done
+    after = len(rows(tmp_path, 0)) - before
+    if done:
+        assert isinstance(resumed.error, QuorumError)
+        assert "the budget is" in str(resumed.error)
+        assert 8 <= after < 10
+    else:
+        assert isinstance(resumed.error, ConfigError)
+        assert "Nothing more was released." in str(resumed.error)
+        assert after == 0
+
+
 def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optimisers(
     compose_config, federate, monkeypatch, tmp_path
 ):
@@ -423,6 +460,73 @@ def test_a_client_that_answers_the_schedule_with_nonsense_is_not_asked_again(
     assert len(rows(tmp_path, 0)) == 2
 
 
+EPSILON = {name: {"train": 1.0, "validation": 1.0} for name in ("prv", "rdp", "gdp")}
+
+
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        None,
+        {},
+        {"prv": {}},
+        {name: {} for name in EPSILON},  # nothing of what is committed
+        {name: {"train": 1.0} for name in EPSILON},
+        EPSILON | {"rdp": {"train": 1.0, "test": 1.0}},
+        EPSILON | {"moments": EPSILON["rdp"]},
+        *(
+            EPSILON | {"prv": {"train": value, "validation": 1.0}}
+            for value in (float("nan"), float("inf"), -5.0, 10**400, "1", True)
+        ),
+    ],
+)
+def test_a_client_that_tells_a_nonsensical_epsilon_is_not_asked_again(
+    start, tmp_path, monkeypatch, malformed
+):
+    def epsilons(gate, header):
+        is_first = gate._ledger.path.is_relative_to(tmp_path / "client-0")
+        return EPSILON if is_first else malformed
+
+    monkeypatch.setattr(release.ReleaseGate, "epsilons", epsilons)
+    run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
+    assert run.error is None
+    (left,) = named(run.events, "client_left")
+    assert (left["client"], left["verb"]) == (1, "query.commit")
+    assert "epsilon" in left["reason"]
+    assert rows(tmp_path, 1) == []
+
+
+@pytest.mark.parametrize("fact", ["splits", "budget", "secure_noise", "spent"])
+def test_a_client_that_keeps_a_needed_fact_to_itself_does_not_stop_the_run(
+    start, tmp_path, monkeypatch, fact
+):
+    def describe(client, request):
+        reply = told(client, request)
+        if client.index == 1:
+            reply = replace(reply, facts={k: v for k, v in reply.facts.items() if k != fact})
+        return reply
+
+    told = PRIVATE_VERBS["query.describe"]
+    monkeypatch.setitem(PRIVATE_VERBS, "query.describe", describe)
+    run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
+    assert run.error is None
+    (event,) = named(run.events, "privacy_spent")
+    assert [client["client"] for client in event["clients"]] == [0]
+    if fact != "spent":
+        (failed,) = named(run.events, "client_failed")
+        assert failed["client"] == 1
+        assert f"does not say its {fact}" in failed["reason"]
+        assert rows(tmp_path, 1) == []
+
+
+def test_an_infinite_epsilon_is_told_as_such(start, monkeypatch):
+    monkeypatch.setitem(release.ACCOUNTANTS, "gdp", lambda releases, delta: float("inf"))
+    run = start(*SEARCH, "rounds=1")
+    assert run.error is None
+    (event,) = named(run.events, "privacy")
+    for client in event["clients"]:
+        assert client["epsilon"]["gdp"] == {"train": None, "validation": None}
+
+
 # --- what a site tells
 
 
@@ -546,7 +650,11 @@ WITHOUT_DATA = [
     ),
     ("evaluate.model", {"split": "test"}, "rule noised releases only: release=None"),
     ("train.weights", {"split": "train"}, "rule committed values: commitment=None"),
+    ("train.weights", {"network": {"name": "derived", "norm": "batch"}}, "rule no batch_norm"),
+    ("evaluate.model", {"network": {"name": "mobilenet_v2"}}, "rule no batch_norm"),
+    ("train.weights", {"network": ["derived"]}, "do not fit train.weights"),
 ]
+BATCH_NORM = ["algorithm=fnas", "stages=[search]", "search_space.norm=batch"]
 
 
 def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
@@ -575,6 +683,15 @@ def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
     for verb, change, words in WITHOUT_DATA:
         with pytest.raises(QuorumError, match=words):
             list(courier.ask(verb, stage="search", settings=asked | change))
+    normalising = make_client_app(dump_config(compose_config(*BATCH_NORM, *REAL_SITES)))
+    theirs = InProcessGrid(normalising, 1)
+    for node, context in grid._contexts.items():
+        theirs._contexts[node].node_config |= context.node_config
+    courier._grid, about = theirs, {"network": {"name": "supernet"}}
+    for verb in ("train.weight_gradient", "evaluate.model"):
+        with pytest.raises(QuorumError, match="rule no batch_norm"):
+            list(courier.ask(verb, stage="search", settings=asked | about))
+    courier._grid = grid
     assert opened == []
     with pytest.raises(QuorumError, match="an error at the site"):  # what is allowed needs them
         list(courier.ask("train.weight_gradient", stage="search", settings=asked))
@@ -610,7 +727,27 @@ def client_app_arguments(config, grid):
     """What a node's client is made from."""
     node = next(iter(grid._contexts.values())).node_config
     site = {key: str(node[key]) for key in client_app.SITE_KEYS if key in node}
-    return dump_config(config), 0, tuple(sorted(site.items()))
+    return dump_config(config), 0, tuple(sorted(site.items())), None
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_running_site_keeps_to_what_its_policy_says_now(
+    compose_config, real_sites, tmp_path, broken, capsys
+):
+    config = compose_config(*SEARCH, *REAL_SITES)
+    grid = real_sites(config)
+    courier = build.make_courier(config, run="run")
+    courier.connect(grid)
+    (node,) = (context.node_config for context in grid._contexts.values())
+    path = Path(node["policy"])
+    if broken:
+        path.unlink()
+    else:
+        write_policy(path.parent.parent, 0, verbs=["query.commit"])
+    words = "an error at the site" if broken else "rule verbs: verb=query.describe"
+    with pytest.raises(QuorumError, match=words):
+        list(courier.ask("query.describe", stage="search"))
+    assert not broken or "cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", build.PRIVATE_SITE_KEYS[1:])

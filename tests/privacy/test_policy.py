@@ -362,6 +362,7 @@ def test_numbers_may_be_written_without_a_point():
         ({"test_seed": True}, "secure_noise and test_seed exclude one another"),
         ({"account": ""}, "ward.account= .* a name"),
         ({"account": 5}, "ward.account=5"),
+        ({"ledger": "ward"}, "ward.ledger is called account now: rename the key"),
         ({"epsilom": 3}, "ward: key=epsilom is unknown.*nearest: epsilon"),
         ({"5": 3}, "ward: key=5 is unknown"),
     ],

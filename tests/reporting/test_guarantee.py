@@ -96,7 +96,7 @@ def test_the_warning_names_every_client_whose_noise_is_known() -> None:
         ({}, [0.02, 0.16], "16", "0.02 to 0.16"),
         ({}, [0.160001, 0.16], "16", "0.16"),
         ({"batch_size": None}, [1.0, 1.0], "every record", "1"),
-        ({}, [], "16", "–"),  # an older run
+        ({}, [], "16", "not recorded"),  # an older run
     ],
 )
 def test_the_rate_is_that_of_the_clients(
