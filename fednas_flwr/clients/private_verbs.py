@@ -28,6 +28,7 @@ from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.states import Tensors, network_states
+from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.policy import show
 from fednas_flwr.search.settings import SGD
 from fednas_flwr.search.training import Batch, clip_gradients, make_sgd, periodic_gradients
@@ -141,9 +142,6 @@ def gradients(client: Client, request: Request) -> Reply:
     2110.11025, Eq. 3 and 4). ``num_examples`` is the public expected batch size; fused, the sum of
     the alphas is scaled to that of the weights.
     """
-    # Here and below: it brings Opacus, whose 3 s a run without privacy should not pay.
-    from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
-
     gate, settings, states = _gate(client), request.settings, STATES_OF[request.verb]
 
     def clipped_sum(state: str, x: Tensor, y: Tensor) -> Tensors:
@@ -186,8 +184,6 @@ def weights(client: Client, request: Request) -> Reply:
     step is a release of its own; the weights follow from the releases. ``clip_norm`` bounds the
     noised mean, beside the clipping of each record.
     """
-    from fednas_flwr.privacy.clipping import clipped_gradient_sum
-
     gate, settings = _gate(client), request.settings
 
     def clipped_sum(x: Tensor, y: Tensor) -> Tensors:

@@ -564,7 +564,8 @@ def real_sites(tmp_path, made_data):
 
 ASKED_WITHOUT_PRIVACY = {
     "train.search": "private verb=train.search is unknown",
-    "train.probe": "No train function registered",
+    "train.probe": "private verb=train.probe is unknown",
+    "train.candidate": "No train function registered",
     "train.weight_gradient": "rule data_sets",
     "train.weights": "do not fit train.weights",
     "evaluate.model": "rule data_sets",
