@@ -157,8 +157,8 @@ def test_command_exits_with_2_and_no_trace() -> None:
     done = subprocess.run([*FEDNAS, "run", "algorithm=fed_dart"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "fednas: algorithm=fed_dart is unknown: choose one of dp_fnas, fed_darts, fedavg, fednas, "
-        "fnas, random_search, vanilla_nas (nearest: fed_darts).\n"
+        "fednas: algorithm=fed_dart is unknown: choose one of dp_fnas, feathers, fed_darts, "
+        "fedavg, fednas, fnas, random_search, vanilla_nas (nearest: fed_darts).\n"
     )
 
 
