@@ -16,9 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fednas_flwr.layers import convolution, depthwise, linear, pointwise
-from fednas_flwr.search_spaces.darts_network import EDGES, NODES, OPS, DARTSBody
-from fednas_flwr.search_spaces.operations import FactorizedReduce, add_all
-from fednas_flwr.search_spaces.wide_operations import Stack, average_pool, max_pool, mix, norm
+from fednas_flwr.search_spaces.darts_network import EDGES, OPS, DARTSBody
+from fednas_flwr.search_spaces.operations import FactorizedReduce
+from fednas_flwr.search_spaces.wide_operations import (
+    Stack,
+    average_pool,
+    max_pool,
+    mix,
+    node_states,
+    norm,
+)
 
 POOLS = ("max_pool_3x3", "avg_pool_3x3")
 SEPARABLE = ("sep_conv_3x3", "sep_conv_5x5")
@@ -45,20 +52,15 @@ class WideDARTSBody(DARTSBody):
 
 def _cell(cell: Any, before: Tensor, last: Tensor, weights_BEO: Tensor, stack: Stack) -> Tensor:
     """Return the cell's output [B, 4 C, H, W]."""
-    states = [
+    inputs = [
         _preprocess(cell.preprocess0, before, stack),
         _preprocess(cell.preprocess1, last, stack),
     ]
-    incoming: dict[int, list[Tensor]] = {node: [] for node in NODES}
-    for source in range(NODES.stop - 1):
-        if source in NODES:
-            states.append(add_all(incoming[source]))
-        indices = [index for index, edge in enumerate(EDGES) if edge[0] == source]
-        edges = [cell.edges[index] for index in indices]
-        outs = _edges(edges, states[source], weights_BEO[:, indices], stack)
-        for index, out in zip(indices, outs.unbind(1), strict=True):
-            incoming[EDGES[index][1]].append(out)
-    return torch.cat([*states[2:], add_all(incoming[NODES.stop - 1])], dim=1)
+
+    def leave(state: Tensor, indices: list[int]) -> Tensor:
+        return _edges([cell.edges[i] for i in indices], state, weights_BEO[:, indices], stack)
+
+    return torch.cat(node_states(inputs, EDGES, leave)[len(inputs) :], dim=1)
 
 
 def _preprocess(module: Any, x: Tensor, stack: Stack) -> Tensor:

@@ -17,13 +17,11 @@ from torch.nn import functional as F
 from fednas_flwr.layers import convolution, linear, pointwise
 from fednas_flwr.search_spaces.nasbench201_network import (
     EDGES,
-    NODES,
     OPS,
     NASBench201Body,
     ResidualBlock,
 )
-from fednas_flwr.search_spaces.operations import add_all
-from fednas_flwr.search_spaces.wide_operations import Stack, average_pool, mix, norm
+from fednas_flwr.search_spaces.wide_operations import Stack, average_pool, mix, node_states, norm
 
 CONVOLUTIONS = ("nor_conv_1x1", "nor_conv_3x3")
 
@@ -50,18 +48,12 @@ class WideNASBench201Body(NASBench201Body):
 
 
 def _cell(cell: Any, x: Tensor, weights_BEO: Tensor, stack: Stack) -> Tensor:
-    incoming: dict[int, list[Tensor]] = {node: [] for node in NODES}
-    state = x
-    for source in range(NODES.stop - 1):
-        if source in NODES:
-            state = add_all(incoming[source])
-        indices = [index for index, edge in enumerate(EDGES) if edge[0] == source]
+    def leave(state: Tensor, indices: list[int]) -> Tensor:
         modules = {op: [cell.edges[index].ops[op] for index in indices] for op in CONVOLUTIONS}
         active = F.relu(state)
         one = pointwise(active, stack([m[1].weight for m in modules["nor_conv_1x1"]]))
-        three = convolution(
-            active, stack([m[1].weight for m in modules["nor_conv_3x3"]]), padding=(1, 1)
-        )
+        kernels = stack([m[1].weight for m in modules["nor_conv_3x3"]])
+        three = convolution(active, kernels, padding=(1, 1))
         convolved = norm(
             torch.cat([one, three], 1), [m[2] for op in CONVOLUTIONS for m in modules[op]]
         )
@@ -70,10 +62,9 @@ def _cell(cell: Any, x: Tensor, weights_BEO: Tensor, stack: Stack) -> Tensor:
             (shared, ("skip_connect", "avg_pool_3x3")),
             (torch.unflatten(convolved, 1, (2, len(indices), -1)), CONVOLUTIONS),
         ]
-        outs = mix(parts, weights_BEO[:, indices], ops=OPS)
-        for index, out in zip(indices, outs.unbind(1), strict=True):
-            incoming[EDGES[index][1]].append(out)
-    return add_all(incoming[NODES.stop - 1])
+        return mix(parts, weights_BEO[:, indices], ops=OPS)
+
+    return node_states([x], EDGES, leave)[-1]
 
 
 def _residual(block: Any, x: Tensor, stack: Stack) -> Tensor:

@@ -22,6 +22,30 @@ from fednas_flwr.search_spaces.operations import add_all
 Stack = Callable[[list[Tensor]], Tensor]  # parameters of one shape -> joined along dim 0
 
 
+def node_states(
+    inputs: Sequence[Tensor],
+    edges: Sequence[tuple[int, int]],
+    leave: Callable[[Tensor, list[int]], Tensor],
+) -> list[Tensor]:
+    """Return the states of all nodes of a cell, those of its inputs first.
+
+    Args:
+        inputs: States of the first nodes.
+        edges: (source, target) of every edge; every later node has one.
+        leave: From a state and the indices of the edges that leave it to their outputs [B, E, ...].
+    """
+    states, last = list(inputs), max(target for _, target in edges)
+    incoming: dict[int, list[Tensor]] = {node: [] for node in range(last + 1)}
+    for source in range(last):
+        if source >= len(inputs):
+            states.append(add_all(incoming[source]))
+        indices = [index for index, edge in enumerate(edges) if edge[0] == source]
+        outs = leave(states[source], indices).unbind(1)
+        for index, out in zip(indices, outs, strict=True):
+            incoming[edges[index][1]].append(out)
+    return [*states, add_all(incoming[last])]
+
+
 def norm(x_BCHW: Tensor, modules: Sequence[Any]) -> Tensor:
     """Return the channels normalised by norms without affine part, each on its share of them.
 
