@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -39,29 +40,33 @@ def evaluate(network: nn.Module, split: Split, device: torch.device) -> Metrics:
     """
     if len(split) == 0:
         raise ValueError("the split is empty: there is nothing to evaluate on")
-    was_training = network.training
-    network.eval()
     loss_sum, correct = 0.0, 0
-    for indices in torch.split(torch.arange(len(split)), BATCH_SIZE):
-        x, y = split.batch(indices, device)
-        logits = network(x)
+    for logits, y in _outputs(network, split, device):
         loss_sum += float(functional.cross_entropy(logits, y, reduction="sum"))
         correct += int((logits.argmax(1) == y).sum())
-    network.train(was_training)
     return Metrics(loss_sum / len(split), correct / len(split), len(split))
 
 
 @torch.no_grad()
 def record_losses(network: nn.Module, split: Split, device: torch.device) -> torch.Tensor:
     """Return the cross-entropy of every record in evaluation mode, float64 [records] on the CPU."""
+    losses = [
+        functional.cross_entropy(logits, y, reduction="none").double().cpu()
+        for logits, y in _outputs(network, split, device)
+    ]
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *losses])
+
+
+def _outputs(
+    network: nn.Module, split: Split, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield logits and labels by batch, in evaluation mode; the network's mode is restored."""
     was_training = network.training
     network.eval()
-    losses = [torch.zeros(0, dtype=torch.float64)]
     for indices in torch.split(torch.arange(len(split)), BATCH_SIZE):
         x, y = split.batch(indices, device)
-        losses.append(functional.cross_entropy(network(x), y, reduction="none").double().cpu())
+        yield network(x), y
     network.train(was_training)
-    return torch.cat(losses)
 
 
 def linear_accuracy(train: list[Split], test: Split) -> float:
