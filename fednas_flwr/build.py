@@ -199,6 +199,7 @@ def check_buildable(config: Config) -> None:
     for part in parts:
         key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
         make_client_data(prepared, part, key=key, fractions=fractions)
+    _class_factors(config, prepared.train.class_names, torch.device("cpu"))
     if isinstance(config.privacy, DifferentialPrivacy):
         _check_public(config, prepared)
     if not isinstance(config.algorithm, FixedNetwork):
@@ -278,8 +279,23 @@ def make_client(
         networks=networks,
         tag=site.get("tag", ""),
         feature_names=prepared.train.feature_names,
+        class_factors=_class_factors(config, prepared.train.class_names, device),
+        oversample=config.oversample,
         gate=gate,
     )
+
+
+def _class_factors(
+    config: Config, class_names: tuple[str, ...], device: torch.device
+) -> torch.Tensor | None:
+    """Return the factor of every class, 1 where none is given; None if none is."""
+    given = config.class_factors
+    for name in given:
+        if name not in class_names:
+            raise unknown_choice("class_factors", name, class_names)
+    if not given:
+        return None
+    return torch.tensor([given.get(name, 1.0) for name in class_names], device=device)
 
 
 def make_site_gate(site: Mapping[str, str]) -> ReleaseGate | None:
@@ -492,29 +508,36 @@ def _make_fed_darts(
 def _make_feathers(
     config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
 ) -> RoundStrategy:
-    algorithm = config.algorithm
+    algorithm, space = config.algorithm, supernet_space(config, prepared)
     assert isinstance(algorithm, HyperparameterSearch)
-    space = supernet_space(config, prepared)
+    return FEATHERS(
+        _seeded_supernet(config, space),
+        courier,
+        space=space,
+        description={"name": "supernet"},
+        local_epochs=algorithm.local_epochs,
+        batch_size=algorithm.batch_size,
+        clip_norm=algorithm.clip_norm,
+        checkpoints=checkpoints,
+        **_exploration(config, algorithm),
+    )
+
+
+def _exploration(config: Config, algorithm: HyperparameterSearch) -> dict[str, Any]:
+    """Return what the two stages of FEATHERS have in common."""
     drawn = draw_configurations(
         algorithm.num_configurations,
         algorithm.ranges,
         make_generator(config.seed, "configurations"),
     )
-    return FEATHERS(
-        _seeded_supernet(config, space),
-        courier,
-        space=space,
-        configurations=algorithm.configurations or drawn,
-        bandit=algorithm.bandit,
-        nas_rounds=algorithm.nas_rounds,
-        rule=algorithm.rule,
-        local_epochs=algorithm.local_epochs,
-        batch_size=algorithm.batch_size,
-        clip_norm=algorithm.clip_norm,
-        loss_bound=algorithm.loss_bound,
-        seed=config.seed,
-        checkpoints=checkpoints,
-    )
+    return {
+        "configurations": algorithm.configurations or drawn,
+        "bandit": algorithm.bandit,
+        "nas_rounds": algorithm.nas_rounds,
+        "rule": algorithm.rule,
+        "loss_bound": algorithm.loss_bound,
+        "seed": config.seed,
+    }
 
 
 def _make_fnas(
@@ -580,10 +603,25 @@ def make_retraining(
     courier: Courier,
     checkpoints: CheckpointFolder,
     private: Mapping[str, Any] | None = None,
-) -> tuple[FedAvg, nn.Module]:
+) -> tuple[RoundStrategy, nn.Module]:
     """Return the strategy of the retrain stage and its network, initialised from the run's seed."""
     network = _seeded_network(config, description)
-    settings = config.retrain
+    settings, algorithm = config.retrain, config.algorithm
+    if isinstance(algorithm, HyperparameterSearch):
+        evaluation = FEATHERS(
+            network,
+            courier,
+            space=None,
+            description=description,
+            local_epochs=settings.local_epochs,
+            batch_size=settings.batch_size,
+            clip_norm=settings.weights.clip_norm,
+            auxiliary_weight=settings.auxiliary_weight,
+            checkpoints=checkpoints,
+            private=private,
+            **_exploration(config, algorithm),
+        )
+        return evaluation, network
     strategy = FedAvg(
         network,
         courier,
