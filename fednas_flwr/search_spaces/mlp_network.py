@@ -154,7 +154,7 @@ class LeavingEdges(nn.Module):
 
     def forward(self, x_BW: Tensor, weights_EO: Tensor) -> Tensor:
         """Return ``sum_o w_o * op_o(x)`` for every edge, [B, E, W]."""
-        _, skip, dense, narrow = torch.split(weights_EO, (1, 1, 2, 2), dim=-1)  # as in OPS
+        _, skip, dense, narrow = torch.split(weights_EO, [1, 1, 2, 2], dim=-1)  # as in OPS
         dense_BEW: Tensor = self.dense(x_BW, dense)
         narrow_BEH = self.narrow(x_BW, narrow)
         padded = F.pad(narrow_BEH, (0, dense_BEW.shape[-1] - narrow_BEH.shape[-1]))
