@@ -47,6 +47,7 @@ from fednas_flwr.reporting.files import write_text
 from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.search_spaces.darts import DARTSSpace
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
+from fednas_flwr.search_spaces.mlp import MLPSpace
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 from fednas_flwr.strategies.base import RoundStrategy
@@ -66,6 +67,7 @@ PRIVATE_SITE_KEYS = (
 
 SPACES: dict[str, Callable[..., SearchSpace]] = {
     "darts": DARTSSpace,
+    "mlp": MLPSpace,
     "nasbench201": NASBench201Space,
 }
 
