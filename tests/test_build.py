@@ -20,7 +20,7 @@ Compose = Callable[..., Config]
 
 # Files that need nothing but the installation, beside those of the made data set.
 BUILDS = [
-    *(f"algorithm={n}" for n in ("fed_darts", "fednas", "fnas", "random_search")),
+    *(f"algorithm={n}" for n in ("fed_darts", "fedex", "fednas", "fnas", "random_search")),
     "algorithm=vanilla_nas clients=1",
     *(f"algorithm=fedavg algorithm.network={n}" for n in ("mobilenet_v2", "plain_cnn", "linear")),
     "search_space=darts retrain=darts",

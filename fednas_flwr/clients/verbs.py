@@ -175,7 +175,10 @@ def _search(client: Client, request: Request, supernet: Supernet) -> dict[str, f
 
 
 def weights(client: Client, request: Request) -> Reply:
-    """``train.weights``: the weights of a network after local epochs."""
+    """``train.weights``: the weights of a network after local epochs.
+
+    With the setting ``validates`` also its loss on validation records after them.
+    """
     settings = request.settings
     network = client.network(settings["network"], request.states)
     network.drop_path_prob = settings["drop_path_prob"]
@@ -192,6 +195,9 @@ def weights(client: Client, request: Request) -> Reply:
             auxiliary_weight=settings["auxiliary_weight"],
         )
     metrics = {"train_loss": tally.loss, "train_accuracy": tally.accuracy}
+    if settings.get("validates", False):
+        measured = evaluate(network, client.data.validation, client.device)
+        metrics["validation_loss"] = measured.loss
     return make_reply(len(split), _states(network), metrics)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, unknown_choice
 
 RULES = ("first_order", "second_order", "mixed_level")
+SCHEDULES = ("aggressive", "adaptive", "constant")
 
 
 def check_range(condition: bool, key: str, value: object, expected: str) -> None:
@@ -106,6 +107,16 @@ class Configuration:
             clip_norm=clip_norm,
         )
 
+    def annealed(self, weights: SGD) -> SGD:
+        """Return ``weights`` with this learning rate, momentum and decay, annealed as before."""
+        return replace(
+            weights,
+            lr=self.lr,
+            min_lr=min(weights.min_lr, self.lr),
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+        )
+
     def adam(self) -> Adam:
         """Return the constants of the alphas' optimiser."""
         return Adam(lr=self.alpha_lr, weight_decay=self.alpha_weight_decay)
@@ -169,4 +180,31 @@ class BanditSettings:
             "bandit.scale_retention",
             self.scale_retention,
             "0 to below 1",
+        )
+
+
+@dataclass(frozen=True)
+class ThetaSettings:
+    """Constants of FedEx's distribution over configurations.
+
+    Attributes:
+        schedule: Of the step size: sqrt(2 ln N) over the gradient's largest entry (aggressive,
+            what the authors' runs use), over the root of the sum of its squares so far (adaptive),
+            or over 1 (constant).
+        baseline_discount: What a mean loss counts in the baseline a round later, in [0, 1]: 0
+            takes the last round's, 1 the mean of all.
+    """
+
+    schedule: str
+    baseline_discount: float
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.schedule not in SCHEDULES:
+            raise unknown_choice("theta.schedule", self.schedule, SCHEDULES)
+        check_range(
+            0 <= self.baseline_discount <= 1,
+            "theta.baseline_discount",
+            self.baseline_discount,
+            "0 to 1",
         )
