@@ -142,6 +142,14 @@ class Range:
             return math.exp(math.log(self.low) + share * math.log(self.high / self.low))
         return self.low + share * (self.high - self.low)
 
+    def share_of(self, value: float) -> float:
+        """Return the share at which ``value`` lies, from 0 to 1; the inverse of :meth:`at`."""
+        if value <= self.low or self.low == self.high:
+            return 0.0
+        if self.log:
+            return min(1.0, math.log(value / self.low) / math.log(self.high / self.low))
+        return min(1.0, (value - self.low) / (self.high - self.low))
+
 
 @dataclass(frozen=True)
 class BanditSettings:
@@ -155,6 +163,9 @@ class BanditSettings:
         temperature: Of the softmax, > 0, in units of the rewards' scale.
         scaled: Whether rewards are divided by their running scale.
         scale_retention: How much of the scale a phase keeps, in [0, 1).
+        resampled_share: Of the arms, replaced after every phase by draws near good ones, in
+            [0, 1); 0 keeps the list (see ``search.tuner``).
+        sees_state: Whether estimates are predictions from configuration and training state.
     """
 
     beta: float
@@ -163,6 +174,8 @@ class BanditSettings:
     temperature: float
     scaled: bool = True
     scale_retention: float = 0.5
+    resampled_share: float = 0.0
+    sees_state: bool = False
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -179,6 +192,12 @@ class BanditSettings:
             0 <= self.scale_retention < 1,
             "bandit.scale_retention",
             self.scale_retention,
+            "0 to below 1",
+        )
+        check_range(
+            0 <= self.resampled_share < 1,
+            "bandit.resampled_share",
+            self.resampled_share,
             "0 to below 1",
         )
 
