@@ -25,6 +25,7 @@ from fednas_flwr.search.settings import (
     BanditSettings,
     Configuration,
     Range,
+    ThetaSettings,
     check_range,
 )
 
@@ -107,13 +108,17 @@ class GradientSearch:
 
 @dataclass(frozen=True)
 class RandomSearch:
-    """Random search: each round trains one random network a little and ranks it."""
+    """Random search: each round trains one random network a little and ranks it.
+
+    With ``ranges`` each network is trained with hyper-parameters drawn from them.
+    """
 
     name: str
     trial_rounds: int
     local_epochs: int
     batch_size: int
     weights: SGD
+    ranges: dict[str, Range] | None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -158,6 +163,26 @@ class FixedNetwork:
 
     name: str
     network: str
+
+
+@dataclass(frozen=True)
+class TunedTraining:
+    """FedEx: no search; FedAvg of a given network whose clients draw their hyper-parameters."""
+
+    name: str
+    network: str
+    clip_norm: float | None
+    loss_bound: float
+    theta: ThetaSettings
+    num_configurations: int
+    configurations: list[Configuration]
+    ranges: dict[str, Range]
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        number = self.num_configurations
+        check_range(number >= 1, "algorithm.num_configurations", number, "1 or more")
+        check_range(self.loss_bound > 0, "algorithm.loss_bound", self.loss_bound, "above 0")
 
 
 @dataclass(frozen=True)
@@ -469,9 +494,11 @@ ALGORITHMS: dict[str, type] = {
     "feathers": HyperparameterSearch,
     "random_search": RandomSearch,
     "fedavg": FixedNetwork,
+    "fedex": TunedTraining,
 }
 PRIVACY: dict[str, type] = {"none": NoPrivacy, "dp": DifferentialPrivacy}
-Algorithm = LocalSearch | GradientSearch | HyperparameterSearch | RandomSearch | FixedNetwork
+GivenNetwork = FixedNetwork | TunedTraining  # these do not search
+Algorithm = LocalSearch | GradientSearch | HyperparameterSearch | RandomSearch | GivenNetwork
 
 
 @dataclass(frozen=True)
@@ -528,19 +555,20 @@ class Config:
                 f"algorithm=vanilla_nas with clients={self.clients}: vanilla NAS has one party; "
                 "set clients=1 or algorithm=fnas."
             )
-        searches = "search" in self.stages and not isinstance(self.algorithm, FixedNetwork)
+        searches = "search" in self.stages and not isinstance(self.algorithm, GivenNetwork)
         if self.genotype is not None and searches:
             raise ConfigError(
                 f"genotype={self.genotype} with stages={self.stages}: a genotype replaces the "
                 "search; set stages=[retrain,evaluate,export]."
             )
-        if searches and self.dataset.fractions.get("validation") == 0:
+        chooses = searches or isinstance(self.algorithm, TunedTraining)
+        if chooses and self.dataset.fractions.get("validation") == 0:
             raise ConfigError(
                 "dataset.fractions.validation=0.0 leaves a search nothing to choose by: expected "
                 "above 0."
             )
         if "retrain" in self.stages and not searches and self.genotype is None:
-            if not isinstance(self.algorithm, FixedNetwork):
+            if not isinstance(self.algorithm, GivenNetwork):
                 raise ConfigError(
                     f"stages={self.stages} without search: retraining needs a network; set "
                     "genotype=<file> or algorithm=fedavg."
@@ -625,7 +653,7 @@ def _check_privacy(config: Config) -> None:
             f"{', '.join(private)}."
         )
     norms = {"retrain.norm": config.retrain.norm} if "retrain" in config.stages else {}
-    if "search" in config.stages:
+    if "search" in config.stages and not isinstance(algorithm, GivenNetwork):
         norms["search_space.norm"] = config.search_space.norm
     if isinstance(algorithm, GradientSearch) and algorithm.order != 1:
         raise ConfigError(
@@ -638,7 +666,7 @@ def _check_privacy(config: Config) -> None:
                 f"algorithm.rule={algorithm.rule} with privacy=dp: it mixes splits; set "
                 "algorithm.rule=first_order."
             )
-    if isinstance(algorithm, FixedNetwork):
+    if isinstance(algorithm, FixedNetwork) and config.genotype is None:
         norms = {}
         if algorithm.network == "mobilenet_v2":
             raise ConfigError(

@@ -202,9 +202,14 @@ def _search(client: Client, request: Request, supernet: torch.nn.Module) -> dict
 
 
 def weights(client: Client, request: Request) -> Reply:
-    """``train.weights``: the weights of a network after local epochs."""
+    """``train.weights``: the weights of a network after local epochs.
+
+    With the setting ``validates`` also its mean loss on validation records after them.
+    """
     network = client.network(request.settings["network"], request.states)
     metrics = _train(client, request, network)
+    if request.settings.get("validates", False):
+        metrics["validation_loss"] = float(validation_losses(client, network).mean())
     return make_reply(len(client.split(request.settings["split"])), _states(network), metrics)
 
 

@@ -105,9 +105,8 @@ class Bandit:
     def updated(self, rewards: Mapping[int, float], *, noise: float = 0.0) -> Bandit:
         """Return the bandit after a phase (Eq. 6).
 
-        Tried arms move by ``step_size`` to their reward, the others keep ``retention`` of theirs.
-        A reward that is not finite, as of a configuration under which training diverged, counts as
-        the worst of the phase, or minus the scale if there is no other.
+        Tried arms move by ``step_size`` to their reward, as :meth:`bounded` has it, the others
+        keep ``retention`` of theirs.
 
         Args:
             rewards: By arm; empty changes nothing.
@@ -118,9 +117,7 @@ class Bandit:
         """
         if not rewards:
             return self
-        finite = [reward for reward in rewards.values() if math.isfinite(reward)]
-        worst = min(finite, default=-self.scale)
-        seen = {a: r if math.isfinite(r) else min(worst, 0.0) for a, r in rewards.items()}
+        seen = self.bounded(rewards)
         estimates_N = self.settings.retention * self.estimates_N
         for arm, reward in seen.items():
             before = float(self.estimates_N[arm])
@@ -128,6 +125,16 @@ class Bandit:
         scale = self._scale_after(list(seen.values()))
         tried = self.tried | set(seen)
         return replace(self, estimates_N=estimates_N, scale=scale, noise=noise, tried=tried)
+
+    def bounded(self, rewards: Mapping[int, float]) -> dict[int, float]:
+        """Return the rewards, all finite.
+
+        One that is not, as of a configuration under which training diverged, counts as the worst
+        of the phase, or minus the scale if there is no other.
+        """
+        finite = [reward for reward in rewards.values() if math.isfinite(reward)]
+        worst = min(0.0, *finite) if finite else -self.scale
+        return {a: r if math.isfinite(r) else worst for a, r in rewards.items()}
 
     def _scale_after(self, rewards: list[float]) -> float:
         """Return the root of the running mean of squared rewards."""
