@@ -187,14 +187,14 @@ def predict(points_MD: Tensor, rewards_M: Tensor, queries_ND: Tensor) -> Tensor:
     """
     mean = rewards_M.mean()
     regularised_MM = gaussian(points_MD, points_MD) + RIDGE * torch.eye(len(points_MD)).double()
-    solved_M = torch.linalg.solve(regularised_MM, rewards_M - mean)
+    solved_M: Tensor = torch.linalg.solve(regularised_MM, rewards_M - mean)
     return mean + gaussian(queries_ND, points_MD) @ solved_M
 
 
 def gaussian(left_ND: Tensor, right_MD: Tensor) -> Tensor:
     """Return ``exp(-|x - y|^2 / 2)`` [N, M] of every pair of rows."""
-    distances_NM = torch.cdist(left_ND, right_MD)
-    return torch.exp(-(distances_NM**2) / 2)
+    distances_NM: Tensor = torch.cdist(left_ND, right_MD)
+    return distances_NM.square().mul(-0.5).exp()
 
 
 def reflect(shares: Tensor) -> Tensor:
