@@ -49,6 +49,7 @@ from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search_spaces.darts import DARTSSpace
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
+from fednas_flwr.search_spaces.mlp import MLPSpace
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 from fednas_flwr.strategies.base import RoundStrategy
@@ -69,6 +70,7 @@ PRIVATE_SITE_KEYS = (
 
 SPACES: dict[str, Callable[..., SearchSpace]] = {
     "darts": DARTSSpace,
+    "mlp": MLPSpace,
     "nasbench201": NASBench201Space,
 }
 
@@ -202,6 +204,7 @@ def check_buildable(config: Config) -> None:
     for part in parts:
         key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
         make_client_data(prepared, part, key=key, fractions=fractions)
+    _class_factors(config, prepared.train.class_names, torch.device("cpu"))
     if isinstance(config.privacy, DifferentialPrivacy):
         _check_public(config, prepared)
     if config.genotype is not None:
@@ -280,8 +283,23 @@ def make_client(
         networks=networks,
         tag=site.get("tag", ""),
         feature_names=prepared.train.feature_names,
+        class_factors=_class_factors(config, prepared.train.class_names, device),
+        oversample=config.oversample,
         gate=gate,
     )
+
+
+def _class_factors(
+    config: Config, class_names: tuple[str, ...], device: torch.device
+) -> torch.Tensor | None:
+    """Return the factor of every class, 1 where none is given; None if none is."""
+    given = config.class_factors
+    for name in given:
+        if name not in class_names:
+            raise unknown_choice("class_factors", name, class_names)
+    if not given:
+        return None
+    return torch.tensor([given.get(name, 1.0) for name in class_names], device=device)
 
 
 def make_site_gate(site: Mapping[str, str]) -> ReleaseGate | None:
@@ -494,24 +512,31 @@ def _make_fed_darts(
 def _make_feathers(
     config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
 ) -> RoundStrategy:
-    algorithm = config.algorithm
+    algorithm, space = config.algorithm, supernet_space(config, prepared)
     assert isinstance(algorithm, HyperparameterSearch)
-    space = supernet_space(config, prepared)
     return FEATHERS(
         _seeded_supernet(config, space),
         courier,
         space=space,
-        configurations=_configurations(config.seed, algorithm),
-        bandit=algorithm.bandit,
-        nas_rounds=algorithm.nas_rounds,
-        rule=algorithm.rule,
+        description={"name": "supernet"},
         local_epochs=algorithm.local_epochs,
         batch_size=algorithm.batch_size,
         clip_norm=algorithm.clip_norm,
-        loss_bound=algorithm.loss_bound,
-        seed=config.seed,
         checkpoints=checkpoints,
+        **_exploration(config, algorithm),
     )
+
+
+def _exploration(config: Config, algorithm: HyperparameterSearch) -> dict[str, Any]:
+    """Return what the two stages of FEATHERS have in common."""
+    return {
+        "configurations": _configurations(config.seed, algorithm),
+        "bandit": algorithm.bandit,
+        "nas_rounds": algorithm.nas_rounds,
+        "rule": algorithm.rule,
+        "loss_bound": algorithm.loss_bound,
+        "seed": config.seed,
+    }
 
 
 def _make_fnas(
@@ -608,6 +633,21 @@ def make_retraining(
             seed=config.seed,
             checkpoints=checkpoints,
         ), network
+    if isinstance(algorithm, HyperparameterSearch):
+        evaluation = FEATHERS(
+            network,
+            courier,
+            space=None,
+            description=description,
+            local_epochs=settings.local_epochs,
+            batch_size=settings.batch_size,
+            clip_norm=settings.weights.clip_norm,
+            auxiliary_weight=settings.auxiliary_weight,
+            checkpoints=checkpoints,
+            private=private,
+            **_exploration(config, algorithm),
+        )
+        return evaluation, network
     strategy = FedAvg(
         network,
         courier,

@@ -286,35 +286,49 @@ class NoPrivacy:
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise on clipped sums: std ``noise_multiplier * max_grad_norm``, per release.
+    """Noise on clipped sums of one kind: std ``noise_multiplier * max_grad_norm``, per release.
 
-    ``noise_multiplier`` null calibrates it to a target.
+    Attributes:
+        noise_multiplier: Null calibrates it.
+        epsilon: What all releases of this kind may cost alone, from which the noise multiplier
+            follows; null leaves it to the run's epsilon.
+        max_grad_norm: What one record contributes at most.
     """
 
     noise_multiplier: float | None
+    epsilon: float | None
     max_grad_norm: float
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for key in ("noise_multiplier", "max_grad_norm"):
-            value = getattr(self, key)
-            check_range(value is None or value > 0, key, value, "a number above 0")
+        _check_noise(self)
 
 
 @dataclass(frozen=True)
 class PrivateRetrain:
-    """DP-SGD of the derived network; ``noise_multiplier`` null calibrates it to the target."""
+    """DP-SGD of the derived network: its noise, see :class:`Noise`, and its steps per round."""
 
     noise_multiplier: float | None
+    epsilon: float | None
     max_grad_norm: float
     local_steps: int
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for key in ("noise_multiplier", "max_grad_norm"):
-            value = getattr(self, key)
-            check_range(value is None or value > 0, key, value, "a number above 0")
+        _check_noise(self)
         check_range(self.local_steps >= 1, "local_steps", self.local_steps, "1 or more")
+
+
+def _check_noise(noise: Noise | PrivateRetrain) -> None:
+    """Raise ConfigError for a value out of range, or noise that is given in two ways."""
+    for key in ("noise_multiplier", "epsilon", "max_grad_norm"):
+        value = getattr(noise, key)
+        check_range(value is None or value > 0, key, value, "a number above 0")
+    if None not in (noise.noise_multiplier, noise.epsilon):
+        raise ConfigError(
+            f"noise_multiplier={noise.noise_multiplier} with epsilon={noise.epsilon}: the one "
+            "follows from the other; set one of them to null."
+        )
 
 
 @dataclass(frozen=True)
@@ -330,12 +344,15 @@ class DifferentialPrivacy:
         epsilon: What the whole run may cost a record, at ``delta``; retraining's noise is
             calibrated to what search and metrics leave of it. Simulated sites get it as budget.
         delta: Above 0, below 1.
-        search_share: Share of ``epsilon`` that the search's noise is calibrated to where it is not
-            given; all of it without retraining.
+        search_share: Share of ``epsilon`` that the noise of weights and alphas is calibrated to
+            where it is not given and retraining reads the same split; else all of it.
+        rewards_share: The same of the noise on rewards, search and retraining together.
         weights: Of the supernet's weights, in the search.
-        alphas: Of the architecture variables. Noise is given for both or calibrated, equal, for
-            both.
+        alphas: Of the architecture variables.
+        rewards: Of FEATHERS' trials; a record's decrease of loss is in units of its bound, so that
+            the norm is 1.
         retrain: Of the derived network's weights.
+        local_steps: Noised steps per round of a local search, and per trial.
         metrics_noise_multiplier: Of losses and accuracies on clients' records, over a norm of 1 per
             record and measurement; null measures none.
         micro_batch_size: Records whose gradients are held at a time, 1 to 1024.
@@ -349,9 +366,12 @@ class DifferentialPrivacy:
     epsilon: float
     delta: float
     search_share: float
+    rewards_share: float
     weights: Noise
     alphas: Noise
+    rewards: Noise
     retrain: PrivateRetrain
+    local_steps: int
     metrics_noise_multiplier: float | None
     micro_batch_size: int
     sites: str | None
@@ -366,14 +386,16 @@ class DifferentialPrivacy:
             "a number from .001 to 1e6",
         )
         check_range(0 < self.delta < 1, "privacy.delta", self.delta, "above 0, below 1")
-        share = self.search_share
-        check_range(0 < share < 1, "privacy.search_share", share, "above 0, below 1")
-        given = [part.noise_multiplier for part in (self.weights, self.alphas)]
-        if given.count(None) == 1:
-            raise ConfigError(
-                "privacy.weights.noise_multiplier={} with privacy.alphas.noise_multiplier={}: give "
-                "both, or null for both.".format(*given)
-            )
+        for key in ("search_share", "rewards_share"):
+            share = getattr(self, key)
+            check_range(0 < share < 1, f"privacy.{key}", share, "above 0, below 1")
+        check_range(self.local_steps >= 1, "privacy.local_steps", self.local_steps, "1 or more")
+        check_range(
+            self.rewards.max_grad_norm == 1,
+            "privacy.rewards.max_grad_norm",
+            self.rewards.max_grad_norm,
+            "1: rewards are bounded by algorithm.loss_bound",
+        )
         sigma, size = self.metrics_noise_multiplier, self.micro_batch_size
         check_range(
             sigma is None or sigma > 0,
@@ -484,7 +506,9 @@ class Config:
     """One run.
 
     ``run_dir`` is the run folder; ``threads`` are torch's threads per client; ``engine`` says how
-    supernets are computed (:mod:`fednas_flwr.search_spaces`).
+    supernets are computed (:mod:`fednas_flwr.search_spaces`). ``class_factors`` are public factors
+    of the losses of classes, by name; with privacy they multiply what is clipped already.
+    ``oversample`` has training repeat the records of rarer classes.
     """
 
     algorithm: Algorithm
@@ -503,6 +527,8 @@ class Config:
     rounds: int
     stages: list[str]
     genotype: str | None
+    class_factors: dict[str, float]
+    oversample: bool
     tensorboard: bool
 
     def __post_init__(self) -> None:
@@ -521,6 +547,8 @@ class Config:
         check_range(
             bool(self.stages), "stages", self.stages, f"at least one of {', '.join(STAGES)}"
         )
+        for name, factor in self.class_factors.items():
+            check_range(0 < factor <= 1, f"class_factors.{name}", factor, "above 0, at most 1")
         _check_privacy(self)
         if self.algorithm.name == "vanilla_nas" and self.clients != 1:
             raise ConfigError(
@@ -613,22 +641,32 @@ def _check_privacy(config: Config) -> None:
         if algorithm.name == "dp_fnas":
             raise ConfigError("algorithm=dp_fnas with privacy=none: set privacy=dp, or use fnas.")
         return
-    private = ("dp_fnas", "fedavg")
+    private = ("dp_fnas", "fed_darts", "feathers", "fedavg")
+    if config.oversample:
+        raise ConfigError(
+            "oversample=true with privacy=dp: a record that is drawn several times costs more than "
+            "is booked; set class_factors={<class>: <public factor>} instead."
+        )
     if algorithm.name not in private:
         raise ConfigError(
             f"privacy=dp with algorithm={algorithm.name} is not possible yet: choose one of "
             f"{', '.join(private)}."
         )
     norms = {"retrain.norm": config.retrain.norm} if "retrain" in config.stages else {}
-    if isinstance(algorithm, GradientSearch):
-        if "search" in config.stages:
-            norms["search_space.norm"] = config.search_space.norm
-        if algorithm.order != 1:
+    if "search" in config.stages and not isinstance(algorithm, GivenNetwork):
+        norms["search_space.norm"] = config.search_space.norm
+    if isinstance(algorithm, GradientSearch) and algorithm.order != 1:
+        raise ConfigError(
+            f"algorithm.order={algorithm.order} with privacy=dp: the second order mixes splits "
+            "and is no sum over records; set algorithm.order=1."
+        )
+    if isinstance(algorithm, LocalSearch | HyperparameterSearch):
+        if algorithm.rule != "first_order":
             raise ConfigError(
-                f"algorithm.order={algorithm.order} with privacy=dp: the second order mixes splits "
-                "and is no sum over records; set algorithm.order=1."
+                f"algorithm.rule={algorithm.rule} with privacy=dp: it mixes splits; set "
+                "algorithm.rule=first_order."
             )
-    elif isinstance(algorithm, FixedNetwork) and config.genotype is None:
+    if isinstance(algorithm, FixedNetwork) and config.genotype is None:
         norms = {}
         if algorithm.network == "mobilenet_v2":
             raise ConfigError(

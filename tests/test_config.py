@@ -158,6 +158,10 @@ def test_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
         ("privacy.retrain.local_steps", 0, "expected 1 or more"),
         ("privacy.epsilon", 1e9, "expected a number from .001 to 1e6"),
         ("privacy.micro_batch_size", 2000, "from 1 to 1024"),
+        ("privacy.local_steps", 0, "expected 1 or more"),
+        ("privacy.rewards_share", 1.0, "above 0, below 1"),
+        ("privacy.rewards.max_grad_norm", 2.0, "bounded by algorithm.loss_bound"),
+        ("oversample", True, "with privacy=dp: a record that is drawn several times"),
     ],
 )
 def test_bad_privacy_is_named_by_its_whole_key(key: str, value: Any, words: str) -> None:
@@ -185,3 +189,11 @@ def test_a_sites_dataset_file_is_checked(tmp_path: Path, text: str | None, words
     path.write_text("name: npz\nclass_names: [a, b]\n")
     dataset = site_dataset(path, cache="/cache")
     assert (dataset.name, dataset.class_names, dataset.cache) == ("npz", ["a", "b"], "/cache")
+
+
+def test_class_factors_are_in_0_to_1_and_of_classes_that_exist(compose_config):
+    with pytest.raises(ConfigError, match=r"class_factors.red=0.0 is out of range: .*at most 1"):
+        compose_config("class_factors={red: 0.0}")
+    config = compose_config("class_factors={purple: 0.5}")
+    with pytest.raises(ConfigError, match="class_factors=purple is unknown: choose one of 0, 1, 2"):
+        check_buildable(config)

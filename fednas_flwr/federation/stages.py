@@ -43,7 +43,7 @@ from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.data.splits import SPLITS
 from fednas_flwr.errors import ReplyError
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
-from fednas_flwr.evaluation.metrics import evaluate, linear_accuracy
+from fednas_flwr.evaluation.metrics import evaluate, linear_baseline
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier, QuorumError
 from fednas_flwr.exchange.gate import check_facts
@@ -241,12 +241,12 @@ def _evaluate(
         central, linear = None, None
         if prepared.server_test is not None:
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
-            central = evaluate(network.to(device), test, device).as_json()
+            central = evaluate(network.to(device), test, device, with_f1=True).as_json()
             network.cpu()
         private = private_settings(config, run.schedule, "evaluate")
         pooled = config.runtime.name != "deployment" and private is None
         if config.dataset.linear_baseline and pooled:
-            linear = {"accuracy": _linear_baseline(run)}
+            linear = _linear_baseline(run)
         settings = {"network": description, "split": "test", **(private or {})}
         clients = []
         measured = private is None or "metrics" in private["releases"]
@@ -274,8 +274,8 @@ def _report_spending(run: _Run) -> None:
     run.log.emit("privacy_spent", clients=spent)
 
 
-def _linear_baseline(run: _Run) -> float | None:
-    """Return the test accuracy of logistic regression on the clients' pooled training records."""
+def _linear_baseline(run: _Run) -> dict[str, float] | None:
+    """Return the test scores of logistic regression on the clients' pooled training records."""
     prepared = run.prepared
     if prepared.server_test is None:
         return None
@@ -285,7 +285,8 @@ def _linear_baseline(run: _Run) -> float | None:
         for index in range(run.config.clients)
     ]
     train = [concat_splits(client.train, client.validation) for client in clients]
-    return linear_accuracy(train, server_split(prepared.server_test, prepared.mean, prepared.std))
+    test = server_split(prepared.server_test, prepared.mean, prepared.std)
+    return linear_baseline(train, test, num_classes=prepared.num_classes)
 
 
 def _circumstances() -> dict[str, Any]:

@@ -17,8 +17,10 @@ from fednas_flwr.reporting.guarantee import overall
 
 METRICS = (
     "central_accuracy",
+    "central_f1",
     "client_accuracy",
     "linear_accuracy",
+    "linear_f1",
     "num_parameters",
     "multiply_adds",
     "search_seconds",
@@ -171,10 +173,10 @@ class Run:
     def numbers(self) -> dict[str, float | None]:
         """Return the run's results under the names in METRICS.
 
-        Accuracies are shares of 1; ``client_accuracy`` is the plain mean over clients;
-        ``exchanges`` and ``traffic_mb``, both directions in 10^6 bytes, count all rounds;
-        ``epsilon`` is the largest of all clients and splits, by the PRV accountant, and None
-        without privacy.
+        Accuracies are shares of 1; F1 is the last class's of two, else their mean;
+        ``client_accuracy`` is the plain mean over clients; ``exchanges`` and ``traffic_mb``, both
+        directions in 10^6 bytes, count all rounds; ``epsilon`` is the largest of all clients and
+        splits, by the PRV accountant, and None without privacy.
         """
         evaluated = self.last("evaluated") or {}
         derived = self.last("derived") or {}
@@ -182,10 +184,13 @@ class Run:
         names = {event["stage"] for event in self.of_kind("round")}
         exchanges = [e["exchanges"] for n in names for e in self.rounds(n) if "exchanges" in e]
         accuracies = [client["accuracy"] for client in self.client_results()]
+        central, linear = (evaluated.get(name) or {} for name in ("central", "linear"))
         return {
-            "central_accuracy": (evaluated.get("central") or {}).get("accuracy"),
+            "central_accuracy": central.get("accuracy"),
+            "central_f1": central.get("f1"),
             "client_accuracy": fmean(accuracies) if accuracies else None,
-            "linear_accuracy": (evaluated.get("linear") or {}).get("accuracy"),
+            "linear_accuracy": linear.get("accuracy"),
+            "linear_f1": linear.get("f1"),
             "num_parameters": derived.get("num_parameters"),
             "multiply_adds": derived.get("multiply_adds"),
             "search_seconds": stages.get("search"),
