@@ -47,6 +47,7 @@ from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.search.settings import Configuration
+from fednas_flwr.search.tuner import Tuner
 from fednas_flwr.search_spaces.darts import DARTSSpace
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
 from fednas_flwr.search_spaces.mlp import MLPSpace
@@ -530,8 +531,9 @@ def _make_feathers(
 def _exploration(config: Config, algorithm: HyperparameterSearch) -> dict[str, Any]:
     """Return what the two stages of FEATHERS have in common."""
     return {
-        "configurations": _configurations(config.seed, algorithm),
-        "bandit": algorithm.bandit,
+        "tuner": Tuner.of(
+            _configurations(config.seed, algorithm), algorithm.ranges, algorithm.bandit
+        ),
         "nas_rounds": algorithm.nas_rounds,
         "rule": algorithm.rule,
         "loss_bound": algorithm.loss_bound,

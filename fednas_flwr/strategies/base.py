@@ -185,6 +185,7 @@ class RoundStrategy(Strategy):
                 rounds=num_rounds,
                 seconds=time.monotonic() - started,
                 metrics=metrics,
+                exchanges=self._phase,
                 bytes_sent=self.courier.bytes_sent - sent,
                 bytes_received=self.courier.bytes_received - received,
                 clients={str(c): m for c, m in sorted(self._client_metrics.items())},
