@@ -508,7 +508,8 @@ class Config:
     ``run_dir`` is the run folder; ``threads`` are torch's threads per client; ``engine`` says how
     supernets are computed (:mod:`fednas_flwr.search_spaces`). ``class_factors`` are public factors
     of the losses of classes, by name; with privacy they multiply what is clipped already.
-    ``oversample`` has training repeat the records of rarer classes.
+    ``oversample`` has training repeat the records of rarer classes. ``personalised`` has clients
+    test the trained network again after local epochs of their own.
     """
 
     algorithm: Algorithm
@@ -529,6 +530,7 @@ class Config:
     genotype: str | None
     class_factors: dict[str, float]
     oversample: bool
+    personalised: bool
     tensorboard: bool
 
     def __post_init__(self) -> None:
@@ -646,6 +648,11 @@ def _check_privacy(config: Config) -> None:
         raise ConfigError(
             "oversample=true with privacy=dp: a record that is drawn several times costs more than "
             "is booked; set class_factors={<class>: <public factor>} instead."
+        )
+    if config.personalised:
+        raise ConfigError(
+            "personalised=true with privacy=dp: an accuracy after local training without noise is "
+            "an exact function of the records; leave it out."
         )
     if algorithm.name not in private:
         raise ConfigError(

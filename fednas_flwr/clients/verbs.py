@@ -241,6 +241,17 @@ def model(client: Client, request: Request) -> Reply:
     return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
 
 
+def personalised(client: Client, request: Request) -> Reply:
+    """``evaluate.personalised``: test metrics of a network after local epochs; it is discarded.
+
+    What FDNAS (Zhang et al., 2020, section 4) averages to its mean local accuracy.
+    """
+    network = client.network(request.settings["network"], request.states)
+    _train(client, request, network)
+    metrics = evaluate(network, client.data.test, client.device)
+    return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
+
+
 VERBS: dict[str, Callable[[Client, Request], Reply]] = {
     "query.describe": describe,
     "train.weight_gradient": gradients,
@@ -250,6 +261,7 @@ VERBS: dict[str, Callable[[Client, Request], Reply]] = {
     "train.probe": probe,
     "train.weights": weights,
     "evaluate.model": model,
+    "evaluate.personalised": personalised,
 }
 
 
