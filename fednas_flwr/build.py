@@ -23,11 +23,12 @@ from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.config import (
     Config,
     DifferentialPrivacy,
-    FixedNetwork,
+    GivenNetwork,
     GradientSearch,
     HyperparameterSearch,
     LocalSearch,
     RandomSearch,
+    TunedTraining,
 )
 from fednas_flwr.data.datasets import Prepared, prepare
 from fednas_flwr.data.loaders import make_client_data
@@ -45,14 +46,17 @@ from fednas_flwr.privacy.policy_file import load_policy, parse_policy
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.search.bandit import draw_configurations
+from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search_spaces.darts import DARTSSpace
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
+from fednas_flwr.search_spaces.mlp import MLPSpace
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 from fednas_flwr.strategies.base import RoundStrategy
 from fednas_flwr.strategies.feathers import FEATHERS
 from fednas_flwr.strategies.fed_darts import FedDARTS
 from fednas_flwr.strategies.fedavg import FedAvg
+from fednas_flwr.strategies.fedex import FedEx
 from fednas_flwr.strategies.fnas import FNAS
 from fednas_flwr.strategies.random_search import RandomSearch as RandomSearchStrategy
 
@@ -66,6 +70,7 @@ PRIVATE_SITE_KEYS = (
 
 SPACES: dict[str, Callable[..., SearchSpace]] = {
     "darts": DARTSSpace,
+    "mlp": MLPSpace,
     "nasbench201": NASBench201Space,
 }
 
@@ -199,16 +204,16 @@ def check_buildable(config: Config) -> None:
     for part in parts:
         key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
         make_client_data(prepared, part, key=key, fractions=fractions)
+    _class_factors(config, prepared.train.class_names, torch.device("cpu"))
     if isinstance(config.privacy, DifferentialPrivacy):
         _check_public(config, prepared)
-    if not isinstance(config.algorithm, FixedNetwork):
-        if config.genotype is not None:
-            genotype = load_genotype(Path(config.genotype).expanduser())
-        elif "search" in config.stages:
-            space = supernet_space(config, prepared)
-            genotype = space.random_genotype(torch.Generator())
-            with torch.device("meta"):
-                space.supernet()
+    if config.genotype is not None:
+        genotype = load_genotype(Path(config.genotype).expanduser())
+    elif "search" in config.stages and not isinstance(config.algorithm, GivenNetwork):
+        space = supernet_space(config, prepared)
+        genotype = space.random_genotype(torch.Generator())
+        with torch.device("meta"):
+            space.supernet()
     if "retrain" in config.stages:
         description = describe_network(config, prepared, genotype)
         with torch.device("meta"):
@@ -278,8 +283,23 @@ def make_client(
         networks=networks,
         tag=site.get("tag", ""),
         feature_names=prepared.train.feature_names,
+        class_factors=_class_factors(config, prepared.train.class_names, device),
+        oversample=config.oversample,
         gate=gate,
     )
+
+
+def _class_factors(
+    config: Config, class_names: tuple[str, ...], device: torch.device
+) -> torch.Tensor | None:
+    """Return the factor of every class, 1 where none is given; None if none is."""
+    given = config.class_factors
+    for name in given:
+        if name not in class_names:
+            raise unknown_choice("class_factors", name, class_names)
+    if not given:
+        return None
+    return torch.tensor([given.get(name, 1.0) for name in class_names], device=device)
 
 
 def make_site_gate(site: Mapping[str, str]) -> ReleaseGate | None:
@@ -391,8 +411,8 @@ def describe_network(
     """
     shapes = {"input_shape": list(prepared.input_shape), "num_classes": prepared.num_classes}
     if genotype is None:
-        if not isinstance(config.algorithm, FixedNetwork):
-            raise ValueError("only algorithm=fedavg has a network without a genotype")
+        if not isinstance(config.algorithm, GivenNetwork):
+            raise ValueError("only fedavg and fedex have a network without a genotype")
         if config.algorithm.network not in FIXED_NETWORKS:
             raise unknown_choice("algorithm.network", config.algorithm.network, FIXED_NETWORKS)
         return {"name": config.algorithm.network, **shapes}
@@ -492,29 +512,31 @@ def _make_fed_darts(
 def _make_feathers(
     config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
 ) -> RoundStrategy:
-    algorithm = config.algorithm
+    algorithm, space = config.algorithm, supernet_space(config, prepared)
     assert isinstance(algorithm, HyperparameterSearch)
-    space = supernet_space(config, prepared)
-    drawn = draw_configurations(
-        algorithm.num_configurations,
-        algorithm.ranges,
-        make_generator(config.seed, "configurations"),
-    )
     return FEATHERS(
         _seeded_supernet(config, space),
         courier,
         space=space,
-        configurations=algorithm.configurations or drawn,
-        bandit=algorithm.bandit,
-        nas_rounds=algorithm.nas_rounds,
-        rule=algorithm.rule,
+        description={"name": "supernet"},
         local_epochs=algorithm.local_epochs,
         batch_size=algorithm.batch_size,
         clip_norm=algorithm.clip_norm,
-        loss_bound=algorithm.loss_bound,
-        seed=config.seed,
         checkpoints=checkpoints,
+        **_exploration(config, algorithm),
     )
+
+
+def _exploration(config: Config, algorithm: HyperparameterSearch) -> dict[str, Any]:
+    """Return what the two stages of FEATHERS have in common."""
+    return {
+        "configurations": _configurations(config.seed, algorithm),
+        "bandit": algorithm.bandit,
+        "nas_rounds": algorithm.nas_rounds,
+        "rule": algorithm.rule,
+        "loss_bound": algorithm.loss_bound,
+        "seed": config.seed,
+    }
 
 
 def _make_fnas(
@@ -562,6 +584,7 @@ def _make_random_search(
         local_epochs=algorithm.local_epochs,
         batch_size=algorithm.batch_size,
         weights=algorithm.weights,
+        ranges=algorithm.ranges,
         checkpoints=checkpoints,
     )
 
@@ -580,19 +603,59 @@ def make_retraining(
     courier: Courier,
     checkpoints: CheckpointFolder,
     private: Mapping[str, Any] | None = None,
-) -> tuple[FedAvg, nn.Module]:
-    """Return the strategy of the retrain stage and its network, initialised from the run's seed."""
+    configuration: Configuration | None = None,
+) -> tuple[RoundStrategy, nn.Module]:
+    """Return the strategy of the retrain stage and its network, initialised from the run's seed.
+
+    Args:
+        config: The run's configuration.
+        description: What the network is built from.
+        courier: Reaches the clients.
+        checkpoints: Where the state goes after every round.
+        private: See :class:`RoundStrategy`.
+        configuration: Takes the place of the retrain settings' learning rate, momentum, decay and
+            drop-path probability.
+    """
     network = _seeded_network(config, description)
-    settings = config.retrain
+    settings, algorithm = config.retrain, config.algorithm
+    if isinstance(algorithm, HyperparameterSearch):
+        return FEATHERS(
+            network,
+            courier,
+            space=None,
+            description=description,
+            local_epochs=settings.local_epochs,
+            batch_size=settings.batch_size,
+            clip_norm=settings.weights.clip_norm,
+            auxiliary_weight=settings.auxiliary_weight,
+            checkpoints=checkpoints,
+            private=private,
+            **_exploration(config, algorithm),
+        ), network
+    if isinstance(algorithm, TunedTraining):
+        return FedEx(
+            network,
+            courier,
+            description=description,
+            configurations=_configurations(config.seed, algorithm),
+            theta=algorithm.theta,
+            local_epochs=settings.local_epochs,
+            batch_size=settings.batch_size,
+            clip_norm=algorithm.clip_norm,
+            auxiliary_weight=settings.auxiliary_weight,
+            loss_bound=algorithm.loss_bound,
+            seed=config.seed,
+            checkpoints=checkpoints,
+        ), network
     strategy = FedAvg(
         network,
         courier,
         description=description,
         local_epochs=settings.local_epochs,
         batch_size=settings.batch_size,
-        weights=settings.weights,
+        weights=configuration.annealed(settings.weights) if configuration else settings.weights,
         auxiliary_weight=settings.auxiliary_weight,
-        drop_path_prob=settings.drop_path_prob,
+        drop_path_prob=configuration.dropout if configuration else settings.drop_path_prob,
         checkpoints=checkpoints,
         private=private,
     )
@@ -617,6 +680,15 @@ def load_network(run_folder: str | Path) -> nn.Module:
     network = make_network(description)
     network.load_state_dict(tensors)
     return network.eval()
+
+
+def _configurations(
+    seed: int, algorithm: HyperparameterSearch | TunedTraining
+) -> list[Configuration]:
+    """Return the given configurations, else those drawn from the run's seed."""
+    generator = make_generator(seed, "configurations")
+    drawn = draw_configurations(algorithm.num_configurations, algorithm.ranges, generator)
+    return algorithm.configurations or drawn
 
 
 def _seeded_supernet(config: Config, space: SearchSpace) -> Supernet:

@@ -25,6 +25,7 @@ from fednas_flwr.search.settings import (
     BanditSettings,
     Configuration,
     Range,
+    ThetaSettings,
     check_range,
 )
 
@@ -107,13 +108,17 @@ class GradientSearch:
 
 @dataclass(frozen=True)
 class RandomSearch:
-    """Random search: each round trains one random network a little and ranks it."""
+    """Random search: each round trains one random network a little and ranks it.
+
+    With ``ranges`` each network is trained with hyper-parameters drawn from them.
+    """
 
     name: str
     trial_rounds: int
     local_epochs: int
     batch_size: int
     weights: SGD
+    ranges: dict[str, Range] | None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -158,6 +163,26 @@ class FixedNetwork:
 
     name: str
     network: str
+
+
+@dataclass(frozen=True)
+class TunedTraining:
+    """FedEx: no search; FedAvg of a given network whose clients draw their hyper-parameters."""
+
+    name: str
+    network: str
+    clip_norm: float | None
+    loss_bound: float
+    theta: ThetaSettings
+    num_configurations: int
+    configurations: list[Configuration]
+    ranges: dict[str, Range]
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        number = self.num_configurations
+        check_range(number >= 1, "algorithm.num_configurations", number, "1 or more")
+        check_range(self.loss_bound > 0, "algorithm.loss_bound", self.loss_bound, "above 0")
 
 
 @dataclass(frozen=True)
@@ -261,35 +286,49 @@ class NoPrivacy:
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise on clipped sums: std ``noise_multiplier * max_grad_norm``, per release.
+    """Noise on clipped sums of one kind: std ``noise_multiplier * max_grad_norm``, per release.
 
-    ``noise_multiplier`` null calibrates it to a target.
+    Attributes:
+        noise_multiplier: Null calibrates it.
+        epsilon: What all releases of this kind may cost alone, from which the noise multiplier
+            follows; null leaves it to the run's epsilon.
+        max_grad_norm: What one record contributes at most.
     """
 
     noise_multiplier: float | None
+    epsilon: float | None
     max_grad_norm: float
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for key in ("noise_multiplier", "max_grad_norm"):
-            value = getattr(self, key)
-            check_range(value is None or value > 0, key, value, "a number above 0")
+        _check_noise(self)
 
 
 @dataclass(frozen=True)
 class PrivateRetrain:
-    """DP-SGD of the derived network; ``noise_multiplier`` null calibrates it to the target."""
+    """DP-SGD of the derived network: its noise, see :class:`Noise`, and its steps per round."""
 
     noise_multiplier: float | None
+    epsilon: float | None
     max_grad_norm: float
     local_steps: int
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for key in ("noise_multiplier", "max_grad_norm"):
-            value = getattr(self, key)
-            check_range(value is None or value > 0, key, value, "a number above 0")
+        _check_noise(self)
         check_range(self.local_steps >= 1, "local_steps", self.local_steps, "1 or more")
+
+
+def _check_noise(noise: Noise | PrivateRetrain) -> None:
+    """Raise ConfigError for a value out of range, or noise that is given in two ways."""
+    for key in ("noise_multiplier", "epsilon", "max_grad_norm"):
+        value = getattr(noise, key)
+        check_range(value is None or value > 0, key, value, "a number above 0")
+    if None not in (noise.noise_multiplier, noise.epsilon):
+        raise ConfigError(
+            f"noise_multiplier={noise.noise_multiplier} with epsilon={noise.epsilon}: the one "
+            "follows from the other; set one of them to null."
+        )
 
 
 @dataclass(frozen=True)
@@ -305,12 +344,15 @@ class DifferentialPrivacy:
         epsilon: What the whole run may cost a record, at ``delta``; retraining's noise is
             calibrated to what search and metrics leave of it. Simulated sites get it as budget.
         delta: Above 0, below 1.
-        search_share: Share of ``epsilon`` that the search's noise is calibrated to where it is not
-            given; all of it without retraining.
+        search_share: Share of ``epsilon`` that the noise of weights and alphas is calibrated to
+            where it is not given and retraining reads the same split; else all of it.
+        rewards_share: The same of the noise on rewards, search and retraining together.
         weights: Of the supernet's weights, in the search.
-        alphas: Of the architecture variables. Noise is given for both or calibrated, equal, for
-            both.
+        alphas: Of the architecture variables.
+        rewards: Of FEATHERS' trials; a record's decrease of loss is in units of its bound, so that
+            the norm is 1.
         retrain: Of the derived network's weights.
+        local_steps: Noised steps per round of a local search, and per trial.
         metrics_noise_multiplier: Of losses and accuracies on clients' records, over a norm of 1 per
             record and measurement; null measures none.
         micro_batch_size: Records whose gradients are held at a time, 1 to 1024.
@@ -324,9 +366,12 @@ class DifferentialPrivacy:
     epsilon: float
     delta: float
     search_share: float
+    rewards_share: float
     weights: Noise
     alphas: Noise
+    rewards: Noise
     retrain: PrivateRetrain
+    local_steps: int
     metrics_noise_multiplier: float | None
     micro_batch_size: int
     sites: str | None
@@ -341,14 +386,16 @@ class DifferentialPrivacy:
             "a number from .001 to 1e6",
         )
         check_range(0 < self.delta < 1, "privacy.delta", self.delta, "above 0, below 1")
-        share = self.search_share
-        check_range(0 < share < 1, "privacy.search_share", share, "above 0, below 1")
-        given = [part.noise_multiplier for part in (self.weights, self.alphas)]
-        if given.count(None) == 1:
-            raise ConfigError(
-                "privacy.weights.noise_multiplier={} with privacy.alphas.noise_multiplier={}: give "
-                "both, or null for both.".format(*given)
-            )
+        for key in ("search_share", "rewards_share"):
+            share = getattr(self, key)
+            check_range(0 < share < 1, f"privacy.{key}", share, "above 0, below 1")
+        check_range(self.local_steps >= 1, "privacy.local_steps", self.local_steps, "1 or more")
+        check_range(
+            self.rewards.max_grad_norm == 1,
+            "privacy.rewards.max_grad_norm",
+            self.rewards.max_grad_norm,
+            "1: rewards are bounded by algorithm.loss_bound",
+        )
         sigma, size = self.metrics_noise_multiplier, self.micro_batch_size
         check_range(
             sigma is None or sigma > 0,
@@ -447,9 +494,11 @@ ALGORITHMS: dict[str, type] = {
     "feathers": HyperparameterSearch,
     "random_search": RandomSearch,
     "fedavg": FixedNetwork,
+    "fedex": TunedTraining,
 }
 PRIVACY: dict[str, type] = {"none": NoPrivacy, "dp": DifferentialPrivacy}
-Algorithm = LocalSearch | GradientSearch | HyperparameterSearch | RandomSearch | FixedNetwork
+GivenNetwork = FixedNetwork | TunedTraining  # these do not search
+Algorithm = LocalSearch | GradientSearch | HyperparameterSearch | RandomSearch | GivenNetwork
 
 
 @dataclass(frozen=True)
@@ -457,7 +506,9 @@ class Config:
     """One run.
 
     ``run_dir`` is the run folder; ``threads`` are torch's threads per client; ``engine`` says how
-    supernets are computed (:mod:`fednas_flwr.search_spaces`).
+    supernets are computed (:mod:`fednas_flwr.search_spaces`). ``class_factors`` are public factors
+    of the losses of classes, by name; with privacy they multiply what is clipped already.
+    ``oversample`` has training repeat the records of rarer classes.
     """
 
     algorithm: Algorithm
@@ -476,6 +527,8 @@ class Config:
     rounds: int
     stages: list[str]
     genotype: str | None
+    class_factors: dict[str, float]
+    oversample: bool
     tensorboard: bool
 
     def __post_init__(self) -> None:
@@ -494,25 +547,28 @@ class Config:
         check_range(
             bool(self.stages), "stages", self.stages, f"at least one of {', '.join(STAGES)}"
         )
+        for name, factor in self.class_factors.items():
+            check_range(0 < factor <= 1, f"class_factors.{name}", factor, "above 0, at most 1")
         _check_privacy(self)
         if self.algorithm.name == "vanilla_nas" and self.clients != 1:
             raise ConfigError(
                 f"algorithm=vanilla_nas with clients={self.clients}: vanilla NAS has one party; "
                 "set clients=1 or algorithm=fnas."
             )
-        searches = "search" in self.stages and not isinstance(self.algorithm, FixedNetwork)
+        searches = "search" in self.stages and not isinstance(self.algorithm, GivenNetwork)
         if self.genotype is not None and searches:
             raise ConfigError(
                 f"genotype={self.genotype} with stages={self.stages}: a genotype replaces the "
                 "search; set stages=[retrain,evaluate,export]."
             )
-        if searches and self.dataset.fractions.get("validation") == 0:
+        chooses = searches or isinstance(self.algorithm, TunedTraining)
+        if chooses and self.dataset.fractions.get("validation") == 0:
             raise ConfigError(
                 "dataset.fractions.validation=0.0 leaves a search nothing to choose by: expected "
                 "above 0."
             )
         if "retrain" in self.stages and not searches and self.genotype is None:
-            if not isinstance(self.algorithm, FixedNetwork):
+            if not isinstance(self.algorithm, GivenNetwork):
                 raise ConfigError(
                     f"stages={self.stages} without search: retraining needs a network; set "
                     "genotype=<file> or algorithm=fedavg."
@@ -585,22 +641,32 @@ def _check_privacy(config: Config) -> None:
         if algorithm.name == "dp_fnas":
             raise ConfigError("algorithm=dp_fnas with privacy=none: set privacy=dp, or use fnas.")
         return
-    private = ("dp_fnas", "fedavg")
+    private = ("dp_fnas", "fed_darts", "feathers", "fedavg")
+    if config.oversample:
+        raise ConfigError(
+            "oversample=true with privacy=dp: a record that is drawn several times costs more than "
+            "is booked; set class_factors={<class>: <public factor>} instead."
+        )
     if algorithm.name not in private:
         raise ConfigError(
             f"privacy=dp with algorithm={algorithm.name} is not possible yet: choose one of "
             f"{', '.join(private)}."
         )
     norms = {"retrain.norm": config.retrain.norm} if "retrain" in config.stages else {}
-    if isinstance(algorithm, GradientSearch):
-        if "search" in config.stages:
-            norms["search_space.norm"] = config.search_space.norm
-        if algorithm.order != 1:
+    if "search" in config.stages and not isinstance(algorithm, GivenNetwork):
+        norms["search_space.norm"] = config.search_space.norm
+    if isinstance(algorithm, GradientSearch) and algorithm.order != 1:
+        raise ConfigError(
+            f"algorithm.order={algorithm.order} with privacy=dp: the second order mixes splits "
+            "and is no sum over records; set algorithm.order=1."
+        )
+    if isinstance(algorithm, LocalSearch | HyperparameterSearch):
+        if algorithm.rule != "first_order":
             raise ConfigError(
-                f"algorithm.order={algorithm.order} with privacy=dp: the second order mixes splits "
-                "and is no sum over records; set algorithm.order=1."
+                f"algorithm.rule={algorithm.rule} with privacy=dp: it mixes splits; set "
+                "algorithm.rule=first_order."
             )
-    elif isinstance(algorithm, FixedNetwork):
+    if isinstance(algorithm, FixedNetwork) and config.genotype is None:
         norms = {}
         if algorithm.network == "mobilenet_v2":
             raise ConfigError(

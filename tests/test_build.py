@@ -20,7 +20,7 @@ Compose = Callable[..., Config]
 
 # Files that need nothing but the installation, beside those of the made data set.
 BUILDS = [
-    *(f"algorithm={n}" for n in ("fed_darts", "fednas", "fnas", "random_search")),
+    *(f"algorithm={n}" for n in ("fed_darts", "fedex", "fednas", "fnas", "random_search")),
     "algorithm=vanilla_nas clients=1",
     *(f"algorithm=fedavg algorithm.network={n}" for n in ("mobilenet_v2", "plain_cnn", "linear")),
     "search_space=darts retrain=darts",
@@ -133,3 +133,11 @@ def test_a_client_of_a_site_with_a_policy_needs_its_gate(compose_config):
         build.make_client(
             config, 0, data=build.make_data(config), networks={}, site={"policy": "policy.yaml"}
         )
+
+
+def test_class_factors_are_in_0_to_1_and_of_classes_that_exist(compose_config):
+    with pytest.raises(ConfigError, match=r"class_factors.red=0.0 is out of range: .*at most 1"):
+        compose_config("class_factors={red: 0.0}")
+    config = compose_config("class_factors={purple: 0.5}")
+    with pytest.raises(ConfigError, match="class_factors=purple is unknown: choose one of 0, 1, 2"):
+        build.check_buildable(config)

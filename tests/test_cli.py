@@ -158,7 +158,7 @@ def test_command_exits_with_2_and_no_trace() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "fednas: algorithm=fed_dart is unknown: choose one of dp_fnas, feathers, fed_darts, "
-        "fedavg, fednas, fnas, random_search, vanilla_nas (nearest: fed_darts).\n"
+        "fedavg, fedex, fednas, fnas, random_search, vanilla_nas (nearest: fed_darts).\n"
     )
 
 

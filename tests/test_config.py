@@ -158,6 +158,10 @@ def test_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
         ("privacy.retrain.local_steps", 0, "expected 1 or more"),
         ("privacy.epsilon", 1e9, "expected a number from .001 to 1e6"),
         ("privacy.micro_batch_size", 2000, "from 1 to 1024"),
+        ("privacy.local_steps", 0, "expected 1 or more"),
+        ("privacy.rewards_share", 1.0, "above 0, below 1"),
+        ("privacy.rewards.max_grad_norm", 2.0, "bounded by algorithm.loss_bound"),
+        ("oversample", True, "with privacy=dp: a record that is drawn several times"),
     ],
 )
 def test_bad_privacy_is_named_by_its_whole_key(key: str, value: Any, words: str) -> None:

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from fednas_flwr.clients.release import ReleaseGate
-from fednas_flwr.data.loaders import ClientData, Split, augment, concat_splits, epoch_batches
+from fednas_flwr.data.loaders import (
+    ClientData,
+    Split,
+    augment,
+    concat_splits,
+    epoch_batches,
+    oversampled,
+)
 from fednas_flwr.errors import unknown_choice
 from fednas_flwr.exchange.messages import Header
 from fednas_flwr.exchange.states import Packed, load_states
@@ -44,6 +51,8 @@ class Client:
         networks: The networks built so far, shared by the clients of one process.
         tag: What the site calls itself; empty when it does not.
         feature_names: Names of a table's features, the same for all clients; empty for images.
+        class_factors: Public factors of the classes' losses, in (0, 1], on the device; None is 1.
+        oversample: Whether training repeats records of rarer classes.
         gate: What releases must pass; with one the client answers private verbs only.
         rehearsed: Which computations private verbs have tried on a made-up record.
     """
@@ -59,6 +68,8 @@ class Client:
     networks: dict[str, nn.Module] = field(default_factory=dict)
     tag: str = ""
     feature_names: tuple[str, ...] = ()
+    class_factors: torch.Tensor | None = None
+    oversample: bool = False
     gate: ReleaseGate | None = None
     rehearsed: set[str] = field(default_factory=set)
 
@@ -71,7 +82,8 @@ class Client:
             # A supernet is used again every round; of derived networks only the newest one is.
             for old in [k for k in self.networks if '"supernet"' not in k]:
                 del self.networks[old]
-            self.networks[key] = self.make_network(description).to(self.device)
+            with torch.random.fork_rng():  # what a verb draws must not depend on who built it
+                self.networks[key] = self.make_network(description).to(self.device)
         network = self.networks[key]
         if states is not None:
             load_states(network, states)
@@ -89,6 +101,10 @@ class Client:
             raise unknown_choice("split", name, splits)
         return splits[name]()
 
+    def for_training(self, split: Split) -> Split:
+        """Return the split whose rows are trained on."""
+        return oversampled(split) if self.oversample else split
+
     def generator(self, header: Header, *purpose: int | str) -> torch.Generator:
         """Return the generator of one purpose in one exchange of this client."""
         return make_generator(self.seed, header.stage, header.round, self.index, *purpose)
@@ -97,6 +113,7 @@ class Client:
         self, split: Split, *, batch_size: int | None, generator: torch.Generator
     ) -> Iterator[Batch]:
         """Yield augmented training batches of one shuffled pass over ``split``."""
+        split = self.for_training(split)
         for indices in epoch_batches(len(split), batch_size=batch_size, generator=generator):
             x, y = split.batch(indices, self.device)
             yield self.augmented(x, generator), y

@@ -9,11 +9,8 @@ and not on others would tell which are there.
 
 from __future__ import annotations
 
-import json
 import math
-import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,16 +19,31 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fednas_flwr.clients.client import Client
+from fednas_flwr.clients.noised_training import (
+    SPLIT_OF,
+    before_reading,
+    gate_of,
+    local_training,
+    noised_gradient,
+    number,
+    rehearse,
+    whole_number,
+)
 from fednas_flwr.clients.release import Admission, ReleaseGate
-from fednas_flwr.clients.verbs import STATES_OF, SUPERNET, identity, make_reply, request_supernet
-from fednas_flwr.data.loaders import Split
+from fednas_flwr.clients.verbs import (
+    STATES_OF,
+    SUPERNET,
+    clipped_decreases,
+    identity,
+    make_reply,
+    request_supernet,
+    validation_losses,
+)
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.states import Tensors, network_states
-from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.policy import show
-from fednas_flwr.search.settings import SGD
-from fednas_flwr.search.training import Batch, clip_gradients, make_sgd, periodic_gradients
+from fednas_flwr.search.training import periodic_gradients
 
 # What may leave beside header, layout digests and num_examples, which are public: facts that do
 # not depend on the records, and noised releases. What a schedule costs, and how much of it the
@@ -47,15 +59,15 @@ RELEASES = {
     "train.weight_gradient": {"weights"},
     "train.alpha_gradient": {"alphas"},
     "train.gradients": {"weights", "alphas"},
+    "train.search": {"weights", "alphas"},
+    "train.probe": {"rewards"},
     "train.weights": {"weights"},
     "evaluate.model": {"loss", "accuracy"},
 }
-SPLIT_OF = {"weights": "train", "alphas": "validation"}  # what each state's gradient reads
-KIND_OF = {"train.weights": "weights", "evaluate.model": "metrics"}  # of what reads settings' split
 METRICS_BATCH = 256
-LARGEST_MICRO_BATCH = 1024
 METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 0 to 1
-LARGEST_NUMBER = 1e30  # of rates and weights that a request gives: fits float32
+NUMBERS_OF = {"metrics": 2, "rewards": 1}  # values of a release that are no network's
+LARGEST_TRIALS = 1000
 
 
 def admit(
@@ -81,7 +93,7 @@ def admit(
     verb, settings = request.verb, request.settings
     if verb not in PRIVATE_VERBS:
         raise unknown_choice("private verb", verb, PRIVATE_VERBS)
-    with _before_reading(request):
+    with before_reading(request):
         if verb == "query.describe":
             gate.check_public(verb, gate.data_set)
             return {}
@@ -89,16 +101,12 @@ def admit(
             gate.check_public(verb, settings["data_set"])
             gate.check_schedule(settings["schedule"])
             return {}
-        if verb in STATES_OF:
-            kinds = {state: (SPLIT_OF[state],) for state in STATES_OF[verb]}
-        else:
-            kinds = {KIND_OF[verb]: tuple(settings["split"].split("+"))}
         return {
             kind: gate.admit(
                 request,
                 kind,
                 splits=splits,
-                steps=1 if kind == "metrics" else settings["local_steps"],
+                steps=steps,
                 num_values=_num_values(network, kind),
                 batch_norm=(
                     _means_batch_norm(request, supernet_norm)
@@ -106,13 +114,42 @@ def admit(
                     else _has_batch_norm(network)
                 ),
             )
-            for kind, splits in kinds.items()
+            for kind, (splits, steps) in _asked_kinds(request).items()
         }
+
+
+def _asked_kinds(request: Request) -> dict[str, tuple[tuple[str, ...], int]]:
+    """Return what a request releases: by kind the splits that it reads, and how many times."""
+    verb, settings = request.verb, request.settings
+    if verb == "evaluate.model":
+        return {"metrics": (tuple(settings["split"].split("+")), 1)}
+    steps = settings["local_steps"]
+    if verb in STATES_OF:
+        return {state: ((SPLIT_OF[state],), steps) for state in STATES_OF[verb]}
+    if verb == "train.weights":
+        return {"weights": (tuple(settings["split"].split("+")), steps)}
+    if verb == "train.search":
+        return {state: ((split,), steps) for state, split in SPLIT_OF.items()}
+    trials = _num_trials(settings)
+    local_steps = trials * whole_number(settings, "local_steps", largest=10**6)
+    states = SPLIT_OF if settings["network"] == SUPERNET else {"weights": SPLIT_OF["weights"]}
+    kinds: dict[str, tuple[tuple[str, ...], int]] = {
+        state: ((split,), local_steps) for state, split in states.items()
+    }
+    return kinds | {"rewards": (("validation",), trials)}
+
+
+def _num_trials(settings: Mapping[str, Any]) -> int:
+    """Return how many trials a probe asks for."""
+    trials = settings["trials"]
+    if not isinstance(trials, list) or not 1 <= len(trials) <= LARGEST_TRIALS:
+        raise ConfigError(f"refused, trials={show(trials)} are not 1 to {LARGEST_TRIALS}.")
+    return len(trials)
 
 
 def describe(client: Client, request: Request) -> Reply:
     """``query.describe``: who the client is, and what its policy declares of its data."""
-    gate = _gate(client)
+    gate = gate_of(client)
     allowed = gate.allowed
     facts = identity(client) | {
         "splits": dict(allowed.records),
@@ -126,8 +163,8 @@ def describe(client: Client, request: Request) -> Reply:
 
 def commit(client: Client, request: Request) -> Reply:
     """``query.commit``: keep the run's schedule of releases; tell its cost and what is covered."""
-    gate = _gate(client)
-    with _before_reading(request):
+    gate = gate_of(client)
+    with before_reading(request):
         schedule = request.settings["schedule"]
         covered_steps = gate.covered_steps(schedule)
         gate.commit(request.header, schedule)
@@ -142,39 +179,39 @@ def gradients(client: Client, request: Request) -> Reply:
     2110.11025, Eq. 3 and 4). ``num_examples`` is the public expected batch size; fused, the sum of
     the alphas is scaled to that of the weights.
     """
-    gate, settings, states = _gate(client), request.settings, STATES_OF[request.verb]
-
-    def clipped_sum(state: str, x: Tensor, y: Tensor) -> Tensors:
-        terms: dict[str, Any] = {"loss": record_losses}
-        terms["max_norm"] = admissions[state].terms.max_grad_norm
-        if state == "weights":
-            return clipped_gradient_sum(supernet, x, y, parameters=supernet.weights(), **terms)
-        return clipped_alpha_gradient_sum(supernet, x, y, alphas=supernet.alphas(), **terms)
-
-    with _before_reading(request):
+    gate, settings, states = gate_of(client), request.settings, STATES_OF[request.verb]
+    with before_reading(request):
         supernet = request_supernet(client, request).train()
         admissions = admit(gate, request, supernet)
-        micro_batch_size = _micro_batch_size(settings)
-        local_lrs = {state: _number(settings["local_lrs"], state) for state in states}
-        for state in states:
-            _rehearse(client, partial(clipped_sum, state), micro_batch_size, state)
-
-    def noised(state: str) -> tuple[Tensors, float]:
-        split, admission = client.split(SPLIT_OF[state]), admissions[state]
-        sums = gate.release(
-            admission,
-            len(split),
-            partial(_sum_over, client, split, micro_batch_size, partial(clipped_sum, state)),
-        )
-        return {n: total.to(client.device) for n, total in sums.items()}, admission.batch_size
+        local_lrs = {state: number(settings["local_lrs"], state) for state in states}
+        noised = {
+            state: noised_gradient(client, settings, supernet, state, admissions[state])
+            for state in states
+        }
 
     sums, batch_size = periodic_gradients(
-        lambda: {state: noised(state) for state in states},
+        lambda: {state: take() for state, take in noised.items()},
         {"weights": supernet.weights(), "alphas": supernet.alphas()},
         steps=settings["local_steps"],
         local_lrs=local_lrs,
     )
     return make_reply(batch_size, sums, {})
+
+
+def search(client: Client, request: Request) -> Reply:
+    """``train.search``: weights and alphas after local steps of search, each step a release.
+
+    DP-SGD on the weights and, first order, noised Adam on the alphas, alternating as in
+    ``search.local_search``. The states follow from the releases. FEATHERS, Alg. 4, without the
+    look-ahead of its line 2, whose weights would carry no noise.
+    """
+    gate = gate_of(client)
+    with before_reading(request):
+        supernet = request_supernet(client, request)
+        admissions = admit(gate, request, supernet)
+        train = local_training(client, request.settings, supernet, admissions)
+    train()
+    return make_reply(gate.num_records(("train",)), _trained(supernet), {})
 
 
 def weights(client: Client, request: Request) -> Reply:
@@ -184,44 +221,51 @@ def weights(client: Client, request: Request) -> Reply:
     step is a release of its own; the weights follow from the releases. ``clip_norm`` bounds the
     noised mean, beside the clipping of each record.
     """
-    gate, settings = _gate(client), request.settings
+    gate, settings = gate_of(client), request.settings
+    with before_reading(request):
+        network = client.network(settings["network"], request.states)
+        admissions = admit(gate, request, network)
+        train = local_training(client, settings, network, admissions)
+    train()
+    return make_reply(gate.num_records(settings["split"].split("+")), _trained(network), {})
 
-    def clipped_sum(x: Tensor, y: Tensor) -> Tensors:
-        return clipped_gradient_sum(
-            network,
-            x,
-            y,
-            loss=loss,
-            parameters=parameters,
-            max_norm=admission.terms.max_grad_norm,
-        )
 
-    with _before_reading(request):
-        network = client.network(settings["network"], request.states).train()
-        admission = admit(gate, request, network)["weights"]
-        split = client.split(settings["split"])
-        micro_batch_size = _micro_batch_size(settings)
-        drop_path_prob = _number(settings, "drop_path_prob")
-        network.drop_path_prob = drop_path_prob  # type: ignore[assignment]
-        loss = _with_auxiliary(_number(settings, "auxiliary_weight"))
-        given = settings["weights"]
-        rates = {n: None if given[n] is None else _number(given, n) for n in given}
-        parameters = dict(network.named_parameters())
-        sgd = SGD(**rates)  # type: ignore[arg-type]
-        optimizer = make_sgd(parameters.values(), sgd)
-        _rehearse(client, clipped_sum, micro_batch_size, settings["network"], drop_path_prob)
+def probe(client: Client, request: Request) -> Reply:
+    """``train.probe``: noised decreases of the validation loss, one per trial.
 
-    for _ in range(settings["local_steps"]):
-        noised = gate.release(
-            admission, len(split), partial(_sum_over, client, split, micro_batch_size, clipped_sum)
-        )
-        for name, parameter in parameters.items():
-            parameter.grad = (noised[name] / admission.batch_size).to(parameter)
-        clip_gradients(optimizer, sgd.clip_norm)
-        optimizer.step()
-    optimizer.zero_grad()
-    states = {name: state for name, state in network_states(network).items() if state}
-    return make_reply(gate.num_records(settings["split"].split("+")), states, {})
+    Every local step of a trial is a release, booked although its result is discarded: one train
+    record moves the weights and so the loss of all validation records. Given those, the decrease is
+    a sum over validation records of numbers from -M to M, released once per trial.
+    """
+    gate, settings = gate_of(client), request.settings
+    with before_reading(request):
+        network = client.network(settings["network"], request.states)
+        admissions = admit(gate, request, network)
+        admission, bound = admissions["rewards"], number(settings, "loss_bound")
+        if bound <= 0:
+            raise ConfigError(f"refused, loss_bound={show(bound)} is not above 0.")
+        trainings = [
+            local_training(client, {**settings, **trial}, network, admissions)
+            for trial in settings["trials"]
+        ]
+        rehearse(client, lambda x, y: network.eval()(x), METRICS_BATCH, settings["network"])
+    before: list[Tensor] = []
+    unit = admission.terms.max_grad_norm / bound
+
+    def decrease_sum(rows: Tensor) -> Tensors:
+        after = validation_losses(client, network)
+        if not before:
+            client.network(settings["network"], request.states)
+            before.append(validation_losses(client, network))
+        return {"rewards": unit * clipped_decreases(before[0] - after, bound)[rows].sum()[None]}
+
+    rewards = []
+    for train in trainings:
+        client.network(settings["network"], request.states)
+        train()
+        noised = gate.release(admission, len(client.data.validation), decrease_sum)["rewards"]
+        rewards.append(noised / (unit * admission.batch_size))
+    return make_reply(admission.batch_size, {"rewards": {"rewards": torch.cat(rewards)}}, {})
 
 
 def model(client: Client, request: Request) -> Reply:
@@ -229,14 +273,14 @@ def model(client: Client, request: Request) -> Reply:
 
     One release of the sum of (loss up to a public bound, correct or not) over all records.
     """
-    gate, settings = _gate(client), request.settings
+    gate, settings = gate_of(client), request.settings
     bound = 2 * math.log(max(2, len(client.class_names)))
-    with _before_reading(request):
+    with before_reading(request):
         network = client.network(settings["network"], request.states).eval()
         admission = admit(gate, request, network)["metrics"]
         split = client.split(settings["split"])
         measure = partial(_metrics_sum, network, bound=bound)
-        _rehearse(client, measure, METRICS_BATCH, settings["network"])
+        rehearse(client, measure, METRICS_BATCH, settings["network"])
     scale = METRICS_NORM / admission.terms.max_grad_norm
 
     def clipped_sum(rows: Tensor) -> Tensors:
@@ -257,6 +301,8 @@ PRIVATE_VERBS: dict[str, Callable[[Client, Request], Reply]] = {
     "train.weight_gradient": gradients,
     "train.alpha_gradient": gradients,
     "train.gradients": gradients,
+    "train.search": search,
+    "train.probe": probe,
     "train.weights": weights,
     "evaluate.model": model,
 }
@@ -268,59 +314,6 @@ def check_fields(verb: str, reply: Reply) -> None:
     leaving = set(reply.states) | set(reply.metrics)
     if not (set(reply.facts) <= facts and leaving <= releases and set(reply.digests) <= leaving):
         raise RuntimeError(f"{verb} must not return {sorted({*reply.facts, *leaving})}")
-
-
-@contextmanager
-def _before_reading(request: Request) -> Iterator[None]:
-    """Refuse what cannot be computed; inside no record is read, so that the reason may be told.
-
-    The ledger's RuntimeError and OSError are the site's own affair.
-    """
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"refused, the settings do not fit {request.verb}: {type(error).__name__}: "
-            f"{str(error)[:200]}."
-        ) from error
-
-
-def _rehearse(
-    client: Client, computation: Callable[[Tensor, Tensor], object], size: int, *chosen: object
-) -> None:
-    """Compute on a full micro-batch of zeros, of the last class, shaped like the client's records.
-
-    Once for everything that the server has chosen and on which success could depend, memory
-    included: no computation on records takes more.
-    """
-    key = json.dumps([size, *chosen])
-    if key in client.rehearsed:
-        return
-    x = torch.zeros(size, *client.data.train.features.shape[1:], device=client.device)
-    y = torch.full((size,), len(client.class_names) - 1, device=client.device)
-    try:
-        computation(x, y)
-    except RuntimeError as error:  # of torch
-        raise ValueError(error) from error
-    client.rehearsed.add(key)
-
-
-def _number(settings: Mapping[str, Any], name: str) -> float:
-    """Return a setting that must be a number, as float."""
-    value = settings[name]
-    if type(value) not in (int, float) or not abs(value) <= LARGEST_NUMBER:
-        raise ConfigError(f"refused, {name}={show(value)} is no number up to {LARGEST_NUMBER:g}.")
-    return float(value)
-
-
-def _micro_batch_size(settings: Mapping[str, Any]) -> int:
-    size = settings["micro_batch_size"]
-    if type(size) is not int or not 1 <= size <= LARGEST_MICRO_BATCH:
-        limit = f"an integer from 1 to {LARGEST_MICRO_BATCH}"
-        raise ConfigError(f"refused, micro_batch_size={show(size)} is not {limit}.")
-    return size
 
 
 @torch.no_grad()
@@ -337,59 +330,21 @@ def _metrics_sum(network: nn.Module, x: Tensor, y: Tensor, *, bound: float) -> T
     return torch.stack([losses.sum(), correct.sum()]).cpu()
 
 
-def _gate(client: Client) -> ReleaseGate:
-    assert client.gate is not None  # answer() chooses these verbs by it
-    return client.gate
-
-
-def _sum_over(
-    client: Client,
-    split: Split,
-    micro_batch_size: int,
-    clipped_sum: Callable[[Tensor, Tensor], Tensors],
-    rows: Tensor,
-) -> Tensors:
-    """Return the clipped sum over some rows, of which one micro-batch is in memory at a time."""
-    totals: Tensors = {}
-    for part in torch.split(rows, micro_batch_size) if len(rows) else (rows,):
-        sums = clipped_sum(*_private_batch(client, split, part))
-        totals = {name: totals[name] + s for name, s in sums.items()} if totals else sums
-    return totals
-
-
-def _private_batch(client: Client, split: Split, rows: Tensor) -> Batch:
-    """Return the augmented batch of some rows; what is drawn for a record, nobody can foresee."""
-    x, y = split.batch(rows, client.device)
-    generator = torch.Generator().manual_seed(secrets.randbits(63))
-    return (client.augmented(x, generator) if len(rows) else x), y
-
-
-def record_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return each record's cross-entropy [B]."""
-    return functional.cross_entropy(logits, labels, reduction="none")
-
-
-def _with_auxiliary(weight: float) -> Callable[[Tensor | tuple[Tensor, Tensor], Tensor], Tensor]:
-    """Return the loss [B] of a network that may have an auxiliary head, as in ``train_epoch``."""
-
-    def losses(output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-        logits, auxiliary = output if isinstance(output, tuple) else (output, None)
-        total = record_losses(logits, labels)
-        return total if auxiliary is None else total + weight * record_losses(auxiliary, labels)
-
-    return losses
+def _trained(network: nn.Module) -> dict[str, Tensors]:
+    return {name: state for name, state in network_states(network).items() if state}
 
 
 def _num_values(network: nn.Module | None, kind: str) -> int:
     """Return how many values a release of one kind has, 1 where that is not known yet."""
-    if network is None or kind == "metrics":
-        return 1 if network is None else 2
+    if network is None or kind in NUMBERS_OF:
+        return NUMBERS_OF.get(kind, 1)
     return sum(tensor.numel() for tensor in network_states(network)[kind].values())
 
 
 def _means_batch_norm(request: Request, supernet_norm: str | None) -> bool:
     """Return whether a request describes a network that normalises over a batch."""
-    described = {} if request.verb in STATES_OF else request.settings["network"]
+    searches = request.verb in (*STATES_OF, "train.search")
+    described = {} if searches else request.settings["network"]
     if described.get("name", SUPERNET["name"]) == SUPERNET["name"]:
         return supernet_norm == "batch"
     return described.get("norm") == "batch" or described["name"] == "mobilenet_v2"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import chain
 from typing import Any
@@ -77,19 +78,20 @@ def gradients(client: Client, request: Request) -> Reply:
     the alphas' gradient is of batch means (Eq. 5), times B_k.
     """
     supernet = request_supernet(client, request).train()
-    settings, states = request.settings, STATES_OF[request.verb]
+    settings, states, factors = request.settings, STATES_OF[request.verb], client.class_factors
     train, validation = (_step_batches(client, request, name) for name in ("train", "validation"))
     tallies = {state: Tally() for state in states}
 
     def weight_sum() -> tuple[Tensors, float]:
         batch = next(train)
-        return weight_gradient_sum(supernet, batch, tallies["weights"]), len(batch[1])
+        sums = weight_gradient_sum(supernet, batch, tallies["weights"], class_factors=factors)
+        return sums, len(batch[1])
 
     def alpha_sum() -> tuple[Tensors, float]:
         batch = next(validation)
         size = len(batch[1])
         if settings["order"] == 1:
-            sums, losses = alpha_gradient_sum(supernet, batch)
+            sums, losses = alpha_gradient_sum(supernet, batch, class_factors=factors)
         else:
             layout = Layout.of(network_states(supernet)["weights"])
             previous = unpack(request.states["previous_weights"], layout)
@@ -100,6 +102,7 @@ def gradients(client: Client, request: Request) -> Reply:
                 train_batch=next(train),
                 validation_batch=batch,
                 inner_lr=settings["inner_lr"],
+                class_factors=factors,
             )
             sums = {kind: gradient * size for kind, gradient in means.items()}
         tallies["alphas"].add(losses, None, batch[1])
@@ -130,23 +133,46 @@ def search(client: Client, request: Request) -> Reply:
 
 
 def probe(client: Client, request: Request) -> Reply:
-    """``train.probe``: by how much local epochs of search reduce the loss on validation records.
+    """``train.probe``: by how much local training would reduce the loss on validation records.
 
-    FEATHERS, Alg. 2 without its last line: nothing but the mean over validation records of
-    ``clip(l_before - l_after, -M, M)`` leaves, the search itself is discarded. The text does not
-    clip. ``num_examples`` is their number: the client's weight in the reward (Eq. 5).
+    FEATHERS, Alg. 2 and 3 without their last line. Each of ``settings["trials"]`` (settings beside
+    the common ones) trains the same network, a supernet or a derived one, from the same states
+    and with the same draws; the result is discarded. Nothing but the mean over validation records
+    of ``clip(l_before - l_after, -M, M)`` leaves per trial, as ``rewards`` [trials]. The text does
+    not clip, and its clients try one configuration per message. ``num_examples`` is the number
+    of validation records: the client's weight in the rewards (Eq. 5).
     """
-    supernet, bound = request_supernet(client, request), request.settings["loss_bound"]
+    settings, rewards = request.settings, []
+    for trial in settings["trials"]:
+        with torch.random.fork_rng():
+            network = client.network(settings["network"], request.states)
+            before = validation_losses(client, network)
+            tried = replace(request, settings={**settings, **trial})
+            train = _search if isinstance(network, Supernet) else _train
+            train(client, tried, network)
+            decreases = before - validation_losses(client, network)
+        rewards.append(clipped_decreases(decreases, settings["loss_bound"]).mean())
+    states = {"rewards": {"rewards": torch.stack(rewards).float()}}
+    return make_reply(len(client.data.validation), states, {})
+
+
+def validation_losses(client: Client, network: torch.nn.Module) -> torch.Tensor:
+    """Return the loss of every validation record, float64 [records] on the CPU."""
     split = client.data.validation
-    before = record_losses(supernet, split, client.device)
-    _search(client, request, supernet)
-    decrease = before - record_losses(supernet, split, client.device)
-    clipped = decrease.nan_to_num(nan=-bound).clamp(-bound, bound)
-    return Reply(num_examples=len(split), metrics={"loss_decrease": float(clipped.mean())})
+    losses = record_losses(network, split, client.device)
+    if client.class_factors is None:
+        return losses
+    return losses * client.class_factors.double().cpu()[split.labels[split.rows]]
 
 
-def _search(client: Client, request: Request, supernet: Supernet) -> dict[str, float]:
+def clipped_decreases(decreases: torch.Tensor, bound: float) -> torch.Tensor:
+    """Return each record's decrease within the bound; one that is not a number counts -bound."""
+    return decreases.nan_to_num(nan=-bound).clamp(-bound, bound)
+
+
+def _search(client: Client, request: Request, supernet: torch.nn.Module) -> dict[str, float]:
     """Search for local epochs, in place; return the metrics of the last one."""
+    assert isinstance(supernet, Supernet)
     settings = request.settings
     sgd, adam = SGD(**settings["weights"]), Adam(**settings["alphas"])
     weight_optimizer = make_sgd(supernet.weights().values(), sgd)
@@ -166,6 +192,7 @@ def _search(client: Client, request: Request, supernet: Supernet) -> dict[str, f
             weight_settings=sgd,
             weight_optimizer=weight_optimizer,
             alpha_optimizer=alpha_optimizer,
+            class_factors=client.class_factors,
         )
     return {
         "train_loss": train_tally.loss,
@@ -175,9 +202,20 @@ def _search(client: Client, request: Request, supernet: Supernet) -> dict[str, f
 
 
 def weights(client: Client, request: Request) -> Reply:
-    """``train.weights``: the weights of a network after local epochs."""
+    """``train.weights``: the weights of a network after local epochs.
+
+    With the setting ``validates`` also its mean loss on validation records after them.
+    """
+    network = client.network(request.settings["network"], request.states)
+    metrics = _train(client, request, network)
+    if request.settings.get("validates", False):
+        metrics["validation_loss"] = float(validation_losses(client, network).mean())
+    return make_reply(len(client.split(request.settings["split"])), _states(network), metrics)
+
+
+def _train(client: Client, request: Request, network: torch.nn.Module) -> dict[str, float]:
+    """Train the weights for local epochs, in place; return the metrics of the last one."""
     settings = request.settings
-    network = client.network(settings["network"], request.states)
     network.drop_path_prob = settings["drop_path_prob"]
     split = client.split(settings["split"])
     sgd = SGD(**settings["weights"])
@@ -190,9 +228,9 @@ def weights(client: Client, request: Request) -> Reply:
             optimizer=optimizer,
             clip_norm=sgd.clip_norm,
             auxiliary_weight=settings["auxiliary_weight"],
+            class_factors=client.class_factors,
         )
-    metrics = {"train_loss": tally.loss, "train_accuracy": tally.accuracy}
-    return make_reply(len(split), _states(network), metrics)
+    return {"train_loss": tally.loss, "train_accuracy": tally.accuracy}
 
 
 def model(client: Client, request: Request) -> Reply:
@@ -225,7 +263,7 @@ def request_supernet(client: Client, request: Request) -> Supernet:
 
 def _step_batches(client: Client, request: Request, split_name: str) -> Iterator[Batch]:
     """Yield the batches of one exchange: the next ``local_steps`` of an endless epoch sequence."""
-    settings, split = request.settings, client.split(split_name)
+    settings, split = request.settings, client.for_training(client.split(split_name))
     local_steps = settings["local_steps"]
     generator = client.generator(request.header, split_name)
     for step in range(settings["step"] * local_steps, (settings["step"] + 1) * local_steps):

@@ -113,7 +113,7 @@ def prepare(
     Args:
         cache: Folder for prepared tensors, made where missing.
         name: digits, mnist, fashion_mnist, cifar10, cifar100, npz, image_folder or csv.
-        root: File (npz, csv) or folder of the source; not used by digits.
+        root: File (npz, csv) or folder of the source (a csv's may be one); not used by digits.
         download: Whether torchvision may fetch missing files.
         sites: ``root`` holds one folder (image_folder) or file (npz, csv) per client; the
             records get a column ``site``.

@@ -62,9 +62,13 @@ def find_source(name: str, *, root: Path | None, download: bool, sites: bool) ->
                 f"dataset.root={root} has no folder {folder}: give dataset.root=<folder that "
                 f"holds {folder}> or dataset.download=true."
             )
-    elif not (root.is_dir() if sites or name == "image_folder" else root.is_file()):
-        kind = "folder" if sites or name == "image_folder" else "file"
-        raise ConfigError(f"dataset.root={root} is not a {kind}: give an existing one.")
+    else:
+        kinds = ["folder"] if sites or name == "image_folder" else ["file"]
+        kinds += ["folder"] if name == "csv" and not sites else []
+        found = "folder" if root.is_dir() else "file" if root.is_file() else None
+        if found not in kinds:
+            expected = " or ".join(kinds)
+            raise ConfigError(f"dataset.root={root} is not a {expected}: give an existing one.")
     return root
 
 

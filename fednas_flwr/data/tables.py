@@ -31,13 +31,14 @@ def load_csv(
     ignore: Sequence[str] = (),
     class_names: Sequence[str] = (),
 ) -> RecordsPair:
-    """Return the table's records, and None: a table has no official test part.
+    """Return the records of a table and of its official test part, None where it has none.
 
     A record's id is the hash of the ``id_column``, or else of the row's text (columns by name,
     without the label). All columns but those of fractions are kept as ``Records.columns``.
 
     Args:
-        path: A csv file with a header, which may be compressed (.gz).
+        path: A csv file with a header, or a folder with train.csv and optionally test.csv, whose
+            columns and classes are those of train.csv; each may be compressed (.gz).
         label: Name of the label column, or ``last`` for the last one.
         id_column: Column whose equal values (a patient, a card) must stay in one part; no feature.
         numeric: Numeric features; with ``categorical`` also empty, every column that holds only
@@ -50,11 +51,69 @@ def load_csv(
     Raises:
         ConfigError: A column or value that does not fit this description.
     """
-    table = _read_table(path)
+    train_path, test_path = _parts(path)
+    table = _read_table(train_path)
+    label = table.columns[-1] if label == "last" else label
+    train, found = _read_records(
+        table,
+        train_path,
+        label=label,
+        id_column=id_column,
+        numeric=numeric,
+        categorical=categorical,
+        categories=categories or {},
+        ignore=ignore,
+        class_names=class_names,
+    )
+    if test_path is None:
+        return train, None
+    test, _ = _read_records(
+        _read_table(test_path),
+        test_path,
+        label=label,
+        id_column=id_column,
+        numeric=train.feature_names[: train.num_numeric],
+        categorical=list(found),
+        categories=found,
+        ignore=(),
+        class_names=train.class_names,
+    )
+    return train, test
+
+
+def _parts(root: Path) -> tuple[Path, Path | None]:
+    """Return the files of the train and test parts; a root that is no folder is the train part."""
+    if not root.is_dir():
+        return root, None
+    found = {
+        part: [path for path in (root / f"{part}.csv", root / f"{part}.csv.gz") if path.is_file()]
+        for part in ("train", "test")
+    }
+    if len(found["train"]) != 1 or len(found["test"]) > 1:
+        names = ", ".join(path.name for paths in found.values() for path in paths) or "neither"
+        raise ConfigError(
+            f"dataset.root={root} needs one train.csv and at most one test.csv (or .csv.gz), but "
+            f"holds {names}: give such a folder, or a csv file."
+        )
+    return found["train"][0], found["test"][0] if found["test"] else None
+
+
+def _read_records(
+    table: Any,
+    path: Path,
+    *,
+    label: str,
+    id_column: str | None,
+    numeric: Sequence[str],
+    categorical: Sequence[str],
+    categories: Mapping[str, Sequence[str]],
+    ignore: Sequence[str],
+    class_names: Sequence[str],
+) -> tuple[Records, dict[str, list[str]]]:
+    """Return a table's records, and the values of its categorical columns; see :func:`load_csv`."""
     names = list(table.columns)
-    label = names[-1] if label == "last" else label
     id_columns = [id_column] if id_column is not None else []
-    for column in (label, *id_columns, *numeric, *categorical, *(categories or {}), *ignore):
+    for column in (label, *id_columns, *numeric, *categorical, *categories, *ignore):
         if column not in names:
             raise ConfigError(f"{path} has no column {column}: it has {', '.join(names)}.")
 
@@ -72,18 +131,21 @@ def load_csv(
     candidates = [n for n in names if n not in excluded]
     if numeric or categorical:
         candidates = [n for n in candidates if n in numeric or n in categorical]
-    one_hot = {*categorical, *(categories or {})}
+    one_hot = {*categorical, *categories}
     numbers = {n: _numbers(texts[n]) for n in candidates if n not in one_hot}
     if not (numeric or categorical):
         numbers = {n: x for n, x in numbers.items() if not np.isnan(x[texts[n] != ""]).any()}
 
     columns = [_numeric_column(texts[n], x, name=n, path=path) for n, x in numbers.items()]
     feature_names = list(numbers)
-    for name in candidates:
-        if name not in numbers:
-            values = _categories(texts[name], (categories or {}).get(name), name=name, path=path)
-            columns.extend((texts[name] == value).astype(np.float32) for value in values)
-            feature_names.extend(f"{name}={value}" for value in values)
+    found = {
+        name: _categories(texts[name], categories.get(name), name=name, path=path)
+        for name in candidates
+        if name not in numbers
+    }
+    for name, values in found.items():
+        columns.extend((texts[name] == value).astype(np.float32) for value in values)
+        feature_names.extend(f"{name}={value}" for value in values)
     if not columns:
         raise ConfigError(f"{path} has no feature columns besides its label {label}: add some.")
 
@@ -99,7 +161,7 @@ def load_csv(
         feature_names=tuple(feature_names),
         num_numeric=len(numbers),
     )
-    return records, None
+    return records, found
 
 
 def _read_table(path: Path) -> Any:

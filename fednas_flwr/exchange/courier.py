@@ -162,6 +162,7 @@ class Courier:
         server_round: int = 0,
         phase: int = 1,
         settings: Mapping[str, Any] | None = None,
+        own_settings: Mapping[int, Mapping[str, Any]] | None = None,
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
         also_left: bool = False,
@@ -177,6 +178,7 @@ class Courier:
             server_round: Round within the stage.
             phase: Number of the exchange within the round.
             settings: Arguments of the verb, JSON values.
+            own_settings: Further arguments for single clients.
             states: Packed tensors to send.
             layouts: The states that every reply must carry.
             also_left: Whether clients that have left are asked, too.
@@ -188,6 +190,7 @@ class Courier:
         failures: dict[int, str] = {}
         for client, answer in self._exchange(
             *(verb, stage, server_round, phase, settings or {}, states or {}, layouts or {}),
+            own_settings=own_settings,
             also_left=also_left,
         ):
             if isinstance(answer, Reply):
@@ -214,6 +217,7 @@ class Courier:
         states: Mapping[str, Packed],
         layouts: Mapping[str, Layout],
         *,
+        own_settings: Mapping[int, Mapping[str, Any]] | None = None,
         also_left: bool = False,
     ) -> Iterator[tuple[int, Reply | str]]:
         """Ask every node; yield each client with its accepted reply or why it has none."""
@@ -225,7 +229,8 @@ class Courier:
         for client in self._nodes if also_left else self.clients:
             node = self._nodes[client]
             header = Header(self.run, stage, server_round, phase, client, secrets.token_hex(8))
-            content = encode_request(header, settings, records)
+            own = {**settings, **(own_settings or {}).get(client, {})}
+            content = encode_request(header, own, records)
             self.bytes_sent += payload_bytes(content)
             headers[client] = header
             messages[client] = Message(content, node, verb, ttl=self.deadline_s + 60)

@@ -18,7 +18,6 @@ from torch.func import functional_call, grad, vmap
 from fednas_flwr.build import make_client, make_data, supernet_space
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.client import Client
-from fednas_flwr.clients.private_verbs import record_losses
 from fednas_flwr.clients.verbs import SUPERNET
 from fednas_flwr.config import Config, DifferentialPrivacy, GradientSearch
 from fednas_flwr.data.loaders import Split
@@ -28,7 +27,7 @@ from fednas_flwr.exchange.states import Packed, load_states, network_states, pac
 from fednas_flwr.federation.commitment import make_schedule, private_settings
 from fednas_flwr.privacy.audit import AuditResult, audit_steps
 from fednas_flwr.privacy.noise import SecureGenerator
-from fednas_flwr.search.training import make_sgd
+from fednas_flwr.search.training import make_sgd, record_losses
 from fednas_flwr.search_spaces.space import Supernet
 
 

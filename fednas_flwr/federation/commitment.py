@@ -1,27 +1,38 @@
 """What a private run promises its clients before anything is released: the schedule of releases.
 
 The schedule follows from the configuration, the declared numbers of records and the rounds still to
-do. Noise that is not given is calibrated: the search's to its share of the target epsilon, then
-retraining's to what search and metrics leave of it.
+do. Noise that is not given is calibrated: to an epsilon of its own, or the search's to its shares
+of the target epsilon, then retraining's to what all others leave of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from fednas_flwr.config import Config, DifferentialPrivacy, FixedNetwork, GradientSearch
+from fednas_flwr.config import (
+    Config,
+    DifferentialPrivacy,
+    FixedNetwork,
+    GradientSearch,
+    HyperparameterSearch,
+    LocalSearch,
+    Noise,
+    PrivateRetrain,
+)
 from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.gate import check_facts
 from fednas_flwr.privacy.accounting import calibrate_noise
 from fednas_flwr.privacy.renyi import Release, poisson_rate
 from fednas_flwr.privacy.renyi_filter import filter_epsilon
+from fednas_flwr.search.bandit import Bandit
+from fednas_flwr.strategies.feathers import explores
 from fednas_flwr.strategies.fnas import evaluates
 
 NEEDED_FACTS = ("splits", "budget", "secure_noise")  # that every client must tell of itself
 RETRAIN_SPLITS = ["train", "validation"]
+CALIBRATED = ("rewards", "alphas", "weights", "retrain")  # in this order
 Item = dict[str, Any]  # one kind of release: its place in the run, its terms
 
 
@@ -40,17 +51,18 @@ def make_schedule(
     """
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
-    privacy = _with_search_noise(config, privacy, records)
-    sigma = privacy.retrain.noise_multiplier
-    if sigma is None and "retrain" in config.stages:
-        # For the whole run, also when it is resumed, and with a round to spare in each stage: a
-        # round that was interrupted is released, and booked, twice.
-        items = _items(config, privacy, 1.0, {"search": -1, "retrain": -1})
-        (retrain,) = (item for item in items if item["stage"] == "retrain")
-        others = [item for item in items if item is not retrain]
-        sigma = _calibrated(privacy, privacy.epsilon, retrain, others, records)
-    items = _items(config, privacy, sigma, done)
-    return [item for item in items if item["steps"] > 0]
+    sigmas: dict[str, float | None] = {
+        **{name: getattr(privacy, name).noise_multiplier for name in CALIBRATED},
+        "metrics": privacy.metrics_noise_multiplier,
+    }
+    # For the whole run, also when it is resumed, and with a round to spare in each stage: a round
+    # that was interrupted is released, and booked, twice.
+    items = _items(config, {"search": -1, "retrain": -1})
+    for name in CALIBRATED:
+        own = [item for item in items if _noise_of(item) == name]
+        if own and sigmas[name] is None:
+            sigmas[name] = _calibrated(privacy, name, own, _with_noise(items, sigmas), records)
+    return [item for item in _with_noise(_items(config, done), sigmas) if item["steps"] > 0]
 
 
 def commit(
@@ -102,7 +114,7 @@ def commit(
                 "budget": facts["budget"],
                 "secure_noise": facts["secure_noise"],
                 "epsilon": reply.facts["epsilon"],
-                "covers": _covered_rounds(config, schedule, reply.facts["covered_steps"]),
+                "covers": _covered_rounds(config, schedule, reply.facts["covered_steps"], done),
             }
         )
     for client in set(courier.clients) - {told["client"] for told in clients}:
@@ -123,21 +135,22 @@ def commit(
 
 
 def _covered_rounds(
-    config: Config, schedule: Sequence[Item], covered_steps: Mapping[str, int]
+    config: Config,
+    schedule: Sequence[Item],
+    covered_steps: Mapping[str, int],
+    done: Mapping[str, int],
 ) -> list[dict[str, Any]]:
     """Return for each stage, in order, how many ``rounds`` ``of`` those to do are covered."""
-    assert isinstance(config.privacy, DifferentialPrivacy)
-    per_round = {"retrain": config.privacy.retrain.local_steps}
-    if isinstance(config.algorithm, GradientSearch):
-        per_round["search"] = config.algorithm.local_steps
+    rounds = {"search": config.rounds, "retrain": config.retrain.rounds, "evaluate": 1}
     longest: dict[str, int] = {}
     for item in schedule:
         longest[item["stage"]] = max(item["steps"], longest.get(item["stage"], 0))
+    to_do = {stage: rounds[stage] - done.get(stage, 0) for stage in longest}
     return [
         {
             "stage": stage,
-            "rounds": covered_steps.get(stage, 0) // per_round.get(stage, 1),
-            "of": steps // per_round.get(stage, 1),
+            "rounds": covered_steps.get(stage, 0) * to_do[stage] // steps,
+            "of": to_do[stage],
         }
         for stage, steps in longest.items()
     ]
@@ -161,50 +174,22 @@ def private_settings(config: Config, schedule: Sequence[Item], stage: str) -> di
             if item["stage"] == stage
         },
     }
-    return settings | ({"local_steps": privacy.retrain.local_steps} if stage == "retrain" else {})
+    if stage == "retrain":
+        return settings | {"local_steps": privacy.retrain.local_steps}
+    local = isinstance(config.algorithm, LocalSearch | HyperparameterSearch)
+    return settings | ({"local_steps": privacy.local_steps} if local else {})
 
 
-def _with_search_noise(
-    config: Config, privacy: DifferentialPrivacy, records: Sequence[Mapping[str, int]]
-) -> DifferentialPrivacy:
-    """Return the settings with the search's noise multipliers, calibrated where they are null."""
-    if privacy.weights.noise_multiplier is not None:
-        return privacy
-    items = _search(config, privacy, -1)  # as for retraining
-    metrics = [item for item in items if item["kind"] == "metrics"]
-    target = privacy.epsilon * (privacy.search_share if "retrain" in config.stages else 1.0)
-    sigmas = [
-        _calibrated(privacy, target, item, metrics, records)
-        for item in items
-        if item["kind"] != "metrics"
-    ]
-    sigma = max(sigmas, default=None)  # none without a search
-    return replace(
-        privacy,
-        weights=replace(privacy.weights, noise_multiplier=sigma),
-        alphas=replace(privacy.alphas, noise_multiplier=sigma),
-    )
-
-
-def _items(
-    config: Config,
-    privacy: DifferentialPrivacy,
-    retrain_sigma: float | None,
-    done: Mapping[str, int],
-) -> list[Item]:
+def _items(config: Config, done: Mapping[str, int]) -> list[Item]:
     """Return the releases of the rounds that are still to do, in the order of the stages."""
-    items = _search(config, privacy, done.get("search", 0))
+    privacy = config.privacy
+    assert isinstance(privacy, DifferentialPrivacy)
+    items: list[Item] = []
+    if "search" in config.stages and not isinstance(config.algorithm, FixedNetwork):
+        items += _search(config, privacy, done.get("search", 0))
     if "retrain" not in config.stages:
         return items
-    rounds = config.retrain.rounds - done.get("retrain", 0)
-    retrain = {
-        **_place("retrain", "train.weights", "weights", RETRAIN_SPLITS),
-        "noise_multiplier": retrain_sigma,
-        "batch_size": config.retrain.batch_size,
-        "steps": rounds * privacy.retrain.local_steps,
-        "max_grad_norm": privacy.retrain.max_grad_norm,
-    }
-    items.append(retrain)
+    items += _retraining(config, privacy, done.get("retrain", 0))
     if "evaluate" in config.stages and config.dataset.fractions["test"] > 0:
         items += _metrics(privacy, "evaluate", "test", 1)
     return items
@@ -212,85 +197,163 @@ def _items(
 
 def _search(config: Config, privacy: DifferentialPrivacy, done: int) -> list[Item]:
     """Return the releases of the search's rounds that are still to do."""
-    algorithm = config.algorithm
-    if "search" not in config.stages or isinstance(algorithm, FixedNetwork):
-        return []
-    assert isinstance(algorithm, GradientSearch)
-    steps = (config.rounds - done) * algorithm.local_steps
-    verbs = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
-    splits = {"weights": ["train"], "alphas": ["validation"]}
-    noises = {"weights": privacy.weights, "alphas": privacy.alphas}
-    items: list[Item] = [
-        {
-            **_place(
-                "search", "train.gradients" if algorithm.fused else verbs[kind], kind, splits[kind]
-            ),
-            "noise_multiplier": noise.noise_multiplier,
-            "batch_size": algorithm.batch_size,
-            "steps": steps,
-            "max_grad_norm": noise.max_grad_norm,
-        }
-        for kind, noise in noises.items()
-    ]
-    measured = sum(
-        evaluates(algorithm.evaluate_every, server_round, config.rounds)
-        for server_round in range(done + 1, config.rounds + 1)
-    )
-    return items + _metrics(privacy, "search", "validation", measured)
+    algorithm, rounds = config.algorithm, config.rounds - done
+    assert isinstance(algorithm, GradientSearch | LocalSearch | HyperparameterSearch)
+    terms = {
+        "weights": ("weights", ["train"], algorithm.batch_size, privacy.weights),
+        "alphas": ("alphas", ["validation"], algorithm.batch_size, privacy.alphas),
+    }
+    if isinstance(algorithm, GradientSearch):
+        verbs = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
+        if algorithm.fused:
+            verbs = dict.fromkeys(verbs, "train.gradients")
+        steps = rounds * algorithm.local_steps
+        measured = sum(
+            evaluates(algorithm.evaluate_every, server_round, config.rounds)
+            for server_round in range(done + 1, config.rounds + 1)
+        )
+        return [
+            *(_item("search", verbs[kind], *terms[kind], steps) for kind in terms),
+            *_metrics(privacy, "search", "validation", measured),
+        ]
+    steps = rounds * privacy.local_steps
+    items = [_item("search", "train.search", *terms[kind], steps) for kind in terms]
+    if isinstance(algorithm, HyperparameterSearch):
+        trials = _most_trials(algorithm, done, config.rounds)
+        steps = trials * privacy.local_steps
+        items += [_item("search", "train.probe", *terms[kind], steps) for kind in terms]
+        items += [_rewards("search", privacy, trials)]
+    return items
+
+
+def _retraining(config: Config, privacy: DifferentialPrivacy, done: int) -> list[Item]:
+    """Return the releases of the retraining rounds that are still to do."""
+    algorithm, rounds = config.algorithm, config.retrain.rounds
+    steps = (rounds - done) * privacy.retrain.local_steps
+    splits = ["train"] if isinstance(algorithm, HyperparameterSearch) else RETRAIN_SPLITS
+    terms = ("weights", splits, config.retrain.batch_size, privacy.retrain)
+    items = [_item("retrain", "train.weights", *terms, steps)]
+    if isinstance(algorithm, HyperparameterSearch):
+        trials = _most_trials(algorithm, done, rounds)
+        steps = trials * privacy.retrain.local_steps
+        items += [_item("retrain", "train.probe", *terms, steps)]
+        items += [_rewards("retrain", privacy, trials)]
+    return items
+
+
+def _most_trials(algorithm: HyperparameterSearch, done: int, rounds: int) -> int:
+    """Return how many trials the rounds after ``done`` can take: kappa is largest at first."""
+    num_arms = len(algorithm.configurations) or algorithm.num_configurations
+    most = Bandit.of(num_arms, algorithm.bandit).num_trials()
+    phases = sum(explores(r, algorithm.nas_rounds) for r in range(done + 1, rounds + 1))
+    return most * phases
+
+
+def _rewards(stage: str, privacy: DifferentialPrivacy, trials: int) -> Item:
+    """Return the release of the decreases of all validation records."""
+    return _item(stage, "train.probe", "rewards", ["validation"], None, privacy.rewards, trials)
 
 
 def _metrics(privacy: DifferentialPrivacy, stage: str, split: str, steps: int) -> list[Item]:
     """Return the release of loss and accuracy over all records of a split."""
-    if privacy.metrics_noise_multiplier is None:
+    sigma = privacy.metrics_noise_multiplier
+    if sigma is None:
         return []
-    return [
-        {
-            **_place(stage, "evaluate.model", "metrics", [split]),
-            "noise_multiplier": privacy.metrics_noise_multiplier,
-            "batch_size": None,
-            "steps": steps,
-            "max_grad_norm": 1.0,
-        }
-    ]
+    noise = Noise(noise_multiplier=sigma, epsilon=None, max_grad_norm=1.0)
+    return [_item(stage, "evaluate.model", "metrics", [split], None, noise, steps)]
 
 
-def _place(stage: str, verb: str, kind: str, splits: list[str]) -> Item:
-    return {"stage": stage, "verb": verb, "kind": kind, "splits": splits}
+def _item(
+    stage: str,
+    verb: str,
+    kind: str,
+    splits: list[str],
+    batch_size: int | None,
+    noise: Noise | PrivateRetrain,
+    steps: int,
+) -> Item:
+    """Return one kind of release; how much noise it carries is not decided yet."""
+    return {
+        "stage": stage,
+        "verb": verb,
+        "kind": kind,
+        "splits": splits,
+        "noise_multiplier": None,
+        "batch_size": batch_size,
+        "steps": steps,
+        "max_grad_norm": noise.max_grad_norm,
+    }
+
+
+def _noise_of(item: Item) -> str:
+    """Return which of the privacy settings gives an item's noise."""
+    retrained = item["stage"] == "retrain" and item["kind"] == "weights"
+    return "retrain" if retrained else str(item["kind"])
+
+
+def _with_noise(items: Sequence[Item], sigmas: Mapping[str, float | None]) -> list[Item]:
+    return [item | {"noise_multiplier": sigmas[_noise_of(item)]} for item in items]
 
 
 def _calibrated(
     privacy: DifferentialPrivacy,
-    target: float,
-    item: Item,
-    others: Sequence[Item],
+    name: str,
+    own: Sequence[Item],
+    items: Sequence[Item],
     records: Sequence[Mapping[str, int]],
 ) -> float:
-    """Return the least noise multiplier of an item with which all clients' splits keep a target.
+    """Return the least noise multiplier with which all clients' splits keep a target.
 
     Counted as enforcement does, so that the run reaches its last step on a fresh budget.
+
+    Args:
+        privacy: Gives the target.
+        name: Which noise.
+        own: The releases that carry it.
+        items: All releases, those with noise that is known already count as others.
+        records: Each client's declared number of records by split.
     """
     needed = 0.0
-    for declared in {tuple(sorted(counts.items())): counts for counts in records}.values():
-        for split in item["splits"]:
-            before = [_release(other, declared) for other in others if split in other["splits"]]
+    splits = {split for item in own for split in item["splits"]}
+    given: float | None = getattr(privacy, name).epsilon
+    for split in splits:
+        target = given or privacy.epsilon * _share(privacy, name, split, items)
+        others = [
+            item
+            for item in items
+            if item["noise_multiplier"] is not None
+            and split in item["splits"]
+            and given is None
+            and (name == "retrain" or _noise_of(item) != "retrain")
+        ]
+        for declared in {tuple(sorted(c.items())): c for c in records}.values():
+            before = [_release(other, declared) for other in others]
             used = filter_epsilon(before, privacy.delta)
             if used >= target:
-                alone = "metrics" if item["stage"] == "search" else "search and metrics"
+                named = " and ".join(dict.fromkeys(_noise_of(other) for other in others))
                 raise ConfigError(
-                    f"privacy.epsilon={privacy.epsilon:g}: {alone} alone cost {used:.3g} of "
-                    f"{target:.3g} on the {split} records; raise it or the noise multipliers, or "
-                    "take fewer rounds."
+                    f"privacy.epsilon={privacy.epsilon:g}: {named} alone cost {used:.3g} of "
+                    f"{target:.3g} on the {split} records, which leaves nothing for {name}; raise "
+                    "it or the noise multipliers, or take fewer rounds."
                 )
             sigma = calibrate_noise(
                 target_epsilon=target,
                 delta=privacy.delta,
-                sample_rate=_rate(item, declared),
-                steps=item["steps"],
+                sample_rate=_rate(own[0], declared),
+                steps=sum(item["steps"] for item in own),
                 others=before,
                 accountant=filter_epsilon,
             )
             needed = max(needed, sigma)
     return needed
+
+
+def _share(privacy: DifferentialPrivacy, name: str, split: str, items: Sequence[Item]) -> float:
+    """Return the share of epsilon up to which a kind of release may fill a split."""
+    if name == "rewards":
+        return privacy.rewards_share
+    later = any(_noise_of(item) == "retrain" and split in item["splits"] for item in items)
+    return privacy.search_share if later and name != "retrain" else 1.0
 
 
 def _release(item: Item, declared: Mapping[str, int]) -> Release:

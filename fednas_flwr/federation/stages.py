@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,14 @@ from fednas_flwr.build import (
     make_search,
     make_server_data,
 )
-from fednas_flwr.config import Config, DifferentialPrivacy, FixedNetwork
+from fednas_flwr.config import Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import concat_splits, server_split
 from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.data.splits import SPLITS
 from fednas_flwr.errors import ReplyError
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
-from fednas_flwr.evaluation.metrics import evaluate, linear_accuracy
+from fednas_flwr.evaluation.metrics import evaluate, linear_baseline
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier, QuorumError
 from fednas_flwr.exchange.gate import check_facts
@@ -58,6 +58,7 @@ from fednas_flwr.federation.commitment import (
 from fednas_flwr.federation.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.reporting.events import EventLog
+from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search_spaces.genotype import Genotype, load_genotype, save_genotype, to_json
 
 # What each real site must tell of its data, from which the server builds networks.
@@ -161,13 +162,13 @@ def _run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> 
 def _run_from_search(run: _Run) -> None:
     """Search, retrain, evaluate and export, as far as the configuration says."""
     config = run.config
-    genotype = _search(run)
-    if genotype is None and not isinstance(config.algorithm, FixedNetwork):
+    genotype, configuration = _search(run)
+    if genotype is None and not isinstance(config.algorithm, GivenNetwork):
         return
-    description = _describe(run, genotype)
+    description = _describe(run, genotype, configuration)
     if "retrain" not in config.stages:
         return
-    network, states = _retrain(run, description)
+    network, states = _retrain(run, description, configuration)
     if "evaluate" in config.stages:
         _evaluate(run, description, network, states)
     if "export" in config.stages:
@@ -178,26 +179,29 @@ def _run_from_search(run: _Run) -> None:
             run.log.emit("exported", files=files, onnx_max_difference=difference)
 
 
-def _search(run: _Run) -> Genotype | None:
-    """Return the searched or given genotype, None for a fixed network."""
-    config = run.config
-    if isinstance(config.algorithm, FixedNetwork):
-        return None
-    if "search" in config.stages:
+def _search(run: _Run) -> tuple[Genotype | None, Configuration | None]:
+    """Return the searched or given genotype, None for a network by name; and what to retrain with.
+
+    The latter is None where the retrain settings stand.
+    """
+    config, configuration = run.config, None
+    if "search" in config.stages and not isinstance(config.algorithm, GivenNetwork):
         private = private_settings(config, run.schedule, "search")
         strategy = make_search(config, run.prepared, run.courier, run.checkpoints, private)
         with run.stage("search", config.rounds):
             strategy.start(run.grid, num_rounds=config.rounds)
-        genotype = strategy.derive()
+        genotype, configuration = strategy.derive(), strategy.configuration()
     elif config.genotype is not None:
         genotype = load_genotype(Path(config.genotype).expanduser())
     else:
-        return None
+        return None, None
     save_genotype(run.folder / GENOTYPE_FILE, genotype)
-    return genotype
+    return genotype, configuration
 
 
-def _describe(run: _Run, genotype: Genotype | None) -> dict[str, Any]:
+def _describe(
+    run: _Run, genotype: Genotype | None, configuration: Configuration | None
+) -> dict[str, Any]:
     """Return what the network to retrain is built from, and report what it costs."""
     with run.stage("derive"):
         description = describe_network(run.config, run.prepared, genotype)
@@ -205,17 +209,20 @@ def _describe(run: _Run, genotype: Genotype | None) -> dict[str, Any]:
         run.log.emit(
             "derived",
             genotype=json.loads(to_json(genotype)) if genotype else None,
+            configuration=asdict(configuration) if configuration else None,
             num_parameters=count_parameters(network),
             multiply_adds=count_multiply_adds(network, run.prepared.input_shape),
         )
     return description
 
 
-def _retrain(run: _Run, description: dict[str, Any]) -> tuple[nn.Module, dict[str, Packed]]:
+def _retrain(
+    run: _Run, description: dict[str, Any], configuration: Configuration | None
+) -> tuple[nn.Module, dict[str, Packed]]:
     """Return the trained network and its packed states."""
     private = private_settings(run.config, run.schedule, "retrain")
     strategy, network = make_retraining(
-        run.config, description, run.courier, run.checkpoints, private
+        run.config, description, run.courier, run.checkpoints, private, configuration
     )
     rounds = run.config.retrain.rounds
     with run.stage("retrain", rounds):
@@ -234,12 +241,12 @@ def _evaluate(
         central, linear = None, None
         if prepared.server_test is not None:
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
-            central = evaluate(network.to(device), test, device).as_json()
+            central = evaluate(network.to(device), test, device, with_f1=True).as_json()
             network.cpu()
         private = private_settings(config, run.schedule, "evaluate")
         pooled = config.runtime.name != "deployment" and private is None
         if config.dataset.linear_baseline and pooled:
-            linear = {"accuracy": _linear_baseline(run)}
+            linear = _linear_baseline(run)
         settings = {"network": description, "split": "test", **(private or {})}
         clients = []
         measured = private is None or "metrics" in private["releases"]
@@ -267,8 +274,8 @@ def _report_spending(run: _Run) -> None:
     run.log.emit("privacy_spent", clients=spent)
 
 
-def _linear_baseline(run: _Run) -> float | None:
-    """Return the test accuracy of logistic regression on the clients' pooled training records."""
+def _linear_baseline(run: _Run) -> dict[str, float] | None:
+    """Return the test scores of logistic regression on the clients' pooled training records."""
     prepared = run.prepared
     if prepared.server_test is None:
         return None
@@ -278,7 +285,8 @@ def _linear_baseline(run: _Run) -> float | None:
         for index in range(run.config.clients)
     ]
     train = [concat_splits(client.train, client.validation) for client in clients]
-    return linear_accuracy(train, server_split(prepared.server_test, prepared.mean, prepared.std))
+    test = server_split(prepared.server_test, prepared.mean, prepared.std)
+    return linear_baseline(train, test, num_classes=prepared.num_classes)
 
 
 def _circumstances() -> dict[str, Any]:

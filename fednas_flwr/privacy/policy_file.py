@@ -231,7 +231,8 @@ def template() -> str:
 
     Example:
         >>> verbs = ["query.describe", "query.commit", "train.weight_gradient"]
-        >>> verbs += ["train.alpha_gradient", "train.weights", "evaluate.model"]
+        >>> verbs += ["train.alpha_gradient", "train.search", "train.probe"]
+        >>> verbs += ["train.weights", "evaluate.model"]
         >>> parse_policy(template(), verbs=verbs).data_sets["my-data"].epsilon
         3.0
     """
@@ -257,6 +258,8 @@ data_sets:
       - query.commit                # keeps a run's schedule of releases
       - train.weight_gradient
       - train.alpha_gradient
+      - train.search                # local steps of both
+      - train.probe                 # trials of hyper-parameters
       - train.weights               # retraining
       - evaluate.model              # noised loss and accuracy
 

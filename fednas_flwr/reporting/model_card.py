@@ -9,7 +9,7 @@ from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.runs import Run, read_run
 from fednas_flwr.reporting.texts import privacy_notes, settings_text
-from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent
+from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent, score
 
 SETTINGS = ("algorithm", "search_space", "retrain", "privacy")
 
@@ -110,8 +110,13 @@ def _results(run: Run) -> str:
     noised = ", noised by them" if run.is_private else ""
     rows = [
         ["accuracy on the server's test set", percent(numbers["central_accuracy"])],
+        [
+            "F1 on it (of two classes the last, of more the mean)",
+            score(numbers["central_f1"]),
+        ],
         [f"mean accuracy on the clients' test parts{noised}", percent(numbers["client_accuracy"])],
         ["linear model on the same data", percent(numbers["linear_accuracy"])],
+        ["F1 of the linear model", score(numbers["linear_f1"])],
         *([f"time of {name}", duration(seconds)] for name, seconds in stages.items()),
         ["traffic, both directions", num_bytes(None if traffic is None else traffic * 1e6)],
         ["dropped replies", str(len(run.failures()))],

@@ -33,7 +33,7 @@ from fednas_flwr.reporting.guarantee import (
     warning_text,
 )
 from fednas_flwr.reporting.runs import read_run
-from fednas_flwr.reporting.units import DASH, count, duration, percent
+from fednas_flwr.reporting.units import DASH, count, duration, percent, score
 
 RECENT_ROUNDS = 10
 MANY_ROUNDS = 100
@@ -204,8 +204,10 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     left = len(run.departures())
     rows = [
         ("network, server's test set", percent(numbers["central_accuracy"])),
+        ("network, F1 on it", score(numbers["central_f1"])),
         (f"network, mean over clients{noised}", percent(numbers["client_accuracy"])),
         ("linear model", percent(numbers["linear_accuracy"])),
+        ("linear model, F1", score(numbers["linear_f1"])),
         ("parameters", count(numbers["num_parameters"])),
         ("multiply-adds", count(numbers["multiply_adds"])),
         *((f"time of {name}", duration(stages[name])) for name in stages if name in TIMED_STAGES),

@@ -17,8 +17,10 @@ from fednas_flwr.reporting.guarantee import overall
 
 METRICS = (
     "central_accuracy",
+    "central_f1",
     "client_accuracy",
     "linear_accuracy",
+    "linear_f1",
     "num_parameters",
     "multiply_adds",
     "search_seconds",
@@ -165,7 +167,8 @@ class Run:
     def numbers(self) -> dict[str, float | None]:
         """Return the run's results under the names in METRICS.
 
-        Accuracies are shares of 1; ``client_accuracy`` is the plain mean over clients;
+        Accuracies are shares of 1; F1 is the last class's of two, else their mean;
+        ``client_accuracy`` is the plain mean over clients;
         ``traffic_mb`` counts both directions over all rounds, in 10^6 bytes; ``epsilon`` is the
         largest of all clients and splits, by the PRV accountant, and None without privacy.
         """
@@ -174,10 +177,13 @@ class Run:
         stages = self.stage_seconds()
         names = {event["stage"] for event in self.of_kind("round")}
         accuracies = [client["accuracy"] for client in self.client_results()]
+        central, linear = (evaluated.get(name) or {} for name in ("central", "linear"))
         return {
-            "central_accuracy": (evaluated.get("central") or {}).get("accuracy"),
+            "central_accuracy": central.get("accuracy"),
+            "central_f1": central.get("f1"),
             "client_accuracy": fmean(accuracies) if accuracies else None,
-            "linear_accuracy": (evaluated.get("linear") or {}).get("accuracy"),
+            "linear_accuracy": linear.get("accuracy"),
+            "linear_f1": linear.get("f1"),
             "num_parameters": derived.get("num_parameters"),
             "multiply_adds": derived.get("multiply_adds"),
             "search_seconds": stages.get("search"),

@@ -50,8 +50,9 @@ class TensorBoardWriter:
             self._write(event, event["stage"], scalars, step=event["round"])
         elif event["event"] == "evaluated":
             scalars = {
-                f"{name}_accuracy": (event.get(name) or {}).get("accuracy")
+                f"{name}_{metric}": (event.get(name) or {}).get(metric)
                 for name in ("central", "linear")
+                for metric in ("accuracy", "f1")
             }
             self._write(event, "evaluate", scalars, step=0)
 

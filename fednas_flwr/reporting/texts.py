@@ -11,7 +11,7 @@ from fednas_flwr.reporting import guarantee
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.guarantee import TEST_SEED, UNIT, epsilon_text, overall, warning_text
 from fednas_flwr.reporting.runs import Run
-from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent
+from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent, score
 
 STAGES = {"search": "Search", "retrain": "Retraining"}
 GROUPS = {
@@ -68,6 +68,9 @@ def tiles(run: Run) -> list[dict[str, str]]:
     gain = ""
     if best is not None and linear is not None:
         gain = f"network {100 * (best - linear):+.1f} points"
+    linear_f1 = numbers["linear_f1"]
+    f1_note = "of two classes the last one's, of more the mean"
+    f1_note += "" if linear_f1 is None else f"; linear model {score(linear_f1)}"
     num_clients = len(run.client_results())
     traffic = numbers["traffic_mb"]
     epsilon, delta = overall(privacy) if privacy else (None, 0.0)
@@ -78,6 +81,7 @@ def tiles(run: Run) -> list[dict[str, str]]:
     troubles += [f"{left} client{'s' if left > 1 else ''} left"] if left else []
     tiles = [
         ("Test accuracy", percent(central), f"server's test set, {count(examples)} records"),
+        ("Test F1", score(numbers["central_f1"]), f1_note),
         ("Mean over clients", percent(mean_client), f"{noised}test parts of {num_clients} clients"),
         ("Linear model", percent(linear), gain),
         ("Epsilon", epsilon_text(epsilon) if privacy else DASH, unit),

@@ -23,6 +23,11 @@ def percent(value: float | None) -> str:
     return DASH if value is None else f"{100 * value:.1f} %"
 
 
+def score(value: float | None) -> str:
+    """Return an F1 with three decimals: ``0.914``."""
+    return DASH if value is None else f"{value:.3f}"
+
+
 def num_bytes(value: float | None) -> str:
     """Return bytes in powers of 1000: ``12.3 MB``."""
     if value is None:

@@ -12,24 +12,24 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional
 
+from fednas_flwr.search.training import Batch, record_losses
 from fednas_flwr.search_spaces.space import Supernet
 
-Batch = tuple[Tensor, Tensor]  # features [B, ...], labels int64 [B]
 
-
-def alpha_gradient_sum(supernet: Supernet, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
+def alpha_gradient_sum(
+    supernet: Supernet, batch: Batch, *, class_factors: Tensor | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
     """Return the sum over a batch of per-sample gradients of the alphas, and the batch's losses.
 
     ``sum_i grad_A L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 4 before averaging). First
-    order: the weights are held fixed.
+    order: the weights are held fixed. Class factors: see ``training.record_losses``.
 
     Returns:
         Gradients by cell kind, shaped like the alphas; per-sample losses [B], detached.
     """
     alphas = supernet.alphas()
-    losses = _losses(supernet, {}, batch)
+    losses = _losses(supernet, {}, batch, class_factors)
     return _gradients(losses.sum(), alphas), losses.detach()
 
 
@@ -41,6 +41,7 @@ def virtual_step(
     momentum: float,
     weight_decay: float,
     optimizer: torch.optim.Optimizer,
+    class_factors: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return ``W' = W - inner_lr (momentum v + grad_W L_train + weight_decay W)``.
 
@@ -48,7 +49,7 @@ def virtual_step(
     as its authors' experiments do. The weights themselves do not move.
     """
     weights = supernet.weights()
-    loss = _losses(supernet, {}, batch).mean()
+    loss = _losses(supernet, {}, batch, class_factors).mean()
     gradients = _gradients(loss, weights)
     moved = {}
     for name, weight in weights.items():
@@ -68,6 +69,7 @@ def second_order_gradient(
     train_batch: Batch,
     validation_batch: Batch,
     inner_lr: float,
+    class_factors: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the second-order gradient of the alphas, of means over batches.
 
@@ -83,13 +85,14 @@ def second_order_gradient(
         train_batch: Batch of L_tr.
         validation_batch: Batch of L_val.
         inner_lr: Learning rate of the step from W to W'.
+        class_factors: See ``training.record_losses``.
 
     Returns:
         Gradients by cell kind, shaped like the alphas; losses [B] of the validation batch.
     """
     alphas: dict[str, Tensor] = dict(supernet.alphas())
     leaves = {name: w.detach().requires_grad_() for name, w in virtual_weights.items()}
-    losses = _losses(supernet, leaves, validation_batch)
+    losses = _losses(supernet, leaves, validation_batch, class_factors)
     gradients = _gradients(losses.mean(), alphas | leaves)
     direction = {name: gradients[name] for name in leaves}
     norm = math.sqrt(sum(float(g.square().sum()) for g in direction.values()))
@@ -99,7 +102,8 @@ def second_order_gradient(
 
     def train_gradient(sign: float) -> dict[str, Tensor]:
         shifted = {name: w.detach() + sign * r * direction[name] for name, w in weights.items()}
-        return _gradients(_losses(supernet, shifted, train_batch).mean(), alphas)
+        losses = _losses(supernet, shifted, train_batch, class_factors)
+        return _gradients(losses.mean(), alphas)
 
     plus, minus = train_gradient(1), train_gradient(-1)
     corrected = {
@@ -109,7 +113,12 @@ def second_order_gradient(
 
 
 def mixed_level_gradient(
-    supernet: Supernet, *, train_batch: Batch, validation_batch: Batch, validation_weight: float
+    supernet: Supernet,
+    *,
+    train_batch: Batch,
+    validation_batch: Batch,
+    validation_weight: float,
+    class_factors: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return ``grad_A L_tr(A, W) + validation_weight * grad_A L_val(A, W)``, of batch means.
 
@@ -117,8 +126,8 @@ def mixed_level_gradient(
     2004.08546). Returns also the losses [B] of the validation batch.
     """
     alphas = supernet.alphas()
-    train_loss = _losses(supernet, {}, train_batch).mean()
-    losses = _losses(supernet, {}, validation_batch)
+    train_loss = _losses(supernet, {}, train_batch, class_factors).mean()
+    losses = _losses(supernet, {}, validation_batch, class_factors)
     total = train_loss + validation_weight * losses.mean()
     return _gradients(total, alphas), losses.detach()
 
@@ -134,10 +143,12 @@ def alpha_entropy(alphas: Mapping[str, Tensor]) -> float:
     return float(torch.cat(entropies).mean())
 
 
-def _losses(network: nn.Module, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
+def _losses(
+    network: nn.Module, weights: Mapping[str, Tensor], batch: Batch, class_factors: Tensor | None
+) -> Tensor:
     x, y = batch
     logits = functional_call(network, dict(weights), (x,)) if weights else network(x)
-    return functional.cross_entropy(logits, y, reduction="none")
+    return record_losses(logits, y, class_factors)
 
 
 def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

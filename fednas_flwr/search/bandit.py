@@ -11,7 +11,8 @@ Deviations, of which :func:`paper_faithful` takes back the last two:
 * arms are drawn without replacement: the text's indicator vector knows an arm once;
 * step size and retention are two constants, where Eq. 6 uses one for both;
 * the softmax is of estimates divided by their scale and a temperature: raw decreases of a loss are
-  so small that the distribution stays almost uniform and exploration never falls.
+  so small that the distribution stays almost uniform and exploration never falls. Where rewards
+  carry noise of known size, differences below it do not count either.
 
 Tensor suffix: N arms.
 """
@@ -44,11 +45,15 @@ class Bandit:
         settings: The constants.
         estimates_N: Estimated reward of every arm, float64; 0 at first.
         scale: Running root mean square of the rewards; 0 before the first.
+        noise: Standard deviation of the noise on the newest rewards.
+        tried: The arms that have had a reward.
     """
 
     settings: BanditSettings
     estimates_N: Tensor
     scale: float = 0.0
+    noise: float = 0.0
+    tried: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, num_arms: int, settings: BanditSettings) -> Bandit:
@@ -65,6 +70,7 @@ class Bandit:
         unit = self.settings.temperature
         if self.settings.scaled:
             unit *= self.scale if self.scale > 0 else 1.0
+            unit = math.hypot(unit, self.noise)
         return (self.estimates_N / unit).softmax(dim=0)
 
     def entropy(self) -> float:
@@ -88,33 +94,47 @@ class Bandit:
         return sorted(keys_N.topk(count).indices.tolist())
 
     def best(self) -> int:
-        """Return the arm with the largest estimate; ties go to the lowest."""
-        estimates = self.estimates_N.tolist()
-        return max(range(len(estimates)), key=estimates.__getitem__)
+        """Return the arm with the largest estimate of those tried; ties go to the lowest.
 
-    def updated(self, rewards: Mapping[int, float]) -> Bandit:
+        Deviation: Alg. 1 takes the maximum over all arms, which is one that nobody has tried as
+        soon as all rewards are negative.
+        """
+        estimates = self.estimates_N.tolist()
+        return max(sorted(self.tried) or range(len(estimates)), key=estimates.__getitem__)
+
+    def updated(self, rewards: Mapping[int, float], *, noise: float = 0.0) -> Bandit:
         """Return the bandit after a phase (Eq. 6).
 
-        Tried arms move by ``step_size`` to their reward, the others keep ``retention`` of theirs.
-        A reward that is not finite, as of a configuration under which training diverged, counts as
-        the worst of the phase, or minus the scale if there is no other.
+        Tried arms move by ``step_size`` to their reward, as :meth:`bounded` has it, the others
+        keep ``retention`` of theirs.
 
         Args:
             rewards: By arm; empty changes nothing.
+            noise: Standard deviation of the noise that privacy has put on each of them.
 
         Raises:
             IndexError: There is no such arm.
         """
         if not rewards:
             return self
-        finite = [reward for reward in rewards.values() if math.isfinite(reward)]
-        worst = min(finite, default=-self.scale)
-        seen = {a: r if math.isfinite(r) else min(worst, 0.0) for a, r in rewards.items()}
+        seen = self.bounded(rewards)
         estimates_N = self.settings.retention * self.estimates_N
         for arm, reward in seen.items():
             before = float(self.estimates_N[arm])
             estimates_N[arm] = before + self.settings.step_size * (reward - before)
-        return replace(self, estimates_N=estimates_N, scale=self._scale_after(list(seen.values())))
+        scale = self._scale_after(list(seen.values()))
+        tried = self.tried | set(seen)
+        return replace(self, estimates_N=estimates_N, scale=scale, noise=noise, tried=tried)
+
+    def bounded(self, rewards: Mapping[int, float]) -> dict[int, float]:
+        """Return the rewards, all finite.
+
+        One that is not, as of a configuration under which training diverged, counts as the worst
+        of the phase, or minus the scale if there is no other.
+        """
+        finite = [reward for reward in rewards.values() if math.isfinite(reward)]
+        worst = min(0.0, *finite) if finite else -self.scale
+        return {a: r if math.isfinite(r) else worst for a, r in rewards.items()}
 
     def _scale_after(self, rewards: list[float]) -> float:
         """Return the root of the running mean of squared rewards."""
@@ -126,12 +146,23 @@ class Bandit:
 
     def to_json(self) -> dict[str, Any]:
         """Return what changes, as JSON values for a checkpoint."""
-        return {"estimates": self.estimates_N.tolist(), "scale": self.scale}
+        return {
+            "estimates": self.estimates_N.tolist(),
+            "scale": self.scale,
+            "noise": self.noise,
+            "tried": sorted(self.tried),
+        }
 
     def with_json(self, values: Mapping[str, Any]) -> Bandit:
         """Return the bandit with the state that :meth:`to_json` gave."""
         estimates_N = torch.tensor(values["estimates"], dtype=torch.float64)
-        return replace(self, estimates_N=estimates_N, scale=float(values["scale"]))
+        return replace(
+            self,
+            estimates_N=estimates_N,
+            scale=float(values["scale"]),
+            noise=float(values["noise"]),
+            tried=frozenset(values["tried"]),
+        )
 
 
 def draw_configurations(

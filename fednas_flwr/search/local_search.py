@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.nn import functional
+from torch import Tensor
 
 from fednas_flwr.errors import unknown_choice
 from fednas_flwr.search.architect import (
@@ -19,7 +19,7 @@ from fednas_flwr.search.architect import (
     virtual_step,
 )
 from fednas_flwr.search.settings import RULES, SGD
-from fednas_flwr.search.training import Batch, Tally, clip_gradients
+from fednas_flwr.search.training import Batch, Tally, clip_gradients, record_losses
 from fednas_flwr.search_spaces.space import Supernet
 
 
@@ -33,6 +33,7 @@ def search_epoch(
     weight_settings: SGD,
     weight_optimizer: torch.optim.Optimizer,
     alpha_optimizer: torch.optim.Optimizer,
+    class_factors: Tensor | None = None,
 ) -> tuple[Tally, Tally]:
     """Search for one pass over the training batches; each is paired with a validation batch.
 
@@ -45,6 +46,7 @@ def search_epoch(
         weight_settings: Gives clip norm and, under ``second_order``, the virtual step.
         weight_optimizer: SGD over the weights.
         alpha_optimizer: Adam over the alphas.
+        class_factors: See ``training.record_losses``.
 
     Returns:
         Tallies of the training and of the validation batches, taken before the steps on them.
@@ -63,6 +65,7 @@ def search_epoch(
             validation_weight=validation_weight,
             weight_settings=weight_settings,
             weight_optimizer=weight_optimizer,
+            class_factors=class_factors,
         )
         for kind, alpha in supernet.alphas().items():
             alpha.grad = gradients[kind]
@@ -71,7 +74,7 @@ def search_epoch(
 
         x, y = train_batch
         logits = supernet(x)
-        losses = functional.cross_entropy(logits, y, reduction="none")
+        losses = record_losses(logits, y, class_factors)
         for weight, gradient in zip(
             weights,
             torch.autograd.grad(losses.mean(), weights, allow_unused=True),
@@ -93,10 +96,11 @@ def _alpha_gradient(
     validation_weight: float,
     weight_settings: SGD,
     weight_optimizer: torch.optim.Optimizer,
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    class_factors: Tensor | None,
+) -> tuple[dict[str, Tensor], Tensor]:
     """Return the gradient of the alphas by the chosen rule, of batch means."""
     if rule == "first_order":
-        sums, losses = alpha_gradient_sum(supernet, validation_batch)
+        sums, losses = alpha_gradient_sum(supernet, validation_batch, class_factors=class_factors)
         return {kind: g / len(validation_batch[1]) for kind, g in sums.items()}, losses
     if rule == "mixed_level":
         return mixed_level_gradient(
@@ -104,6 +108,7 @@ def _alpha_gradient(
             train_batch=train_batch,
             validation_batch=validation_batch,
             validation_weight=validation_weight,
+            class_factors=class_factors,
         )
     virtual_weights = virtual_step(
         supernet,
@@ -112,6 +117,7 @@ def _alpha_gradient(
         momentum=weight_settings.momentum,
         weight_decay=weight_settings.weight_decay,
         optimizer=weight_optimizer,
+        class_factors=class_factors,
     )
     return second_order_gradient(
         supernet,
@@ -120,4 +126,5 @@ def _alpha_gradient(
         train_batch=train_batch,
         validation_batch=validation_batch,
         inner_lr=weight_settings.lr,
+        class_factors=class_factors,
     )

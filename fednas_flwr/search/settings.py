@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, unknown_choice
 
 RULES = ("first_order", "second_order", "mixed_level")
+SCHEDULES = ("aggressive", "adaptive", "constant")
 
 
 def check_range(condition: bool, key: str, value: object, expected: str) -> None:
@@ -106,6 +107,16 @@ class Configuration:
             clip_norm=clip_norm,
         )
 
+    def annealed(self, weights: SGD) -> SGD:
+        """Return ``weights`` with this learning rate, momentum and decay, annealed as before."""
+        return replace(
+            weights,
+            lr=self.lr,
+            min_lr=min(weights.min_lr, self.lr),
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+        )
+
     def adam(self) -> Adam:
         """Return the constants of the alphas' optimiser."""
         return Adam(lr=self.alpha_lr, weight_decay=self.alpha_weight_decay)
@@ -131,6 +142,14 @@ class Range:
             return math.exp(math.log(self.low) + share * math.log(self.high / self.low))
         return self.low + share * (self.high - self.low)
 
+    def share_of(self, value: float) -> float:
+        """Return the share at which ``value`` lies, from 0 to 1; the inverse of :meth:`at`."""
+        if value <= self.low or self.low == self.high:
+            return 0.0
+        if self.log:
+            return min(1.0, math.log(value / self.low) / math.log(self.high / self.low))
+        return min(1.0, (value - self.low) / (self.high - self.low))
+
 
 @dataclass(frozen=True)
 class BanditSettings:
@@ -144,6 +163,9 @@ class BanditSettings:
         temperature: Of the softmax, > 0, in units of the rewards' scale.
         scaled: Whether rewards are divided by their running scale.
         scale_retention: How much of the scale a phase keeps, in [0, 1).
+        resampled_share: Of the arms, replaced after every phase by draws near good ones, in
+            [0, 1); 0 keeps the list (see ``search.tuner``).
+        sees_state: Whether estimates are predictions from configuration and training state.
     """
 
     beta: float
@@ -152,6 +174,8 @@ class BanditSettings:
     temperature: float
     scaled: bool = True
     scale_retention: float = 0.5
+    resampled_share: float = 0.0
+    sees_state: bool = False
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -169,4 +193,37 @@ class BanditSettings:
             "bandit.scale_retention",
             self.scale_retention,
             "0 to below 1",
+        )
+        check_range(
+            0 <= self.resampled_share < 1,
+            "bandit.resampled_share",
+            self.resampled_share,
+            "0 to below 1",
+        )
+
+
+@dataclass(frozen=True)
+class ThetaSettings:
+    """Constants of FedEx's distribution over configurations.
+
+    Attributes:
+        schedule: Of the step size: sqrt(2 ln N) over the gradient's largest entry (aggressive,
+            what the authors' runs use), over the root of the sum of its squares so far (adaptive),
+            or over 1 (constant).
+        baseline_discount: What a mean loss counts in the baseline a round later, in [0, 1]: 0
+            takes the last round's, 1 the mean of all.
+    """
+
+    schedule: str
+    baseline_discount: float
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.schedule not in SCHEDULES:
+            raise unknown_choice("theta.schedule", self.schedule, SCHEDULES)
+        check_range(
+            0 <= self.baseline_discount <= 1,
+            "theta.baseline_discount",
+            self.baseline_discount,
+            "0 to 1",
         )

@@ -58,7 +58,20 @@ class Tally:
         return self.correct / self.num_examples if self.num_examples else float("nan")
 
 
-def weight_gradient_sum(network: nn.Module, batch: Batch, tally: Tally) -> dict[str, Tensor]:
+def record_losses(logits: Tensor, labels: Tensor, class_factors: Tensor | None = None) -> Tensor:
+    """Return each record's cross-entropy [B], times the public factor of its class.
+
+    Args:
+        logits: [B, classes].
+        labels: int64 [B].
+        class_factors: In (0, 1] by class [classes], on the device of the logits; None means 1.
+    """
+    return functional.cross_entropy(logits, labels, weight=class_factors, reduction="none")
+
+
+def weight_gradient_sum(
+    network: nn.Module, batch: Batch, tally: Tally, *, class_factors: Tensor | None = None
+) -> dict[str, Tensor]:
     """Return the sum over a batch of per-sample gradients of the weights, by parameter name.
 
     ``sum_i grad_W L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 3 before averaging).
@@ -67,7 +80,7 @@ def weight_gradient_sum(network: nn.Module, batch: Batch, tally: Tally) -> dict[
     """
     weights = trainable_weights(network)
     logits = network(batch[0])
-    losses = functional.cross_entropy(logits, batch[1], reduction="none")
+    losses = record_losses(logits, batch[1], class_factors)
     tally.add(losses, logits, batch[1])
     gradients = torch.autograd.grad(losses.sum(), list(weights.values()), allow_unused=True)
     return {
@@ -126,6 +139,7 @@ def train_epoch(
     optimizer: torch.optim.Optimizer,
     clip_norm: float | None,
     auxiliary_weight: float = 0.0,
+    class_factors: Tensor | None = None,
 ) -> Tally:
     """Train the weights on every batch once and return the tally of what was seen on the way.
 
@@ -138,10 +152,10 @@ def train_epoch(
         optimizer.zero_grad()
         output = network(x)
         logits, auxiliary = output if isinstance(output, tuple) else (output, None)
-        losses = functional.cross_entropy(logits, y, reduction="none")
+        losses = record_losses(logits, y, class_factors)
         loss = losses.mean()
         if auxiliary is not None:
-            loss = loss + auxiliary_weight * functional.cross_entropy(auxiliary, y)
+            loss = loss + auxiliary_weight * record_losses(auxiliary, y, class_factors).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         clip_gradients(optimizer, clip_norm)
         optimizer.step()

@@ -2,8 +2,6 @@
 
 Liu et al. (2019), arXiv 1806.09055. :class:`DARTSSpace` gives the supernet, the way from alphas to
 a genotype and the discrete network; their modules stand in ``darts_network.py``.
-
-Tensor suffixes: E edges, O ops.
 """
 
 from __future__ import annotations
@@ -16,9 +14,10 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.search_spaces.cell_graph import check_edges, random_edges, strongest_edges
 from fednas_flwr.search_spaces.darts_network import EDGES, NODES, OPS, DARTSBody, DARTSNetwork
 from fednas_flwr.search_spaces.darts_wide import WideDARTSBody
-from fednas_flwr.search_spaces.genotype import Edge, Genotype
+from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.operations import Norm, check_norm
 from fednas_flwr.search_spaces.space import (
     Engine,
@@ -26,7 +25,6 @@ from fednas_flwr.search_spaces.space import (
     check_alphas,
     check_cells,
     check_engine,
-    check_op,
     check_sizes,
 )
 
@@ -106,39 +104,21 @@ class DARTSSpace:
             ValueError: If kinds or shapes are wrong or an alpha is not finite.
         """
         check_alphas(alphas, num_edges=self.cell_kinds, num_ops=len(OPS))
-        cells = {}
-        for kind in self.cell_kinds:
-            weights_EO = alphas[kind].detach().double().cpu().softmax(dim=-1).tolist()
-            cells[kind] = _strongest_edges(weights_EO)
+        cells = {
+            kind: strongest_edges(alphas[kind], ops=OPS, nodes=NODES) for kind in self.cell_kinds
+        }
         return Genotype(space=self.name, cells=cells)
 
     def random_genotype(self, generator: torch.Generator) -> Genotype:
         """Return a uniform genotype: two distinct sources per node, any op but ``none`` on each."""
-        cells = {}
-        for kind in self.cell_kinds:
-            edges = []
-            for target in NODES:
-                sources = torch.randperm(target, generator=generator)[:2].sort().values.tolist()
-                for source in sources:
-                    op = int(torch.randint(1, len(OPS), (), generator=generator))
-                    edges.append(Edge(OPS[op], source, target))
-            cells[kind] = tuple(edges)
+        cells = {kind: random_edges(generator, ops=OPS, nodes=NODES) for kind in self.cell_kinds}
         return Genotype(space=self.name, cells=cells)
 
     def check(self, genotype: Genotype) -> None:
         """Raise ConfigError unless the genotype is one that :meth:`derive` can return."""
         check_cells(genotype, space=self.name, kinds=self.cell_kinds)
         for kind, edges in genotype.cells.items():
-            for edge in edges:
-                check_op(edge, kind=kind, ops=OPS[1:])
-            pairs = [(edge.target, edge.source) for edge in edges]
-            targets = [target for target in NODES for _ in range(2)]
-            if [target for target, _ in pairs] != targets or sorted(set(pairs)) != pairs:
-                found = ", ".join(f"{edge.source} -> {edge.target}" for edge in edges)
-                raise ConfigError(
-                    f"cell {kind!r}: each of the nodes 2 to 5 needs two edges from different "
-                    f"earlier nodes, ordered by target, then source; got {found or 'no edges'}."
-                )
+            check_edges(edges, kind=kind, ops=OPS, nodes=NODES)
 
     def network(
         self, genotype: Genotype, *, channels: int, num_cells: int, auxiliary: bool = False
@@ -171,18 +151,3 @@ class DARTSSpace:
             norm=self.norm,
             auxiliary=auxiliary,
         )
-
-
-def _strongest_edges(weights_EO: list[list[float]]) -> tuple[Edge, ...]:
-    """Return the two strongest incoming edges of every node, each with its strongest op."""
-    strongest = []
-    for (source, target), weights_O in zip(EDGES, weights_EO, strict=True):
-        # max() keeps the first of equals, which torch.argmax does not promise.
-        op = max(range(1, len(OPS)), key=weights_O.__getitem__)
-        strongest.append((weights_O[op], Edge(OPS[op], source, target)))
-    kept: list[Edge] = []
-    for node in NODES:
-        incoming = [pair for pair in strongest if pair[1].target == node]
-        best = sorted(incoming, key=lambda pair: -pair[0])[:2]
-        kept.extend(sorted((edge for _, edge in best), key=lambda edge: edge.source))
-    return tuple(kept)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fednas_flwr.search_spaces.cell_graph import candidate_edges
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.operations import (
     FactorizedReduce,
@@ -43,7 +44,7 @@ OPS = (
     "dil_conv_5x5",
 )
 NODES = range(2, 6)
-EDGES = tuple((source, target) for target in NODES for source in range(target))
+EDGES = candidate_edges(NODES)
 STEM_MULTIPLIER = 3
 
 

@@ -20,6 +20,7 @@ from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.wide_operations import Stack
 
 ALPHA_STD = 1e-3
+AXES = {"images": ("channels", "height", "width"), "tables": ("features",)}
 
 Engine = Literal["fast", "reference"]
 ENGINES = ("fast", "reference")
@@ -134,12 +135,19 @@ class SearchSpace(Protocol):
 
 
 def check_sizes(
-    *, space: str, input_shape: tuple[int, ...], num_classes: int, channels: int, num_cells: int
+    *,
+    space: str,
+    inputs: str = "images",
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    channels: int,
+    num_cells: int,
 ) -> None:
-    """Raise ConfigError for sizes of which no image network can be built."""
-    if len(input_shape) != 3 or min(input_shape) < 1:
+    """Raise ConfigError for sizes of which no network for ``inputs`` of AXES can be built."""
+    axes = AXES[inputs]
+    if len(input_shape) != len(axes) or min(input_shape) < 1:
         raise ConfigError(
-            f"search_space={space} needs images of shape (channels, height, width), but the data "
+            f"search_space={space} needs {inputs} of shape ({', '.join(axes)}), but the data "
             f"set's examples have the shape {tuple(input_shape)}."
         )
     sizes = {"num_classes": num_classes, "channels": channels, "num_cells": num_cells}

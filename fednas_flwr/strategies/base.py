@@ -32,6 +32,7 @@ from fednas_flwr.exchange.states import (
     unpack,
 )
 from fednas_flwr.search.architect import alpha_entropy
+from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search_spaces.genotype import Genotype, skip_share
 from fednas_flwr.search_spaces.space import SearchSpace
 
@@ -104,10 +105,11 @@ class RoundStrategy(Strategy):
         verb: str,
         *,
         settings: Mapping[str, Any] | None = None,
+        own_settings: Mapping[int, Mapping[str, Any]] | None = None,
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
     ) -> Iterator[tuple[int, Reply]]:
-        """Ask all clients one verb; yields ``(client, reply)`` in client order."""
+        """Ask all clients one verb; yields ``(client, reply)``, see :meth:`Courier.ask`."""
         self._phase += 1
         for client, reply in self.courier.ask(
             verb,
@@ -115,6 +117,7 @@ class RoundStrategy(Strategy):
             server_round=self._round,
             phase=self._phase,
             settings={**(settings or {}), **self.private},
+            own_settings=own_settings,
             states=states,
             layouts=layouts,
         ):
@@ -200,6 +203,10 @@ class RoundStrategy(Strategy):
         if self.space is None:
             raise ValueError(f"{type(self).__name__} does not search: there is nothing to derive")
         return self.space.derive(self.alphas())
+
+    def configuration(self) -> Configuration | None:
+        """Return the hyper-parameters that the search has found for retraining, None if none."""
+        return None
 
     def alphas(self) -> Tensors:
         """Return the architecture parameters by cell kind, views of the global state."""

@@ -12,7 +12,8 @@ from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.states import Layout, network_states, pack
 from fednas_flwr.randomness import make_generator
-from fednas_flwr.search.settings import SGD
+from fednas_flwr.search.bandit import draw_configurations
+from fednas_flwr.search.settings import SGD, Configuration, Range
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.search_spaces.space import SearchSpace
 from fednas_flwr.strategies.base import RoundStrategy, average_replies
@@ -20,6 +21,9 @@ from fednas_flwr.strategies.base import RoundStrategy, average_replies
 
 class RandomSearch(RoundStrategy):
     """Each round draws one network, trains it by FedAvg and ranks it on validation records.
+
+    With ``ranges`` each candidate also draws its hyper-parameters, those of the best one being
+    what it is retrained with.
 
     Args:
         courier: Reaches the clients.
@@ -31,6 +35,7 @@ class RandomSearch(RoundStrategy):
         local_epochs: Passes over each client's training records per FedAvg round.
         batch_size: Records per step.
         weights: SGD, annealed over the trial rounds.
+        ranges: Of the hyper-parameters; None trains all candidates with ``weights``.
         checkpoints: Where the best candidate so far goes after every round.
     """
 
@@ -46,18 +51,18 @@ class RandomSearch(RoundStrategy):
         local_epochs: int,
         batch_size: int,
         weights: SGD,
+        ranges: Mapping[str, Range] | None = None,
         checkpoints: CheckpointFolder | None = None,
     ) -> None:
         """See the class."""
         super().__init__(nn.Module(), courier, space=space, checkpoints=checkpoints)
         self.describe, self.make_network, self.seed = describe, make_network, seed
         self.trial_rounds = trial_rounds
-        self.weights = weights
+        self.weights, self.ranges = weights, ranges
         self.settings = {
             "local_epochs": local_epochs,
             "batch_size": batch_size,
             "auxiliary_weight": 0.0,
-            "drop_path_prob": 0.0,
             "split": "train",
         }
 
@@ -67,25 +72,38 @@ class RandomSearch(RoundStrategy):
             raise ValueError("random search needs a search space")
         generator = make_generator(self.seed, "random_search", server_round)
         genotype = self.space.random_genotype(generator)
-        metrics = self._try(genotype)
+        configuration = None
+        if self.ranges is not None:
+            (configuration,) = draw_configurations(1, self.ranges, generator)
+        metrics = self._try(genotype, configuration)
         accuracy = metrics.get("validation_accuracy", 0.0)
         if not 0 <= accuracy <= 1:  # a client's nonsense must not choose, and NaN never loses
             accuracy = 0.0
         if "genotype" not in self.values or accuracy > self.values["accuracy"]:
-            self.values = {"genotype": to_json(genotype), "accuracy": accuracy}
-        return metrics
+            self.values = {
+                "genotype": to_json(genotype),
+                "accuracy": accuracy,
+                "configuration": asdict(configuration) if configuration else None,
+            }
+        return metrics | ({"lr": configuration.lr} if configuration else {})
 
-    def _try(self, genotype: Genotype) -> dict[str, float]:
+    def _try(self, genotype: Genotype, configuration: Configuration | None) -> dict[str, float]:
         """Return training and validation metrics of one candidate; none without trial rounds."""
         description = self.describe(genotype)
         tensors = network_states(self.make_network(description))
         tensors = {name: state for name, state in tensors.items() if state}
         layouts = {name: Layout.of(state) for name, state in tensors.items()}
         states = {name: pack(state) for name, state in tensors.items()}
+        sgd = configuration.annealed(self.weights) if configuration else self.weights
+        drop_path_prob = configuration.dropout if configuration else 0.0
         metrics: dict[str, float] = {}
         for trial in range(1, self.trial_rounds + 1):
-            weights = asdict(self.weights.at_round(trial, self.trial_rounds))
-            settings = {**self.settings, "network": description, "weights": weights}
+            settings = {
+                **self.settings,
+                "network": description,
+                "weights": asdict(sgd.at_round(trial, self.trial_rounds)),
+                "drop_path_prob": drop_path_prob * (trial - 1) / self.trial_rounds,
+            }
             states, metrics = average_replies(
                 self.ask("train.weights", settings=settings, states=states, layouts=layouts)
             )
@@ -100,3 +118,8 @@ class RandomSearch(RoundStrategy):
     def derive(self) -> Genotype:
         """Return the candidate with the best validation accuracy."""
         return from_json(self.values["genotype"])
+
+    def configuration(self) -> Configuration | None:
+        """Return that candidate's hyper-parameters, None if none were drawn."""
+        found = self.values["configuration"]
+        return Configuration(**found) if found else None

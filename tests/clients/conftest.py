@@ -38,23 +38,30 @@ POLICY = {
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 TERMS = {"noise_multiplier": 1.5, "batch_size": 8, "max_grad_norm": 0.5}
 METRICS = {"noise_multiplier": 4.0, "batch_size": None, "max_grad_norm": 1.0}
-# What each verb with releases is asked: stage, splits by kind of release, terms.
+TERMS_OF = {"weights": TERMS, "alphas": TERMS, "rewards": METRICS, "metrics": METRICS}
+SEARCHED = {"weights": ["train"], "alphas": ["validation"]}
+# What each verb with releases is asked: stage, splits by kind of release.
 ASKED = {
-    "train.weight_gradient": ("search", {"weights": ["train"]}, TERMS),
-    "train.alpha_gradient": ("search", {"alphas": ["validation"]}, TERMS),
-    "train.gradients": ("search", {"weights": ["train"], "alphas": ["validation"]}, TERMS),
-    "train.weights": ("retrain", {"weights": ["train", "validation"]}, TERMS),
-    "evaluate.model": ("search", {"metrics": ["validation"]}, METRICS),
+    "train.weight_gradient": ("search", {"weights": ["train"]}),
+    "train.alpha_gradient": ("search", {"alphas": ["validation"]}),
+    "train.gradients": ("search", SEARCHED),
+    "train.search": ("search", SEARCHED),
+    "train.probe": ("search", SEARCHED | {"rewards": ["validation"]}),
+    "train.weights": ("retrain", {"weights": ["train", "validation"]}),
+    "evaluate.model": ("search", {"metrics": ["validation"]}),
 }
+STEP = {"lr": 0.1, "min_lr": 0.0, "momentum": 0.9, "weight_decay": 0.01, "clip_norm": 5.0}
+TRIAL = {"weights": STEP, "alphas": {"lr": 0.01, "weight_decay": 0.0}, "drop_path_prob": 0.0}
+LOSS_BOUND = 0.5
 
 
 def schedule(steps: int = 50, **changes: Any) -> list[dict[str, Any]]:
     """Return one item for every kind of release of every verb."""
     return [
         {"stage": stage, "verb": verb, "kind": kind, "splits": splits, "steps": steps}
-        | terms
+        | TERMS_OF[kind]
         | changes
-        for verb, (stage, kinds, terms) in ASKED.items()
+        for verb, (stage, kinds) in ASKED.items()
         for kind, splits in kinds.items()
     ]
 
@@ -131,15 +138,20 @@ def make_site(site_config, prepared, networks, tmp_path) -> Callable[..., Simple
         site = SimpleNamespace(client=client, gate=client.gate, folder=folder)
 
         def request(verb: str, *, run: str = "run", **changes: Any) -> Request:
-            stage, kinds, terms = ASKED.get(verb, ("commit", {}, {}))
+            stage, kinds = ASKED.get(verb, ("commit", {}))
             settings: dict[str, Any] = {"data_set": "ward", "schedule": schedule()}
             if kinds:
                 settings = {
                     "data_set": "ward",
-                    "releases": {kind: dict(terms) for kind in kinds},
+                    "releases": {kind: dict(TERMS_OF[kind]) for kind in kinds},
                     "micro_batch_size": 64,
                     "local_steps": 1,
                 }
+            if verb == "train.search":
+                settings |= TRIAL
+            if verb == "train.probe":
+                network = {"name": "supernet"}
+                settings |= {"network": network, "trials": [TRIAL], "loss_bound": LOSS_BOUND}
             if "gradient" in verb:
                 settings |= {"order": 1, "local_lrs": {"weights": 0.1, "alphas": 0.1}}
             if verb == "train.weights":

@@ -28,18 +28,26 @@ from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.states import load_states, network_states, pack
 
-from .conftest import ASKED, METRICS, RECORDS, TERMS, schedule
+from .conftest import (
+    ASKED,
+    LOSS_BOUND,
+    METRICS,
+    RECORDS,
+    STEP,
+    TERMS,
+    TERMS_OF,
+    TRIAL,
+    schedule,
+)
 
 RELEASING = sorted(ASKED)
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
-STEP = {"lr": 0.1, "min_lr": 0.0, "momentum": 0.9, "weight_decay": 0.01, "clip_norm": 5.0}
 BOTH = RECORDS["train"] + RECORDS["validation"]
 
 
 def everything(verb):
     """Return releases over all records at p = 1, so that only noise is drawn."""
-    _, kinds, terms = ASKED[verb]
-    return {kind: terms | {"batch_size": None} for kind in kinds}
+    return {kind: TERMS_OF[kind] | {"batch_size": None} for kind in ASKED[verb][1]}
 
 
 def sums(reply, verb):
@@ -47,6 +55,10 @@ def sums(reply, verb):
     vectors = {n: torch.cat([v.double() for v in s.values()]) for n, s in reply.states.items()}
     if verb == "train.weights":  # one step: w - lr * (sum / B + decay * w)
         return {n: vector * (BOTH / STEP["lr"]) for n, vector in vectors.items()}
+    if verb == "train.search":  # likewise; Adam's first step does not tell the size of a gradient
+        return {"weights": vectors["weights"] * (RECORDS["train"] / STEP["lr"])}
+    if verb == "train.probe":
+        return {"rewards": vectors["rewards"] * (RECORDS["validation"] / LOSS_BOUND)}
     if verb == "train.gradients":  # scaled to the weights' batch
         vectors["alphas"] *= RECORDS["validation"] / RECORDS["train"]
     if verb == "evaluate.model":
@@ -79,7 +91,7 @@ def test_every_verb_has_its_fields_listed_and_all_others_are_refused(make_site):
     assert set(ASKED) == set(RELEASES)
     assert all(verb.startswith("query.") for verb in PUBLIC_FACTS)
     site = make_site()
-    for verb in {*VERBS, "evaluate.personalised", "train.probe", ""} - set(PRIVATE_VERBS):
+    for verb in {*VERBS, "evaluate.personalised", "train.candidate", ""} - set(PRIVATE_VERBS):
         with pytest.raises(ConfigError, match="private verb"):
             site.ask(verb)
 
@@ -110,7 +122,8 @@ def test_unreleased_fields_do_not_move_when_a_record_is_added_removed_or_replace
         fields, states, metrics = replies[0]
         assert set(fields["facts"]) <= PUBLIC_FACTS.get(verb, set())
         assert {*states, *metrics} == RELEASES.get(verb, set())
-        expected = {"train.weights": BOTH, "evaluate.model": RECORDS["validation"]}
+        expected = {"train.weights": BOTH, "train.search": RECORDS["train"]}
+        expected |= dict.fromkeys(("train.probe", "evaluate.model"), RECORDS["validation"])
         expected |= dict.fromkeys(PUBLIC_FACTS, sum(RECORDS.values()))
         assert fields["num_examples"] == expected.get(verb, TERMS["batch_size"])
 
@@ -118,7 +131,7 @@ def test_unreleased_fields_do_not_move_when_a_record_is_added_removed_or_replace
 @pytest.mark.parametrize("verb", RELEASING)
 def test_a_record_moves_what_is_released_by_the_clipping_norm_at_most(verb, make_site):
     """The same noise on neighbouring data: the difference is what one record contributes."""
-    _, kinds, _ = ASKED[verb]
+    _, kinds = ASKED[verb]
     items = [i | {"batch_size": None} for i in schedule() if i["verb"] == verb]
     for name in {split for splits in kinds.values() for split in splits}:
         made = {"committed": items, "test_seed": b"7"}
@@ -127,10 +140,14 @@ def test_a_record_moves_what_is_released_by_the_clipping_norm_at_most(verb, make
             sums(make_site(hold=hold, **made).ask(verb, **asked), verb)
             for hold in (None, without_last(name))
         ]
-        for kind, splits in kinds.items():
-            norm = METRICS["max_grad_norm"] if kind == "metrics" else NORM
+        for kind in pair[0]:
+            norm = TERMS_OF[kind]["max_grad_norm"]
             moved = (pair[0][kind] - pair[1][kind]).norm().item()
-            if name in splits:
+            if verb == "train.probe" and name == "train":
+                assert moved > 0  # through the weights, for which the local steps are booked
+            elif verb == "train.search" and name == "validation":
+                continue  # it moves weights through the alphas at most, after their release
+            elif name in kinds[kind]:
                 assert 1e-4 * norm < moved <= norm * (1 + 1e-3)
             else:
                 assert moved == 0
@@ -198,7 +215,7 @@ def without_noise(monkeypatch):
     return asked
 
 
-def clipped(network, split, parameters, norm):
+def clipped(network, split, parameters, norm, factors=None):
     """Return the sum of clipped gradients, one float64 record at a time."""
     total, most = [torch.zeros_like(p) for p in parameters], 0.0
     for row in range(len(split)):
@@ -211,9 +228,9 @@ def clipped(network, split, parameters, norm):
         ]
         length = torch.cat([g.reshape(-1) for g in gradients]).norm().item()
         most = max(most, length)
-        scale = min(1.0, norm / length)
+        scale = min(1.0, norm / length) * (1.0 if factors is None else factors[y].item())
         total = [t + scale * g for t, g in zip(total, gradients, strict=True)]
-    assert most > norm  # or clipping is not tested
+    assert most > norm or len(parameters) == 1  # of the alphas, whose gradients are small
     return total
 
 
@@ -284,6 +301,97 @@ def test_retraining_is_dp_sgd_with_momentum_over_train_and_validation(
     assert reply.num_examples == BOTH
 
 
+FACTORS = torch.tensor([0.2, 1.0, 0.6])
+
+
+@pytest.mark.parametrize("factors", [None, FACTORS])
+def test_private_search_alternates_clipped_steps_of_alphas_and_weights(
+    factors, make_site, networks, without_noise
+):
+    items = [i | {"batch_size": None} for i in schedule()]
+    site = make_site(committed=items, records=np.arange(40))
+    site.client.__dict__["class_factors"] = factors
+    asked = {"releases": everything("train.search"), "local_steps": 2}
+    reply = site.ask("train.search", **asked)
+    assert without_noise == [(SIGMA, NORM)] * 4
+    assert [row.splits for row in site.rows()] == [("validation",), ("train",)] * 2
+    assert reply.num_examples == RECORDS["train"]
+    supernet = searched(site, networks, factors, steps=2)
+    close(reply.states["weights"]["float32"], flat(supernet.weights().values()))
+    close(reply.states["alphas"]["float32"], flat(supernet.alphas().values()))
+
+
+def searched(site, networks, factors, *, steps):
+    """Return the supernet after clipped steps without noise, in float64."""
+    supernet = networks.space.supernet()
+    load_states(supernet, networks.states["supernet"])
+    supernet.double().train()
+    weights, alphas = list(supernet.weights().values()), list(supernet.alphas().values())
+    adam = torch.optim.Adam(alphas, lr=0.01, betas=(0.5, 0.999))
+    sgd = torch.optim.SGD(weights, lr=0.1, momentum=0.9, weight_decay=0.01)
+    for _ in range(steps):
+        for optimizer, parameters, split in (
+            (adam, alphas, "validation"),
+            (sgd, weights, "train"),
+        ):
+            total = clipped(supernet, site.client.split(split), parameters, NORM, factors)
+            for parameter, gradient in zip(parameters, total, strict=True):
+                parameter.grad = gradient / RECORDS[split]
+            optimizer.step()
+    return supernet
+
+
+@pytest.mark.parametrize("factors", [None, FACTORS])
+def test_a_probe_releases_the_clipped_decrease_of_each_trial(
+    factors, make_site, networks, without_noise
+):
+    """Trials start from the same states and are booked like the search that they are."""
+    items = [i | {"batch_size": None} for i in schedule()]
+    site = make_site(committed=items, records=np.arange(40))
+    site.client.__dict__["class_factors"] = factors
+    slow = TRIAL | {"weights": STEP | {"lr": 1e-6}, "alphas": {"lr": 0.0, "weight_decay": 0.0}}
+    asked = {"releases": everything("train.probe"), "local_steps": 2}
+    reply = site.ask("train.probe", trials=[slow, TRIAL, slow], loss_bound=(bound := 0.01), **asked)
+    trial = [(SIGMA, NORM)] * 4 + [(METRICS["noise_multiplier"], METRICS["max_grad_norm"])]
+    assert without_noise == trial * 3
+    splits = [*[("validation",), ("train",)] * 2, ("validation",)]
+    assert [row.splits for row in site.rows()] == splits * 3
+    assert reply.num_examples == RECORDS["validation"]
+    first, rewarded, last = reply.states["rewards"]["float32"].tolist()
+    assert first == last
+    assert abs(first) < 1e-4 < abs(rewarded)
+    before = networks.space.supernet()
+    load_states(before, networks.states["supernet"])
+    after = searched(site, networks, factors, steps=2)
+    data = site.client.data.validation
+    x, y = data.batch(torch.arange(len(data)), "cpu")
+    factor = 1.0 if factors is None else factors[y]
+    with torch.no_grad():
+        decreases = factor * sum(
+            sign * functional.cross_entropy(net.double().eval()(x.double()), y, reduction="none")
+            for sign, net in ((1, before), (-1, after))
+        )
+    assert decreases.abs().max() > bound > decreases.abs().min()
+    mean = decreases.clamp(-bound, bound).sum().item() / RECORDS["validation"]
+    assert rewarded == pytest.approx(mean, rel=1e-4)
+
+
+def test_a_probe_of_a_derived_network_reads_no_validation_record_to_train(make_site, networks):
+    terms = {"stage": "retrain", "verb": "train.probe", "steps": 50}
+    items = [
+        terms | {"kind": "weights", "splits": ["train"]} | TERMS,
+        terms | {"kind": "rewards", "splits": ["validation"]} | METRICS,
+    ]
+    site = make_site(committed=items)
+    releases = {"weights": TERMS, "rewards": METRICS}
+    asked = {"network": networks.description, "split": "train", "auxiliary_weight": 0.0}
+    request = site.request("train.probe", releases=releases, local_steps=2, **asked)
+    header = replace(request.header, stage="retrain")
+    request = replace(request, header=header, states=networks.states["derived"])
+    assert set(site.answer(request).states) == {"rewards"}
+    assert [row.splits for row in site.rows()] == [("train",), ("train",), ("validation",)]
+
+
 def test_losses_and_accuracies_are_sums_of_bounded_terms_over_declared_records(
     make_site, networks, without_noise
 ):
@@ -312,7 +420,7 @@ def test_losses_and_accuracies_are_sums_of_bounded_terms_over_declared_records(
 def test_weights_that_blow_up_the_loss_release_bounded_sums(bad, make_site, without_noise):
     site = make_site()
     for verb in RELEASING:
-        request = site.request(verb)
+        request = site.request(verb, weights=STEP)
         states = {n: {d: v.clone() for d, v in s.items()} for n, s in request.states.items()}
         states["weights"]["float32"][::7] = bad
         reply = site.answer(replace(request, states=states))
@@ -320,7 +428,10 @@ def test_weights_that_blow_up_the_loss_release_bounded_sums(bad, make_site, with
             total = len(site.client.data.validation) / 20
             assert 0 <= reply.metrics["loss"] <= total * 2 * math.log(3) * (1 + 1e-6)
             assert 0 <= reply.metrics["accuracy"] <= total
-        elif verb != "train.weights":  # whose weights stay what they were
+        elif verb == "train.probe":
+            total = len(site.client.data.validation) / 20 * LOSS_BOUND
+            assert reply.states["rewards"]["float32"].abs().item() <= total * (1 + 1e-6)
+        elif "gradient" in verb:  # of the others the weights stay what they were
             assert all(v.isfinite().all() for v in reply.states[next(iter(reply.states))].values())
 
 
@@ -351,6 +462,15 @@ def test_weights_that_blow_up_the_loss_release_bounded_sums(bad, make_site, with
         ("evaluate.model", {"network": {"name": "nothing"}}, "do not fit evaluate.model"),
         ("train.weights", {"weights": STEP | {"lr": math.nan}}, "lr=nan is no number"),
         ("train.weights", {"weights": STEP | {"lr": 0}}, "weights.lr=0.0 is out of range"),
+        ("train.search", {"weights": STEP | {"lr": 0}}, "weights.lr=0.0 is out of range"),
+        ("train.probe", {"trials": 3 * [TRIAL], "local_steps": 17}, "committed values: steps=51"),
+        ("train.probe", {"trials": 51 * [TRIAL]}, "committed values: steps=51"),
+        ("train.probe", {"trials": [TRIAL, {}]}, "do not fit train.probe"),
+        ("train.probe", {"trials": []}, "trials=.* are not 1 to 1000"),
+        ("train.probe", {"trials": {"x": 1}}, "trials=.* are not 1 to 1000"),
+        ("train.probe", {"local_steps": True}, "local_steps=True is not"),
+        ("train.probe", {"loss_bound": 0}, "loss_bound=0.0 is not above 0"),
+        ("train.probe", {"loss_bound": math.nan}, "loss_bound=nan is no number"),
     ],
 )
 def test_requests_outside_the_rules_are_refused_before_data_is_read(
@@ -381,12 +501,13 @@ OTHER_TERMS = [
 
 def test_terms_other_than_the_committed_are_refused_by_every_verb(make_site, no_record):
     site = make_site()
-    for verb, (_, kinds, terms) in ASKED.items():
+    for verb, (_, kinds) in ASKED.items():
         for term, value, words in OTHER_TERMS:
             for kind in kinds:
-                given = {k: dict(terms) for k in kinds}
+                given = {k: dict(TERMS_OF[k]) for k in kinds}
                 given[kind][term] = value
-                if given[kind] == terms or (terms is METRICS and value == 10**400):  # all
+                all_records = TERMS_OF[kind] is METRICS and value == 10**400
+                if given[kind] == TERMS_OF[kind] or all_records:
                     continue
                 with pytest.raises(ConfigError, match=words) as refusal:
                     site.ask(verb, releases=given)
@@ -405,7 +526,7 @@ def test_batch_norm_is_refused_before_data_is_read(make_site, networks, no_recor
     supernet = replace(networks.space, norm="batch").supernet()
     site.client.networks['{"name": "supernet"}'] = supernet
     states = {n: pack(s) for n, s in network_states(supernet).items() if s}
-    for verb in ("train.weight_gradient", "train.alpha_gradient", "train.gradients"):
+    for verb in sorted({*RELEASING} - {"train.weights", "evaluate.model"}):
         with pytest.raises(ConfigError, match="rule no batch_norm"):
             site.answer(replace(site.request(verb), states=states))
     assert site.rows() == []
@@ -422,6 +543,9 @@ TRAPS = [  # requests that could fail on some records and not on others
     ("train.weights", {"micro_batch_size": "x"}),
     ("train.alpha_gradient", {"micro_batch_size": 0}),
     ("train.alpha_gradient", {"local_lrs": {"alphas": "x"}}),
+    ("train.search", {"alphas": {"lr": "x", "weight_decay": 0.0}}),
+    ("train.probe", {"loss_bound": "x"}),
+    ("train.probe", {"trials": [TRIAL, TRIAL | {"weights": {}}]}),
 ]
 
 
@@ -469,6 +593,7 @@ KEYS = {
     **{(term,): JUNK for term in ("data_set", "local_steps", "micro_batch_size", "order")},
     **{(term,): JUNK for term in ("releases", "local_lrs", "weights", "network", "split")},
     **{(term,): JUNK for term in ("drop_path_prob", "auxiliary_weight", "schedule")},
+    **{(term,): JUNK for term in ("trials", "loss_bound", "alphas")},
     **{(flag,): [True, False, 0, 1, None, "no"] for flag in ("oversampling", "raw_metrics")},
     **{("releases", kind): JUNK for kind in ("weights", "alphas", "metrics")},
     **{
@@ -520,11 +645,13 @@ def test_any_settings_lead_to_a_refusal_or_to_as_many_rows_as_releases(data, hos
         assert len(site.rows()) == before
     else:
         steps = 1 if verb == "evaluate.model" else request.settings["local_steps"]
-        assert len(noised) == steps * len(ASKED[verb][1])
+        states = [kind for kind in ASKED[verb][1] if TERMS_OF[kind] is TERMS]
+        once = len(ASKED[verb][1]) - len(states)  # metrics or rewards
+        assert len(noised) == steps * len(states) + once
         assert len(site.rows()) == before + len(noised)
-        for term, value in (("noise_multiplier", SIGMA), ("max_grad_norm", NORM)):
-            expected = METRICS[term] if verb == "evaluate.model" else value
-            assert [call[term] for call in noised] == [expected] * len(noised)
+        for term in ("noise_multiplier", "max_grad_norm"):
+            expected = [TERMS[term]] * (steps * len(states)) + [METRICS[term]] * once
+            assert [call[term] for call in noised] == expected
         assert {*reply.states, *reply.metrics} == RELEASES[verb]
 
 

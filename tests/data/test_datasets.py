@@ -51,6 +51,15 @@ def test_an_official_test_part_is_used_or_left(cache: Path, npz: Path):
     assert (len(data.train), data.server_test) == (200, None)
 
 
+def test_the_test_part_of_a_table_is_the_servers(cache: Path, tmp_path: Path):
+    (tmp_path / "train.csv").write_text("a,y\n1,0\n2,1\n3,0\n")
+    (tmp_path / "test.csv").write_text("a,y\n4,1\n5,0\n")
+    data = prepare(cache=cache, name="csv", root=tmp_path)
+    assert data.train.features.tolist() == [[1.0], [2.0], [3.0]]
+    assert data.server_test.features.tolist() == [[4.0], [5.0]]
+    assert prepare(cache=cache, name="csv", root=tmp_path, server_test=False).server_test is None
+
+
 def test_limits_take_the_same_records_always(cache: Path, npz: Path):
     def ids(limit):
         data = prepare(cache=cache, name="npz", root=npz, limit_train=limit, limit_test=7)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,10 +9,12 @@ from torch.nn import functional
 
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import (
+    Split,
     augment,
     concat_splits,
     epoch_batches,
     make_client_data,
+    oversampled,
     server_split,
     step_batch,
 )
@@ -261,3 +265,12 @@ def test_batches_and_augmentation_on_the_gpu(images):
     sizes = {"crop_padding": 2, "flip": True, "cutout": 3}
     moved = augment(x, generator=make_generator(0), **sizes)
     assert torch.equal(moved.cpu(), augment(x.cpu(), generator=make_generator(0), **sizes))
+
+
+def test_oversampling_repeats_rarer_classes_evenly():
+    labels = torch.tensor([0, 0, 0, 0, 0, 2, 2, 1, 0])
+    split = Split(torch.zeros(9, 1), labels, torch.tensor([8, 1, 2, 5, 3, 6, 7, 4]), (0.0,), (1.0,))
+    rows = oversampled(split).rows
+    assert labels[rows].bincount().tolist() == [5, 5, 5]
+    assert rows.bincount(minlength=9).tolist() == [0, 1, 1, 1, 1, 3, 2, 5, 1]
+    assert len(oversampled(replace(split, rows=split.rows[:0])).rows) == 0

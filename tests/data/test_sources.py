@@ -63,6 +63,9 @@ def test_a_missing_root_is_one_sentence(tmp_path: Path):
         find_source("npz", root=None, **choice)
     with pytest.raises(ConfigError, match="is not a file"):
         find_source("npz", root=tmp_path, **choice)
+    with pytest.raises(ConfigError, match="is not a file or folder"):
+        find_source("csv", root=tmp_path / "x", **choice)
+    assert find_source("csv", root=tmp_path, **choice) == tmp_path
     with pytest.raises(ConfigError, match="is not a folder"):
         find_source("npz", root=tmp_path / "x", download=False, sites=True)
     with pytest.raises(

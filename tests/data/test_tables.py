@@ -117,3 +117,38 @@ def test_files_that_cannot_be_used(tmp_path: Path, text, message):
         load_csv(tmp_path / "t.csv")
     with pytest.raises(ConfigError, match="cannot be read as a CSV"):
         load_csv(tmp_path / "missing.csv")
+
+
+def test_a_folder_has_an_official_test_part(tmp_path: Path):
+    (tmp_path / "train.csv").write_text("a,colour,y\n1,red,no\n2,blue,yes\n3,red,no\n")
+    text = "y,colour,more,a\nyes,red,x,4\n"  # columns by name, and no blue in it
+    (tmp_path / "test.csv.gz").write_bytes(gzip.compress(text.encode()))
+    train, test = load_csv(tmp_path)
+    assert (len(train), len(test)) == (3, 1)
+    assert test.feature_names == train.feature_names == ("a", "colour=blue", "colour=red")
+    assert test.features.tolist() == [[4.0, 0.0, 1.0]]
+    assert test.class_names == train.class_names == ("no", "yes")
+    assert test.labels.tolist() == [1]
+    (tmp_path / "test.csv.gz").unlink()
+    alone, none = load_csv(tmp_path)
+    assert none is None
+    assert alone.ids.tolist() == train.ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "needs one train.csv and at most one test.csv .* holds neither"),
+        ({"test.csv": "a,y\n1,0\n"}, "holds test.csv"),
+        ({"train.csv": "a,y\n1,0\n", "train.csv.gz": ""}, "holds train.csv, train.csv.gz"),
+        ({"train.csv": "a,y\n1,0\n2,1\n", "test.csv": "b,y\n1,0\n"}, "test.csv has no column a"),
+        ({"train.csv": "a,y\n1,0\n2,1\n", "test.csv": "a,y\n1,2\n"}, "test.csv.* has the label 2"),
+        ({"train.csv": "a,y\nr,0\ns,1\n", "test.csv": "a,y\nt,0\n"}, "test.csv holds t, which"),
+        ({"train.csv": "a,y\n1,0\n2,1\n", "test.csv": "a,y\nx,0\n"}, "test.csv is numeric but"),
+    ],
+)
+def test_folders_that_do_not_fit(tmp_path: Path, files, message):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_csv(tmp_path)

@@ -8,7 +8,7 @@ from torch import nn
 
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.evaluation import metrics
-from fednas_flwr.evaluation.metrics import evaluate, linear_accuracy
+from fednas_flwr.evaluation.metrics import evaluate, f1, linear_baseline
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,7 @@ def test_evaluate_equals_a_loop_over_single_examples(network: nn.Module) -> None
     assert result.accuracy == hits / 300
     assert result.num_examples == 300
     assert result.as_dict() == {"loss": result.loss, "accuracy": result.accuracy}
-    assert result.as_json() == {**result.as_dict(), "num_examples": 300}
+    assert result.as_json() == {**result.as_dict(), "num_examples": 300, "f1": None}
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -80,7 +80,7 @@ def test_evaluate_refuses_an_empty_split(network: nn.Module) -> None:
         evaluate(network, make_split([]), CPU)
 
 
-def test_linear_accuracy_is_that_of_sklearn_on_the_pooled_records() -> None:
+def test_the_linear_baseline_is_that_of_sklearn_on_the_pooled_records() -> None:
     clients = [make_split(list(range(0, 150))), make_split(list(range(150, 400)))]
     test = make_split(list(range(400, 600)))
 
@@ -90,6 +90,36 @@ def test_linear_accuracy_is_that_of_sklearn_on_the_pooled_records() -> None:
 
     x = np.concatenate([arrays(split)[0] for split in clients])
     y = np.concatenate([arrays(split)[1] for split in clients])
-    expected = LogisticRegression(max_iter=1000).fit(x, y).score(*arrays(test))
-    assert linear_accuracy(clients, test) == pytest.approx(expected)
-    assert expected > 0.6
+    model = LogisticRegression(max_iter=1000).fit(x, y)
+    scores = linear_baseline(clients, test, num_classes=3)
+    assert scores["accuracy"] == pytest.approx(model.score(*arrays(test)))
+    predictions = torch.from_numpy(model.predict(arrays(test)[0]))
+    assert scores["f1"] == f1(torch.from_numpy(arrays(test)[1]), predictions, num_classes=3)
+    assert scores["accuracy"] > 0.6
+
+
+def test_f1_is_counted_from_the_networks_predictions(network: nn.Module) -> None:
+    split = make_split(list(range(300)))
+    x, y = split.batch(torch.arange(300), CPU)
+    with torch.no_grad():
+        predictions = network.eval()(x).argmax(1)
+    per_class = []
+    for c in range(3):
+        hits = int(((predictions == c) & (y == c)).sum())
+        said, there = int((predictions == c).sum()), int((y == c).sum())
+        per_class.append(2 * hits / (said + there))
+    assert evaluate(network, split, CPU, with_f1=True).f1 == pytest.approx(np.mean(per_class))
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "labels", "predictions", "expected"),
+    [
+        (2, [0, 0, 0, 1, 1], [0, 0, 1, 1, 0], 0.5),  # of class 1 alone: 2 TP / (2 TP + FP + FN)
+        (2, [0, 0, 1], [0, 0, 0], 0.0),
+        (2, [0, 1, 1], [0, 1, 1], 1.0),
+        (3, [0, 0, 1, 2], [0, 0, 2, 2], (1 + 0 + 2 / 3) / 3),
+    ],
+)
+def test_f1_of_cases_counted_by_hand(num_classes, labels, predictions, expected) -> None:
+    found = f1(torch.tensor(labels), torch.tensor(predictions), num_classes=num_classes)
+    assert found == pytest.approx(expected)

@@ -563,8 +563,8 @@ def real_sites(tmp_path, made_data):
 
 
 ASKED_WITHOUT_PRIVACY = {
-    "train.search": "private verb=train.search is unknown",
-    "train.probe": "private verb=train.probe is unknown",
+    "train.search": "rule data_sets",
+    "train.probe": "do not fit train.probe",
     "train.candidate": "No train function registered",
     "train.weight_gradient": "rule data_sets",
     "train.weights": "do not fit train.weights",
@@ -636,7 +636,7 @@ def test_errors_while_a_real_site_opens_its_data_keep_their_text_there(
 SIGMA_0 = {"noise_multiplier": 0.0, "batch_size": 8, "max_grad_norm": 1.0}
 PLACE = {"stage": "search", "verb": "train.weight_gradient", "kind": "weights", "splits": ["train"]}
 WITHOUT_DATA = [
-    ("train.search", {}, "private verb=train.search is unknown"),
+    ("train.search", {}, "rule verbs: verb=train.search"),
     ("query.commit", {"data_set": "other"}, "rule data_sets: data set=other"),
     ("query.commit", {"schedule": [PLACE | SIGMA_0 | {"steps": 1}]}, "noise_multiplier=0.0, not"),
     ("train.gradients", {}, "rule verbs: verb=train.gradients"),

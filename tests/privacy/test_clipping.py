@@ -18,7 +18,7 @@ from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gra
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.search.architect import alpha_gradient_sum
 from fednas_flwr.search.training import Tally, trainable_weights, weight_gradient_sum
-from fednas_flwr.search_spaces import DARTSSpace, NASBench201Space
+from fednas_flwr.search_spaces import DARTSSpace, MLPSpace, NASBench201Space
 
 CLASSES = 5
 
@@ -41,9 +41,13 @@ def nasbench201(shape, engine="fast"):
     return NASBench201Space(input_shape=shape, **sizes, norm="group", engine=engine)
 
 
+def mlp(shape):  # wide enough that the norms of the narrowest layers do not amplify rounding
+    return MLPSpace(input_shape=shape, num_classes=CLASSES, channels=32, num_cells=2, norm="group")
+
+
 def derived(space, **sizes):
     genotype = space.random_genotype(make_generator(3, "genotype"))
-    return space.network(genotype, channels=4, **sizes)
+    return space.network(genotype, **{"channels": 4, **sizes})
 
 
 # Two shapes each: the small one for float64, the large one for float32, whose rounding group norms
@@ -62,10 +66,12 @@ NETWORKS = {
         (3, 17, 14),
     ),
     "nasbench201": (lambda s: derived(nasbench201(s), num_cells=2), (3, 7, 9), (1, 15, 13)),
+    "mlp supernet": (lambda s: mlp(s).supernet(), (6,), (30,)),
+    "mlp": (lambda s: derived(mlp(s), channels=32, num_cells=2), (6,), (30,)),
     "plain_cnn": (lambda s: plain_cnn(s, CLASSES), (3, 9, 7), (1, 9, 7)),
     "linear": (lambda s: linear(s, CLASSES), (1, 5, 7), (3, 5, 7)),
 }
-SUPERNETS = tuple(f"{s} {n}" for s in ("darts", "nasbench201") for n in ("supernet", "reference"))
+SUPERNETS = tuple(name for name in NETWORKS if name.endswith(("supernet", "reference")))
 
 
 @pytest.fixture(params=["leaves", "hooks"])

@@ -26,7 +26,7 @@ from fednas_flwr.privacy.renyi_filter import RenyiFilter
 
 VERBS = (
     *("query.describe", "query.commit", "query.latency", "train.weight_gradient"),
-    *("train.alpha_gradient", "train.weights", "train.search", "evaluate.model"),
+    *("train.alpha_gradient", "train.weights", "train.search", "train.probe", "evaluate.model"),
     "evaluate.personalised",
 )
 WARD = {

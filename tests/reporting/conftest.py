@@ -190,9 +190,9 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
                 log.emit("privacy_spent", clients=spent)
             log.emit(
                 "evaluated",
-                central={"accuracy": accuracy, "loss": 0.3, "num_examples": 100},
+                central={"accuracy": accuracy, "f1": 0.625, "loss": 0.3, "num_examples": 100},
                 clients=clients,
-                linear=None if private else {"accuracy": 0.75},
+                linear=None if private else {"accuracy": 0.75, "f1": 0.5},
             )
             log.emit(
                 "exported", files=["model.safetensors", "model.onnx"], onnx_max_difference=1e-6

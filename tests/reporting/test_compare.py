@@ -29,6 +29,7 @@ def test_seeds_are_one_group_with_mean_and_deviation(
     text = f"90.0 ± {100 * statistics.stdev(accuracies.values()):.1f}"
     assert comparison.rows()[0][:3] == ["fed_darts", "1, 2, 10", text]
     assert comparison.rows()[1][2] == "50.0"  # one seed has no deviation
+    assert comparison.rows()[1][comparison.titles().index("test F1")] == "0.625"
 
 
 def test_only_settings_that_differ_have_columns(make_run: Callable[..., Path]) -> None:

@@ -132,4 +132,7 @@ def test_the_summary_of_a_run_without_privacy_does_not_speak_of_it(
 ) -> None:
     out = io.StringIO()
     print_summary(make_run("run"), Console(file=out))
+    assert [line.split()[-2] for line in out.getvalue().splitlines() if "F1" in line] == [
+        *("0.625", "0.500"),
+    ]
     assert not any(word in out.getvalue() for word in ("epsilon", "noised", "left", "warning"))

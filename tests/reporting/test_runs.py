@@ -13,6 +13,7 @@ def test_numbers_of_a_finished_run(make_run: Callable[..., Path]) -> None:
     assert run.config["algorithm"] == {"name": "fed_darts", "alpha_lr": 3e-4}
     numbers = run.numbers()
     assert tuple(numbers) == METRICS
+    assert (numbers["central_f1"], numbers["linear_f1"]) == (0.625, 0.5)
     assert numbers["client_accuracy"] == pytest.approx(0.8)
     assert numbers["traffic_mb"] == pytest.approx(5 * 3.0)
     assert (numbers["search_seconds"], numbers["retrain_seconds"]) == (4.5, 3.0)

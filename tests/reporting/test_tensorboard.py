@@ -21,6 +21,7 @@ def test_every_metric_is_a_scalar_over_rounds(make_run: Callable[..., Path]) -> 
     loss = [(scalar.step, round(scalar.value, 3)) for scalar in read.Scalars("search/train_loss")]
     assert loss == [(1, 2.0), (2, 1.0), (3, 0.667)]
     assert read.Scalars("evaluate/linear_accuracy")[0].value == 0.75
+    assert read.Scalars("evaluate/central_f1")[0].value == 0.625
 
 
 def test_a_number_that_is_missing_is_left_out(tmp_path: Path) -> None:

@@ -110,9 +110,24 @@ def test_draws_follow_pi():
 
 @settings(deadline=None)
 @given(cases)
-def test_the_best_arm_has_the_largest_estimate(case):
+def test_the_best_arm_has_the_largest_estimate_of_those_tried(case):
     bandit = tried(case[0], *case[1])
-    assert float(bandit.estimates_N[bandit.best()]) == float(bandit.estimates_N.max())
+    seen = sorted({arm for phase in case[1] for arm in phase} or range(case[0]))
+    assert bandit.best() in seen
+    assert float(bandit.estimates_N[bandit.best()]) == float(bandit.estimates_N[seen].max())
+
+
+@settings(deadline=None)
+@given(cases, st.floats(0.1, 10))
+def test_what_is_smaller_than_the_noise_does_not_end_exploration(case, noise):
+    """The wider pi for the noise, and uniform up to e^2 for differences below it."""
+    num_arms, phases = case
+    bandit = tried(num_arms, *phases)
+    noisy = replace(bandit, noise=noise)
+    assert noisy.entropy() >= bandit.entropy() - 1e-9
+    spread = float(bandit.estimates_N.max() - bandit.estimates_N.min())
+    pi_N = noisy.probabilities()
+    assert float(pi_N.max() / pi_N.min()) <= math.exp(spread / noise) * (1 + 1e-9)
 
 
 @settings(deadline=None)

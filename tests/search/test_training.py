@@ -15,6 +15,7 @@ from fednas_flwr.search.training import (
     make_adam,
     make_sgd,
     periodic_gradients,
+    record_losses,
     train_epoch,
     trainable_weights,
     weight_gradient_sum,
@@ -210,3 +211,21 @@ def test_trainable_weights_leave_the_alphas_out(net):
 def test_an_empty_tally_knows_nothing():
     assert math.isnan(Tally().loss)
     assert math.isnan(Tally().accuracy)
+
+
+def test_class_factors_weigh_the_losses_of_records():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(6, 3), torch.tensor([0, 1, 2, 2, 1, 0])
+    factors = torch.tensor([1.0, 0.25, 0.5])
+    expected = torch.stack(
+        [
+            f * -row.log_softmax(0)[y]
+            for row, y, f in zip(logits, labels, factors[labels], strict=True)
+        ]
+    )
+    torch.testing.assert_close(record_losses(logits, labels, factors), expected)
+    net = nn.Linear(4, 3)
+    x = torch.randn(6, 4)
+    sums = weight_gradient_sum(net, (x, labels), Tally(), class_factors=factors)
+    (record_losses(net(x), labels) * factors[labels]).sum().backward()
+    torch.testing.assert_close(sums["weight"], net.weight.grad)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fednas_flwr import build
 from fednas_flwr.clients.verbs import VERBS
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.metrics import evaluate
@@ -55,8 +56,9 @@ def of_verb(federation, verb):
 def test_explorations_alternate_with_search(searched):
     assert [event["round"] for event in explored(searched)] == [1, 3]
     assert len(of_verb(searched, "train.search")) == ROUNDS
-    probes = of_verb(searched, "train.probe")
-    assert len(probes) == sum(event["kappa"] for event in explored(searched))
+    tried = [len(a["settings"]["trials"]) for a, _ in of_verb(searched, "train.probe")]
+    assert tried == [event["kappa"] for event in explored(searched)]
+    assert max(tried) > 1
 
 
 def test_rounds_tell_what_was_chosen_and_tried(searched):
@@ -66,26 +68,50 @@ def test_rounds_tell_what_was_chosen_and_tried(searched):
     assert [m["lr"] for m in metrics] == [told[r]["configuration"]["lr"] for r in (1, 1, 3)]
     assert metrics[1]["bandit_entropy"] == pytest.approx(told[3]["entropy"])
     for event in told.values():
-        assert event["bytes_received"] == 0 < event["bytes_sent"]  # a trial returns no tensor
+        assert event["bytes_received"] < 1000 < event["bytes_sent"]  # no weights come back
         assert event["seconds"] > 0
 
 
-def test_all_trials_of_a_phase_start_from_the_same_state(searched):
-    first = [a for a, _ in of_verb(searched, "train.probe") if a["server_round"] == 1]
-    search = of_verb(searched, "train.search")[0][0]
-    assert len(first) > 1
-    for arguments in [*first, search]:
-        for state, packed in first[0]["states"].items():
-            for dtype, vector in packed.items():
-                assert torch.equal(arguments["states"][state][dtype], vector)
-    assert len({str(arguments["settings"]["weights"]) for arguments in first}) == len(first)
+def test_trials_and_search_start_from_the_same_state(searched):
+    (trials, _), *_ = of_verb(searched, "train.probe")
+    (search, _), *_ = of_verb(searched, "train.search")
+    for state, packed in trials["states"].items():
+        for dtype, vector in packed.items():
+            assert torch.equal(search["states"][state][dtype], vector)
+    tried = [str(trial["weights"]) for trial in trials["settings"]["trials"]]
+    assert len(set(tried)) == len(tried)
 
 
-def test_a_probe_returns_one_number(searched):
-    for _, replies in of_verb(searched, "train.probe"):
-        for reply in replies:
-            assert not reply.states
-            assert set(reply.metrics) == {"loss_decrease"}
+@pytest.mark.parametrize("stage", ["search", "retrain"])
+def test_trials_side_by_side_give_what_they_give_in_sequence(compose_config, federate, stage):
+    """To the last bit: nothing of a trial, its random draws included, reaches the next."""
+    retrained = ["stages=[retrain]", "genotype=x", "retrain.norm=group"]
+    config = compose_config(*SETTINGS, *(retrained if stage == "retrain" else []))
+    federation = federate(config)
+    client, strategy = federation.clients[0], federation.strategy
+    if stage == "retrain":
+        genotype = strategy.space.random_genotype(make_generator(2, "genotype"))
+        described = build.describe_network(config, federation.data[0], genotype)
+        strategy, _ = build.make_retraining(config, described, federation.courier, None)
+    assert strategy.stage == stage
+    trials = [strategy._trial(configuration) for configuration in strategy.configurations[:3]]
+    trials[1] = trials[1] | {"drop_path_prob": 0.5}
+
+    def rewards(chosen):
+        header = Header("test", stage, 1, 1, client.index, "nonce")
+        settings = strategy.settings | {"trials": chosen, "loss_bound": 5.0}
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            reply = VERBS["train.probe"](
+                client, Request("train.probe", header, settings, strategy.states)
+            )
+        assert set(reply.states) == {"rewards"}
+        assert not reply.metrics
+        return reply.states["rewards"]["float32"].tolist()
+
+    together = rewards(trials)
+    assert together == [reward for trial in trials for reward in rewards([trial])]
+    assert len(set(together)) == 3
 
 
 def test_rewards_are_mean_decreases_by_validation_size(searched):
@@ -95,12 +121,13 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
     (arguments, _), *_ = of_verb(searched, "train.probe")
     drawn = sorted(map(int, event["rewards"]))
     assert drawn == Bandit.of(6, config.algorithm.bandit).draw(
-        event["kappa"], make_generator(config.seed, "bandit", 1)
+        event["kappa"], make_generator(config.seed, "bandit", "search", 1)
     )
     decreases, sizes = [], []
     for client in searched.clients:
         header = Header("test", "search", 1, 1, client.index, "nonce")
-        request = Request("train.search", header, arguments["settings"], arguments["states"])
+        settings = {**arguments["settings"], **arguments["settings"]["trials"][0]}
+        request = Request("train.search", header, settings, arguments["states"])
         supernet = client.network({"name": "supernet"}, arguments["states"])
         before = evaluate(supernet, client.data.validation, client.device).loss
         reply = VERBS["train.search"](client, request)
@@ -139,7 +166,9 @@ def test_nonsense_from_a_client_does_not_choose(compose_config, federate, monkey
 
     def lying(client, request):
         reply = honest(client, request)
-        return replace(reply, metrics={"loss_decrease": 1e30}) if client.index else reply
+        (rewards,) = reply.states["rewards"].values()
+        wild = {"rewards": {"float32": torch.full_like(rewards, 1e15)}}
+        return replace(reply, states=wild) if client.index else reply
 
     monkeypatch.setitem(VERBS, "train.probe", lying)
     federation.strategy.start(federation.grid, num_rounds=1)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from fednas_flwr.build import make_network
+from fednas_flwr.build import make_network, make_retraining
 from fednas_flwr.evaluation.metrics import evaluate
 from fednas_flwr.randomness import make_generator
+from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.search_spaces.genotype import to_json
 
 ROUNDS = 3
@@ -83,8 +86,55 @@ def test_nonsense_from_a_client_does_not_choose(nonsense, compose_config, federa
     federation = federate(compose_config("algorithm=random_search", *UNEQUAL))
     strategy = federation.strategy
     reported = iter([nonsense, 0.4, 0.3])
-    monkeypatch.setattr(strategy, "_try", lambda _: {"validation_accuracy": next(reported)})
+    monkeypatch.setattr(strategy, "_try", lambda *_: {"validation_accuracy": next(reported)})
     strategy.start(federation.grid, num_rounds=3)
     second = make_generator(federation.config.seed, "random_search", 2)
     assert strategy.derive() == strategy.space.random_genotype(second)
     assert strategy.values["accuracy"] == 0.4
+
+
+RANGES = (
+    "algorithm.ranges={lr: {low: 1e-3, high: 0.1, log: true}, "
+    "weight_decay: {low: 1e-5, high: 1e-1, log: true}, momentum: {low: 0, high: 1, log: false}, "
+    "alpha_lr: {low: 0, high: 0, log: false}, alpha_weight_decay: {low: 0, high: 0, log: false}, "
+    "dropout: {low: 0, high: 0.2, log: false}}"
+)
+
+
+def test_hyper_parameters_are_drawn_tried_and_retrained_with(compose_config, federate):
+    config = compose_config("algorithm=random_search", *UNEQUAL, RANGES)
+    federation, trained = federate(config), []
+    ask = federation.courier.ask
+
+    def recording(verb, **arguments):
+        if verb == "train.weights":
+            trained.append(arguments["settings"])
+        return ask(verb, **arguments)
+
+    federation.courier.ask = recording
+    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    drawn = []
+    for number in range(1, ROUNDS + 1):
+        generator = make_generator(config.seed, "random_search", number)
+        federation.strategy.space.random_genotype(generator)
+        drawn += draw_configurations(1, config.algorithm.ranges, generator)
+    assert [s["weights"]["lr"] for s in trained] == [c.lr for c in drawn]
+    assert [s["weights"]["momentum"] for s in trained] == [c.momentum for c in drawn]
+    best = drawn[accuracies(federation).index(max(accuracies(federation)))]
+    found = federation.strategy.configuration()
+    assert found == best
+    strategy, _ = make_retraining(
+        config, trained[0]["network"], federation.courier, None, configuration=found
+    )
+    assert strategy.weights == replace(
+        config.retrain.weights,
+        lr=best.lr,
+        min_lr=min(best.lr, config.retrain.weights.min_lr),
+        momentum=best.momentum,
+        weight_decay=best.weight_decay,
+    )
+    assert strategy.drop_path_prob == best.dropout
+
+
+def test_without_ranges_retraining_keeps_its_own_settings(searched):
+    assert searched.strategy.configuration() is None

@@ -1,0 +1,157 @@
+"""The search space for tables: DARTS cells whose ops are dense layers.
+
+FEATHERS (Seng et al. 2023, arXiv 2206.12342, section 4) searches MLP cells for fraud detection; the
+ops here are ours. :class:`MLPSpace` gives the supernet, the way from alphas to a genotype and the
+discrete network; their modules stand in ``mlp_network.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.search_spaces.cell_graph import check_edges, random_edges, strongest_edges
+from fednas_flwr.search_spaces.genotype import Genotype
+from fednas_flwr.search_spaces.mlp_network import EDGES, NODES, OPS, MLPBody, MLPNetwork
+from fednas_flwr.search_spaces.operations import Norm, check_norm
+from fednas_flwr.search_spaces.space import (
+    Engine,
+    Supernet,
+    check_alphas,
+    check_cells,
+    check_engine,
+    check_sizes,
+)
+
+LEAST_WIDTH = 8  # half of a reduction cell's half: 2 units, the fewest that a layer norm leaves
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSpace:
+    """The search space of dense cells for tables of one shape.
+
+    The cells are those of DARTS with three nodes instead of four and dense layers for ops: of the
+    node's width or half of it, with ReLU or tanh. Cell L//2 of L is the reduction cell (DARTS has
+    two): its input projections halve the width, so that inside it a skip connection is an identity.
+
+    Attributes:
+        input_shape: (features,) of a record.
+        num_classes: Number of classes.
+        channels: Width of the nodes before the reduction cell; at least 8.
+        num_cells: Cells of the supernet; at least 2, or the alphas of the normal cell would never
+            learn.
+        norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
+        engine: Both are the same here.
+    """
+
+    name: ClassVar[str] = "mlp"
+    ops: ClassVar[tuple[str, ...]] = OPS
+
+    input_shape: tuple[int, ...]
+    num_classes: int
+    channels: int = 32
+    num_cells: int = 3
+    norm: Norm = "batch"
+    engine: Engine = "fast"
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be built."""
+        check_norm(self.norm)
+        check_engine(self.engine)
+        self._check_sizes(channels=self.channels, num_cells=self.num_cells)
+
+    @property
+    def cell_kinds(self) -> dict[str, int]:
+        """Number of edges per kind of cell."""
+        return {"normal": len(EDGES), "reduction": len(EDGES)}
+
+    def supernet(self) -> Supernet:
+        """Return a newly initialised supernet; its norms have no affine part.
+
+        Raises:
+            ConfigError: There are fewer than two cells.
+        """
+        if self.num_cells < 2:
+            raise ConfigError(
+                f"search_space.num_cells must be at least 2 for mlp, got {self.num_cells}: with "
+                "one there is no normal cell."
+            )
+        body = MLPBody(
+            num_features=self.input_shape[0],
+            num_classes=self.num_classes,
+            channels=self.channels,
+            num_cells=self.num_cells,
+            norm=self.norm,
+        )
+        return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
+
+    def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
+        """Return the genotype of the strongest edges, as in DARTS.
+
+        Raises:
+            ValueError: If kinds or shapes are wrong or an alpha is not finite.
+        """
+        check_alphas(alphas, num_edges=self.cell_kinds, num_ops=len(OPS))
+        cells = {
+            kind: strongest_edges(alphas[kind], ops=OPS, nodes=NODES) for kind in self.cell_kinds
+        }
+        return Genotype(space=self.name, cells=cells)
+
+    def random_genotype(self, generator: torch.Generator) -> Genotype:
+        """Return a uniform genotype: two distinct sources per node, any op but ``none`` on each."""
+        cells = {kind: random_edges(generator, ops=OPS, nodes=NODES) for kind in self.cell_kinds}
+        return Genotype(space=self.name, cells=cells)
+
+    def check(self, genotype: Genotype) -> None:
+        """Raise ConfigError unless the genotype is one that :meth:`derive` can return."""
+        check_cells(genotype, space=self.name, kinds=self.cell_kinds)
+        for kind, edges in genotype.cells.items():
+            check_edges(edges, kind=kind, ops=OPS, nodes=NODES)
+
+    def network(
+        self, genotype: Genotype, *, channels: int, num_cells: int, auxiliary: bool = False
+    ) -> MLPNetwork:
+        """Return the newly initialised discrete network.
+
+        Args:
+            genotype: The cells.
+            channels: Width of the nodes before the reduction cell.
+            num_cells: Number of cells; the only one of 1 is the reduction cell.
+            auxiliary: Must be False.
+
+        Raises:
+            ConfigError: If the genotype is not of this space, a size is too small, or an auxiliary
+                head is asked for.
+        """
+        self.check(genotype)
+        self._check_sizes(channels=channels, num_cells=num_cells)
+        if auxiliary:
+            raise ConfigError("mlp networks have no auxiliary head: switch it off.")
+        return MLPNetwork(
+            genotype,
+            num_features=self.input_shape[0],
+            num_classes=self.num_classes,
+            channels=channels,
+            num_cells=num_cells,
+            norm=self.norm,
+        )
+
+    def _check_sizes(self, *, channels: int, num_cells: int) -> None:
+        check_sizes(
+            space=self.name,
+            inputs="tables",
+            input_shape=self.input_shape,
+            num_classes=self.num_classes,
+            channels=channels,
+            num_cells=num_cells,
+        )
+        if channels < LEAST_WIDTH:
+            raise ConfigError(
+                f"channels must be at least {LEAST_WIDTH} for mlp, got {channels}: a norm over "
+                "one unit leaves nothing of it."
+            )
