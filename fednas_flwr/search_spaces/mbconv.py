@@ -33,9 +33,11 @@ from fednas_flwr.search_spaces.mbconv_plan import (
 )
 from fednas_flwr.search_spaces.operations import Norm, check_norm
 from fednas_flwr.search_spaces.space import (
+    Engine,
     Supernet,
     check_alphas,
     check_cells,
+    check_engine,
     check_op,
     check_sizes,
 )
@@ -57,6 +59,7 @@ class MBConvSpace:
             stride 1 with as many output as input channels offer.
         width: Width multiplier; channels are rounded to multiples of 8, the head never shrinks.
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
+        engine: Both are the same here.
     """
 
     name: ClassVar[str] = "mbconv"
@@ -67,10 +70,12 @@ class MBConvSpace:
     candidates: tuple[str, ...] = CANDIDATES["fdnas"]
     width: float = 1.0
     norm: Norm = "batch"
+    engine: Engine = "fast"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be built, or offers no choice."""
         check_norm(self.norm)
+        check_engine(self.engine)
         check_sizes(
             space=self.name,
             input_shape=self.input_shape,
