@@ -28,7 +28,7 @@ NOISED_TEXT = (
 )
 SHOWN = {  # what a reader asks first; all settings stand in the configuration
     "algorithm": ("rule", "reduce", "local_epochs", "local_steps", "batch_size"),
-    "search_space": ("channels", "num_cells", "norm"),
+    "search_space": ("channels", "num_cells", "skeleton", "candidates", "width", "norm"),
     "retrain": (
         *("rounds", "channels", "num_cells", "local_epochs", "batch_size"),
         *("local_steps", "expected_batch_size"),  # private
