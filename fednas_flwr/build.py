@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from fednas_flwr.clients.client import Augmentation, Client
 from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
 from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.config import (
+    SEARCH_SPACES,
+    BlockSpace,
+    CellSpace,
     Config,
     DifferentialPrivacy,
     GivenNetwork,
@@ -47,8 +50,11 @@ from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.search.settings import Configuration
+from fednas_flwr.search.tuner import Tuner
 from fednas_flwr.search_spaces.darts import DARTSSpace
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
+from fednas_flwr.search_spaces.mbconv import MBConvSpace
+from fednas_flwr.search_spaces.mbconv_plan import CANDIDATES, SKELETONS
 from fednas_flwr.search_spaces.mlp import MLPSpace
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
@@ -68,10 +74,28 @@ PRIVATE_SITE_KEYS = (
     *("policy", "ledger", "ledger-key", "split-key"),
 )
 
+
+def _mbconv_space(*, skeleton: str, candidates: str, **settings: Any) -> MBConvSpace:
+    """Return the MBConv space with the named skeleton and candidates."""
+    if skeleton not in SKELETONS:
+        raise unknown_choice("search_space.skeleton", skeleton, SKELETONS)
+    if candidates not in CANDIDATES:
+        raise unknown_choice("search_space.candidates", candidates, CANDIDATES)
+    return MBConvSpace(skeleton=SKELETONS[skeleton], candidates=CANDIDATES[candidates], **settings)
+
+
 SPACES: dict[str, Callable[..., SearchSpace]] = {
     "darts": DARTSSpace,
+    "mbconv": _mbconv_space,
     "mlp": MLPSpace,
     "nasbench201": NASBench201Space,
+}
+
+
+# The settings of a space that a network's description holds, beside the norm.
+SIZES = {
+    name: tuple(f.name for f in fields(kind) if f.name not in ("name", "norm"))
+    for name, kind in SEARCH_SPACES.items()
 }
 
 
@@ -93,21 +117,19 @@ def make_space(
     *,
     input_shape: tuple[int, ...],
     num_classes: int,
-    channels: int,
-    num_cells: int,
     norm: str,
     engine: str = "fast",
+    **sizes: Any,
 ) -> SearchSpace:
-    """Return a search space; the sizes and the engine are those of its supernet."""
+    """Return a search space; ``sizes`` are the other settings of ``conf/search_space``."""
     if name not in SPACES:
         raise unknown_choice("search_space.name", name, SPACES)
     return SPACES[name](
         input_shape=input_shape,
         num_classes=num_classes,
-        channels=channels,
-        num_cells=num_cells,
         norm=norm,
         engine=engine,
+        **sizes,
     )
 
 
@@ -419,11 +441,32 @@ def describe_network(
     return _describe_derived(
         genotype,
         shapes,
-        channels=config.retrain.channels,
-        num_cells=config.retrain.num_cells,
+        sizes=_retrain_sizes(config, genotype),
         norm=config.retrain.norm,
         auxiliary=config.retrain.auxiliary_weight > 0,
     )
+
+
+def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
+    """Return the sizes of the derived network: of ``retrain``, or of a space that keeps its own."""
+    space, retrain = config.search_space, config.retrain
+    sizes = {"channels": retrain.channels, "num_cells": retrain.num_cells}
+    keeps_size = SEARCH_SPACES.get(genotype.space) is BlockSpace
+    if any((value is None) != keeps_size for value in sizes.values()):
+        raise ConfigError(
+            f"retrain.channels={retrain.channels} with retrain.num_cells={retrain.num_cells} and a "
+            f"genotype of {genotype.space}: "
+            + ("its networks have the supernet's size; set both to null." * keeps_size)
+            + ("set both to numbers." * (not keeps_size))
+        )
+    if not keeps_size:
+        return sizes
+    if space.name != genotype.space:
+        raise ConfigError(
+            f"the genotype is of {genotype.space}, but search_space={space.name}, which does not "
+            f"give its network's size: set search_space={genotype.space}."
+        )
+    return _sizes(space)
 
 
 def make_network(description: Description) -> nn.Module:
@@ -438,16 +481,14 @@ def make_network(description: Description) -> nn.Module:
     if description["name"] != "derived":
         raise unknown_choice("network", description["name"], ["derived", *FIXED_NETWORKS])
     genotype = from_json(json.dumps(description["genotype"]))
-    sizes = {"channels": description["channels"], "num_cells": description["num_cells"]}
     space = make_space(
         genotype.space,
         input_shape=input_shape,
         num_classes=description["num_classes"],
         norm=description["norm"],
-        **sizes,
+        **{key: description[key] for key in SIZES.get(genotype.space, ())},
     )
-    space.check(genotype)
-    return space.network(genotype, **sizes, auxiliary=description["auxiliary"])
+    return space.network(genotype, auxiliary=description["auxiliary"])
 
 
 def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Courier:
@@ -530,8 +571,9 @@ def _make_feathers(
 def _exploration(config: Config, algorithm: HyperparameterSearch) -> dict[str, Any]:
     """Return what the two stages of FEATHERS have in common."""
     return {
-        "configurations": _configurations(config.seed, algorithm),
-        "bandit": algorithm.bandit,
+        "tuner": Tuner.of(
+            _configurations(config.seed, algorithm), algorithm.ranges, algorithm.bandit
+        ),
         "nas_rounds": algorithm.nas_rounds,
         "rule": algorithm.rule,
         "loss_bound": algorithm.loss_bound,
@@ -564,7 +606,7 @@ def _make_fnas(
 def _make_random_search(
     config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
 ) -> RoundStrategy:
-    algorithm, sizes = config.algorithm, config.search_space
+    algorithm, own = config.algorithm, config.search_space
     assert isinstance(algorithm, RandomSearch)
     shapes = {"input_shape": list(prepared.input_shape), "num_classes": prepared.num_classes}
     return RandomSearchStrategy(
@@ -573,9 +615,8 @@ def _make_random_search(
         describe=lambda genotype: _describe_derived(
             genotype,
             shapes,
-            channels=sizes.channels,
-            num_cells=sizes.num_cells,
-            norm=sizes.norm,
+            sizes=_sizes(own),
+            norm=own.norm,
             auxiliary=False,
         ),
         make_network=lambda description: _seeded_network(config, description),
@@ -618,6 +659,20 @@ def make_retraining(
     """
     network = _seeded_network(config, description)
     settings, algorithm = config.retrain, config.algorithm
+    if isinstance(algorithm, HyperparameterSearch):
+        return FEATHERS(
+            network,
+            courier,
+            space=None,
+            description=description,
+            local_epochs=settings.local_epochs,
+            batch_size=settings.batch_size,
+            clip_norm=settings.weights.clip_norm,
+            auxiliary_weight=settings.auxiliary_weight,
+            checkpoints=checkpoints,
+            private=private,
+            **_exploration(config, algorithm),
+        ), network
     if isinstance(algorithm, TunedTraining):
         return FedEx(
             network,
@@ -633,21 +688,6 @@ def make_retraining(
             seed=config.seed,
             checkpoints=checkpoints,
         ), network
-    if isinstance(algorithm, HyperparameterSearch):
-        evaluation = FEATHERS(
-            network,
-            courier,
-            space=None,
-            description=description,
-            local_epochs=settings.local_epochs,
-            batch_size=settings.batch_size,
-            clip_norm=settings.weights.clip_norm,
-            auxiliary_weight=settings.auxiliary_weight,
-            checkpoints=checkpoints,
-            private=private,
-            **_exploration(config, algorithm),
-        )
-        return evaluation, network
     strategy = FedAvg(
         network,
         courier,
@@ -702,12 +742,15 @@ def _seeded_network(config: Config, description: Description) -> nn.Module:
         return make_network(description)
 
 
+def _sizes(space: CellSpace | BlockSpace) -> dict[str, Any]:
+    return {key: getattr(space, key) for key in SIZES[space.name]}
+
+
 def _describe_derived(
     genotype: Genotype,
     shapes: Mapping[str, Any],
     *,
-    channels: int,
-    num_cells: int,
+    sizes: Mapping[str, Any],
     norm: str,
     auxiliary: bool,
 ) -> dict[str, Any]:
@@ -715,8 +758,7 @@ def _describe_derived(
         "name": "derived",
         "genotype": json.loads(to_json(genotype)),
         **shapes,
-        "channels": channels,
-        "num_cells": num_cells,
+        **sizes,
         "norm": norm,
         "auxiliary": auxiliary,
     }

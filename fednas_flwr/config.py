@@ -261,8 +261,8 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class SearchSpace:
-    """A search space and the sizes of its supernet."""
+class CellSpace:
+    """A search space of repeated cells and the sizes of its supernet."""
 
     name: str
     channels: int
@@ -273,6 +273,29 @@ class SearchSpace:
         """Check the ranges."""
         check_range(self.channels >= 1, "search_space.channels", self.channels, "1 or more")
         check_range(self.num_cells >= 1, "search_space.num_cells", self.num_cells, "1 or more")
+        if self.norm not in NORMS:
+            raise unknown_choice("search_space.norm", self.norm, NORMS)
+
+
+@dataclass(frozen=True)
+class BlockSpace:
+    """The MBConv space and the sizes of its supernet, which are also those of derived networks.
+
+    Attributes:
+        skeleton: Depth, widths and strides, by name; see ``search_spaces.mbconv_plan.SKELETONS``.
+        candidates: The ops of a block, by the name of their set; see ``CANDIDATES`` there.
+        width: Width multiplier.
+    """
+
+    name: str
+    skeleton: str
+    candidates: str
+    width: float
+    norm: str
+
+    def __post_init__(self) -> None:
+        """Check the ranges; ``build`` knows the names."""
+        check_range(0 < self.width <= 16, "search_space.width", self.width, "above 0, to 16")
         if self.norm not in NORMS:
             raise unknown_choice("search_space.norm", self.norm, NORMS)
 
@@ -452,13 +475,16 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Retrain:
-    """FedAvg training of the derived or given network from scratch."""
+    """FedAvg training of the derived or given network from scratch.
+
+    ``channels`` and ``num_cells`` are null where the derived network has the supernet's size.
+    """
 
     rounds: int
     local_epochs: int
     batch_size: int
-    channels: int
-    num_cells: int
+    channels: int | None
+    num_cells: int | None
     norm: str
     auxiliary_weight: float
     drop_path_prob: float
@@ -466,9 +492,12 @@ class Retrain:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for key in ("rounds", "local_epochs", "batch_size", "channels", "num_cells"):
+        for key in ("rounds", "local_epochs", "batch_size"):
             value = getattr(self, key)
             check_range(value >= 1, f"retrain.{key}", value, "1 or more")
+        for key in ("channels", "num_cells"):
+            value = getattr(self, key)
+            check_range(value is None or value >= 1, f"retrain.{key}", value, "1 or more, or null")
         check_range(
             0 <= self.drop_path_prob < 1,
             "retrain.drop_path_prob",
@@ -496,6 +525,10 @@ ALGORITHMS: dict[str, type] = {
     "fedavg": FixedNetwork,
     "fedex": TunedTraining,
 }
+SEARCH_SPACES: dict[str, type] = {
+    **dict.fromkeys(("darts", "mlp", "nasbench201"), CellSpace),
+    "mbconv": BlockSpace,
+}
 PRIVACY: dict[str, type] = {"none": NoPrivacy, "dp": DifferentialPrivacy}
 GivenNetwork = FixedNetwork | TunedTraining  # these do not search
 Algorithm = LocalSearch | GradientSearch | HyperparameterSearch | RandomSearch | GivenNetwork
@@ -508,13 +541,14 @@ class Config:
     ``run_dir`` is the run folder; ``threads`` are torch's threads per client; ``engine`` says how
     supernets are computed (:mod:`fednas_flwr.search_spaces`). ``class_factors`` are public factors
     of the losses of classes, by name; with privacy they multiply what is clipped already.
-    ``oversample`` has training repeat the records of rarer classes.
+    ``oversample`` has training repeat the records of rarer classes. ``personalised`` has clients
+    test the trained network again after local epochs of their own.
     """
 
     algorithm: Algorithm
     dataset: Dataset
     partition: Partition
-    search_space: SearchSpace
+    search_space: CellSpace | BlockSpace
     engine: str
     privacy: NoPrivacy | DifferentialPrivacy
     runtime: Runtime
@@ -529,6 +563,7 @@ class Config:
     genotype: str | None
     class_factors: dict[str, float]
     oversample: bool
+    personalised: bool
     tensorboard: bool
 
     def __post_init__(self) -> None:
@@ -589,6 +624,7 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     """
     hints = {
         "algorithm": _choice(tree, "algorithm", ALGORITHMS),
+        "search_space": _choice(tree, "search_space", SEARCH_SPACES),
         "privacy": _choice(tree, "privacy", PRIVACY),
     }
     config: Config = _parse(Config, tree, key="", hints=hints)
@@ -646,6 +682,11 @@ def _check_privacy(config: Config) -> None:
         raise ConfigError(
             "oversample=true with privacy=dp: a record that is drawn several times costs more than "
             "is booked; set class_factors={<class>: <public factor>} instead."
+        )
+    if config.personalised:
+        raise ConfigError(
+            "personalised=true with privacy=dp: an accuracy after local training without noise is "
+            "an exact function of the records; leave it out."
         )
     if algorithm.name not in private:
         raise ConfigError(

@@ -189,11 +189,3 @@ def test_a_sites_dataset_file_is_checked(tmp_path: Path, text: str | None, words
     path.write_text("name: npz\nclass_names: [a, b]\n")
     dataset = site_dataset(path, cache="/cache")
     assert (dataset.name, dataset.class_names, dataset.cache) == ("npz", ["a", "b"], "/cache")
-
-
-def test_class_factors_are_in_0_to_1_and_of_classes_that_exist(compose_config):
-    with pytest.raises(ConfigError, match=r"class_factors.red=0.0 is out of range: .*at most 1"):
-        compose_config("class_factors={red: 0.0}")
-    config = compose_config("class_factors={purple: 0.5}")
-    with pytest.raises(ConfigError, match="class_factors=purple is unknown: choose one of 0, 1, 2"):
-        check_buildable(config)

@@ -204,15 +204,13 @@ def _search(client: Client, request: Request, supernet: torch.nn.Module) -> dict
 def weights(client: Client, request: Request) -> Reply:
     """``train.weights``: the weights of a network after local epochs.
 
-    With the setting ``validates`` also its loss on validation records after them.
+    With the setting ``validates`` also its mean loss on validation records after them.
     """
-    settings = request.settings
-    network = client.network(settings["network"], request.states)
+    network = client.network(request.settings["network"], request.states)
     metrics = _train(client, request, network)
-    if settings.get("validates", False):
-        measured = evaluate(network, client.data.validation, client.device)
-        metrics["validation_loss"] = measured.loss
-    return make_reply(len(client.split(settings["split"])), _states(network), metrics)
+    if request.settings.get("validates", False):
+        metrics["validation_loss"] = float(validation_losses(client, network).mean())
+    return make_reply(len(client.split(request.settings["split"])), _states(network), metrics)
 
 
 def _train(client: Client, request: Request, network: torch.nn.Module) -> dict[str, float]:
@@ -243,6 +241,17 @@ def model(client: Client, request: Request) -> Reply:
     return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
 
 
+def personalised(client: Client, request: Request) -> Reply:
+    """``evaluate.personalised``: test metrics of a network after local epochs; it is discarded.
+
+    What FDNAS (Zhang et al., 2020, section 4) averages to its mean local accuracy.
+    """
+    network = client.network(request.settings["network"], request.states)
+    _train(client, request, network)
+    metrics = evaluate(network, client.data.test, client.device)
+    return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
+
+
 VERBS: dict[str, Callable[[Client, Request], Reply]] = {
     "query.describe": describe,
     "train.weight_gradient": gradients,
@@ -252,6 +261,7 @@ VERBS: dict[str, Callable[[Client, Request], Reply]] = {
     "train.probe": probe,
     "train.weights": weights,
     "evaluate.model": model,
+    "evaluate.personalised": personalised,
 }
 
 
