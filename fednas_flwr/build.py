@@ -28,8 +28,10 @@ from fednas_flwr.config import (
     DifferentialPrivacy,
     GivenNetwork,
     GradientSearch,
+    Hardware,
     HyperparameterSearch,
     LocalSearch,
+    PathSearch,
     RandomSearch,
     TunedTraining,
 )
@@ -40,8 +42,12 @@ from fednas_flwr.data.records import Records
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.evaluation.space_costs import space_costs
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
+from fednas_flwr.hardware.costs import HardwareLoss, loss_settings
+from fednas_flwr.hardware.latency import LatencyTable
+from fednas_flwr.hardware.latency import from_json as latency_from_json
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.policy import Policy
@@ -50,6 +56,7 @@ from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.search.settings import Configuration
+from fednas_flwr.search.tuner import Tuner
 from fednas_flwr.search_spaces.darts import DARTSSpace
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
@@ -58,6 +65,7 @@ from fednas_flwr.search_spaces.mlp import MLPSpace
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 from fednas_flwr.strategies.base import RoundStrategy
+from fednas_flwr.strategies.fdnas import FDNAS
 from fednas_flwr.strategies.feathers import FEATHERS
 from fednas_flwr.strategies.fed_darts import FedDARTS
 from fednas_flwr.strategies.fedavg import FedAvg
@@ -570,8 +578,9 @@ def _make_feathers(
 def _exploration(config: Config, algorithm: HyperparameterSearch) -> dict[str, Any]:
     """Return what the two stages of FEATHERS have in common."""
     return {
-        "configurations": _configurations(config.seed, algorithm),
-        "bandit": algorithm.bandit,
+        "tuner": Tuner.of(
+            _configurations(config.seed, algorithm), algorithm.ranges, algorithm.bandit
+        ),
         "nas_rounds": algorithm.nas_rounds,
         "rule": algorithm.rule,
         "loss_bound": algorithm.loss_bound,
@@ -628,10 +637,59 @@ def _make_random_search(
     )
 
 
+def _load_table(path: Path) -> LatencyTable:
+    """Return the latency table in a file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"algorithm.hardware.table={path} cannot be read: {error}.") from error
+    return latency_from_json(text, origin=str(path))
+
+
+def _hardware_settings(hardware: Hardware | None, space: MBConvSpace) -> dict[str, Any] | None:
+    """Return what clients make the hardware loss from, checked against what the space can reach."""
+    if hardware is None:
+        return None
+    table = None if hardware.table is None else _load_table(Path(hardware.table).expanduser())
+    return loss_settings(
+        HardwareLoss(
+            costs=space_costs(space, table),
+            target=hardware.target,
+            unit=hardware.unit,
+            form=hardware.loss,
+            scale=hardware.scale,
+            exponent=hardware.exponent,
+        )
+    )
+
+
+def _make_fdnas(
+    config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
+) -> RoundStrategy:
+    algorithm, space = config.algorithm, supernet_space(config, prepared)
+    assert isinstance(algorithm, PathSearch)
+    assert isinstance(space, MBConvSpace)
+    return FDNAS(
+        _seeded_supernet(config, space),
+        courier,
+        space=space,
+        gates=algorithm.gates,
+        warm_up_rounds=algorithm.warm_up_rounds,
+        local_epochs=algorithm.local_epochs,
+        batch_size=algorithm.batch_size,
+        weights=algorithm.weights,
+        alphas=algorithm.alphas,
+        hardware=_hardware_settings(algorithm.hardware, space),
+        sparse=algorithm.sparse,
+        checkpoints=checkpoints,
+    )
+
+
 SEARCHES: dict[type, Callable[[Config, Prepared, Courier, CheckpointFolder], RoundStrategy]] = {
     LocalSearch: _make_fed_darts,
     GradientSearch: _make_fnas,
     HyperparameterSearch: _make_feathers,
+    PathSearch: _make_fdnas,
     RandomSearch: _make_random_search,
 }
 

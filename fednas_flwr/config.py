@@ -34,6 +34,7 @@ DEVICES = ("auto", "cpu", "cuda")
 ENGINES = ("fast", "reference")
 RUNTIMES = ("inline", "ray", "deployment")
 NORMS = ("batch", "group")
+GATES = ("two", "full")
 MISSING = "???"  # Hydra's value for what the user must give
 
 
@@ -155,6 +156,55 @@ class HyperparameterSearch:
             value = getattr(self, key)
             check_range(value >= 1, f"algorithm.{key}", value, "1 or more")
         check_range(self.loss_bound > 0, "algorithm.loss_bound", self.loss_bound, "above 0")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a network's cost does to the loss of the alphas; see ``hardware.costs.HardwareLoss``.
+
+    Attributes:
+        table: File of ``fednas latency measure``, for targets in ms; null counts multiply-adds.
+    """
+
+    table: str | None
+    unit: str
+    target: float
+    loss: str
+    scale: float
+    exponent: float
+
+    def __post_init__(self) -> None:
+        """Check the ranges; what the space can reach is known once the costs are."""
+        check_range(self.target > 0, "algorithm.hardware.target", self.target, "above 0")
+        check_range(self.scale > 0, "algorithm.hardware.scale", self.scale, "above 0")
+        if (self.unit == "ms") != (self.table is not None):
+            raise ConfigError(
+                f"algorithm.hardware.unit={self.unit} with table={self.table}: a table is needed "
+                "for ms, and for ms only."
+            )
+
+
+@dataclass(frozen=True)
+class PathSearch:
+    """FDNAS: local epochs of ProxylessNAS on sampled paths, then averaging."""
+
+    name: str
+    gates: str
+    warm_up_rounds: int
+    local_epochs: int
+    batch_size: int
+    sparse: bool
+    weights: SGD
+    alphas: Adam
+    hardware: Hardware | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.gates not in GATES:
+            raise unknown_choice("algorithm.gates", self.gates, GATES)
+        for key, least in (("warm_up_rounds", 0), ("local_epochs", 1), ("batch_size", 1)):
+            value = getattr(self, key)
+            check_range(value >= least, f"algorithm.{key}", value, f"{least} or more")
 
 
 @dataclass(frozen=True)
@@ -521,6 +571,7 @@ ALGORITHMS: dict[str, type] = {
     "vanilla_nas": GradientSearch,
     "dp_fnas": GradientSearch,
     "feathers": HyperparameterSearch,
+    "fdnas": PathSearch,
     "random_search": RandomSearch,
     "fedavg": FixedNetwork,
     "fedex": TunedTraining,
@@ -531,7 +582,9 @@ SEARCH_SPACES: dict[str, type] = {
 }
 PRIVACY: dict[str, type] = {"none": NoPrivacy, "dp": DifferentialPrivacy}
 GivenNetwork = FixedNetwork | TunedTraining  # these do not search
-Algorithm = LocalSearch | GradientSearch | HyperparameterSearch | RandomSearch | GivenNetwork
+Algorithm = (
+    LocalSearch | GradientSearch | HyperparameterSearch | PathSearch | RandomSearch | GivenNetwork
+)
 
 
 @dataclass(frozen=True)
@@ -541,7 +594,8 @@ class Config:
     ``run_dir`` is the run folder; ``threads`` are torch's threads per client; ``engine`` says how
     supernets are computed (:mod:`fednas_flwr.search_spaces`). ``class_factors`` are public factors
     of the losses of classes, by name; with privacy they multiply what is clipped already.
-    ``oversample`` has training repeat the records of rarer classes.
+    ``oversample`` has training repeat the records of rarer classes. ``personalised`` has clients
+    test the trained network again after local epochs of their own.
     """
 
     algorithm: Algorithm
@@ -562,6 +616,7 @@ class Config:
     genotype: str | None
     class_factors: dict[str, float]
     oversample: bool
+    personalised: bool
     tensorboard: bool
 
     def __post_init__(self) -> None:
@@ -589,6 +644,12 @@ class Config:
                 "set clients=1 or algorithm=fnas."
             )
         searches = "search" in self.stages and not isinstance(self.algorithm, GivenNetwork)
+        if searches and isinstance(self.algorithm, PathSearch):
+            if not isinstance(self.search_space, BlockSpace):
+                raise ConfigError(
+                    f"algorithm={self.algorithm.name} with search_space={self.search_space.name}: "
+                    "it samples paths of blocks; set search_space=mbconv retrain=mbconv."
+                )
         if self.genotype is not None and searches:
             raise ConfigError(
                 f"genotype={self.genotype} with stages={self.stages}: a genotype replaces the "
@@ -680,6 +741,11 @@ def _check_privacy(config: Config) -> None:
         raise ConfigError(
             "oversample=true with privacy=dp: a record that is drawn several times costs more than "
             "is booked; set class_factors={<class>: <public factor>} instead."
+        )
+    if config.personalised:
+        raise ConfigError(
+            "personalised=true with privacy=dp: an accuracy after local training without noise is "
+            "an exact function of the records; leave it out."
         )
     if algorithm.name not in private:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The card-fraud table as a folder of train.csv.gz and test.csv.gz, for experiment=feathers/fraud.
+"""The card-fraud table as train.csv.gz and test.csv.gz, for experiment=feathers/fraud.
 
     python scripts/prepare_fraud.py <creditcard.csv or .csv.gz> <folder>
 

@@ -57,8 +57,11 @@ def compose_config(tiny_overrides: list[str]) -> Callable[..., Config]:
     """``compose_config(*overrides)``: the checked configuration, tiny unless overridden."""
 
     def composed(*overrides: str) -> Config:
+        tiny = tiny_overrides
+        if any(override.startswith("search_space=mbconv") for override in overrides):
+            tiny = [o for o in tiny if not o.startswith(("search_space.", "retrain.channels"))]
         with initialize_config_dir(version_base="1.3", config_dir=str(conf_folder().resolve())):
-            tree = compose("config", overrides=[*tiny_overrides, *overrides])
+            tree = compose("config", overrides=[*tiny, *overrides])
         return parse_config(OmegaConf.to_container(tree, resolve=True))
 
     return composed

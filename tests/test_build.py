@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from fednas_flwr import build
 from fednas_flwr.cli import compose_tree
-from fednas_flwr.config import Config, conf_folder, parse_config
+from fednas_flwr.config import Config, Dataset, conf_folder, parse_config
 from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search_spaces.genotype import save_genotype
@@ -47,11 +48,23 @@ EXPERIMENTS = sorted(
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_experiments_build_with_another_data_set(experiment: str, made_data: Path) -> None:
-    """The settings of an experiment, on made images instead of those that need a download."""
+    """The settings of an experiment, on made images or a made table instead of real ones."""
     config = parse_config(compose_tree([f"experiment={experiment}"]))
-    other = parse_config(compose_tree(["dataset=npz", f"dataset.root={made_data}"]))
+    dataset = parse_config(compose_tree(["dataset=npz", f"dataset.root={made_data}"])).dataset
+    if config.dataset.name == "csv":
+        dataset = replace(config.dataset, root=str(made_table(config.dataset, made_data.parent)))
     cache = str(made_data.parent / "cache")
-    build.check_buildable(replace(config, dataset=replace(other.dataset, cache=cache)))
+    build.check_buildable(replace(config, dataset=replace(dataset, cache=cache)))
+
+
+def made_table(dataset: Dataset, folder: Path) -> Path:
+    """Write 300 rows of the columns that a data set's statistics name."""
+    rng = np.random.default_rng(0)
+    lines = [",".join([*dataset.statistics, "label"])]
+    for row in rng.normal(size=(300, len(dataset.statistics))).round(3):
+        lines.append(",".join([*map(str, row), str(rng.choice(dataset.class_names))]))
+    (folder / "table.csv").write_text("\n".join(lines))
+    return folder / "table.csv"
 
 
 def test_check_builds_no_tensors_and_draws_nothing(compose_config: Compose) -> None:
@@ -184,8 +197,8 @@ def test_a_client_of_a_site_with_a_policy_needs_its_gate(compose_config):
 
 
 def test_class_factors_are_in_0_to_1_and_of_classes_that_exist(compose_config):
-    with pytest.raises(ConfigError, match=r"class_factors.red=0.0 is out of range: .*at most 1"):
-        compose_config("class_factors={red: 0.0}")
-    config = compose_config("class_factors={purple: 0.5}")
+    with pytest.raises(ConfigError, match=r"class_factors.blue=0.0 is out of range: .*at most 1"):
+        compose_config("+class_factors.blue=0.0")
+    config = compose_config("+class_factors.purple=0.5")
     with pytest.raises(ConfigError, match="class_factors=purple is unknown: choose one of 0, 1, 2"):
         build.check_buildable(config)

@@ -248,19 +248,43 @@ def _evaluate(
         if config.dataset.linear_baseline and pooled:
             linear = _linear_baseline(run)
         settings = {"network": description, "split": "test", **(private or {})}
-        clients = []
-        measured = private is None or "metrics" in private["releases"]
-        if config.dataset.fractions["test"] > 0 and measured:
-            replies = run.courier.ask(
-                "evaluate.model", stage="evaluate", settings=settings, states=states
-            )
-            try:
-                for client, reply in replies:
-                    fields = {"client": client, "num_examples": reply.num_examples}
-                    clients.append(fields | dict(reply.metrics))
-            except QuorumError as error:  # the trained network is worth more than its test
-                run.log.emit("warning", message=f"few clients could test the network: {error}")
-        run.log.emit("evaluated", central=central, clients=clients, linear=linear)
+        results: dict[str, list[dict[str, Any]]] = {"clients": [], "personalised": []}
+        if config.dataset.fractions["test"] > 0:
+            if private is None or "metrics" in private["releases"]:
+                results["clients"] = _ask_tests(run, "evaluate.model", settings, states)
+            if config.personalised:
+                settings |= _last_round(config)
+                results["personalised"] = _ask_tests(run, "evaluate.personalised", settings, states)
+        run.log.emit("evaluated", central=central, linear=linear, **results)
+
+
+def _ask_tests(
+    run: _Run, verb: str, settings: dict[str, Any], states: dict[str, Packed]
+) -> list[dict[str, Any]]:
+    """Return what every client measures; too few of them is a warning."""
+    results: list[dict[str, Any]] = []
+    try:
+        for client, reply in run.courier.ask(
+            verb, stage="evaluate", settings=settings, states=states
+        ):
+            fields = {"client": client, "num_examples": reply.num_examples}
+            results.append(fields | dict(reply.metrics))
+    except QuorumError as error:  # the trained network is worth more than its test
+        run.log.emit("warning", message=f"few clients could test the network: {error}")
+    return results
+
+
+def _last_round(config: Config) -> dict[str, Any]:
+    """Return how clients train in the last round of retraining."""
+    retrain = config.retrain
+    return {
+        "split": "train+validation",
+        "local_epochs": retrain.local_epochs,
+        "batch_size": retrain.batch_size,
+        "weights": asdict(retrain.weights.at_round(retrain.rounds, retrain.rounds)),
+        "auxiliary_weight": retrain.auxiliary_weight,
+        "drop_path_prob": retrain.drop_path_prob,
+    }
 
 
 def _report_spending(run: _Run) -> None:

@@ -9,9 +9,9 @@ Tensor suffixes: E blocks, O ops.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -137,3 +137,19 @@ class HardwareLoss:
         if self.form == "multiplicative":
             return task_loss * self.scale * (cost.log() / math.log(self.target)) ** self.exponent
         return task_loss + self.scale * (cost - self.target) / self.target
+
+
+def loss_settings(loss: HardwareLoss) -> dict[str, Any]:
+    """Return a loss as JSON values, for a client; :func:`hardware_loss` makes it again."""
+    costs = loss.costs
+    per_op = [[None if math.isnan(c) else c for c in row] for row in costs.per_op_EO.tolist()]
+    own = {name: getattr(loss, name) for name in ("target", "unit", "form", "scale", "exponent")}
+    return {**own, "fixed": costs.fixed, "per_op": per_op}
+
+
+def hardware_loss(settings: Mapping[str, Any]) -> HardwareLoss:
+    """Return the loss that :func:`loss_settings` wrote."""
+    own = dict(settings)
+    rows = [[math.nan if c is None else c for c in row] for row in own.pop("per_op")]
+    per_op_EO = torch.tensor(rows, dtype=torch.float64)
+    return HardwareLoss(Costs(own["unit"], own.pop("fixed"), per_op_EO), **own)

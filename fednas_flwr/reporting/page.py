@@ -175,6 +175,13 @@ TEMPLATE = """<!doctype html>
 <div class="grid">{% for name, label in stage.plots %}<div><h3>{{ label }}</h3>
 {{- plot(name, label ~ " over the rounds of the " ~ stage.name ~ " stage") }}</div>
 {% endfor %}</div>
+{% if stage.phases[1] %}<h3 style="margin-top:12px">Configurations chosen</h3>
+<div class="box" tabindex="0" role="region" aria-label="Configurations chosen in {{ stage.name }}">
+<table class="wrapped"><thead><tr>{% for title in stage.phases[0] %}<th class="num">{{ title }}</th>
+{%- endfor %}</tr></thead><tbody>
+{% for row in stage.phases[1] %}<tr>{% for value in row %}<td class="num">{{ value }}</td>
+{%- endfor %}</tr>
+{% endfor %}</tbody></table></div>{% endif %}
 <details class="noprint"><summary>All rounds as a table</summary><div class="box" tabindex="0"
 role="region" aria-label="Rounds of {{ stage.name }}"><table><thead><tr><th class="num">round</th>
 {%- for name in stage.metrics %}<th class="num">{{ name.replace("_", " ") }}</th>{% endfor -%}
@@ -237,6 +244,12 @@ clients.</p>{% else %}<p>No client has accepted a schedule of this run yet: no e
 <th class="num">sent by the server</th><th class="num">received</th></tr></thead><tbody>
 {% for row in traffic_rows %}<tr><td>{{ row[0] }}</td><td class="num">{{ row[1] }}</td>
 <td class="num">{{ row[2] }}</td></tr>
+{% endfor %}</tbody></table></div>{% endif %}
+{% if exploration_rows %}<div><h3>Exploring against training</h3><table><thead><tr><th>stage</th>
+<th class="num">time</th><th class="num">of the stage</th><th class="num">sent</th>
+<th class="num">received</th></tr></thead><tbody>
+{% for row in exploration_rows %}<tr><td>{{ row[0] }}</td>{% for value in row[1:] %}
+<td class="num">{{ value }}</td>{% endfor %}</tr>
 {% endfor %}</tbody></table></div>{% endif %}
 {% for name in ("search", "retrain") if "traffic_" ~ name in figures %}<div>
 <h3>Per round, {{ name }}</h3>

@@ -21,7 +21,12 @@ LONGEST_NAME = 18
 
 
 def curves(
-    rounds: Sequence[Event], series: Mapping[str, str], *, title: str, percent: bool = False
+    rounds: Sequence[Event],
+    series: Mapping[str, str],
+    *,
+    title: str,
+    percent: bool = False,
+    log: bool = False,
 ) -> Figure | None:
     """Return metrics over rounds; a round without the metric is a gap.
 
@@ -30,6 +35,7 @@ def curves(
         series: Legend entry of each metric to draw; metrics that never occur are left out.
         title: Title of the vertical axis.
         percent: Whether the metrics are shares of 1.
+        log: Whether the vertical axis is logarithmic.
     """
     numbers = [event["round"] for event in rounds]
     traces = []
@@ -39,9 +45,11 @@ def curves(
             traces.append(_line(numbers, values, label, colour))
     if not traces:
         return None
-    layout = _layout(x="round", y=title)
+    layout = axes(x="round", y=title)
     if percent:
         layout["yaxis"] |= {"tickformat": ".0%", "rangemode": "tozero"}
+    if log:
+        layout["yaxis"] |= {"type": "log", "dtick": 1, "exponentformat": "power"}
     layout["showlegend"] = len(series) > 1
     return {"data": traces, "layout": layout}
 
@@ -61,7 +69,7 @@ def traffic(rounds: Sequence[Event]) -> Figure | None:
                 traces[-1]["line"]["dash"] = "dash"
     if not traces:
         return None
-    layout = _layout(x="round", y="MB per round")
+    layout = axes(x="round", y="MB per round")
     layout["yaxis"]["rangemode"] = "tozero"
     return {"data": traces, "layout": layout}
 
@@ -84,7 +92,7 @@ def partition(event: Event) -> Figure | None:
         "xgap": 1 if len(clients) <= 40 else 0,
         "ygap": 1 if len(names) <= 40 else 0,
     }
-    layout = _layout(x="client", y="")
+    layout = axes(x="client", y="")
     layout["xaxis"] |= {"type": "category", "showgrid": False}
     layout["yaxis"] |= {"type": "category", "autorange": "reversed", "showgrid": False}
     layout["height"] = min(max(90 + 26 * len(names), 220), 760)
@@ -122,7 +130,7 @@ def client_accuracy(event: Event) -> Figure | None:
     central = (event.get("central") or {}).get("accuracy")
     if central is not None:
         data.append(_level(names, central, "server's test set", GREEN, "dot"))
-    layout = _layout(x="client", y="test accuracy")
+    layout = axes(x="client", y="test accuracy")
     layout["xaxis"] |= {"type": "category", "showgrid": False}
     layout["yaxis"] |= {"tickformat": ".0%", "range": [min(0, *values), max(1, *values)]}
     return {"data": data, "layout": layout}
@@ -214,7 +222,7 @@ def _alpha_figure(
         "hoverinfo": "skip",
         "marker": {"symbol": "circle-open", "size": 11, "color": ORANGE, "line": {"width": 2.5}},
     }
-    layout = _layout(x="", y="")
+    layout = axes(x="", y="")
     layout["xaxis"] |= {"type": "category", "showgrid": False, "tickangle": -40}
     layout["yaxis"] |= {"type": "category", "autorange": "reversed", "showgrid": False}
     layout["height"] = 130 + 24 * len(labels)
@@ -253,7 +261,8 @@ def _level(names: list[str], value: float, name: str, colour: str, dash: str) ->
     }
 
 
-def _layout(*, x: str, y: str) -> Figure:
+def axes(*, x: str, y: str) -> Figure:
+    """Return a layout with titled axes, as all figures have it."""
     return {
         "height": 270,
         "margin": {"l": 10, "r": 10, "t": 30, "b": 10},

@@ -206,6 +206,7 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         ("network, server's test set", percent(numbers["central_accuracy"])),
         ("network, F1 on it", score(numbers["central_f1"])),
         (f"network, mean over clients{noised}", percent(numbers["client_accuracy"])),
+        ("the same after local training", percent(numbers["personalised_accuracy"])),
         ("linear model", percent(numbers["linear_accuracy"])),
         ("linear model, F1", score(numbers["linear_f1"])),
         ("parameters", count(numbers["num_parameters"])),

@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from fednas_flwr.reporting import guarantee, plots, texts
+from fednas_flwr.reporting import exploration, guarantee, plots, texts
 from fednas_flwr.reporting.cells import cell_svg
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.page import SCRIPT, STYLE, TEMPLATE
@@ -65,6 +65,7 @@ def write_report(run_folder: Path) -> Path:
         "accuracy_text": texts.accuracy_text(run),
         "times": texts.time_rows(run),
         "traffic_rows": texts.traffic_rows(run),
+        "exploration_rows": exploration.cost_rows(run),
         "exported": texts.exported_text(run),
         "failures": texts.failure_rows(run),
         "failure_text": texts.failure_text(run),
@@ -114,22 +115,22 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
             plots.curves(rounds, {"alpha_entropy": "entropy"}, title="nats per edge"),
         ),
         f"{name}_lr": (
-            "Learning rate chosen by the bandit",
-            plots.curves(rounds, {"lr": "weights", "alpha_lr": "alphas"}, title="learning rate"),
-        ),
-        f"{name}_exploration": (
-            "Exploration",
+            "Learning rate chosen",
             plots.curves(
-                rounds,
-                {"bandit_entropy": "entropy of the bandit", "num_trials": "configurations tried"},
-                title="nats, configurations",
+                rounds, {"lr": "weights", "alpha_lr": "alphas"}, title="learning rate", log=True
             ),
+        ),
+        f"{name}_theta": (
+            "Entropy of the distribution over configurations",
+            plots.curves(rounds, {"theta_entropy": "entropy"}, title="nats"),
         ),
         f"{name}_skip": (
             "Share of skip connections",
             plots.curves(rounds, {"skip_share": "share"}, title="share", percent=True),
         ),
     }
+    phases = run.explored(name)
+    charts |= {f"{name}_{key}": chart for key, chart in exploration.figures(phases).items()}
     metrics = sorted({metric for event in rounds for metric in event["metrics"]})
     return {
         "name": name,
@@ -137,6 +138,7 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
         "plots": [(key, label) for key, (label, figure) in charts.items() if figure],
         "figures": {key: figure for key, (_, figure) in charts.items() if figure},
         "noised": texts.NOISED_TEXT if noised and any(map(guarantee.is_noised, metrics)) else "",
+        "phases": exploration.phase_table(phases),
         "metrics": [metric + (noised if guarantee.is_noised(metric) else "") for metric in metrics],
         "rows": [
             [e["round"], *(_cell(e["metrics"].get(m)) for m in metrics), f"{e['seconds']:.2f}"]

@@ -19,12 +19,14 @@ METRICS = (
     "central_accuracy",
     "central_f1",
     "client_accuracy",
+    "personalised_accuracy",
     "linear_accuracy",
     "linear_f1",
     "num_parameters",
     "multiply_adds",
     "search_seconds",
     "retrain_seconds",
+    "exchanges",
     "traffic_mb",
     "epsilon",
 )
@@ -156,6 +158,11 @@ class Run:
         latest = {event["round"]: event for event in self.of_kind("alphas")}
         return [latest[number] for number in sorted(latest)]
 
+    def explored(self, stage: str) -> list[Event]:
+        """Return a stage's ``explored`` events by ascending round, one per round."""
+        latest = {e["round"]: e for e in self.of_kind("explored") if e["stage"] == stage}
+        return [latest[number] for number in sorted(latest)]
+
     def traffic(self, stage: str) -> tuple[int, int]:
         """Return the bytes that the server sent and received in a stage's rounds."""
         rounds = self.rounds(stage)
@@ -168,26 +175,31 @@ class Run:
         """Return the run's results under the names in METRICS.
 
         Accuracies are shares of 1; F1 is the last class's of two, else their mean;
-        ``client_accuracy`` is the plain mean over clients;
-        ``traffic_mb`` counts both directions over all rounds, in 10^6 bytes; ``epsilon`` is the
-        largest of all clients and splits, by the PRV accountant, and None without privacy.
+        ``client_accuracy`` is the plain mean over clients, ``personalised_accuracy`` that after
+        each has trained the network on its own records; ``exchanges`` and ``traffic_mb``, both
+        directions in 10^6 bytes, count all rounds; ``epsilon`` is the largest of all clients and
+        splits, by the PRV accountant, and None without privacy.
         """
         evaluated = self.last("evaluated") or {}
         derived = self.last("derived") or {}
         stages = self.stage_seconds()
         names = {event["stage"] for event in self.of_kind("round")}
+        exchanges = [e["exchanges"] for n in names for e in self.rounds(n) if "exchanges" in e]
         accuracies = [client["accuracy"] for client in self.client_results()]
+        personalised = [c["accuracy"] for c in evaluated.get("personalised") or []]
         central, linear = (evaluated.get(name) or {} for name in ("central", "linear"))
         return {
             "central_accuracy": central.get("accuracy"),
             "central_f1": central.get("f1"),
             "client_accuracy": fmean(accuracies) if accuracies else None,
+            "personalised_accuracy": fmean(personalised) if personalised else None,
             "linear_accuracy": linear.get("accuracy"),
             "linear_f1": linear.get("f1"),
             "num_parameters": derived.get("num_parameters"),
             "multiply_adds": derived.get("multiply_adds"),
             "search_seconds": stages.get("search"),
             "retrain_seconds": stages.get("retrain"),
+            "exchanges": sum(exchanges) if exchanges else None,
             "traffic_mb": sum(sum(self.traffic(name)) for name in names) / 1e6 if names else None,
             "epsilon": overall(self.privacy)[0] if self.privacy else None,
         }

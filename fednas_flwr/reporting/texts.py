@@ -83,6 +83,11 @@ def tiles(run: Run) -> list[dict[str, str]]:
         ("Test accuracy", percent(central), f"server's test set, {count(examples)} records"),
         ("Test F1", score(numbers["central_f1"]), f1_note),
         ("Mean over clients", percent(mean_client), f"{noised}test parts of {num_clients} clients"),
+        (
+            "After local training",
+            percent(numbers["personalised_accuracy"]),
+            "mean over clients, each on its own test part",
+        ),
         ("Linear model", percent(linear), gain),
         ("Epsilon", epsilon_text(epsilon) if privacy else DASH, unit),
         ("Parameters", count(numbers["num_parameters"]), "of the derived network"),

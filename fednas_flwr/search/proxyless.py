@@ -13,13 +13,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fednas_flwr.errors import unknown_choice
 from fednas_flwr.hardware.costs import HardwareLoss
 from fednas_flwr.search.gates import active_gates, alpha_gradient, draw_paths, rescale
 from fednas_flwr.search.settings import SGD, Adam
-from fednas_flwr.search.training import Batch, Tally, clip_gradients
+from fednas_flwr.search.training import Batch, Tally, clip_gradients, record_losses
 from fednas_flwr.search_spaces.mbconv import NEVER
 from fednas_flwr.search_spaces.mbconv_plan import CELL
 from fednas_flwr.search_spaces.space import Supernet
@@ -63,6 +62,7 @@ def proxyless_epoch(
     weight_optimizer: torch.optim.Optimizer,
     alpha_optimizer: torch.optim.Optimizer,
     generator: torch.Generator,
+    class_factors: Tensor | None = None,
 ) -> tuple[Tally, Tally]:
     """Search for one pass over the training batches; each is paired with a validation batch.
 
@@ -81,6 +81,7 @@ def proxyless_epoch(
         weight_optimizer: SGD over the weights.
         alpha_optimizer: Adam over the alphas.
         generator: Draws the paths; on the CPU.
+        class_factors: See ``training.record_losses``.
 
     Returns:
         Tallies of the training and of the validation batches, taken before the steps on them.
@@ -99,6 +100,7 @@ def proxyless_epoch(
                 hardware=hardware,
                 optimizer=alpha_optimizer,
                 generator=generator,
+                class_factors=class_factors,
             )
             validation_tally.add(losses, None, batch[1])
         logits, losses = weight_step(
@@ -108,6 +110,7 @@ def proxyless_epoch(
             clip_norm=clip_norm,
             optimizer=weight_optimizer,
             generator=generator,
+            class_factors=class_factors,
         )
         train_tally.add(losses, logits, train_batch[1])
     return train_tally, validation_tally
@@ -121,6 +124,7 @@ def weight_step(
     clip_norm: float | None,
     optimizer: torch.optim.Optimizer,
     generator: torch.Generator,
+    class_factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Train the weights of one drawn path; return logits [B, classes] and losses [B] before it."""
     alphas_EO = supernet.alphas()[CELL].detach()
@@ -128,7 +132,7 @@ def weight_step(
         alphas_EO = uniform_alphas(alphas_EO)
     path = draw_paths(alphas_EO, mode="one", generator=generator).tolist()
     logits = supernet.body(batch[0], paths=path)
-    losses = functional.cross_entropy(logits, batch[1], reduction="none")
+    losses = record_losses(logits, batch[1], class_factors)
     optimizer.zero_grad()  # to None: weights beside the path neither decay nor move
     losses.mean().backward()  # type: ignore[no-untyped-call]
     clip_gradients(optimizer, clip_norm)
@@ -144,6 +148,7 @@ def alpha_step(
     hardware: HardwareLoss | None,
     optimizer: torch.optim.Optimizer,
     generator: torch.Generator,
+    class_factors: Tensor | None = None,
 ) -> Tensor:
     """Move the alphas of drawn paths; return the losses [B] before the step.
 
@@ -151,7 +156,9 @@ def alpha_step(
     """
     alphas_EO = supernet.alphas()[CELL]
     paths_EK = draw_paths(alphas_EO, mode=mode, generator=generator)
-    gradients_EK, losses = gate_gradient(supernet, batch, paths_EK, hardware=hardware)
+    gradients_EK, losses = gate_gradient(
+        supernet, batch, paths_EK, hardware=hardware, class_factors=class_factors
+    )
     old_EO = alphas_EO.detach().clone()
     alphas_EO.grad = alpha_gradient(gradients_EK, old_EO, paths_EK)
     optimizer.step()
@@ -162,7 +169,12 @@ def alpha_step(
 
 
 def gate_gradient(
-    supernet: Supernet, batch: Batch, paths_EK: Tensor, *, hardware: HardwareLoss | None = None
+    supernet: Supernet,
+    batch: Batch,
+    paths_EK: Tensor,
+    *,
+    hardware: HardwareLoss | None = None,
+    class_factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return dL/dg [E, K] of a batch's mean loss, and the losses [B] without hardware.
 
@@ -173,7 +185,7 @@ def gate_gradient(
     alphas_EO = supernet.alphas()[CELL].detach()
     gates_EK = active_gates(paths_EK, like=alphas_EO)
     logits = supernet.body(batch[0], {CELL: gates_EK}, paths_EK.tolist())
-    losses = functional.cross_entropy(logits, batch[1], reduction="none")
+    losses = record_losses(logits, batch[1], class_factors)
     loss = losses.mean()
     if hardware is not None:
         zero_EK = gates_EK - gates_EK.detach()  # with the gates' gradient

@@ -5,8 +5,8 @@ As it is made, a :class:`Tuner` is the text's bandit over a list that stays. Two
 
 * ``resampled_share``: after every phase the arms with the lowest estimates are replaced. A new arm
   takes the place, in the ranges' own (logarithmic) coordinates, of an arm drawn from pi, plus
-  Gaussian noise of deviation ``SPREAD * SHRINK ** phase`` of the range, and its estimate, less
-  ``1 - retention`` of it. So values between those of the list are reached.
+  Gaussian noise of deviation ``SPREAD * SHRINK ** phase`` of the range, and ``retention`` of its
+  estimate. So values between those of the list are reached.
 * ``sees_state``: estimates are predictions, by kernel ridge regression on all trials so far, from
   a configuration's coordinates and the state of training: rounds done, loss, last rewards. So an
   arm is judged by trials of its neighbours in a like state, not by its own of long ago.
@@ -89,19 +89,22 @@ class Tuner:
         return self.bandit.draw(self.bandit.num_trials(), generator)
 
     def best(self) -> Configuration:
-        """Return the configuration with the largest estimate."""
+        """Return the configuration with the largest estimate of those tried."""
         return self.configurations[self.bandit.best()]
 
-    def updated(self, rewards: Mapping[int, float], generator: torch.Generator) -> Tuner:
+    def updated(
+        self, rewards: Mapping[int, float], generator: torch.Generator, *, noise: float = 0.0
+    ) -> Tuner:
         """Return the tuner after a phase.
 
         Args:
             rewards: By arm; empty changes nothing.
             generator: Draws the arms that take the place of others.
+            noise: Standard deviation of the noise that privacy has put on each reward.
         """
         if not rewards:
             return self
-        seen, bandit = self.bandit.bounded(rewards), self.bandit.updated(rewards)
+        seen, bandit = self.bandit.bounded(rewards), self.bandit.updated(rewards, noise=noise)
         after = replace(self, bandit=bandit, phases=self.phases + 1)
         if self.bandit.settings.sees_state:
             size = math.sqrt(sum(r**2 for r in seen.values()) / len(seen)) or 1.0
@@ -152,9 +155,9 @@ class Tuner:
         configurations, estimates_N = list(self.configurations), self.bandit.estimates_N.clone()
         for arm, parent in zip(ranked[:count], parents, strict=True):
             configurations[arm] = self._near(self.configurations[parent], generator)
-            inherited = estimates[parent]
-            estimates_N[arm] = inherited - (1 - settings.retention) * abs(inherited)
-        bandit = replace(self.bandit, estimates_N=estimates_N)
+            estimates_N[arm] = settings.retention * estimates[parent]
+        tried = self.bandit.tried - set(ranked[:count])
+        bandit = replace(self.bandit, estimates_N=estimates_N, tried=tried)
         return replace(self, bandit=bandit, configurations=tuple(configurations))
 
     def to_json(self) -> dict[str, Any]:
@@ -187,14 +190,14 @@ def predict(points_MD: Tensor, rewards_M: Tensor, queries_ND: Tensor) -> Tensor:
     """
     mean = rewards_M.mean()
     regularised_MM = gaussian(points_MD, points_MD) + RIDGE * torch.eye(len(points_MD)).double()
-    solved_M = torch.linalg.solve(regularised_MM, rewards_M - mean)
+    solved_M: Tensor = torch.linalg.solve(regularised_MM, rewards_M - mean)
     return mean + gaussian(queries_ND, points_MD) @ solved_M
 
 
 def gaussian(left_ND: Tensor, right_MD: Tensor) -> Tensor:
     """Return ``exp(-|x - y|^2 / 2)`` [N, M] of every pair of rows."""
-    distances_NM = torch.cdist(left_ND, right_MD)
-    return torch.exp(-(distances_NM**2) / 2)
+    distances_NM: Tensor = torch.cdist(left_ND, right_MD)
+    return distances_NM.square().mul(-0.5).exp()
 
 
 def reflect(shares: Tensor) -> Tensor:

@@ -108,6 +108,7 @@ class RoundStrategy(Strategy):
         own_settings: Mapping[int, Mapping[str, Any]] | None = None,
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
+        sparse: bool = False,
     ) -> Iterator[tuple[int, Reply]]:
         """Ask all clients one verb; yields ``(client, reply)``, see :meth:`Courier.ask`."""
         self._phase += 1
@@ -120,6 +121,7 @@ class RoundStrategy(Strategy):
             own_settings=own_settings,
             states=states,
             layouts=layouts,
+            sparse=sparse,
         ):
             self._client_metrics.setdefault(client, {}).update(reply.metrics)
             yield client, reply
@@ -185,6 +187,7 @@ class RoundStrategy(Strategy):
                 rounds=num_rounds,
                 seconds=time.monotonic() - started,
                 metrics=metrics,
+                exchanges=self._phase,
                 bytes_sent=self.courier.bytes_sent - sent,
                 bytes_received=self.courier.bytes_received - received,
                 clients={str(c): m for c, m in sorted(self._client_metrics.items())},

@@ -15,8 +15,8 @@ from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.states import Layout, unpack
 from fednas_flwr.randomness import make_generator
-from fednas_flwr.search.bandit import Bandit
-from fednas_flwr.search.settings import BanditSettings, Configuration
+from fednas_flwr.search.settings import Configuration
+from fednas_flwr.search.tuner import Tuner
 from fednas_flwr.search_spaces.space import SearchSpace
 from fednas_flwr.strategies.base import RoundStrategy, average_replies
 
@@ -41,8 +41,7 @@ class FEATHERS(RoundStrategy):
         courier: Reaches the clients.
         space: The supernet's search space; None is the evaluation stage.
         description: What clients build the same network from, see ``clients.Client.network``.
-        configurations: The bandit's arms.
-        bandit: Its constants.
+        tuner: The bandit and its arms.
         nas_rounds: Rounds of training between two explorations.
         rule: Of the search, see ``search.local_search``.
         local_epochs: Passes over each client's training records per round and per trial.
@@ -63,8 +62,7 @@ class FEATHERS(RoundStrategy):
         *,
         space: SearchSpace | None,
         description: Mapping[str, object],
-        configurations: Sequence[Configuration],
-        bandit: BanditSettings,
+        tuner: Tuner,
         nas_rounds: int,
         rule: str,
         local_epochs: int,
@@ -85,11 +83,10 @@ class FEATHERS(RoundStrategy):
             stage="retrain" if space is None else "search",
             private=private,
         )
-        self.configurations = list(configurations)
-        self.bandit = Bandit.of(len(self.configurations), bandit)
+        self.tuner = tuner
         self.nas_rounds, self.clip_norm, self.seed = nas_rounds, clip_norm, seed
         self.loss_bound = loss_bound
-        self.values = {"bandit": self.bandit.to_json()}
+        self.values = {"tuner": tuner.to_json(), "loss": None}
         self.verb = "train.weights" if space is None else "train.search"
         self.settings = {
             "network": description,
@@ -103,9 +100,11 @@ class FEATHERS(RoundStrategy):
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Explore where it is time to, then train with the best configuration."""
-        self.bandit = self.bandit.with_json(self.values["bandit"])
-        num_trials = self._explore(server_round) if explores(server_round, self.nas_rounds) else 0
-        best = self.configurations[self.bandit.best()]
+        self.tuner = self.tuner.with_json(self.values["tuner"])
+        num_trials = 0
+        if explores(server_round, self.nas_rounds):
+            num_trials = self._explore(server_round, progress=(server_round - 1) / num_rounds)
+        best = self.tuner.best()
         self.states, metrics = average_replies(
             self.ask(
                 self.verb,
@@ -114,58 +113,64 @@ class FEATHERS(RoundStrategy):
                 layouts=self.layouts,
             )
         )
+        loss = metrics.get("validation_loss", metrics.get("train_loss"))
+        self.values = {"tuner": self.tuner.to_json(), "loss": loss}
         return metrics | {
             "lr": best.lr,
             "alpha_lr": best.alpha_lr,
-            "bandit_entropy": self.bandit.entropy(),
+            "bandit_entropy": self.tuner.bandit.entropy(),
             "num_trials": num_trials,
         }
 
-    def _explore(self, server_round: int) -> int:
+    def _explore(self, server_round: int, *, progress: float) -> int:
         """Try the configurations that the bandit draws, let it learn; return how many."""
         started = time.monotonic()
         sent, received = self.courier.bytes_sent, self.courier.bytes_received
-        entropy, kappa = self.bandit.entropy(), self.bandit.num_trials()
         generator = make_generator(self.seed, "bandit", self.stage, server_round)
-        bound = self._bound()
-        rewards, noise = self._rewards(self.bandit.draw(kappa, generator), bound)
-        self.bandit = self.bandit.updated(rewards, noise=noise)
-        self.values = {"bandit": self.bandit.to_json()}
-        best = self.bandit.best()
+        before = self.tuner.seeing(progress=progress, loss=self.values["loss"])
+        entropy, arms, bound = before.bandit.entropy(), before.draw(generator), self._bound()
+        rewards, noise = self._rewards([before.configurations[arm] for arm in arms], bound)
+        rewarded = dict(zip(arms, rewards, strict=True))
+        self.tuner = before.updated(rewarded, generator, noise=noise)
+        best = self.tuner.bandit.best()
         self.courier.emit(
             "explored",
             stage=self.stage,
             round=server_round,
             entropy=entropy,
-            kappa=kappa,
+            kappa=len(arms),
             loss_bound=bound,
-            rewards={str(arm): reward for arm, reward in rewards.items()},
+            rewards={str(arm): reward for arm, reward in rewarded.items()},
             noise=noise,
-            estimates=self.bandit.estimates_N.tolist(),
+            estimates=self.tuner.bandit.estimates_N.tolist(),
             best=best,
-            configuration=asdict(self.configurations[best]),
+            configuration=asdict(self.tuner.best()),
             seconds=time.monotonic() - started,
             bytes_sent=self.courier.bytes_sent - sent,
             bytes_received=self.courier.bytes_received - received,
         )
-        return kappa
+        return len(arms)
 
     def _bound(self) -> float:
         """Return M of the next phase."""
-        if not self.private or self.bandit.scale == 0:
+        scale = self.tuner.bandit.scale
+        if not self.private or scale == 0:
             return self.loss_bound
-        return min(self.loss_bound, BOUND_PER_SCALE * self.bandit.scale)
+        return min(self.loss_bound, BOUND_PER_SCALE * scale)
 
-    def _rewards(self, arms: Sequence[int], bound: float) -> tuple[dict[int, float], float]:
-        """Return each arm's reward (Eq. 5), and the std of the noise on it.
+    def _rewards(
+        self, configurations: Sequence[Configuration], bound: float
+    ) -> tuple[list[float], float]:
+        """Return each configuration's reward (Eq. 5), and the std of the noise on it.
 
         The clients' mean decreases by validation size. What a client says is held to the bound once
         more: one client's nonsense must not choose.
         """
-        layout = Layout.of({"rewards": torch.zeros(len(arms))})
-        trials = [self._trial(self.configurations[arm]) for arm in arms]
+        layout = Layout.of({"rewards": torch.zeros(len(configurations))})
+        trials = [self._trial(configuration) for configuration in configurations]
         settings = {**self.settings, "trials": trials, "loss_bound": bound}
-        total, weight, num_clients = torch.zeros(len(arms), dtype=torch.float64), 0.0, 0
+        total = torch.zeros(len(configurations), dtype=torch.float64)
+        weight, num_clients = 0.0, 0
         for _, reply in self.ask(
             "train.probe", settings=settings, states=self.states, layouts={"rewards": layout}
         ):
@@ -175,7 +180,7 @@ class FEATHERS(RoundStrategy):
             num_clients += 1
         sigma = self.private["releases"]["rewards"]["noise_multiplier"] if self.private else 0.0
         noise = bound * sigma * math.sqrt(num_clients) / weight
-        return dict(zip(arms, (total / weight).tolist(), strict=True)), noise
+        return (total / weight).tolist(), noise
 
     def _trial(self, configuration: Configuration) -> dict[str, object]:
         """Return the settings that a configuration stands for."""

@@ -94,7 +94,7 @@ def test_trials_side_by_side_give_what_they_give_in_sequence(compose_config, fed
         described = build.describe_network(config, federation.data[0], genotype)
         strategy, _ = build.make_retraining(config, described, federation.courier, None)
     assert strategy.stage == stage
-    trials = [strategy._trial(configuration) for configuration in strategy.configurations[:3]]
+    trials = [strategy._trial(configuration) for configuration in strategy.tuner.configurations[:3]]
     trials[1] = trials[1] | {"drop_path_prob": 0.5}
 
     def rewards(chosen):
@@ -141,7 +141,9 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
         {int(arm): reward for arm, reward in event["rewards"].items()}
     )
     assert event["estimates"] == pytest.approx(learnt.estimates_N.tolist())
-    assert strategy.configurations[event["best"]] == strategy.configurations[learnt.best()]
+    assert (
+        strategy.tuner.configurations[event["best"]] == strategy.tuner.configurations[learnt.best()]
+    )
 
 
 def test_the_best_configuration_searches(searched):
@@ -178,7 +180,7 @@ def test_nonsense_from_a_client_does_not_choose(compose_config, federate, monkey
 def test_a_given_list_takes_the_place_of_the_drawn_one(compose_config, federate):
     one = "{lr: 0.05, weight_decay: 0.0, momentum: 0.9, alpha_lr: 0.01, alpha_weight_decay: 0.0, "
     config = compose_config(*SETTINGS, f"algorithm.configurations=[{one} dropout: 0.0}}]")
-    (configuration,) = federate(config).strategy.configurations
+    (configuration,) = federate(config).strategy.tuner.configurations
     assert configuration.lr == 0.05
 
 
