@@ -1,6 +1,6 @@
 """Cost of ProxylessNAS' steps on the MBConv supernet against training the derived network.
 
-    python scripts/bench_mbconv.py [--skeleton fdnas --size 32 --batch-size 16 --repeats 5]
+    python scripts/bench_mbconv.py [--skeleton fdnas --size 32 --batch-size 4 --repeats 5]
 
 The steps of a repeat have the same path and alternate, so that a slow minute of the machine hits
 all of them; printed are medians with quartiles, and medians of the paired ratios, which are what
@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--skeleton", choices=sorted(SKELETONS), default="fdnas")
     parser.add_argument("--size", type=int, default=32, help="side of an image")
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
