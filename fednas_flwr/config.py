@@ -240,8 +240,8 @@ class ClusterSearch:
         )
         if (self.group_by == "alphas") != (self.num_groups is not None):
             raise ConfigError(
-                f"algorithm.group_by={self.group_by} with algorithm.num_groups={self.num_groups}: a "
-                "number is needed to group by alphas, and for that only."
+                f"algorithm.group_by={self.group_by} with num_groups={self.num_groups}: a number "
+                "is needed to group by alphas, and for that only."
             )
         check_range(
             self.num_groups is None or self.num_groups >= 2,

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
@@ -22,13 +21,16 @@ from fednas_flwr.config import ClusterSearch, Config, dump_config
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import QuorumError
+from fednas_flwr.exchange.states import Packed
 from fednas_flwr.federation.run_folder import CONFIG_FILE, EVENTS_FILE, GROUPS_FILE
 from fednas_flwr.reporting.events import EventLog
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.model_card import write_model_card
 from fednas_flwr.reporting.report import write_report
+from fednas_flwr.reporting.runs import read_run
 from fednas_flwr.strategies.base import RoundStrategy
 from fednas_flwr.strategies.clusters import group_by_alphas, group_by_fact
+from fednas_flwr.strategies.fdnas import FDNAS
 
 if TYPE_CHECKING:
     from fednas_flwr.federation.stages import Run
@@ -73,13 +75,10 @@ def run_groups(
     write_text(run.folder / GROUPS_FILE, json.dumps(groups, indent=2) + "\n")
     run.log.emit("groups", group_by=algorithm.group_by, groups=groups)
     states = None if strategy is None else strategy.states
-    parts = [
-        _group_run(run, name, clients, None if states is None else states)
-        for name, clients in groups.items()
-    ]
+    parts = [_group_run(run, name, clients, states) for name, clients in groups.items()]
     workers = 1 if run.config.runtime.name == "inline" else len(parts)
     with run.stage("groups"), ThreadPoolExecutor(workers) as pool:
-        reasons = list(pool.map(lambda part: _run_one(run, *part, run_group), parts))
+        reasons = list(pool.map(lambda part: _run_one(run, part, run_group), parts))
     if all(reasons):
         raise QuorumError(f"every group has failed: {'; '.join(r for r in reasons if r)}")
 
@@ -104,6 +103,8 @@ def _check_names(algorithm: ClusterSearch, groups: Groups) -> None:
 def _by_alphas(run: Run, strategy: RoundStrategy) -> Groups:
     """Return the groups by similar updates, those of before where the run is resumed."""
     algorithm, path = _algorithm(run.config), run.folder / GROUPS_FILE
+    assert isinstance(strategy, FDNAS)
+    assert algorithm.num_groups is not None  # as the configuration has it
     if path.exists():
         found: Groups = json.loads(path.read_text())
         return found
@@ -119,14 +120,13 @@ def _by_alphas(run: Run, strategy: RoundStrategy) -> Groups:
         states=strategy.states,
         layouts=strategy.layouts,
     )
-    assert algorithm.num_groups is not None
     return group_by_alphas(replies, strategy.states["alphas"], num_groups=algorithm.num_groups)
 
 
 def _group_run(
-    run: Run, name: str, clients: list[int], states: Mapping[str, object] | None
-) -> tuple[str, list[int], Run, EventLog]:
-    """Return a group's own run, its folder made."""
+    run: Run, name: str, clients: list[int], states: Mapping[str, Packed] | None
+) -> tuple[str, Run]:
+    """Return a group's name and its own run, the folder made."""
     algorithm, folder = _algorithm(run.config), run.folder / "groups" / name
     search = replace(algorithm.search, hardware=algorithm.group_hardware.get(name))
     if algorithm.inherit:
@@ -139,7 +139,7 @@ def _group_run(
         text = yaml.safe_dump(json.loads(dump_config(config)), sort_keys=False)
         write_text(folder / CONFIG_FILE, text)
     log = EventLog(folder / EVENTS_FILE)
-    part = replace(
+    return name, replace(
         run,
         config=config,
         folder=folder,
@@ -148,30 +148,21 @@ def _group_run(
         checkpoints=CheckpointFolder(
             folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
         ),
-        inherited=None if states is None else dict(states),
+        inherited=states,
     )
-    return name, clients, part, log
 
 
-def _run_one(
-    run: Run,
-    name: str,
-    clients: list[int],
-    part: Run,
-    log: EventLog,
-    run_group: Callable[[Run], None],
-) -> str | None:
+def _run_one(run: Run, named: tuple[str, Run], run_group: Callable[[Run], None]) -> str | None:
     """Run a group and return why it failed, None if it did not."""
-    started, reason = time.monotonic(), None
-    with log:
-        resumed = (part.folder / "checkpoints").exists() and part.checkpoints.latest("search")
-        log.emit("run_started", resumed=bool(resumed), **run.circumstances)
+    (name, part), started, reason = named, time.monotonic(), None
+    with part.log as log:
+        resumed = part.checkpoints.latest("search") is not None
+        log.emit("run_started", resumed=resumed, **run.circumstances)
         try:
             run_group(part)
         except QuorumError as error:
             reason = str(error)
-        status = "completed" if reason is None else "failed"
-        seconds = time.monotonic() - started
+        status, seconds = "failed" if reason else "completed", time.monotonic() - started
         log.emit("run_finished", status=status, reason=reason, seconds=seconds)
     write_report(part.folder)
     if reason is None:
@@ -179,17 +170,11 @@ def _run_one(
     run.log.emit(
         "group_finished",
         group=name,
-        clients=clients,
+        clients=sorted(part.courier.facts),
         status=status,
         reason=reason,
         seconds=seconds,
         folder=str(part.folder.relative_to(run.folder)),
-        results=_results(part.folder),
+        results=read_run(part.folder).numbers(),
     )
     return reason
-
-
-def _results(folder: Path) -> dict[str, float | None]:
-    from fednas_flwr.reporting.runs import read_run
-
-    return read_run(folder).numbers()

@@ -12,7 +12,7 @@ import platform
 import secrets
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,10 +80,11 @@ class Run:
     prepared: Prepared
     schedule: list[Item]  # of a private run's releases
     circumstances: dict[str, Any]  # versions and machine
-    inherited: dict[str, Packed] | None = None  # states that the search goes on from
+    inherited: Mapping[str, Packed] | None = None  # states that the search goes on from
 
     @contextmanager
     def stage(self, name: str, rounds: int | None = None) -> Iterator[None]:
+        """Tell that a stage begins, and that it has finished unless it fails."""
         started = time.monotonic()
         self.log.emit("stage_started", stage=name, rounds=rounds)
         yield

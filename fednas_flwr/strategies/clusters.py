@@ -27,8 +27,8 @@ def group_by_fact(facts: Mapping[int, Mapping[str, object]], name: str) -> dict[
         label = facts[client].get(name)
         if not isinstance(label, str) or not label:
             raise ConfigError(
-                f"algorithm.group_by={name}, but client {client} has no {name}: give the node a tag "
-                "in its --node-config, or simulated clients client_tags=[...]."
+                f"algorithm.group_by={name}, but client {client} has no {name}: give the node a "
+                "tag in its --node-config, or simulated clients client_tags=[...]."
             )
         groups.setdefault(label, []).append(client)
     return dict(sorted(groups.items()))
@@ -60,7 +60,8 @@ def group_by_alphas(
     clients = sorted(updates)
     if len(clients) < num_groups:
         raise ConfigError(
-            f"algorithm.num_groups={num_groups} for {len(clients)} clients: expected at most as many."
+            f"algorithm.num_groups={num_groups} for {len(clients)} clients: expected at most as "
+            "many groups as clients."
         )
     unit_KP = torch.stack([updates[client] for client in clients])
     unit_KP = unit_KP / unit_KP.norm(dim=1, keepdim=True).clamp(min=1e-30)
