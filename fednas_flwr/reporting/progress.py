@@ -259,7 +259,7 @@ def _metrics_text(metrics: dict[str, float | None], *, private: bool) -> str:
 
 
 def group_accuracies(run: Run) -> list[tuple[str, str]]:
-    """Return each group's test accuracy, of its clients where no server tests; or that it failed."""
+    """Return each group's test accuracy, by its clients where no server tests, or its failure."""
     rows = {}
     for event in run.of_kind("group_finished"):
         numbers = event["results"]
