@@ -35,6 +35,7 @@ from fednas_flwr.build import (
     make_retraining,
     make_search,
     make_server_data,
+    supernet_space,
 )
 from fednas_flwr.config import ClusterSearch, Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.data.datasets import Prepared
@@ -56,6 +57,7 @@ from fednas_flwr.federation.commitment import (
     private_settings,
 )
 from fednas_flwr.federation.groups import run_groups
+from fednas_flwr.federation.latency import cost_of, with_latency
 from fednas_flwr.federation.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.reporting.events import EventLog
@@ -209,7 +211,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
 
 def _start_search(run: Run) -> RoundStrategy:
     """Return the strategy of the search stage after its last round."""
-    config = run.config
+    run.config = config = with_latency(run)
     private = private_settings(config, run.schedule, "search")
     strategy = make_search(config, run.prepared, run.courier, run.checkpoints, private)
     if run.inherited is not None:
@@ -226,12 +228,15 @@ def _describe(
     with run.stage("derive"):
         description = describe_network(run.config, run.prepared, genotype)
         network = make_network(description | {"auxiliary": False})
+        space = supernet_space(run.config, run.prepared)
+        searched = genotype is not None and "search" in run.config.stages
         run.log.emit(
             "derived",
             genotype=json.loads(to_json(genotype)) if genotype else None,
             configuration=asdict(configuration) if configuration else None,
             num_parameters=count_parameters(network),
             multiply_adds=count_multiply_adds(network, run.prepared.input_shape),
+            cost=cost_of(run.config, space, genotype) if searched else None,
         )
     return description
 
