@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,18 @@ from fednas_flwr.clients.client import Augmentation, Client
 from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
 from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.config import (
+    SEARCH_SPACES,
+    BlockSpace,
+    CellSpace,
+    ClusterSearch,
     Config,
     DifferentialPrivacy,
     GivenNetwork,
     GradientSearch,
+    Hardware,
     HyperparameterSearch,
     LocalSearch,
+    PathSearch,
     RandomSearch,
     TunedTraining,
 )
@@ -37,8 +43,12 @@ from fednas_flwr.data.records import Records
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.evaluation.space_costs import space_costs
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
+from fednas_flwr.hardware.costs import HardwareLoss, loss_settings
+from fednas_flwr.hardware.latency import LatencyTable
+from fednas_flwr.hardware.latency import from_json as latency_from_json
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.policy import Policy
@@ -50,10 +60,13 @@ from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search.tuner import Tuner
 from fednas_flwr.search_spaces.darts import DARTSSpace
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
+from fednas_flwr.search_spaces.mbconv import MBConvSpace
+from fednas_flwr.search_spaces.mbconv_plan import CANDIDATES, SKELETONS
 from fednas_flwr.search_spaces.mlp import MLPSpace
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 from fednas_flwr.strategies.base import RoundStrategy
+from fednas_flwr.strategies.fdnas import FDNAS
 from fednas_flwr.strategies.feathers import FEATHERS
 from fednas_flwr.strategies.fed_darts import FedDARTS
 from fednas_flwr.strategies.fedavg import FedAvg
@@ -69,10 +82,28 @@ PRIVATE_SITE_KEYS = (
     *("policy", "ledger", "ledger-key", "split-key"),
 )
 
+
+def _mbconv_space(*, skeleton: str, candidates: str, **settings: Any) -> MBConvSpace:
+    """Return the MBConv space with the named skeleton and candidates."""
+    if skeleton not in SKELETONS:
+        raise unknown_choice("search_space.skeleton", skeleton, SKELETONS)
+    if candidates not in CANDIDATES:
+        raise unknown_choice("search_space.candidates", candidates, CANDIDATES)
+    return MBConvSpace(skeleton=SKELETONS[skeleton], candidates=CANDIDATES[candidates], **settings)
+
+
 SPACES: dict[str, Callable[..., SearchSpace]] = {
     "darts": DARTSSpace,
+    "mbconv": _mbconv_space,
     "mlp": MLPSpace,
     "nasbench201": NASBench201Space,
+}
+
+
+# The settings of a space that a network's description holds, beside the norm.
+SIZES = {
+    name: tuple(f.name for f in fields(kind) if f.name not in ("name", "norm"))
+    for name, kind in SEARCH_SPACES.items()
 }
 
 
@@ -94,21 +125,19 @@ def make_space(
     *,
     input_shape: tuple[int, ...],
     num_classes: int,
-    channels: int,
-    num_cells: int,
     norm: str,
     engine: str = "fast",
+    **sizes: Any,
 ) -> SearchSpace:
-    """Return a search space; the sizes and the engine are those of its supernet."""
+    """Return a search space; ``sizes`` are the other settings of ``conf/search_space``."""
     if name not in SPACES:
         raise unknown_choice("search_space.name", name, SPACES)
     return SPACES[name](
         input_shape=input_shape,
         num_classes=num_classes,
-        channels=channels,
-        num_cells=num_cells,
         norm=norm,
         engine=engine,
+        **sizes,
     )
 
 
@@ -212,6 +241,8 @@ def check_buildable(config: Config) -> None:
         genotype = load_genotype(Path(config.genotype).expanduser())
     elif "search" in config.stages and not isinstance(config.algorithm, GivenNetwork):
         space = supernet_space(config, prepared)
+        for hardware in _all_hardware(config):
+            _hardware_settings(hardware, space)
         genotype = space.random_genotype(torch.Generator())
         with torch.device("meta"):
             space.supernet()
@@ -282,7 +313,7 @@ def make_client(
             cutout=config.dataset.cutout,
         ),
         networks=networks,
-        tag=site.get("tag", ""),
+        tag=site.get("tag", config.client_tags[index] if config.client_tags else ""),
         feature_names=prepared.train.feature_names,
         class_factors=_class_factors(config, prepared.train.class_names, device),
         oversample=config.oversample,
@@ -420,11 +451,32 @@ def describe_network(
     return _describe_derived(
         genotype,
         shapes,
-        channels=config.retrain.channels,
-        num_cells=config.retrain.num_cells,
+        sizes=_retrain_sizes(config, genotype),
         norm=config.retrain.norm,
         auxiliary=config.retrain.auxiliary_weight > 0,
     )
+
+
+def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
+    """Return the sizes of the derived network: of ``retrain``, or of a space that keeps its own."""
+    space, retrain = config.search_space, config.retrain
+    sizes = {"channels": retrain.channels, "num_cells": retrain.num_cells}
+    keeps_size = SEARCH_SPACES.get(genotype.space) is BlockSpace
+    if any((value is None) != keeps_size for value in sizes.values()):
+        raise ConfigError(
+            f"retrain.channels={retrain.channels} with retrain.num_cells={retrain.num_cells} and a "
+            f"genotype of {genotype.space}: "
+            + ("its networks have the supernet's size; set both to null." * keeps_size)
+            + ("set both to numbers." * (not keeps_size))
+        )
+    if not keeps_size:
+        return sizes
+    if space.name != genotype.space:
+        raise ConfigError(
+            f"the genotype is of {genotype.space}, but search_space={space.name}, which does not "
+            f"give its network's size: set search_space={genotype.space}."
+        )
+    return _sizes(space)
 
 
 def make_network(description: Description) -> nn.Module:
@@ -439,16 +491,14 @@ def make_network(description: Description) -> nn.Module:
     if description["name"] != "derived":
         raise unknown_choice("network", description["name"], ["derived", *FIXED_NETWORKS])
     genotype = from_json(json.dumps(description["genotype"]))
-    sizes = {"channels": description["channels"], "num_cells": description["num_cells"]}
     space = make_space(
         genotype.space,
         input_shape=input_shape,
         num_classes=description["num_classes"],
         norm=description["norm"],
-        **sizes,
+        **{key: description[key] for key in SIZES.get(genotype.space, ())},
     )
-    space.check(genotype)
-    return space.network(genotype, **sizes, auxiliary=description["auxiliary"])
+    return space.network(genotype, auxiliary=description["auxiliary"])
 
 
 def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Courier:
@@ -566,7 +616,7 @@ def _make_fnas(
 def _make_random_search(
     config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
 ) -> RoundStrategy:
-    algorithm, sizes = config.algorithm, config.search_space
+    algorithm, own = config.algorithm, config.search_space
     assert isinstance(algorithm, RandomSearch)
     shapes = {"input_shape": list(prepared.input_shape), "num_classes": prepared.num_classes}
     return RandomSearchStrategy(
@@ -575,9 +625,8 @@ def _make_random_search(
         describe=lambda genotype: _describe_derived(
             genotype,
             shapes,
-            channels=sizes.channels,
-            num_cells=sizes.num_cells,
-            norm=sizes.norm,
+            sizes=_sizes(own),
+            norm=own.norm,
             auxiliary=False,
         ),
         make_network=lambda description: _seeded_network(config, description),
@@ -591,10 +640,70 @@ def _make_random_search(
     )
 
 
+def _load_table(path: Path) -> LatencyTable:
+    """Return the latency table in a file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"algorithm.hardware.table={path} cannot be read: {error}.") from error
+    return latency_from_json(text, origin=str(path))
+
+
+def _all_hardware(config: Config) -> list[Hardware]:
+    """Return what the configuration says of costs, of all groups."""
+    algorithm = config.algorithm
+    if isinstance(algorithm, ClusterSearch):
+        shared = [algorithm.search.hardware] if algorithm.search.hardware else []
+        return [*shared, *algorithm.group_hardware.values()]
+    if isinstance(algorithm, PathSearch) and algorithm.hardware is not None:
+        return [algorithm.hardware]
+    return []
+
+
+def _hardware_settings(hardware: Hardware | None, space: SearchSpace) -> dict[str, Any] | None:
+    """Return what clients make the hardware loss from, checked against what the space can reach."""
+    if hardware is None:
+        return None
+    assert isinstance(space, MBConvSpace)  # as the configuration has it
+    table = None if hardware.table is None else _load_table(Path(hardware.table).expanduser())
+    return loss_settings(
+        HardwareLoss(
+            costs=space_costs(space, table),
+            target=hardware.target,
+            unit=hardware.unit,
+            form=hardware.loss,
+            scale=hardware.scale,
+            exponent=hardware.exponent,
+        )
+    )
+
+
+def _make_fdnas(
+    config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
+) -> RoundStrategy:
+    algorithm, space = config.algorithm, supernet_space(config, prepared)
+    assert isinstance(algorithm, PathSearch)
+    return FDNAS(
+        _seeded_supernet(config, space),
+        courier,
+        space=space,
+        gates=algorithm.gates,
+        warm_up_rounds=algorithm.warm_up_rounds,
+        local_epochs=algorithm.local_epochs,
+        batch_size=algorithm.batch_size,
+        weights=algorithm.weights,
+        alphas=algorithm.alphas,
+        hardware=_hardware_settings(algorithm.hardware, space),
+        sparse=algorithm.sparse,
+        checkpoints=checkpoints,
+    )
+
+
 SEARCHES: dict[type, Callable[[Config, Prepared, Courier, CheckpointFolder], RoundStrategy]] = {
     LocalSearch: _make_fed_darts,
     GradientSearch: _make_fnas,
     HyperparameterSearch: _make_feathers,
+    PathSearch: _make_fdnas,
     RandomSearch: _make_random_search,
 }
 
@@ -703,12 +812,15 @@ def _seeded_network(config: Config, description: Description) -> nn.Module:
         return make_network(description)
 
 
+def _sizes(space: CellSpace | BlockSpace) -> dict[str, Any]:
+    return {key: getattr(space, key) for key in SIZES[space.name]}
+
+
 def _describe_derived(
     genotype: Genotype,
     shapes: Mapping[str, Any],
     *,
-    channels: int,
-    num_cells: int,
+    sizes: Mapping[str, Any],
     norm: str,
     auxiliary: bool,
 ) -> dict[str, Any]:
@@ -716,8 +828,7 @@ def _describe_derived(
         "name": "derived",
         "genotype": json.loads(to_json(genotype)),
         **shapes,
-        "channels": channels,
-        "num_cells": num_cells,
+        **sizes,
         "norm": norm,
         "auxiliary": auxiliary,
     }

@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
-    if overrides and options.command not in ("run", "audit"):
+    if overrides and options.command not in ("run", "audit", "latency"):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
         commands = {
@@ -69,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "compare": _compare,
             "audit": _audit,
             "calibrate": _calibrate,
+            "latency": _latency,
             "ledger": _ledger,
             "tables": _tables,
         }
@@ -123,6 +124,23 @@ def _parser() -> argparse.ArgumentParser:
         default="prv",
         help="whose epsilon keeps the target; a site's budget lasts by filter (default: prv)",
     )
+    latency = commands.add_parser(
+        "latency", help="what the ops of a search space cost on a machine"
+    )
+    measure = latency.add_subparsers(dest="action", required=True, metavar="action").add_parser(
+        "measure",
+        help="time every op on this machine and write the table",
+        epilog="Takes overrides of `fednas run`: search_space, device and threads matter.",
+        allow_abbrev=False,
+    )
+    shape = ("CHANNELS", "HEIGHT", "WIDTH")
+    measure.add_argument("--shape", type=int, nargs=3, metavar=shape, default=[3, 32, 32])
+    measure.add_argument("--classes", type=int, default=10, help="default: %(default)d")
+    measure.add_argument("--batch-size", type=int, default=1, help="default: %(default)d")
+    measure.add_argument(
+        "--passes", type=int, default=21, help="measurements of each op (default: %(default)d)"
+    )
+    measure.add_argument("--output", type=Path, required=True, help="JSON file to write")
     ledger = commands.add_parser("ledger", help="what a site has booked of its privacy budgets")
     actions = ledger.add_subparsers(dest="action", required=True, metavar="action")
     show = actions.add_parser("show", help="table of what was booked, and its epsilon")
@@ -132,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     for action in (show, verify):
         action.add_argument("ledger", type=Path, help="the ledger's file")
         action.add_argument("--key", type=Path, required=True, help="its secret key")
-    for command in (run, report, compare, audit, calibrate, show, verify, tables):
+    for command in (run, report, compare, audit, calibrate, measure, show, verify, tables):
         command.add_argument("--debug", action="store_true", help="show the full trace of an error")
     return parser
 
@@ -223,6 +241,51 @@ def _calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
         epsilon = accountant([release], options.delta)
         text = epsilon_text(epsilon if math.isfinite(epsilon) else None)
         print(f"epsilon = {text} at delta {options.delta:g} ({name})")
+    return 0
+
+
+def _latency(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Measure the composed search space, and how well the table predicts three networks of it."""
+    config = parse_config(compose_tree(overrides))
+    for name, value, least in (
+        ("batch-size", options.batch_size, 1),
+        ("passes", options.passes, 2),
+    ):
+        if value < least:
+            raise ConfigError(f"--{name} must be at least {least}, got {value}.")
+    from fednas_flwr.build import make_device, make_space
+    from fednas_flwr.evaluation.space_costs import measure_space, space_costs
+    from fednas_flwr.hardware.latency import to_json
+    from fednas_flwr.randomness import make_generator
+    from fednas_flwr.reporting.files import write_text
+    from fednas_flwr.search_spaces.mbconv import MBConvSpace
+
+    space = make_space(
+        **asdict(config.search_space), input_shape=tuple(options.shape), num_classes=options.classes
+    )
+    if not isinstance(space, MBConvSpace):
+        raise ConfigError(f"search_space={space.name} has no latency table: choose mbconv.")
+    generator = make_generator(config.seed, "latency")
+    table, predictions = measure_space(
+        space,
+        device=make_device(config.device),
+        threads=config.threads,
+        batch_size=options.batch_size,
+        passes=options.passes,
+        genotypes=[space.random_genotype(generator) for _ in range(3)],
+    )
+    write_text(options.output, to_json(table))
+    costs = space_costs(space, table)
+    print(
+        f"{len(table.timings)} layers on {table.machine}, {table.threads} thread(s), batch "
+        f"{table.batch_size}, {table.clock}: networks take {costs.lowest:.3g} to "
+        f"{costs.highest:.3g} ms.\n{options.output}"
+    )
+    for predicted_ms, measured in predictions:
+        print(
+            f"a random network: predicted {predicted_ms:.3g} ms, measured {measured.median_ms:.3g} "
+            f"ms (spread {measured.spread_ms:.2g}), ratio {predicted_ms / measured.median_ms:.2f}"
+        )
     return 0
 
 
@@ -388,6 +451,8 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     """
     for text in overrides:
         _check_override(text)
+    # Hydra would know no key inside of a mapping that is empty so far; the parser knows them all.
+    overrides = [re.sub(r"^(?=[\w.]+=\{)", "++", text) for text in overrides]
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_folder().resolve())):
         try:
             tree: Any = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
@@ -396,7 +461,7 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
             chosen = [text for text in overrides if text.partition("=")[0] in groups]
             known: Any = OmegaConf.to_container(compose("config", chosen))
             for text in overrides:
-                _check_key(text.partition("=")[0], known)
+                _check_key(text.lstrip("+").partition("=")[0], known)
             where = getattr(error, "full_key", None) or "the configuration"
             raise ConfigError(f"{where}: {str(error).splitlines()[0]}.") from error
     return dict(tree)

@@ -34,6 +34,8 @@ DEVICES = ("auto", "cpu", "cuda")
 ENGINES = ("fast", "reference")
 RUNTIMES = ("inline", "ray", "deployment")
 NORMS = ("batch", "group")
+GATES = ("two", "full")
+GROUPINGS = ("tag", "hardware", "alphas")
 MISSING = "???"  # Hydra's value for what the user must give
 
 
@@ -158,6 +160,103 @@ class HyperparameterSearch:
 
 
 @dataclass(frozen=True)
+class Hardware:
+    """What a network's cost does to the loss of the alphas; see ``hardware.costs.HardwareLoss``.
+
+    Attributes:
+        table: File of ``fednas latency measure``, for targets in ms; null counts multiply-adds.
+    """
+
+    table: str | None
+    unit: str
+    target: float
+    loss: str
+    scale: float
+    exponent: float
+
+    def __post_init__(self) -> None:
+        """Check the ranges; what the space can reach is known once the costs are."""
+        check_range(self.target > 0, "algorithm.hardware.target", self.target, "above 0")
+        check_range(self.scale > 0, "algorithm.hardware.scale", self.scale, "above 0")
+        if (self.unit == "ms") != (self.table is not None):
+            raise ConfigError(
+                f"algorithm.hardware.unit={self.unit} with table={self.table}: a table is needed "
+                "for ms, and for ms only."
+            )
+
+
+@dataclass(frozen=True)
+class PathSearch:
+    """FDNAS: local epochs of ProxylessNAS on sampled paths, then averaging."""
+
+    name: str
+    gates: str
+    warm_up_rounds: int
+    local_epochs: int
+    batch_size: int
+    sparse: bool
+    weights: SGD
+    alphas: Adam
+    hardware: Hardware | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.gates not in GATES:
+            raise unknown_choice("algorithm.gates", self.gates, GATES)
+        for key, least in (("warm_up_rounds", 0), ("local_epochs", 1), ("batch_size", 1)):
+            value = getattr(self, key)
+            check_range(value >= least, f"algorithm.{key}", value, f"{least} or more")
+
+
+@dataclass(frozen=True)
+class ClusterSearch:
+    """CFDNAS: FDNAS of all clients, then in each group of clients, with its own hardware loss.
+
+    Attributes:
+        group_by: ``tag`` or ``hardware``, which each client tells of itself, or ``alphas``: similar
+            updates of the alphas, see ``strategies.clusters``.
+        num_groups: How many, for ``alphas``; else null.
+        inherit: Whether groups go on from the supernet of all; false is naive-CFDNAS, which leaves
+            that search out.
+        group_rounds: Rounds of search in each group.
+        group_hardware: What cost does in a group, by its name; other groups have no cost.
+        search: How clients search.
+    """
+
+    name: str
+    group_by: str
+    num_groups: int | None
+    inherit: bool
+    group_rounds: int
+    group_hardware: dict[str, Hardware]
+    search: PathSearch
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.group_by not in GROUPINGS:
+            raise unknown_choice("algorithm.group_by", self.group_by, GROUPINGS)
+        check_range(
+            self.group_rounds >= 1, "algorithm.group_rounds", self.group_rounds, "1 or more"
+        )
+        if (self.group_by == "alphas") != (self.num_groups is not None):
+            raise ConfigError(
+                f"algorithm.group_by={self.group_by} with num_groups={self.num_groups}: a number "
+                "is needed to group by alphas, and for that only."
+            )
+        check_range(
+            self.num_groups is None or self.num_groups >= 2,
+            "algorithm.num_groups",
+            self.num_groups,
+            "2 or more",
+        )
+        if self.group_by == "alphas" and not self.inherit:
+            raise ConfigError(
+                "algorithm.group_by=alphas with algorithm.inherit=false: the groups come from the "
+                "search of all clients; set algorithm.inherit=true."
+            )
+
+
+@dataclass(frozen=True)
 class FixedNetwork:
     """No search: FedAvg trains a network that is given by name."""
 
@@ -261,8 +360,8 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class SearchSpace:
-    """A search space and the sizes of its supernet."""
+class CellSpace:
+    """A search space of repeated cells and the sizes of its supernet."""
 
     name: str
     channels: int
@@ -273,6 +372,29 @@ class SearchSpace:
         """Check the ranges."""
         check_range(self.channels >= 1, "search_space.channels", self.channels, "1 or more")
         check_range(self.num_cells >= 1, "search_space.num_cells", self.num_cells, "1 or more")
+        if self.norm not in NORMS:
+            raise unknown_choice("search_space.norm", self.norm, NORMS)
+
+
+@dataclass(frozen=True)
+class BlockSpace:
+    """The MBConv space and the sizes of its supernet, which are also those of derived networks.
+
+    Attributes:
+        skeleton: Depth, widths and strides, by name; see ``search_spaces.mbconv_plan.SKELETONS``.
+        candidates: The ops of a block, by the name of their set; see ``CANDIDATES`` there.
+        width: Width multiplier.
+    """
+
+    name: str
+    skeleton: str
+    candidates: str
+    width: float
+    norm: str
+
+    def __post_init__(self) -> None:
+        """Check the ranges; ``build`` knows the names."""
+        check_range(0 < self.width <= 16, "search_space.width", self.width, "above 0, to 16")
         if self.norm not in NORMS:
             raise unknown_choice("search_space.norm", self.norm, NORMS)
 
@@ -452,13 +574,16 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Retrain:
-    """FedAvg training of the derived or given network from scratch."""
+    """FedAvg training of the derived or given network from scratch.
+
+    ``channels`` and ``num_cells`` are null where the derived network has the supernet's size.
+    """
 
     rounds: int
     local_epochs: int
     batch_size: int
-    channels: int
-    num_cells: int
+    channels: int | None
+    num_cells: int | None
     norm: str
     auxiliary_weight: float
     drop_path_prob: float
@@ -466,9 +591,12 @@ class Retrain:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for key in ("rounds", "local_epochs", "batch_size", "channels", "num_cells"):
+        for key in ("rounds", "local_epochs", "batch_size"):
             value = getattr(self, key)
             check_range(value >= 1, f"retrain.{key}", value, "1 or more")
+        for key in ("channels", "num_cells"):
+            value = getattr(self, key)
+            check_range(value is None or value >= 1, f"retrain.{key}", value, "1 or more, or null")
         check_range(
             0 <= self.drop_path_prob < 1,
             "retrain.drop_path_prob",
@@ -492,13 +620,27 @@ ALGORITHMS: dict[str, type] = {
     "vanilla_nas": GradientSearch,
     "dp_fnas": GradientSearch,
     "feathers": HyperparameterSearch,
+    "fdnas": PathSearch,
+    "cfdnas": ClusterSearch,
     "random_search": RandomSearch,
     "fedavg": FixedNetwork,
     "fedex": TunedTraining,
 }
+SEARCH_SPACES: dict[str, type] = {
+    **dict.fromkeys(("darts", "mlp", "nasbench201"), CellSpace),
+    "mbconv": BlockSpace,
+}
 PRIVACY: dict[str, type] = {"none": NoPrivacy, "dp": DifferentialPrivacy}
 GivenNetwork = FixedNetwork | TunedTraining  # these do not search
-Algorithm = LocalSearch | GradientSearch | HyperparameterSearch | RandomSearch | GivenNetwork
+Algorithm = (
+    LocalSearch
+    | GradientSearch
+    | HyperparameterSearch
+    | PathSearch
+    | ClusterSearch
+    | RandomSearch
+    | GivenNetwork
+)
 
 
 @dataclass(frozen=True)
@@ -508,13 +650,15 @@ class Config:
     ``run_dir`` is the run folder; ``threads`` are torch's threads per client; ``engine`` says how
     supernets are computed (:mod:`fednas_flwr.search_spaces`). ``class_factors`` are public factors
     of the losses of classes, by name; with privacy they multiply what is clipped already.
-    ``oversample`` has training repeat the records of rarer classes.
+    ``client_tags`` are what simulated clients call themselves, by index, or empty.
+    ``oversample`` has training repeat the records of rarer classes. ``personalised`` has clients
+    test the trained network again after local epochs of their own.
     """
 
     algorithm: Algorithm
     dataset: Dataset
     partition: Partition
-    search_space: SearchSpace
+    search_space: CellSpace | BlockSpace
     engine: str
     privacy: NoPrivacy | DifferentialPrivacy
     runtime: Runtime
@@ -527,8 +671,10 @@ class Config:
     rounds: int
     stages: list[str]
     genotype: str | None
+    client_tags: list[str]
     class_factors: dict[str, float]
     oversample: bool
+    personalised: bool
     tensorboard: bool
 
     def __post_init__(self) -> None:
@@ -547,6 +693,11 @@ class Config:
         check_range(
             bool(self.stages), "stages", self.stages, f"at least one of {', '.join(STAGES)}"
         )
+        if len(self.client_tags) not in (0, self.clients):
+            raise ConfigError(
+                f"client_tags={self.client_tags} for clients={self.clients}: give one for each "
+                "client, or none."
+            )
         for name, factor in self.class_factors.items():
             check_range(0 < factor <= 1, f"class_factors.{name}", factor, "above 0, at most 1")
         _check_privacy(self)
@@ -556,6 +707,12 @@ class Config:
                 "set clients=1 or algorithm=fnas."
             )
         searches = "search" in self.stages and not isinstance(self.algorithm, GivenNetwork)
+        if searches and isinstance(self.algorithm, PathSearch | ClusterSearch):
+            if not isinstance(self.search_space, BlockSpace):
+                raise ConfigError(
+                    f"algorithm={self.algorithm.name} with search_space={self.search_space.name}: "
+                    "it samples paths of blocks; set search_space=mbconv retrain=mbconv."
+                )
         if self.genotype is not None and searches:
             raise ConfigError(
                 f"genotype={self.genotype} with stages={self.stages}: a genotype replaces the "
@@ -589,6 +746,7 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     """
     hints = {
         "algorithm": _choice(tree, "algorithm", ALGORITHMS),
+        "search_space": _choice(tree, "search_space", SEARCH_SPACES),
         "privacy": _choice(tree, "privacy", PRIVACY),
     }
     config: Config = _parse(Config, tree, key="", hints=hints)
@@ -646,6 +804,11 @@ def _check_privacy(config: Config) -> None:
         raise ConfigError(
             "oversample=true with privacy=dp: a record that is drawn several times costs more than "
             "is booked; set class_factors={<class>: <public factor>} instead."
+        )
+    if config.personalised:
+        raise ConfigError(
+            "personalised=true with privacy=dp: an accuracy after local training without noise is "
+            "an exact function of the records; leave it out."
         )
     if algorithm.name not in private:
         raise ConfigError(

@@ -157,9 +157,9 @@ def measure_networks(repeats: int) -> None:
     x, y = make_batch((3, 32, 32), 16, torch.device("cpu"))
     with seeded(0, "bench"):
         genotype = S.random_genotype(make_generator(0, "genotype"))
-        space = replace(S, input_shape=(3, 32, 32))
+        space = replace(S, input_shape=(3, 32, 32), channels=16, num_cells=6)
         networks = {
-            "a DARTS network, C 16, 6 cells": space.network(genotype, channels=16, num_cells=6),
+            "a DARTS network, C 16, 6 cells": space.network(genotype),
             "MBConv blocks, two paths": TwoPaths(),
         }
     for title, network in networks.items():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.reporting.runs import Run, read_run
 from fednas_flwr.reporting.tables import append_result, has_result
 
 
@@ -20,6 +20,7 @@ def measure(
     group: Mapping[str, Any],
     seed: int,
     root: Path,
+    more: Callable[[Run], Mapping[str, float | None]] = lambda run: {},
 ) -> None:
     """Make one run, or go on with it, and add it to a table's results.
 
@@ -30,6 +31,7 @@ def measure(
         group: The first columns of the run's row.
         seed: The run's seed.
         root: Folder of the data.
+        more: Returns further metrics of the finished run.
     """
     settings = {"overrides": list(overrides)}
     if has_result(results, settings, seed):
@@ -51,7 +53,7 @@ def measure(
     started = run.last("run_started") or {}
     numbers = run.numbers()
     accuracy = numbers["central_accuracy"]
-    numbers |= {"error": None if accuracy is None else 1 - accuracy}
+    numbers |= {"error": None if accuracy is None else 1 - accuracy, **more(run)}
     append_result(
         results,
         {

@@ -27,6 +27,7 @@ BUILDS = [
     "search_space=darts retrain=darts",
     "search_space=darts_small retrain.num_cells=3",
     *(f"search_space={n}" for n in ("nasbench201", "nasbench201_small")),
+    *(f"search_space={n} retrain=mbconv" for n in ("mbconv", "mbconv_small")),
     *(f"retrain={n} retrain.auxiliary_weight=0" for n in ("darts", "quickstart", "small")),
     *(f"partition={n}" for n in ("iid", "dirichlet", "quantity", "label_groups")),
     *(f"runtime={n}" for n in ("inline", "ray")),
@@ -140,6 +141,53 @@ def test_genotype_that_does_not_fit_is_refused(compose_config: Compose, tmp_path
         build.check_buildable(compose_config(*given))
 
 
+def test_mbconv_networks_have_the_size_of_the_search_space(
+    compose_config: Compose, tmp_path: Path
+) -> None:
+    """Also where a genotype is transferred: there ``search_space`` is what gives the size."""
+    path, retrain = tmp_path / "genotype.json", ["stages=[retrain]", "retrain=mbconv"]
+    space = build.make_space(
+        "mbconv",
+        input_shape=(3, 32, 32),
+        num_classes=10,
+        norm="batch",
+        skeleton="fdnas",
+        candidates="fdnas",
+        width=1.0,
+    )
+    genotype = space.random_genotype(torch.Generator().manual_seed(0))
+    save_genotype(path, genotype)
+    config = parse_config(
+        compose_tree(
+            [
+                *retrain,
+                *("search_space=mbconv", "search_space.skeleton=fdnas_imagenet"),
+                *("search_space.width=.5", f"genotype={path}"),
+            ]
+        )
+    )
+    build.check_buildable(config)
+    description = build.describe_network(config, build.make_data(config)[0], genotype)
+    network = build.make_network(description)
+    assert network.before[0][0].stride == (2, 2)  # type: ignore[index]
+    assert network.before[0][0].out_channels == 16  # type: ignore[index]
+    for overrides, message in {
+        ("search_space=mbconv",): "retrain.channels=16 .* supernet's size; set both to null",
+        ("retrain=mbconv",): "search_space=nasbench201.*: set search_space=mbconv",
+        ("search_space=mbconv_small", "retrain=mbconv"): "unknown op|up to 6 are needed",
+    }.items():
+        config = parse_config(compose_tree(["stages=[retrain]", f"genotype={path}", *overrides]))
+        with pytest.raises(ConfigError, match=message):
+            build.check_buildable(config)
+
+
+@pytest.mark.parametrize("key", ["skeleton", "candidates"])
+def test_unknown_names_of_the_mbconv_space_are_told(key: str) -> None:
+    config = parse_config(compose_tree(["search_space=mbconv", f"search_space.{key}=fdna"]))
+    with pytest.raises(ConfigError, match=rf"search_space\.{key}=fdna is unknown.*nearest: fdnas"):
+        build.check_buildable(config)
+
+
 def test_a_client_of_a_site_with_a_policy_needs_its_gate(compose_config):
     config = compose_config("algorithm=fnas")
     with pytest.raises(ValueError, match="a site with a policy needs its gate"):
@@ -150,7 +198,7 @@ def test_a_client_of_a_site_with_a_policy_needs_its_gate(compose_config):
 
 def test_class_factors_are_in_0_to_1_and_of_classes_that_exist(compose_config):
     with pytest.raises(ConfigError, match=r"class_factors.blue=0.0 is out of range: .*at most 1"):
-        compose_config("+class_factors.blue=0.0")
-    config = compose_config("+class_factors.purple=0.5")
+        compose_config("class_factors={blue: 0.0}")
+    config = compose_config("class_factors={purple: 0.5}")
     with pytest.raises(ConfigError, match="class_factors=purple is unknown: choose one of 0, 1, 2"):
         build.check_buildable(config)

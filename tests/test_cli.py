@@ -477,3 +477,22 @@ def test_tables_are_rendered_from_the_results_beside_the_readme(
     Path("README.md").write_text("<!-- table:gone -->\n<!-- /table:gone -->\n")
     assert cli.main(["tables"]) == cli.RUN_FAILED
     assert "there is no scripts/results/gone.json" in capsys.readouterr().err
+
+
+def test_latency_measure_writes_a_table_of_the_composed_space(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    space = ["search_space=mbconv_small", "search_space.width=.5", "device=cpu"]
+    measure = ["latency", "measure", "--passes", "2", "--shape", "1", "8", "8"]
+    measure += ["--output", "table.json"]
+    assert cli.main([*measure, *space]) == 0
+    layers = json.loads(Path("table.json").read_text())["layers"]
+    out = capsys.readouterr().out
+    assert out.startswith(f"{len(layers)} layers on ")
+    assert out.count("a random network: predicted ") == 3
+    assert cli.main([*measure, "search_space=darts"]) == cli.USER_ERROR
+    assert "search_space=darts has no latency table" in capsys.readouterr().err
+    assert cli.main([*measure, "--batch-size", "0", *space]) == cli.USER_ERROR
+    assert "--batch-size must be at least 1, got 0." in capsys.readouterr().err
+    assert cli.main([*measure, "--passes", "1", *space]) == cli.USER_ERROR
+    assert "--passes must be at least 2, got 1." in capsys.readouterr().err

@@ -19,9 +19,22 @@ from fednas_flwr.clients.client import Client
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.evaluation.metrics import evaluate, record_losses
 from fednas_flwr.exchange.messages import Reply, Request
-from fednas_flwr.exchange.states import Layout, Tensors, network_states, pack, unpack
+from fednas_flwr.exchange.states import (
+    Layout,
+    Tensors,
+    changed_part,
+    network_states,
+    pack,
+    unpack,
+)
+from fednas_flwr.hardware.costs import hardware_loss
 from fednas_flwr.search.architect import alpha_gradient_sum, second_order_gradient
 from fednas_flwr.search.local_search import search_epoch
+from fednas_flwr.search.proxyless import (
+    make_alpha_optimizer,
+    make_weight_optimizer,
+    proxyless_epoch,
+)
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search.training import (
     Batch,
@@ -129,7 +142,8 @@ def search(client: Client, request: Request) -> Reply:
     """``train.search``: weights, alphas and buffers after local epochs of search."""
     supernet = request_supernet(client, request)
     metrics = _search(client, request, supernet)
-    return make_reply(len(client.data.train), _states(supernet), metrics)
+    reply = make_reply(len(client.data.train), _states(supernet), metrics)
+    return only_changed(reply, request, supernet) if request.settings.get("sparse") else reply
 
 
 def probe(client: Client, request: Request) -> Reply:
@@ -174,19 +188,17 @@ def _search(client: Client, request: Request, supernet: torch.nn.Module) -> dict
     """Search for local epochs, in place; return the metrics of the last one."""
     assert isinstance(supernet, Supernet)
     settings = request.settings
+    if "gates" in settings:
+        return _search_paths(client, request, supernet)
     sgd, adam = SGD(**settings["weights"]), Adam(**settings["alphas"])
     weight_optimizer = make_sgd(supernet.weights().values(), sgd)
     alpha_optimizer = make_adam(supernet.alphas().values(), adam)
-    train, validation = client.data.train, client.data.validation
     generator = client.generator(request.header, "search")
     for _ in range(settings["local_epochs"]):
         train_tally, validation_tally = search_epoch(
             supernet,
-            client.epoch(train, batch_size=settings["batch_size"], generator=generator),
-            chain.from_iterable(  # as many passes as the training batches need
-                client.epoch(validation, batch_size=settings["batch_size"], generator=generator)
-                for _ in iter(int, 1)
-            ),
+            client.epoch(client.data.train, batch_size=settings["batch_size"], generator=generator),
+            _endless(client, settings["batch_size"], generator),
             rule=settings["rule"],
             validation_weight=settings["validation_weight"],
             weight_settings=sgd,
@@ -199,6 +211,41 @@ def _search(client: Client, request: Request, supernet: torch.nn.Module) -> dict
         "train_accuracy": train_tally.accuracy,
         "validation_loss": validation_tally.loss,
     }
+
+
+def _search_paths(client: Client, request: Request, supernet: Supernet) -> dict[str, float]:
+    """Search on sampled paths for local epochs, in place; return the metrics of the last one."""
+    settings = request.settings
+    sgd, adam, hardware = SGD(**settings["weights"]), Adam(**settings["alphas"]), None
+    if settings["hardware"] is not None:
+        hardware = hardware_loss(settings["hardware"])
+    weight_optimizer = make_weight_optimizer(supernet, sgd)
+    alpha_optimizer = make_alpha_optimizer(supernet, adam)
+    generator = client.generator(request.header, "search")
+    for _ in range(settings["local_epochs"]):
+        train_tally, validation_tally = proxyless_epoch(
+            supernet,
+            client.epoch(client.data.train, batch_size=settings["batch_size"], generator=generator),
+            _endless(client, settings["batch_size"], generator),
+            mode=settings["gates"],
+            warm_up=settings["warm_up"],
+            hardware=hardware,
+            clip_norm=sgd.clip_norm,
+            weight_optimizer=weight_optimizer,
+            alpha_optimizer=alpha_optimizer,
+            generator=generator,
+            class_factors=client.class_factors,
+        )
+    metrics = {"train_loss": train_tally.loss, "train_accuracy": train_tally.accuracy}
+    return metrics | ({} if settings["warm_up"] else {"validation_loss": validation_tally.loss})
+
+
+def _endless(client: Client, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
+    """Yield validation batches, as many passes as the training batches need."""
+    return chain.from_iterable(
+        client.epoch(client.data.validation, batch_size=batch_size, generator=generator)
+        for _ in iter(int, 1)
+    )
 
 
 def weights(client: Client, request: Request) -> Reply:
@@ -241,6 +288,17 @@ def model(client: Client, request: Request) -> Reply:
     return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
 
 
+def personalised(client: Client, request: Request) -> Reply:
+    """``evaluate.personalised``: test metrics of a network after local epochs; it is discarded.
+
+    What FDNAS (Zhang et al., 2020, section 4) averages to its mean local accuracy.
+    """
+    network = client.network(request.settings["network"], request.states)
+    _train(client, request, network)
+    metrics = evaluate(network, client.data.test, client.device)
+    return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
+
+
 VERBS: dict[str, Callable[[Client, Request], Reply]] = {
     "query.describe": describe,
     "train.weight_gradient": gradients,
@@ -250,6 +308,7 @@ VERBS: dict[str, Callable[[Client, Request], Reply]] = {
     "train.probe": probe,
     "train.weights": weights,
     "evaluate.model": model,
+    "evaluate.personalised": personalised,
 }
 
 
@@ -295,3 +354,16 @@ def make_reply(num_examples: float, states: dict[str, Tensors], metrics: dict[st
         states={name: pack(tensors) for name, tensors in states.items()},
         digests={name: Layout.of(tensors).digest for name, tensors in states.items()},
     )
+
+
+def only_changed(reply: Reply, request: Request, network: torch.nn.Module) -> Reply:
+    """Return the reply without the tensors that are as the request sent them."""
+    states, digests, changed = {}, {}, {}
+    for name, tensors in network_states(network).items():
+        if name in reply.states:
+            layout = Layout.of(tensors)
+            states[name], changed[name] = changed_part(
+                reply.states[name], request.states[name], layout
+            )
+            digests[name] = layout.part(changed[name]).digest
+    return replace(reply, states=states, digests=digests, facts={"changed": changed})

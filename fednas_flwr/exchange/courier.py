@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from flwr.app import Message
@@ -75,6 +76,7 @@ class Courier:
         """See the class."""
         self.run = run
         self.num_clients = num_clients
+        self.quorum_share = quorum
         self.quorum = max(1, math.ceil(quorum * num_clients - 1e-9))
         self.deadline_s = deadline_s
         self.connect_s = connect_s
@@ -150,6 +152,23 @@ class Courier:
         """Indices of the connected clients that have not left, ascending."""
         return [client for client in self._nodes if client not in self._left]
 
+    def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Courier:
+        """Return a courier of its own to some of the connected clients, with their own quorum."""
+        part = Courier(
+            run=run,
+            num_clients=len(clients),
+            quorum=self.quorum_share,
+            deadline_s=self.deadline_s,
+            connect_s=self.connect_s,
+            emit=emit,
+        )
+        part._grid = self._grid
+        part._nodes = {client: self._nodes[client] for client in clients}
+        part._left = {client: why for client, why in self._left.items() if client in clients}
+        part._max_examples = {client: self._max_examples[client] for client in clients}
+        part.facts = {client: self.facts[client] for client in clients}
+        return part
+
     def dismiss(self, client: int, reason: str) -> None:
         """Ask a client no more in this run."""
         self._left[client] = reason
@@ -166,6 +185,7 @@ class Courier:
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
         also_left: bool = False,
+        sparse: bool = False,
     ) -> Iterator[tuple[int, Reply]]:
         """Send one request to every client and yield ``(client, reply)`` in client order.
 
@@ -182,16 +202,20 @@ class Courier:
             states: Packed tensors to send.
             layouts: The states that every reply must carry.
             also_left: Whether clients that have left are asked, too.
+            sparse: Whether replies leave out tensors that are as they were sent; those yielded are
+                whole.
 
         Raises:
             QuorumError: After the last reply, when fewer than the quorum were accepted.
         """
         accepted = 0
         failures: dict[int, str] = {}
+        settings = {**(settings or {}), **({"sparse": True} if sparse else {})}
         for client, answer in self._exchange(
-            *(verb, stage, server_round, phase, settings or {}, states or {}, layouts or {}),
+            *(verb, stage, server_round, phase, settings, states or {}, layouts or {}),
             own_settings=own_settings,
             also_left=also_left,
+            sparse=sparse,
         ):
             if isinstance(answer, Reply):
                 accepted += 1
@@ -219,6 +243,7 @@ class Courier:
         *,
         own_settings: Mapping[int, Mapping[str, Any]] | None = None,
         also_left: bool = False,
+        sparse: bool = False,
     ) -> Iterator[tuple[int, Reply | str]]:
         """Ask every node; yield each client with its accepted reply or why it has none."""
         if self._grid is None:
@@ -238,7 +263,8 @@ class Courier:
         pending = {message.metadata.message_id: c for c, message in messages.items()}
         unsent = {c: "the request could not be sent" for i, c in pending.items() if i not in sent}
         pending = {i: client for i, client in pending.items() if i in sent}
-        yield from self._in_order(pending, unsent, headers, layouts)
+        accept = partial(accept_reply, layouts=layouts, sent=states if sparse else None)
+        yield from self._in_order(pending, unsent, headers, accept)
 
     def _emit_failure(
         self, stage: str, server_round: int, verb: str, client: int, reason: str
@@ -252,7 +278,7 @@ class Courier:
         pending: dict[str, int],
         arrived: Mapping[int, Reply | str],
         headers: Mapping[int, Header],
-        layouts: Mapping[str, Layout],
+        accept: Callable[..., Reply],
     ) -> Iterator[tuple[int, Reply | str]]:
         """Yield every client of ``headers`` with its accepted reply or the reason it has none."""
         if self._grid is None:
@@ -266,7 +292,7 @@ class Courier:
                 for message in messages:
                     sender = pending.pop(message.metadata.reply_to_message_id, None)
                     if sender is not None:
-                        answers[sender] = self._read(message, headers[sender], layouts)
+                        answers[sender] = self._read(message, headers[sender], accept)
                 if late:
                     reason = f"no reply within {self.deadline_s:g} s"
                     answers |= dict.fromkeys(pending.values(), reason)
@@ -275,17 +301,13 @@ class Courier:
                     time.sleep(POLL_S)
             yield client, answers.pop(client)
 
-    def _read(self, message: Message, header: Header, layouts: Mapping[str, Layout]) -> Reply | str:
+    def _read(self, message: Message, header: Header, accept: Callable[..., Reply]) -> Reply | str:
         """Return the reply if the gate accepts it, else the reason."""
         if message.has_content():
             self.bytes_received += payload_bytes(message.content)
         try:
-            return accept_reply(
-                message,
-                header=header,
-                layouts=layouts,
-                max_examples=self._max_examples.get(header.client, MAX_EXAMPLES),
-            )
+            most = self._max_examples.get(header.client, MAX_EXAMPLES)
+            return accept(message, header=header, max_examples=most)
         except ClientLeftError as error:
             self._left[header.client] = str(error)
             return str(error)

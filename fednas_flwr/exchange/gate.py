@@ -6,7 +6,9 @@ A reply that fails is dropped for its exchange, and nothing that was accepted be
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from flwr.app import Message
 
 from fednas_flwr.errors import ClientLeftError, ReplyError
 from fednas_flwr.exchange.messages import BUDGET_SPENT, Header, Reply, decode_reply
-from fednas_flwr.exchange.states import Layout
+from fednas_flwr.exchange.states import Layout, Packed, fill_unchanged
 
 MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
 _SPLITS = {"train", "validation", "test"}
@@ -27,6 +29,7 @@ def accept_reply(
     header: Header,
     layouts: Mapping[str, Layout],
     max_examples: float = MAX_EXAMPLES,
+    sent: Mapping[str, Packed] | None = None,
 ) -> Reply:
     """Return the reply in ``message`` when it answers the request with ``header``.
 
@@ -38,6 +41,8 @@ def accept_reply(
             its layout.
         max_examples: How many records the client has: its weight is at most this. A tiny or a
             huge weight would overflow the aggregate although every tensor is finite.
+        sent: The states of the request, where the reply may leave out the tensors that have not
+            changed, and name the others (``facts["changed"]``); they are filled in.
 
     Raises:
         ClientLeftError: The client's privacy budget has ended.
@@ -57,7 +62,9 @@ def accept_reply(
         )
     if set(reply.states) != set(layouts):
         raise ReplyError(f"states {sorted(layouts)} were asked for, got {sorted(reply.states)}")
-    for name, layout in layouts.items():
+    changed = _changed(reply.facts, layouts) if sent is not None else {}
+    for name, whole in layouts.items():
+        layout = whole.part(changed[name]) if name in changed else whole
         if reply.digests.get(name) != layout.digest:
             raise ReplyError(f"the tensors of {name} have other names, shapes or dtypes than ours")
         sizes = {dtype: vector.numel() for dtype, vector in reply.states[name].items()}
@@ -66,7 +73,24 @@ def accept_reply(
         for vector in reply.states[name].values():
             if not _is_usable(vector):
                 raise ReplyError(f"{name} is not finite, or so large that averages overflow")
-    return reply
+    filled = {
+        name: fill_unchanged(reply.states[name], sent[name], layouts[name], chosen)
+        for name, chosen in changed.items()
+        if sent is not None
+    }
+    return replace(reply, states={**reply.states, **filled})
+
+
+def _changed(facts: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, str]:
+    """Return for every state which of its tensors a reply holds, one digit for each."""
+    changed = facts.get("changed")
+    if not isinstance(changed, dict) or set(changed) != set(layouts):
+        raise ReplyError("does not say which tensors of each state have changed")
+    for name, layout in layouts.items():
+        text = changed[name]
+        if not isinstance(text, str) or not re.fullmatch(f"[01]{{{len(layout.entries)}}}", text):
+            raise ReplyError(f"does not say of each tensor of {name} whether it has changed")
+    return changed
 
 
 def check_facts(facts: Mapping[str, Any], *, needed: Sequence[str] = ("client",)) -> None:

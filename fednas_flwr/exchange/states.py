@@ -46,6 +46,33 @@ class Layout:
             sizes[dtype] = sizes.get(dtype, 0) + math.prod(shape)
         return sizes
 
+    def part(self, chosen: str) -> Layout:
+        """Return the layout of the tensors that a text of as many digits marks with 1."""
+        kept = (entry for entry, c in zip(self.entries, chosen, strict=True) if c == "1")
+        return Layout(tuple(kept))
+
+
+def changed_part(new: Packed, sent: Packed, layout: Layout) -> tuple[Packed, str]:
+    """Return the tensors of a state that differ from those sent, and which they are.
+
+    Returns:
+        Their vectors, in the layout ``layout.part(text)``; and the text, one digit per tensor, 1
+        for those that differ.
+    """
+    tensors, old = unpack(new, layout), unpack(sent, layout)
+    chosen = {name: not torch.equal(tensor, old[name]) for name, tensor in tensors.items()}
+    part = {name: tensor for name, tensor in tensors.items() if chosen[name]}
+    return pack(part), "".join("01"[value] for value in chosen.values())
+
+
+def fill_unchanged(part: Packed, sent: Packed, layout: Layout, chosen: str) -> Packed:
+    """Return the whole state of which :func:`changed_part` gave a part."""
+    whole = {dtype: vector.clone() for dtype, vector in sent.items()}
+    tensors = unpack(whole, layout)
+    for name, tensor in unpack(part, layout.part(chosen)).items():
+        tensors[name].copy_(tensor)
+    return whole
+
 
 def pack(tensors: Mapping[str, Tensor]) -> Packed:
     """Return one contiguous CPU vector per dtype; a copy, in the order of ``tensors``."""

@@ -20,7 +20,7 @@ def count_multiply_adds(network: nn.Module, input_shape: tuple[int, ...]) -> int
     """
     was_training = network.training
     network.eval()
-    device = next(iter(network.parameters())).device
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         network(torch.zeros(1, *input_shape, device=device))
     network.train(was_training)

@@ -29,6 +29,7 @@ COLUMNS: dict[str, tuple[str, float, int | None]] = {  # metric: title, scale, d
     "central_accuracy": ("test accuracy (%)", 100, 1),
     "central_f1": ("test F1", 1, 3),
     "client_accuracy": ("mean client accuracy (%)", 100, 1),
+    "personalised_accuracy": ("after local training (%)", 100, 1),
     "num_parameters": ("parameters (M)", 1e-6, None),
     "multiply_adds": ("multiply-adds (M)", 1e-6, None),
     "search_seconds": ("search (s)", 1, None),

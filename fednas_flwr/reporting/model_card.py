@@ -115,6 +115,7 @@ def _results(run: Run) -> str:
             score(numbers["central_f1"]),
         ],
         [f"mean accuracy on the clients' test parts{noised}", percent(numbers["client_accuracy"])],
+        ["the same after local training", percent(numbers["personalised_accuracy"])],
         ["linear model on the same data", percent(numbers["linear_accuracy"])],
         ["F1 of the linear model", score(numbers["linear_f1"])],
         *([f"time of {name}", duration(seconds)] for name, seconds in stages.items()),

@@ -19,6 +19,7 @@ METRICS = (
     "central_accuracy",
     "central_f1",
     "client_accuracy",
+    "personalised_accuracy",
     "linear_accuracy",
     "linear_f1",
     "num_parameters",
@@ -174,7 +175,8 @@ class Run:
         """Return the run's results under the names in METRICS.
 
         Accuracies are shares of 1; F1 is the last class's of two, else their mean;
-        ``client_accuracy`` is the plain mean over clients; ``exchanges`` and ``traffic_mb``, both
+        ``client_accuracy`` is the plain mean over clients, ``personalised_accuracy`` that after
+        each has trained the network on its own records; ``exchanges`` and ``traffic_mb``, both
         directions in 10^6 bytes, count all rounds; ``epsilon`` is the largest of all clients and
         splits, by the PRV accountant, and None without privacy.
         """
@@ -184,11 +186,13 @@ class Run:
         names = {event["stage"] for event in self.of_kind("round")}
         exchanges = [e["exchanges"] for n in names for e in self.rounds(n) if "exchanges" in e]
         accuracies = [client["accuracy"] for client in self.client_results()]
+        personalised = [c["accuracy"] for c in evaluated.get("personalised") or []]
         central, linear = (evaluated.get(name) or {} for name in ("central", "linear"))
         return {
             "central_accuracy": central.get("accuracy"),
             "central_f1": central.get("f1"),
             "client_accuracy": fmean(accuracies) if accuracies else None,
+            "personalised_accuracy": fmean(personalised) if personalised else None,
             "linear_accuracy": linear.get("accuracy"),
             "linear_f1": linear.get("f1"),
             "num_parameters": derived.get("num_parameters"),

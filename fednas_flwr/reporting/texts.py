@@ -28,7 +28,7 @@ NOISED_TEXT = (
 )
 SHOWN = {  # what a reader asks first; all settings stand in the configuration
     "algorithm": ("rule", "reduce", "local_epochs", "local_steps", "batch_size"),
-    "search_space": ("channels", "num_cells", "norm"),
+    "search_space": ("channels", "num_cells", "skeleton", "candidates", "width", "norm"),
     "retrain": (
         *("rounds", "channels", "num_cells", "local_epochs", "batch_size"),
         *("local_steps", "expected_batch_size"),  # private
@@ -83,6 +83,11 @@ def tiles(run: Run) -> list[dict[str, str]]:
         ("Test accuracy", percent(central), f"server's test set, {count(examples)} records"),
         ("Test F1", score(numbers["central_f1"]), f1_note),
         ("Mean over clients", percent(mean_client), f"{noised}test parts of {num_clients} clients"),
+        (
+            "After local training",
+            percent(numbers["personalised_accuracy"]),
+            "mean over clients, each on its own test part",
+        ),
         ("Linear model", percent(linear), gain),
         ("Epsilon", epsilon_text(epsilon) if privacy else DASH, unit),
         ("Parameters", count(numbers["num_parameters"]), "of the derived network"),
@@ -233,3 +238,27 @@ def failure_rows(run: Run) -> list[list[str]]:
 
     left = [row(event, f"left the run: {event['reason']}") for event in run.departures()]
     return [*left, *(row(event, str(event["reason"])) for event in run.failures())]
+
+
+GROUP_HEAD = ["clients", "ended", "test accuracy", "mean over clients", "after local training"]
+GROUP_HEAD += ["parameters", "multiply-adds", "time"]
+
+
+def group_rows(run: Run) -> list[tuple[str, str, list[str]]]:
+    """Return name, the link to its report, and the results of every group that has ended."""
+    latest = {event["group"]: event for event in run.of_kind("group_finished")}
+    rows = []
+    for name, event in sorted(latest.items()):
+        numbers = event["results"]
+        values = [
+            ", ".join(map(str, event["clients"])),
+            event["status"] if event["reason"] is None else str(event["reason"]),
+            percent(numbers["central_accuracy"]),
+            percent(numbers["client_accuracy"]),
+            percent(numbers["personalised_accuracy"]),
+            count(numbers["num_parameters"]),
+            count(numbers["multiply_adds"]),
+            duration(event["seconds"]),
+        ]
+        rows.append((name, f"{event['folder']}/report.html", values))
+    return rows

@@ -23,7 +23,7 @@ from torch import Tensor
 from fednas_flwr.search.settings import ThetaSettings, check_range
 
 LEAST = 1e-30  # a probability below this is never drawn; keeps the gradient finite
-EQUAL = 1e-9  # nats: losses that differ by less are equal; aggressive steps would magnify it
+EQUAL = 1e-9  # nats: a smaller excess is rounding, which aggressive steps would magnify
 
 
 class Trial(NamedTuple):
@@ -95,11 +95,11 @@ class Theta:
         total = sum(trial.weight for trial in trials)
         mean = sum(trial.weight * trial.loss for trial in trials) / total
         baseline = self.loss_sum / self.loss_weight if self.loss_weight else mean
-        gradient_N = torch.zeros_like(self.log_theta_N)
+        excess_N = torch.zeros_like(self.log_theta_N)
         for index, loss, weight in trials:
-            if abs(loss - baseline) > EQUAL:
-                share = weight / total / max(LEAST, float(self.log_theta_N[index].exp()))
-                gradient_N[index] += share * (loss - baseline)
+            excess_N[index] += weight / total * (loss - baseline)
+        excess_N[excess_N.abs() <= EQUAL] = 0.0
+        gradient_N = excess_N / self.probabilities().clamp(min=LEAST)
         largest = float(gradient_N.abs().max())
         norm = math.hypot(self.norm, largest)
         scale = {"aggressive": largest, "adaptive": norm, "constant": 1.0}[self.settings.schedule]

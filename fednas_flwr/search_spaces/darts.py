@@ -120,34 +120,25 @@ class DARTSSpace:
         for kind, edges in genotype.cells.items():
             check_edges(edges, kind=kind, ops=OPS, nodes=NODES)
 
-    def network(
-        self, genotype: Genotype, *, channels: int, num_cells: int, auxiliary: bool = False
-    ) -> DARTSNetwork:
-        """Return the newly initialised discrete network.
+    def network(self, genotype: Genotype, *, auxiliary: bool = False) -> DARTSNetwork:
+        """Return the newly initialised discrete network of the space's sizes.
+
+        In the paper 20 cells of 36 channels.
 
         Args:
             genotype: The cells.
-            channels: Channels of the first cells (36 in the paper).
-            num_cells: Number of cells (20 in the paper); any from 1 on.
             auxiliary: Whether to add a second classifier at cell 2L//3.
 
         Raises:
-            ConfigError: If the genotype is not of this space or a size is not positive.
+            ConfigError: If the genotype is not of this space.
         """
         self.check(genotype)
-        check_sizes(
-            space=self.name,
-            input_shape=self.input_shape,
-            num_classes=self.num_classes,
-            channels=channels,
-            num_cells=num_cells,
-        )
         return DARTSNetwork(
             genotype,
             in_channels=self.input_shape[0],
             num_classes=self.num_classes,
-            channels=channels,
-            num_cells=num_cells,
+            channels=self.channels,
+            num_cells=self.num_cells,
             norm=self.norm,
             auxiliary=auxiliary,
         )

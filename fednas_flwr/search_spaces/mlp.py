@@ -63,7 +63,19 @@ class MLPSpace:
         """Refuse sizes that cannot be built."""
         check_norm(self.norm)
         check_engine(self.engine)
-        self._check_sizes(channels=self.channels, num_cells=self.num_cells)
+        check_sizes(
+            space=self.name,
+            inputs="tables",
+            input_shape=self.input_shape,
+            num_classes=self.num_classes,
+            channels=self.channels,
+            num_cells=self.num_cells,
+        )
+        if self.channels < LEAST_WIDTH:
+            raise ConfigError(
+                f"channels must be at least {LEAST_WIDTH} for mlp, got {self.channels}: a norm "
+                "over one unit leaves nothing of it."
+            )
 
     @property
     def cell_kinds(self) -> dict[str, int]:
@@ -113,45 +125,24 @@ class MLPSpace:
         for kind, edges in genotype.cells.items():
             check_edges(edges, kind=kind, ops=OPS, nodes=NODES)
 
-    def network(
-        self, genotype: Genotype, *, channels: int, num_cells: int, auxiliary: bool = False
-    ) -> MLPNetwork:
-        """Return the newly initialised discrete network.
+    def network(self, genotype: Genotype, *, auxiliary: bool = False) -> MLPNetwork:
+        """Return the newly initialised discrete network of the space's sizes.
 
         Args:
             genotype: The cells.
-            channels: Width of the nodes before the reduction cell.
-            num_cells: Number of cells; the only one of 1 is the reduction cell.
             auxiliary: Must be False.
 
         Raises:
-            ConfigError: If the genotype is not of this space, a size is too small, or an auxiliary
-                head is asked for.
+            ConfigError: If the genotype is not of this space, or an auxiliary head is asked for.
         """
         self.check(genotype)
-        self._check_sizes(channels=channels, num_cells=num_cells)
         if auxiliary:
             raise ConfigError("mlp networks have no auxiliary head: switch it off.")
         return MLPNetwork(
             genotype,
             num_features=self.input_shape[0],
             num_classes=self.num_classes,
-            channels=channels,
-            num_cells=num_cells,
+            channels=self.channels,
+            num_cells=self.num_cells,
             norm=self.norm,
         )
-
-    def _check_sizes(self, *, channels: int, num_cells: int) -> None:
-        check_sizes(
-            space=self.name,
-            inputs="tables",
-            input_shape=self.input_shape,
-            num_classes=self.num_classes,
-            channels=channels,
-            num_cells=num_cells,
-        )
-        if channels < LEAST_WIDTH:
-            raise ConfigError(
-                f"channels must be at least {LEAST_WIDTH} for mlp, got {channels}: a norm over "
-                "one unit leaves nothing of it."
-            )

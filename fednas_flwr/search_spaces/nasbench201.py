@@ -122,37 +122,25 @@ class NASBench201Space:
                 f"needed in this order; got {found or 'no edges'}."
             )
 
-    def network(
-        self, genotype: Genotype, *, channels: int, num_cells: int, auxiliary: bool = False
-    ) -> NASBench201Network:
-        """Return the newly initialised discrete network (16 channels, 5 cells in the paper).
+    def network(self, genotype: Genotype, *, auxiliary: bool = False) -> NASBench201Network:
+        """Return the newly initialised discrete network of the space's sizes.
 
         Args:
             genotype: The cell.
-            channels: Channels of the first stage.
-            num_cells: Cells in each of the three stages.
             auxiliary: Must be False: the benchmark's networks have no auxiliary head.
 
         Raises:
-            ConfigError: If the genotype is not of this space, a size is not positive, or an
-                auxiliary head is asked for.
+            ConfigError: If the genotype is not of this space, or an auxiliary head is asked for.
         """
         self.check(genotype)
-        check_sizes(
-            space=self.name,
-            input_shape=self.input_shape,
-            num_classes=self.num_classes,
-            channels=channels,
-            num_cells=num_cells,
-        )
         if auxiliary:
             raise ConfigError("nasbench201 networks have no auxiliary head: switch it off.")
         return NASBench201Network(
             genotype,
             in_channels=self.input_shape[0],
             num_classes=self.num_classes,
-            channels=channels,
-            num_cells=num_cells,
+            channels=self.channels,
+            num_cells=self.num_cells,
             norm=self.norm,
         )
 

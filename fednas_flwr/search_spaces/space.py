@@ -124,10 +124,8 @@ class SearchSpace(Protocol):
     def check(self, genotype: Genotype) -> None:
         """Raise ConfigError unless the genotype belongs to this space, in its canonical order."""
 
-    def network(
-        self, genotype: Genotype, *, channels: int, num_cells: int, auxiliary: bool = False
-    ) -> nn.Module:
-        """Return the newly initialised discrete network, to be trained from scratch.
+    def network(self, genotype: Genotype, *, auxiliary: bool = False) -> nn.Module:
+        """Return the newly initialised discrete network of the space's sizes, to be trained.
 
         Its forward returns logits; in train mode with an auxiliary head a pair, logits and
         auxiliary logits. A trainer sets its attribute ``drop_path_prob``.

@@ -108,6 +108,7 @@ class RoundStrategy(Strategy):
         own_settings: Mapping[int, Mapping[str, Any]] | None = None,
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
+        sparse: bool = False,
     ) -> Iterator[tuple[int, Reply]]:
         """Ask all clients one verb; yields ``(client, reply)``, see :meth:`Courier.ask`."""
         self._phase += 1
@@ -120,6 +121,7 @@ class RoundStrategy(Strategy):
             own_settings=own_settings,
             states=states,
             layouts=layouts,
+            sparse=sparse,
         ):
             self._client_metrics.setdefault(client, {}).update(reply.metrics)
             yield client, reply
@@ -194,6 +196,12 @@ class RoundStrategy(Strategy):
             self._save(server_round)
         result.arrays = self.named_arrays()
         return result
+
+    def inherit(self, states: Mapping[str, Packed]) -> None:
+        """Begin from the global model of another search in the same space."""
+        for state, packed in states.items():
+            for dtype, vector in packed.items():
+                self.states[state][dtype].copy_(vector)
 
     def derive(self) -> Genotype:
         """Return the architecture that the search has found.

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search_spaces import DARTSSpace, MLPSpace, NASBench201Space
+from fednas_flwr.search_spaces import DARTSSpace, MBConvSpace, MLPSpace, NASBench201Space
 from fednas_flwr.search_spaces.genotype import from_json, to_json
+from fednas_flwr.search_spaces.mbconv_plan import SKELETONS
 
 CLASSES = 5
 SPACES = {
@@ -22,12 +23,15 @@ SPACES = {
         input_shape=(3, 8, 8), num_classes=CLASSES, channels=4, num_cells=1
     ),
     "mlp": MLPSpace(input_shape=(7,), num_classes=CLASSES, channels=8, num_cells=2),
+    "mbconv": MBConvSpace(
+        input_shape=(3, 8, 8), num_classes=CLASSES, skeleton=SKELETONS["small"], width=0.5
+    ),
 }
+CELLS = ("darts", "nasbench201", "mlp")  # spaces of repeated cells
 IMAGES = [((3, 8, 8), "batch"), ((1, 7, 7), "group"), ((3, 9, 6), "batch"), ((1, 1, 1), "group")]
 TABLES = [((30,), "batch"), ((1,), "group"), ((9,), "group")]
-INPUTS = [(name, *case) for name in ("darts", "nasbench201") for case in IMAGES]
+INPUTS = [(name, *case) for name in ("darts", "nasbench201", "mbconv") for case in IMAGES]
 INPUTS += [("mlp", *case) for case in TABLES]
-NETWORK_SIZES = {"channels": 8, "num_cells": 2}
 
 
 @pytest.fixture(params=sorted(SPACES))
@@ -47,7 +51,7 @@ def make_supernet(space):
 def make_network(space, seed=0):
     genotype = space.random_genotype(make_generator(seed, "genotype"))
     with seeded(seed, "network"):
-        return space.network(genotype, **NETWORK_SIZES)
+        return space.network(genotype)
 
 
 def random_alphas(space):
@@ -207,7 +211,7 @@ def test_derive_build_train(space):
     genotype = space.derive(random_alphas(space))
     space.check(genotype)
     assert genotype.space == space.name
-    network = space.network(genotype, **NETWORK_SIZES)
+    network = space.network(genotype)
     logits = network(examples(space.input_shape))
     assert logits.shape == (3, CLASSES)
     logits.square().sum().backward()
@@ -226,7 +230,12 @@ def test_derive_is_deterministic_and_ties_go_to_the_lowest_index(space):
     flat = {kind: torch.zeros(edges, len(space.ops)) for kind, edges in space.cell_kinds.items()}
     genotype = space.derive(flat)
     assert genotype == space.derive(flat)
-    lowest = {"darts": "max_pool_3x3", "nasbench201": "none", "mlp": "skip_connect"}[space.name]
+    lowest = {
+        "darts": "max_pool_3x3",
+        "nasbench201": "none",
+        "mlp": "skip_connect",
+        "mbconv": "mbconv2_3x3",
+    }[space.name]
     assert {edge.op for edges in genotype.cells.values() for edge in edges} == {lowest}
 
 
@@ -253,7 +262,7 @@ def test_random_genotypes_are_valid_varied_and_set_by_the_generator(space):
     assert genotypes == draw(0)
     assert genotypes != draw(1)
     ops = {e.op for g in genotypes for edges in g.cells.values() for e in edges}
-    assert ops | {"none"} == set(space.ops)
+    assert ops | {"none"} == set(space.ops) | {"none"}
 
 
 def test_genotype_survives_json(space):
@@ -285,7 +294,7 @@ def test_check_refuses_what_is_not_of_the_space(space):
         with pytest.raises(ConfigError, match=message):
             space.check(bad)
         with pytest.raises(ConfigError, match=message):
-            space.network(bad, **NETWORK_SIZES)
+            space.network(bad)
 
 
 @pytest.mark.parametrize(
@@ -294,8 +303,6 @@ def test_check_refuses_what_is_not_of_the_space(space):
         ({"input_shape": (3, 8)}, r"needs (images|tables) .* shape \(3, 8\)"),
         ({"input_shape": (0,)}, "needs (images|tables)"),
         ({"num_classes": 0}, "num_classes must be at least 1, got 0"),
-        ({"channels": 0}, "channels must be at least 1, got 0"),
-        ({"num_cells": 0}, "num_cells must be at least 1, got 0"),
         ({"norm": "grup"}, r"norm=grup is unknown.*nearest: group"),
     ],
 )
@@ -304,10 +311,11 @@ def test_impossible_sizes_are_refused(space, change, message):
         dataclasses.replace(space, **change)
 
 
-def test_networks_of_impossible_size_are_refused(space):
-    genotype = space.random_genotype(make_generator(0, "sizes"))
-    with pytest.raises(ConfigError, match="channels must be at least 1, got 0"):
-        space.network(genotype, channels=0, num_cells=1)
+@pytest.mark.parametrize("size", ["channels", "num_cells"])
+@pytest.mark.parametrize("name", CELLS)
+def test_impossible_sizes_of_cells_are_refused(name, size):
+    with pytest.raises(ConfigError, match=f"{size} must be at least 1, got 0"):
+        dataclasses.replace(SPACES[name], **{size: 0})
 
 
 def test_drop_path_acts_in_train_mode_only(space):

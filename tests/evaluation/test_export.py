@@ -21,9 +21,19 @@ from fednas_flwr.search_spaces.genotype import to_json
 SHAPE = (3, 10, 12)
 
 
-def derived(space_name: str, *, auxiliary: bool, num_cells: int, norm: str) -> dict[str, Any]:
+MBCONV = {"skeleton": "small", "candidates": "proxyless", "width": 0.5}
+
+
+def derived(
+    space_name: str,
+    *,
+    auxiliary: bool = False,
+    num_cells: int = 1,
+    norm: str,
+    sizes: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Return the description of a random derived network."""
-    sizes = {"channels": 4, "num_cells": num_cells}
+    sizes = sizes or {"channels": 4, "num_cells": num_cells}
     space = make_space(space_name, input_shape=SHAPE, num_classes=5, norm=norm, **sizes)
     genotype = space.random_genotype(torch.Generator().manual_seed(3))
     shapes = {"input_shape": list(SHAPE), "num_classes": 5}
@@ -35,6 +45,7 @@ DESCRIPTIONS = {
     "darts": derived("darts", auxiliary=True, num_cells=5, norm="batch"),
     "darts_group": derived("darts", auxiliary=False, num_cells=3, norm="group"),
     "nasbench201": derived("nasbench201", auxiliary=False, num_cells=1, norm="batch"),
+    "mbconv": derived("mbconv", norm="batch", sizes=MBCONV),
     "plain_cnn": {"name": "plain_cnn", "input_shape": list(SHAPE), "num_classes": 5},
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,9 +46,9 @@ def mlp(shape):  # wide enough that the norms of the narrowest layers do not amp
     return MLPSpace(input_shape=shape, num_classes=CLASSES, channels=32, num_cells=2, norm="group")
 
 
-def derived(space, **sizes):
+def derived(space, *, auxiliary=False, **sizes):
     genotype = space.random_genotype(make_generator(3, "genotype"))
-    return space.network(genotype, **{"channels": 4, **sizes})
+    return replace(space, **sizes).network(genotype, auxiliary=auxiliary)
 
 
 # Two shapes each: the small one for float64, the large one for float32, whose rounding group norms
@@ -61,13 +62,13 @@ NETWORKS = {
         *((1, 7, 9), (3, 15, 13)),
     ),
     "darts": (
-        lambda s: derived(darts(s), num_cells=3, auxiliary=True),
+        lambda s: derived(darts(s), auxiliary=True),
         (1, 11, 9),
         (3, 17, 14),
     ),
     "nasbench201": (lambda s: derived(nasbench201(s), num_cells=2), (3, 7, 9), (1, 15, 13)),
     "mlp supernet": (lambda s: mlp(s).supernet(), (6,), (30,)),
-    "mlp": (lambda s: derived(mlp(s), channels=32, num_cells=2), (6,), (30,)),
+    "mlp": (lambda s: derived(mlp(s)), (6,), (30,)),
     "plain_cnn": (lambda s: plain_cnn(s, CLASSES), (3, 9, 7), (1, 9, 7)),
     "linear": (lambda s: linear(s, CLASSES), (1, 5, 7), (3, 5, 7)),
 }
@@ -287,7 +288,7 @@ def test_convolutions_of_channels_last_inputs(shape):
 
 @pytest.mark.usefixtures("route")
 def test_the_module_is_left_as_it_was():
-    network = derived(nasbench201((1, 7, 7)), num_cells=1).double()
+    network = derived(nasbench201((1, 7, 7))).double()
     next(network.parameters()).requires_grad_(False)
     x, y = make_batch((1, 7, 7), torch.float64)
     x.requires_grad_()

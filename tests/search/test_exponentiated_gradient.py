@@ -46,10 +46,10 @@ def oracle(num_configurations, rounds, schedule, discount):
         past = np.array(trace or [weights @ losses])
         ages = np.arange(len(past))[::-1]
         baseline = past @ discount**ages / (discount**ages).sum()
-        gradient = np.zeros(num_configurations)
+        excess = np.zeros(num_configurations)
         for (arm, loss, _), weight in zip(trials, weights, strict=True):
-            if abs(loss - baseline) > EQUAL:
-                gradient[arm] += weight * (loss - baseline) / theta[arm]
+            excess[arm] += weight * (loss - baseline)
+        gradient = np.where(np.abs(excess) > EQUAL, excess, 0) / theta
         trace.append(weights @ losses)
         norms.append(np.abs(gradient).max())
         scale = {

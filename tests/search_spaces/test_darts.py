@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from fednas_flwr.search_spaces.genotype import load_genotype, skip_share
 # Liu et al. (2019), the cells of the published second-order search on CIFAR-10.
 PUBLISHED = load_genotype(Path(__file__).parent / "darts_v2.json")
 CIFAR = DARTSSpace(input_shape=(3, 32, 32), num_classes=10)
+LARGE = replace(CIFAR, channels=36, num_cells=20)
 SMALL = DARTSSpace(input_shape=(1, 8, 8), num_classes=10, channels=4, num_cells=3)
 
 
@@ -44,9 +46,9 @@ def test_supernet_has_the_published_number_of_weights():
 def test_published_genotype_has_the_published_number_of_parameters():
     # 3.3 M in the paper's table 1; the published code logs 3.349342 M without auxiliary head.
     CIFAR.check(PUBLISHED)
-    network = CIFAR.network(PUBLISHED, channels=36, num_cells=20)
+    network = LARGE.network(PUBLISHED)
     assert count(network.parameters()) == 3_349_342
-    with_head = CIFAR.network(PUBLISHED, channels=36, num_cells=20, auxiliary=True)
+    with_head = LARGE.network(PUBLISHED, auxiliary=True)
     head = 36 * 4 * 4 * 128 + 2 * 128 + 128 * 768 * 4 + 2 * 768 + 768 * 10 + 10
     assert count(with_head.parameters()) == 3_349_342 + head
     assert skip_share(PUBLISHED) == 5 / 16
@@ -131,7 +133,7 @@ def test_check_refuses_none_and_doubled_sources():
 
 
 def test_auxiliary_head_joins_in_train_mode_only():
-    network = SMALL.network(PUBLISHED, channels=4, num_cells=3, auxiliary=True)
+    network = SMALL.network(PUBLISHED, auxiliary=True)
     x = torch.randn(2, 1, 8, 8)
     logits, auxiliary_logits = network(x)
     assert logits.shape == auxiliary_logits.shape == (2, 10)
@@ -141,7 +143,7 @@ def test_auxiliary_head_joins_in_train_mode_only():
 
 
 def test_auxiliary_head_stands_after_the_second_reduction():
-    network = CIFAR.network(PUBLISHED, channels=4, num_cells=6, auxiliary=True)
+    network = replace(CIFAR, channels=4, num_cells=6).network(PUBLISHED, auxiliary=True)
     shapes = []
     network.auxiliary.register_forward_pre_hook(
         lambda module, inputs: shapes.append(inputs[0].shape)
@@ -179,7 +181,7 @@ def test_drop_path_spares_identities_but_not_reducing_skips():
         return tuple(Edge("skip_connect", edge.source, edge.target) for edge in cell)
 
     genotype = Genotype("darts", {kind: skips(cell) for kind, cell in PUBLISHED.cells.items()})
-    network = SMALL.network(genotype, channels=4, num_cells=3)
+    network = SMALL.network(genotype)
     outputs = []
     for cell in network.cells:
         cell.register_forward_hook(lambda module, inputs, out: outputs.append(out.detach()))
@@ -197,7 +199,7 @@ def test_norms_are_affine_in_retraining_and_not_in_search():
         return [m for m in network.modules() if isinstance(m, kind) and m.weight is not None]
 
     assert not affine_norms(SMALL.supernet(), nn.BatchNorm2d)
-    network = SMALL.network(PUBLISHED, channels=4, num_cells=3)
+    network = SMALL.network(PUBLISHED)
     pools = 5  # in each of the two reduction cells; their norms stay without
     norms = [m for m in network.modules() if isinstance(m, nn.BatchNorm2d)]
     assert len(affine_norms(network, nn.BatchNorm2d)) == len(norms) - 2 * pools

@@ -64,7 +64,7 @@ def test_other_strings_are_refused(text):
     ],
 )
 def test_networks_have_the_published_number_of_parameters(text, parameters):
-    network = CIFAR.network(from_arch_string(text), channels=16, num_cells=5)
+    network = CIFAR.network(from_arch_string(text))
     assert sum(parameter.numel() for parameter in network.parameters()) == parameters
 
 
@@ -78,7 +78,7 @@ def test_derive_takes_the_largest_alpha_none_included():
 
 
 def test_all_none_builds_and_gives_logits_that_ignore_the_image():
-    network = SMALL.network(all_of("none"), channels=4, num_cells=1)
+    network = SMALL.network(all_of("none"))
     logits = network(torch.randn(3, 1, 8, 8))
     assert torch.isfinite(logits).all()
     assert torch.equal(logits[0], logits[1])
@@ -88,14 +88,14 @@ def test_all_none_builds_and_gives_logits_that_ignore_the_image():
 
 def test_all_skips_give_four_times_the_input():
     # Nodes are 1, 2 and 4 times the input: node = sum over the edges from all earlier nodes.
-    network = SMALL.network(all_of("skip_connect"), channels=4, num_cells=1).eval()
+    network = SMALL.network(all_of("skip_connect")).eval()
     cell = network.skeleton.stages[0][0]
     x = torch.randn(2, 4, 5, 5)
     torch.testing.assert_close(cell(x, 0.0), 4 * x)
 
 
 def test_drop_path_spares_identities():
-    network = SMALL.network(all_of("skip_connect"), channels=4, num_cells=1)
+    network = SMALL.network(all_of("skip_connect"))
     x = torch.randn(4, 1, 8, 8)
     before = network(x)
     network.drop_path_prob = 0.9
@@ -122,4 +122,4 @@ def test_residual_block_halves_any_size(size):
 
 def test_auxiliary_head_is_refused():
     with pytest.raises(ConfigError, match="no auxiliary head"):
-        SMALL.network(all_of("skip_connect"), channels=4, num_cells=1, auxiliary=True)
+        SMALL.network(all_of("skip_connect"), auxiliary=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch.nn import functional as F
 
 from fednas_flwr.build import supernet_space
+from fednas_flwr.clients.verbs import VERBS
 from fednas_flwr.data.loaders import epoch_batches
+from fednas_flwr.exchange.messages import Header, Request
 from fednas_flwr.randomness import make_generator, seeded
 
 ROUNDS = 2
@@ -91,3 +94,24 @@ def test_rounds_equal_local_loops_and_a_weighted_average(algorithm, compose_conf
     assert len(arrays) == len(state)
     rounds = [event for event in federation.events if event["event"] == "round"]
     assert [e["metrics"]["train_loss"] for e in rounds] == pytest.approx(losses, rel=1e-4)
+
+
+def test_oversampling_repeats_records_and_counts_them_once(compose_config, federate):
+    """Of a client that has one class twice as often, the epoch is longer, its weight is not."""
+    replies = []
+    for value in ("false", "true"):
+        config = compose_config("algorithm=fed_darts", *UNEQUAL, *SETTINGS, f"oversample={value}")
+        federation = federate(config)
+        client, strategy = federation.clients[1], federation.strategy
+        header = Header("test", "search", 1, 1, client.index, "nonce")
+        settings = {**strategy.settings, "weights": asdict(strategy.weights)}
+        request = Request("train.search", header, settings, strategy.states)
+        replies.append(VERBS["train.search"](client, request))
+    labels = client.data.train.labels[client.data.train.rows].bincount()
+    assert labels.min() < labels.max()
+    epoch = client.epoch(client.data.train, batch_size=16, generator=torch.Generator())
+    seen = torch.cat([y for _, y in epoch]).bincount()
+    assert seen.tolist() == [int(labels.max())] * 3
+    assert {reply.num_examples for reply in replies} == {len(client.data.train)}
+    one, other = (reply.states["weights"]["float32"] for reply in replies)
+    assert not torch.equal(one, other)

@@ -1,0 +1,143 @@
+"""Whole private runs of FEATHERS and federated DARTS: what is booked and what is promised."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fednas_flwr.clients import release
+from fednas_flwr.config import dump_config
+from fednas_flwr.federation.client_app import make_client_app
+from fednas_flwr.federation.grids import InProcessGrid
+from fednas_flwr.federation.run_folder import create_run_folder
+from fednas_flwr.federation.stages import run_stages
+from fednas_flwr.privacy.accounting import rdp_epsilon
+from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.privacy.renyi_filter import filter_epsilon
+from fednas_flwr.reporting.events import EventLog, read_events
+
+SIZES = ("norm=group", "channels=2", "num_cells=1")
+PRIVATE = [
+    *("privacy=dp", "clients=2", "algorithm.batch_size=8", "retrain.batch_size=8"),
+    *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES),
+    *("privacy.local_steps=2", "privacy.retrain.local_steps=3", "stages=[search,retrain]"),
+    *(f"privacy.{kind}.noise_multiplier=null" for kind in ("weights", "alphas")),
+]
+FEATHERS = [
+    *(*PRIVATE, "algorithm=feathers", "algorithm.nas_rounds=2", "algorithm.bandit.beta=1.0"),
+    *("algorithm.num_configurations=7", "rounds=3", "retrain.rounds=3", "privacy.epsilon=30"),
+]
+
+
+@pytest.fixture(scope="module")
+def run(compose_config, tmp_path_factory):
+    """``run(*overrides)``: the stages inline; events and every client's booked entries."""
+    patch = pytest.MonkeyPatch()
+    patch.setitem(release.ACCOUNTANTS, "prv", rdp_epsilon)  # PRV takes up to a second per client
+
+    def ran(*overrides):
+        folder = tmp_path_factory.mktemp("run") / "run"
+        config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
+        grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+        with EventLog(folder / "events.jsonl", []) as log:
+            run_stages(config, grid, log, resumed=False)
+        events = read_events(folder / "events.jsonl")
+        booked = [entries(folder / "sites" / f"client-{k}") for k in range(config.clients)]
+        return SimpleNamespace(config=config, events=events, booked=booked)
+
+    yield ran
+    patch.undo()
+
+
+def entries(site: Path):
+    with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as ledger:
+        return [row.entry for row in ledger.entries()]
+
+
+def named(run, name):
+    return [event for event in run.events if event["event"] == name]
+
+
+@pytest.fixture(scope="module")
+def searched(run):
+    return run(*FEATHERS)
+
+
+def test_every_step_of_every_trial_is_booked_and_none_beyond_the_schedule(searched):
+    phases = named(searched, "explored")
+    assert [(e["stage"], e["round"]) for e in phases] == [
+        *(("search", 1), ("search", 3), ("retrain", 1), ("retrain", 3))
+    ]
+    tried = Counter()
+    for event in phases:
+        tried[event["stage"]] += event["kappa"]
+    expected = {
+        ("search", "train.search:weights", ("train",)): 2 * 3,
+        ("search", "train.search:alphas", ("validation",)): 2 * 3,
+        ("search", "train.probe:weights", ("train",)): 2 * tried["search"],
+        ("search", "train.probe:alphas", ("validation",)): 2 * tried["search"],
+        ("search", "train.probe:rewards", ("validation",)): tried["search"],
+        ("retrain", "train.weights:weights", ("train",)): 3 * 3,
+        ("retrain", "train.probe:weights", ("train",)): 3 * tried["retrain"],
+        ("retrain", "train.probe:rewards", ("validation",)): tried["retrain"],
+    }
+    (promise,) = named(searched, "privacy")
+    promised = {
+        (i["stage"], f"{i['verb']}:{i['kind']}", tuple(i["splits"])): i["steps"]
+        for i in promise["schedule"]
+    }
+    for booked in searched.booked:
+        counts = Counter((row.stage, row.verb, row.splits) for row in booked)
+        assert counts == expected
+        assert set(counts) == set(promised)
+        assert all(counts[key] <= promised[key] for key in counts)
+        assert all(
+            row.committed_steps == promised[row.stage, row.verb, row.splits] for row in booked
+        )
+    assert not named(searched, "client_left") + named(searched, "client_failed")
+
+
+def test_one_composed_epsilon_covers_search_trials_rewards_and_retraining(searched):
+    for booked in searched.booked:
+        for split in ("train", "validation"):
+            releases = [row.release for row in booked if split in row.splits]
+            assert filter_epsilon(releases, 1e-5) <= 30
+    (spent,) = named(searched, "privacy_spent")
+    assert all(0 < client["spent"] <= 30 for client in spent["clients"])
+    (promise,) = named(searched, "privacy")
+    for client in promise["clients"]:
+        assert max(client["epsilon"]["prv"].values()) <= 30
+        assert client["covers"] == [
+            {"stage": "search", "rounds": 3, "of": 3},
+            {"stage": "retrain", "rounds": 3, "of": 3},
+        ]
+
+
+def test_the_server_knows_the_noise_on_its_rewards_and_nothing_else_of_the_records(searched):
+    (promise,) = named(searched, "privacy")
+    (sigma,) = {i["noise_multiplier"] for i in promise["schedule"] if i["kind"] == "rewards"}
+    declared = [client["records"]["validation"] for client in promise["clients"]]
+    for event in named(searched, "explored"):
+        bound, noise = event["loss_bound"], event["noise"]
+        assert 0 < bound <= searched.config.algorithm.loss_bound
+        assert noise == pytest.approx(bound * sigma * math.sqrt(2) / sum(declared))
+        assert all(abs(reward) <= bound for reward in event["rewards"].values())
+    first, later = (e for e in named(searched, "explored") if e["stage"] == "search")
+    assert first["loss_bound"] == searched.config.algorithm.loss_bound > later["loss_bound"]
+    for event in named(searched, "round"):
+        assert all(metrics == {} for metrics in event["clients"].values())
+
+
+def test_private_federated_darts_takes_its_steps_and_no_more(run):
+    darts = run(*PRIVATE, "algorithm=fed_darts", "rounds=2", "retrain.rounds=2")
+    for booked in darts.booked:
+        counts = Counter((row.verb, row.splits) for row in booked)
+        assert counts == {
+            ("train.search:weights", ("train",)): 2 * 2,
+            ("train.search:alphas", ("validation",)): 2 * 2,
+            ("train.weights:weights", ("train", "validation")): 2 * 3,
+        }

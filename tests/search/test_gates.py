@@ -1,0 +1,239 @@
+"""Gates against enumeration: of ops, of pairs of ops, and of all paths of a tiny supernet."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.search.gates import alpha_gradient, draw_paths, rescale
+from fednas_flwr.search.proxyless import gate_gradient, uniform_alphas
+from fednas_flwr.search_spaces.mbconv import NEVER, MBConvSpace
+from fednas_flwr.search_spaces.mbconv_plan import Skeleton
+
+DRAWS = 4000
+ALPHAS = torch.tensor([[0.5, -1.0, 0.2, 1.5], [0.0, 2.0, -0.5, NEVER]], dtype=torch.float64)
+
+TINY = MBConvSpace(  # 2 blocks, 3 ops, the first op of the second block is not offered
+    input_shape=(2, 4, 4),
+    num_classes=3,
+    skeleton=Skeleton(8, 1, 8, ((8, 1), (16, 1)), (2,), 8),
+    candidates=("zero", "mbconv2_3x3", "mbconv3_5x5"),
+    norm="group",
+)
+TINY_PATHS = list(itertools.product(*TINY.offered))
+
+
+@pytest.fixture
+def supernet():
+    with seeded(3, "tiny"):
+        supernet = TINY.supernet().double()
+        alphas = supernet.alphas()["blocks"]
+        alphas.data = torch.where(alphas == NEVER, NEVER, torch.randn_like(alphas))
+        torch.nn.init.normal_(supernet.body.after[1][2].weight)  # so that losses differ
+    return supernet
+
+
+@pytest.fixture
+def tiny_batch():
+    generator = make_generator(0, "batch")
+    x = torch.randn(6, 2, 4, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (6,), generator=generator)
+
+
+def frequencies(paths, num_ops):
+    """Share of draws [E, O] in which an op is among the given columns."""
+    return F.one_hot(torch.stack(paths), num_ops).double().sum(2).mean(0)
+
+
+def draw_many(mode, alphas=ALPHAS):
+    generator = make_generator(0, mode)
+    return [draw_paths(alphas, mode=mode, generator=generator) for _ in range(DRAWS)]
+
+
+# Standard deviation of a share is at most .5 / sqrt(4000) = .008.
+@pytest.mark.parametrize("mode", ["one", "full"])
+def test_the_active_op_is_drawn_from_the_softmax(mode):
+    active = [paths[:, :1] for paths in draw_many(mode)]
+    torch.testing.assert_close(frequencies(active, 4), ALPHAS.softmax(-1), rtol=0, atol=0.03)
+
+
+def test_two_ops_are_drawn_without_replacement_and_one_by_their_softmax():
+    draws = draw_many("two")
+    p = ALPHAS.softmax(-1)
+    for block in range(2):
+        seen = {}
+        for paths in draws:
+            seen.setdefault(tuple(sorted(paths[block].tolist())), []).append(int(paths[block, 0]))
+        for i, j in itertools.combinations(range(4), 2):
+            actives = seen.get((i, j), [])
+            p_i, p_j = p[block, i].item(), p[block, j].item()
+            share = p_i * p_j / (1 - p_i) + p_i * p_j / (1 - p_j)
+            assert len(actives) / DRAWS == pytest.approx(share, abs=0.03)
+            if len(actives) > 400:
+                expected = p_i / (p_i + p_j)
+                assert actives.count(i) / len(actives) == pytest.approx(expected, abs=0.08)
+
+
+def test_what_is_not_offered_comes_last_even_where_probabilities_underflow():
+    alphas = torch.tensor([[900.0, 0.0, -900.0, NEVER]])
+    for mode, expected in (("one", [0]), ("two", [0, 1]), ("full", [0, 1, 2, 3])):
+        paths = draw_paths(alphas, mode=mode, generator=make_generator(0, "underflow"))
+        assert paths.tolist() == [expected]
+
+
+def test_uniform_paths_ignore_the_alphas_but_not_what_is_offered():
+    drawn = frequencies(draw_many("one", uniform_alphas(ALPHAS)), 4)
+    expected = torch.tensor([[1 / 4] * 4, [1 / 3] * 3 + [0]], dtype=torch.float64)
+    torch.testing.assert_close(drawn, expected, rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("batch", [(), (5,)])
+def test_full_gradient_is_autograds_through_the_softmax(batch):
+    gates = torch.randn(*batch, 2, 4, dtype=torch.float64)
+    paths = torch.tensor([[2, 0, 3, 1], [0, 1, 2, 3]])
+    alphas = ALPHAS.clone().requires_grad_()
+    probabilities = alphas.softmax(-1).gather(-1, paths)
+    for index in itertools.product(*map(range, batch)):
+        (expected,) = torch.autograd.grad(
+            (probabilities * gates[index]).sum(), [alphas], retain_graph=True
+        )
+        found = alpha_gradient(gates, alphas, paths)[index]
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
+
+
+def test_the_gradient_of_two_is_that_of_their_own_softmax_and_zero_elsewhere():
+    gates = torch.tensor([[1.0, -2.0], [3.0, 0.5]], dtype=torch.float64)
+    found = alpha_gradient(gates, ALPHAS, torch.tensor([[1, 3], [2, 0]]))
+    a, b = (1 / (1 + torch.exp(d)) for d in (torch.tensor(2.5), torch.tensor(0.5)))
+    expected = torch.zeros(2, 4, dtype=torch.float64)
+    expected[0, 1], expected[1, 2] = a * (1 - a) * 3, b * (1 - b) * 2.5
+    expected[0, 3], expected[1, 0] = -expected[0, 1], -expected[1, 2]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+def expected_pair_gradient(gates_O, alphas_O):
+    """Sum over all pairs of their probability times their gradient; gates as if independent."""
+    p, total = alphas_O.softmax(-1), torch.zeros_like(alphas_O)
+    for i, j in itertools.combinations(range(len(p)), 2):
+        share = p[i] * p[j] / (1 - p[i]) + p[i] * p[j] / (1 - p[j])
+        pair = torch.tensor([[i, j]])
+        total += share * alpha_gradient(gates_O[pair], alphas_O[None], pair)[0]
+    return total
+
+
+@pytest.mark.parametrize(
+    ("spread", "mean", "least"),  # standard deviation of the alphas; of the cosine
+    [(0.0, 1 - 1e-9, 1 - 1e-9), (0.5, 0.99, 0.9), (1.5, 0.95, 0.6)],
+)
+def test_pairs_point_where_the_full_gradient_points(spread, mean, least):
+    """Equal alphas: exactly. Else the pairs' mean weights the same differences otherwise."""
+    generator = make_generator(1, "direction")
+    cosines = []
+    for _ in range(50):
+        alphas = spread * torch.randn(6, generator=generator, dtype=torch.float64)
+        gates = torch.randn(6, generator=generator, dtype=torch.float64)
+        full = alpha_gradient(gates[None], alphas[None], torch.arange(6)[None])[0]
+        by_pairs = expected_pair_gradient(gates, alphas)
+        cosines.append(F.cosine_similarity(by_pairs, full, dim=0).item())
+    assert min(cosines) > least
+    assert sum(cosines) / len(cosines) > mean
+
+
+def test_the_mean_over_drawn_pairs_is_that_over_all_pairs():
+    """4000 draws: to a cosine of .99 and a tenth of the length."""
+    gates = torch.tensor([1.0, -0.5, 2.0, 0.3], dtype=torch.float64)
+    drawn = torch.zeros(4, dtype=torch.float64)
+    for paths in draw_many("two", ALPHAS[:1]):
+        drawn += alpha_gradient(gates[paths], ALPHAS[:1], paths)[0] / DRAWS
+    expected = expected_pair_gradient(gates, ALPHAS[0])
+    assert F.cosine_similarity(drawn, expected, dim=0) > 0.99
+    assert drawn.norm() / expected.norm() == pytest.approx(1, abs=0.1)
+
+
+reals = st.floats(-60, 60)
+
+
+@given(
+    old=st.lists(reals, min_size=5, max_size=5),
+    steps=st.lists(reals, min_size=2, max_size=2),
+    pair=st.permutations(range(5)),
+)
+def test_rescaling_keeps_every_unsampled_probability(old, steps, pair):
+    """Also for alphas so far apart that exp would overflow single precision."""
+    old_EO = torch.tensor([old], dtype=torch.float64)
+    paths = torch.tensor([pair[:2]])
+    new_EO = old_EO.scatter_add(-1, paths, torch.tensor([steps], dtype=torch.float64))
+    scaled = rescale(new_EO, old_EO, paths)
+    rest = list(pair[2:])
+    assert torch.equal(scaled[:, rest], old_EO[:, rest])
+    log_p, before = scaled.log_softmax(-1), old_EO.log_softmax(-1)
+    torch.testing.assert_close(log_p[:, rest], before[:, rest], rtol=1e-9, atol=1e-9)
+    difference = new_EO.gather(-1, paths).diff()
+    torch.testing.assert_close(scaled.gather(-1, paths).diff(), difference, rtol=0, atol=1e-9)
+
+
+def dense_loss(supernet, batch, gates_EO):
+    """The mean loss as a function of all gates, every op computed with its graph."""
+    return F.cross_entropy(supernet(batch[0], {"blocks": gates_EO}), batch[1])
+
+
+@pytest.mark.parametrize("mode", ["two", "full"])
+def test_gate_gradients_of_every_path_equal_finite_differences(supernet, tiny_batch, mode):
+    """All active paths and all pairs: dL/dg at one-hot gates, without and with the graph."""
+    for active in TINY_PATHS:
+        others = [[o for o in row if o != a] for row, a in zip(TINY.offered, active, strict=True)]
+        if mode == "full":
+            missing = [[o for o in range(3) if o not in row] for row in TINY.offered]
+            choices = [[[a, *o, *m] for a, o, m in zip(active, others, missing, strict=True)]]
+        else:
+            choices = [
+                [[a, o] for a, o in zip(active, other, strict=True)]
+                for other in itertools.product(*others)
+            ]
+        one_hot = F.one_hot(torch.tensor(active), 3).double()
+        for paths in map(torch.tensor, choices):
+            gradients, _ = gate_gradient(supernet, tiny_batch, paths)
+            for block, position in itertools.product(range(2), range(paths.shape[1])):
+                moved = torch.zeros_like(one_hot)
+                moved[block, paths[block, position]] = 1e-5
+                above, below = (
+                    dense_loss(supernet, tiny_batch, one_hot + sign * moved).item()
+                    for sign in (1, -1)
+                )
+                expected = (above - below) / 2e-5
+                assert gradients[block, position].item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_mean_over_all_paths_is_the_enumerated_gradient(supernet, tiny_batch):
+    """sum over paths of P(path) sum_j dL/dg_j p_j (delta_ij - p_i), by dense graphs and by ours."""
+    alphas = supernet.alphas()["blocks"].detach()
+    p = alphas.softmax(-1)
+    jacobian = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    ours, enumerated = torch.zeros_like(alphas), torch.zeros_like(alphas)
+    for active in TINY_PATHS:
+        probability = p[0, active[0]] * p[1, active[1]]
+        paths = torch.tensor([[a, *(o for o in range(3) if o != a)] for a in active])
+        gradients, _ = gate_gradient(supernet, tiny_batch, paths)
+        ours += probability * alpha_gradient(gradients, alphas, paths)
+        gates = F.one_hot(torch.tensor(active), 3).double().requires_grad_()
+        (dense,) = torch.autograd.grad(dense_loss(supernet, tiny_batch, gates), [gates])
+        enumerated += probability * (jacobian @ dense[..., None])[..., 0]
+    torch.testing.assert_close(ours, enumerated, rtol=1e-9, atol=1e-12)
+    assert ours[:, 1:].abs().min() > 1e-6
+    assert ours[1, 0] == 0
+
+
+def test_full_mode_is_the_gradient_of_the_expected_loss_where_that_is_linear_in_gates():
+    """A loss linear in a block's gates: sum_paths P(path) L(path), differentiated by autograd."""
+    losses = torch.tensor([[0.3, 1.2, -0.7, 0.1]], dtype=torch.float64)  # L(path) = dL/dg
+    alphas = ALPHAS[:1].clone().requires_grad_()
+    expected_loss = sum(p * loss for p, loss in zip(alphas.softmax(-1)[0], losses[0], strict=True))
+    (expected,) = torch.autograd.grad(expected_loss, [alphas])
+    found = alpha_gradient(losses, alphas, torch.arange(4)[None])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)

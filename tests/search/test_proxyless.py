@@ -1,0 +1,208 @@
+"""Local steps of ProxylessNAS against explicit ones of torch's optimisers on derived networks."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.hardware.costs import Costs, HardwareLoss
+from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.search.gates import alpha_gradient, draw_paths
+from fednas_flwr.search.proxyless import (
+    alpha_step,
+    gate_gradient,
+    make_alpha_optimizer,
+    make_weight_optimizer,
+    proxyless_epoch,
+    weight_step,
+)
+from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.search_spaces.mbconv import NEVER, MBConvSpace
+from fednas_flwr.search_spaces.mbconv_plan import Skeleton
+
+SPACE = MBConvSpace(
+    input_shape=(2, 4, 4),
+    num_classes=3,
+    skeleton=Skeleton(8, 1, 8, ((8, 2), (16, 1)), (3,), 8),
+    candidates=("mbconv2_3x3", "mbconv3_5x5", "mbconv3_3x3", "zero"),
+    norm="group",
+)
+WEIGHTS = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
+ALPHAS = Adam(0.01, weight_decay=0.0)
+COSTS = Costs(
+    "ms",
+    2.0,
+    torch.tensor([[3.0, 5.0, 4.0, 0.1], [3.0, 6.0, 4.0, 0.1], [2.0, 3.0, 2.5, math.nan]]).double(),
+)
+
+
+@pytest.fixture
+def supernet():
+    with seeded(1, "supernet"):
+        supernet = SPACE.supernet().double()
+        torch.nn.init.normal_(supernet.body.after[1][2].weight)
+    return supernet
+
+
+def batches(count, start=0):
+    for seed in range(start, start + count):
+        generator = make_generator(seed, "batch")
+        x = torch.randn(5, 2, 4, 4, generator=generator, dtype=torch.float64)
+        yield x, torch.randint(3, (5,), generator=generator)
+
+
+def search(supernet, *, steps=4, mode="two", warm_up=False, hardware=None):
+    return proxyless_epoch(
+        supernet,
+        batches(steps),
+        batches(steps + 2, start=100),
+        mode=mode,
+        warm_up=warm_up,
+        hardware=hardware,
+        clip_norm=WEIGHTS.clip_norm,
+        weight_optimizer=make_weight_optimizer(supernet, WEIGHTS),
+        alpha_optimizer=make_alpha_optimizer(supernet, ALPHAS),
+        generator=make_generator(0, "paths"),
+    )
+
+
+def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet):
+    """Nesterov SGD with clipping on the path's own network; all else stays as it is."""
+    optimizer, generator = make_weight_optimizer(supernet, WEIGHTS), make_generator(0, "paths")
+    again = make_generator(0, "paths")
+    momenta = {}
+    alphas = supernet.alphas()["blocks"]
+    for batch in batches(5):
+        before = copy.deepcopy(supernet.state_dict())
+        path = draw_paths(alphas, mode="one", generator=again)[:, 0].tolist()
+        network = SPACE.network(SPACE.genotype(path)).double()
+        network.load_state_dict({name: before[f"body.{name}"] for name in network.state_dict()})
+        sgd = torch.optim.SGD(
+            network.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True
+        )
+        for name, weight in network.named_parameters():
+            if name in momenta:
+                sgd.state[weight]["momentum_buffer"] = momenta[name]
+        loss = F.cross_entropy(network(batch[0]), batch[1])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        sgd.step()
+        for name, weight in network.named_parameters():
+            momenta[name] = sgd.state[weight]["momentum_buffer"]
+
+        _, losses = weight_step(
+            supernet,
+            batch,
+            warm_up=False,
+            clip_norm=1.0,
+            optimizer=optimizer,
+            generator=generator,
+        )
+        assert losses.mean().item() == pytest.approx(loss.item())
+        trained = network.state_dict()
+        for name, tensor in supernet.state_dict().items():
+            expected = trained.get(name.removeprefix("body."), before[name])
+            torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_alpha_steps_move_only_sampled_probabilities(supernet):
+    optimizer, generator = make_alpha_optimizer(supernet, ALPHAS), make_generator(0, "paths")
+    again = make_generator(0, "paths")
+    weights = copy.deepcopy(supernet.weights())
+    alphas = supernet.alphas()["blocks"]
+    for batch in batches(20):
+        before = alphas.detach().clone()
+        pairs = draw_paths(alphas, mode="two", generator=again)
+        alpha_step(
+            supernet, batch, mode="two", hardware=None, optimizer=optimizer, generator=generator
+        )
+        sampled = torch.zeros(3, 4, dtype=torch.bool).scatter(1, pairs, True)
+        change = alphas.softmax(-1) - before.softmax(-1)
+        assert change[~sampled].abs().max() < 1e-15
+        assert (alphas - before).gather(-1, pairs).abs().min() > 1e-6
+        assert torch.equal(alphas[~sampled], before[~sampled])
+    assert alphas[2, 3] == NEVER
+    assert all(torch.equal(w, weights[name]) for name, w in supernet.weights().items())
+
+
+def test_a_full_alpha_step_is_adams_on_the_gate_gradient(supernet):
+    alphas = supernet.alphas()["blocks"]
+    twin = alphas.detach().clone().requires_grad_()
+    adam = torch.optim.Adam([twin], lr=0.01, betas=(0.0, 0.999))
+    optimizer, generator = make_alpha_optimizer(supernet, ALPHAS), make_generator(0, "paths")
+    again = make_generator(0, "paths")
+    for batch in batches(3):
+        paths = draw_paths(twin, mode="full", generator=again)
+        twin.grad = alpha_gradient(gate_gradient(supernet, batch, paths)[0], twin, paths)
+        adam.step()
+        alpha_step(
+            supernet, batch, mode="full", hardware=None, optimizer=optimizer, generator=generator
+        )
+        torch.testing.assert_close(alphas.detach(), twin.detach(), rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("form", ["additive", "multiplicative"])
+def test_hardware_adds_the_gradient_of_the_expected_cost(supernet, form):
+    """Mode full, by the chain rule on CE and on E through softmax(alphas)."""
+    hardware = HardwareLoss(COSTS, target=8.0, unit="ms", form=form, scale=0.7, exponent=0.6)
+    batch = next(batches(1))
+    alphas = supernet.alphas()["blocks"].detach().requires_grad_()
+    paths = draw_paths(alphas, mode="full", generator=make_generator(0, "paths"))
+    plain, losses = gate_gradient(supernet, batch, paths)
+    found, _ = gate_gradient(supernet, batch, paths, hardware=hardware)
+
+    task, cost = losses.mean().requires_grad_(), COSTS.expected(alphas.softmax(-1))
+    by_task, by_alphas = torch.autograd.grad(hardware(task, cost), [task, alphas])
+    expected = by_task * alpha_gradient(plain, alphas, paths) + by_alphas
+    torch.testing.assert_close(
+        alpha_gradient(found, alphas, paths), expected, rtol=1e-9, atol=1e-12
+    )
+    assert by_alphas.abs().max() > 1e-3
+
+
+def test_a_low_target_makes_cheap_ops_likely(supernet):
+    hardware = HardwareLoss(COSTS, target=5.0, unit="ms", form="additive", scale=50.0)
+    before = COSTS.expected(supernet.alphas()["blocks"].softmax(-1)).item()
+    search(supernet, steps=60, hardware=hardware)
+    after = COSTS.expected(supernet.alphas()["blocks"].softmax(-1)).item()
+    assert after < before - 1.0
+
+
+@pytest.mark.parametrize("mode", ["two", "full"])
+def test_an_epoch_counts_both_splits_and_trains_both_states(supernet, mode):
+    before = copy.deepcopy(supernet.state_dict())
+    train, validation = search(supernet, mode=mode)
+    assert (train.num_examples, validation.num_examples) == (20, 20)
+    changed = {
+        n for n, tensor in supernet.state_dict().items() if not torch.equal(tensor, before[n])
+    }
+    assert {"alphas.blocks", "body.before.0.0.weight"} <= changed
+
+
+def test_warm_up_trains_uniform_paths_and_no_alphas(supernet):
+    alphas = supernet.alphas()["blocks"]
+    with torch.no_grad():
+        alphas[:, 0] = 100.0  # else the only path
+    before = copy.deepcopy(supernet.state_dict())
+    train, validation = search(supernet, steps=20, warm_up=True)
+    assert (train.num_examples, validation.num_examples) == (100, 0)
+    after = supernet.state_dict()
+    assert torch.equal(after["alphas.blocks"], before["alphas.blocks"])
+    for op in SPACE.ops[:3]:
+        name = f"body.blocks.2.ops.{op}.project.weight"
+        assert not torch.equal(after[name], before[name])
+
+
+def test_momentum_of_zero_has_no_nesterov(supernet):
+    plain = SGD(0.1, 0.0, momentum=0.0, weight_decay=0.0, clip_norm=None)
+    assert make_weight_optimizer(supernet, plain).defaults["nesterov"] is False
+
+
+def test_an_unknown_mode_is_named_with_the_nearest(supernet):
+    with pytest.raises(ConfigError, match=r"algorithm\.gates=too is unknown.*nearest: two"):
+        search(supernet, mode="too")
