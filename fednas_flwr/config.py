@@ -19,6 +19,7 @@ import yaml
 
 from fednas_flwr.errors import ConfigError, MissingSettingError, unknown_choice
 from fednas_flwr.search.settings import (
+    LEAST_LOSS_BOUND,
     RULES,
     SGD,
     Adam,
@@ -155,7 +156,12 @@ class HyperparameterSearch:
         for key in ("local_epochs", "batch_size", "nas_rounds", "num_configurations"):
             value = getattr(self, key)
             check_range(value >= 1, f"algorithm.{key}", value, "1 or more")
-        check_range(self.loss_bound > 0, "algorithm.loss_bound", self.loss_bound, "above 0")
+        check_range(
+            self.loss_bound >= LEAST_LOSS_BOUND,
+            "algorithm.loss_bound",
+            self.loss_bound,
+            f"{LEAST_LOSS_BOUND} or more",
+        )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ from fednas_flwr.errors import ConfigError, unknown_choice
 
 RULES = ("first_order", "second_order", "mixed_level")
 SCHEDULES = ("aggressive", "adaptive", "constant")
+# Of a record's decrease of loss in a reward, in nats. Float32 rounds a loss by up to 1e-6 in
+# another way when its batch has another size: a bound near that would make it each record's reward.
+LEAST_LOSS_BOUND = 1e-3
 
 
 def check_range(condition: bool, key: str, value: object, expected: str) -> None:
