@@ -425,7 +425,8 @@ class DifferentialPrivacy:
         delta: Above 0, below 1.
         search_share: Share of ``epsilon`` that the noise of weights and alphas is calibrated to
             where it is not given and retraining reads the same split; else all of it.
-        rewards_share: The same of the noise on rewards, search and retraining together.
+        rewards_share: Share of ``epsilon`` that the noise of rewards, search and retraining
+            together, is calibrated to where that of alphas follows from the rest; else all of it.
         weights: Of the supernet's weights, in the search.
         alphas: Of the architecture variables.
         rewards: Of FEATHERS' trials; a record's decrease of loss is in units of its bound, so that
