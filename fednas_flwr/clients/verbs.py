@@ -157,10 +157,10 @@ def probe(client: Client, request: Request) -> Reply:
     of validation records: the client's weight in the rewards (Eq. 5).
     """
     settings, rewards = request.settings, []
+    before = validation_losses(client, client.network(settings["network"], request.states))
     for trial in settings["trials"]:
         with torch.random.fork_rng():
             network = client.network(settings["network"], request.states)
-            before = validation_losses(client, network)
             tried = replace(request, settings={**settings, **trial})
             train = _search if isinstance(network, Supernet) else _train
             train(client, tried, network)
