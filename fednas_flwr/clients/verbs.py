@@ -251,11 +251,12 @@ def _endless(client: Client, batch_size: int, generator: torch.Generator) -> Ite
 def weights(client: Client, request: Request) -> Reply:
     """``train.weights``: the weights of a network after local epochs.
 
-    With the setting ``validates`` also its mean loss on validation records after them.
+    With the setting ``validates`` also its mean loss on validation records after them, if the
+    client has any.
     """
     network = client.network(request.settings["network"], request.states)
     metrics = _train(client, request, network)
-    if request.settings.get("validates", False):
+    if request.settings.get("validates", False) and len(client.data.validation):
         metrics["validation_loss"] = float(validation_losses(client, network).mean())
     return make_reply(len(client.split(request.settings["split"])), _states(network), metrics)
 
