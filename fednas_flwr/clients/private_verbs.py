@@ -256,7 +256,8 @@ def probe(client: Client, request: Request) -> Reply:
             local_training(client, {**settings, **trial}, network, admissions)
             for trial in settings["trials"]
         ]
-        rehearse(client, lambda x, y: network.eval()(x), METRICS_BATCH, settings["network"])
+        measure = partial(_metrics_sum, network.eval(), bound=bound)
+        rehearse(client, measure, METRICS_BATCH, settings["network"])
     before: list[Tensor] = []
     unit = admission.terms.max_grad_norm / bound
 
