@@ -24,6 +24,7 @@ from fednas_flwr.config import (
     SEARCH_SPACES,
     BlockSpace,
     CellSpace,
+    ClusterSearch,
     Config,
     DifferentialPrivacy,
     GivenNetwork,
@@ -240,6 +241,8 @@ def check_buildable(config: Config) -> None:
         genotype = load_genotype(Path(config.genotype).expanduser())
     elif "search" in config.stages and not isinstance(config.algorithm, GivenNetwork):
         space = supernet_space(config, prepared)
+        for hardware in _all_hardware(config):
+            _hardware_settings(hardware, space)
         genotype = space.random_genotype(torch.Generator())
         with torch.device("meta"):
             space.supernet()
@@ -310,7 +313,7 @@ def make_client(
             cutout=config.dataset.cutout,
         ),
         networks=networks,
-        tag=site.get("tag", ""),
+        tag=site.get("tag", config.client_tags[index] if config.client_tags else ""),
         feature_names=prepared.train.feature_names,
         class_factors=_class_factors(config, prepared.train.class_names, device),
         oversample=config.oversample,
@@ -646,10 +649,22 @@ def _load_table(path: Path) -> LatencyTable:
     return latency_from_json(text, origin=str(path))
 
 
-def _hardware_settings(hardware: Hardware | None, space: MBConvSpace) -> dict[str, Any] | None:
+def _all_hardware(config: Config) -> list[Hardware]:
+    """Return what the configuration says of costs, of all groups."""
+    algorithm = config.algorithm
+    if isinstance(algorithm, ClusterSearch):
+        shared = [algorithm.search.hardware] if algorithm.search.hardware else []
+        return [*shared, *algorithm.group_hardware.values()]
+    if isinstance(algorithm, PathSearch) and algorithm.hardware is not None:
+        return [algorithm.hardware]
+    return []
+
+
+def _hardware_settings(hardware: Hardware | None, space: SearchSpace) -> dict[str, Any] | None:
     """Return what clients make the hardware loss from, checked against what the space can reach."""
     if hardware is None:
         return None
+    assert isinstance(space, MBConvSpace)  # as the configuration has it
     table = None if hardware.table is None else _load_table(Path(hardware.table).expanduser())
     return loss_settings(
         HardwareLoss(
@@ -668,7 +683,6 @@ def _make_fdnas(
 ) -> RoundStrategy:
     algorithm, space = config.algorithm, supernet_space(config, prepared)
     assert isinstance(algorithm, PathSearch)
-    assert isinstance(space, MBConvSpace)
     return FDNAS(
         _seeded_supernet(config, space),
         courier,

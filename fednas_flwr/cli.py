@@ -451,6 +451,8 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     """
     for text in overrides:
         _check_override(text)
+    # Hydra would know no key inside of a mapping that is empty so far; the parser knows them all.
+    overrides = [re.sub(r"^(?=[\w.]+=\{)", "++", text) for text in overrides]
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_folder().resolve())):
         try:
             tree: Any = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
@@ -459,7 +461,7 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
             chosen = [text for text in overrides if text.partition("=")[0] in groups]
             known: Any = OmegaConf.to_container(compose("config", chosen))
             for text in overrides:
-                _check_key(text.partition("=")[0], known)
+                _check_key(text.lstrip("+").partition("=")[0], known)
             where = getattr(error, "full_key", None) or "the configuration"
             raise ConfigError(f"{where}: {str(error).splitlines()[0]}.") from error
     return dict(tree)

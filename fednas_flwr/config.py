@@ -36,6 +36,7 @@ ENGINES = ("fast", "reference")
 RUNTIMES = ("inline", "ray", "deployment")
 NORMS = ("batch", "group")
 GATES = ("two", "full")
+GROUPINGS = ("tag", "hardware", "alphas")
 MISSING = "???"  # Hydra's value for what the user must give
 
 
@@ -211,6 +212,54 @@ class PathSearch:
         for key, least in (("warm_up_rounds", 0), ("local_epochs", 1), ("batch_size", 1)):
             value = getattr(self, key)
             check_range(value >= least, f"algorithm.{key}", value, f"{least} or more")
+
+
+@dataclass(frozen=True)
+class ClusterSearch:
+    """CFDNAS: FDNAS of all clients, then in each group of clients, with its own hardware loss.
+
+    Attributes:
+        group_by: ``tag`` or ``hardware``, which each client tells of itself, or ``alphas``: similar
+            updates of the alphas, see ``strategies.clusters``.
+        num_groups: How many, for ``alphas``; else null.
+        inherit: Whether groups go on from the supernet of all; false is naive-CFDNAS, which leaves
+            that search out.
+        group_rounds: Rounds of search in each group.
+        group_hardware: What cost does in a group, by its name; other groups have no cost.
+        search: How clients search.
+    """
+
+    name: str
+    group_by: str
+    num_groups: int | None
+    inherit: bool
+    group_rounds: int
+    group_hardware: dict[str, Hardware]
+    search: PathSearch
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.group_by not in GROUPINGS:
+            raise unknown_choice("algorithm.group_by", self.group_by, GROUPINGS)
+        check_range(
+            self.group_rounds >= 1, "algorithm.group_rounds", self.group_rounds, "1 or more"
+        )
+        if (self.group_by == "alphas") != (self.num_groups is not None):
+            raise ConfigError(
+                f"algorithm.group_by={self.group_by} with num_groups={self.num_groups}: a number "
+                "is needed to group by alphas, and for that only."
+            )
+        check_range(
+            self.num_groups is None or self.num_groups >= 2,
+            "algorithm.num_groups",
+            self.num_groups,
+            "2 or more",
+        )
+        if self.group_by == "alphas" and not self.inherit:
+            raise ConfigError(
+                "algorithm.group_by=alphas with algorithm.inherit=false: the groups come from the "
+                "search of all clients; set algorithm.inherit=true."
+            )
 
 
 @dataclass(frozen=True)
@@ -579,6 +628,7 @@ ALGORITHMS: dict[str, type] = {
     "dp_fnas": GradientSearch,
     "feathers": HyperparameterSearch,
     "fdnas": PathSearch,
+    "cfdnas": ClusterSearch,
     "random_search": RandomSearch,
     "fedavg": FixedNetwork,
     "fedex": TunedTraining,
@@ -590,7 +640,13 @@ SEARCH_SPACES: dict[str, type] = {
 PRIVACY: dict[str, type] = {"none": NoPrivacy, "dp": DifferentialPrivacy}
 GivenNetwork = FixedNetwork | TunedTraining  # these do not search
 Algorithm = (
-    LocalSearch | GradientSearch | HyperparameterSearch | PathSearch | RandomSearch | GivenNetwork
+    LocalSearch
+    | GradientSearch
+    | HyperparameterSearch
+    | PathSearch
+    | ClusterSearch
+    | RandomSearch
+    | GivenNetwork
 )
 
 
@@ -601,6 +657,7 @@ class Config:
     ``run_dir`` is the run folder; ``threads`` are torch's threads per client; ``engine`` says how
     supernets are computed (:mod:`fednas_flwr.search_spaces`). ``class_factors`` are public factors
     of the losses of classes, by name; with privacy they multiply what is clipped already.
+    ``client_tags`` are what simulated clients call themselves, by index, or empty.
     ``oversample`` has training repeat the records of rarer classes. ``personalised`` has clients
     test the trained network again after local epochs of their own.
     """
@@ -621,6 +678,7 @@ class Config:
     rounds: int
     stages: list[str]
     genotype: str | None
+    client_tags: list[str]
     class_factors: dict[str, float]
     oversample: bool
     personalised: bool
@@ -642,6 +700,11 @@ class Config:
         check_range(
             bool(self.stages), "stages", self.stages, f"at least one of {', '.join(STAGES)}"
         )
+        if len(self.client_tags) not in (0, self.clients):
+            raise ConfigError(
+                f"client_tags={self.client_tags} for clients={self.clients}: give one for each "
+                "client, or none."
+            )
         for name, factor in self.class_factors.items():
             check_range(0 < factor <= 1, f"class_factors.{name}", factor, "above 0, at most 1")
         _check_privacy(self)
@@ -651,7 +714,7 @@ class Config:
                 "set clients=1 or algorithm=fnas."
             )
         searches = "search" in self.stages and not isinstance(self.algorithm, GivenNetwork)
-        if searches and isinstance(self.algorithm, PathSearch):
+        if searches and isinstance(self.algorithm, PathSearch | ClusterSearch):
             if not isinstance(self.search_space, BlockSpace):
                 raise ConfigError(
                     f"algorithm={self.algorithm.name} with search_space={self.search_space.name}: "

@@ -29,7 +29,7 @@ PARTITIONS = {  # the skewed one: classes 0-2, 3-5 and 6-9 at different clients
     "label-skewed": ["partition=label_groups"],
 }
 SEEDS = (1, 2, 3)
-DARTS = ["experiment=feathers_fashion_mnist", "algorithm=fed_darts"]
+DARTS = ["experiment=fed_darts/published"]
 FEDEX = ["experiment=fedex/fashion_mnist"]
 FEATHERS = ["experiment=feathers/fashion_mnist"]
 RESAMPLED = "algorithm.bandit.resampled_share=0.3"

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from fednas_flwr import build
-from fednas_flwr.config import Config, conf_folder, dump_config, parse_config
+from fednas_flwr.cli import compose_tree
+from fednas_flwr.config import Config, dump_config, parse_config
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.federation.client_app import make_client_app
@@ -60,9 +59,7 @@ def compose_config(tiny_overrides: list[str]) -> Callable[..., Config]:
         tiny = tiny_overrides
         if any(override.startswith("search_space=mbconv") for override in overrides):
             tiny = [o for o in tiny if not o.startswith(("search_space.", "retrain.channels"))]
-        with initialize_config_dir(version_base="1.3", config_dir=str(conf_folder().resolve())):
-            tree = compose("config", overrides=[*tiny, *overrides])
-        return parse_config(OmegaConf.to_container(tree, resolve=True))
+        return parse_config(compose_tree([*tiny, *overrides]))
 
     return composed
 

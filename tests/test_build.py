@@ -198,7 +198,7 @@ def test_a_client_of_a_site_with_a_policy_needs_its_gate(compose_config):
 
 def test_class_factors_are_in_0_to_1_and_of_classes_that_exist(compose_config):
     with pytest.raises(ConfigError, match=r"class_factors.blue=0.0 is out of range: .*at most 1"):
-        compose_config("+class_factors.blue=0.0")
-    config = compose_config("+class_factors.purple=0.5")
+        compose_config("class_factors={blue: 0.0}")
+    config = compose_config("class_factors={purple: 0.5}")
     with pytest.raises(ConfigError, match="class_factors=purple is unknown: choose one of 0, 1, 2"):
         build.check_buildable(config)

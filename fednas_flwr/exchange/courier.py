@@ -76,6 +76,7 @@ class Courier:
         """See the class."""
         self.run = run
         self.num_clients = num_clients
+        self.quorum_share = quorum
         self.quorum = max(1, math.ceil(quorum * num_clients - 1e-9))
         self.deadline_s = deadline_s
         self.connect_s = connect_s
@@ -150,6 +151,23 @@ class Courier:
     def clients(self) -> list[int]:
         """Indices of the connected clients that have not left, ascending."""
         return [client for client in self._nodes if client not in self._left]
+
+    def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Courier:
+        """Return a courier of its own to some of the connected clients, with their own quorum."""
+        part = Courier(
+            run=run,
+            num_clients=len(clients),
+            quorum=self.quorum_share,
+            deadline_s=self.deadline_s,
+            connect_s=self.connect_s,
+            emit=emit,
+        )
+        part._grid = self._grid
+        part._nodes = {client: self._nodes[client] for client in clients}
+        part._left = {client: why for client, why in self._left.items() if client in clients}
+        part._max_examples = {client: self._max_examples[client] for client in clients}
+        part.facts = {client: self.facts[client] for client in clients}
+        return part
 
     def dismiss(self, client: int, reason: str) -> None:
         """Ask a client no more in this run."""

@@ -17,6 +17,7 @@ CONFIG_FILE = "config.yaml"
 EVENTS_FILE = "events.jsonl"
 GENOTYPE_FILE = "genotype.json"
 PARTITION_FILE = "partition.json"
+GROUPS_FILE = "groups.json"
 
 
 def check_free(config: Config) -> None:

@@ -12,7 +12,7 @@ import platform
 import secrets
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ from fednas_flwr.build import (
     make_search,
     make_server_data,
 )
-from fednas_flwr.config import Config, DifferentialPrivacy, GivenNetwork
+from fednas_flwr.config import ClusterSearch, Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import concat_splits, server_split
 from fednas_flwr.data.partitioners import save_partition
@@ -55,18 +55,20 @@ from fednas_flwr.federation.commitment import (
     make_schedule,
     private_settings,
 )
+from fednas_flwr.federation.groups import run_groups
 from fednas_flwr.federation.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.reporting.events import EventLog
 from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search_spaces.genotype import Genotype, load_genotype, save_genotype, to_json
+from fednas_flwr.strategies.base import RoundStrategy
 
 # What each real site must tell of its data, from which the server builds networks.
 SITE_FACTS = ("input_shape", "feature_names", "class_names")
 
 
 @dataclass
-class _Run:
+class Run:
     """What the stages share."""
 
     config: Config
@@ -77,9 +79,12 @@ class _Run:
     checkpoints: CheckpointFolder
     prepared: Prepared
     schedule: list[Item]  # of a private run's releases
+    circumstances: dict[str, Any]  # versions and machine
+    inherited: Mapping[str, Packed] | None = None  # states that the search goes on from
 
     @contextmanager
     def stage(self, name: str, rounds: int | None = None) -> Iterator[None]:
+        """Tell that a stage begins, and that it has finished unless it fails."""
         started = time.monotonic()
         self.log.emit("stage_started", stage=name, rounds=rounds)
         yield
@@ -101,9 +106,10 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     """
     started = time.monotonic()
     torch.set_num_threads(config.threads)
-    log.emit("run_started", resumed=resumed, **_circumstances())
+    circumstances = _circumstances()
+    log.emit("run_started", resumed=resumed, **circumstances)
     try:
-        _run_stages(config, grid, log, resumed=resumed)
+        _run_stages(config, grid, log, circumstances, resumed=resumed)
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         reason = "stopped by Ctrl-C" if interrupted else f"{type(error).__name__}: {error}"
@@ -114,7 +120,9 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     log.emit("run_finished", status="completed", reason=None, seconds=seconds)
 
 
-def _run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
+def _run_stages(
+    config: Config, grid: Grid, log: EventLog, circumstances: dict[str, Any], *, resumed: bool
+) -> None:
     if config.run_dir is None:
         raise ValueError("config.run_dir must name the run folder")
     folder = Path(config.run_dir)
@@ -151,7 +159,7 @@ def _run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> 
         done = {stage: point.round for stage, point in latest.items() if point is not None}
         schedule = make_schedule(config, splits, done=done)
         commit(courier, config, schedule, done=done, resumed=resumed)
-    run = _Run(config, folder, grid, log, courier, checkpoints, prepared, schedule)
+    run = Run(config, folder, grid, log, courier, checkpoints, prepared, schedule, circumstances)
     try:
         _run_from_search(run)
     finally:
@@ -159,9 +167,12 @@ def _run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> 
             _report_spending(run)
 
 
-def _run_from_search(run: _Run) -> None:
+def _run_from_search(run: Run) -> None:
     """Search, retrain, evaluate and export, as far as the configuration says."""
     config = run.config
+    if isinstance(config.algorithm, ClusterSearch):
+        run_groups(run, search=_start_search, run_group=_run_from_search)
+        return
     genotype, configuration = _search(run)
     if genotype is None and not isinstance(config.algorithm, GivenNetwork):
         return
@@ -179,17 +190,14 @@ def _run_from_search(run: _Run) -> None:
             run.log.emit("exported", files=files, onnx_max_difference=difference)
 
 
-def _search(run: _Run) -> tuple[Genotype | None, Configuration | None]:
+def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
     """Return the searched or given genotype, None for a network by name; and what to retrain with.
 
     The latter is None where the retrain settings stand.
     """
     config, configuration = run.config, None
     if "search" in config.stages and not isinstance(config.algorithm, GivenNetwork):
-        private = private_settings(config, run.schedule, "search")
-        strategy = make_search(config, run.prepared, run.courier, run.checkpoints, private)
-        with run.stage("search", config.rounds):
-            strategy.start(run.grid, num_rounds=config.rounds)
+        strategy = _start_search(run)
         genotype, configuration = strategy.derive(), strategy.configuration()
     elif config.genotype is not None:
         genotype = load_genotype(Path(config.genotype).expanduser())
@@ -199,8 +207,20 @@ def _search(run: _Run) -> tuple[Genotype | None, Configuration | None]:
     return genotype, configuration
 
 
+def _start_search(run: Run) -> RoundStrategy:
+    """Return the strategy of the search stage after its last round."""
+    config = run.config
+    private = private_settings(config, run.schedule, "search")
+    strategy = make_search(config, run.prepared, run.courier, run.checkpoints, private)
+    if run.inherited is not None:
+        strategy.inherit(run.inherited)
+    with run.stage("search", config.rounds):
+        strategy.start(run.grid, num_rounds=config.rounds)
+    return strategy
+
+
 def _describe(
-    run: _Run, genotype: Genotype | None, configuration: Configuration | None
+    run: Run, genotype: Genotype | None, configuration: Configuration | None
 ) -> dict[str, Any]:
     """Return what the network to retrain is built from, and report what it costs."""
     with run.stage("derive"):
@@ -217,7 +237,7 @@ def _describe(
 
 
 def _retrain(
-    run: _Run, description: dict[str, Any], configuration: Configuration | None
+    run: Run, description: dict[str, Any], configuration: Configuration | None
 ) -> tuple[nn.Module, dict[str, Packed]]:
     """Return the trained network and its packed states."""
     private = private_settings(run.config, run.schedule, "retrain")
@@ -232,7 +252,7 @@ def _retrain(
 
 
 def _evaluate(
-    run: _Run, description: dict[str, Any], network: nn.Module, states: dict[str, Packed]
+    run: Run, description: dict[str, Any], network: nn.Module, states: dict[str, Packed]
 ) -> None:
     """Measure the network on the server's test set and on every client's own test records."""
     config, prepared = run.config, run.prepared
@@ -259,7 +279,7 @@ def _evaluate(
 
 
 def _ask_tests(
-    run: _Run, verb: str, settings: dict[str, Any], states: dict[str, Packed]
+    run: Run, verb: str, settings: dict[str, Any], states: dict[str, Packed]
 ) -> list[dict[str, Any]]:
     """Return what every client measures; too few of them is a warning."""
     results: list[dict[str, Any]] = []
@@ -287,7 +307,7 @@ def _last_round(config: Config) -> dict[str, Any]:
     }
 
 
-def _report_spending(run: _Run) -> None:
+def _report_spending(run: Run) -> None:
     """Ask the clients what their budgets have paid; a run that has failed may not learn it."""
     spent = []
     with suppress(QuorumError):
@@ -298,7 +318,7 @@ def _report_spending(run: _Run) -> None:
     run.log.emit("privacy_spent", clients=spent)
 
 
-def _linear_baseline(run: _Run) -> dict[str, float] | None:
+def _linear_baseline(run: Run) -> dict[str, float] | None:
     """Return the test scores of logistic regression on the clients' pooled training records."""
     prepared = run.prepared
     if prepared.server_test is None:

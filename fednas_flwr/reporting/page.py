@@ -190,6 +190,13 @@ role="region" aria-label="Rounds of {{ stage.name }}"><table><thead><tr><th clas
 {%- for value in row %}<td class="num">{{ value }}</td>{% endfor %}</tr>
 {% endfor %}</tbody></table></div></details></section>
 {% endfor %}
+{% if groups %}<section id="groups"><h2>Groups of clients</h2>
+<p>Each group has a run folder of its own, with its network and report.</p>
+<div class="box" tabindex="0" role="region" aria-label="Groups of clients"><table class="wrapped">
+<thead><tr><th>group</th>{% for title in group_head %}<th>{{ title }}</th>{% endfor %}</tr></thead>
+<tbody>{% for name, link, values in groups %}<tr><td><a href="{{ link }}">{{ name }}</a></td>
+{%- for value in values %}<td>{{ value }}</td>{% endfor %}</tr>
+{% endfor %}</tbody></table></div></section>{% endif %}
 {% if cells %}<section id="cells"><h2>Cells that were found</h2>
 <div class="cells{{ " pairs" if narrow_cells }}">
 {% for kind, picture in cells %}<figure><h3>{{ kind }}</h3>

@@ -32,7 +32,7 @@ from fednas_flwr.reporting.guarantee import (
     overall_text,
     warning_text,
 )
-from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.reporting.runs import Run, read_run
 from fednas_flwr.reporting.units import DASH, count, duration, percent, score
 
 RECENT_ROUNDS = 10
@@ -207,6 +207,7 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         ("network, F1 on it", score(numbers["central_f1"])),
         (f"network, mean over clients{noised}", percent(numbers["client_accuracy"])),
         ("the same after local training", percent(numbers["personalised_accuracy"])),
+        *group_accuracies(run),
         ("linear model", percent(numbers["linear_accuracy"])),
         ("linear model, F1", score(numbers["linear_f1"])),
         ("parameters", count(numbers["num_parameters"])),
@@ -255,3 +256,16 @@ def _metrics_text(metrics: dict[str, float | None], *, private: bool) -> str:
                 parts.append(f"{kind} {word} {text}{noised}")
                 break
     return "  ".join(parts)
+
+
+def group_accuracies(run: Run) -> list[tuple[str, str]]:
+    """Return each group's test accuracy, by its clients where no server tests, or its failure."""
+    rows = {}
+    for event in run.of_kind("group_finished"):
+        numbers = event["results"]
+        accuracy = numbers["central_accuracy"]
+        if accuracy is None:
+            accuracy = numbers["client_accuracy"]
+        text = percent(accuracy) if event["reason"] is None else "failed"
+        rows[f"group {event['group']}"] = text
+    return list(rows.items())

@@ -67,6 +67,8 @@ def write_report(run_folder: Path) -> Path:
         "traffic_rows": texts.traffic_rows(run),
         "exploration_rows": exploration.cost_rows(run),
         "exported": texts.exported_text(run),
+        "group_head": texts.GROUP_HEAD,
+        "groups": texts.group_rows(run),
         "failures": texts.failure_rows(run),
         "failure_text": texts.failure_text(run),
         "warnings": Counter(str(e["message"]) for e in run.of_kind("warning")).most_common(),
@@ -196,6 +198,7 @@ def _sections(context: dict[str, Any]) -> list[tuple[str, str]]:
     candidates = [
         ("run", "What was run", True),
         *((stage["name"], texts.STAGES[stage["name"]], True) for stage in context["stages"]),
+        ("groups", "Groups", context["groups"]),
         ("cells", "Cells", context["cells"]),
         ("alphas", "Architecture parameters", context["alphas"]["kinds"]),
         ("partition", "Who holds what", context["splits"] or "partition" in figures),

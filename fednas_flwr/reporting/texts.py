@@ -238,3 +238,27 @@ def failure_rows(run: Run) -> list[list[str]]:
 
     left = [row(event, f"left the run: {event['reason']}") for event in run.departures()]
     return [*left, *(row(event, str(event["reason"])) for event in run.failures())]
+
+
+GROUP_HEAD = ["clients", "ended", "test accuracy", "mean over clients", "after local training"]
+GROUP_HEAD += ["parameters", "multiply-adds", "time"]
+
+
+def group_rows(run: Run) -> list[tuple[str, str, list[str]]]:
+    """Return name, the link to its report, and the results of every group that has ended."""
+    latest = {event["group"]: event for event in run.of_kind("group_finished")}
+    rows = []
+    for name, event in sorted(latest.items()):
+        numbers = event["results"]
+        values = [
+            ", ".join(map(str, event["clients"])),
+            event["status"] if event["reason"] is None else str(event["reason"]),
+            percent(numbers["central_accuracy"]),
+            percent(numbers["client_accuracy"]),
+            percent(numbers["personalised_accuracy"]),
+            count(numbers["num_parameters"]),
+            count(numbers["multiply_adds"]),
+            duration(event["seconds"]),
+        ]
+        rows.append((name, f"{event['folder']}/report.html", values))
+    return rows

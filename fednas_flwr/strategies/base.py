@@ -197,6 +197,12 @@ class RoundStrategy(Strategy):
         result.arrays = self.named_arrays()
         return result
 
+    def inherit(self, states: Mapping[str, Packed]) -> None:
+        """Begin from the global model of another search in the same space."""
+        for state, packed in states.items():
+            for dtype, vector in packed.items():
+                self.states[state][dtype].copy_(vector)
+
     def derive(self) -> Genotype:
         """Return the architecture that the search has found.
 

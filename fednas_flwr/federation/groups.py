@@ -1,0 +1,180 @@
+"""CFDNAS' groups of clients: each goes through the stages of a run in a folder of its own.
+
+``groups/<name>/`` is a run folder like any other, with configuration, events, report and model, so
+that all that reads a run reads a group. What the run itself keeps is who is in which group
+(``groups.json``) and how each ended (``group_finished`` events).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+import yaml
+
+from fednas_flwr.config import ClusterSearch, Config, dump_config
+from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.exchange.checkpoint import CheckpointFolder
+from fednas_flwr.exchange.courier import QuorumError
+from fednas_flwr.exchange.states import Packed
+from fednas_flwr.federation.run_folder import CONFIG_FILE, EVENTS_FILE, GROUPS_FILE
+from fednas_flwr.reporting.events import EventLog
+from fednas_flwr.reporting.files import write_text
+from fednas_flwr.reporting.model_card import write_model_card
+from fednas_flwr.reporting.report import write_report
+from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.strategies.base import RoundStrategy
+from fednas_flwr.strategies.clusters import group_by_alphas, group_by_fact
+from fednas_flwr.strategies.fdnas import FDNAS
+
+if TYPE_CHECKING:
+    from fednas_flwr.federation.stages import Run
+
+Groups = dict[str, list[int]]
+
+
+def run_groups(
+    run: Run,
+    *,
+    search: Callable[[Run], RoundStrategy],
+    run_group: Callable[[Run], None],
+) -> None:
+    """Search with all clients, divide them, and take each group through its own stages.
+
+    Zhang et al. (2020), FDNAS, Alg. 2. Groups run side by side, except inline, where all clients
+    share this process anyway. One whose clients are too few in the end fails alone.
+
+    Args:
+        run: Of CFDNAS.
+        search: Runs a search stage.
+        run_group: Runs what follows, of a run whose algorithm is FDNAS.
+
+    Raises:
+        ConfigError: A client names no group, or a hardware loss is of a group that does not exist.
+        QuorumError: Every group has failed.
+    """
+    algorithm, strategy = _algorithm(run.config), None
+    groups: Groups | None = None
+    if algorithm.group_by != "alphas":
+        groups = group_by_fact(
+            {client: run.courier.facts[client] for client in run.courier.clients},
+            algorithm.group_by,
+        )
+        _check_names(algorithm, groups)
+    if algorithm.inherit:
+        strategy = search(replace(run, config=replace(run.config, algorithm=algorithm.search)))
+    if groups is None:
+        assert strategy is not None  # as the configuration has it
+        groups = _by_alphas(run, strategy)
+        _check_names(algorithm, groups)
+    write_text(run.folder / GROUPS_FILE, json.dumps(groups, indent=2) + "\n")
+    run.log.emit("groups", group_by=algorithm.group_by, groups=groups)
+    states = None if strategy is None else strategy.states
+    parts = [_group_run(run, name, clients, states) for name, clients in groups.items()]
+    workers = 1 if run.config.runtime.name == "inline" else len(parts)
+    with run.stage("groups"), ThreadPoolExecutor(workers) as pool:
+        reasons = list(pool.map(lambda part: _run_one(run, part, run_group), parts))
+    if all(reasons):
+        raise QuorumError(f"every group has failed: {'; '.join(r for r in reasons if r)}")
+
+
+def _algorithm(config: Config) -> ClusterSearch:
+    assert isinstance(config.algorithm, ClusterSearch)
+    return config.algorithm
+
+
+def _check_names(algorithm: ClusterSearch, groups: Groups) -> None:
+    for name in algorithm.group_hardware:
+        if name not in groups:
+            raise unknown_choice("algorithm.group_hardware", name, groups)
+    for name in groups:
+        if not re.fullmatch(r"[\w .-]{1,64}", name) or name.startswith("."):
+            raise ConfigError(
+                f"group {name!r} cannot name a folder: expected up to 64 letters, digits, spaces, "
+                "dots, hyphens and underscores."
+            )
+
+
+def _by_alphas(run: Run, strategy: RoundStrategy) -> Groups:
+    """Return the groups by similar updates, those of before where the run is resumed."""
+    algorithm, path = _algorithm(run.config), run.folder / GROUPS_FILE
+    assert isinstance(strategy, FDNAS)
+    assert algorithm.num_groups is not None  # as the configuration has it
+    if path.exists():
+        found: Groups = json.loads(path.read_text())
+        return found
+    settings = {
+        **strategy.settings,
+        "weights": asdict(algorithm.search.weights),
+        "warm_up": False,
+    }
+    replies = run.courier.ask(
+        "train.search",
+        stage="groups",
+        settings=settings,
+        states=strategy.states,
+        layouts=strategy.layouts,
+    )
+    return group_by_alphas(replies, strategy.states["alphas"], num_groups=algorithm.num_groups)
+
+
+def _group_run(
+    run: Run, name: str, clients: list[int], states: Mapping[str, Packed] | None
+) -> tuple[str, Run]:
+    """Return a group's name and its own run, the folder made."""
+    algorithm, folder = _algorithm(run.config), run.folder / "groups" / name
+    search = replace(algorithm.search, hardware=algorithm.group_hardware.get(name))
+    if algorithm.inherit:
+        search = replace(search, warm_up_rounds=0)
+    config = replace(
+        run.config, algorithm=search, rounds=algorithm.group_rounds, run_dir=str(folder)
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / CONFIG_FILE).exists():
+        text = yaml.safe_dump(json.loads(dump_config(config)), sort_keys=False)
+        write_text(folder / CONFIG_FILE, text)
+    log = EventLog(folder / EVENTS_FILE)
+    return name, replace(
+        run,
+        config=config,
+        folder=folder,
+        log=log,
+        courier=run.courier.part(clients, run=f"{run.courier.run}.{name}", emit=log.emit),
+        checkpoints=CheckpointFolder(
+            folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
+        ),
+        inherited=states,
+    )
+
+
+def _run_one(run: Run, named: tuple[str, Run], run_group: Callable[[Run], None]) -> str | None:
+    """Run a group and return why it failed, None if it did not."""
+    (name, part), started, reason = named, time.monotonic(), None
+    with part.log as log:
+        resumed = part.checkpoints.latest("search") is not None
+        log.emit("run_started", resumed=resumed, **run.circumstances)
+        try:
+            run_group(part)
+        except QuorumError as error:
+            reason = str(error)
+        status, seconds = "failed" if reason else "completed", time.monotonic() - started
+        log.emit("run_finished", status=status, reason=reason, seconds=seconds)
+    write_report(part.folder)
+    if reason is None:
+        write_model_card(part.folder)
+    run.log.emit(
+        "group_finished",
+        group=name,
+        clients=sorted(part.courier.facts),
+        status=status,
+        reason=reason,
+        seconds=seconds,
+        folder=str(part.folder.relative_to(run.folder)),
+        results=read_run(part.folder).numbers(),
+    )
+    return reason

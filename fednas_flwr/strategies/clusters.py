@@ -1,0 +1,76 @@
+"""CFDNAS' groups: which clients get a network of their own together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.exchange.messages import Reply
+from fednas_flwr.exchange.states import Packed
+
+
+def group_by_fact(facts: Mapping[int, Mapping[str, object]], name: str) -> dict[str, list[int]]:
+    """Return the clients, ascending, by what each says of itself (Zhang et al., 2020, Alg. 2).
+
+    Args:
+        facts: By client.
+        name: ``tag`` or ``hardware``.
+
+    Raises:
+        ConfigError: A client says nothing.
+    """
+    groups: dict[str, list[int]] = {}
+    for client in sorted(facts):
+        label = facts[client].get(name)
+        if not isinstance(label, str) or not label:
+            raise ConfigError(
+                f"algorithm.group_by={name}, but client {client} has no {name}: give the node a "
+                "tag in its --node-config, or simulated clients client_tags=[...]."
+            )
+        groups.setdefault(label, []).append(client)
+    return dict(sorted(groups.items()))
+
+
+def group_by_alphas(
+    replies: Iterable[tuple[int, Reply]], alphas: Packed, *, num_groups: int
+) -> dict[str, list[int]]:
+    """Return clients with similar updates of the alphas: average linkage of cosine distances.
+
+    For clients without labels; not in the text. Groups are named ``1``, ``2``, ... by their first
+    client.
+
+    Args:
+        replies: Each client's state after local search from the same alphas.
+        alphas: Those alphas.
+        num_groups: From 2 to the number of clients.
+
+    Raises:
+        ConfigError: There are fewer clients than groups.
+    """
+    from sklearn.cluster import AgglomerativeClustering
+
+    before = torch.cat(list(alphas.values())).double()
+    updates: dict[int, Tensor] = {
+        client: torch.cat(list(reply.states["alphas"].values())).double() - before
+        for client, reply in replies
+    }
+    clients = sorted(updates)
+    if len(clients) < num_groups:
+        raise ConfigError(
+            f"algorithm.num_groups={num_groups} for {len(clients)} clients: expected at most as "
+            "many groups as clients."
+        )
+    unit_KP = torch.stack([updates[client] for client in clients])
+    unit_KP = unit_KP / unit_KP.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    distances_KK = (1 - unit_KP @ unit_KP.T).clamp(min=0.0)
+    labels = AgglomerativeClustering(
+        n_clusters=num_groups, metric="precomputed", linkage="average"
+    ).fit_predict(distances_KK.numpy())
+    names = {label: str(n) for n, label in enumerate(dict.fromkeys(labels.tolist()), 1)}
+    groups: dict[str, list[int]] = {name: [] for name in names.values()}
+    for client, label in zip(clients, labels.tolist(), strict=True):
+        groups[names[label]].append(client)
+    return groups

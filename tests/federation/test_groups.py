@@ -1,0 +1,216 @@
+"""CFDNAS: groups of clients, each a run of its own that inherits the supernet of all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fednas_flwr.build import check_buildable, load_network
+from fednas_flwr.clients.verbs import VERBS
+from fednas_flwr.config import dump_config
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.exchange.messages import Reply
+from fednas_flwr.federation.client_app import make_client_app
+from fednas_flwr.federation.grids import InProcessGrid
+from fednas_flwr.federation.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.federation.server_app import serve
+from fednas_flwr.reporting.events import read_events
+from fednas_flwr.strategies.clusters import group_by_alphas
+
+COST = "{table: null, unit: multiply_adds, target: 7e4, loss: additive, scale: %s, exponent: 1.0}"
+CFDNAS = [
+    *("algorithm=cfdnas", "search_space=mbconv_small", "retrain=mbconv", "clients=5"),
+    *("search_space.width=0.25", "search_space.candidates=fdnas", "retrain.local_epochs=1"),
+    *("algorithm.search.batch_size=16", "algorithm.search.local_epochs=1", "retrain.batch_size=16"),
+    *("algorithm.search.alphas.lr=0.3", "algorithm.search.warm_up_rounds=0", "rounds=2"),
+    *("algorithm.group_rounds=2", "retrain.rounds=1", "client_tags=[b,a,b,a,b]"),
+]
+HARDWARE = f"algorithm.group_hardware={{a: {COST % 1000.0}}}"
+
+
+@pytest.fixture(scope="module")
+def run(compose_config, tmp_path_factory):
+    """``run(*overrides)``: a whole run inline; its folder, events and error."""
+
+    def ran(*overrides, resume=None):
+        if resume is None:
+            folder = tmp_path_factory.mktemp("run") / "run"
+            config = create_run_folder(
+                compose_config(*CFDNAS, *(overrides or [HARDWARE]), f"run_dir={folder}")
+            )
+        else:
+            config, folder = open_run_folder(str(resume)), resume
+        grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+        error = None
+        try:
+            serve(config, grid, listeners=[], resumed=resume is not None)
+        except Exception as raised:
+            error = raised
+        events = read_events(folder / "events.jsonl")
+        return SimpleNamespace(folder=folder, config=config, events=events, error=error)
+
+    return ran
+
+
+def named(events, name):
+    return [event for event in events if event["event"] == name]
+
+
+@pytest.fixture(scope="module")
+def whole(run):
+    return run()
+
+
+def test_each_group_gets_its_network_report_and_results(whole):
+    assert whole.error is None
+    assert json.loads((whole.folder / "groups.json").read_text()) == {"a": [1, 3], "b": [0, 2, 4]}
+    finished = {event["group"]: event for event in named(whole.events, "group_finished")}
+    assert {name: event["clients"] for name, event in finished.items()} == {
+        "a": [1, 3],
+        "b": [0, 2, 4],
+    }
+    for name, event in finished.items():
+        assert event["status"] == "completed"
+        folder = whole.folder / event["folder"]
+        assert folder == whole.folder / "groups" / name
+        for file in ("report.html", "MODEL_CARD.md", "genotype.json", "model.onnx", "config.yaml"):
+            assert (folder / file).stat().st_size > 0
+        network = load_network(folder)
+        assert network(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
+        parameters = sum(p.numel() for p in network.parameters())
+        assert event["results"]["num_parameters"] == parameters
+        rounds = named(read_events(folder / "events.jsonl"), "round")
+        assert [(e["stage"], e["round"]) for e in rounds] == [
+            *(("search", 1), ("search", 2), ("retrain", 1))
+        ]
+        assert all(set(e["clients"]) == set(map(str, event["clients"])) for e in rounds)
+    report = (whole.folder / "report.html").read_text()
+    assert 'href="groups/a/report.html"' in report
+
+
+def test_only_the_group_with_a_hardware_loss_becomes_cheaper(whole):
+    costs = {
+        event["group"]: event["results"]["multiply_adds"]
+        for event in named(whole.events, "group_finished")
+    }
+    assert costs["a"] < costs["b"]
+
+
+def test_groups_go_on_from_the_supernet_of_all_clients(whole, run):
+    rounds = [e["round"] for e in named(whole.events, "round")]
+    assert rounds == [1, 2]
+    shared = load_file(whole.folder / "checkpoints" / "search-000002.safetensors")
+    first = "groups/b/checkpoints/search-000001.safetensors"
+    of_group = load_file(whole.folder / first)
+    naive = run("algorithm.inherit=false")
+    assert naive.error is None
+    assert not named(naive.events, "round")
+    from_scratch = load_file(naive.folder / first)
+    batches = [int(s["buffers.int64"][0]) for s in (shared, of_group, from_scratch)]
+    assert batches[1] == batches[0] + batches[2] > batches[2] > 0  # seen by the stem's batch norm
+
+
+def test_a_group_without_its_quorum_ends_with_the_reason_and_the_other_goes_on(run, monkeypatch):
+    honest = VERBS["train.search"]
+
+    def failing(client, request):
+        if client.index == 3 and "hardware" in request.settings and request.settings["hardware"]:
+            raise ValueError("the disk is full")
+        return honest(client, request)
+
+    monkeypatch.setitem(VERBS, "train.search", failing)
+    broken = run(HARDWARE, "runtime.quorum=1.0")
+    assert broken.error is None
+    finished = {event["group"]: event for event in named(broken.events, "group_finished")}
+    assert finished["b"]["status"] == "completed"
+    assert finished["a"]["status"] == "failed"
+    assert "the disk is full" in finished["a"]["reason"]
+    assert "the disk is full" in (broken.folder / "groups" / "a" / "report.html").read_text()
+
+
+def test_a_resumed_run_gives_the_same_networks(whole, run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole.folder, folder)
+    shutil.rmtree(folder / "groups" / "b")
+    for path in (folder / "groups" / "a" / "checkpoints").glob("retrain-*"):
+        path.unlink()
+    text = (folder / "config.yaml").read_text().replace(str(whole.folder), str(folder))
+    (folder / "config.yaml").write_text(text)
+    again = run(resume=folder)
+    assert again.error is None
+    for name in ("a", "b"):
+        one, other = (
+            load_file(base / "groups" / name / "model.safetensors")
+            for base in (whole.folder, folder)
+        )
+        assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+
+
+def test_clients_with_similar_updates_of_the_alphas_form_a_group(run):
+    torch.manual_seed(0)
+    alphas = {"float32": torch.randn(12)}
+    directions = torch.randn(2, 12)
+    replies = []
+    for client in range(6):
+        moved = directions[client % 2] * (1 + client) + 0.1 * torch.randn(12)
+        replies.append(
+            (client, Reply(1, states={"alphas": {"float32": alphas["float32"] + moved}}))
+        )
+    assert group_by_alphas(replies, alphas, num_groups=2) == {"1": [0, 2, 4], "2": [1, 3, 5]}
+    with pytest.raises(ConfigError, match="num_groups=7 for 6 clients"):
+        group_by_alphas(replies, alphas, num_groups=7)
+    found = run(
+        *("algorithm.group_by=alphas", "algorithm.num_groups=2"),
+        *("stages=[search]", "rounds=1", "algorithm.group_rounds=1", "client_tags=[]"),
+    )
+    assert found.error is None
+    groups = json.loads((found.folder / "groups.json").read_text())
+    assert sorted(client for clients in groups.values() for client in clients) == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["client_tags=[]"], "client 0 has no tag: give the node a tag"),
+        (["client_tags=[a,b,a,b,../x]"], "group '../x' cannot name a folder"),
+        (
+            ["algorithm.group_hardware={c: %s}" % (COST % 1.0)],
+            "group_hardware=c is unknown: .* a, b",
+        ),
+    ],
+)
+def test_groups_that_cannot_be_are_refused_before_the_search(run, overrides, sentence):
+    failed = run(*overrides)
+    assert isinstance(failed.error, ConfigError)
+    with pytest.raises(ConfigError, match=sentence):
+        raise failed.error
+    assert not named(failed.events, "round")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("client_tags=[a]", "client_tags=.* give one for each client, or none"),
+        ("algorithm.group_by=colour", "algorithm.group_by=colour is unknown"),
+        ("algorithm.group_by=alphas", "num_groups=None: a number is needed"),
+        ("algorithm.num_groups=2", "group_by=tag with num_groups=2"),
+        ("algorithm.group_rounds=0", "algorithm.group_rounds=0"),
+        ("privacy=dp", "privacy=dp with algorithm=cfdnas"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(compose_config, override, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        compose_config(*CFDNAS, override)
+
+
+def test_a_target_that_no_network_of_a_group_has_is_refused_at_once(compose_config):
+    config = compose_config(
+        *CFDNAS, f"algorithm.group_hardware={{a: {COST.replace('7e4', '7e9') % 1.0}}}"
+    )
+    with pytest.raises(ConfigError, match=r"target=7e\+09 multiply_adds cannot be reached"):
+        check_buildable(config)
