@@ -242,7 +242,8 @@ def probe(client: Client, request: Request) -> Reply:
 
     Every local step of a trial is a release, booked although its result is discarded: one train
     record moves the weights and so the loss of all validation records. Given those, the decrease is
-    a sum over validation records of numbers from -M to M, released once per trial.
+    a sum over validation records of numbers from -M to M, released once per trial. That a record's
+    loss is rounded alike whatever records are beside it is assumed, as in ``privacy.clipping``.
     """
     gate, settings = gate_of(client), request.settings
     with before_reading(request):

@@ -12,8 +12,8 @@ from fednas_flwr.errors import ConfigError, unknown_choice
 
 RULES = ("first_order", "second_order", "mixed_level")
 SCHEDULES = ("aggressive", "adaptive", "constant")
-# Of a record's decrease of loss in a reward, in nats. Float32 rounds a loss by up to 1e-6 in
-# another way when its batch has another size: a bound near that would make it each record's reward.
+# Of a record's decrease of loss in a reward, in nats. How float32 rounds a loss (near 1: by 1e-7)
+# depends on the size of its batch: with a bound near that, rounding would be a record's reward.
 LEAST_LOSS_BOUND = 1e-3
 
 
