@@ -102,9 +102,8 @@ class FEATHERS(RoundStrategy):
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Explore where it is time to, then train with the best configuration."""
         self.tuner = self.tuner.with_json(self.values["tuner"])
-        num_trials = 0
         if explores(server_round, self.nas_rounds):
-            num_trials = self._explore(server_round, progress=(server_round - 1) / num_rounds)
+            self._explore(server_round, progress=(server_round - 1) / num_rounds)
         best = self.tuner.best()
         self.states, metrics = average_replies(
             self.ask(
@@ -116,15 +115,10 @@ class FEATHERS(RoundStrategy):
         )
         loss = metrics.get("validation_loss", metrics.get("train_loss"))
         self.values = {"tuner": self.tuner.to_json(), "loss": loss}
-        return metrics | {
-            "lr": best.lr,
-            "alpha_lr": best.alpha_lr,
-            "bandit_entropy": self.tuner.bandit.entropy(),
-            "num_trials": num_trials,
-        }
+        return metrics | {"lr": best.lr, "alpha_lr": best.alpha_lr}
 
-    def _explore(self, server_round: int, *, progress: float) -> int:
-        """Try the configurations that the bandit draws, let it learn; return how many."""
+    def _explore(self, server_round: int, *, progress: float) -> None:
+        """Try the configurations that the bandit draws, and let it learn."""
         started = time.monotonic()
         sent, received = self.courier.bytes_sent, self.courier.bytes_received
         generator = make_generator(self.seed, "bandit", self.stage, server_round)
@@ -150,7 +144,6 @@ class FEATHERS(RoundStrategy):
             bytes_sent=self.courier.bytes_sent - sent,
             bytes_received=self.courier.bytes_received - received,
         )
-        return len(arms)
 
     def _bound(self) -> float:
         """Return M of the next phase."""

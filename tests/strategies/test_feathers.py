@@ -64,9 +64,7 @@ def test_explorations_alternate_with_search(searched):
 def test_rounds_tell_what_was_chosen_and_tried(searched):
     metrics = [event["metrics"] for event in searched.events if event["event"] == "round"]
     told = {event["round"]: event for event in explored(searched)}
-    assert [m["num_trials"] for m in metrics] == [told[1]["kappa"], 0, told[3]["kappa"]]
     assert [m["lr"] for m in metrics] == [told[r]["configuration"]["lr"] for r in (1, 1, 3)]
-    assert metrics[1]["bandit_entropy"] == pytest.approx(told[3]["entropy"])
     for event in told.values():
         assert event["bytes_received"] < 1000 < event["bytes_sent"]  # no weights come back
         assert event["seconds"] > 0
