@@ -157,10 +157,10 @@ def probe(client: Client, request: Request) -> Reply:
     of validation records: the client's weight in the rewards (Eq. 5).
     """
     settings, rewards = request.settings, []
+    before = validation_losses(client, client.network(settings["network"], request.states))
     for trial in settings["trials"]:
         with torch.random.fork_rng():
             network = client.network(settings["network"], request.states)
-            before = validation_losses(client, network)
             tried = replace(request, settings={**settings, **trial})
             train = _search if isinstance(network, Supernet) else _train
             train(client, tried, network)
@@ -251,11 +251,12 @@ def _endless(client: Client, batch_size: int, generator: torch.Generator) -> Ite
 def weights(client: Client, request: Request) -> Reply:
     """``train.weights``: the weights of a network after local epochs.
 
-    With the setting ``validates`` also its mean loss on validation records after them.
+    With the setting ``validates`` also its mean loss on validation records after them, if the
+    client has any.
     """
     network = client.network(request.settings["network"], request.states)
     metrics = _train(client, request, network)
-    if request.settings.get("validates", False):
+    if request.settings.get("validates", False) and len(client.data.validation):
         metrics["validation_loss"] = float(validation_losses(client, network).mean())
     return make_reply(len(client.split(request.settings["split"])), _states(network), metrics)
 

@@ -221,7 +221,11 @@ TRIALS = 3  # round(1.5 ln 8)
 
 @pytest.mark.parametrize(
     ("done", "rounds", "phases"),
-    [({}, (5, 4), (3, 2)), ({"search": 2, "retrain": 3}, (3, 1), (2, 0))],
+    [
+        ({}, (5, 4), (3, 2)),
+        ({"search": 2, "retrain": 3}, (3, 1), (2, 0)),
+        ({"search": -1, "retrain": -1}, (6, 5), (4, 3)),  # calibration: an interrupted one to spare
+    ],
 )
 def test_every_step_of_every_trial_of_feathers_is_committed_to(
     compose_config, done, rounds, phases
@@ -283,3 +287,12 @@ def test_the_bandit_of_the_fraud_experiment_sees_through_the_noise_of_its_budget
         chosen.append(new.updated(rewards, noise=noise).best())
     assert chosen.count(0) < 0.02 * len(chosen)
     assert found * len(chosen) < chosen.count(3) <= 0.8 * len(chosen)
+
+
+def test_rewards_take_all_that_given_noise_of_alphas_leaves(compose_config):
+    given = ["privacy.epsilon=4", "privacy.rewards_share=0.01", "privacy.alphas.noise_multiplier=2"]
+    config = compose_config(*FEATHERS, *given)
+    schedule = make_schedule(config, RECORDS, done={"search": -1, "retrain": -1})
+    alphas = [item for item in schedule if item["kind"] == "alphas"]
+    assert 0.04 < cost(alphas, "validation")
+    assert 0.98 * 4 < cost(schedule, "validation") <= 4
