@@ -153,8 +153,8 @@ def probe(client: Client, request: Request) -> Reply:
     FEATHERS, Alg. 2 and 3 without their last line. Each of ``settings["trials"]`` (settings beside
     the common ones) trains the same network, a supernet or a derived one, from the same states
     and with the same draws; the result is discarded. Nothing but the mean over validation records
-    of ``clip(l_before - l_after, -M, M)`` leaves per trial, as ``rewards`` [trials].
-    ``num_examples`` is the number of validation records: the client's weight in the rewards (Eq. 5).
+    of ``clip(l_before - l_after, -M, M)`` leaves per trial, as ``rewards`` [trials]. The number of
+    validation records, ``num_examples``, is the client's weight in the rewards (Eq. 5).
 
     Deviations: the text does not clip, its clients try one configuration per message, and its
     losses are those with batch norm's running statistics, see :func:`refresh_statistics`.
