@@ -19,6 +19,7 @@ import yaml
 
 from fednas_flwr.errors import ConfigError, MissingSettingError, unknown_choice
 from fednas_flwr.search.settings import (
+    LEAST_LOSS_BOUND,
     RULES,
     SGD,
     Adam,
@@ -156,7 +157,12 @@ class HyperparameterSearch:
         for key in ("local_epochs", "batch_size", "nas_rounds", "num_configurations"):
             value = getattr(self, key)
             check_range(value >= 1, f"algorithm.{key}", value, "1 or more")
-        check_range(self.loss_bound > 0, "algorithm.loss_bound", self.loss_bound, "above 0")
+        check_range(
+            self.loss_bound >= LEAST_LOSS_BOUND,
+            "algorithm.loss_bound",
+            self.loss_bound,
+            f"{LEAST_LOSS_BOUND} or more",
+        )
 
 
 @dataclass(frozen=True)
@@ -469,7 +475,8 @@ class DifferentialPrivacy:
         delta: Above 0, below 1.
         search_share: Share of ``epsilon`` that the noise of weights and alphas is calibrated to
             where it is not given and retraining reads the same split; else all of it.
-        rewards_share: The same of the noise on rewards, search and retraining together.
+        rewards_share: Share of ``epsilon`` that the noise of rewards, search and retraining
+            together, is calibrated to where that of alphas follows from the rest; else all of it.
         weights: Of the supernet's weights, in the search.
         alphas: Of the architecture variables.
         rewards: Of FEATHERS' trials; a record's decrease of loss is in units of its bound, so that

@@ -54,15 +54,14 @@ def noised_gradient(
         settings: Of the request.
         network: A supernet, or a network with the attribute ``drop_path_prob``; in training mode.
         state: ``weights`` or ``alphas``.
-        admission: What the gate has admitted of this state.
+        admission: What the gate has admitted of this state; only its split is read.
     """
     size = whole_number(settings, "micro_batch_size", largest=LARGEST_MICRO_BATCH)
-    auxiliary_weight, split_name = 0.0, SPLIT_OF[state]
+    auxiliary_weight, split = 0.0, client.split(admission.split)
     chosen: list[object] = [state]
     if not isinstance(network, Supernet):
-        auxiliary_weight, split_name = number(settings, "auxiliary_weight"), settings["split"]
+        auxiliary_weight = number(settings, "auxiliary_weight")
         chosen = [state, settings["network"], number(settings, "drop_path_prob")]
-    split = client.split(split_name)
     terms: dict[str, Any] = {
         "loss": _with_auxiliary(auxiliary_weight),
         "max_norm": admission.terms.max_grad_norm,

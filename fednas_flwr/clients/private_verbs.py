@@ -46,6 +46,7 @@ from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.states import Tensors, network_states
 from fednas_flwr.privacy.policy import show
+from fednas_flwr.search.settings import LEAST_LOSS_BOUND
 from fednas_flwr.search.training import periodic_gradients
 
 # What may leave beside header, layout digests and num_examples, which are public: facts that do
@@ -73,6 +74,7 @@ METRICS_BATCH = 256
 METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 0 to 1
 NUMBERS_OF = {"metrics": 2, "rewards": 1}  # values of a release that are no network's
 LARGEST_TRIALS = 1000
+TRIAL_SETTINGS = {"weights", "alphas", "drop_path_prob"}  # not what is read, booked or rehearsed
 
 
 def admit(
@@ -141,18 +143,23 @@ def _asked_kinds(request: Request) -> dict[str, tuple[tuple[str, ...], int]]:
         return {state: ((SPLIT_OF[state],), steps) for state in states}
     trials = _num_trials(settings)
     local_steps = trials * whole_number(settings, "local_steps", largest=10**6)
-    states = SPLIT_OF if settings["network"] == SUPERNET else {"weights": SPLIT_OF["weights"]}
+    searches = settings["network"] == SUPERNET
+    states = SPLIT_OF if searches else {"weights": settings["split"]}
     kinds: dict[str, tuple[tuple[str, ...], int]] = {
-        state: ((split,), local_steps) for state, split in states.items()
+        state: (tuple(split.split("+")), local_steps) for state, split in states.items()
     }
     return kinds | {"rewards": (("validation",), trials)}
 
 
 def _num_trials(settings: Mapping[str, Any]) -> int:
-    """Return how many trials a probe asks for."""
+    """Return how many trials a probe asks for; they may differ in ``TRIAL_SETTINGS`` only."""
     trials = settings["trials"]
     if not isinstance(trials, list) or not 1 <= len(trials) <= LARGEST_TRIALS:
         raise ConfigError(f"refused, trials={show(trials)} are not 1 to {LARGEST_TRIALS}.")
+    for trial in trials:
+        if not isinstance(trial, dict) or not set(trial) <= TRIAL_SETTINGS:
+            known = ", ".join(sorted(TRIAL_SETTINGS))
+            raise ConfigError(f"refused, a trial={show(trial)} may set nothing but {known}.")
     return len(trials)
 
 
@@ -250,20 +257,23 @@ def probe(client: Client, request: Request) -> Reply:
 
     Every local step of a trial is a release, booked although its result is discarded: one train
     record moves the weights and so the loss of all validation records. Given those, the decrease is
-    a sum over validation records of numbers from -M to M, released once per trial.
+    a sum over validation records of numbers from -M to M, released once per trial. That a record's
+    loss is rounded alike whatever records are beside it is assumed, as in ``privacy.clipping``.
     """
     gate, settings = gate_of(client), request.settings
     with before_reading(request):
         network = client.network(settings["network"], request.states)
         admissions = admit(gate, request, network)
         admission, bound = admissions["rewards"], number(settings, "loss_bound")
-        if bound <= 0:
-            raise ConfigError(f"refused, loss_bound={show(bound)} is not above 0.")
+        if bound < LEAST_LOSS_BOUND:
+            least = f"{LEAST_LOSS_BOUND} or more"
+            raise ConfigError(f"refused, loss_bound={show(bound)} is not {least}.")
         trainings = [
             local_training(client, {**settings, **trial}, network, admissions)
             for trial in settings["trials"]
         ]
-        rehearse(client, lambda x, y: network.eval()(x), METRICS_BATCH, settings["network"])
+        measure = partial(_metrics_sum, network.eval(), bound=bound)
+        rehearse(client, measure, METRICS_BATCH, settings["network"])
     before: list[Tensor] = []
     unit = admission.terms.max_grad_norm / bound
 
@@ -293,7 +303,7 @@ def model(client: Client, request: Request) -> Reply:
     with before_reading(request):
         network = client.network(settings["network"], request.states).eval()
         admission = admit(gate, request, network)["metrics"]
-        split = client.split(settings["split"])
+        split = client.split(admission.split)
         measure = partial(_metrics_sum, network, bound=bound)
         rehearse(client, measure, METRICS_BATCH, settings["network"])
     scale = METRICS_NORM / admission.terms.max_grad_norm

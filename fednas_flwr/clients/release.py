@@ -45,12 +45,14 @@ class Admission:
 
     Attributes:
         allowed: The policy of the data set.
+        split: Name of what it reads, and of nothing else: ``train``, ``train+validation``, ...
         terms: Noise, rate and clipping norm of each step.
         batch_size: Expected size of a Poisson batch, ``rate * declared records``: public.
         entry: What each step is booked as.
     """
 
     allowed: DataSetPolicy
+    split: str
     terms: Commitment
     batch_size: float
     entry: Entry
@@ -189,7 +191,7 @@ class ReleaseGate:
 
         Args:
             request: Names the data set; ``releases[kind]`` holds the terms.
-            kind: ``weights``, ``alphas`` or ``metrics``.
+            kind: ``weights``, ``alphas``, ``rewards`` or ``metrics``.
             splits: What the release reads.
             steps: Number of releases that the request asks for.
             num_values: Number of values of each release.
@@ -231,7 +233,7 @@ class ReleaseGate:
             committed_steps=committed.steps,
         )
         batch_size = round(release.sample_rate * self.num_records(splits), 9)  # 1 / 49 * 49 < 1
-        return Admission(allowed, release, batch_size, entry)
+        return Admission(allowed, "+".join(splits), release, batch_size, entry)
 
     def release(
         self, admission: Admission, num_records: int, clipped_sum: Callable[[Tensor], Tensors]

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.optim.swa_utils import update_bn
 
 from fednas_flwr.clients.client import Client
 from fednas_flwr.data.loaders import step_batch
@@ -157,22 +158,42 @@ def probe(client: Client, request: Request) -> Reply:
     FEATHERS, Alg. 2 and 3 without their last line. Each of ``settings["trials"]`` (settings beside
     the common ones) trains the same network, a supernet or a derived one, from the same states
     and with the same draws; the result is discarded. Nothing but the mean over validation records
-    of ``clip(l_before - l_after, -M, M)`` leaves per trial, as ``rewards`` [trials]. The text does
-    not clip, and its clients try one configuration per message. ``num_examples`` is the number
-    of validation records: the client's weight in the rewards (Eq. 5).
+    of ``clip(l_before - l_after, -M, M)`` leaves per trial, as ``rewards`` [trials]. The number of
+    validation records, ``num_examples``, is the client's weight in the rewards (Eq. 5).
+
+    Deviations: the text does not clip, its clients try one configuration per message, and its
+    losses are those with batch norm's running statistics, see :func:`refresh_statistics`.
     """
     settings, rewards = request.settings, []
+    network = client.network(settings["network"], request.states)
+    refresh_statistics(client, request, network)
+    before = validation_losses(client, network)
     for trial in settings["trials"]:
         with torch.random.fork_rng():
             network = client.network(settings["network"], request.states)
-            before = validation_losses(client, network)
             tried = replace(request, settings={**settings, **trial})
             train = _search if isinstance(network, Supernet) else _train
             train(client, tried, network)
+            refresh_statistics(client, request, network)
             decreases = before - validation_losses(client, network)
         rewards.append(clipped_decreases(decreases, settings["loss_bound"]).mean())
     states = {"rewards": {"rewards": torch.stack(rewards).float()}}
     return make_reply(len(client.data.validation), states, {})
+
+
+def refresh_statistics(client: Client, request: Request, network: torch.nn.Module) -> None:
+    """Estimate batch norm's statistics anew, on one pass over the client's train records.
+
+    Running statistics are far behind the weights after few steps: a loss with them would tell how
+    far, and speak against every configuration that learns fast.
+    """
+    if not isinstance(network, Supernet):
+        network.drop_path_prob = 0.0  # type: ignore[assignment]
+    generator = client.generator(request.header, "statistics")
+    batches = client.epoch(
+        client.data.train, batch_size=request.settings["batch_size"], generator=generator
+    )
+    update_bn(batches, network, client.device)
 
 
 def validation_losses(client: Client, network: torch.nn.Module) -> torch.Tensor:
@@ -256,13 +277,17 @@ def _endless(client: Client, batch_size: int, generator: torch.Generator) -> Ite
 def weights(client: Client, request: Request) -> Reply:
     """``train.weights``: the weights of a network after local epochs.
 
-    With the setting ``validates`` also its mean loss on validation records after them.
+    With the setting ``validates`` also its mean loss on validation records after them, if the
+    client has any.
     """
     network = client.network(request.settings["network"], request.states)
     metrics = _train(client, request, network)
-    if request.settings.get("validates", False):
-        metrics["validation_loss"] = float(validation_losses(client, network).mean())
-    return make_reply(len(client.split(request.settings["split"])), _states(network), metrics)
+    reply = make_reply(len(client.split(request.settings["split"])), _states(network), metrics)
+    if not (request.settings.get("validates", False) and len(client.data.validation)):
+        return reply
+    refresh_statistics(client, request, network)
+    loss = float(validation_losses(client, network).mean())
+    return replace(reply, metrics={**metrics, "validation_loss": loss})
 
 
 def _train(client: Client, request: Request, network: torch.nn.Module) -> dict[str, float]:

@@ -249,11 +249,14 @@ def _retraining(config: Config, privacy: DifferentialPrivacy, done: int) -> list
 
 
 def _most_trials(algorithm: HyperparameterSearch, done: int, rounds: int) -> int:
-    """Return how many trials the rounds after ``done`` can take: kappa is largest at first."""
+    """Return how many trials the rounds after ``done`` can take: kappa is largest at first.
+
+    A round to spare, ``done=-1``, is one that explores.
+    """
     num_arms = len(algorithm.configurations) or algorithm.num_configurations
     most = Bandit.of(num_arms, algorithm.bandit).num_trials()
-    phases = sum(explores(r, algorithm.nas_rounds) for r in range(done + 1, rounds + 1))
-    return most * phases
+    phases = sum(explores(r, algorithm.nas_rounds) for r in range(max(0, done) + 1, rounds + 1))
+    return most * (phases + max(0, -done))
 
 
 def _rewards(stage: str, privacy: DifferentialPrivacy, trials: int) -> Item:
@@ -321,7 +324,7 @@ def _calibrated(
         records: Each client's declared number of records by split.
     """
     needed = 0.0
-    splits = {split for item in own for split in item["splits"]}
+    splits = dict.fromkeys(split for item in own for split in item["splits"])
     given: float | None = getattr(privacy, name).epsilon
     for split in splits:
         target = given or privacy.epsilon * _share(privacy, name, split, items)
@@ -358,7 +361,9 @@ def _calibrated(
 def _share(privacy: DifferentialPrivacy, name: str, split: str, items: Sequence[Item]) -> float:
     """Return the share of epsilon up to which a kind of release may fill a split."""
     if name == "rewards":
-        return privacy.rewards_share
+        others = [i for i in items if _noise_of(i) != name and split in i["splits"]]
+        later = any(item["noise_multiplier"] is None for item in others)
+        return privacy.rewards_share if later else 1.0
     later = any(_noise_of(item) == "retrain" and split in item["splits"] for item in items)
     return privacy.search_share if later and name != "retrain" else 1.0
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import yaml
@@ -23,7 +24,7 @@ from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.federation.run_folder import CONFIG_FILE, EVENTS_FILE, GROUPS_FILE
-from fednas_flwr.reporting.events import EventLog
+from fednas_flwr.reporting.events import Event, EventLog
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.model_card import write_model_card
 from fednas_flwr.reporting.report import write_report
@@ -138,7 +139,7 @@ def _group_run(
     if not (folder / CONFIG_FILE).exists():
         text = yaml.safe_dump(json.loads(dump_config(config)), sort_keys=False)
         write_text(folder / CONFIG_FILE, text)
-    log = EventLog(folder / EVENTS_FILE)
+    log = EventLog(folder / EVENTS_FILE, [partial(_tell, run.log, name)])
     return name, replace(
         run,
         config=config,
@@ -150,6 +151,17 @@ def _group_run(
         ),
         inherited=states,
     )
+
+
+def _tell(log: EventLog, name: str, event: Event) -> None:
+    """Repeat in the run's own record what somebody who watches it must know of a group."""
+    if event["event"] in ("client_failed", "client_left"):
+        fields = ("stage", "round", "verb", "client", "reason")
+        log.emit(event["event"], group=name, **{field: event[field] for field in fields})
+    elif event["event"] == "warning":
+        log.emit("warning", message=f"group {name}: {event['message']}")
+    elif event["event"] == "stage_finished":
+        log.emit("group_stage", group=name, stage=event["stage"], seconds=event["seconds"])
 
 
 def _run_one(run: Run, named: tuple[str, Run], run_group: Callable[[Run], None]) -> str | None:

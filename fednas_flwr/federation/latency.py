@@ -23,7 +23,7 @@ from fednas_flwr.search_spaces.mbconv import MBConvSpace
 if TYPE_CHECKING:
     from fednas_flwr.federation.stages import Run
 
-MEASUREMENT = {"batch_size": 1, "passes": 11}
+MEASUREMENT = {"batch_size": 1, "passes": 5}
 
 
 def with_latency(run: Run) -> Config:

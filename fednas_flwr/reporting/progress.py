@@ -84,6 +84,11 @@ class ProgressDisplay:
                 self._show_round(event)
             case "stage_finished":
                 self._finish_stage(event)
+            case "group_stage":
+                self._say(
+                    f"group {event['group']}: {event['stage']} finished in "
+                    f"{duration(event['seconds'])}"
+                )
             case "client_failed":
                 self._show_failure(event)
             case "client_left":

@@ -12,6 +12,9 @@ from fednas_flwr.errors import ConfigError, unknown_choice
 
 RULES = ("first_order", "second_order", "mixed_level")
 SCHEDULES = ("aggressive", "adaptive", "constant")
+# Of a record's decrease of loss in a reward, in nats. How float32 rounds a loss (near 1: by 1e-7)
+# depends on the size of its batch: with a bound near that, rounding would be a record's reward.
+LEAST_LOSS_BOUND = 1e-3
 
 
 def check_range(condition: bool, key: str, value: object, expected: str) -> None:

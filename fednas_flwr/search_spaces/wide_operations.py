@@ -61,8 +61,11 @@ def norm(x_BCHW: Tensor, modules: Sequence[Any]) -> Tensor:
         raise ValueError("engine=fast needs all norms in one mode: call train() or eval()")
     buffers = [[m.running_mean for m in modules], [m.running_var for m in modules]]
     mean, variance = (torch.cat(each) for each in buffers)
+    momentum = first.momentum
+    if momentum is None:  # as torch's own: the mean over all batches
+        momentum = 1 / (int(first.num_batches_tracked) + 1)
     out = F.batch_norm(
-        x_BCHW, mean, variance, training=first.training, momentum=first.momentum, eps=first.eps
+        x_BCHW, mean, variance, training=first.training, momentum=momentum, eps=first.eps
     )
     if first.training:
         for module, mean_C, variance_C in zip(

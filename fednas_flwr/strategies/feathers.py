@@ -15,7 +15,7 @@ from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.states import Layout, unpack
 from fednas_flwr.randomness import make_generator
-from fednas_flwr.search.settings import Configuration
+from fednas_flwr.search.settings import LEAST_LOSS_BOUND, Configuration
 from fednas_flwr.search.tuner import Tuner
 from fednas_flwr.search_spaces.space import SearchSpace
 from fednas_flwr.strategies.base import RoundStrategy, average_replies
@@ -34,7 +34,8 @@ class FEATHERS(RoundStrategy):
     Deviations: a learning rate is not annealed, it is the bandit that lowers it. One message asks a
     client for all trials of a phase, so that no client waits for another between them and the
     states travel once. With privacy, M shrinks with the rewards, which are noise of its size
-    otherwise: after the first phase it is 4 times their running scale, at most ``loss_bound``.
+    otherwise: after the first phase it is 4 times their running scale, within
+    ``LEAST_LOSS_BOUND`` and ``loss_bound``.
 
     Args:
         network: Supernet, or newly initialised derived network.
@@ -149,7 +150,7 @@ class FEATHERS(RoundStrategy):
         scale = self.tuner.bandit.scale
         if not self.private or scale == 0:
             return self.loss_bound
-        return min(self.loss_bound, BOUND_PER_SCALE * scale)
+        return min(self.loss_bound, max(LEAST_LOSS_BOUND, BOUND_PER_SCALE * scale))
 
     def _rewards(
         self, configurations: Sequence[Configuration], bound: float

@@ -23,7 +23,8 @@ class FedEx(RoundStrategy):
 
     Deviations: the server draws for the clients, who need to know nothing of theta; a client's
     loss counts by its training records, not its validation records, which are the same share
-    of every client's; learning rates are not annealed. Validation records are not trained on.
+    of every client's, and one that has none moves nothing; learning rates are not annealed.
+    Validation records are not trained on.
 
     Args:
         network: The network to train, newly initialised.
@@ -89,7 +90,8 @@ class FedEx(RoundStrategy):
                 states=self.states,
                 layouts=self.layouts,
             ):
-                trials.append(Trial(drawn[client], self._loss(reply), reply.num_examples))
+                if "validation_loss" in reply.metrics:
+                    trials.append(Trial(drawn[client], self._loss(reply), reply.num_examples))
                 yield client, reply
 
         self.states, metrics = average_replies(observed())
@@ -109,5 +111,5 @@ class FedEx(RoundStrategy):
 
     def _loss(self, reply: Reply) -> float:
         """Return a client's loss, held to the bound: one client's nonsense must not choose."""
-        loss = reply.metrics.get("validation_loss", math.inf)
+        loss = reply.metrics["validation_loss"]
         return min(max(loss, 0.0), self.loss_bound) if math.isfinite(loss) else self.loss_bound

@@ -376,20 +376,49 @@ def test_a_probe_releases_the_clipped_decrease_of_each_trial(
     assert rewarded == pytest.approx(mean, rel=1e-4)
 
 
-def test_a_probe_of_a_derived_network_reads_no_validation_record_to_train(make_site, networks):
+def derived_probe(make_site, networks, *, split):
+    """Return a site that keeps to training on a split, and a request for a trial that does."""
     terms = {"stage": "retrain", "verb": "train.probe", "steps": 50}
     items = [
-        terms | {"kind": "weights", "splits": ["train"]} | TERMS,
+        terms | {"kind": "weights", "splits": split.split("+")} | TERMS,
         terms | {"kind": "rewards", "splits": ["validation"]} | METRICS,
     ]
     site = make_site(committed=items)
     releases = {"weights": TERMS, "rewards": METRICS}
-    asked = {"network": networks.description, "split": "train", "auxiliary_weight": 0.0}
+    asked = {"network": networks.description, "split": split, "auxiliary_weight": 0.0}
     request = site.request("train.probe", releases=releases, local_steps=2, **asked)
     header = replace(request.header, stage="retrain")
-    request = replace(request, header=header, states=networks.states["derived"])
+    return site, replace(request, header=header, states=networks.states["derived"])
+
+
+@pytest.mark.parametrize("split", ["train", "test", "train+validation"])
+def test_trials_of_a_derived_network_read_what_is_booked_and_nothing_else(
+    split, make_site, networks, monkeypatch
+):
+    site, request = derived_probe(make_site, networks, split=split)
+    data, read, batch = vars(site.client.data), set(), Split.batch
+
+    def noted(records, indices, device):
+        read.update(records.rows[indices].tolist())
+        return batch(records, indices, device)
+
+    monkeypatch.setattr(Split, "batch", noted)
     assert set(site.answer(request).states) == {"rewards"}
-    assert [row.splits for row in site.rows()] == [("train",), ("train",), ("validation",)]
+    booked = {*split.split("+"), "validation"}
+    assert read <= {row for name in booked for row in data[name].rows.tolist()}
+    assert all(read & set(data[name].rows.tolist()) for name in booked)
+    assert [row.splits for row in site.rows()] == [tuple(split.split("+"))] * 2 + [("validation",)]
+
+
+@pytest.mark.parametrize("split", ["test", "validation", "train+validation", "", None])
+def test_trials_that_train_on_another_split_than_the_committed_are_refused(
+    split, make_site, networks, no_record
+):
+    site, request = derived_probe(make_site, networks, split="train")
+    request = replace(request, settings=request.settings | {"split": split})
+    with pytest.raises(ConfigError, match="commitment=None|do not fit train.probe"):
+        site.answer(request)
+    assert site.rows() == []
 
 
 def test_losses_and_accuracies_are_sums_of_bounded_terms_over_declared_records(
@@ -469,7 +498,12 @@ def test_weights_that_blow_up_the_loss_release_bounded_sums(bad, make_site, with
         ("train.probe", {"trials": []}, "trials=.* are not 1 to 1000"),
         ("train.probe", {"trials": {"x": 1}}, "trials=.* are not 1 to 1000"),
         ("train.probe", {"local_steps": True}, "local_steps=True is not"),
-        ("train.probe", {"loss_bound": 0}, "loss_bound=0.0 is not above 0"),
+        ("train.probe", {"loss_bound": 9e-4}, "loss_bound=0.0009 is not 0.001 or more"),
+        ("train.probe", {"loss_bound": 5e-324}, "loss_bound=5e-324 is not"),
+        ("train.probe", {"trials": [TRIAL | {"split": "test"}]}, "may set nothing but alphas, d"),
+        ("train.probe", {"trials": [TRIAL | {"local_steps": 9}]}, "may set nothing but"),
+        ("train.probe", {"trials": [TRIAL | {"network": {"name": "x"}}]}, "may set nothing but"),
+        ("train.probe", {"trials": ["weights"]}, "a trial=weights may set nothing but"),
         ("train.probe", {"loss_bound": math.nan}, "loss_bound=nan is no number"),
     ],
 )

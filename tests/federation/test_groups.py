@@ -130,6 +130,8 @@ def test_a_group_without_its_quorum_ends_with_the_reason_and_the_other_goes_on(r
     assert finished["b"]["status"] == "completed"
     assert finished["a"]["status"] == "failed"
     assert "the disk is full" in finished["a"]["reason"]
+    failures = [e for e in named(broken.events, "client_failed") if e["stage"] == "search"]
+    assert {(failure["group"], failure["client"]) for failure in failures} == {("a", 3)}
     assert "the disk is full" in (broken.folder / "groups" / "a" / "report.html").read_text()
 
 

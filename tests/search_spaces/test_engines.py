@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import update_bn
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.randomness import make_generator, seeded
@@ -137,3 +138,15 @@ def test_norms_side_by_side(kind, training):
     for module, twin in zip(modules, twins, strict=True):
         for buffer, other in zip(module.buffers(), twin.buffers(), strict=True):
             torch.testing.assert_close(buffer, other)
+
+
+def test_both_engines_can_average_statistics_over_batches(space):
+    """Momentum None, with which torch.optim.swa_utils.update_bn estimates them anew."""
+    batches = [draw(3, 3, 8, 8), draw(5, 3, 8, 8)]
+    states = []
+    for engine in both_engines(space, norm="batch"):
+        update_bn(batches, engine)
+        states.append(dict(engine.named_buffers()))
+    for name, expected in states[0].items():
+        torch.testing.assert_close(states[1][name], expected)
+        assert "tracked" not in name or int(expected) == 2

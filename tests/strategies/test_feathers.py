@@ -112,6 +112,23 @@ def test_trials_side_by_side_give_what_they_give_in_sequence(compose_config, fed
     assert len(set(together)) == 3
 
 
+def loss_of(client, supernet):
+    """Return the validation loss after one pass over the train records set all statistics."""
+    norms = [m for m in supernet.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over batches
+    generator = make_generator(client.seed, "search", 1, client.index, "statistics")
+    supernet.train()
+    with torch.no_grad():
+        for x, _ in client.epoch(client.data.train, batch_size=32, generator=generator):
+            supernet(x)
+    for norm in norms:
+        norm.momentum = 0.1
+    assert norms
+    return evaluate(supernet, client.data.validation, client.device).loss
+
+
 def test_rewards_are_mean_decreases_by_validation_size(searched):
     """Each client's own search, made by train.search, measured before and after."""
     config, strategy = searched.config, searched.strategy
@@ -126,11 +143,12 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
         header = Header("test", "search", 1, 1, client.index, "nonce")
         settings = {**arguments["settings"], **arguments["settings"]["trials"][0]}
         request = Request("train.search", header, settings, arguments["states"])
+        assert settings["batch_size"] == 32
         supernet = client.network({"name": "supernet"}, arguments["states"])
-        before = evaluate(supernet, client.data.validation, client.device).loss
+        before = loss_of(client, supernet)
         reply = VERBS["train.search"](client, request)
         load_states(supernet, reply.states)
-        after = evaluate(supernet, client.data.validation, client.device).loss
+        after = loss_of(client, supernet)
         decreases.append(before - after)
         sizes.append(len(client.data.validation))
     mean = sum(d * n for d, n in zip(decreases, sizes, strict=True)) / sum(sizes)

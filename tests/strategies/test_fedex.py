@@ -113,6 +113,23 @@ def test_resume_after_round_1_gives_equal_tensors(prepared, tmp_path):
             assert torch.equal(vector, second.strategy.states[state][dtype])
 
 
+def test_a_client_without_validation_records_speaks_for_no_configuration(prepared, monkeypatch):
+    honest = VERBS["train.weights"]
+
+    def lacking(client, request):
+        validation = client.data.validation
+        kept = validation.rows if client.index == 1 else validation.rows[:0]
+        data = replace(client.data, validation=replace(validation, rows=kept))
+        return honest(replace(client, data=data), request)
+
+    monkeypatch.setitem(VERBS, "train.weights", lacking)
+    federation = prepared()
+    federation.strategy.start(federation.grid, num_rounds=1)
+    (event,) = (event for event in federation.events if event["event"] == "round")
+    (loss,) = [m["validation_loss"] for m in event["clients"].values() if "validation_loss" in m]
+    assert federation.strategy.values["theta"]["loss_sum"] == pytest.approx(loss)
+
+
 @pytest.mark.parametrize("nonsense", [math.nan, -1e30, None])
 def test_nonsense_from_a_client_counts_at_most_the_bound(prepared, monkeypatch, nonsense):
     honest = VERBS["train.weights"]
