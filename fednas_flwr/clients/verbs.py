@@ -337,12 +337,17 @@ def latency(client: Client, request: Request) -> Reply:
     space = client.make_space()
     if not isinstance(space, MBConvSpace):
         raise ConfigError(f"search_space={space.name} has no latency table: choose mbconv.")
-    sizes = {name: request.settings.get(name) for name in LATENCY_RANGES}
     for name, (least, most) in LATENCY_RANGES.items():
-        value = sizes[name]
+        value = request.settings.get(name)
         if type(value) is not int or not least <= value <= most:
             raise ConfigError(f"{name} must be a whole number from {least} to {most}.")
-    table, _ = measure_space(space, device=client.device, threads=client.threads, **sizes)
+    table, _ = measure_space(
+        space,
+        device=client.device,
+        threads=client.threads,
+        batch_size=request.settings["batch_size"],
+        passes=request.settings["passes"],
+    )
     return Reply(num_examples=1, facts={"latency": to_json(table)})
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fednas_flwr.build import load_table, make_device, supernet_space
 from fednas_flwr.config import Config, DifferentialPrivacy, PathSearch
+from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.evaluation.space_costs import measure_network, space_costs
 from fednas_flwr.exchange.courier import QuorumError
@@ -46,8 +47,8 @@ def with_latency(run: Run) -> Config:
     return replace(config, algorithm=replace(algorithm, hardware=hardware))
 
 
-def cost_of(config: Config, space: MBConvSpace, genotype: Genotype) -> dict[str, Any] | None:
-    """Return what a derived network costs against the target, None where a search has none.
+def cost_of(config: Config, prepared: Prepared, genotype: Genotype | None) -> dict[str, Any] | None:
+    """Return what a searched network costs against the target, None where there is none.
 
     With a table of this machine's kind also what it takes, measured here with the table's batch
     and threads.
@@ -55,8 +56,11 @@ def cost_of(config: Config, space: MBConvSpace, genotype: Genotype) -> dict[str,
     algorithm = config.algorithm
     if not isinstance(algorithm, PathSearch) or algorithm.hardware is None:
         return None
+    if genotype is None or "search" not in config.stages:
+        return None
     hardware, device = algorithm.hardware, make_device(config.device)
-    table = load_table(hardware)
+    table, space = load_table(hardware), supernet_space(config, prepared)
+    assert isinstance(space, MBConvSpace)  # as the configuration has it
     measured = None if table is None else measure_network(space, table, genotype, device=device)
     return {
         "unit": hardware.unit,

@@ -35,7 +35,6 @@ from fednas_flwr.build import (
     make_retraining,
     make_search,
     make_server_data,
-    supernet_space,
 )
 from fednas_flwr.config import ClusterSearch, Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.data.datasets import Prepared
@@ -228,15 +227,13 @@ def _describe(
     with run.stage("derive"):
         description = describe_network(run.config, run.prepared, genotype)
         network = make_network(description | {"auxiliary": False})
-        space = supernet_space(run.config, run.prepared)
-        searched = genotype is not None and "search" in run.config.stages
         run.log.emit(
             "derived",
             genotype=json.loads(to_json(genotype)) if genotype else None,
             configuration=asdict(configuration) if configuration else None,
             num_parameters=count_parameters(network),
             multiply_adds=count_multiply_adds(network, run.prepared.input_shape),
-            cost=cost_of(run.config, space, genotype) if searched else None,
+            cost=cost_of(run.config, run.prepared, genotype),
         )
     return description
 
