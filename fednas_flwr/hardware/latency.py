@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.benchmark import Timer
-from torch.utils.benchmark import timer as benchmark_timer
 
 from fednas_flwr.errors import ConfigError
 
@@ -167,6 +165,8 @@ def time_modules(
         threads: Of torch.
         passes: Measurements of each, 2 or more.
     """
+    from torch.utils.benchmark import Timer  # looks for CUDA, and warns, when it is imported
+
     runs = []
     for module, shape in modules:
         x = torch.randn(batch_size, *shape, device=device)
@@ -194,7 +194,9 @@ def _clock(device: torch.device, threads: int) -> Callable[[], float]:
 
     torch's own timer waits for a GPU.
     """
-    return process_time if device.type == "cpu" and threads == 1 else benchmark_timer
+    from torch.utils.benchmark import timer
+
+    return process_time if device.type == "cpu" and threads == 1 else timer
 
 
 def summarise(times_ms: list[float]) -> Timing:
