@@ -36,20 +36,9 @@ def measure(
     settings = {"overrides": list(overrides)}
     if has_result(results, settings, seed):
         return
-    if (folder / "config.yaml").exists():
-        arguments = [f"resume={folder}"]
-    else:
-        arguments = [*overrides, f"seed={seed}", f"dataset.root={root}", f"run_dir={folder}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "fednas_flwr.cli", "run", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if done.returncode:
-        print(f"{folder}: exit code {done.returncode}\n{done.stdout[-2000:]}", flush=True)
+    run = make_run(folder, overrides=overrides, seed=seed, root=root)
+    if run is None:
         return
-    run = read_run(folder)
     started = run.last("run_started") or {}
     numbers = run.numbers()
     accuracy = numbers["central_accuracy"]
@@ -67,3 +56,26 @@ def measure(
         },
     )
     print(f"{dict(group)} seed {seed}: {numbers}", flush=True)
+
+
+def make_run(folder: Path, *, overrides: Sequence[str], seed: int, root: Path) -> Run | None:
+    """Return a run, made or gone on with unless it is complete; None after telling why it failed.
+
+    Arguments are those of :func:`measure`.
+    """
+    if (folder / "events.jsonl").exists() and read_run(folder).status == "completed":
+        return read_run(folder)
+    if (folder / "config.yaml").exists():
+        arguments = [f"resume={folder}"]
+    else:
+        arguments = [*overrides, f"seed={seed}", f"dataset.root={root}", f"run_dir={folder}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fednas_flwr.cli", "run", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        print(f"{folder}: exit code {done.returncode}\n{done.stdout[-2000:]}", flush=True)
+        return None
+    return read_run(folder)

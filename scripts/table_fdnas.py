@@ -1,0 +1,170 @@
+"""Tables: FDNAS and CFDNAS on Fashion-MNIST, small forms of the paper's Tables 3, 4 and 5.
+
+    python scripts/table_fdnas.py --root <folder with FashionMNIST> [--jobs 2]
+
+10 clients whose groups of 3, 3 and 4 hold different classes, 3 seeds. The baselines search on one
+client alone or on all records in one place; what they find is trained by all clients, as FDNAS'
+network is. Continues where it was stopped; every finished run is added to scripts/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean
+
+from table_runs import make_run, measure
+
+from fednas_flwr.data.partitioners import load_partition, save_partition
+from fednas_flwr.reporting.runs import Run, read_run
+from fednas_flwr.reporting.tables import start_results
+
+RESULTS = Path(__file__).parent / "results"
+RUNS = Path("runs/table_fdnas")
+COMMAND = "python scripts/table_fdnas.py --root <folder>"
+SEEDS = (1, 2, 3)
+FDNAS = ["experiment=fdnas/fashion_mnist"]
+CFDNAS = ["experiment=cfdnas/fashion_mnist"]
+TRAINED = ["stages=[retrain,evaluate]"]
+NAIVE_ROUNDS = (4, 8, 16)  # of each group's search from scratch; CFDNAS' groups have 4
+PERCENT = {"scale": 100, "decimals": 1}
+ACCURACIES = [
+    {"metric": "central_accuracy", "title": "federated averaged accuracy (%)", **PERCENT},
+    {"metric": "personalised_accuracy", "title": "mean local accuracy (%)", **PERCENT},
+]
+SIZES = [
+    {"metric": "num_parameters", "title": "parameters (k)", "scale": 1e-3, "decimals": 0},
+    {"metric": "multiply_adds", "title": "multiply-adds (M)", "scale": 1e-6, "decimals": 2},
+]
+SEARCH = [{"metric": "search_seconds", "title": "search (s)", "decimals": 0}]
+GROUPS = ("phone", "cpu", "gpu")
+
+
+def main() -> None:
+    """Run what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
+    options = parser.parse_args()
+    start_results(
+        RESULTS / "fdnas.json",
+        title="FDNAS and baselines on Fashion-MNIST, small form: 2,500 images, 3 seeds",
+        command=COMMAND,
+        columns=[*ACCURACIES, *SIZES, *SEARCH],
+    )
+    start_results(
+        RESULTS / "cfdnas.json",
+        title="CFDNAS on Fashion-MNIST, small form: three groups, 3 seeds",
+        command=COMMAND,
+        columns=[
+            {"metric": "client_accuracy", "title": "group's network (%)", **PERCENT},
+            *ACCURACIES[1:],
+            *(
+                {"metric": name, "title": f"{name} (M)", "scale": 1e-6, "decimals": 2}
+                for name in GROUPS
+            ),
+            *SEARCH,
+        ],
+    )
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda seed: make_seed(seed, root=options.root.resolve()), SEEDS))
+
+
+def make_seed(seed: int, *, root: Path) -> None:
+    """Make all runs of one seed: the baselines need FDNAS' division of the records."""
+    fdnas = RUNS / f"fdnas_s{seed}"
+    add("FDNAS", fdnas, FDNAS, seed=seed, root=root)
+    mobile = ["algorithm=fedavg", "algorithm.network=mobilenet_v2"]
+    fixed = [*mobile, "experiment=fdnas_fashion_mnist", *TRAINED]
+    add("MobileNetV2, FedAvg", RUNS / f"mobilenet_s{seed}", fixed, seed=seed, root=root)
+    for name, partition in {
+        "DNAS on one client": one_client(fdnas),
+        "DNAS on pooled data": ["partition=iid"],
+    }.items():
+        folder = RUNS / f"{name.replace(' ', '_').lower()}_s{seed}"
+        alone = [*FDNAS, *partition, "clients=1", "stages=[search]"]
+        search = make_run(folder, overrides=alone, seed=seed, root=root)
+        if search is None:
+            continue
+        given = [*FDNAS, *TRAINED, f"genotype={folder / 'genotype.json'}"]
+        trained = folder.with_name(f"{folder.name}_trained")
+        seconds = {"search_seconds": search.numbers()["search_seconds"]}
+        add(name, trained, given, seed=seed, root=root, more=seconds)
+    add_groups("CFDNAS", RUNS / f"cfdnas_s{seed}", CFDNAS, rounds=4, seed=seed, root=root)
+    for rounds in NAIVE_ROUNDS:
+        naive = [*CFDNAS, "algorithm.inherit=false", f"algorithm.group_rounds={rounds}"]
+        folder = RUNS / f"naive{rounds}_s{seed}"
+        add_groups("naive-CFDNAS", folder, naive, rounds=rounds, seed=seed, root=root)
+
+
+def one_client(fdnas: Path) -> list[str]:
+    """Return the settings under which the one client of a run has the first one's records."""
+    path = fdnas.with_name("first_client.json")
+    save_partition(path, load_partition(fdnas / "partition.json")[:1])
+    return [f"partition.file={path}"]
+
+
+def add(
+    name: str,
+    folder: Path,
+    overrides: Sequence[str],
+    *,
+    seed: int,
+    root: Path,
+    more: Mapping[str, float | None] | None = None,
+) -> None:
+    """Make a run of the first table."""
+    measure(
+        RESULTS / "fdnas.json",
+        folder,
+        overrides=overrides,
+        group={"algorithm": name},
+        seed=seed,
+        root=root,
+        more=lambda run: more or {},
+    )
+
+
+def add_groups(
+    name: str, folder: Path, overrides: Sequence[str], *, rounds: int, seed: int, root: Path
+) -> None:
+    """Make a run of the second table."""
+    measure(
+        RESULTS / "cfdnas.json",
+        folder,
+        overrides=overrides,
+        group={"algorithm": name, "rounds per group": rounds},
+        seed=seed,
+        root=root,
+        more=group_numbers,
+    )
+
+
+def group_numbers(run: Run) -> dict[str, float | None]:
+    """Return the mean over all groups' clients, each group's multiply-adds, and search seconds.
+
+    Accuracies are on each client's own test part, before and after local training. The seconds are
+    those of all clients' search and of all groups'.
+    """
+    parts = {e["group"]: e for e in run.of_kind("group_finished") if e["status"] == "completed"}
+    runs = {name: read_run(run.folder / event["folder"]) for name, event in parts.items()}
+    tested = [part.last("evaluated") or {} for part in runs.values()]
+    accuracies = {
+        name: [client["accuracy"] for event in tested for client in event.get(kind, [])]
+        for name, kind in (
+            ("client_accuracy", "clients"),
+            ("personalised_accuracy", "personalised"),
+        )
+    }
+    searches = [part.numbers()["search_seconds"] or 0.0 for part in (run, *runs.values())]
+    return {
+        **{name: fmean(values) if values else None for name, values in accuracies.items()},
+        "search_seconds": sum(searches),
+        **{name: part.numbers()["multiply_adds"] for name, part in runs.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()
