@@ -806,7 +806,7 @@ def _check_privacy(config: Config) -> None:
         if algorithm.name == "dp_fnas":
             raise ConfigError("algorithm=dp_fnas with privacy=none: set privacy=dp, or use fnas.")
         return
-    private = ("dp_fnas", "fed_darts", "feathers", "fedavg")
+    private = ("dp_fnas", "fed_darts", "feathers", "fdnas", "fedavg")
     if config.oversample:
         raise ConfigError(
             "oversample=true with privacy=dp: a record that is drawn several times costs more than "
@@ -816,6 +816,12 @@ def _check_privacy(config: Config) -> None:
         raise ConfigError(
             "personalised=true with privacy=dp: an accuracy after local training without noise is "
             "an exact function of the records; leave it out."
+        )
+    if isinstance(algorithm, ClusterSearch):
+        raise ConfigError(
+            "privacy=dp with algorithm=cfdnas is not possible yet: a client keeps one schedule of "
+            "releases per run, and each group is a run that begins when its group is known; set "
+            "algorithm=fdnas."
         )
     if algorithm.name not in private:
         raise ConfigError(

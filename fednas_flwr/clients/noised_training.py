@@ -56,7 +56,6 @@ def noised_gradient(
         state: ``weights`` or ``alphas``.
         admission: What the gate has admitted of this state; only its split is read.
     """
-    gate = gate_of(client)
     size = whole_number(settings, "micro_batch_size", largest=LARGEST_MICRO_BATCH)
     auxiliary_weight, split = 0.0, client.split(admission.split)
     chosen: list[object] = [state]
@@ -79,12 +78,22 @@ def noised_gradient(
     rehearse(client, clipped_sum, size, *chosen)
 
     def release() -> tuple[Tensors, float]:
-        sums = gate.release(
-            admission, len(split), partial(_sum_over, client, split, size, clipped_sum)
-        )
-        return {n: total.to(client.device) for n, total in sums.items()}, admission.batch_size
+        return noised_sum(client, admission, split, size, clipped_sum), admission.batch_size
 
     return release
+
+
+def noised_sum(
+    client: Client,
+    admission: Admission,
+    split: Split,
+    micro_batch_size: int,
+    clipped_sum: Callable[[Tensor, Tensor], Tensors],
+) -> Tensors:
+    """Return one release, on the client's device: the noised sum over a Poisson batch."""
+    rows_sum = partial(_sum_over, client, split, micro_batch_size, clipped_sum)
+    sums = gate_of(client).release(admission, len(split), rows_sum)
+    return {name: total.to(client.device) for name, total in sums.items()}
 
 
 def local_training(
@@ -98,10 +107,10 @@ def local_training(
     Of a supernet each is a step of the alphas, then one of the weights, as in
     ``search.local_search``; else it is one of the weights. Arguments as :func:`noised_gradient`.
     """
-    sgd = SGD(**_numbers(settings["weights"]))  # type: ignore[arg-type]
+    sgd = SGD(**numbers(settings["weights"]))  # type: ignore[arg-type]
     adam = None
     if isinstance(network, Supernet):
-        adam = Adam(**_numbers(settings["alphas"]))  # type: ignore[arg-type]
+        adam = Adam(**numbers(settings["alphas"]))  # type: ignore[arg-type]
     drop_path_prob = 0.0 if adam else number(settings, "drop_path_prob")
 
     def ready() -> dict[str, tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]]:
@@ -182,7 +191,7 @@ def number(settings: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
-def _numbers(given: Mapping[str, Any]) -> dict[str, float | None]:
+def numbers(given: Mapping[str, Any]) -> dict[str, float | None]:
     """Return an optimiser's constants, each a number or null."""
     return {name: None if given[name] is None else number(given, name) for name in given}
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fednas_flwr.clients.client import Client
+from fednas_flwr.clients.noised_paths import path_training
 from fednas_flwr.clients.noised_training import (
     SPLIT_OF,
     before_reading,
@@ -36,6 +37,7 @@ from fednas_flwr.clients.verbs import (
     clipped_decreases,
     identity,
     make_reply,
+    only_changed,
     request_supernet,
     validation_losses,
 )
@@ -55,6 +57,7 @@ PUBLIC_FACTS = {
         *("splits", "data_set", "budget", "secure_noise", "spent"),
     },
     "query.commit": {"epsilon", "covered_steps"},
+    "train.search": {"changed"},  # follows from the released states
 }
 RELEASES = {
     "train.weight_gradient": {"weights"},
@@ -131,7 +134,8 @@ def _asked_kinds(request: Request) -> dict[str, tuple[tuple[str, ...], int]]:
     if verb == "train.weights":
         return {"weights": (tuple(settings["split"].split("+")), steps)}
     if verb == "train.search":
-        return {state: ((split,), steps) for state, split in SPLIT_OF.items()}
+        states = ("weights",) if settings.get("warm_up") is True else SPLIT_OF
+        return {state: ((SPLIT_OF[state],), steps) for state in states}
     trials = _num_trials(settings)
     local_steps = trials * whole_number(settings, "local_steps", largest=10**6)
     searches = settings["network"] == SUPERNET
@@ -211,14 +215,20 @@ def search(client: Client, request: Request) -> Reply:
     DP-SGD on the weights and, first order, noised Adam on the alphas, alternating as in
     ``search.local_search``. The states follow from the releases. FEATHERS, Alg. 4, without the
     look-ahead of its line 2, whose weights would carry no noise.
+    With ``gates`` the steps are those of ``noised_paths``; tensors that the reply leaves out are
+    those that no release has moved.
     """
-    gate = gate_of(client)
+    gate, settings = gate_of(client), request.settings
     with before_reading(request):
         supernet = request_supernet(client, request)
         admissions = admit(gate, request, supernet)
-        train = local_training(client, request.settings, supernet, admissions)
+        if "gates" in settings:
+            train = path_training(client, request, supernet, admissions)
+        else:
+            train = local_training(client, settings, supernet, admissions)
     train()
-    return make_reply(gate.num_records(("train",)), _trained(supernet), {})
+    reply = make_reply(gate.num_records(("train",)), _trained(supernet), {})
+    return only_changed(reply, request, supernet) if settings.get("sparse") is True else reply
 
 
 def weights(client: Client, request: Request) -> Reply:

@@ -18,6 +18,7 @@ from fednas_flwr.config import (
     HyperparameterSearch,
     LocalSearch,
     Noise,
+    PathSearch,
     PrivateRetrain,
 )
 from fednas_flwr.errors import ConfigError, ReplyError
@@ -176,7 +177,7 @@ def private_settings(config: Config, schedule: Sequence[Item], stage: str) -> di
     }
     if stage == "retrain":
         return settings | {"local_steps": privacy.retrain.local_steps}
-    local = isinstance(config.algorithm, LocalSearch | HyperparameterSearch)
+    local = isinstance(config.algorithm, LocalSearch | PathSearch | HyperparameterSearch)
     return settings | ({"local_steps": privacy.local_steps} if local else {})
 
 
@@ -198,7 +199,7 @@ def _items(config: Config, done: Mapping[str, int]) -> list[Item]:
 def _search(config: Config, privacy: DifferentialPrivacy, done: int) -> list[Item]:
     """Return the releases of the search's rounds that are still to do."""
     algorithm, rounds = config.algorithm, config.rounds - done
-    assert isinstance(algorithm, GradientSearch | LocalSearch | HyperparameterSearch)
+    assert isinstance(algorithm, GradientSearch | LocalSearch | PathSearch | HyperparameterSearch)
     terms = {
         "weights": ("weights", ["train"], algorithm.batch_size, privacy.weights),
         "alphas": ("alphas", ["validation"], algorithm.batch_size, privacy.alphas),
@@ -216,8 +217,14 @@ def _search(config: Config, privacy: DifferentialPrivacy, done: int) -> list[Ite
             *(_item("search", verbs[kind], *terms[kind], steps) for kind in terms),
             *_metrics(privacy, "search", "validation", measured),
         ]
-    steps = rounds * privacy.local_steps
-    items = [_item("search", "train.search", *terms[kind], steps) for kind in terms]
+    rounds_of = dict.fromkeys(terms, rounds)
+    if isinstance(algorithm, PathSearch):  # whose warm-up releases no alphas
+        rounds_of["alphas"] -= max(0, algorithm.warm_up_rounds - max(0, done))
+    items = [
+        _item("search", "train.search", *terms[kind], number * privacy.local_steps)
+        for kind, number in rounds_of.items()
+        if number > 0
+    ]
     if isinstance(algorithm, HyperparameterSearch):
         trials = _most_trials(algorithm, done, config.rounds)
         steps = trials * privacy.local_steps

@@ -49,9 +49,12 @@ class Costs:
         return self.fixed + self.per_op_EO.nan_to_num(-math.inf).amax(dim=-1).sum().item()
 
     def expected(self, probabilities_EO: Tensor) -> Tensor:
-        """Return ``fixed + sum p * cost`` (section 3.3), differentiable in the probabilities."""
+        """Return ``fixed + sum p * cost`` (section 3.3), differentiable in the probabilities.
+
+        Those of B records, [B, E, O], give [B].
+        """
         per_op_EO = self.per_op_EO.nan_to_num(0.0).to(probabilities_EO)
-        return self.fixed + (probabilities_EO * per_op_EO).sum()
+        return self.fixed + (probabilities_EO * per_op_EO).sum((-2, -1))
 
     def of_path(self, path: Sequence[int]) -> float:
         """Return the cost of the network with one op per block, given by column."""

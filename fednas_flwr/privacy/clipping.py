@@ -35,14 +35,15 @@ Edge cases:
     parameter that the loss does not reach     zeros
     =========================================  ============================================
 
-Tensor suffixes: B records of a micro-batch, E edges, O ops.
+Tensor suffixes: B records of a micro-batch, E edges, O ops, K op weights of an edge.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,20 @@ from fednas_flwr.privacy.record_gradients import (
 
 COLUMNS = 8192  # of the buffer of gradients that are turned into float64 at a time
 SMALLEST_MAX_NORM = 1e-100  # squares of much smaller numbers vanish in float64
+
+
+class Relaxation(NamedTuple):
+    """How alphas enter a supernet.
+
+    Attributes:
+        op_weights: What the supernet is called with, [E, K] by kind of cell: the weights of all K =
+            O ops, or the gates of those that are computed.
+        by_alphas: Given a kind and the gradients by its op weights, float64 [B, E, K], returns
+            those by its alphas, [B, E, O]: record by record.
+    """
+
+    op_weights: Mapping[str, Tensor]
+    by_alphas: Callable[[str, Tensor], Tensor]
 
 
 def clipped_gradient_sum(
@@ -135,6 +150,7 @@ def clipped_alpha_gradient_sum(
     loss: Loss,
     alphas: Mapping[str, Tensor],
     max_norm: float,
+    relaxation: Relaxation | None = None,
     micro_batch_size: int | None = None,
     class_factors: Tensor | None = None,
 ) -> dict[str, Tensor]:
@@ -144,15 +160,17 @@ def clipped_alpha_gradient_sum(
     of which one joint norm is taken; the weights are held fixed. Every record gets op weights
     ``w_i = softmax(alphas)`` of its own, in a leaf [B, E, O] that all cells of a kind read. So one
     backward returns ``v_i = dL_i / dw_i``, summed over cells, and the softmax's Jacobian gives
-    ``h_i = w (v_i - sum_o w v_i)``. This costs what the plain gradient of the alphas costs.
+    ``h_i = w (v_i - sum_o w v_i)``. This costs what the plain gradient of the alphas costs. Another
+    ``relaxation`` has another w_i and another Jacobian.
 
     Args:
-        supernet: Called with x and op weights [B, E, O] by kind of cell; returns logits.
+        supernet: Called with x and op weights [B, E, K] by kind of cell; returns logits.
         x: Features [B, ...].
         y: Labels int64 [B].
         loss: As for :func:`clipped_gradient_sum`.
         alphas: Architecture parameters [E, O] by kind of cell.
         max_norm: R, at least 1e-100 and finite.
+        relaxation: Chosen without looking at records; None is the softmax over all ops.
         micro_batch_size: As for :func:`clipped_gradient_sum`.
         class_factors: As for :func:`clipped_gradient_sum`.
 
@@ -167,16 +185,16 @@ def clipped_alpha_gradient_sum(
     _check_arguments(x, y, max_norm, micro_batch_size, class_factors)
     refuse_batch_norm(supernet)
     sums: dict[str, Tensor] = {}
-    weights = {kind: a_EO.detach().double().softmax(dim=-1) for kind, a_EO in alphas.items()}
+    op_weights, by_alphas = relaxation or _softmax(alphas)
     with _only_trainable(supernet, {}), torch.enable_grad():
         for x_B, y_B in _micro_batches(x, y, micro_batch_size):
             leaves = {
-                kind: w_EO.to(alphas[kind].dtype).repeat(len(x_B), 1, 1).requires_grad_()
-                for kind, w_EO in weights.items()
+                kind: w_EK.detach().to(alphas[kind].dtype).repeat(len(x_B), 1, 1).requires_grad_()
+                for kind, w_EK in op_weights.items()
             }
             gradients = [
-                ([kind], _through_softmax(gradient_BEO.double(), weights[kind]))
-                for kind, gradient_BEO in differentiate(
+                ([kind], by_alphas(kind, gradient_BEK.double()))
+                for kind, gradient_BEK in differentiate(
                     losses_of(supernet(x_B, leaves), y_B, loss), leaves
                 ).items()
             ]
@@ -229,10 +247,15 @@ def _with_zeros(sums: dict[str, Tensor], parameters: Mapping[str, Tensor]) -> di
     }
 
 
-def _through_softmax(gradients_BEO: Tensor, weights_EO: Tensor) -> Tensor:
-    """Return the gradients by the alphas, from those by ``weights = softmax(alphas)``."""
-    mean_BE1 = (weights_EO * gradients_BEO).sum(-1, keepdim=True)
-    return weights_EO * (gradients_BEO - mean_BE1)
+def _softmax(alphas: Mapping[str, Tensor]) -> Relaxation:
+    """Return the relaxation of DARTS: all ops, weighted by ``softmax(alphas)``."""
+    weights = {kind: a_EO.detach().double().softmax(dim=-1) for kind, a_EO in alphas.items()}
+
+    def by_alphas(kind: str, gradients_BEO: Tensor) -> Tensor:
+        w_EO = weights[kind]
+        return w_EO * (gradients_BEO - (w_EO * gradients_BEO).sum(-1, keepdim=True))
+
+    return Relaxation(weights, by_alphas)
 
 
 def _factors(class_factors: Tensor | None, y_B: Tensor) -> Tensor | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.errors import unknown_choice
-from fednas_flwr.hardware.costs import HardwareLoss
+from fednas_flwr.hardware.costs import Costs, HardwareLoss
 from fednas_flwr.search.gates import active_gates, alpha_gradient, draw_paths, rescale
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search.training import Batch, Tally, clip_gradients, record_losses
@@ -159,13 +159,20 @@ def alpha_step(
     gradients_EK, losses = gate_gradient(
         supernet, batch, paths_EK, hardware=hardware, class_factors=class_factors
     )
+    alphas_EO.grad = alpha_gradient(gradients_EK, alphas_EO, paths_EK)
+    move_alphas(alphas_EO, paths_EK, mode=mode, optimizer=optimizer)
+    return losses
+
+
+def move_alphas(
+    alphas_EO: Tensor, paths_EK: Tensor, *, mode: str, optimizer: torch.optim.Optimizer
+) -> None:
+    """Step along the alphas' ``.grad``; in mode ``two`` then rescale those of the paths."""
     old_EO = alphas_EO.detach().clone()
-    alphas_EO.grad = alpha_gradient(gradients_EK, old_EO, paths_EK)
     optimizer.step()
     if mode == "two":
         with torch.no_grad():
             alphas_EO.copy_(rescale(alphas_EO, old_EO, paths_EK))
-    return losses
 
 
 def gate_gradient(
@@ -178,9 +185,7 @@ def gate_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return dL/dg [E, K] of a batch's mean loss, and the losses [B] without hardware.
 
-    The gate of an op enters the expected cost as its probability would (section 3.3): E has its
-    value under softmax(alphas) and ``dE/dg_j`` is the op's cost, so that in mode ``full`` the
-    alphas' gradient is that of E, and in mode ``two`` that of the two ops' mean cost.
+    With hardware it is of the loss that :func:`expected_cost` enters.
     """
     alphas_EO = supernet.alphas()[CELL].detach()
     gates_EK = active_gates(paths_EK, like=alphas_EO)
@@ -188,11 +193,21 @@ def gate_gradient(
     losses = record_losses(logits, batch[1], class_factors)
     loss = losses.mean()
     if hardware is not None:
-        zero_EK = gates_EK - gates_EK.detach()  # with the gates' gradient
-        p_EO = alphas_EO.softmax(dim=-1).scatter_add(-1, paths_EK.to(alphas_EO.device), zero_EK)
-        loss = hardware(loss, hardware.costs.expected(p_EO))
+        loss = hardware(loss, expected_cost(hardware.costs, alphas_EO, paths_EK, gates_EK))
     (gradients_EK,) = torch.autograd.grad(loss, [gates_EK])
     return gradients_EK, losses.detach()
+
+
+def expected_cost(costs: Costs, alphas_EO: Tensor, paths_EK: Tensor, gates: Tensor) -> Tensor:
+    """Return the expected cost E, differentiable in the gates [E, K], or of records, [B, E, K].
+
+    The gate of an op enters it as its probability would (section 3.3): E has its value under
+    softmax(alphas) and ``dE/dg_j`` is the op's cost, so that in mode ``full`` the alphas' gradient
+    is that of E, and in mode ``two`` that of the two ops' mean cost.
+    """
+    zero = gates - gates.detach()  # with the gates' gradient
+    p = alphas_EO.softmax(dim=-1).expand(*gates.shape[:-1], -1)
+    return costs.expected(p.scatter_add(-1, paths_EK.to(p.device).expand(gates.shape), zero))
 
 
 def uniform_alphas(alphas_EO: Tensor) -> Tensor:

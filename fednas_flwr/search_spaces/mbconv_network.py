@@ -93,7 +93,7 @@ class Block(nn.Module):
     def __init__(self, layers: Sequence[Layer | None], *, norm: Norm) -> None:
         """Make the modules of the layers; None leaves a column without an op."""
         super().__init__()
-        self.names = [None if layer is None or layer.op == ZERO else layer.op for layer in layers]
+        self.names = [None if layer is None else layer.op for layer in layers]
         self.is_residual = next(layer for layer in layers if layer is not None).is_residual
         self.ops = nn.ModuleDict(
             {layer.op: _mbconv(layer, norm=norm) for layer in layers if layer and layer.op != ZERO}
@@ -110,28 +110,28 @@ class Block(nn.Module):
 
         Without gates only the first op of the path counts.
         """
+        out: Tensor | None = None
         if gates_K is None:
-            out = self._apply_op(0 if path is None else path[0], x)
-            if out is not None and self.is_residual:
-                out = drop_path(out, drop_path_prob)
+            op = self.op(0 if path is None else path[0])
+            if op is not None:
+                out = drop_path(op(x), drop_path_prob if self.is_residual else 0.0)
         else:
-            out = None
             for position, column in enumerate(range(len(self.names)) if path is None else path):
-                with torch.set_grad_enabled(
-                    torch.is_grad_enabled() and (path is None or position == 0)
-                ):
-                    term = self._apply_op(column, x)
-                if term is not None:
+                op = self.op(column)
+                if op is not None:
+                    has_graph = torch.is_grad_enabled() and (path is None or position == 0)
+                    with torch.set_grad_enabled(has_graph):
+                        term = op(x)
                     term = gates_K[..., position, None, None, None] * term
                     out = term if out is None else out + term
         if out is None:
             return x
         return out + x if self.is_residual else out
 
-    def _apply_op(self, column: int, x: Tensor) -> Tensor | None:
-        """Return the op's output; None for ``zero`` and for what the block does not offer."""
+    def op(self, column: int) -> nn.Module | None:
+        """Return the op of a column; None for ``zero`` and for what the block does not offer."""
         name = self.names[column]
-        return None if name is None else self.ops[name](x)
+        return None if name is None or name == ZERO else self.ops[name]
 
 
 def _mbconv(layer: Layer, *, norm: Norm) -> nn.Sequential:

@@ -80,10 +80,14 @@ def prepared(site_config):
 @pytest.fixture(scope="session")
 def networks(site_config, prepared):
     """What requests carry: states by network, and the description of a derived one."""
-    space = build.supernet_space(site_config, prepared)
+    return make_networks(site_config, prepared)
+
+
+def make_networks(config, prepared):
+    space = build.supernet_space(config, prepared)
     with seeded(1, "networks"):
         supernet = space.supernet()
-        description = build.describe_network(site_config, prepared, space.derive(supernet.alphas()))
+        description = build.describe_network(config, prepared, space.derive(supernet.alphas()))
         derived = build.make_network(description)
     states = {
         name: {kind: pack(state) for kind, state in network_states(network).items() if state}

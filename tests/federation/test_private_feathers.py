@@ -1,4 +1,4 @@
-"""Whole private runs of FEATHERS and federated DARTS: what is booked and what is promised."""
+"""Whole private runs of FEATHERS, federated DARTS and FDNAS: what is booked and promised."""
 
 from __future__ import annotations
 
@@ -141,3 +141,38 @@ def test_private_federated_darts_takes_its_steps_and_no_more(run):
             ("train.search:alphas", ("validation",)): 2 * 2,
             ("train.weights:weights", ("train", "validation")): 2 * 3,
         }
+
+
+FDNAS = [
+    *("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "privacy=dp", "clients=2"),
+    *("search_space.norm=group", "search_space.width=0.25", "retrain.norm=group"),
+    *("algorithm.batch_size=8", "retrain.batch_size=8", "algorithm.warm_up_rounds=1"),
+    *("privacy.local_steps=2", "privacy.retrain.local_steps=3", "stages=[search,retrain]"),
+    *("rounds=3", "retrain.rounds=2", "privacy.epsilon=30", "algorithm.sparse=true"),
+    *(f"privacy.{kind}.noise_multiplier=null" for kind in ("weights", "alphas")),
+]
+
+
+def test_private_fdnas_releases_no_alphas_in_its_warm_up(run):
+    fdnas = run(*FDNAS)
+    assert not named(fdnas, "client_left") + named(fdnas, "client_failed")
+    (promise,) = named(fdnas, "privacy")
+    for booked in fdnas.booked:
+        counts = Counter((row.verb, row.splits) for row in booked)
+        assert counts == {
+            ("train.search:weights", ("train",)): 3 * 2,
+            ("train.search:alphas", ("validation",)): 2 * 2,
+            ("train.weights:weights", ("train", "validation")): 2 * 3,
+        }
+        assert [item["steps"] for item in promise["schedule"]] == [6, 4, 6]
+        assert {row.round for row in booked if row.verb == "train.search:alphas"} == {2, 3}
+        for split in ("train", "validation"):
+            releases = [row.release for row in booked if split in row.splits]
+            assert filter_epsilon(releases, 1e-5) <= 30
+
+
+def test_a_search_that_only_warms_up_commits_no_alphas(run):
+    warm = run(*FDNAS, "algorithm.warm_up_rounds=4", "stages=[search]", "rounds=1")
+    (promise,) = named(warm, "privacy")
+    assert [item["kind"] for item in promise["schedule"]] == ["weights"]
+    assert {row.verb for booked in warm.booked for row in booked} == {"train.search:weights"}

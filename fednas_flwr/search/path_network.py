@@ -1,0 +1,111 @@
+"""Drawn paths of an MBConv supernet as a network of their own: what private ProxylessNAS computes.
+
+A :class:`PathNetwork` gives the gradients of single records by the weights of one path, or by the
+gates of several. How paths are drawn must not depend on records, and neither must it fail on what a
+server has sent: :func:`drawable_alphas`.
+
+Tensor suffixes: B batch, E blocks, O ops, K ops that are computed in a block, the active one first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fednas_flwr.hardware.costs import Costs, HardwareLoss
+from fednas_flwr.hardware.flops import count_parameters
+from fednas_flwr.search.gates import NUM_PATHS, active_gates, alpha_gradient
+from fednas_flwr.search.proxyless import expected_cost
+from fednas_flwr.search_spaces.mbconv import NEVER
+from fednas_flwr.search_spaces.mbconv_network import Block, MBConvNetwork
+from fednas_flwr.search_spaces.mbconv_plan import CELL
+from fednas_flwr.search_spaces.space import Supernet
+
+LARGEST_ALPHA = 1e3  # of those that are drawn from; no Gumbel noise bridges the way to NEVER
+
+
+class PathNetwork(nn.Module):
+    """A supernet of which only drawn paths are computed; parameters are shared with it."""
+
+    def __init__(self, supernet: Supernet, paths_EK: Tensor, costs: Costs | None = None) -> None:
+        """Take the paths.
+
+        Args:
+            supernet: Of the MBConv space.
+            paths_EK: See ``search.gates.draw_paths``.
+            costs: Of the space; with them and gates the expected cost is returned, too.
+        """
+        super().__init__()
+        self.supernet, self.training = supernet, supernet.training
+        self.paths_EK, self.costs = paths_EK, costs
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Return the weights of the active ops and of what all paths share, named as ever."""
+        active = zip(_blocks(self.supernet), self.paths_EK[:, 0].tolist(), strict=True)
+        ops = [block.op(column) for block, column in active]
+        own = {id(weight) for op in ops if op is not None for weight in op.parameters()}
+        beside = {id(weight) for block in _blocks(self.supernet) for weight in block.parameters()}
+        return {
+            name: weight
+            for name, weight in self.supernet.weights().items()
+            if id(weight) in own or id(weight) not in beside
+        }
+
+    def forward(
+        self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return logits; with costs and gates ``{"blocks": [B, E, K]}`` also the expected cost [B].
+
+        Without gates only the active ops are computed.
+        """
+        logits: Tensor = self.supernet.body(x, op_weights, self.paths_EK.tolist())
+        if self.costs is None or op_weights is None:
+            return logits
+        alphas_EO = self.supernet.alphas()[CELL].detach()
+        return logits, expected_cost(self.costs, alphas_EO, self.paths_EK, op_weights[CELL])
+
+
+def drawable_alphas(supernet: Supernet) -> Tensor:
+    """Return alphas [E, O] from which no path is drawn that the supernet does not offer.
+
+    Those that a search leads to are returned as they are; wild ones that a server can send are
+    brought into a range.
+    """
+    alphas_EO = supernet.alphas()[CELL].detach()
+    tame_EO = alphas_EO.nan_to_num().clamp(-LARGEST_ALPHA, LARGEST_ALPHA)
+    return tame_EO.masked_fill(~offered_ops(supernet).to(alphas_EO.device), NEVER)
+
+
+def offered_ops(supernet: Supernet) -> Tensor:
+    """Return which ops each block offers, bool [E, O]."""
+    names = [block.names for block in _blocks(supernet)]
+    return torch.tensor([[name is not None for name in row] for row in names])
+
+
+def largest_paths(supernet: Supernet, *, mode: str) -> Tensor:
+    """Return the paths [E, K] with the most weights: no others of the mode take more memory."""
+    sizes = [
+        [
+            0 if (op := block.op(column)) is None else count_parameters(op)
+            for column in range(len(block.names))
+        ]
+        for block in _blocks(supernet)
+    ]
+    return torch.tensor(sizes).argsort(dim=-1, descending=True, stable=True)[:, : NUM_PATHS[mode]]
+
+
+def cost_gradient(hardware: HardwareLoss, supernet: Supernet, paths_EK: Tensor) -> Tensor:
+    """Return the alphas' gradient [E, O] of an additive loss's part that knows no record."""
+    alphas_EO = supernet.alphas()[CELL].detach()
+    gates_EK = active_gates(paths_EK, like=alphas_EO)
+    cost = expected_cost(hardware.costs, alphas_EO, paths_EK, gates_EK)
+    (gradients_EK,) = torch.autograd.grad(hardware(torch.zeros_like(cost), cost), [gates_EK])
+    return alpha_gradient(gradients_EK, alphas_EO, paths_EK)
+
+
+def _blocks(supernet: Supernet) -> list[Block]:
+    if not isinstance(supernet.body, MBConvNetwork):
+        raise ValueError("paths are drawn in the MBConv space only: set search_space=mbconv")
+    return [block for block in supernet.body.blocks if isinstance(block, Block)]

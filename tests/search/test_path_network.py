@@ -1,0 +1,189 @@
+"""Drawn paths as networks: clipped sums against loops over records, and draws that cannot fail."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from fednas_flwr.hardware.costs import Costs, HardwareLoss
+from fednas_flwr.privacy.clipping import (
+    Relaxation,
+    clipped_alpha_gradient_sum,
+    clipped_gradient_sum,
+)
+from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.search.gates import active_gates, alpha_gradient, draw_paths
+from fednas_flwr.search.path_network import (
+    PathNetwork,
+    cost_gradient,
+    drawable_alphas,
+    largest_paths,
+    offered_ops,
+)
+from fednas_flwr.search.proxyless import gate_gradient, uniform_alphas
+from fednas_flwr.search.training import record_losses
+from fednas_flwr.search_spaces import DARTSSpace
+from fednas_flwr.search_spaces.mbconv import MBConvSpace
+from fednas_flwr.search_spaces.mbconv_plan import Skeleton
+
+SPACE = MBConvSpace(
+    input_shape=(2, 4, 4),
+    num_classes=3,
+    skeleton=Skeleton(8, 1, 8, ((8, 2), (16, 1)), (3,), 8),
+    candidates=("mbconv2_3x3", "zero", "mbconv3_5x5", "mbconv3_3x3"),
+    norm="group",
+)
+COSTS = Costs(
+    "ms",
+    2.0,
+    torch.tensor([[3.0, 0.1, 5.0, 4.0], [3.0, 0.1, 6.0, 4.0], [2.0, math.nan, 3.0, 2.5]]).double(),
+)
+MULTIPLICATIVE, ADDITIVE = (
+    HardwareLoss(COSTS, target=8.0, unit="ms", form=form, scale=0.7, exponent=0.6)
+    for form in ("multiplicative", "additive")
+)
+
+
+@pytest.fixture(scope="module")
+def supernet():
+    with seeded(1, "supernet"):
+        supernet = SPACE.supernet().double().train()
+        torch.nn.init.normal_(supernet.body.after[1][2].weight)
+        alphas = supernet.alphas()["blocks"]
+        alphas.data = torch.where(alphas.data > -1, 0.5 * torch.randn(3, 4).double(), alphas.data)
+    return supernet
+
+
+@pytest.fixture(scope="module")
+def records():
+    generator = make_generator(1, "batch")
+    x = torch.randn(6, 2, 4, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (6,), generator=generator)
+
+
+def paths(supernet, mode, seed=0):
+    return draw_paths(drawable_alphas(supernet), mode=mode, generator=make_generator(seed, "paths"))
+
+
+def clip_to(gradients, norm):
+    """Return the sum over records of what is clipped, and the records' norms."""
+    lengths = [torch.cat([g.reshape(-1) for g in record]).norm().item() for record in gradients]
+    scales = [min(1.0, norm / length) for length in lengths]
+    parts = zip(*gradients, strict=True)
+    return [sum(s * g for s, g in zip(scales, part, strict=True)) for part in parts], lengths
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_of_a_path_are_clipped_as_those_of_its_derived_network(seed, supernet, records):
+    path = paths(supernet, "one", seed)
+    network = PathNetwork(supernet, path)
+    derived = SPACE.network(SPACE.genotype(path[:, 0].tolist())).double()
+    own, state = network.weights(), supernet.state_dict()
+    derived.load_state_dict({n: state[f"body.{n}"] for n in derived.state_dict()})
+    assert list(own) == [f"body.{name}" for name, _ in derived.named_parameters()]
+    gradients = []
+    for i in range(len(records[1])):
+        loss = F.cross_entropy(derived(records[0][i : i + 1]), records[1][i : i + 1])
+        gradients.append(torch.autograd.grad(loss, list(derived.parameters())))
+    lengths = clip_to(gradients, 1.0)[1]
+    norm = sorted(lengths)[3]  # some are clipped, some are not
+    expected, _ = clip_to(gradients, norm)
+    sums = clipped_gradient_sum(
+        network, *records, loss=record_losses, parameters=own, max_norm=norm, micro_batch_size=4
+    )
+    assert list(sums) == list(own)
+    for found, wanted in zip(sums.values(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("hardware", [None, MULTIPLICATIVE], ids=["plain", "multiplicative"])
+@pytest.mark.parametrize("mode", ["two", "full"])
+def test_alphas_are_clipped_by_record_through_the_gates(mode, hardware, supernet, records):
+    alphas = supernet.alphas()["blocks"]
+    for seed in range(3):
+        drawn = paths(supernet, mode, seed)
+        gradients = []
+        for i in range(len(records[1])):
+            record = records[0][i : i + 1], records[1][i : i + 1]
+            by_gates, _ = gate_gradient(supernet, record, drawn, hardware=hardware)
+            gradients.append((alpha_gradient(by_gates, alphas, drawn),))
+        norm = sorted(clip_to(gradients, 1.0)[1])[3]
+        (expected,), _ = clip_to(gradients, norm)
+
+        def losses(output, labels):
+            if hardware is None:
+                return record_losses(output, labels)
+            return hardware(record_losses(output[0], labels), output[1])
+
+        found = clipped_alpha_gradient_sum(
+            PathNetwork(supernet, drawn, None if hardware is None else COSTS),
+            *records,
+            loss=losses,
+            alphas=supernet.alphas(),
+            relaxation=Relaxation(
+                {"blocks": active_gates(drawn, like=alphas)},
+                lambda kind, g, drawn=drawn: alpha_gradient(g, alphas, drawn),
+            ),
+            max_norm=norm,
+            micro_batch_size=4,
+        )["blocks"]
+        assert expected.norm() > 1e-3
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("mode", ["two", "full"])
+def test_the_additive_cost_is_a_part_of_its_own_that_knows_no_record(mode, supernet, records):
+    alphas, drawn = supernet.alphas()["blocks"], paths(supernet, mode)
+    plain, _ = gate_gradient(supernet, records, drawn)
+    both, _ = gate_gradient(supernet, records, drawn, hardware=ADDITIVE)
+    found = cost_gradient(ADDITIVE, supernet, drawn)
+    torch.testing.assert_close(
+        found, alpha_gradient(both - plain, alphas, drawn), rtol=1e-9, atol=1e-13
+    )
+    assert found.abs().max() > 1e-3
+
+
+WILD = st.sampled_from([math.nan, math.inf, -math.inf, 1e30, -1e30, -1e4, -2e4, 0.0, 5.0, 1e3])
+
+
+@settings(deadline=None)
+@given(st.lists(WILD, min_size=12, max_size=12), st.sampled_from(["one", "two", "full"]))
+def test_no_alphas_that_a_server_can_send_draw_what_is_not_offered(values, mode):
+    supernet = SPACE.supernet()
+    with torch.no_grad():
+        supernet.alphas()["blocks"].copy_(torch.tensor(values).view(3, 4))
+    offered = offered_ops(supernet)
+    assert offered.tolist() == [[True] * 4, [True] * 4, [True, False, True, True]]
+    for seed in range(5):
+        for drawn in (drawable_alphas(supernet), uniform_alphas(drawable_alphas(supernet))):
+            found = draw_paths(drawn, mode=mode, generator=make_generator(seed, "paths"))
+            computed = found[:, :1] if mode == "full" else found
+            assert bool(offered.gather(1, computed).all())
+
+
+def test_alphas_of_a_search_are_drawn_from_as_they_are(supernet):
+    assert torch.equal(drawable_alphas(supernet), supernet.alphas()["blocks"])
+
+
+def test_the_largest_paths_have_the_most_weights(supernet):
+    assert largest_paths(supernet, mode="one").tolist() == [[2], [2], [2]]
+    assert largest_paths(supernet, mode="two").tolist() == [[2, 3], [2, 3], [2, 3]]
+    assert largest_paths(supernet, mode="full").shape == (3, 4)
+    counts = {
+        sum(w.numel() for w in PathNetwork(supernet, paths(supernet, "one", s)).weights().values())
+        for s in range(30)
+    }
+    most = PathNetwork(supernet, largest_paths(supernet, mode="one")).weights().values()
+    assert len(counts) > 5
+    assert max(counts) <= sum(w.numel() for w in most)
+
+
+def test_other_supernets_have_no_paths():
+    cells = DARTSSpace(input_shape=(3, 8, 8), num_classes=3, channels=4, num_cells=3).supernet()
+    with pytest.raises(ValueError, match="set search_space=mbconv"):
+        offered_ops(cells)
