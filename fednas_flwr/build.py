@@ -242,7 +242,8 @@ def check_buildable(config: Config) -> None:
     elif "search" in config.stages and not isinstance(config.algorithm, GivenNetwork):
         space = supernet_space(config, prepared)
         for hardware in _all_hardware(config):
-            _hardware_settings(hardware, space)
+            if hardware.table is not None or hardware.unit != "ms":  # else clients make the table
+                _hardware_settings(hardware, space)
         genotype = space.random_genotype(torch.Generator())
         with torch.device("meta"):
             space.supernet()
@@ -307,6 +308,7 @@ def make_client(
         device=device,
         threads=config.threads,
         make_network=build_network,
+        make_space=lambda: supernet_space(config, prepared),
         augmentation=Augmentation(
             crop_padding=config.dataset.crop_padding,
             flip=config.dataset.flip,
@@ -640,8 +642,15 @@ def _make_random_search(
     )
 
 
-def _load_table(path: Path) -> LatencyTable:
-    """Return the latency table in a file."""
+def load_table(hardware: Hardware) -> LatencyTable | None:
+    """Return the latency table of a cost, None where costs are multiply-adds.
+
+    Raises:
+        ConfigError: The file cannot be read or is no table.
+    """
+    if hardware.table is None:
+        return None
+    path = Path(hardware.table).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -665,10 +674,9 @@ def _hardware_settings(hardware: Hardware | None, space: SearchSpace) -> dict[st
     if hardware is None:
         return None
     assert isinstance(space, MBConvSpace)  # as the configuration has it
-    table = None if hardware.table is None else _load_table(Path(hardware.table).expanduser())
     return loss_settings(
         HardwareLoss(
-            costs=space_costs(space, table),
+            costs=space_costs(space, load_table(hardware)),
             target=hardware.target,
             unit=hardware.unit,
             form=hardware.loss,

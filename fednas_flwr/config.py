@@ -170,7 +170,8 @@ class Hardware:
     """What a network's cost does to the loss of the alphas; see ``hardware.costs.HardwareLoss``.
 
     Attributes:
-        table: File of ``fednas latency measure``, for targets in ms; null counts multiply-adds.
+        table: File of ``fednas latency measure``, for targets in ms; null has the clients measure
+            before the search, each group's its own.
     """
 
     table: str | None
@@ -184,10 +185,10 @@ class Hardware:
         """Check the ranges; what the space can reach is known once the costs are."""
         check_range(self.target > 0, "algorithm.hardware.target", self.target, "above 0")
         check_range(self.scale > 0, "algorithm.hardware.scale", self.scale, "above 0")
-        if (self.unit == "ms") != (self.table is not None):
+        if self.unit != "ms" and self.table is not None:
             raise ConfigError(
-                f"algorithm.hardware.unit={self.unit} with table={self.table}: a table is needed "
-                "for ms, and for ms only."
+                f"algorithm.hardware.unit={self.unit} with table={self.table}: a table is for ms "
+                "only; set table=null."
             )
 
 

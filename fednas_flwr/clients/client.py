@@ -24,6 +24,7 @@ from fednas_flwr.exchange.messages import Header
 from fednas_flwr.exchange.states import Packed, load_states
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.training import Batch
+from fednas_flwr.search_spaces.space import SearchSpace
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Client:
         device: Where tensors live during a verb.
         threads: torch's threads during a verb; equal in every runtime, so that sums are equal.
         make_network: Builds a network from its description on the CPU.
+        make_space: Returns the run's search space.
         augmentation: Applied to training batches.
         networks: The networks built so far, shared by the clients of one process.
         tag: What the site calls itself; empty when it does not.
@@ -64,6 +66,7 @@ class Client:
     device: torch.device
     threads: int
     make_network: Callable[[Mapping[str, Any]], nn.Module]
+    make_space: Callable[[], SearchSpace]
     augmentation: Augmentation
     networks: dict[str, nn.Module] = field(default_factory=dict)
     tag: str = ""

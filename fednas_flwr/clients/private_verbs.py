@@ -36,6 +36,7 @@ from fednas_flwr.clients.verbs import (
     SUPERNET,
     clipped_decreases,
     identity,
+    latency,
     make_reply,
     only_changed,
     request_supernet,
@@ -57,6 +58,7 @@ PUBLIC_FACTS = {
         *("splits", "data_set", "budget", "secure_noise", "spent"),
     },
     "query.commit": {"epsilon", "covered_steps"},
+    "query.latency": {"latency"},  # of layers on made-up inputs
     "train.search": {"changed"},  # follows from the released states
 }
 RELEASES = {
@@ -101,6 +103,9 @@ def admit(
     with before_reading(request):
         if verb == "query.describe":
             gate.check_public(verb, gate.data_set)
+            return {}
+        if verb == "query.latency":
+            gate.check_public(verb, settings["data_set"])
             return {}
         if verb == "query.commit":
             gate.check_public(verb, settings["data_set"])
@@ -318,6 +323,7 @@ def model(client: Client, request: Request) -> Reply:
 PRIVATE_VERBS: dict[str, Callable[[Client, Request], Reply]] = {
     "query.describe": describe,
     "query.commit": commit,
+    "query.latency": latency,
     "train.weight_gradient": gradients,
     "train.alpha_gradient": gradients,
     "train.gradients": gradients,

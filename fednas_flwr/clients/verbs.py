@@ -18,7 +18,9 @@ from torch.optim.swa_utils import update_bn
 
 from fednas_flwr.clients.client import Client
 from fednas_flwr.data.loaders import step_batch
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.metrics import evaluate, record_losses
+from fednas_flwr.evaluation.space_costs import measure_space
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.states import (
     Layout,
@@ -29,6 +31,7 @@ from fednas_flwr.exchange.states import (
     unpack,
 )
 from fednas_flwr.hardware.costs import hardware_loss
+from fednas_flwr.hardware.latency import to_json
 from fednas_flwr.search.architect import alpha_gradient_sum, second_order_gradient
 from fednas_flwr.search.local_search import search_epoch
 from fednas_flwr.search.proxyless import (
@@ -46,8 +49,10 @@ from fednas_flwr.search.training import (
     train_epoch,
     weight_gradient_sum,
 )
+from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.search_spaces.space import Supernet
 
+LATENCY_RANGES = {"batch_size": (1, 1024), "passes": (2, 1000)}
 SUPERNET = {"name": "supernet"}
 STATES_OF = {  # what each gradient verb returns the gradients of
     "train.weight_gradient": ("weights",),
@@ -327,8 +332,31 @@ def personalised(client: Client, request: Request) -> Reply:
     return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
 
 
+def latency(client: Client, request: Request) -> Reply:
+    """``query.latency``: how long every layer of the run's search space takes on this machine.
+
+    The table is ``facts["latency"]``, as ``hardware.latency`` writes it. No record is read.
+    """
+    space = client.make_space()
+    if not isinstance(space, MBConvSpace):
+        raise ConfigError(f"search_space={space.name} has no latency table: choose mbconv.")
+    for name, (least, most) in LATENCY_RANGES.items():
+        value = request.settings.get(name)
+        if type(value) is not int or not least <= value <= most:
+            raise ConfigError(f"{name} must be a whole number from {least} to {most}.")
+    table, _ = measure_space(
+        space,
+        device=client.device,
+        threads=client.threads,
+        batch_size=request.settings["batch_size"],
+        passes=request.settings["passes"],
+    )
+    return Reply(num_examples=1, facts={"latency": to_json(table)})
+
+
 VERBS: dict[str, Callable[[Client, Request], Reply]] = {
     "query.describe": describe,
+    "query.latency": latency,
     "train.weight_gradient": gradients,
     "train.alpha_gradient": gradients,
     "train.gradients": gradients,

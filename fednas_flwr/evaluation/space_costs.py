@@ -18,12 +18,16 @@ from fednas_flwr.hardware.flops import count_multiply_adds
 from fednas_flwr.hardware.latency import (
     LatencyTable,
     Timing,
+    machine_name,
     measure_latency,
+    time_modules,
 )
 from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.search_spaces.mbconv_network import make_layer
 from fednas_flwr.search_spaces.mbconv_plan import Layer
+
+NETWORK_PASSES = 21
 
 
 class Prediction(NamedTuple):
@@ -61,6 +65,25 @@ def measure_space(
     costs = space_costs(space, table)
     predicted = (costs.of_path(space.path(genotype)) for genotype in genotypes)
     return table, [Prediction(*pair) for pair in zip(predicted, measured, strict=True)]
+
+
+def measure_network(
+    space: MBConvSpace, table: LatencyTable, genotype: Genotype, *, device: torch.device
+) -> float | None:
+    """Return the median time of a derived network in ms, measured here as the table was.
+
+    None if the table is of another kind of machine.
+    """
+    if (table.machine, table.device) != (machine_name(device), device.type):
+        return None
+    (timing,) = time_modules(
+        [(space.network(genotype), space.input_shape)],
+        batch_size=table.batch_size,
+        device=device,
+        threads=table.threads,
+        passes=NETWORK_PASSES,
+    )
+    return timing.median_ms
 
 
 def space_costs(space: MBConvSpace, table: LatencyTable | None) -> Costs:

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from flwr.app import Message
 
-from fednas_flwr.errors import ClientLeftError, ReplyError
+from fednas_flwr.errors import ClientLeftError, ConfigError, ReplyError
 from fednas_flwr.exchange.messages import BUDGET_SPENT, Header, Reply, decode_reply
 from fednas_flwr.exchange.states import Layout, Packed, fill_unchanged
+from fednas_flwr.hardware.latency import from_json
 
+LARGEST_TABLE = 2**20  # characters: some 5,000 layers
 MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
 _SPLITS = {"train", "validation", "test"}
 _ACCOUNTANTS = {"prv", "rdp", "gdp"}
@@ -94,7 +96,7 @@ def _changed(facts: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[st
 
 
 def check_facts(facts: Mapping[str, Any], *, needed: Sequence[str] = ("client",)) -> None:
-    """Refuse facts in another form than ``query.describe`` and ``query.commit`` give them.
+    """Refuse facts in another form than the verbs ``query.*`` give them.
 
     Raises:
         ReplyError: A needed fact is missing, or a fact is malformed.
@@ -152,6 +154,17 @@ def _budget(values: object) -> bool:
     )
 
 
+def _latency(text: object) -> bool:
+    """Return whether this is a latency table, of a size that any search space has."""
+    if not isinstance(text, str) or len(text) > LARGEST_TABLE:
+        return False
+    try:
+        from_json(text)
+    except ConfigError:
+        return False
+    return True
+
+
 _FORMS: dict[str, Callable[[Any], bool]] = {
     "client": lambda client: type(client) is int,
     "epsilon": _epsilons,
@@ -164,6 +177,7 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "class_names": _names,
     "feature_names": _names,
     "splits": _declared,
+    "latency": _latency,
 }
 
 

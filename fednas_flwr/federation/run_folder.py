@@ -18,6 +18,7 @@ EVENTS_FILE = "events.jsonl"
 GENOTYPE_FILE = "genotype.json"
 PARTITION_FILE = "partition.json"
 GROUPS_FILE = "groups.json"
+LATENCY_FILE = "latency.json"
 
 
 def check_free(config: Config) -> None:

@@ -56,6 +56,7 @@ from fednas_flwr.federation.commitment import (
     private_settings,
 )
 from fednas_flwr.federation.groups import run_groups
+from fednas_flwr.federation.latency import cost_of, with_latency
 from fednas_flwr.federation.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.reporting.events import EventLog
@@ -209,7 +210,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
 
 def _start_search(run: Run) -> RoundStrategy:
     """Return the strategy of the search stage after its last round."""
-    config = run.config
+    run.config = config = with_latency(run)
     private = private_settings(config, run.schedule, "search")
     strategy = make_search(config, run.prepared, run.courier, run.checkpoints, private)
     if run.inherited is not None:
@@ -232,6 +233,7 @@ def _describe(
             configuration=asdict(configuration) if configuration else None,
             num_parameters=count_parameters(network),
             multiply_adds=count_multiply_adds(network, run.prepared.input_shape),
+            cost=cost_of(run.config, run.prepared, genotype),
         )
     return description
 

@@ -13,7 +13,7 @@ import math
 import platform
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import process_time
 from typing import Any, NamedTuple
@@ -233,7 +233,7 @@ def from_json(text: str, *, origin: str = "latency table") -> LatencyTable:
     """
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{origin} is not valid JSON: {error}.") from error
     if not isinstance(document, Mapping) or document.get("format") != FORMAT:
         raise ConfigError(f"{origin}: format must be {FORMAT!r}; see `fednas latency measure`.")
@@ -245,11 +245,28 @@ def from_json(text: str, *, origin: str = "latency table") -> LatencyTable:
         timings = dict(_timings(document["layers"]))
         head = {key: kind(document[key]) for key, kind in _HEAD.items()}
         table = LatencyTable(**head, timings=timings)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{origin}: a field is missing or wrong: {error}.") from error
     if len(timings) != len(document["layers"]):
         raise ConfigError(f"{origin}: a layer appears twice.")
     return table
+
+
+def median_table(tables: Sequence[LatencyTable]) -> LatencyTable:
+    """Return the table of all layers that every table has, with the medians of their times.
+
+    What the tables were measured with is that of the first, but all machines are named.
+
+    Args:
+        tables: One or more.
+    """
+    first, machines = tables[0], dict.fromkeys(table.machine for table in tables)
+    shared = [key for key in first.timings if all(key in table.timings for table in tables)]
+    timings = {
+        key: Timing(*map(statistics.median, zip(*(t.timings[key] for t in tables), strict=True)))
+        for key in shared
+    }
+    return replace(first, machine=", ".join(machines), timings=timings)
 
 
 _HEAD: dict[str, Callable[[Any], Any]] = {

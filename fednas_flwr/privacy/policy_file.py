@@ -230,8 +230,9 @@ def template() -> str:
     """Return a policy to start from, with comments.
 
     Example:
-        >>> verbs = ["query.describe", "query.commit", "train.weight_gradient"]
-        >>> verbs += ["train.alpha_gradient", "train.search", "train.probe"]
+        >>> verbs = ["query.describe", "query.commit", "query.latency"]
+        >>> verbs += ["train.weight_gradient", "train.alpha_gradient", "train.search"]
+        >>> verbs += ["train.probe"]
         >>> verbs += ["train.weights", "evaluate.model"]
         >>> parse_policy(template(), verbs=verbs).data_sets["my-data"].epsilon
         3.0
@@ -256,6 +257,7 @@ data_sets:
     verbs:                          # what may be asked; all else is refused
       - query.describe              # tells the numbers of this file
       - query.commit                # keeps a run's schedule of releases
+      - query.latency               # times the layers of a search space on this machine
       - train.weight_gradient
       - train.alpha_gradient
       - train.search                # local steps of both

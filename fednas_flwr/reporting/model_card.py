@@ -8,7 +8,7 @@ from fednas_flwr.reporting.compare import markdown_table
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.runs import Run, read_run
-from fednas_flwr.reporting.texts import privacy_notes, settings_text
+from fednas_flwr.reporting.texts import cost, privacy_notes, settings_text
 from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent, score
 
 SETTINGS = ("algorithm", "search_space", "retrain", "privacy")
@@ -51,6 +51,9 @@ def _heading(run: Run) -> str:
         if numbers["multiply_adds"] is not None:
             text += f", {count(numbers['multiply_adds'])} multiply-adds for one example"
         text += "."
+    predicted, compared = cost(run)
+    if compared:
+        text += f" Predicted cost: {predicted} ({compared})."
     if run.status != "completed":
         text += f"\n\n**The run is {run.status}**{': ' + run.reason if run.reason else ''}."
     return text

@@ -83,6 +83,7 @@ def tiles(run: Run) -> list[dict[str, str]]:
         ("Test accuracy", percent(central), f"server's test set, {count(examples)} records"),
         ("Test F1", score(numbers["central_f1"]), f1_note),
         ("Mean over clients", percent(mean_client), f"{noised}test parts of {num_clients} clients"),
+        ("Predicted cost", *cost(run)),
         (
             "After local training",
             percent(numbers["personalised_accuracy"]),
@@ -102,6 +103,22 @@ def tiles(run: Run) -> list[dict[str, str]]:
     ]
     keys = ("label", "value", "note")
     return [dict(zip(keys, tile, strict=True)) for tile in tiles if tile[1] != DASH]
+
+
+def cost(run: Run) -> tuple[str, str]:
+    """Return the derived network's predicted cost and what it compares with; a dash without."""
+    found = (run.last("derived") or {}).get("cost")
+    if not found:
+        return DASH, ""
+
+    def amount(value: float) -> str:
+        return f"{value:.3g} ms" if found["unit"] == "ms" else f"{count(value)} multiply-adds"
+
+    text = f"target {amount(found['target'])}"
+    if found["measured"] is not None:
+        ratio = found["predicted"] / found["measured"]
+        text += f"; measured {amount(found['measured'])} on {found['machine']}, ratio {ratio:.2f}"
+    return amount(found["predicted"]), text
 
 
 def facts(run: Run) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.space_costs import space_costs
 from fednas_flwr.exchange.states import load_states
 from fednas_flwr.hardware.costs import HardwareLoss, loss_settings
+from fednas_flwr.hardware.latency import from_json
 from fednas_flwr.search.gates import alpha_gradient, draw_paths, rescale
 from fednas_flwr.search.path_network import PathNetwork
 from fednas_flwr.search.proxyless import gate_gradient, uniform_alphas
@@ -274,3 +275,15 @@ def test_a_sparse_reply_leaves_out_what_no_release_has_moved(ask, networks):
     assert "1" not in sparse.facts["changed"]["alphas"]
     moved = sparse.facts["changed"]["weights"]
     assert len(moved) == len(networks.space.supernet().weights())
+
+
+def test_a_site_tells_its_latency_and_reads_no_record(make_site, no_record):
+    site = make_site()
+    reply = site.ask("query.latency", batch_size=1, passes=2)
+    assert set(reply.facts) == {"latency"}
+    assert not reply.states
+    assert not reply.metrics
+    assert from_json(reply.facts["latency"]).norm == "group"
+    assert site.rows() == []
+    with pytest.raises(ConfigError, match="rule data_sets"):
+        site.ask("query.latency", batch_size=1, passes=2, data_set="other")
