@@ -318,7 +318,7 @@ def make_client(
         tag=site.get("tag", config.client_tags[index] if config.client_tags else ""),
         feature_names=prepared.train.feature_names,
         class_factors=_class_factors(config, prepared.train.class_names, device),
-        oversample=config.oversample,
+        oversample=config.oversample and gate is None,  # a private site reads a record once
         gate=gate,
     )
 

@@ -197,8 +197,11 @@ def refresh_statistics(client: Client, request: Request, network: torch.nn.Modul
 
 
 def validation_losses(client: Client, network: torch.nn.Module) -> torch.Tensor:
-    """Return the loss of every validation record, float64 [records] on the CPU."""
-    split = client.data.validation
+    """Return the loss of every validation record, float64 [records] on the CPU.
+
+    Of the same objective as training: rarer classes repeated where the client oversamples.
+    """
+    split = client.for_training(client.data.validation)
     losses = record_losses(network, split, client.device)
     if client.class_factors is None:
         return losses

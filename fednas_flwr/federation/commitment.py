@@ -324,7 +324,7 @@ def _calibrated(
         records: Each client's declared number of records by split.
     """
     needed = 0.0
-    splits = dict.fromkeys(split for item in own for split in item["splits"])
+    splits = sorted({split for item in own for split in item["splits"]})
     given: float | None = getattr(privacy, name).epsilon
     for split in splits:
         target = given or privacy.epsilon * _share(privacy, name, split, items)

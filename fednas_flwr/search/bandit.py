@@ -33,7 +33,14 @@ from fednas_flwr.search.settings import BanditSettings, Configuration, Range, ch
 def paper_faithful(*, alpha: float, beta: float) -> BanditSettings:
     """Return the constants with which the update is Eq. 6 and pi is the plain softmax(r)."""
     return BanditSettings(
-        beta=beta, step_size=alpha, retention=alpha, temperature=1.0, scaled=False
+        beta=beta,
+        step_size=alpha,
+        retention=alpha,
+        temperature=1.0,
+        scaled=False,
+        scale_retention=0.0,
+        resampled_share=0.0,
+        sees_state=False,
     )
 
 

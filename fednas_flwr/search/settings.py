@@ -175,10 +175,10 @@ class BanditSettings:
     step_size: float
     retention: float
     temperature: float
-    scaled: bool = True
-    scale_retention: float = 0.5
-    resampled_share: float = 0.0
-    sees_state: bool = False
+    scaled: bool
+    scale_retention: float
+    resampled_share: float
+    sees_state: bool
 
     def __post_init__(self) -> None:
         """Check the ranges."""

@@ -23,6 +23,7 @@ from fednas_flwr.clients.private_verbs import (
     check_fields,
 )
 from fednas_flwr.clients.verbs import VERBS
+from fednas_flwr.config import FixedNetwork, NoPrivacy
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import Reply
@@ -716,3 +717,14 @@ def test_the_noised_mean_is_clipped_as_retraining_is_told(make_site):
         (after,) = site.answer(request).states["weights"].values()
         (before,) = request.states["weights"].values()
         assert (after - before).norm() == pytest.approx(moved, rel=1e-3)
+
+
+def test_a_private_client_never_oversamples_whatever_the_run_says(site_config, prepared, make_site):
+    gate = make_site().gate
+    config = replace(
+        site_config, privacy=NoPrivacy("none"), algorithm=FixedNetwork("fedavg", "linear")
+    )
+    config = replace(config, oversample=True)
+    data = (prepared, [np.arange(80)])
+    assert build.make_client(config, 0, data=data, networks={}).oversample
+    assert not build.make_client(config, 0, data=data, networks={}, gate=gate).oversample

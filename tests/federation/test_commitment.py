@@ -205,8 +205,10 @@ def test_noise_that_can_or_cannot_be_calibrated(compose_config):
 
 
 def test_a_search_that_costs_all_of_the_target_is_refused_naming_the_split(compose_config):
-    config = compose_config(*DP_FNAS, "privacy.epsilon=0.5", "privacy.alphas.noise_multiplier=0.3")
-    with pytest.raises(ConfigError, match="privacy.epsilon=0.5: weights alone cost .* train"):
+    given = ["privacy.weights.noise_multiplier=100", "privacy.alphas.noise_multiplier=0.3"]
+    config = compose_config(*DP_FNAS, *given, "privacy.epsilon=0.5")
+    words = "epsilon=0.5: alphas alone cost .* on the validation records.* for retrain"
+    with pytest.raises(ConfigError, match=words):
         make_schedule(config, RECORDS, done={})
 
 

@@ -15,7 +15,16 @@ from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.bandit import Bandit, paper_faithful
 from fednas_flwr.search.settings import BanditSettings
 
-SETTINGS = BanditSettings(beta=3.0, step_size=0.5, retention=0.9, temperature=0.25)
+SETTINGS = BanditSettings(
+    beta=3.0,
+    step_size=0.5,
+    retention=0.9,
+    temperature=0.25,
+    scaled=True,
+    scale_retention=0.5,
+    resampled_share=0.0,
+    sees_state=False,
+)
 rewards = st.floats(-10, 10)
 arms = st.integers(1, 40)
 

@@ -23,7 +23,16 @@ from fednas_flwr.search.bandit import Bandit, draw_configurations
 from fednas_flwr.search.settings import BanditSettings, Configuration, Range
 from fednas_flwr.search.tuner import RIDGE, Tuner, predict, reflect
 
-TEXT = BanditSettings(beta=3.0, step_size=0.5, retention=0.9, temperature=0.25)
+TEXT = BanditSettings(
+    beta=3.0,
+    step_size=0.5,
+    retention=0.9,
+    temperature=0.25,
+    scaled=True,
+    scale_retention=0.5,
+    resampled_share=0.0,
+    sees_state=False,
+)
 RESAMPLED = replace(TEXT, resampled_share=0.3)
 SEEING = replace(TEXT, sees_state=True)
 BOTH = replace(SEEING, resampled_share=0.3)
