@@ -59,9 +59,14 @@ def named(found, name):
 
 
 @pytest.fixture(scope="module")
-def reachable(run):
-    """A target that networks of the space take here, from the range that a refusal tells."""
-    refused = run(1e6)
+def refused(run):
+    """A run whose clients have measured, and whose target no network reaches."""
+    return run(1e6)
+
+
+@pytest.fixture(scope="module")
+def reachable(refused):
+    """The middle of the range that the refusal tells."""
     assert isinstance(refused.error, ConfigError)
     assert not named(refused, "round")
     found = re.search(r"cannot be reached: .* cost ([\d.]+) to ([\d.]+) ms", str(refused.error))
@@ -69,8 +74,12 @@ def reachable(run):
 
 
 @pytest.fixture(scope="module")
-def whole(run, reachable):
-    return run(reachable)
+def whole(run, refused, reachable):
+    """A run whose clients answer with that table: another one could have another range."""
+    text = (refused.folder / "latency.json").read_text()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(VERBS, "query.latency", lambda *_: Reply(1, facts={"latency": text}))
+        return run(reachable)
 
 
 def test_a_target_in_ms_is_held_against_tables_of_the_clients(whole, reachable):
