@@ -61,6 +61,7 @@ class Courier:
         bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts thrice.
         bytes_received: Bytes of all arrays in replies so far.
         facts: What each connected client said of itself, by client.
+        wait: Called with seconds where there is nothing to do but wait for replies.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Courier:
         self.deadline_s = deadline_s
         self.connect_s = connect_s
         self.emit = emit
+        self.wait: Callable[[float], None] = time.sleep
         self.bytes_sent = 0
         self.bytes_received = 0
         self.facts: dict[int, Mapping[str, Any]] = {}
@@ -298,7 +300,7 @@ class Courier:
                     answers |= dict.fromkeys(pending.values(), reason)
                     pending.clear()
                 elif not messages:
-                    time.sleep(POLL_S)
+                    self.wait(POLL_S)
             yield client, answers.pop(client)
 
     def _read(self, message: Message, header: Header, accept: Callable[..., Reply]) -> Reply | str:

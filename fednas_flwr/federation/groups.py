@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import yaml
@@ -48,7 +49,9 @@ def run_groups(
     """Search with all clients, divide them, and take each group through its own stages.
 
     Zhang et al. (2020), FDNAS, Alg. 2. Groups run side by side, except inline, where all clients
-    share this process anyway. One whose clients are too few in the end fails alone.
+    share this process anyway; the server works for one of them while the others wait for replies,
+    since torch's global generator is the process's. One whose clients are too few in the end fails
+    alone.
 
     Args:
         run: Of CFDNAS.
@@ -77,9 +80,9 @@ def run_groups(
     run.log.emit("groups", group_by=algorithm.group_by, groups=groups)
     states = None if strategy is None else strategy.states
     parts = [_group_run(run, name, clients, states) for name, clients in groups.items()]
-    workers = 1 if run.config.runtime.name == "inline" else len(parts)
+    workers, turn = 1 if run.config.runtime.name == "inline" else len(parts), Lock()
     with run.stage("groups"), ThreadPoolExecutor(workers) as pool:
-        reasons = list(pool.map(lambda part: _run_one(run, part, run_group), parts))
+        reasons = list(pool.map(lambda part: _run_one(run, part, run_group, turn), parts))
     if all(reasons):
         raise QuorumError(f"every group has failed: {'; '.join(r for r in reasons if r)}")
 
@@ -164,18 +167,27 @@ def _tell(log: EventLog, name: str, event: Event) -> None:
         log.emit("group_stage", group=name, stage=event["stage"], seconds=event["seconds"])
 
 
-def _run_one(run: Run, named: tuple[str, Run], run_group: Callable[[Run], None]) -> str | None:
-    """Run a group and return why it failed, None if it did not."""
+def _run_one(
+    run: Run, named: tuple[str, Run], run_group: Callable[[Run], None], turn: Lock
+) -> str | None:
+    """Run a group in its turns and return why it failed, None if it did not."""
     (name, part), started, reason = named, time.monotonic(), None
-    with part.log as log:
-        resumed = part.checkpoints.latest("search") is not None
-        log.emit("run_started", resumed=resumed, **run.circumstances)
+
+    def wait(seconds: float) -> None:
+        turn.release()
         try:
-            run_group(part)
+            time.sleep(seconds)
+        finally:
+            turn.acquire()
+
+    part.courier.wait = wait
+    with turn, part.log as log:
+        resumed = part.checkpoints.latest("search") is not None
+        try:
+            with log.attempt(resumed=resumed, circumstances=run.circumstances):
+                run_group(part)
         except QuorumError as error:
             reason = str(error)
-        status, seconds = "failed" if reason else "completed", time.monotonic() - started
-        log.emit("run_finished", status=status, reason=reason, seconds=seconds)
     write_report(part.folder)
     if reason is None:
         write_model_card(part.folder)
@@ -183,9 +195,9 @@ def _run_one(run: Run, named: tuple[str, Run], run_group: Callable[[Run], None])
         "group_finished",
         group=name,
         clients=sorted(part.courier.facts),
-        status=status,
+        status="completed" if reason is None else "failed",
         reason=reason,
-        seconds=seconds,
+        seconds=time.monotonic() - started,
         folder=str(part.folder.relative_to(run.folder)),
         results=read_run(part.folder).numbers(),
     )

@@ -105,20 +105,10 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
         QuorumError: Too few clients answered.
         ConfigError: A setting does not fit the data.
     """
-    started = time.monotonic()
     torch.set_num_threads(config.threads)
     circumstances = _circumstances()
-    log.emit("run_started", resumed=resumed, **circumstances)
-    try:
+    with log.attempt(resumed=resumed, circumstances=circumstances):
         _run_stages(config, grid, log, circumstances, resumed=resumed)
-    except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        reason = "stopped by Ctrl-C" if interrupted else f"{type(error).__name__}: {error}"
-        seconds = time.monotonic() - started
-        log.emit("run_finished", status="failed", reason=reason, seconds=seconds)
-        raise
-    seconds = time.monotonic() - started
-    log.emit("run_finished", status="completed", reason=None, seconds=seconds)
 
 
 def _run_stages(

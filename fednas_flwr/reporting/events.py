@@ -9,7 +9,8 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -61,6 +62,28 @@ class EventLog:
             self._file.flush()
             for listener in self._listeners:
                 listener(line)
+
+    @contextmanager
+    def attempt(self, *, resumed: bool, circumstances: Mapping[str, object]) -> Iterator[None]:
+        """Write that a run starts and how it ends, with the reason where the block raises.
+
+        Args:
+            resumed: Whether it goes on with an earlier attempt.
+            circumstances: Versions and machine.
+        """
+        started = time.monotonic()
+        self.emit("run_started", resumed=resumed, **circumstances)
+        status, reason = "completed", None
+        try:
+            yield
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt)
+            status = "failed"
+            reason = "stopped by Ctrl-C" if stopped else f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            seconds = time.monotonic() - started
+            self.emit("run_finished", status=status, reason=reason, seconds=seconds)
 
     def close(self) -> None:
         """Close the file; emitting afterwards raises ValueError."""
