@@ -1,8 +1,7 @@
 """``fednas doctor``: what is wrong with a machine of a deployment, and what to do.
 
-Works on a folder that ``provision`` wrote, of the server or of a site. Checks change nothing: the one
-question to the server about a node's key is asked in a way that it must refuse. A check returns
-what it found, or raises :class:`Trouble` with what to do. Main function: :func:`examine`.
+Works on a folder that ``provision`` wrote, of the server or of a site, and changes nothing. A check
+returns what it found, or raises :class:`Trouble` with what to do. Main function: :func:`examine`.
 """
 
 from __future__ import annotations

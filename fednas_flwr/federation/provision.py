@@ -11,8 +11,10 @@ from __future__ import annotations
 import ipaddress
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import yaml
@@ -24,8 +26,8 @@ from fednas_flwr.privacy.policy_file import template
 AUTHORITY, SERVER = "ca", "server"  # names of folders
 SERVER_FILE, SITE_FILE = "server.env", "site.env"
 CERTIFICATE_DAYS = 365
-INSTALLED = "/opt/fednas"  # where the systemd units expect the folders and a virtual environment
-_MACHINE = Path(__file__).parent / "machine"  # the scripts, the same for all
+UNIT = "fednas.service"
+_MACHINE = Path(__file__).parent / "machine"  # scripts, the same for all, and patterns of settings
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _HOST = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
 
@@ -119,43 +121,32 @@ def _is_address(text: str) -> bool:
 
 
 def _write_server(deployment: Deployment, authority: Path, folder: Path) -> Path:
-    """Write the server's folder."""
+    """Write the server's folder; its own processes and its operator reach it by loopback."""
     _copy(SERVER, authority, folder)
     own = [address for address in ("localhost", "127.0.0.1") if address not in deployment.addresses]
     addresses = [*deployment.addresses, *own]
     issue_certificate(authority, folder, addresses=addresses, days=CERTIFICATE_DAYS)
-    (folder / SERVER_FILE).write_text(
-        f"""# Settings of the server of {deployment.federation}.
-HOST=0.0.0.0        # the interface on which sites reach it
-PORT={deployment.port}
-"""
-    )
-    _write_unit(folder, SERVER)
+    facts = {"federation": deployment.federation, "port": deployment.port, "name": SERVER}
+    _fill(folder / SERVER_FILE, folder / SERVER_FILE, facts)
+    _fill(_MACHINE / UNIT, folder / f"fednas-{SERVER}.service", facts)
     return folder
 
 
 def _write_site(deployment: Deployment, index: int, authority: Path, folder: Path) -> Path:
     """Write a site's folder, with a policy and settings for its engineer to edit."""
     _copy("site", authority, folder)
-    address = deployment.addresses[0]
+    address, name = deployment.addresses[0], deployment.sites[index]
     host = f"[{address}]" if ":" in address else address
-    name = deployment.sites[index]
-    (folder / SITE_FILE).write_text(
-        f"""# Settings of the site {name} in {deployment.federation}, beside dataset.yaml and policy.yaml.
-SITE={name}
-SUPERLINK={host}:{deployment.port}
-PARTITION_ID={index}
-NUM_PARTITIONS={len(deployment.sites)}
-PORT=9094           # on loopback, between this site's own two processes
-
-# To be set at the site:
-DATA_PATH=          # file or folder of the records
-DATA_SET=my-data    # the id of policy.yaml by which runs name this data
-DEVICE=auto         # auto, cpu or cuda
-"""
-    )
+    facts = {
+        "federation": deployment.federation,
+        "name": name,
+        "superlink": f"{host}:{deployment.port}",
+        "partition": index,
+        "partitions": len(deployment.sites),
+    }
+    _fill(folder / SITE_FILE, folder / SITE_FILE, facts)
+    _fill(_MACHINE / UNIT, folder / f"fednas-{name}.service", facts)
     (folder / "policy.yaml").write_text(template())
-    _write_unit(folder, name)
     return folder
 
 
@@ -164,33 +155,12 @@ def _copy(kind: str, authority: Path, folder: Path) -> None:
     shutil.copytree(_MACHINE / kind, folder, dirs_exist_ok=True)
     shutil.copy(_MACHINE / "parts.sh", folder)
     shutil.copy(authority / "ca.crt", folder)
+    (folder / "state").mkdir(exist_ok=True)
 
 
-def _write_unit(folder: Path, name: str) -> None:
-    """Write a systemd unit for a folder that lies in ``INSTALLED``."""
-    (folder / f"fednas-{name}.service").write_text(
-        f"""# For {INSTALLED}/{name} and the virtual environment {INSTALLED}/venv, both of a user fednas.
-[Unit]
-Description=fednas: {name}
-Wants=network-online.target
-After=network-online.target
-
-[Service]
-User=fednas
-Environment=PATH={INSTALLED}/venv/bin:/usr/local/bin:/usr/bin:/bin
-WorkingDirectory={INSTALLED}/{name}
-ExecStart={INSTALLED}/{name}/start.sh
-Restart=on-failure
-RestartSec=15
-NoNewPrivileges=true
-PrivateTmp=true
-ProtectSystem=strict
-ReadWritePaths={INSTALLED}/{name}
-
-[Install]
-WantedBy=multi-user.target
-"""
-    )
+def _fill(pattern: Path, path: Path, facts: Mapping[str, object]) -> None:
+    """Write a file with each ``$name`` in it replaced."""
+    path.write_text(Template(pattern.read_text()).substitute(facts))
 
 
 def _mapping(value: object, where: str, keys: tuple[str, ...]) -> dict[str, Any]:

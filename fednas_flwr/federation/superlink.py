@@ -1,10 +1,11 @@
 """Flower's SuperLink, except that only its own machine can command it.
 
 ``python -m fednas_flwr.federation.superlink`` takes the arguments of ``flower-superlink``. Flower
-1.41 serves three interfaces on one port: Fleet, where nodes prove who they are by registered keys,
-and Control and Runtime, which ask nobody who they are: whoever reaches the port could register a
-key, start a run or take the server's tasks. Here these two answer loopback alone. Whoever is
-refused, also by a failed TLS handshake, is one line of the log.
+1.41 serves three interfaces on one port. Fleet is for nodes, which prove who they are by registered
+keys. Runtime is for executors, which prove it by ``--superexec-auth-secret-file``, if that is given.
+Control asks nobody: whoever reaches the port could register a key or start a run. Here it answers
+loopback alone, as does Runtime without a secret. Whoever is refused, also by a failed TLS handshake,
+is one line of the log.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from logging import WARNING
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from flwr.common.logger import log
 from flwr.superlink.cli import flower_superlink
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-FOR_ALL = ("/v1/fleet/", "/health")  # paths that other machines may ask
+FLEET, RUNTIME, HEALTH = "/v1/fleet/", "/v1/runtime/", "/health"
 _ALERT, _HEADER = 21, 256  # kinds of TLS record that OpenSSL tells of
 _REASONS = {
     42: "our certificate does not name the address that it used",
@@ -31,10 +33,15 @@ _REASONS = {
 
 
 class Guard:
-    """ASGI middleware that refuses what other machines must not ask, and logs who is refused."""
+    """ASGI middleware that refuses what other machines must not ask, and logs who is refused.
 
-    def __init__(self, app: ASGIApp) -> None:  # noqa: D107
-        self.app = app
+    Args:
+        app: The SuperLink.
+        for_all: Beginnings of the paths that other machines may ask.
+    """
+
+    def __init__(self, app: ASGIApp, for_all: tuple[str, ...]) -> None:  # noqa: D107
+        self.app, self.for_all = app, for_all
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -44,16 +51,22 @@ class Guard:
         path, peer = str(scope["path"]), str((scope.get("client") or ("unknown", 0))[0])
 
         async def send_and_log(message: Message) -> None:
-            if message["type"] == "http.response.start" and path.startswith("/v1/fleet/"):
+            if message["type"] == "http.response.start" and path.startswith(FLEET):
                 _log_refusal(path, peer, message["status"])
             await send(message)
 
-        if path.startswith(FOR_ALL) or is_loopback(peer):
+        if path.startswith(self.for_all) or is_loopback(peer):
             await self.app(scope, receive, send_and_log)
         else:
             log(WARNING, "refused %s: %s is for the server's own machine.", peer, path)
             refusal = PlainTextResponse("only the server's own machine may ask this\n", 403)
             await refusal(scope, receive, send)
+
+
+def paths_for_all(app: FastAPI) -> tuple[str, ...]:
+    """Return the beginnings of those paths of a SuperLink that ask callers who they are."""
+    has_secret = getattr(app.state, "superexec_auth_secret", None) is not None
+    return (FLEET, HEALTH, RUNTIME) if has_secret else (FLEET, HEALTH)
 
 
 def is_loopback(address: str) -> bool:
@@ -98,8 +111,8 @@ def main() -> None:
     """Run ``flower-superlink`` behind the guard."""
     run = uvicorn.run
 
-    def run_guarded(*, app: ASGIApp, **settings: Any) -> None:
-        run(Guard(app), ssl_context_factory=_context, **settings)
+    def run_guarded(*, app: FastAPI, **settings: Any) -> None:
+        run(Guard(app, paths_for_all(app)), ssl_context_factory=_context, **settings)
 
     uvicorn.run = run_guarded  # type: ignore[assignment]
     flower_superlink()

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the SuperLink and the executor of the server's app: `start.sh`, or one of them each in a
-# container of its own: `start.sh superlink`, `start.sh executor`. Ends when one of them ends.
+# container of its own: `start.sh superlink`, `start.sh executor`, which finds the first at
+# RUNTIME_HOST. Ends when one of them ends.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source ./common.sh
@@ -14,7 +15,7 @@ superlink() {
 }
 
 executor() {
-    exec flower-superexec --root-certificates ca.crt --runtime-api-address "127.0.0.1:$PORT" \
+    exec flower-superexec --root-certificates ca.crt --runtime-api-address "${RUNTIME_HOST:-127.0.0.1}:$PORT" \
         --superexec-auth-secret-file state/executor.secret
 }
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs this site's SuperNode and the executor of its client app: `start.sh`, or one of them each in a
-# container of its own: `start.sh supernode`, `start.sh executor`. Ends when one of them ends.
+# container of its own: `start.sh supernode`, which offers its Runtime interface on RUNTIME_HOST, and
+# `start.sh executor`, which finds it there. Ends when one of them ends.
 # The first start makes the node's key and ends: its public half goes to the server's operator.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -30,7 +31,7 @@ split-key = "$(cat state/split.key)"
 TOML
     exec flower-supernode --superlink "$SUPERLINK" --root-certificates ca.crt \
         --auth-supernode-private-key state/node.key --node-config state/node.toml \
-        --host 127.0.0.1 --port "$PORT" --isolation process \
+        --host "${RUNTIME_HOST:-127.0.0.1}" --port "$PORT" --isolation process \
         --superexec-auth-secret-file state/executor.secret
 }
 
@@ -38,7 +39,7 @@ TOML
 executor() {
     local superexec
     superexec=$(command -v flower-superexec)
-    PATH=$PWD/bin exec "$superexec" --insecure --runtime-api-address "127.0.0.1:$PORT" \
+    PATH=$PWD/bin exec "$superexec" --insecure --runtime-api-address "${RUNTIME_HOST:-127.0.0.1}:$PORT" \
         --superexec-auth-secret-file state/executor.secret
 }
 
