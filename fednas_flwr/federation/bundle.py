@@ -11,7 +11,7 @@ import hashlib
 import io
 import zipfile
 import zlib
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 
 import fednas_flwr
@@ -47,43 +47,34 @@ def check_bundle(fab: bytes) -> None:
     Raises:
         ConfigError: A name or byte of a file differs, e.g. because the versions do.
     """
-    if (found := bundle_digest(fab)) != own_digest():
+    own = _digest({name: text.encode() for name, text in bundle_files().items()})
+    if (found := _digest(_read_bundle(fab))) != own:
         raise ConfigError(
             f"the run's app code {found[:12]} is refused: this site runs the fednas_flwr "
-            f"{fednas_flwr.__version__} that is installed here, whose bundle is "
-            f"{own_digest()[:12]}, and no code of a run; start it by `fednas run` of that version."
+            f"{fednas_flwr.__version__} that is installed here, whose bundle is {own[:12]}, and no "
+            "code of a run; start it by `fednas run` of that version."
         )
 
 
-@cache
-def own_digest() -> str:
-    """Return the digest of the bundle that the installed package sends."""
-    from flwr.cli.build import build_fab_from_files
-
-    files = {name: text.encode() for name, text in bundle_files().items()}
-    return bundle_digest(build_fab_from_files(files)[0])
-
-
-def bundle_digest(fab: bytes) -> str:
-    """Return the SHA-256 of a bundle's files in hex; of what is no such archive, of its bytes."""
-    digest = hashlib.sha256()
+def _read_bundle(fab: bytes) -> dict[str, bytes]:
+    """Return a bundle's files but for Flower's list of them; of what is no such archive, itself."""
     try:
         with zipfile.ZipFile(io.BytesIO(fab)) as archive:
-            items = sorted(archive.infolist(), key=lambda item: item.filename)
+            items = archive.infolist()
             if len(items) > _MOST_FILES or any(item.file_size > _LARGEST_FILE for item in items):
-                return hashlib.sha256(fab).hexdigest()
-            for item in items:
-                content = archive.read(item)
-                digest.update(f"{item.filename}\0{len(content)}\0".encode() + content)
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        NotImplementedError,
-        RuntimeError,
-        EOFError,
-        ValueError,
-    ):
-        return hashlib.sha256(fab).hexdigest()
+                return {"": fab}
+            files = {item.filename: archive.read(item) for item in items}
+    except _NOT_READABLE:
+        return {"": fab}
+    files.pop(".info/CONTENT", None)
+    return files
+
+
+def _digest(files: Mapping[str, bytes]) -> str:
+    """Return the SHA-256 of files, names included, in hex."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name}\0{len(files[name])}\0".encode() + files[name])
     return digest.hexdigest()
 
 
@@ -103,19 +94,28 @@ def bundle_files() -> dict[str, str]:
     return files
 
 
+# In the form in which Flower writes it into a bundle.
 _PYPROJECT = f"""[build-system]
-requires = ["hatchling"]
+requires = [
+    "hatchling",
+]
 build-backend = "hatchling.build"
 
 [project]
 name = "{LAUNCHED.replace("_", "-")}"
 version = "{fednas_flwr.__version__}"
 description = "A run of fednas_flwr"
-license = {{file = "LICENSE"}}
-dependencies = ["flwr>=1.41,<1.42"]
+dependencies = [
+    "flwr>=1.41,<1.42",
+]
+
+[project.license]
+file = "LICENSE"
 
 [tool.hatch.build.targets.wheel]
-packages = ["."]
+packages = [
+    ".",
+]
 
 [tool.flwr.app]
 publisher = "fednas"

@@ -2,10 +2,10 @@
 
 ``python -m fednas_flwr.federation.superlink`` takes the arguments of ``flower-superlink``. Flower
 1.41 serves three interfaces on one port. Fleet is for nodes, which prove who they are by registered
-keys. Runtime is for executors, which prove it by ``--superexec-auth-secret-file``, if that is given.
+keys. Runtime is for executors, which prove it by ``--superexec-auth-secret-file``, if it is given.
 Control asks nobody: whoever reaches the port could register a key or start a run. Here it answers
-loopback alone, as does Runtime without a secret. Whoever is refused, also by a failed TLS handshake,
-is one line of the log.
+loopback alone, as does Runtime without a secret. Whoever is refused, also by a TLS handshake that
+fails, is one line of the log.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 FLEET, RUNTIME, HEALTH = "/v1/fleet/", "/v1/runtime/", "/health"
+REFUSAL = "only the server's own machine may ask this\n"
 _ALERT, _HEADER = 21, 256  # kinds of TLS record that OpenSSL tells of
 _REASONS = {
     42: "our certificate does not name the address that it used",
@@ -59,7 +60,7 @@ class Guard:
             await self.app(scope, receive, send_and_log)
         else:
             log(WARNING, "refused %s: %s is for the server's own machine.", peer, path)
-            refusal = PlainTextResponse("only the server's own machine may ask this\n", 403)
+            refusal = PlainTextResponse(REFUSAL, 403)
             await refusal(scope, receive, send)
 
 

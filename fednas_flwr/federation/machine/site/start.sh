@@ -13,6 +13,10 @@ set +a
 source ./parts.sh
 
 supernode() {
+    if [ ! -e state/node.key ]; then
+        fednas key state/node.key
+        exit
+    fi
     fednas doctor .
     make_secret state/split.key
     cat >state/node.toml <<TOML
@@ -43,8 +47,4 @@ executor() {
         --superexec-auth-secret-file state/executor.secret
 }
 
-if [ ! -e state/node.key ]; then
-    fednas key state/node.key
-    exit
-fi
 run_parts supernode executor
