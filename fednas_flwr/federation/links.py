@@ -117,7 +117,10 @@ def is_registered(host: str, port: int, authority: Path, key: Path) -> bool:
     shake_hands(host, port, authority)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     with FleetHttpClient.from_server_address(
-        address, False, authority.read_bytes(), interceptors=[NodeAuthHttpInterceptor(private, public)]
+        address,
+        False,
+        authority.read_bytes(),
+        interceptors=[NodeAuthHttpInterceptor(private, public)],
     ) as client:
         request = ActivateNodeRequest(
             public_key=public_key_to_bytes(public), heartbeat_interval=-1.0

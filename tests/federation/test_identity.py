@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -37,16 +36,10 @@ def until(done: Callable[[], bool], what: str) -> None:
         time.sleep(0.2)
 
 
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 @pytest.fixture(scope="module")
-def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+def net(
+    tmp_path_factory: pytest.TempPathFactory, free_ports: Callable[[int], list[int]]
+) -> Iterator[SimpleNamespace]:
     """Two SuperLinks, one with an expired certificate, and SuperNodes of which one is let in."""
     folder = tmp_path_factory.mktemp("net")
     for name in ("ca", "other", "good", "expired"):
