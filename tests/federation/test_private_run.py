@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from fednas_flwr import build
+from fednas_flwr.build.clients import check_public
 from fednas_flwr.cli import main
 from fednas_flwr.clients import release
 from fednas_flwr.clients.client import Augmentation
@@ -621,7 +622,7 @@ def test_errors_while_a_real_site_opens_its_data_keep_their_text_there(
     config = compose_config(*SEARCH, *REAL_SITES)
 
     def make_data(_):
-        raise build.ConfigError("row 4711 has no label")
+        raise ConfigError("row 4711 has no label")
 
     monkeypatch.setattr(client_app, "make_site_data", make_data)
     client_app._client.cache_clear(), client_app._data.cache_clear()
@@ -786,5 +787,5 @@ UNKNOWN_IMAGES = [
 def test_a_real_site_must_declare_what_its_records_would_tell(compose_config, overrides, words):
     config = compose_config(*SEARCH, *REAL_SITES, *overrides)
     prepared = SimpleNamespace(uses_own_statistics=False)
-    with pytest.raises(build.ConfigError, match=words):
-        build._check_public(config, prepared)
+    with pytest.raises(ConfigError, match=words):
+        check_public(config, prepared)
