@@ -44,7 +44,7 @@ class BlockSpace:
     norm: str
 
     def __post_init__(self) -> None:
-        """Check the ranges; ``build`` knows the names."""
+        """Check the ranges; ``builders`` knows the names."""
         check_range(0 < self.width <= 16, "search_space.width", self.width, "above 0, to 16")
         if self.norm not in NORMS:
             raise unknown_choice("search_space.norm", self.norm, NORMS)

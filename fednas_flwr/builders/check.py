@@ -6,10 +6,15 @@ from pathlib import Path
 
 import torch
 
-from fednas_flwr.build.clients import check_public, class_factors
-from fednas_flwr.build.data import make_data
-from fednas_flwr.build.hardware import all_hardware, hardware_settings
-from fednas_flwr.build.networks import describe_network, make_device, make_network, supernet_space
+from fednas_flwr.builders.clients import check_public, class_factors
+from fednas_flwr.builders.data import make_data
+from fednas_flwr.builders.hardware import all_hardware, hardware_settings
+from fednas_flwr.builders.networks import (
+    describe_network,
+    make_device,
+    make_network,
+    supernet_space,
+)
 from fednas_flwr.config import Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.search_spaces.genotype import load_genotype

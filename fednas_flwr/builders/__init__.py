@@ -4,16 +4,16 @@ Everything above this package holds a :class:`~fednas_flwr.config.Config`; every
 numbers and objects.
 """
 
-from fednas_flwr.build.check import check_buildable
-from fednas_flwr.build.clients import (
+from fednas_flwr.builders.check import check_buildable
+from fednas_flwr.builders.clients import (
     PRIVATE_SITE_KEYS,
     make_client,
     make_courier,
     make_site_gate,
 )
-from fednas_flwr.build.data import has_real_sites, make_data, make_server_data, make_site_data
-from fednas_flwr.build.hardware import load_table
-from fednas_flwr.build.networks import (
+from fednas_flwr.builders.data import has_real_sites, make_data, make_server_data, make_site_data
+from fednas_flwr.builders.hardware import load_table
+from fednas_flwr.builders.networks import (
     describe_network,
     load_network,
     make_device,
@@ -21,8 +21,8 @@ from fednas_flwr.build.networks import (
     make_space,
     supernet_space,
 )
-from fednas_flwr.build.retraining import make_retraining
-from fednas_flwr.build.searches import SEARCHES, make_search
+from fednas_flwr.builders.retraining import make_retraining
+from fednas_flwr.builders.searches import SEARCHES, make_search
 
 __all__ = [
     "PRIVATE_SITE_KEYS",

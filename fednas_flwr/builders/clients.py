@@ -10,8 +10,8 @@ import torch
 import yaml
 from torch import nn
 
-from fednas_flwr.build.data import has_real_sites
-from fednas_flwr.build.networks import Description, make_device, make_network, supernet_space
+from fednas_flwr.builders.data import has_real_sites
+from fednas_flwr.builders.networks import Description, make_device, make_network, supernet_space
 from fednas_flwr.clients.client import Augmentation, Client
 from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
 from fednas_flwr.clients.release import ReleaseGate

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from fednas_flwr.build.networks import Description, seeded_network
-from fednas_flwr.build.searches import exploration, make_configurations
+from fednas_flwr.builders.networks import Description, seeded_network
+from fednas_flwr.builders.searches import exploration, make_configurations
 from fednas_flwr.config import Config, HyperparameterSearch, TunedTraining
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier

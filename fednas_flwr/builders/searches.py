@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fednas_flwr.build.hardware import hardware_settings
-from fednas_flwr.build.networks import (
+from fednas_flwr.builders.hardware import hardware_settings
+from fednas_flwr.builders.networks import (
     describe_derived,
     seeded_network,
     seeded_supernet,
