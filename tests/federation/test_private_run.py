@@ -752,7 +752,7 @@ def test_a_running_site_keeps_to_what_its_policy_says_now(
     assert not broken or "cannot be read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("key", build.PRIVATE_SITE_KEYS[1:])
+@pytest.mark.parametrize("key", builders.PRIVATE_SITE_KEYS[1:])
 def test_a_private_node_must_name_everything_of_its_own(compose_config, real_sites, capsys, key):
     config = compose_config(*SEARCH, *REAL_SITES)
     grid = real_sites(config)
