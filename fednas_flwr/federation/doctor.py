@@ -57,14 +57,16 @@ def examine(folder: Path) -> list[Finding]:
         raise ConfigError(
             f"{folder} has no {SITE_FILE} or {SERVER_FILE}: give a folder of `fednas provision`."
         )
-    findings = []
+    findings: list[Finding] = []
     for name, check in checks.items():
         try:
             findings.append(Finding(name, check(folder, settings), broken=False))
         except KeyError as error:
             findings.append(Finding(name, f"{error.args[0]} is not set in the settings", True))
         except (Trouble, ConfigError, OSError, RuntimeError) as error:
-            findings.append(Finding(name, " ".join(str(error).split()), broken=True))
+            text = " ".join(str(error).split())
+            same = [finding.name for finding in findings if finding.text == text]
+            findings.append(Finding(name, f"see {same[0]}" if same else text, broken=True))
     return findings
 
 

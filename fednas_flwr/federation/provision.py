@@ -27,6 +27,7 @@ AUTHORITY, SERVER = "ca", "server"  # names of folders
 SERVER_FILE, SITE_FILE = "server.env", "site.env"
 CERTIFICATE_DAYS = 365
 UNIT = "fednas.service"
+SCRIPTS = ("start.sh", "operate", "bin/flwr-clientapp")  # which one starts
 _MACHINE = Path(__file__).parent / "machine"  # scripts, the same for all, and patterns of settings
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _HOST = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
@@ -151,8 +152,11 @@ def _write_site(deployment: Deployment, index: int, authority: Path, folder: Pat
 
 
 def _copy(kind: str, authority: Path, folder: Path) -> None:
-    """Write what is the same on all machines of a kind."""
+    """Write what is the same on all machines of a kind; an installed package has lost the modes."""
     shutil.copytree(_MACHINE / kind, folder, dirs_exist_ok=True)
+    for script in SCRIPTS:
+        if (folder / script).exists():
+            (folder / script).chmod(0o755)
     shutil.copy(_MACHINE / "parts.sh", folder)
     shutil.copy(authority / "ca.crt", folder)
     (folder / "state").mkdir(exist_ok=True)

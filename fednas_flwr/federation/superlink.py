@@ -17,9 +17,9 @@ from logging import WARNING
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
 from flwr.common.logger import log
 from flwr.superlink.cli import flower_superlink
+from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -64,7 +64,7 @@ class Guard:
             await refusal(scope, receive, send)
 
 
-def paths_for_all(app: FastAPI) -> tuple[str, ...]:
+def paths_for_all(app: Starlette) -> tuple[str, ...]:
     """Return the beginnings of those paths of a SuperLink that ask callers who they are."""
     has_secret = getattr(app.state, "superexec_auth_secret", None) is not None
     return (FLEET, HEALTH, RUNTIME) if has_secret else (FLEET, HEALTH)
@@ -112,7 +112,7 @@ def main() -> None:
     """Run ``flower-superlink`` behind the guard."""
     run = uvicorn.run
 
-    def run_guarded(*, app: FastAPI, **settings: Any) -> None:
+    def run_guarded(*, app: Starlette, **settings: Any) -> None:
         run(Guard(app, paths_for_all(app)), ssl_context_factory=_context, **settings)
 
     uvicorn.run = run_guarded  # type: ignore[assignment]

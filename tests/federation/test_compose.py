@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -165,8 +166,7 @@ def cluster(
             until(lambda read=read: "SuperNode ID" in read(), running[f"{site}-supernode"])
         yield SimpleNamespace(base=base, logs=logs, operate=operate, running=running)
     finally:
-        for process in running.values():
-            stop(process)
+        stop(list(running.values()))
 
 
 def edit(path: Path, pattern: str, text: str) -> None:
@@ -181,17 +181,16 @@ def until(done: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.2)
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a service and what it has started, as an engine does: first gently, then by force."""
+def stop(services: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End services and what they have started, as an engine does: gently, after 20 s by force."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            pass
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            continue
+        for process in services:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        end = time.monotonic() + 20
+        for process in services:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
 
 
 @pytest.mark.slow

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
+import ssl
 import subprocess
+import threading
+import time
 import zipfile
 from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -216,6 +221,7 @@ def test_doctor_names_what_is_wrong_with_a_site(folder: Path) -> None:
     found = broken(site)
     assert found.keys() == {"server", "clock", "key", "data"}
     assert "127.0.0.1:1 cannot be reached" in found["server"]
+    assert found["clock"] == "see server"
     assert "make it by `fednas key" in found["key"]
     assert "DATA_PATH is empty" in found["data"]
     (site / "site.env").write_text(settings.replace("DATA_PATH=", "DATA_PATH=/none"))
@@ -226,6 +232,51 @@ def test_doctor_names_what_is_wrong_with_a_site(folder: Path) -> None:
     assert "data_sets={} is not usable" in broken(site)["data"]
     (site / "state" / "ledger.key").write_text("x")
     assert "mark" in broken(site)["ledger"]
+
+
+@pytest.mark.parametrize(
+    ("server_is_ahead_s", "said"),
+    [
+        (0, None),
+        (-3, None),
+        (-20, "(19|20) s ahead of the server's"),
+        (200, None),
+        (900, "(899|900) s behind the server's"),
+    ],
+)
+def test_doctor_compares_clocks_with_flowers_limits(
+    folder: Path, server_is_ahead_s: float, said: str | None
+) -> None:
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return super().date_time_string(time.time() + server_is_ahead_s)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    issue_certificate(folder / "ca", folder / "server", addresses=["127.0.0.1"], days=1)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "server" / "server.crt", folder / "server" / "server.key")
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            address = f"127.0.0.1:{server.server_port}"
+            settings = (folder / "north" / "site.env").read_text()
+            settings = settings.replace("fl.example.org:8000", address)
+            (folder / "north" / "site.env").write_text(settings)
+            found = broken(folder / "north")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert "server" not in found
+    assert ("clock" in found) == (said is not None)
+    assert re.search(said or "", found.get("clock", ""))
 
 
 def test_a_nodes_key_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
