@@ -76,7 +76,7 @@ def main() -> None:
         else:
             start_results(
                 RESULTS / "feathers.json",
-                title="FEATHERS on Fashion-MNIST, small form: 2,000 images, with 100 clients 20,000",
+                title="FEATHERS on Fashion-MNIST, small form: 2,000 images; 100 clients: 20,000",
                 command=COMMAND,
                 columns=[*COLUMNS, *OVERHEAD],
             )
