@@ -1,8 +1,9 @@
 """What chooses the candidates of a search: :class:`RandomSampler` and :class:`Evolution`.
 
-A third :class:`Sampler` is the controller of ``search.controller``. A candidate is a path: for each edge the column of its op. A :class:`Sampler` knows numbers only, no
-networks and no clients. In a search with shared weights rewards grow while these are trained, so
-that what has been sampled long ago should not be compared with what is new.
+A third :class:`Sampler` is the controller of ``search.controller``. A candidate is a path: for each
+edge the column of its op. Samplers know numbers only, no networks and no clients. In a search with
+shared weights rewards grow while these are trained, so that what has been sampled long ago should
+not be compared with what is new.
 
 Tensor suffixes: N candidates, E edges.
 """

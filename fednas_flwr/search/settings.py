@@ -282,3 +282,27 @@ class EvolutionSettings:
         for name in ("population", "tournament"):
             value = getattr(self, name)
             check_range(value >= 1, f"evolution.{name}", value, "1 or more")
+
+
+@dataclass(frozen=True)
+class DPAware:
+    """DP-SGD's clipping and noise as a regulariser of a search, with no claim of privacy.
+
+    Attributes:
+        max_grad_norm: Largest norm of a record's gradient, > 0.
+        noise_multiplier: Standard deviation of the noise on a batch's sum, in units of that norm;
+            0 only clips.
+    """
+
+    max_grad_norm: float
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_range(self.max_grad_norm > 0, "dp_aware.max_grad_norm", self.max_grad_norm, "above 0")
+        check_range(
+            self.noise_multiplier >= 0,
+            "dp_aware.noise_multiplier",
+            self.noise_multiplier,
+            "0 or more",
+        )
