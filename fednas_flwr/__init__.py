@@ -14,12 +14,12 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "load_network"]
 
 if TYPE_CHECKING:
-    from fednas_flwr.build import load_network
+    from fednas_flwr.builders import load_network
 
 
 def __getattr__(name: str) -> object:
     if name == "load_network":  # importing torch takes seconds: only those who ask for it pay
-        from fednas_flwr.build import load_network
+        from fednas_flwr.builders import load_network
 
         return load_network
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

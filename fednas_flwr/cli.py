@@ -253,7 +253,7 @@ def _latency(options: argparse.Namespace, overrides: list[str]) -> int:
     ):
         if value < least:
             raise ConfigError(f"--{name} must be at least {least}, got {value}.")
-    from fednas_flwr.build import make_device, make_space
+    from fednas_flwr.builders import make_device, make_space
     from fednas_flwr.evaluation.space_costs import measure_space, space_costs
     from fednas_flwr.hardware.latency import to_json
     from fednas_flwr.randomness import make_generator
@@ -420,7 +420,7 @@ def _check(configs: list[Config]) -> None:
 
     for config in configs:
         check_free(config)
-    from fednas_flwr.build import check_buildable
+    from fednas_flwr.builders import check_buildable
 
     for config in configs:
         if config.runtime.name != "deployment":  # data and genotype lie on other machines

@@ -27,7 +27,7 @@ import torch
 from flwr.app import Message, RecordDict
 from torch.nn import functional
 
-from fednas_flwr.build import make_client, make_courier, make_data, make_search, supernet_space
+from fednas_flwr.builders import make_client, make_courier, make_data, make_search, supernet_space
 from fednas_flwr.cli import compose_tree
 from fednas_flwr.config import Config, LocalSearch, dump_config, parse_config
 from fednas_flwr.data.loaders import epoch_batches

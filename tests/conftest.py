@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr import build
+from fednas_flwr import builders
 from fednas_flwr.cli import compose_tree
 from fednas_flwr.config import Config, dump_config, parse_config
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
@@ -74,7 +74,7 @@ def federate() -> Callable[..., SimpleNamespace]:
         def emit(event: str, **fields: object) -> None:
             events.append({"event": event, **fields})
 
-        data = build.make_data(config)
+        data = builders.make_data(config)
         courier = Courier(
             run="test", num_clients=config.clients, quorum=1.0, deadline_s=60.0, emit=emit
         )
@@ -85,14 +85,14 @@ def federate() -> Callable[..., SimpleNamespace]:
             config=config,
             data=data,
             clients=[
-                build.make_client(config, index, data=data, networks={})
+                builders.make_client(config, index, data=data, networks={})
                 for index in range(config.clients)
             ],
             grid=InProcessGrid(make_client_app(dump_config(config)), config.clients),
             courier=courier,
             checkpoints=folder,
             events=events,
-            strategy=build.make_search(config, data[0], courier, folder),
+            strategy=builders.make_search(config, data[0], courier, folder),
         )
 
     return federation

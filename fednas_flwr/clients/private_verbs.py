@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fednas_flwr.clients.client import Client
+from fednas_flwr.clients.local_training import clipped_decreases, validation_losses
 from fednas_flwr.clients.noised_paths import path_training
 from fednas_flwr.clients.noised_training import (
     SPLIT_OF,
@@ -31,17 +32,8 @@ from fednas_flwr.clients.noised_training import (
     whole_number,
 )
 from fednas_flwr.clients.release import Admission, ReleaseGate
-from fednas_flwr.clients.verbs import (
-    STATES_OF,
-    SUPERNET,
-    clipped_decreases,
-    identity,
-    latency,
-    make_reply,
-    only_changed,
-    request_supernet,
-    validation_losses,
-)
+from fednas_flwr.clients.replies import make_reply, only_changed
+from fednas_flwr.clients.verbs import STATES_OF, SUPERNET, identity, latency, request_supernet
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.states import Tensors, network_states

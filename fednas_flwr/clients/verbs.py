@@ -10,45 +10,28 @@ import platform
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
-from itertools import chain
 from typing import Any
 
 import torch
-from torch.optim.swa_utils import update_bn
 
 from fednas_flwr.clients.client import Client
+from fednas_flwr.clients.local_training import (
+    clipped_decreases,
+    refresh_statistics,
+    search_locally,
+    train_locally,
+    validation_losses,
+)
+from fednas_flwr.clients.replies import filled_states, make_reply, only_changed
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.metrics import evaluate, record_losses
+from fednas_flwr.evaluation.metrics import evaluate
 from fednas_flwr.evaluation.space_costs import measure_space
 from fednas_flwr.exchange.messages import Reply, Request
-from fednas_flwr.exchange.states import (
-    Layout,
-    Tensors,
-    changed_part,
-    network_states,
-    pack,
-    unpack,
-)
-from fednas_flwr.hardware.costs import hardware_loss
+from fednas_flwr.exchange.states import Layout, Tensors, network_states, unpack
 from fednas_flwr.hardware.latency import to_json
 from fednas_flwr.search.architect import alpha_gradient_sum, second_order_gradient
-from fednas_flwr.search.local_search import search_epoch
-from fednas_flwr.search.proxyless import (
-    make_alpha_optimizer,
-    make_weight_optimizer,
-    proxyless_epoch,
-)
-from fednas_flwr.search.settings import SGD, Adam
-from fednas_flwr.search.training import (
-    Batch,
-    Tally,
-    make_adam,
-    make_sgd,
-    periodic_gradients,
-    train_epoch,
-    weight_gradient_sum,
-)
+from fednas_flwr.search.training import Batch, Tally, periodic_gradients, weight_gradient_sum
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.search_spaces.space import Supernet
 
@@ -136,7 +119,8 @@ def gradients(client: Client, request: Request) -> Reply:
     )
     metrics: dict[str, float] = {}
     if "weights" in states:
-        sums |= _buffers(supernet)
+        if buffers := network_states(supernet)["buffers"]:
+            sums["buffers"] = buffers
         tally = tallies["weights"]
         metrics |= {"train_loss": tally.loss, "train_accuracy": tally.accuracy}
     if "alphas" in states:
@@ -147,8 +131,8 @@ def gradients(client: Client, request: Request) -> Reply:
 def search(client: Client, request: Request) -> Reply:
     """``train.search``: weights, alphas and buffers after local epochs of search."""
     supernet = request_supernet(client, request)
-    metrics = _search(client, request, supernet)
-    reply = make_reply(len(client.data.train), _states(supernet), metrics)
+    metrics = search_locally(client, request, supernet)
+    reply = make_reply(len(client.data.train), filled_states(supernet), metrics)
     return only_changed(reply, request, supernet) if request.settings.get("sparse") else reply
 
 
@@ -172,109 +156,15 @@ def probe(client: Client, request: Request) -> Reply:
         with torch.random.fork_rng():
             network = client.network(settings["network"], request.states)
             tried = replace(request, settings={**settings, **trial})
-            train = _search if isinstance(network, Supernet) else _train
-            train(client, tried, network)
+            if isinstance(network, Supernet):
+                search_locally(client, tried, network)
+            else:
+                train_locally(client, tried, network)
             refresh_statistics(client, request, network)
             decreases = before - validation_losses(client, network)
         rewards.append(clipped_decreases(decreases, settings["loss_bound"]).mean())
     states = {"rewards": {"rewards": torch.stack(rewards).float()}}
     return make_reply(len(client.data.validation), states, {})
-
-
-def refresh_statistics(client: Client, request: Request, network: torch.nn.Module) -> None:
-    """Estimate batch norm's statistics anew, on one pass over the client's train records.
-
-    Running statistics are far behind the weights after few steps: a loss with them would tell how
-    far, and speak against every configuration that learns fast.
-    """
-    if not isinstance(network, Supernet):
-        network.drop_path_prob = 0.0  # type: ignore[assignment]
-    generator = client.generator(request.header, "statistics")
-    batches = client.epoch(
-        client.data.train, batch_size=request.settings["batch_size"], generator=generator
-    )
-    update_bn(batches, network, client.device)
-
-
-def validation_losses(client: Client, network: torch.nn.Module) -> torch.Tensor:
-    """Return the loss of every validation record, float64 [records] on the CPU.
-
-    Of the same objective as training: rarer classes repeated where the client oversamples.
-    """
-    split = client.for_training(client.data.validation)
-    losses = record_losses(network, split, client.device)
-    if client.class_factors is None:
-        return losses
-    return losses * client.class_factors.double().cpu()[split.labels[split.rows]]
-
-
-def clipped_decreases(decreases: torch.Tensor, bound: float) -> torch.Tensor:
-    """Return each record's decrease within the bound; one that is not a number counts -bound."""
-    return decreases.nan_to_num(nan=-bound).clamp(-bound, bound)
-
-
-def _search(client: Client, request: Request, supernet: torch.nn.Module) -> dict[str, float]:
-    """Search for local epochs, in place; return the metrics of the last one."""
-    assert isinstance(supernet, Supernet)
-    settings = request.settings
-    if "gates" in settings:
-        return _search_paths(client, request, supernet)
-    sgd, adam = SGD(**settings["weights"]), Adam(**settings["alphas"])
-    weight_optimizer = make_sgd(supernet.weights().values(), sgd)
-    alpha_optimizer = make_adam(supernet.alphas().values(), adam)
-    generator = client.generator(request.header, "search")
-    for _ in range(settings["local_epochs"]):
-        train_tally, validation_tally = search_epoch(
-            supernet,
-            client.epoch(client.data.train, batch_size=settings["batch_size"], generator=generator),
-            _endless(client, settings["batch_size"], generator),
-            rule=settings["rule"],
-            validation_weight=settings["validation_weight"],
-            weight_settings=sgd,
-            weight_optimizer=weight_optimizer,
-            alpha_optimizer=alpha_optimizer,
-            class_factors=client.class_factors,
-        )
-    return {
-        "train_loss": train_tally.loss,
-        "train_accuracy": train_tally.accuracy,
-        "validation_loss": validation_tally.loss,
-    }
-
-
-def _search_paths(client: Client, request: Request, supernet: Supernet) -> dict[str, float]:
-    """Search on sampled paths for local epochs, in place; return the metrics of the last one."""
-    settings = request.settings
-    sgd, adam, hardware = SGD(**settings["weights"]), Adam(**settings["alphas"]), None
-    if settings["hardware"] is not None:
-        hardware = hardware_loss(settings["hardware"])
-    weight_optimizer = make_weight_optimizer(supernet, sgd)
-    alpha_optimizer = make_alpha_optimizer(supernet, adam)
-    generator = client.generator(request.header, "search")
-    for _ in range(settings["local_epochs"]):
-        train_tally, validation_tally = proxyless_epoch(
-            supernet,
-            client.epoch(client.data.train, batch_size=settings["batch_size"], generator=generator),
-            _endless(client, settings["batch_size"], generator),
-            mode=settings["gates"],
-            warm_up=settings["warm_up"],
-            hardware=hardware,
-            clip_norm=sgd.clip_norm,
-            weight_optimizer=weight_optimizer,
-            alpha_optimizer=alpha_optimizer,
-            generator=generator,
-            class_factors=client.class_factors,
-        )
-    metrics = {"train_loss": train_tally.loss, "train_accuracy": train_tally.accuracy}
-    return metrics | ({} if settings["warm_up"] else {"validation_loss": validation_tally.loss})
-
-
-def _endless(client: Client, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
-    """Yield validation batches, as many passes as the training batches need."""
-    return chain.from_iterable(
-        client.epoch(client.data.validation, batch_size=batch_size, generator=generator)
-        for _ in iter(int, 1)
-    )
 
 
 def weights(client: Client, request: Request) -> Reply:
@@ -284,33 +174,14 @@ def weights(client: Client, request: Request) -> Reply:
     client has any.
     """
     network = client.network(request.settings["network"], request.states)
-    metrics = _train(client, request, network)
-    reply = make_reply(len(client.split(request.settings["split"])), _states(network), metrics)
+    metrics = train_locally(client, request, network)
+    num_examples = len(client.split(request.settings["split"]))
+    reply = make_reply(num_examples, filled_states(network), metrics)
     if not (request.settings.get("validates", False) and len(client.data.validation)):
         return reply
     refresh_statistics(client, request, network)
     loss = float(validation_losses(client, network).mean())
     return replace(reply, metrics={**metrics, "validation_loss": loss})
-
-
-def _train(client: Client, request: Request, network: torch.nn.Module) -> dict[str, float]:
-    """Train the weights for local epochs, in place; return the metrics of the last one."""
-    settings = request.settings
-    network.drop_path_prob = settings["drop_path_prob"]
-    split = client.split(settings["split"])
-    sgd = SGD(**settings["weights"])
-    optimizer = make_sgd(network.parameters(), sgd)
-    generator = client.generator(request.header, "weights")
-    for _ in range(settings["local_epochs"]):
-        tally = train_epoch(
-            network,
-            client.epoch(split, batch_size=settings["batch_size"], generator=generator),
-            optimizer=optimizer,
-            clip_norm=sgd.clip_norm,
-            auxiliary_weight=settings["auxiliary_weight"],
-            class_factors=client.class_factors,
-        )
-    return {"train_loss": tally.loss, "train_accuracy": tally.accuracy}
 
 
 def model(client: Client, request: Request) -> Reply:
@@ -327,7 +198,7 @@ def personalised(client: Client, request: Request) -> Reply:
     What FDNAS (Zhang et al., 2020, section 4) averages to its mean local accuracy.
     """
     network = client.network(request.settings["network"], request.states)
-    _train(client, request, network)
+    train_locally(client, request, network)
     metrics = evaluate(network, client.data.test, client.device)
     return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
 
@@ -391,35 +262,3 @@ def _step_batches(client: Client, request: Request, split_name: str) -> Iterator
         )
         x, y = split.batch(indices, client.device)
         yield client.augmented(x, generator), y
-
-
-def _states(network: torch.nn.Module) -> dict[str, Tensors]:
-    return {name: state for name, state in network_states(network).items() if state}
-
-
-def _buffers(network: torch.nn.Module) -> dict[str, Tensors]:
-    buffers = network_states(network)["buffers"]
-    return {"buffers": buffers} if buffers else {}
-
-
-def make_reply(num_examples: float, states: dict[str, Tensors], metrics: dict[str, float]) -> Reply:
-    """Return a reply that carries tensors by state."""
-    return Reply(
-        num_examples=num_examples,
-        metrics=metrics,
-        states={name: pack(tensors) for name, tensors in states.items()},
-        digests={name: Layout.of(tensors).digest for name, tensors in states.items()},
-    )
-
-
-def only_changed(reply: Reply, request: Request, network: torch.nn.Module) -> Reply:
-    """Return the reply without the tensors that are as the request sent them."""
-    states, digests, changed = {}, {}, {}
-    for name, tensors in network_states(network).items():
-        if name in reply.states:
-            layout = Layout.of(tensors)
-            states[name], changed[name] = changed_part(
-                reply.states[name], request.states[name], layout
-            )
-            digests[name] = layout.part(changed[name]).digest
-    return replace(reply, states=states, digests=digests, facts={"changed": changed})

@@ -19,7 +19,7 @@ TOLERANCE = 1e-3  # of logits, absolute plus relative; float32 kernels differ by
 
 
 def export_safetensors(network: nn.Module, description: Mapping[str, Any], folder: Path) -> Path:
-    """Write all tensors and, as metadata, the description that ``build.make_network`` takes."""
+    """Write all tensors and, as metadata, the description that ``builders.make_network`` takes."""
     path = folder / MODEL_FILE
     tensors = {name: t.detach().cpu().contiguous() for name, t in network.state_dict().items()}
     temporary = path.with_suffix(".tmp")

@@ -17,7 +17,7 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from fednas_flwr.build import (
+from fednas_flwr.builders import (
     has_real_sites,
     make_client,
     make_data,
@@ -112,7 +112,7 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
         site: ``data-path``, file or folder of the site's own data, instead of ``dataset.root``;
             ``device`` instead of the run's; ``cache`` instead of ``dataset.cache``; ``dataset``, a
             file that says how the data is read, which needs a ``cache``. The other keys are for
-            ``build.make_client``: ``tag``, ``split-key`` instead of the server's, and of private
+            ``builders.make_client``: ``tag``, ``split-key`` instead of the server's, and of private
             sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fednas_flwr.build import load_table, make_device, supernet_space
+from fednas_flwr.builders import load_table, make_device, supernet_space
 from fednas_flwr.config import Config, DifferentialPrivacy, PathSearch
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import ConfigError, ReplyError

@@ -24,7 +24,7 @@ from flwr.serverapp import Grid
 from torch import nn
 
 import fednas_flwr
-from fednas_flwr.build import (
+from fednas_flwr.builders import (
     describe_network,
     has_real_sites,
     make_client,

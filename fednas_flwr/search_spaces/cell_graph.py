@@ -2,21 +2,22 @@
 
 Liu et al. (2019), arXiv 1806.09055. The first nodes of a cell are its inputs; every later node has
 candidate edges from all nodes before it, of which a discrete cell keeps two, each with one op.
-Shared by the spaces whose cells are such graphs: ``darts`` and ``mlp``.
+:class:`CellGraphSpace` is what the spaces share whose cells are such graphs: ``darts`` and ``mlp``.
 
 Tensor suffixes: E edges, O ops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.search_spaces.genotype import Edge
-from fednas_flwr.search_spaces.space import check_op
+from fednas_flwr.search_spaces.genotype import Edge, Genotype
+from fednas_flwr.search_spaces.space import check_alphas, check_cells, check_op
 
 KEPT = 2  # edges into a node
 
@@ -81,3 +82,52 @@ def check_edges(edges: Sequence[Edge], *, kind: str, ops: tuple[str, ...], nodes
             f"cell {kind!r}: each of the nodes {nodes[0]} to {nodes[-1]} needs two edges from "
             f"different earlier nodes, ordered by target, then source; got {found or 'no edges'}."
         )
+
+
+class CellGraphSpace:
+    """The way from alphas to a genotype of spaces with a normal and a reduction cell.
+
+    Attributes:
+        name: The name users choose the space by.
+        ops: Names of the ops on every edge; the first is ``none``.
+        nodes: The nodes of a cell that are no inputs.
+    """
+
+    name: ClassVar[str]
+    ops: ClassVar[tuple[str, ...]]
+    nodes: ClassVar[range]
+
+    @property
+    def cell_kinds(self) -> dict[str, int]:
+        """Number of edges per kind of cell."""
+        return dict.fromkeys(("normal", "reduction"), len(candidate_edges(self.nodes)))
+
+    def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
+        """Return the genotype of the strongest edges (Liu et al. 2019, section 2.4).
+
+        Every node keeps the two incoming edges whose best op other than ``none`` has the largest
+        softmax weight, each with that op. Ties go to the lowest op and the lowest source.
+
+        Raises:
+            ValueError: If kinds or shapes are wrong or an alpha is not finite.
+        """
+        check_alphas(alphas, num_edges=self.cell_kinds, num_ops=len(self.ops))
+        cells = {
+            kind: strongest_edges(alphas[kind], ops=self.ops, nodes=self.nodes)
+            for kind in self.cell_kinds
+        }
+        return Genotype(space=self.name, cells=cells)
+
+    def random_genotype(self, generator: torch.Generator) -> Genotype:
+        """Return a uniform genotype: two distinct sources per node, any op but ``none`` on each."""
+        cells = {
+            kind: random_edges(generator, ops=self.ops, nodes=self.nodes)
+            for kind in self.cell_kinds
+        }
+        return Genotype(space=self.name, cells=cells)
+
+    def check(self, genotype: Genotype) -> None:
+        """Raise ConfigError unless the genotype is one that :meth:`derive` can return."""
+        check_cells(genotype, space=self.name, kinds=self.cell_kinds)
+        for kind, edges in genotype.cells.items():
+            check_edges(edges, kind=kind, ops=self.ops, nodes=self.nodes)

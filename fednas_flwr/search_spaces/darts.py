@@ -6,33 +6,22 @@ a genotype and the discrete network; their modules stand in ``darts_network.py``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.search_spaces.cell_graph import check_edges, random_edges, strongest_edges
-from fednas_flwr.search_spaces.darts_network import EDGES, NODES, OPS, DARTSBody, DARTSNetwork
+from fednas_flwr.search_spaces.cell_graph import CellGraphSpace
+from fednas_flwr.search_spaces.darts_network import NODES, OPS, DARTSBody, DARTSNetwork
 from fednas_flwr.search_spaces.darts_wide import WideDARTSBody
 from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.operations import Norm, check_norm
-from fednas_flwr.search_spaces.space import (
-    Engine,
-    Supernet,
-    check_alphas,
-    check_cells,
-    check_engine,
-    check_sizes,
-)
+from fednas_flwr.search_spaces.space import Engine, Supernet, check_engine, check_sizes
 
 BODIES = {"fast": WideDARTSBody, "reference": DARTSBody}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DARTSSpace:
+class DARTSSpace(CellGraphSpace):
     """The DARTS search space for images of one shape.
 
     Attributes:
@@ -49,6 +38,7 @@ class DARTSSpace:
 
     name: ClassVar[str] = "darts"
     ops: ClassVar[tuple[str, ...]] = OPS
+    nodes: ClassVar[range] = NODES
 
     input_shape: tuple[int, ...]
     num_classes: int
@@ -74,11 +64,6 @@ class DARTSSpace:
                 "is no normal cell; set search_space.num_cells and retrain.num_cells."
             )
 
-    @property
-    def cell_kinds(self) -> dict[str, int]:
-        """Number of edges per kind of cell."""
-        return {"normal": len(EDGES), "reduction": len(EDGES)}
-
     def supernet(self) -> Supernet:
         """Return a newly initialised supernet; its norms have no affine part.
 
@@ -93,32 +78,6 @@ class DARTSSpace:
             norm=self.norm,
         )
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
-
-    def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
-        """Return the genotype of the strongest edges (Liu et al. 2019, section 2.4).
-
-        Every node keeps the two incoming edges whose best op other than ``none`` has the largest
-        softmax weight, each with that op. Ties go to the lowest op and the lowest source.
-
-        Raises:
-            ValueError: If kinds or shapes are wrong or an alpha is not finite.
-        """
-        check_alphas(alphas, num_edges=self.cell_kinds, num_ops=len(OPS))
-        cells = {
-            kind: strongest_edges(alphas[kind], ops=OPS, nodes=NODES) for kind in self.cell_kinds
-        }
-        return Genotype(space=self.name, cells=cells)
-
-    def random_genotype(self, generator: torch.Generator) -> Genotype:
-        """Return a uniform genotype: two distinct sources per node, any op but ``none`` on each."""
-        cells = {kind: random_edges(generator, ops=OPS, nodes=NODES) for kind in self.cell_kinds}
-        return Genotype(space=self.name, cells=cells)
-
-    def check(self, genotype: Genotype) -> None:
-        """Raise ConfigError unless the genotype is one that :meth:`derive` can return."""
-        check_cells(genotype, space=self.name, kinds=self.cell_kinds)
-        for kind, edges in genotype.cells.items():
-            check_edges(edges, kind=kind, ops=OPS, nodes=NODES)
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> DARTSNetwork:
         """Return the newly initialised discrete network of the space's sizes.

@@ -28,7 +28,7 @@ from fednas_flwr.search_spaces.operations import (
     add_all,
     channels_last,
     depthwise_separable,
-    drop_path,
+    discrete_states,
     make_norm,
     relu_conv_norm,
 )
@@ -243,16 +243,11 @@ class _DiscreteCell(nn.Module):
         )
 
     def forward(self, before: Tensor, last: Tensor, drop_path_prob: float) -> Tensor:
-        states = [self.preprocess0(before), self.preprocess1(last)]
-        for node in NODES:
-            incoming = []
-            for edge, op in zip(self.wiring, self.edges, strict=True):
-                if edge.target == node:
-                    out = op(states[edge.source])
-                    dropped = not isinstance(op, nn.Identity)
-                    incoming.append(drop_path(out, drop_path_prob) if dropped else out)
-            states.append(add_all(incoming))
-        return torch.cat(states[2:], dim=1)
+        inputs = [self.preprocess0(before), self.preprocess1(last)]
+        states = discrete_states(
+            inputs, self.wiring, self.edges, nodes=NODES, drop_path_prob=drop_path_prob
+        )
+        return torch.cat(states[len(inputs) :], dim=1)
 
 
 @dataclass(frozen=True)

@@ -7,32 +7,21 @@ discrete network; their modules stand in ``mlp_network.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.search_spaces.cell_graph import check_edges, random_edges, strongest_edges
+from fednas_flwr.search_spaces.cell_graph import CellGraphSpace
 from fednas_flwr.search_spaces.genotype import Genotype
-from fednas_flwr.search_spaces.mlp_network import EDGES, NODES, OPS, MLPBody, MLPNetwork
+from fednas_flwr.search_spaces.mlp_network import NODES, OPS, MLPBody, MLPNetwork
 from fednas_flwr.search_spaces.operations import Norm, check_norm
-from fednas_flwr.search_spaces.space import (
-    Engine,
-    Supernet,
-    check_alphas,
-    check_cells,
-    check_engine,
-    check_sizes,
-)
+from fednas_flwr.search_spaces.space import Engine, Supernet, check_engine, check_sizes
 
 LEAST_WIDTH = 8  # half of a reduction cell's half: 2 units, the fewest that a layer norm leaves
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLPSpace:
+class MLPSpace(CellGraphSpace):
     """The search space of dense cells for tables of one shape.
 
     The cells are those of DARTS with three nodes instead of four and dense layers for ops: of the
@@ -51,6 +40,7 @@ class MLPSpace:
 
     name: ClassVar[str] = "mlp"
     ops: ClassVar[tuple[str, ...]] = OPS
+    nodes: ClassVar[range] = NODES
 
     input_shape: tuple[int, ...]
     num_classes: int
@@ -77,11 +67,6 @@ class MLPSpace:
                 "over one unit leaves nothing of it."
             )
 
-    @property
-    def cell_kinds(self) -> dict[str, int]:
-        """Number of edges per kind of cell."""
-        return {"normal": len(EDGES), "reduction": len(EDGES)}
-
     def supernet(self) -> Supernet:
         """Return a newly initialised supernet; its norms have no affine part.
 
@@ -101,29 +86,6 @@ class MLPSpace:
             norm=self.norm,
         )
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
-
-    def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
-        """Return the genotype of the strongest edges, as in DARTS.
-
-        Raises:
-            ValueError: If kinds or shapes are wrong or an alpha is not finite.
-        """
-        check_alphas(alphas, num_edges=self.cell_kinds, num_ops=len(OPS))
-        cells = {
-            kind: strongest_edges(alphas[kind], ops=OPS, nodes=NODES) for kind in self.cell_kinds
-        }
-        return Genotype(space=self.name, cells=cells)
-
-    def random_genotype(self, generator: torch.Generator) -> Genotype:
-        """Return a uniform genotype: two distinct sources per node, any op but ``none`` on each."""
-        cells = {kind: random_edges(generator, ops=OPS, nodes=NODES) for kind in self.cell_kinds}
-        return Genotype(space=self.name, cells=cells)
-
-    def check(self, genotype: Genotype) -> None:
-        """Raise ConfigError unless the genotype is one that :meth:`derive` can return."""
-        check_cells(genotype, space=self.name, kinds=self.cell_kinds)
-        for kind, edges in genotype.cells.items():
-            check_edges(edges, kind=kind, ops=OPS, nodes=NODES)
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> MLPNetwork:
         """Return the newly initialised discrete network of the space's sizes.

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from fednas_flwr.search_spaces.cell_graph import candidate_edges
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
-from fednas_flwr.search_spaces.operations import Norm, add_all, drop_path
+from fednas_flwr.search_spaces.operations import Norm, discrete_states
 from fednas_flwr.search_spaces.wide_operations import node_states
 
 OPS = ("none", "skip_connect", "dense_relu", "dense_tanh", "narrow_relu", "narrow_tanh")
@@ -192,16 +192,11 @@ class _DiscreteCell(nn.Module):
         self.edges = nn.ModuleList(make_operation(e.op, plan.width, norm=norm) for e in edges)
 
     def forward(self, before: Tensor, last: Tensor, drop_path_prob: float) -> Tensor:
-        states = [self.preprocess0(before), self.preprocess1(last)]
-        for node in NODES:
-            incoming = []
-            for edge, op in zip(self.wiring, self.edges, strict=True):
-                if edge.target == node:
-                    out = op(states[edge.source])
-                    dropped = not isinstance(op, nn.Identity)
-                    incoming.append(drop_path(out, drop_path_prob) if dropped else out)
-            states.append(add_all(incoming))
-        return torch.cat(states[2:], dim=1)
+        inputs = [self.preprocess0(before), self.preprocess1(last)]
+        states = discrete_states(
+            inputs, self.wiring, self.edges, nodes=NODES, drop_path_prob=drop_path_prob
+        )
+        return torch.cat(states[len(inputs) :], dim=1)
 
 
 @dataclass(frozen=True)

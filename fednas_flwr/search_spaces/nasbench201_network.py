@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,7 +20,7 @@ from fednas_flwr.search_spaces.operations import (
     Norm,
     add_all,
     channels_last,
-    drop_path,
+    discrete_states,
     make_norm,
     relu_conv_norm,
 )
@@ -217,13 +216,7 @@ class _DiscreteCell(nn.Module):
         )
 
     def forward(self, x: Tensor, drop_path_prob: float) -> Tensor:
-        states = [x]
-        for node in NODES:
-            incoming = []
-            for edge, op in zip(self.wiring, self.edges, strict=True):
-                if edge.target == node:
-                    out = op(states[edge.source])
-                    dropped = not isinstance(op, nn.Identity)
-                    incoming.append(drop_path(out, drop_path_prob) if dropped else out)
-            states.append(add_all(incoming) if incoming else torch.zeros_like(x))
+        states = discrete_states(
+            [x], self.wiring, self.edges, nodes=NODES, drop_path_prob=drop_path_prob
+        )
         return states[-1]

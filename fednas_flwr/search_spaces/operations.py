@@ -12,7 +12,7 @@ Tensor suffixes: B batch, C channels, H height, W width, O ops.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fednas_flwr.errors import unknown_choice
+from fednas_flwr.search_spaces.genotype import Edge
 
 Norm = Literal["batch", "group"]
 MAX_GROUPS = 8
@@ -155,6 +156,37 @@ def drop_path(x: Tensor, probability: float) -> Tensor:
 def add_all(terms: Iterable[Tensor]) -> Tensor:
     """Return the sum of one or more tensors, without an intermediate stack of them."""
     return functools.reduce(torch.add, terms)
+
+
+def discrete_states(
+    inputs: Sequence[Tensor],
+    edges: Sequence[Edge],
+    ops: Iterable[nn.Module],
+    *,
+    nodes: range,
+    drop_path_prob: float,
+) -> list[Tensor]:
+    """Return the states of all nodes of a discrete cell, those of its inputs first.
+
+    Every later node is the sum of its edges, or zero without any.
+
+    Args:
+        inputs: States of the first nodes.
+        edges: The cell's edges; ``none`` is left out.
+        ops: The module of every edge.
+        nodes: The nodes that are no inputs.
+        drop_path_prob: Of every edge but identities, see :func:`drop_path`.
+    """
+    states, wiring = list(inputs), list(zip(edges, ops, strict=True))
+    for node in nodes:
+        incoming = []
+        for edge, op in wiring:
+            if edge.target == node:
+                out = op(states[edge.source])
+                dropped = not isinstance(op, nn.Identity)
+                incoming.append(drop_path(out, drop_path_prob) if dropped else out)
+        states.append(add_all(incoming) if incoming else torch.zeros_like(inputs[0]))
+    return states
 
 
 class MixedOp(nn.Module):

@@ -28,7 +28,7 @@ class RandomSearch(RoundStrategy):
     Args:
         courier: Reaches the clients.
         space: Where architectures are drawn from, uniformly.
-        describe: Returns what a network of the search's size is built from, see ``build``.
+        describe: Returns what a network of the search's size is built from, see ``builders``.
         make_network: Builds a network from that description, newly initialised.
         seed: The run's seed; the draw of a round comes from (seed, round).
         trial_rounds: FedAvg rounds per candidate; 0 takes the first candidate untried.

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from fednas_flwr import build
+from fednas_flwr import builders
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
 from fednas_flwr.data.loaders import ClientData, Split
@@ -74,7 +74,7 @@ def site_config(compose_config):
 
 @pytest.fixture(scope="session")
 def prepared(site_config):
-    return build.make_data(site_config)[0]
+    return builders.make_data(site_config)[0]
 
 
 @pytest.fixture(scope="session")
@@ -84,11 +84,11 @@ def networks(site_config, prepared):
 
 
 def make_networks(config, prepared):
-    space = build.supernet_space(config, prepared)
+    space = builders.supernet_space(config, prepared)
     with seeded(1, "networks"):
         supernet = space.supernet()
-        description = build.describe_network(config, prepared, space.derive(supernet.alphas()))
-        derived = build.make_network(description)
+        description = builders.describe_network(config, prepared, space.derive(supernet.alphas()))
+        derived = builders.make_network(description)
     states = {
         name: {kind: pack(state) for kind, state in network_states(network).items() if state}
         for name, network in (("supernet", supernet), ("derived", derived))
@@ -133,8 +133,8 @@ def make_site(site_config, prepared, networks, tmp_path) -> Callable[..., Simple
             "split-key": site_config.dataset.split_key,
         }
         rows = np.arange(len(prepared.train)) if records is None else records
-        data, gate = (prepared, [rows]), build.make_site_gate(node)
-        client = build.make_client(site_config, 0, data=data, networks={}, site=node, gate=gate)
+        data, gate = (prepared, [rows]), builders.make_site_gate(node)
+        client = builders.make_client(site_config, 0, data=data, networks={}, site=node, gate=gate)
         if hold is not None:
             client = replace(client, data=hold(client.data))
         if test_seed is not None:

@@ -17,7 +17,7 @@ import pytest
 from flwr.app import Context, RecordDict
 from flwr.common.config import parse_config_args
 
-from fednas_flwr.build import make_server_data
+from fednas_flwr.builders import make_server_data
 from fednas_flwr.config import Config, dump_config, load_config
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError

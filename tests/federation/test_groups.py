@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fednas_flwr.build import check_buildable, load_network
+from fednas_flwr.builders import check_buildable, load_network
 from fednas_flwr.clients.verbs import VERBS
 from fednas_flwr.config import dump_config
 from fednas_flwr.errors import ConfigError

@@ -12,7 +12,8 @@ import yaml
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from fednas_flwr import build
+from fednas_flwr import builders
+from fednas_flwr.builders.clients import check_public
 from fednas_flwr.cli import main
 from fednas_flwr.clients import release
 from fednas_flwr.clients.client import Augmentation
@@ -348,8 +349,8 @@ def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optim
     settings = {"data_set": "records", "schedule": schedule}
     list(fed.courier.ask("query.commit", stage="commit", settings=settings))
     private = private_settings(config, schedule, "search")
-    strategy = build.make_search(config, fed.data[0], fed.courier, None, private)
-    plain = build.supernet_space(config, fed.data[0]).supernet()
+    strategy = builders.make_search(config, fed.data[0], fed.courier, None, private)
+    plain = builders.supernet_space(config, fed.data[0]).supernet()
     strategy.load_into(plain)
     plain.double().train()
     strategy.start(fed.grid, num_rounds=1)
@@ -580,7 +581,7 @@ def test_a_site_with_a_policy_refuses_a_run_without_privacy(start, compose_confi
     run = start(*overrides, grid=grid)
     assert "refused by the policy, rule data_sets" in str(run.error)
     assert run.events[-1]["status"] == "failed"
-    courier = build.make_courier(config, run="run")
+    courier = builders.make_courier(config, run="run")
     courier.connect(grid)
     assert "class_counts" not in courier.facts[0]
     settings = {"local_steps": 1, "network": {"name": "supernet"}, "split": "validation"}
@@ -621,13 +622,13 @@ def test_errors_while_a_real_site_opens_its_data_keep_their_text_there(
     config = compose_config(*SEARCH, *REAL_SITES)
 
     def make_data(_):
-        raise build.ConfigError("row 4711 has no label")
+        raise ConfigError("row 4711 has no label")
 
     monkeypatch.setattr(client_app, "make_site_data", make_data)
     client_app._client.cache_clear(), client_app._data.cache_clear()
     grid = real_sites(config)
     with pytest.raises(QuorumError) as error:
-        build.make_courier(config, run="run").connect(grid)
+        builders.make_courier(config, run="run").connect(grid)
     assert "an error at the site" in str(error.value)
     assert "4711" not in str(error.value)
     assert "4711" in capsys.readouterr().err
@@ -665,7 +666,7 @@ def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
     config = compose_config(*SEARCH, *REAL_SITES)
     verbs = ["query.describe", "query.commit", "train.weight_gradient"]
     grid = real_sites(config, verbs=[*verbs, "train.weights", "evaluate.model"])
-    courier = build.make_courier(config, run="run")
+    courier = builders.make_courier(config, run="run")
     courier.connect(grid)
     terms = SIGMA_0 | {"noise_multiplier": 1.0}
     asked = {"data_set": "records", "local_steps": 1, "split": "train", "network": {"name": "x"}}
@@ -710,7 +711,7 @@ def test_the_server_has_no_say_in_how_a_private_site_reads_its_data(
     for given in ([], wishes):
         client_app._client.cache_clear()
         config = compose_config(*SEARCH, *REAL_SITES, *given)
-        courier = build.make_courier(config, run="run")
+        courier = builders.make_courier(config, run="run")
         courier.connect(real_sites(config))
         facts.append(courier.facts[0])
         client = client_app._client.__wrapped__(*client_app_arguments(config, real_sites(config)))
@@ -737,7 +738,7 @@ def test_a_running_site_keeps_to_what_its_policy_says_now(
 ):
     config = compose_config(*SEARCH, *REAL_SITES)
     grid = real_sites(config)
-    courier = build.make_courier(config, run="run")
+    courier = builders.make_courier(config, run="run")
     courier.connect(grid)
     (node,) = (context.node_config for context in grid._contexts.values())
     path = Path(node["policy"])
@@ -751,14 +752,14 @@ def test_a_running_site_keeps_to_what_its_policy_says_now(
     assert not broken or "cannot be read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("key", build.PRIVATE_SITE_KEYS[1:])
+@pytest.mark.parametrize("key", builders.PRIVATE_SITE_KEYS[1:])
 def test_a_private_node_must_name_everything_of_its_own(compose_config, real_sites, capsys, key):
     config = compose_config(*SEARCH, *REAL_SITES)
     grid = real_sites(config)
     for context in grid._contexts.values():
         del context.node_config[key]
     with pytest.raises(QuorumError) as error:
-        build.make_courier(config, run="run").connect(grid)
+        builders.make_courier(config, run="run").connect(grid)
     if key == "policy":
         assert "privacy=dp on a node without a policy: start it with" in str(error.value)
     else:
@@ -786,5 +787,5 @@ UNKNOWN_IMAGES = [
 def test_a_real_site_must_declare_what_its_records_would_tell(compose_config, overrides, words):
     config = compose_config(*SEARCH, *REAL_SITES, *overrides)
     prepared = SimpleNamespace(uses_own_statistics=False)
-    with pytest.raises(build.ConfigError, match=words):
-        build._check_public(config, prepared)
+    with pytest.raises(ConfigError, match=words):
+        check_public(config, prepared)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fednas_flwr import build
+from fednas_flwr import builders
 from fednas_flwr.clients.verbs import VERBS
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.metrics import evaluate
@@ -89,8 +89,8 @@ def test_trials_side_by_side_give_what_they_give_in_sequence(compose_config, fed
     client, strategy = federation.clients[0], federation.strategy
     if stage == "retrain":
         genotype = strategy.space.random_genotype(make_generator(2, "genotype"))
-        described = build.describe_network(config, federation.data[0], genotype)
-        strategy, _ = build.make_retraining(config, described, federation.courier, None)
+        described = builders.describe_network(config, federation.data[0], genotype)
+        strategy, _ = builders.make_retraining(config, described, federation.courier, None)
     assert strategy.stage == stage
     trials = [strategy._trial(configuration) for configuration in strategy.tuner.configurations[:3]]
     trials[1] = trials[1] | {"drop_path_prob": 0.5}

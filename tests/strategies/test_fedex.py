@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.build import make_retraining, supernet_space
+from fednas_flwr.builders import make_retraining, supernet_space
 from fednas_flwr.cli import main
 from fednas_flwr.clients.verbs import VERBS
 from fednas_flwr.errors import ConfigError

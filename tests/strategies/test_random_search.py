@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fednas_flwr.build import make_network, make_retraining
+from fednas_flwr.builders import make_network, make_retraining
 from fednas_flwr.evaluation.metrics import evaluate
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.bandit import draw_configurations

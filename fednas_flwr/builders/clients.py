@@ -1,0 +1,215 @@
+"""Clients with their gates, and the server's way to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from torch import nn
+
+from fednas_flwr.builders.data import has_real_sites
+from fednas_flwr.builders.networks import Description, make_device, make_network, supernet_space
+from fednas_flwr.clients.client import Augmentation, Client
+from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
+from fednas_flwr.clients.release import ReleaseGate
+from fednas_flwr.config import Config, DifferentialPrivacy
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.loaders import make_client_data
+from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
+from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.privacy.noise import SecureGenerator
+from fednas_flwr.privacy.policy import Policy
+from fednas_flwr.privacy.policy_file import load_policy, parse_policy
+from fednas_flwr.reporting.files import write_text
+
+# What a private site's node names: its data, how to read it and its id; rules, books, secrets.
+PRIVATE_SITE_KEYS = (
+    *("data-path", "dataset", "cache", "data-set"),
+    *("policy", "ledger", "ledger-key", "split-key"),
+)
+
+
+def make_client(
+    config: Config,
+    index: int,
+    *,
+    data: tuple[Prepared, list[np.ndarray]],
+    networks: dict[str, nn.Module],
+    site: Mapping[str, str] | None = None,
+    gate: ReleaseGate | None = None,
+) -> Client:
+    """Return client ``index`` of a run.
+
+    Args:
+        config: The run's configuration.
+        index: From 0 to ``config.clients - 1``.
+        data: What :func:`make_data` returns; shared by the clients of a process.
+        networks: Built networks, shared likewise: clients of a process take turns.
+        site: What the node's own configuration says, see ``client_app.SITE_KEYS``.
+        gate: What :func:`make_site_gate` has made of a ``site`` that names a policy; the gates of
+            simulated clients are made here.
+
+    Raises:
+        ConfigError: A setting does not fit the data, or a private run's real site has no policy.
+        ValueError: ``site`` names a policy, and there is no gate.
+    """
+    site = site or {}
+    if gate is None and "policy" in site:
+        raise ValueError("a site with a policy needs its gate: pass make_site_gate(site)")
+    prepared, parts = data
+    device = make_device(config.device)
+
+    def build_network(description: Description) -> nn.Module:
+        if description["name"] == "supernet":
+            return supernet_space(config, prepared).supernet()
+        return make_network(description)
+
+    if gate is None:
+        gate = _simulated_gate(config, index, len(parts[index]))
+    fractions: Mapping[str, float] = config.dataset.fractions
+    if gate is not None:
+        check_public(config, prepared)
+        fractions = gate.allowed.fractions
+    own = make_client_data(
+        prepared,
+        parts[index],
+        key=site.get("split-key", config.dataset.split_key).encode(),
+        fractions=fractions,
+    )
+    return Client(
+        index=index,
+        seed=config.seed,
+        data=own,
+        class_names=prepared.train.class_names,
+        device=device,
+        threads=config.threads,
+        make_network=build_network,
+        make_space=lambda: supernet_space(config, prepared),
+        augmentation=Augmentation(
+            crop_padding=config.dataset.crop_padding,
+            flip=config.dataset.flip,
+            cutout=config.dataset.cutout,
+        ),
+        networks=networks,
+        tag=site.get("tag", config.client_tags[index] if config.client_tags else ""),
+        feature_names=prepared.train.feature_names,
+        class_factors=class_factors(config, prepared.train.class_names, device),
+        oversample=config.oversample and gate is None,  # a private site reads a record once
+        gate=gate,
+    )
+
+
+def class_factors(
+    config: Config, class_names: tuple[str, ...], device: torch.device
+) -> torch.Tensor | None:
+    """Return the factor of every class, 1 where none is given; None if none is."""
+    given = config.class_factors
+    for name in given:
+        if name not in class_names:
+            raise unknown_choice("class_factors", name, class_names)
+    if not given:
+        return None
+    return torch.tensor([given.get(name, 1.0) for name in class_names], device=device)
+
+
+def make_site_gate(site: Mapping[str, str]) -> ReleaseGate | None:
+    """Return the gate of a node that names a policy, None if it names none; reads no record.
+
+    Raises:
+        ConfigError: The file is wrong, or the node does not name all else that is its own.
+    """
+    if "policy" not in site:
+        return None
+    missing = [key for key in PRIVATE_SITE_KEYS if key not in site]
+    if missing:
+        raise ConfigError(f"the node has a policy but lacks {', '.join(missing)}: give them.")
+    policy = load_policy(Path(site["policy"]), verbs=PRIVATE_VERBS)
+    ledger = Ledger(Path(site["ledger"]), Path(site["ledger-key"]))
+    return ReleaseGate(policy, ledger, SecureGenerator(), data_set=site["data-set"])
+
+
+def _simulated_gate(config: Config, index: int, num_records: int) -> ReleaseGate | None:
+    """Return the gate of a simulated private client, None without privacy."""
+    privacy = config.privacy
+    if not isinstance(privacy, DifferentialPrivacy):
+        return None
+    if has_real_sites(config):
+        raise ConfigError(
+            "privacy=dp on a node without a policy: start it with "
+            f"{', '.join(PRIVATE_SITE_KEYS)} in --node-config."
+        )
+    if privacy.sites is None and config.run_dir is None:
+        raise ConfigError("privacy=dp without a run folder needs privacy.sites=<folder>.")
+    folder = Path(privacy.sites or Path(str(config.run_dir)) / "sites").expanduser()
+    folder = folder / f"client-{index}"
+    policy = _simulated_policy(config, privacy, num_records, folder / "policy.yaml")
+    test_seed = None if privacy.test_seed is None else f"{privacy.test_seed} {index}".encode()
+    ledger = Ledger(folder / "ledger" / "ledger.sqlite", folder / "key")
+    return ReleaseGate(policy, ledger, SecureGenerator(test_seed), data_set=privacy.data_set)
+
+
+def _simulated_policy(
+    config: Config, privacy: DifferentialPrivacy, num_records: int, path: Path
+) -> Policy:
+    """Return the policy in a file; without one, write what lets the run's configuration pass."""
+    if not path.exists():
+        norms = (part.max_grad_norm for part in (privacy.weights, privacy.alphas))
+        section = {
+            "epsilon": privacy.epsilon,
+            "delta": privacy.delta,
+            "least_noise_multiplier": 0.1,
+            "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
+            "largest_steps": 1_000_000,
+            "verbs": list(PRIVATE_VERBS),
+            "records": num_records,
+            "fractions": config.dataset.fractions,
+            "secure_noise": privacy.test_seed is None,
+            "test_seed": privacy.test_seed is not None,
+        }
+        text = yaml.safe_dump({"data_sets": {privacy.data_set: section}}, sort_keys=False)
+        parse_policy(text, verbs=PRIVATE_VERBS, origin="privacy")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
+    return load_policy(path, verbs=PRIVATE_VERBS)
+
+
+def check_public(config: Config, prepared: Prepared) -> None:
+    """Raise ConfigError for what a private client would tell or use of its own records."""
+    if prepared.uses_own_statistics:
+        raise ConfigError(
+            "privacy=dp with a table that each client standardises by its own statistics, which no "
+            "budget covers: give public ones, dataset.statistics={column: [mean, std], ...}."
+        )
+    if not has_real_sites(config):
+        return
+    settings = config.dataset
+    needed = {"class_names": bool(settings.class_names)}
+    if settings.name == "image_folder" or settings.image_size or settings.channels:
+        # else the first image decides
+        needed["image_size"] = settings.image_size is not None
+        needed["channels"] = settings.channels is not None
+    if settings.name == "csv":
+        needed["numeric or categorical"] = bool(settings.numeric or settings.categorical)
+        needed["categories"] = set(settings.categories).issuperset(settings.categorical)
+    missing = [f"dataset.{name}" for name, value in needed.items() if not value]
+    if missing:
+        raise ConfigError(
+            f"privacy=dp on real sites: the node's dataset file must give {', '.join(missing)}, "
+            "since names that were found in the records would be a release."
+        )
+
+
+def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Courier:
+    """Return the server's way to the clients, with the runtime's quorum and deadlines."""
+    return Courier(
+        run=run,
+        num_clients=config.clients,
+        quorum=config.runtime.quorum,
+        deadline_s=config.runtime.deadline_s,
+        connect_s=config.runtime.connect_s,
+        emit=emit,
+    )

@@ -1,0 +1,134 @@
+"""Records and their division over clients, in simulations and on real sites."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fednas_flwr.config import Config
+from fednas_flwr.data.datasets import Prepared, prepare
+from fednas_flwr.data.partitioners import load_partition, partition
+from fednas_flwr.data.records import Records
+from fednas_flwr.errors import ConfigError
+
+
+def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
+    """Return the prepared records and the rows of every client."""
+    split = config.partition
+    prepared = _prepare(config, sites=split.name == "sites", server_test=config.dataset.server_test)
+    if split.file is not None:
+        parts = load_partition(Path(split.file).expanduser())
+        _check_partition(
+            parts, file=split.file, clients=config.clients, records=len(prepared.train)
+        )
+        return prepared, parts
+    return prepared, partition(
+        prepared.train,
+        name=split.name,
+        clients=config.clients,
+        seed=split.seed,
+        alpha=split.alpha,
+        min_size=split.min_size,
+        groups=split.groups,
+        clients_per_group=split.clients_per_group,
+        fractions=split.fractions,
+        column=split.column,
+    )
+
+
+def has_real_sites(config: Config) -> bool:
+    """Return whether each client's node has data of its own, which no other machine can read."""
+    return config.runtime.name == "deployment" and config.partition.name == "sites"
+
+
+def make_site_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
+    """Return the records in ``dataset.root`` on a real site: all are the client's, whichever it is.
+
+    An official test part stays unused: the keyed hash of each record fixes what it is for.
+    """
+    if config.dataset.name not in ("npz", "image_folder", "csv"):
+        raise ConfigError(
+            f"partition=sites does not fit dataset.name={config.dataset.name}: use image_folder, "
+            "npz or csv."
+        )
+    prepared = _prepare(config, sites=False, server_test=False)
+    return prepared, [np.arange(len(prepared.train))] * config.clients
+
+
+def make_server_data(config: Config, facts: Mapping[int, Mapping[str, Any]]) -> Prepared:
+    """Return what the server of real sites knows of their data: shapes and names, no records.
+
+    Where ``dataset.root`` names data on the server and ``dataset.server_test`` is true, all of
+    that is the public test set.
+
+    Args:
+        config: Of a run with real sites.
+        facts: What each client said of itself.
+
+    Raises:
+        ConfigError: Two clients, or a client and the server's test set, do not fit together.
+    """
+    first, *others = sorted(facts)
+    for key in ("input_shape", "feature_names", "class_names"):
+        for other in others:
+            if facts[other].get(key) != facts[first][key]:
+                raise ConfigError(
+                    f"the sites do not fit together: client {first} has {key}="
+                    f"{facts[first][key]}, client {other} {facts[other].get(key)}; set the "
+                    "dataset's class_names, image_size, channels or columns to those of all sites."
+                )
+    shape, names = tuple(facts[first]["input_shape"]), tuple(facts[first]["class_names"])
+    features = tuple(facts[first]["feature_names"])
+    empty = Records(torch.empty(0, *shape), torch.empty(0).long(), np.empty(0, "S32"), names)
+    mean, std = tuple(config.dataset.mean), tuple(config.dataset.std)
+    if not config.dataset.server_test or config.dataset.root is None:
+        return Prepared(empty, None, mean, std)
+    own = _prepare(config, sites=False, server_test=False)
+    test = own.train
+    if (own.input_shape, test.feature_names, test.class_names) != (shape, features, names):
+        raise ConfigError(
+            f"the server's test set dataset.root={config.dataset.root} does not fit the clients: "
+            f"it has shape {own.input_shape} and classes {', '.join(test.class_names)}, they have "
+            f"{shape} and {', '.join(names)}."
+        )
+    return Prepared(empty, test, own.mean, own.std)
+
+
+def _prepare(config: Config, *, sites: bool, server_test: bool) -> Prepared:
+    settings = config.dataset
+    return prepare(
+        cache=Path(settings.cache).expanduser(),
+        name=settings.name,
+        root=Path(settings.root).expanduser() if settings.root else None,
+        download=settings.download,
+        sites=sites,
+        server_test=server_test,
+        limit_train=settings.limit_train,
+        limit_test=settings.limit_test,
+        mean=settings.mean,
+        std=settings.std,
+        image_size=settings.image_size,
+        channels=settings.channels,
+        class_names=settings.class_names,
+        label=settings.label,
+        id_column=settings.id_column,
+        numeric=settings.numeric,
+        categorical=settings.categorical,
+        categories=settings.categories,
+        ignore=settings.ignore,
+        statistics=settings.statistics,
+    )
+
+
+def _check_partition(parts: list[np.ndarray], *, file: str, clients: int, records: int) -> None:
+    if len(parts) != clients:
+        raise ConfigError(f"{file} divides over {len(parts)} clients, but clients={clients}.")
+    largest = max(int(part.max()) for part in parts)
+    if largest >= records:
+        raise ConfigError(
+            f"{file} names record {largest}, but there are {records}: it is of another data set."
+        )

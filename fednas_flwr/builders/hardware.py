@@ -1,0 +1,59 @@
+"""Latency tables and what clients make the hardware loss from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fednas_flwr.config import ClusterSearch, Config, Hardware, PathSearch
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.evaluation.space_costs import space_costs
+from fednas_flwr.hardware.costs import HardwareLoss, loss_settings
+from fednas_flwr.hardware.latency import LatencyTable
+from fednas_flwr.hardware.latency import from_json as latency_from_json
+from fednas_flwr.search_spaces.mbconv import MBConvSpace
+from fednas_flwr.search_spaces.space import SearchSpace
+
+
+def load_table(hardware: Hardware) -> LatencyTable | None:
+    """Return the latency table of a cost, None where costs are multiply-adds.
+
+    Raises:
+        ConfigError: The file cannot be read or is no table.
+    """
+    if hardware.table is None:
+        return None
+    path = Path(hardware.table).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"algorithm.hardware.table={path} cannot be read: {error}.") from error
+    return latency_from_json(text, origin=str(path))
+
+
+def all_hardware(config: Config) -> list[Hardware]:
+    """Return what the configuration says of costs, of all groups."""
+    algorithm = config.algorithm
+    if isinstance(algorithm, ClusterSearch):
+        shared = [algorithm.search.hardware] if algorithm.search.hardware else []
+        return [*shared, *algorithm.group_hardware.values()]
+    if isinstance(algorithm, PathSearch) and algorithm.hardware is not None:
+        return [algorithm.hardware]
+    return []
+
+
+def hardware_settings(hardware: Hardware | None, space: SearchSpace) -> dict[str, Any] | None:
+    """Return what clients make the hardware loss from, checked against what the space can reach."""
+    if hardware is None:
+        return None
+    assert isinstance(space, MBConvSpace)  # as the configuration has it
+    return loss_settings(
+        HardwareLoss(
+            costs=space_costs(space, load_table(hardware)),
+            target=hardware.target,
+            unit=hardware.unit,
+            form=hardware.loss,
+            scale=hardware.scale,
+            exponent=hardware.exponent,
+        )
+    )

@@ -1,0 +1,224 @@
+"""Devices, search spaces and networks.
+
+A network is built from its description, JSON values that also travel to clients and into files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from fednas_flwr.config import SEARCH_SPACES, BlockSpace, CellSpace, Config, GivenNetwork
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
+from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.randomness import seeded
+from fednas_flwr.search_spaces.darts import DARTSSpace
+from fednas_flwr.search_spaces.genotype import Genotype, from_json, to_json
+from fednas_flwr.search_spaces.mbconv import MBConvSpace
+from fednas_flwr.search_spaces.mbconv_plan import CANDIDATES, SKELETONS
+from fednas_flwr.search_spaces.mlp import MLPSpace
+from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
+from fednas_flwr.search_spaces.space import SearchSpace, Supernet
+
+Description = Mapping[str, Any]  # what a network is built from, JSON values only
+
+
+def _mbconv_space(*, skeleton: str, candidates: str, **settings: Any) -> MBConvSpace:
+    """Return the MBConv space with the named skeleton and candidates."""
+    if skeleton not in SKELETONS:
+        raise unknown_choice("search_space.skeleton", skeleton, SKELETONS)
+    if candidates not in CANDIDATES:
+        raise unknown_choice("search_space.candidates", candidates, CANDIDATES)
+    return MBConvSpace(skeleton=SKELETONS[skeleton], candidates=CANDIDATES[candidates], **settings)
+
+
+SPACES: dict[str, Callable[..., SearchSpace]] = {
+    "darts": DARTSSpace,
+    "mbconv": _mbconv_space,
+    "mlp": MLPSpace,
+    "nasbench201": NASBench201Space,
+}
+# The settings of a space that a network's description holds, beside the norm.
+SIZES = {
+    name: tuple(f.name for f in fields(kind) if f.name not in ("name", "norm"))
+    for name, kind in SEARCH_SPACES.items()
+}
+
+
+def make_device(name: str) -> torch.device:
+    """Return the device; ``auto`` is CUDA where there is one.
+
+    Raises:
+        ConfigError: ``cuda`` was asked for and there is none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch finds no CUDA device; set device=cpu or auto.")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def make_space(
+    name: str,
+    *,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    norm: str,
+    engine: str = "fast",
+    **sizes: Any,
+) -> SearchSpace:
+    """Return a search space; ``sizes`` are the other settings of ``conf/search_space``."""
+    if name not in SPACES:
+        raise unknown_choice("search_space.name", name, SPACES)
+    return SPACES[name](
+        input_shape=input_shape,
+        num_classes=num_classes,
+        norm=norm,
+        engine=engine,
+        **sizes,
+    )
+
+
+def supernet_space(config: Config, prepared: Prepared) -> SearchSpace:
+    """Return the search space at the supernet's size for the prepared data."""
+    return make_space(
+        **asdict(config.search_space),
+        engine=config.engine,
+        input_shape=prepared.input_shape,
+        num_classes=prepared.num_classes,
+    )
+
+
+def seeded_supernet(config: Config, space: SearchSpace) -> Supernet:
+    """Return a space's supernet, initialised from the run's seed."""
+    with seeded(config.seed, "supernet"):
+        return space.supernet()
+
+
+def seeded_network(config: Config, description: Description) -> nn.Module:
+    """Return the network of a description, initialised from the run's seed."""
+    with seeded(config.seed, "network"):
+        return make_network(description)
+
+
+def describe_network(
+    config: Config, prepared: Prepared, genotype: Genotype | None
+) -> dict[str, Any]:
+    """Return what :func:`make_network` builds the network to retrain from.
+
+    Args:
+        config: Gives the sizes of retraining, or the name of a fixed network.
+        prepared: Gives shape and number of classes.
+        genotype: The derived architecture; None for a fixed network.
+    """
+    shapes = {"input_shape": list(prepared.input_shape), "num_classes": prepared.num_classes}
+    if genotype is None:
+        if not isinstance(config.algorithm, GivenNetwork):
+            raise ValueError("only fedavg and fedex have a network without a genotype")
+        if config.algorithm.network not in FIXED_NETWORKS:
+            raise unknown_choice("algorithm.network", config.algorithm.network, FIXED_NETWORKS)
+        return {"name": config.algorithm.network, **shapes}
+    return describe_derived(
+        genotype,
+        shapes,
+        sizes=_retrain_sizes(config, genotype),
+        norm=config.retrain.norm,
+        auxiliary=config.retrain.auxiliary_weight > 0,
+    )
+
+
+def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
+    """Return the sizes of the derived network: of ``retrain``, or of a space that keeps its own."""
+    space, retrain = config.search_space, config.retrain
+    sizes = {"channels": retrain.channels, "num_cells": retrain.num_cells}
+    keeps_size = SEARCH_SPACES.get(genotype.space) is BlockSpace
+    if any((value is None) != keeps_size for value in sizes.values()):
+        raise ConfigError(
+            f"retrain.channels={retrain.channels} with retrain.num_cells={retrain.num_cells} and a "
+            f"genotype of {genotype.space}: "
+            + ("its networks have the supernet's size; set both to null." * keeps_size)
+            + ("set both to numbers." * (not keeps_size))
+        )
+    if not keeps_size:
+        return sizes
+    if space.name != genotype.space:
+        raise ConfigError(
+            f"the genotype is of {genotype.space}, but search_space={space.name}, which does not "
+            f"give its network's size: set search_space={genotype.space}."
+        )
+    return supernet_sizes(space)
+
+
+def supernet_sizes(space: CellSpace | BlockSpace) -> dict[str, Any]:
+    """Return the settings of a space that a network's description holds, beside the norm."""
+    return {key: getattr(space, key) for key in SIZES[space.name]}
+
+
+def describe_derived(
+    genotype: Genotype,
+    shapes: Mapping[str, Any],
+    *,
+    sizes: Mapping[str, Any],
+    norm: str,
+    auxiliary: bool,
+) -> dict[str, Any]:
+    """Return what :func:`make_network` builds a genotype's network from."""
+    return {
+        "name": "derived",
+        "genotype": json.loads(to_json(genotype)),
+        **shapes,
+        **sizes,
+        "norm": norm,
+        "auxiliary": auxiliary,
+    }
+
+
+def make_network(description: Description) -> nn.Module:
+    """Return a newly initialised network; draws from torch's global generator.
+
+    Raises:
+        ConfigError: The description's name, genotype or sizes cannot be built.
+    """
+    input_shape = tuple(description["input_shape"])
+    if description["name"] in FIXED_NETWORKS:
+        return FIXED_NETWORKS[description["name"]](input_shape, description["num_classes"])
+    if description["name"] != "derived":
+        raise unknown_choice("network", description["name"], ["derived", *FIXED_NETWORKS])
+    genotype = from_json(json.dumps(description["genotype"]))
+    space = make_space(
+        genotype.space,
+        input_shape=input_shape,
+        num_classes=description["num_classes"],
+        norm=description["norm"],
+        **{key: description[key] for key in SIZES.get(genotype.space, ())},
+    )
+    return space.network(genotype, auxiliary=description["auxiliary"])
+
+
+def load_network(run_folder: str | Path) -> nn.Module:
+    """Return the trained network of a run, on the CPU, in evaluation mode.
+
+    Raises:
+        ConfigError: The folder holds no exported model.
+
+    Example:
+        ``network = load_network("runs/quickstart"); logits = network(images)``
+    """
+    path = Path(run_folder) / MODEL_FILE
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: the run has not reached its export.")
+    with safe_open(path, framework="pt") as file:
+        description = json.loads(file.metadata()[METADATA_KEY])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    network = make_network(description)
+    network.load_state_dict(tensors)
+    return network.eval()

@@ -1,0 +1,84 @@
+"""The strategy of the retrain stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from fednas_flwr.builders.networks import Description, seeded_network
+from fednas_flwr.builders.searches import exploration, make_configurations
+from fednas_flwr.config import Config, HyperparameterSearch, TunedTraining
+from fednas_flwr.exchange.checkpoint import CheckpointFolder
+from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.search.settings import Configuration
+from fednas_flwr.strategies.base import RoundStrategy
+from fednas_flwr.strategies.feathers import FEATHERS
+from fednas_flwr.strategies.fedavg import FedAvg
+from fednas_flwr.strategies.fedex import FedEx
+
+
+def make_retraining(
+    config: Config,
+    description: Description,
+    courier: Courier,
+    checkpoints: CheckpointFolder,
+    private: Mapping[str, Any] | None = None,
+    configuration: Configuration | None = None,
+) -> tuple[RoundStrategy, nn.Module]:
+    """Return the strategy of the retrain stage and its network, initialised from the run's seed.
+
+    Args:
+        config: The run's configuration.
+        description: What the network is built from.
+        courier: Reaches the clients.
+        checkpoints: Where the state goes after every round.
+        private: See :class:`RoundStrategy`.
+        configuration: Takes the place of the retrain settings' learning rate, momentum, decay and
+            drop-path probability.
+    """
+    network = seeded_network(config, description)
+    settings, algorithm = config.retrain, config.algorithm
+    if isinstance(algorithm, HyperparameterSearch):
+        return FEATHERS(
+            network,
+            courier,
+            space=None,
+            description=description,
+            local_epochs=settings.local_epochs,
+            batch_size=settings.batch_size,
+            clip_norm=settings.weights.clip_norm,
+            auxiliary_weight=settings.auxiliary_weight,
+            checkpoints=checkpoints,
+            private=private,
+            **exploration(config, algorithm),
+        ), network
+    if isinstance(algorithm, TunedTraining):
+        return FedEx(
+            network,
+            courier,
+            description=description,
+            configurations=make_configurations(config.seed, algorithm),
+            theta=algorithm.theta,
+            local_epochs=settings.local_epochs,
+            batch_size=settings.batch_size,
+            clip_norm=algorithm.clip_norm,
+            auxiliary_weight=settings.auxiliary_weight,
+            loss_bound=algorithm.loss_bound,
+            seed=config.seed,
+            checkpoints=checkpoints,
+        ), network
+    strategy = FedAvg(
+        network,
+        courier,
+        description=description,
+        local_epochs=settings.local_epochs,
+        batch_size=settings.batch_size,
+        weights=configuration.annealed(settings.weights) if configuration else settings.weights,
+        auxiliary_weight=settings.auxiliary_weight,
+        drop_path_prob=configuration.dropout if configuration else settings.drop_path_prob,
+        checkpoints=checkpoints,
+        private=private,
+    )
+    return strategy, network

@@ -1,0 +1,194 @@
+"""Settings of the algorithms; ``ALGORITHMS`` has the dataclass of every name.
+
+Those of a family may stand in a file of their own, as in ``path_searches.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fednas_flwr.config.path_searches import ClusterSearch, PathSearch
+from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.search.settings import (
+    LEAST_LOSS_BOUND,
+    RULES,
+    SGD,
+    Adam,
+    BanditSettings,
+    Configuration,
+    Range,
+    ThetaSettings,
+    check_range,
+)
+
+
+@dataclass(frozen=True)
+class LocalSearch:
+    """Federated DARTS and FedNAS: local epochs, then averaging."""
+
+    name: str
+    rule: str
+    local_epochs: int
+    batch_size: int
+    validation_weight: float
+    weights: SGD
+    alphas: Adam
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.rule not in RULES:
+            raise unknown_choice("algorithm.rule", self.rule, RULES)
+        check_range(
+            self.local_epochs >= 1, "algorithm.local_epochs", self.local_epochs, "1 or more"
+        )
+        check_range(self.batch_size >= 1, "algorithm.batch_size", self.batch_size, "1 or more")
+
+
+@dataclass(frozen=True)
+class GradientSearch:
+    """Vanilla NAS, FNAS and DP-FNAS: gradient exchanges, two per iteration or one."""
+
+    name: str
+    order: int
+    reduce: str
+    fused: bool
+    local_steps: int
+    batch_size: int | None
+    evaluate_every: int
+    weights: SGD
+    alphas: Adam
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_range(self.order in (1, 2), "algorithm.order", self.order, "1 or 2")
+        if self.reduce not in ("mean", "sum"):
+            raise unknown_choice("algorithm.reduce", self.reduce, ("mean", "sum"))
+        check_range(self.local_steps >= 1, "algorithm.local_steps", self.local_steps, "1 or more")
+        check_range(
+            self.batch_size is None or self.batch_size >= 1,
+            "algorithm.batch_size",
+            self.batch_size,
+            "1 or more, or null for all of a client's records",
+        )
+        check_range(
+            self.evaluate_every >= 0, "algorithm.evaluate_every", self.evaluate_every, "0 or more"
+        )
+        if self.order == 2 and self.local_steps > 1:
+            raise ConfigError(
+                f"algorithm.order=2 with algorithm.local_steps={self.local_steps} is not defined: "
+                "the second-order correction is for one step; set one of the two to 1."
+            )
+        if self.order == 2 and self.fused:
+            raise ConfigError(
+                "algorithm.order=2 with algorithm.fused=true is not defined: the second order "
+                "needs the weights after the step; set order=1 or fused=false."
+            )
+
+
+@dataclass(frozen=True)
+class RandomSearch:
+    """Random search: each round trains one random network a little and ranks it.
+
+    With ``ranges`` each network is trained with hyper-parameters drawn from them.
+    """
+
+    name: str
+    trial_rounds: int
+    local_epochs: int
+    batch_size: int
+    weights: SGD
+    ranges: dict[str, Range] | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_range(
+            self.trial_rounds >= 0, "algorithm.trial_rounds", self.trial_rounds, "0 or more"
+        )
+        check_range(
+            self.local_epochs >= 1, "algorithm.local_epochs", self.local_epochs, "1 or more"
+        )
+        check_range(self.batch_size >= 1, "algorithm.batch_size", self.batch_size, "1 or more")
+
+
+@dataclass(frozen=True)
+class HyperparameterSearch:
+    """FEATHERS: local epochs whose hyper-parameters a bandit chooses."""
+
+    name: str
+    rule: str
+    local_epochs: int
+    batch_size: int
+    clip_norm: float | None
+    nas_rounds: int
+    loss_bound: float
+    num_configurations: int
+    configurations: list[Configuration]
+    ranges: dict[str, Range]
+    bandit: BanditSettings
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.rule not in RULES:
+            raise unknown_choice("algorithm.rule", self.rule, RULES)
+        for key in ("local_epochs", "batch_size", "nas_rounds", "num_configurations"):
+            value = getattr(self, key)
+            check_range(value >= 1, f"algorithm.{key}", value, "1 or more")
+        check_range(
+            self.loss_bound >= LEAST_LOSS_BOUND,
+            "algorithm.loss_bound",
+            self.loss_bound,
+            f"{LEAST_LOSS_BOUND} or more",
+        )
+
+
+@dataclass(frozen=True)
+class FixedNetwork:
+    """No search: FedAvg trains a network that is given by name."""
+
+    name: str
+    network: str
+
+
+@dataclass(frozen=True)
+class TunedTraining:
+    """FedEx: no search; FedAvg of a given network whose clients draw their hyper-parameters."""
+
+    name: str
+    network: str
+    clip_norm: float | None
+    loss_bound: float
+    theta: ThetaSettings
+    num_configurations: int
+    configurations: list[Configuration]
+    ranges: dict[str, Range]
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        number = self.num_configurations
+        check_range(number >= 1, "algorithm.num_configurations", number, "1 or more")
+        check_range(self.loss_bound > 0, "algorithm.loss_bound", self.loss_bound, "above 0")
+
+
+ALGORITHMS: dict[str, type] = {
+    "fed_darts": LocalSearch,
+    "fednas": LocalSearch,
+    "fnas": GradientSearch,
+    "vanilla_nas": GradientSearch,
+    "dp_fnas": GradientSearch,
+    "feathers": HyperparameterSearch,
+    "fdnas": PathSearch,
+    "cfdnas": ClusterSearch,
+    "random_search": RandomSearch,
+    "fedavg": FixedNetwork,
+    "fedex": TunedTraining,
+}
+GivenNetwork = FixedNetwork | TunedTraining  # these do not search
+Algorithm = (
+    LocalSearch
+    | GradientSearch
+    | HyperparameterSearch
+    | PathSearch
+    | ClusterSearch
+    | RandomSearch
+    | GivenNetwork
+)

@@ -1,0 +1,125 @@
+"""Which settings exclude each other; :class:`~fednas_flwr.config.run.Config` asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fednas_flwr.config.algorithms import (
+    FixedNetwork,
+    GivenNetwork,
+    GradientSearch,
+    HyperparameterSearch,
+    LocalSearch,
+    TunedTraining,
+)
+from fednas_flwr.config.networks import BlockSpace
+from fednas_flwr.config.path_searches import ClusterSearch, PathSearch
+from fednas_flwr.config.privacy import NoPrivacy
+from fednas_flwr.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fednas_flwr.config.run import Config
+
+
+def check_privacy(config: Config) -> None:
+    """Refuse what cannot be private, and DP-FNAS without privacy."""
+    algorithm, privacy = config.algorithm, config.privacy
+    if isinstance(privacy, NoPrivacy):
+        if algorithm.name == "dp_fnas":
+            raise ConfigError("algorithm=dp_fnas with privacy=none: set privacy=dp, or use fnas.")
+        return
+    private = ("dp_fnas", "fed_darts", "feathers", "fdnas", "fedavg")
+    if config.oversample:
+        raise ConfigError(
+            "oversample=true with privacy=dp: a record that is drawn several times costs more than "
+            "is booked; set class_factors={<class>: <public factor>} instead."
+        )
+    if config.personalised:
+        raise ConfigError(
+            "personalised=true with privacy=dp: an accuracy after local training without noise is "
+            "an exact function of the records; leave it out."
+        )
+    if isinstance(algorithm, ClusterSearch):
+        raise ConfigError(
+            "privacy=dp with algorithm=cfdnas is not possible yet: a client keeps one schedule of "
+            "releases per run, and each group is a run that begins when its group is known; set "
+            "algorithm=fdnas."
+        )
+    if algorithm.name not in private:
+        raise ConfigError(
+            f"privacy=dp with algorithm={algorithm.name} is not possible yet: choose one of "
+            f"{', '.join(private)}."
+        )
+    norms = {"retrain.norm": config.retrain.norm} if "retrain" in config.stages else {}
+    if "search" in config.stages and not isinstance(algorithm, GivenNetwork):
+        norms["search_space.norm"] = config.search_space.norm
+    if isinstance(algorithm, GradientSearch) and algorithm.order != 1:
+        raise ConfigError(
+            f"algorithm.order={algorithm.order} with privacy=dp: the second order mixes splits "
+            "and is no sum over records; set algorithm.order=1."
+        )
+    if isinstance(algorithm, LocalSearch | HyperparameterSearch):
+        if algorithm.rule != "first_order":
+            raise ConfigError(
+                f"algorithm.rule={algorithm.rule} with privacy=dp: it mixes splits; set "
+                "algorithm.rule=first_order."
+            )
+    if isinstance(algorithm, FixedNetwork) and config.genotype is None:
+        norms = {}
+        if algorithm.network == "mobilenet_v2":
+            raise ConfigError(
+                "algorithm.network=mobilenet_v2 with privacy=dp: it normalises over batches; set "
+                "algorithm.network=plain_cnn."
+            )
+    wrong = [key for key, norm in norms.items() if norm != "group"]
+    if wrong:
+        raise ConfigError(
+            "privacy=dp with batch normalisation is not possible, which mixes the records of a "
+            f"batch and leaks its statistics: set {' '.join(f'{key}=group' for key in wrong)}."
+        )
+
+
+def check_algorithm(config: Config) -> None:
+    """Refuse an algorithm without the clients or the search space that it is defined for."""
+    if config.algorithm.name == "vanilla_nas" and config.clients != 1:
+        raise ConfigError(
+            f"algorithm=vanilla_nas with clients={config.clients}: vanilla NAS has one party; "
+            "set clients=1 or algorithm=fnas."
+        )
+    if _searches(config) and isinstance(config.algorithm, PathSearch | ClusterSearch):
+        if not isinstance(config.search_space, BlockSpace):
+            raise ConfigError(
+                f"algorithm={config.algorithm.name} with search_space={config.search_space.name}: "
+                "it samples paths of blocks; set search_space=mbconv retrain=mbconv."
+            )
+
+
+def check_stages(config: Config) -> None:
+    """Refuse stages that lack what they start from, or have it twice."""
+    searches = _searches(config)
+    if config.genotype is not None and searches:
+        raise ConfigError(
+            f"genotype={config.genotype} with stages={config.stages}: a genotype replaces the "
+            "search; set stages=[retrain,evaluate,export]."
+        )
+    chooses = searches or isinstance(config.algorithm, TunedTraining)
+    if chooses and config.dataset.fractions.get("validation") == 0:
+        raise ConfigError(
+            "dataset.fractions.validation=0.0 leaves a search nothing to choose by: expected "
+            "above 0."
+        )
+    if "retrain" in config.stages and not searches and config.genotype is None:
+        if not isinstance(config.algorithm, GivenNetwork):
+            raise ConfigError(
+                f"stages={config.stages} without search: retraining needs a network; set "
+                "genotype=<file> or algorithm=fedavg."
+            )
+    if not {"retrain"} & set(config.stages) and {"evaluate", "export"} & set(config.stages):
+        raise ConfigError(
+            f"stages={config.stages}: evaluate and export need the network that retrain trains; "
+            "add retrain or leave them out."
+        )
+
+
+def _searches(config: Config) -> bool:
+    return "search" in config.stages and not isinstance(config.algorithm, GivenNetwork)

@@ -1,0 +1,118 @@
+"""Settings of the records: which there are, how they are read, and which client holds which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from fednas_flwr.config.parsing import conf_folder, parse
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.search.settings import check_range
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Which records there are, how they are read, and how each client splits its own.
+
+    The keys from ``image_size`` on are for some readers only; ``data.datasets.prepare`` explains
+    all that it takes and refuses what has no effect.
+
+    Attributes:
+        cache: Folder of prepared tensors.
+        fractions: Shares of train, validation and test of each client's records.
+        split_key: The site's secret text that fixes which record goes where.
+        crop_padding: Training images are shifted by up to so many pixels.
+        flip: Training images are mirrored at random.
+        cutout: Side of the square that is blanked in training images, in pixels.
+        linear_baseline: Whether a simulation also reports pooled logistic regression.
+    """
+
+    name: str
+    root: str | None
+    download: bool
+    cache: str
+    server_test: bool
+    limit_train: int | None
+    limit_test: int | None
+    fractions: dict[str, float]
+    split_key: str
+    mean: list[float]
+    std: list[float]
+    crop_padding: int
+    flip: bool
+    cutout: int
+    linear_baseline: bool
+    image_size: int | None
+    channels: int | None
+    class_names: list[str]
+    label: str
+    id_column: str | None
+    numeric: list[str]
+    categorical: list[str]
+    categories: dict[str, list[str]]
+    ignore: list[str]
+    statistics: dict[str, list[float]]
+
+    def __post_init__(self) -> None:
+        """Check the ranges that no reader checks."""
+        for key in ("limit_train", "limit_test"):
+            value = getattr(self, key)
+            check_range(value is None or value >= 1, f"dataset.{key}", value, "1 or more, or null")
+        for key in ("crop_padding", "cutout"):
+            value = getattr(self, key)
+            check_range(value >= 0, f"dataset.{key}", value, "0 or more")
+        key_bytes = len(self.split_key.encode())
+        check_range(1 <= key_bytes <= 64, "dataset.split_key", self.split_key, "1 to 64 bytes")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which client holds which records; see ``data.partitioners.partition``.
+
+    Attributes:
+        seed: Of the random divisions. Not the run's seed: parties keep their records over runs.
+        file: A saved partition.json to use instead.
+    """
+
+    name: str
+    seed: int
+    file: str | None
+    alpha: float
+    min_size: int
+    groups: list[list[int]]
+    clients_per_group: list[int]
+    fractions: list[float]
+    column: str | None
+
+
+def site_dataset(path: Path, *, cache: str) -> Dataset:
+    """Return how a private site reads its own data: whatever the run says, the site's file counts.
+
+    A setting that the server could choose would be a question to the records: whether they can be
+    read, augmented or cached with it.
+
+    Args:
+        path: A YAML file of ``dataset`` settings; what it leaves out is as in
+            ``conf/dataset/base.yaml``.
+        cache: Where prepared records go.
+
+    Raises:
+        ConfigError: The file cannot be read, or a setting is wrong.
+    """
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the site's dataset settings {path} cannot be read: {error}.") from error
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"the site's dataset settings {path} must be a mapping: name: npz, ...")
+    base = yaml.safe_load((conf_folder() / "dataset" / "base.yaml").read_text(encoding="utf-8"))
+    dataset: Dataset = parse(Dataset, {**base, "cache": cache, **given}, key="dataset", hints={})
+    if dataset.limit_train is not None:
+        raise ConfigError(
+            f"dataset.limit_train={dataset.limit_train} in {path}: leave it out, since one record "
+            "more would put another one out, and two would count."
+        )
+    return dataset

@@ -1,0 +1,97 @@
+"""Settings of networks: the search space, and the training of the derived or given network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fednas_flwr.errors import unknown_choice
+from fednas_flwr.search.settings import SGD, check_range
+
+NORMS = ("batch", "group")
+
+
+@dataclass(frozen=True)
+class CellSpace:
+    """A search space of repeated cells and the sizes of its supernet."""
+
+    name: str
+    channels: int
+    num_cells: int
+    norm: str
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_range(self.channels >= 1, "search_space.channels", self.channels, "1 or more")
+        check_range(self.num_cells >= 1, "search_space.num_cells", self.num_cells, "1 or more")
+        if self.norm not in NORMS:
+            raise unknown_choice("search_space.norm", self.norm, NORMS)
+
+
+@dataclass(frozen=True)
+class BlockSpace:
+    """The MBConv space and the sizes of its supernet, which are also those of derived networks.
+
+    Attributes:
+        skeleton: Depth, widths and strides, by name; see ``search_spaces.mbconv_plan.SKELETONS``.
+        candidates: The ops of a block, by the name of their set; see ``CANDIDATES`` there.
+        width: Width multiplier.
+    """
+
+    name: str
+    skeleton: str
+    candidates: str
+    width: float
+    norm: str
+
+    def __post_init__(self) -> None:
+        """Check the ranges; ``builders`` knows the names."""
+        check_range(0 < self.width <= 16, "search_space.width", self.width, "above 0, to 16")
+        if self.norm not in NORMS:
+            raise unknown_choice("search_space.norm", self.norm, NORMS)
+
+
+SEARCH_SPACES: dict[str, type] = {
+    **dict.fromkeys(("darts", "mlp", "nasbench201"), CellSpace),
+    "mbconv": BlockSpace,
+}
+
+
+@dataclass(frozen=True)
+class Retrain:
+    """FedAvg training of the derived or given network from scratch.
+
+    ``channels`` and ``num_cells`` are null where the derived network has the supernet's size.
+    """
+
+    rounds: int
+    local_epochs: int
+    batch_size: int
+    channels: int | None
+    num_cells: int | None
+    norm: str
+    auxiliary_weight: float
+    drop_path_prob: float
+    weights: SGD
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for key in ("rounds", "local_epochs", "batch_size"):
+            value = getattr(self, key)
+            check_range(value >= 1, f"retrain.{key}", value, "1 or more")
+        for key in ("channels", "num_cells"):
+            value = getattr(self, key)
+            check_range(value is None or value >= 1, f"retrain.{key}", value, "1 or more, or null")
+        check_range(
+            0 <= self.drop_path_prob < 1,
+            "retrain.drop_path_prob",
+            self.drop_path_prob,
+            "0 to below 1",
+        )
+        check_range(
+            self.auxiliary_weight >= 0,
+            "retrain.auxiliary_weight",
+            self.auxiliary_weight,
+            "0 or more",
+        )
+        if self.norm not in NORMS:
+            raise unknown_choice("retrain.norm", self.norm, NORMS)

@@ -1,0 +1,109 @@
+"""Settings of the searches on sampled paths, and of the hardware that they search for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.search.settings import SGD, Adam, check_range
+
+GATES = ("two", "full")
+GROUPINGS = ("tag", "hardware", "alphas")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a network's cost does to the loss of the alphas; see ``hardware.costs.HardwareLoss``.
+
+    Attributes:
+        table: File of ``fednas latency measure``, for targets in ms; null has the clients measure
+            before the search, each group's its own.
+    """
+
+    table: str | None
+    unit: str
+    target: float
+    loss: str
+    scale: float
+    exponent: float
+
+    def __post_init__(self) -> None:
+        """Check the ranges; what the space can reach is known once the costs are."""
+        check_range(self.target > 0, "algorithm.hardware.target", self.target, "above 0")
+        check_range(self.scale > 0, "algorithm.hardware.scale", self.scale, "above 0")
+        if self.unit != "ms" and self.table is not None:
+            raise ConfigError(
+                f"algorithm.hardware.unit={self.unit} with table={self.table}: a table is for ms "
+                "only; set table=null."
+            )
+
+
+@dataclass(frozen=True)
+class PathSearch:
+    """FDNAS: local epochs of ProxylessNAS on sampled paths, then averaging."""
+
+    name: str
+    gates: str
+    warm_up_rounds: int
+    local_epochs: int
+    batch_size: int
+    sparse: bool
+    weights: SGD
+    alphas: Adam
+    hardware: Hardware | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.gates not in GATES:
+            raise unknown_choice("algorithm.gates", self.gates, GATES)
+        for key, least in (("warm_up_rounds", 0), ("local_epochs", 1), ("batch_size", 1)):
+            value = getattr(self, key)
+            check_range(value >= least, f"algorithm.{key}", value, f"{least} or more")
+
+
+@dataclass(frozen=True)
+class ClusterSearch:
+    """CFDNAS: FDNAS of all clients, then in each group of clients, with its own hardware loss.
+
+    Attributes:
+        group_by: ``tag`` or ``hardware``, which each client tells of itself, or ``alphas``: similar
+            updates of the alphas, see ``strategies.clusters``.
+        num_groups: How many, for ``alphas``; else null.
+        inherit: Whether groups go on from the supernet of all; false is naive-CFDNAS, which leaves
+            that search out.
+        group_rounds: Rounds of search in each group.
+        group_hardware: What cost does in a group, by its name; other groups have no cost.
+        search: How clients search.
+    """
+
+    name: str
+    group_by: str
+    num_groups: int | None
+    inherit: bool
+    group_rounds: int
+    group_hardware: dict[str, Hardware]
+    search: PathSearch
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.group_by not in GROUPINGS:
+            raise unknown_choice("algorithm.group_by", self.group_by, GROUPINGS)
+        check_range(
+            self.group_rounds >= 1, "algorithm.group_rounds", self.group_rounds, "1 or more"
+        )
+        if (self.group_by == "alphas") != (self.num_groups is not None):
+            raise ConfigError(
+                f"algorithm.group_by={self.group_by} with num_groups={self.num_groups}: a number "
+                "is needed to group by alphas, and for that only."
+            )
+        check_range(
+            self.num_groups is None or self.num_groups >= 2,
+            "algorithm.num_groups",
+            self.num_groups,
+            "2 or more",
+        )
+        if self.group_by == "alphas" and not self.inherit:
+            raise ConfigError(
+                "algorithm.group_by=alphas with algorithm.inherit=false: the groups come from the "
+                "search of all clients; set algorithm.inherit=true."
+            )

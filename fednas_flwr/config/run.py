@@ -1,0 +1,110 @@
+"""All settings of one run, from the composed tree to JSON and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fednas_flwr.config.algorithms import ALGORITHMS, Algorithm
+from fednas_flwr.config.combinations import check_algorithm, check_privacy, check_stages
+from fednas_flwr.config.data import Dataset, Partition
+from fednas_flwr.config.networks import SEARCH_SPACES, BlockSpace, CellSpace, Retrain
+from fednas_flwr.config.parsing import choose_kind, parse
+from fednas_flwr.config.privacy import PRIVACY, DifferentialPrivacy, NoPrivacy
+from fednas_flwr.config.runtime import Runtime
+from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.search.settings import check_range
+
+STAGES = ("search", "retrain", "evaluate", "export")
+DEVICES = ("auto", "cpu", "cuda")
+ENGINES = ("fast", "reference")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run.
+
+    ``run_dir`` is the run folder; ``threads`` are torch's threads per client; ``engine`` says how
+    supernets are computed (:mod:`fednas_flwr.search_spaces`). ``class_factors`` are public factors
+    of the losses of classes, by name; with privacy they multiply what is clipped already.
+    ``client_tags`` are what simulated clients call themselves, by index, or empty.
+    ``oversample`` has training repeat the records of rarer classes. ``personalised`` has clients
+    test the trained network again after local epochs of their own.
+    """
+
+    algorithm: Algorithm
+    dataset: Dataset
+    partition: Partition
+    search_space: CellSpace | BlockSpace
+    engine: str
+    privacy: NoPrivacy | DifferentialPrivacy
+    runtime: Runtime
+    retrain: Retrain
+    run_dir: str | None
+    seed: int
+    device: str
+    threads: int
+    clients: int
+    rounds: int
+    stages: list[str]
+    genotype: str | None
+    client_tags: list[str]
+    class_factors: dict[str, float]
+    oversample: bool
+    personalised: bool
+    tensorboard: bool
+
+    def __post_init__(self) -> None:
+        """Check single values, then combinations that make no sense together."""
+        check_range(self.seed >= 0, "seed", self.seed, "0 or more")
+        check_range(self.threads >= 1, "threads", self.threads, "1 or more")
+        check_range(self.clients >= 1, "clients", self.clients, "1 or more")
+        check_range(self.rounds >= 1, "rounds", self.rounds, "1 or more")
+        if self.device not in DEVICES:
+            raise unknown_choice("device", self.device, DEVICES)
+        if self.engine not in ENGINES:
+            raise unknown_choice("engine", self.engine, ENGINES)
+        for stage in self.stages:
+            if stage not in STAGES:
+                raise unknown_choice("stages", stage, STAGES)
+        check_range(
+            bool(self.stages), "stages", self.stages, f"at least one of {', '.join(STAGES)}"
+        )
+        if len(self.client_tags) not in (0, self.clients):
+            raise ConfigError(
+                f"client_tags={self.client_tags} for clients={self.clients}: give one for each "
+                "client, or none."
+            )
+        for name, factor in self.class_factors.items():
+            check_range(0 < factor <= 1, f"class_factors.{name}", factor, "above 0, at most 1")
+        check_privacy(self)
+        check_algorithm(self)
+        check_stages(self)
+
+
+def parse_config(tree: Mapping[str, Any]) -> Config:
+    """Return the checked configuration of a composed tree.
+
+    Raises:
+        ConfigError: A key is unknown or missing, a value has the wrong type or is out of range,
+            or two settings exclude each other.
+    """
+    hints = {
+        "algorithm": choose_kind(tree, "algorithm", ALGORITHMS),
+        "search_space": choose_kind(tree, "search_space", SEARCH_SPACES),
+        "privacy": choose_kind(tree, "privacy", PRIVACY),
+    }
+    config: Config = parse(Config, tree, key="", hints=hints)
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """Return the configuration as one line of JSON that :func:`load_config` reads back."""
+    return json.dumps(asdict(config), sort_keys=True)
+
+
+def load_config(text: str) -> Config:
+    """Return the configuration that :func:`dump_config` wrote."""
+    return parse_config(json.loads(text))
