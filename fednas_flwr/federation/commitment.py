@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fednas_flwr.config import (
+    CandidateSearch,
     Config,
     DifferentialPrivacy,
     FixedNetwork,
@@ -199,6 +200,8 @@ def _items(config: Config, done: Mapping[str, int]) -> list[Item]:
 def _search(config: Config, privacy: DifferentialPrivacy, done: int) -> list[Item]:
     """Return the releases of the search's rounds that are still to do."""
     algorithm, rounds = config.algorithm, config.rounds - done
+    if isinstance(algorithm, CandidateSearch):
+        return _candidates(algorithm, privacy, done, config.rounds)
     assert isinstance(algorithm, GradientSearch | LocalSearch | PathSearch | HyperparameterSearch)
     terms = {
         "weights": ("weights", ["train"], algorithm.batch_size, privacy.weights),
@@ -231,6 +234,24 @@ def _search(config: Config, privacy: DifferentialPrivacy, done: int) -> list[Ite
         items += [_item("search", "train.probe", *terms[kind], steps) for kind in terms]
         items += [_rewards("search", privacy, trials)]
     return items
+
+
+def _candidates(
+    algorithm: CandidateSearch, privacy: DifferentialPrivacy, done: int, rounds: int
+) -> list[Item]:
+    """Return the releases of DPNAS' rounds after ``done``.
+
+    A round to spare, ``done=-1``, is the last one, which measures twice.
+    """
+    steps = (rounds - done) * algorithm.trained_candidates * algorithm.local_steps
+    measured = rounds - done - max(0, algorithm.warm_up_rounds - max(0, done))
+    last = max(0, -done) + (done < rounds)
+    train = ("weights", ["train"], algorithm.batch_size, privacy.weights)
+    rewards = ("rewards", ["validation"], None, privacy.rewards)
+    return [
+        _item("search", "train.candidate", *train, steps),
+        _item("search", "evaluate.candidates", *rewards, max(0, measured) + last),
+    ]
 
 
 def _retraining(config: Config, privacy: DifferentialPrivacy, done: int) -> list[Item]:

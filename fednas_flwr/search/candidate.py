@@ -52,6 +52,15 @@ class Candidate(nn.Module):
         return logits
 
 
+def all_alike(supernet: Supernet) -> list[list[int]]:
+    """Return for every op the path with that op on all edges.
+
+    No path computes or keeps more than one of these: the ops of an edge have one shape.
+    """
+    edges, ops = next(iter(supernet.alphas().values())).shape
+    return [[op] * edges for op in range(ops)]
+
+
 def train_candidates(
     supernet: Supernet,
     paths: Sequence[Sequence[int]],
