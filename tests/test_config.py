@@ -23,6 +23,7 @@ GROUP = ["search_space.norm=group", "retrain.norm=group"]
 NEEDS = {  # what a file needs beside itself
     "algorithm=fdnas": ["search_space=mbconv", "retrain=mbconv"],
     "algorithm=cfdnas": ["search_space=mbconv", "retrain=mbconv"],
+    "algorithm=dpnas": ["search_space=dp_cells", "retrain=dp_cells"],
     "algorithm=vanilla_nas": ["clients=1"],
     "algorithm=dp_fnas": ["privacy=dp", *GROUP],
     "privacy=dp": ["algorithm=dp_fnas", *GROUP],

@@ -99,7 +99,7 @@ class DPCellSpace:
         With a path its body computes that path alone. Without, the supernet is the relaxation of
         DARTS on this space, which is not in the paper.
         """
-        body = self._network([OPS] * len(EDGES), groups=SEARCH_GROUPS)
+        body = self._network([OPS] * len(EDGES), groups=SEARCH_GROUPS, near_identity=True)
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
 
     def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
@@ -158,7 +158,9 @@ class DPCellSpace:
             raise ConfigError("dp_cells networks have no auxiliary head: switch it off.")
         return self._network([[OPS[op]] for op in path], groups=TRAINING_GROUPS)
 
-    def _network(self, ops_of_edges: Sequence[Sequence[str]], *, groups: int) -> DPCellNetwork:
+    def _network(
+        self, ops_of_edges: Sequence[Sequence[str]], *, groups: int, near_identity: bool = False
+    ) -> DPCellNetwork:
         return DPCellNetwork(
             ops_of_edges,
             input_shape=self.input_shape,
@@ -168,4 +170,5 @@ class DPCellSpace:
             activation=self.activation,
             norm=self.norm,
             groups=groups,
+            near_identity=near_identity,
         )

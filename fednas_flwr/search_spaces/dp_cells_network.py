@@ -21,6 +21,7 @@ from fednas_flwr.search_spaces.operations import Norm, add_all, drop_path, make_
 CELL = "cell"  # the only kind of cell: all three are alike
 NODES = range(1, 6)  # K = 5 internal nodes; node 0 is the cell's input
 EDGES = candidate_edges(NODES)
+CENTRE = 20.0  # of a near-identity, in standard deviations of the noise beside it
 NONE, SKIP = "none", "skip_connect"
 POOLS: dict[str, Callable[..., nn.Module]] = {
     "max_pool_3x3": nn.MaxPool2d,
@@ -48,6 +49,10 @@ class DPCellNetwork(nn.Module):
     are initialised as there, with variance ``2 / (kernel area * output channels)``: the norms hide
     it, but the gradients that are clipped are as large as the weights are small.
 
+    Deviation: ``near_identity`` adds a larger number to the centre of each op's kernel, for a
+    supernet. Kernels drawn at random make what candidates compute unrelated, so that they cannot
+    share a head at first: 1,500 steps on digits leave the loss at ln 10, with it 360 reach 1.8.
+
     Attributes:
         drop_path_prob: Probability of drop-path on every op but the identity, in [0, 1).
     """
@@ -65,6 +70,7 @@ class DPCellNetwork(nn.Module):
         activation: str,
         norm: Norm,
         groups: int,
+        near_identity: bool = False,
     ) -> None:
         """Build the network.
 
@@ -77,6 +83,7 @@ class DPCellNetwork(nn.Module):
             activation: Of the hidden layer; a name in ``ACTIVATIONS``.
             norm: ``batch`` or ``group``.
             groups: Most groups of a group norm.
+            near_identity: Whether the ops' convolutions begin as identities with noise.
         """
         super().__init__()
         self.drop_path_prob = 0.0
@@ -109,8 +116,11 @@ class DPCellNetwork(nn.Module):
         )
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
-                area = math.prod(module.kernel_size)
-                nn.init.normal_(module.weight, std=math.sqrt(2 / (area * module.out_channels)))
+                std = math.sqrt(2 / (math.prod(module.kernel_size) * module.out_channels))
+                nn.init.normal_(module.weight, std=std)
+                if near_identity and module.groups > 1:
+                    with torch.no_grad():
+                        module.weight[:, :, 1, 1] += CENTRE * std
 
     def forward(
         self,
