@@ -7,9 +7,11 @@ of the target epsilon, then retraining's to what all others leave of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fednas_flwr.clients.release import ACCOUNTANTS
 from fednas_flwr.config import (
     CandidateSearch,
     Config,
@@ -25,7 +27,7 @@ from fednas_flwr.config import (
 from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.gate import check_facts
-from fednas_flwr.privacy.accounting import calibrate_noise
+from fednas_flwr.privacy.accounting import calibrate_noise, epsilon_per_split
 from fednas_flwr.privacy.renyi import Release, poisson_rate
 from fednas_flwr.privacy.renyi_filter import filter_epsilon
 from fednas_flwr.search.bandit import Bandit
@@ -95,7 +97,7 @@ def commit(
     assert isinstance(privacy, DifferentialPrivacy)
     settings = {"data_set": privacy.data_set, "schedule": list(schedule)}
     committed = {split for item in schedule for split in item["splits"]}
-    clients = []
+    clients, search_epsilons = [], {}
     for client, reply in courier.ask("query.commit", stage="commit", settings=settings):
         facts = courier.facts[client]
         try:
@@ -108,9 +110,13 @@ def commit(
             courier.emit("client_left", **place, reason=str(error))
             courier.dismiss(client, str(error))
             continue
+        declared = tuple(sorted(facts["splits"].items()))
+        if declared not in search_epsilons:
+            search_epsilons[declared] = _search_epsilon(schedule, facts["splits"], privacy.delta)
         clients.append(
             {
                 "client": client,
+                "search_epsilon": search_epsilons[declared],
                 "records": facts["splits"],
                 "rates": [_rate(item, facts["splits"]) for item in schedule],
                 "budget": facts["budget"],
@@ -134,6 +140,18 @@ def commit(
             f"{courier.num_clients} clients must stay: take fewer rounds or more noise, or lower "
             f"runtime.quorum. Nothing {'more ' if resumed else ''}was released."
         )
+
+
+def _search_epsilon(
+    schedule: Sequence[Item], declared: Mapping[str, int], delta: float
+) -> float | None:
+    """Return what the search alone costs a client's worst split, by PRV; None is infinite."""
+    releases = [
+        (_release(item, declared), item["splits"]) for item in schedule if item["stage"] == "search"
+    ]
+    by_split = epsilon_per_split(releases, delta, ACCOUNTANTS["prv"])
+    epsilon = max(by_split.values(), default=0.0)
+    return epsilon if math.isfinite(epsilon) else None
 
 
 def _covered_rounds(

@@ -207,6 +207,14 @@ def test_private_dpnas_books_every_step_of_candidates_and_one_vector_of_rewards(
             releases = [row.release for row in booked if split in row.splits]
             assert filter_epsilon(releases, 1e-5) <= 30
             assert told["epsilon"]["rdp"][split] == pytest.approx(rdp_epsilon(releases, 1e-5))
+        searched = [row for row in booked if row.stage == "search"]
+        assert told["search_epsilon"] == pytest.approx(
+            max(
+                rdp_epsilon([row.release for row in searched if split in row.splits], 1e-5)
+                for split in ("train", "validation")
+            )
+        )
+        assert told["search_epsilon"] < max(told["epsilon"]["rdp"].values())
         assert told["covers"] == [
             {"stage": "search", "rounds": 3, "of": 3},
             {"stage": "retrain", "rounds": 2, "of": 2},
