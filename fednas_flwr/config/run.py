@@ -10,7 +10,7 @@ from typing import Any
 from fednas_flwr.config.algorithms import ALGORITHMS, Algorithm
 from fednas_flwr.config.combinations import check_algorithm, check_privacy, check_stages
 from fednas_flwr.config.data import Dataset, Partition
-from fednas_flwr.config.networks import SEARCH_SPACES, BlockSpace, CellSpace, Retrain
+from fednas_flwr.config.networks import SEARCH_SPACES, Retrain, SearchSpaceSettings
 from fednas_flwr.config.parsing import choose_kind, parse
 from fednas_flwr.config.privacy import PRIVACY, DifferentialPrivacy, NoPrivacy
 from fednas_flwr.config.runtime import Runtime
@@ -37,7 +37,7 @@ class Config:
     algorithm: Algorithm
     dataset: Dataset
     partition: Partition
-    search_space: CellSpace | BlockSpace
+    search_space: SearchSpaceSettings
     engine: str
     privacy: NoPrivacy | DifferentialPrivacy
     runtime: Runtime
