@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands = {
             "run": _run,
             "report": _report,
+            "analyse": _analyse,
             "compare": _compare,
             "audit": _audit,
             "calibrate": _calibrate,
@@ -104,6 +105,15 @@ def _parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="table of several runs, mean over seeds")
     compare.add_argument("run_folders", type=Path, nargs="+", help="run folders or sweeps")
     compare.add_argument("--output", type=Path, help="folder for compare.csv, .md and .json")
+    analyse = commands.add_parser(
+        "analyse", help="what a search prefers, and what its cell owes to activations and pools"
+    )
+    analyse.add_argument("run_folder", type=Path, help="of a finished run")
+    analyse.add_argument(
+        "--against", type=Path, nargs="+", default=[], help="runs to compare its search with"
+    )
+    analyse.add_argument("--retrain", action="store_true", help="train the changed cells, too")
+    analyse.add_argument("--batch-size", type=int, default=1, help="of inference (default: 1)")
     tables = commands.add_parser("tables", help="render README tables from scripts/results")
     tables.add_argument("readme", type=Path, nargs="?", default=Path("README.md"))
     audit = commands.add_parser(
@@ -164,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what is wrong with this machine, and what to do")
     doctor.add_argument("folder", type=Path, nargs="?", default=Path(), help="default: this one")
     for command in (
-        *(run, report, compare, audit, calibrate, measure, show, verify, tables),
+        *(run, report, analyse, compare, audit, calibrate, measure, show, verify, tables),
         *(provision, key, doctor),
     ):
         command.add_argument("--debug", action="store_true", help="show the full trace of an error")
@@ -221,6 +231,33 @@ def _report(options: argparse.Namespace, overrides: list[str]) -> int:
     if not (options.run_folder / "events.jsonl").is_file():
         raise ConfigError(f"{options.run_folder} holds no events.jsonl; give the folder of a run.")
     print(write_report(options.run_folder))
+    return 0
+
+
+def _analyse(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Analyse a finished run; with ``--retrain`` train each variant of its cell before."""
+    if options.batch_size < 1:
+        raise ConfigError(f"--batch-size must be at least 1, got {options.batch_size}.")
+    from fednas_flwr.federation.analysis import (
+        ANALYSIS_FILE,
+        analyse,
+        finished_run,
+        is_trained,
+        prepare_variants,
+    )
+    from fednas_flwr.federation.run_folder import open_run_folder
+    from fednas_flwr.reporting.analysis import print_analysis
+
+    runs = [finished_run(folder) for folder in (options.run_folder, *options.against)]
+    config = open_run_folder(str(options.run_folder))
+    variants = prepare_variants(config)
+    for folder in variants if options.retrain else ():
+        if not is_trained(folder):
+            _execute(open_run_folder(str(folder)), resumed=True)
+    print_analysis(
+        analyse(config, runs=runs, variant_folders=variants, batch_size=options.batch_size)
+    )
+    print(Path(str(config.run_dir)) / ANALYSIS_FILE)
     return 0
 
 

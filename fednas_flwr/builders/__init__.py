@@ -15,6 +15,7 @@ from fednas_flwr.builders.data import has_real_sites, make_data, make_server_dat
 from fednas_flwr.builders.hardware import load_table
 from fednas_flwr.builders.networks import (
     describe_network,
+    load_exported,
     load_network,
     make_device,
     make_network,
@@ -30,6 +31,7 @@ __all__ = [
     "check_buildable",
     "describe_network",
     "has_real_sites",
+    "load_exported",
     "load_network",
     "load_table",
     "make_client",

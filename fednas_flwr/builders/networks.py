@@ -221,7 +221,12 @@ def load_network(run_folder: str | Path) -> nn.Module:
     Example:
         ``network = load_network("runs/quickstart"); logits = network(images)``
     """
-    path = Path(run_folder) / MODEL_FILE
+    return load_exported(Path(run_folder))[0]
+
+
+def load_exported(run_folder: Path) -> tuple[nn.Module, tuple[int, ...]]:
+    """Return what :func:`load_network` returns, and the shape of one example."""
+    path = run_folder / MODEL_FILE
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: the run has not reached its export.")
     with safe_open(path, framework="pt") as file:
@@ -229,4 +234,4 @@ def load_network(run_folder: str | Path) -> nn.Module:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     network = make_network(description)
     network.load_state_dict(tensors)
-    return network.eval()
+    return network.eval(), tuple(description["input_shape"])

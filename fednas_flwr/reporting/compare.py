@@ -176,6 +176,8 @@ def _run_folders(folders: Iterable[Path]) -> list[Path]:
             raise ConfigError(f"{folder} holds no run: no events.jsonl is in it or below it.")
         if folder in inside:
             inside = [folder]
+        runs = set(inside)  # what `fednas analyse` trains of a run is compared where it is named
+        inside = [f for f in inside if f.parent.name != "variants" or f.parents[1] not in runs]
         found |= {path.resolve(): path for path in inside if path.resolve() not in found}
     return list(found.values())
 

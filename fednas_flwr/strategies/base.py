@@ -36,6 +36,7 @@ from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search_spaces.genotype import Genotype, skip_share
 from fednas_flwr.search_spaces.space import SearchSpace
 
+SERVER = "server."  # before the names of the server's own tensors in a checkpoint
 ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
 
 
@@ -286,7 +287,7 @@ class RoundStrategy(Strategy):
             for state, packed in self.states.items()
             for dtype, vector in packed.items()
         }
-        tensors |= {f"server.{name}": tensor for name, tensor in self.server_tensors().items()}
+        tensors |= {f"{SERVER}{name}": tensor for name, tensor in self.server_tensors().items()}
         self.checkpoints.save(Checkpoint(self.stage, server_round, tensors, self.values))
 
     def _restore(self) -> int:
@@ -297,14 +298,7 @@ class RoundStrategy(Strategy):
         for state, packed in self.states.items():
             for dtype in packed:
                 packed[dtype] = checkpoint.tensors[f"{state}.{dtype}"]
-        prefix = "server."
-        self.load_server_tensors(
-            {
-                n.removeprefix(prefix): t
-                for n, t in checkpoint.tensors.items()
-                if n.startswith(prefix)
-            }
-        )
+        self.load_server_tensors(server_state(checkpoint))
         self.values = dict(checkpoint.values)
         return checkpoint.round
 
@@ -314,6 +308,15 @@ class RoundStrategy(Strategy):
             named = {name: tensors[f"{state}.{name}"] for name, _, _ in layout.entries}
             for dtype, vector in pack(named).items():
                 self.states[state][dtype].copy_(vector)
+
+
+def server_state(checkpoint: Checkpoint) -> Tensors:
+    """Return the :meth:`RoundStrategy.server_tensors` that a checkpoint holds."""
+    return {
+        name.removeprefix(SERVER): tensor
+        for name, tensor in checkpoint.tensors.items()
+        if name.startswith(SERVER)
+    }
 
 
 def average_replies(

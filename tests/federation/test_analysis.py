@@ -1,0 +1,115 @@
+"""``fednas analyse`` on a real run: its controller, its rewards, its cell trained again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from fednas_flwr.cli import USER_ERROR, main
+from fednas_flwr.exchange.checkpoint import CheckpointFolder
+from fednas_flwr.reporting.events import read_events
+from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.search_spaces import DPCellSpace
+from fednas_flwr.search_spaces.genotype import load_genotype, save_genotype
+
+TINY = [
+    *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=2", "rounds=3"),
+    *("search_space.widths=[2,2,4]", "search_space.head=4", "algorithm.warm_up_rounds=1"),
+    *("algorithm.trained_candidates=2", "algorithm.rewarded_candidates=3", "retrain.rounds=1"),
+    *("algorithm.final_candidates=4", "algorithm.batch_size=16", "retrain.batch_size=16"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_overrides, tmp_path_factory):
+    path = tmp_path_factory.mktemp("analysis") / "run"
+    own_size = ("search_space.", "retrain.channels", "rounds")
+    tiny = [o for o in tiny_overrides if not o.startswith(own_size)]
+    assert main(["run", *tiny, *TINY, f"run_dir={path}"]) == 0
+    return path
+
+
+def analysed(folder, *arguments):
+    assert main(["analyse", str(folder), *arguments]) == 0
+    return json.loads((folder / "analysis.json").read_text())
+
+
+def test_samples_come_from_the_newest_checkpoints_controller(folder, tmp_path):
+    """A controller that is sure of one path is written behind the run's own."""
+    path = [*range(10), 4, 1, 1, 5, 9]
+    copy = shutil.copytree(folder, tmp_path / "run")
+    checkpoints = CheckpointFolder(copy / "checkpoints", warn=pytest.fail)
+    newest = checkpoints.latest("search")
+    tensors = dict(newest.tensors)
+    for edge, op in enumerate(path):
+        tensors[f"server.policy.decoders.{edge}.bias"][op] = 100.0
+    checkpoints.save(replace(newest, round=newest.round + 1, tensors=tensors))
+    own, sure = (analysed(f)["samples"] for f in (folder, copy))
+    expected = [[float(op == own) for op in range(10)] for own in path]
+    assert (sure["round"], sure["shares"]) == (4, expected)
+    assert (own["round"], own["sampler"], own["count"]) == (3, "controller", 1000)
+    for shares in own["shares"]:
+        assert sum(shares) == pytest.approx(1)
+        assert max(shares) < 0.3  # hardly taught: a tenth each, give or take
+    assert own["edges"][:3] == ["0 → 1", "0 → 2", "1 → 2"]
+    assert sum(own["mean_shares"]) == pytest.approx(1)
+
+
+def test_rewards_are_the_means_of_each_round_beside_another_runs(folder, capsys):
+    rewarded = [e for e in read_events(folder / "events.jsonl") if e["event"] == "rewarded"]
+    means = [fmean(event["rewards"]) for event in rewarded[:2]]  # the third chooses
+    own, other = analysed(folder, "--against", str(folder))["rewards"]
+    assert own["rounds"] == [2, 3]
+    assert own["accuracies"] == pytest.approx(means)
+    assert other == own
+    assert "mean validation accuracy" in capsys.readouterr().out
+
+
+def test_the_printed_command_trains_the_found_cell_to_the_runs_own_bits(folder, capsys):
+    analysis = analysed(folder)
+    assert 0 < analysis["inference"]["median_ms"]
+    found = analysis["variants"][0]
+    assert found["name"] == "found"
+    assert found["accuracy"] is None
+    assert found["command"] in capsys.readouterr().out
+    assert main(found["command"].split()[1:]) == 0
+    trained = folder / "variants" / "found"
+    assert (trained / "model.safetensors").read_bytes() == (
+        folder / "model.safetensors"
+    ).read_bytes()
+    accuracy = read_run(folder).numbers()["central_accuracy"]
+    assert analysed(folder)["variants"][0]["accuracy"] == accuracy
+
+
+def test_every_variant_can_be_trained_at_once(folder, tmp_path, capsys):
+    copy = shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("variants"))
+    space = DPCellSpace(input_shape=(3, 8, 8), num_classes=3)
+    save_genotype(copy / "genotype.json", space.genotype([1] + [3] * 14))
+    variants = analysed(copy, "--retrain")["variants"]
+    assert [variant["name"] for variant in variants] == ["found", "pools-avg"]
+    assert all(0 <= variant["accuracy"] <= 1 for variant in variants)
+    for name, op in (("found", 1), ("pools-avg", 2)):
+        trained = read_run(copy / "variants" / name)
+        genotype = load_genotype(copy / "variants" / name / "genotype.json")
+        assert space.path(genotype) == [op] + [3] * 14
+        assert trained.last("derived")["genotype"]["cells"]["cell"][0]["op"] == space.ops[op]
+        assert trained.rounds("search") == []
+    capsys.readouterr()
+    assert analysed(copy, "--retrain")["variants"] == variants  # which trains none again
+    output = capsys.readouterr().out
+    assert "pools-avg" in output
+    assert "run folder" not in output
+    assert "fednas run resume" not in output
+
+
+def test_a_folder_without_a_finished_run_is_refused(folder, tmp_path, capsys):
+    assert main(["analyse", str(tmp_path)]) == USER_ERROR
+    assert "no run folder" in capsys.readouterr().err
+    lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "events.jsonl").write_text("".join(lines[:-1]))
+    assert main(["analyse", str(tmp_path)]) == USER_ERROR
+    assert f"fednas run resume={tmp_path}" in capsys.readouterr().err
