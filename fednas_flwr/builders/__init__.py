@@ -15,6 +15,7 @@ from fednas_flwr.builders.data import has_real_sites, make_data, make_server_dat
 from fednas_flwr.builders.hardware import load_table
 from fednas_flwr.builders.networks import (
     describe_network,
+    given_genotype,
     load_exported,
     load_network,
     make_device,
@@ -30,6 +31,7 @@ __all__ = [
     "SEARCHES",
     "check_buildable",
     "describe_network",
+    "given_genotype",
     "has_real_sites",
     "load_exported",
     "load_network",

