@@ -11,9 +11,10 @@ import pytest
 
 from fednas_flwr.clients import release
 from fednas_flwr.config import dump_config
+from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.federation.run_folder import create_run_folder
+from fednas_flwr.federation.run_folder import create_run_folder, open_run_folder
 from fednas_flwr.federation.stages import run_stages
 from fednas_flwr.privacy.accounting import rdp_epsilon
 from fednas_flwr.privacy.ledger import Ledger
@@ -35,19 +36,22 @@ FEATHERS = [
 
 @pytest.fixture(scope="module")
 def run(compose_config, tmp_path_factory):
-    """``run(*overrides)``: the stages inline; events and every client's booked entries."""
+    """``run(*overrides, resume=None)``: the stages inline; events and all clients' entries."""
     patch = pytest.MonkeyPatch()
     patch.setitem(release.ACCOUNTANTS, "prv", rdp_epsilon)  # PRV takes up to a second per client
 
-    def ran(*overrides):
-        folder = tmp_path_factory.mktemp("run") / "run"
-        config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
+    def ran(*overrides, resume=None):
+        if resume is None:
+            folder = tmp_path_factory.mktemp("run") / "run"
+            config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
+        else:
+            folder, config = resume, open_run_folder(str(resume))
         grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
         with EventLog(folder / "events.jsonl", []) as log:
-            run_stages(config, grid, log, resumed=False)
+            run_stages(config, grid, log, resumed=resume is not None)
         events = read_events(folder / "events.jsonl")
         booked = [entries(folder / "sites" / f"client-{k}") for k in range(config.clients)]
-        return SimpleNamespace(config=config, events=events, booked=booked)
+        return SimpleNamespace(config=config, folder=folder, events=events, booked=booked)
 
     yield ran
     patch.undo()
@@ -227,3 +231,28 @@ def test_private_dpnas_books_every_step_of_candidates_and_one_vector_of_rewards(
         assert event["noise"] == pytest.approx(expected)
     for event in named(dpnas, "round"):
         assert all(metrics == {} for metrics in event["clients"].values())
+
+
+def test_a_resumed_private_dpnas_goes_on_with_its_controller_and_books_the_round_again(run):
+    """The last round, whose checkpoint is gone: it teaches and chooses a second time."""
+    first = run(*DPNAS, "stages=[search]")
+    checkpoints = CheckpointFolder(first.folder / "checkpoints", warn=pytest.fail)
+    for path in checkpoints.path.glob("search-000003.*"):
+        path.unlink()
+    before = checkpoints.latest("search").tensors["server.policy.lstm.weight_ih"]
+    again = run(resume=first.folder)
+    assert not named(again, "client_left") + named(again, "client_failed")
+    assert [e["round"] for e in named(again, "round")] == [1, 2, 3, 3]
+    for booked in again.booked:
+        assert Counter(row.verb for row in booked) == {
+            "train.candidate:weights": (3 + 1) * 3 * 2,
+            "evaluate.candidates:rewards": (2 + 1) + (1 + 1),
+        }
+        for split in ("train", "validation"):
+            releases = [row.release for row in booked if split in row.splits]
+            assert filter_epsilon(releases, 1e-5) <= 30
+    promise = named(again, "privacy")[-1]
+    assert [item["steps"] for item in promise["schedule"]] == [6, 2]
+    after = checkpoints.latest("search").tensors["server.policy.lstm.weight_ih"]
+    moved = (after - before).abs().max()
+    assert 0 < moved <= 1.01 * again.config.algorithm.controller.lr  # one step of Adam

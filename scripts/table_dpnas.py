@@ -1,0 +1,153 @@
+"""Tables: private training of DPNAS' published cell and CNN-Tanh on Fashion-MNIST; its search.
+
+    python scripts/table_dpnas.py --root <folder with FashionMNIST> [--jobs 2] [--search]
+
+Private training from scratch at epsilon 1, 2 and 3: here that is the PRV epsilon of the steps that
+are committed to, and clients' budgets are what their filters need for it. With --search instead
+DP-aware and plain search, by the controller and at random with the same budget of candidates; what
+they find is trained privately at epsilon 3. Small form, 3 seeds. Continues where it was stopped;
+every finished run is added to scripts/results/. With --network full the published cell at its full
+size, which needs a GPU or hours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean
+
+from table_runs import make_run, measure
+
+from fednas_flwr.cli import compose_tree
+from fednas_flwr.config import Config, DifferentialPrivacy, parse_config
+from fednas_flwr.privacy.accounting import calibrate_noise, prv_epsilon
+from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.privacy.renyi_filter import filter_epsilon
+from fednas_flwr.reporting.runs import Run, read_run
+from fednas_flwr.reporting.tables import start_results
+
+RESULTS = Path(__file__).parent / "results"
+RUNS = Path("runs/table_dpnas")
+COMMAND = "python scripts/table_dpnas.py --root <folder>"
+SEEDS = (1, 2, 3)
+EPSILONS = (1.0, 2.0, 3.0)
+RECORDS = 60_000  # of Fashion-MNIST's train part, all of one client
+TRAINING = ["experiment=dpnas/train_fashion_mnist"]
+NETWORKS = {
+    "cnn_tanh": ["genotype=null"],
+    "small": [],
+    "full": ["search_space=dp_cells"],
+}
+SEARCH = ["experiment=dpnas/fashion_mnist", "stages=[search]"]
+AWARE = {"DP-aware": [], "plain": ["algorithm.dp_aware=null"]}
+SAMPLERS = ("controller", "random")
+ACCURACY = {
+    "metric": "central_accuracy",
+    "title": "test accuracy (%)",
+    "scale": 100,
+    "decimals": 1,
+}
+EPSILON = {"metric": "epsilon", "title": "PRV epsilon (delta 1e-5)", "decimals": 2}
+SECONDS = {"metric": "retrain_seconds", "title": "training (s)", "decimals": 0}
+REWARD = {
+    "metric": "sampled_accuracy",
+    "title": "sampled cells, last 5 rounds (%)",
+    "scale": 100,
+    "decimals": 1,
+}
+
+
+def main() -> None:
+    """Run what is missing of one of the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
+    parser.add_argument("--search", action="store_true", help="the table of the search")
+    parser.add_argument("--network", choices=NETWORKS, nargs="+", default=["cnn_tanh", "small"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    options = parser.parse_args()
+    root = options.root.resolve()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        if options.search:
+            start_results(
+                RESULTS / "dpnas_search.json",
+                title="DPNAS' search on Fashion-MNIST, small form; found cells at epsilon 3",
+                command=f"{COMMAND} --search",
+                columns=[REWARD, ACCURACY, EPSILON],
+            )
+            jobs = itertools.product(options.seeds, AWARE, SAMPLERS)
+            list(pool.map(lambda job: make_search(*job, root=root), jobs))
+        else:
+            start_results(
+                RESULTS / "dpnas.json",
+                title="DP-SGD from scratch on Fashion-MNIST, small form: 200 steps of 256 images",
+                command=COMMAND,
+                columns=[ACCURACY, EPSILON, SECONDS],
+            )
+            jobs = itertools.product(options.seeds, options.network, EPSILONS)
+            list(pool.map(lambda job: make_training(*job, root=root), jobs))
+
+
+def make_training(seed: int, network: str, epsilon: float, *, root: Path) -> None:
+    """Train one given network privately."""
+    measure(
+        RESULTS / "dpnas.json",
+        RUNS / f"{network}_eps{epsilon:g}_s{seed}",
+        overrides=[*TRAINING, *NETWORKS[network], *noise(epsilon)],
+        group={"network": network, "epsilon": f"{epsilon:g}"},
+        seed=seed,
+        root=root,
+    )
+
+
+def make_search(seed: int, aware: str, sampler: str, *, root: Path) -> None:
+    """Search without a claim, then train what was found privately."""
+    name = f"{aware.lower()}_{sampler}_s{seed}"
+    searched = RUNS / f"search_{name}"
+    overrides = [*SEARCH, *AWARE[aware], f"algorithm.sampler={sampler}"]
+    search = make_run(searched, overrides=overrides, seed=seed, root=root)
+    if search is None:
+        return
+    measure(
+        RESULTS / "dpnas_search.json",
+        RUNS / f"found_{name}",
+        overrides=[*TRAINING, f"genotype={searched / 'genotype.json'}", *noise(3.0)],
+        group={"search": aware, "sampler": sampler},
+        seed=seed,
+        root=root,
+        more=lambda run: {"sampled_accuracy": sampled_accuracy(read_run(searched))},
+    )
+
+
+def sampled_accuracy(run: Run) -> float:
+    """Return the mean validation accuracy of the cells sampled in a search's last five rounds."""
+    return fmean(event["metrics"]["validation_accuracy"] for event in run.rounds("search")[-5:])
+
+
+def noise(epsilon: float) -> list[str]:
+    """Return the noise that keeps a PRV epsilon, and the budget that a client's filter needs."""
+    config: Config = parse_config(compose_tree(TRAINING))
+    privacy, retrain = config.privacy, config.retrain
+    assert isinstance(privacy, DifferentialPrivacy)
+    steps, rate = retrain.rounds * privacy.retrain.local_steps, retrain.batch_size / RECORDS
+    least = calibrate_noise(
+        target_epsilon=epsilon,
+        delta=privacy.delta,
+        sample_rate=rate,
+        steps=steps,
+        accountant=prv_epsilon,
+    )
+    sigma = math.ceil(1e4 * least) / 1e4
+    again = steps + privacy.retrain.local_steps  # a round that is interrupted is released twice
+    budget = filter_epsilon([Release(sigma, rate, again)], privacy.delta)
+    return [
+        f"privacy.retrain.noise_multiplier={sigma:g}",
+        f"privacy.epsilon={math.ceil(10 * budget + 1) / 10:g}",
+    ]
+
+
+if __name__ == "__main__":
+    main()
