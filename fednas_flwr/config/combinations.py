@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from fednas_flwr.config.algorithms import (
@@ -92,6 +93,38 @@ def check_algorithm(config: Config) -> None:
                 f"algorithm={config.algorithm.name} with search_space={config.search_space.name}: "
                 "it samples paths of blocks; set search_space=mbconv retrain=mbconv."
             )
+
+
+def check_aggregate(config: Config) -> None:
+    """Refuse robust averages of what is not an average, and of too few clients.
+
+    With privacy they are allowed: they only process what has been released. The noise of a median
+    has up to 1.25 times the standard deviation of the mean's.
+    """
+    name, clients = config.aggregate, config.clients
+    if name == "mean":
+        return
+    if isinstance(config.algorithm, GradientSearch) and _searches(config):
+        raise ConfigError(
+            f"aggregate={name} with algorithm={config.algorithm.name}: it adds up sums of "
+            "gradients over batches of different sizes; set aggregate=mean."
+        )
+    if clients < 3:
+        raise ConfigError(f"aggregate={name} with clients={clients}: expected 3 or more.")
+    if name != "trimmed_mean":
+        return
+    if isinstance(config.algorithm, ClusterSearch):
+        raise ConfigError(
+            "aggregate=trimmed_mean with algorithm=cfdnas: how many clients a group has is not "
+            "known before; set aggregate=median."
+        )
+    fewest = math.ceil(config.runtime.quorum * clients - 1e-9)
+    if fewest <= 2 * config.trim:
+        raise ConfigError(
+            f"trim={config.trim} leaves nothing of the {fewest} replies that runtime.quorum="
+            f"{config.runtime.quorum:g} of clients={clients} lets a round go on with: expected "
+            "fewer than half of them; raise runtime.quorum or lower trim."
+        )
 
 
 def check_stages(config: Config) -> None:
