@@ -95,6 +95,17 @@ def check_algorithm(config: Config) -> None:
             )
 
 
+def check_wire(config: Config) -> None:
+    """Refuse two ways of sending less at once."""
+    algorithm = config.algorithm
+    search = algorithm.search if isinstance(algorithm, ClusterSearch) else algorithm
+    if config.wire != "float32" and isinstance(search, PathSearch) and search.sparse:
+        raise ConfigError(
+            f"wire={config.wire} with sparse=true of algorithm={algorithm.name}: rounding is of "
+            "differences to whole states; set one of wire=float32 and sparse=false."
+        )
+
+
 def check_aggregate(config: Config) -> None:
     """Refuse robust averages of what is not an average, and of too few clients.
 

@@ -13,6 +13,7 @@ from fednas_flwr.config.combinations import (
     check_algorithm,
     check_privacy,
     check_stages,
+    check_wire,
 )
 from fednas_flwr.config.data import Dataset, Partition
 from fednas_flwr.config.networks import SEARCH_SPACES, BlockSpace, CellSpace, Retrain
@@ -25,6 +26,8 @@ from fednas_flwr.search.settings import check_range
 STAGES = ("search", "retrain", "evaluate", "export")
 DEVICES = ("auto", "cpu", "cuda")
 ENGINES = ("fast", "reference")
+
+WIRES = ("float32", "float16", "int8")
 AGGREGATES = ("mean", "median", "trimmed_mean")
 
 
@@ -38,8 +41,10 @@ class Config:
     ``client_tags`` are what simulated clients call themselves, by index, or empty.
     ``aggregate`` is how the clients' models are averaged: by examples (mean), or coordinate by
     coordinate (:mod:`fednas_flwr.exchange.robust`); ``trim`` is how many clients trimmed_mean
-    leaves out at each end. ``oversample`` has training repeat the records of rarer classes.
-    ``personalised`` has clients test the trained network again after local epochs of their own.
+    leaves out at each end. ``wire`` is what the tensors of replies travel as
+    (:mod:`fednas_flwr.exchange.wire`). ``oversample`` has training repeat the records of rarer
+    classes. ``personalised`` has clients test the trained network again after local epochs of their
+    own.
     """
 
     algorithm: Algorithm
@@ -60,6 +65,7 @@ class Config:
     genotype: str | None
     aggregate: str
     trim: int
+    wire: str
     client_tags: list[str]
     class_factors: dict[str, float]
     oversample: bool
@@ -79,6 +85,8 @@ class Config:
         if self.aggregate not in AGGREGATES:
             raise unknown_choice("aggregate", self.aggregate, AGGREGATES)
         check_range(self.trim >= 1, "trim", self.trim, "1 or more")
+        if self.wire not in WIRES:
+            raise unknown_choice("wire", self.wire, WIRES)
         for stage in self.stages:
             if stage not in STAGES:
                 raise unknown_choice("stages", stage, STAGES)
@@ -95,6 +103,7 @@ class Config:
         check_privacy(self)
         check_algorithm(self)
         check_aggregate(self)
+        check_wire(self)
         check_stages(self)
 
 

@@ -29,6 +29,7 @@ from fednas_flwr.exchange.messages import (
     payload_bytes,
 )
 from fednas_flwr.exchange.states import Layout, Packed
+from fednas_flwr.exchange.wire import TRAINED
 
 POLL_S = 0.05
 STRIKES = 3  # replies of a client that are refused before it is asked no more
@@ -59,6 +60,7 @@ class Courier:
         quorum: Share of the clients, in (0, 1], that must answer every exchange.
         deadline_s: Seconds until the replies of an exchange must be there.
         connect_s: Seconds until the clients must have appeared.
+        wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.exchange.wire`.
         emit: Receives ``client_failed`` and ``client_left`` events.
 
     Attributes:
@@ -76,6 +78,7 @@ class Courier:
         quorum: float = 1.0,
         deadline_s: float = 3600.0,
         connect_s: float = 60.0,
+        wire: str = "float32",
         emit: Emit = ignore_events,
     ) -> None:
         """See the class."""
@@ -85,6 +88,7 @@ class Courier:
         self.quorum = max(1, math.ceil(quorum * num_clients - 1e-9))
         self.deadline_s = deadline_s
         self.connect_s = connect_s
+        self.wire = wire
         self.emit = emit
         self.wait: Callable[[float], None] = time.sleep
         self.bytes_sent = 0
@@ -169,6 +173,7 @@ class Courier:
             quorum=self.quorum_share,
             deadline_s=self.deadline_s,
             connect_s=self.connect_s,
+            wire=self.wire,
             emit=emit,
         )
         part._grid = self._grid
@@ -276,7 +281,13 @@ class Courier:
         pending = {message.metadata.message_id: c for c, message in messages.items()}
         unsent = {c: "the request could not be sent" for i, c in pending.items() if i not in sent}
         pending = {i: client for i, client in pending.items() if i in sent}
-        accept = partial(accept_reply, layouts=layouts, sent=states if sparse else None)
+        accept = partial(
+            accept_reply,
+            layouts=layouts,
+            sent=states if sparse else None,
+            wire=self.wire,
+            base=states if verb in TRAINED else None,
+        )
         yield from self._in_order(pending, unsent, headers, accept)
 
     def _emit_failure(

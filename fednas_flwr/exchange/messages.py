@@ -203,10 +203,13 @@ def _decode_states(content: RecordDict) -> dict[str, Packed]:
 
 
 def _vector(dtype: str, array: Array) -> torch.Tensor:
-    """Return the vector of an npy array without copying it; it must only be read."""
+    """Return the vector of an npy array without copying it; it must only be read.
+
+    ``dtype`` is that of its elements, after a colon if what it holds is told before.
+    """
     offset = 10 + int.from_bytes(array.data[8:10], "little")  # magic, version, length, header
     shape, numpy_dtype, name = _npy_header(array.data[:offset])
-    if len(shape) != 1 or numpy_dtype.hasobject or name != dtype:
+    if len(shape) != 1 or numpy_dtype.hasobject or name != dtype.rpartition(":")[2]:
         raise ValueError(f"a vector of {dtype} was expected, got {name} of shape {shape}")
     if array.stype != "numpy.ndarray":
         raise ValueError(f"arrays travel as numpy.ndarray, got {array.stype!r}")
