@@ -214,3 +214,11 @@ def test_robust_averages_of_nothing_are_refused(overrides: list[str], words: str
 def test_robust_averages_are_for_all_that_average(algorithm: str) -> None:
     rest = [f"algorithm={algorithm}", "aggregate=trimmed_mean", "trim=2", "runtime.quorum=1"]
     assert parse_config(compose_tree([*rest, "clients=5"])).trim == 2
+
+
+def test_two_ways_of_sending_less_are_refused() -> None:
+    mbconv = ["search_space=mbconv", "retrain=mbconv", "wire=int8"]
+    for algorithm, key in (("fdnas", "algorithm"), ("cfdnas", "algorithm.search")):
+        with pytest.raises(ConfigError, match="wire=int8 with sparse=true"):
+            parse_config(compose_tree([f"algorithm={algorithm}", *mbconv, f"{key}.sparse=true"]))
+        parse_config(compose_tree([f"algorithm={algorithm}", *mbconv, f"{key}.sparse=false"]))
