@@ -147,10 +147,12 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--account", help="only this budget, as the site's policy names it")
     show.add_argument("--delta", type=float, default=1e-5, help="of epsilon (default: %(default)g)")
     verify = actions.add_parser("verify", help="check every row, the totals and the mark")
+    trail = actions.add_parser("trail", help="check the chain of a site's audit trail")
+    trail.add_argument("trail", type=Path, help="the file, audit.jsonl beside the ledger")
     for action in (show, verify):
         action.add_argument("ledger", type=Path, help="the ledger's file")
         action.add_argument("--key", type=Path, required=True, help="its secret key")
-    for command in (run, report, compare, audit, calibrate, measure, show, verify, tables):
+    for command in (run, report, compare, audit, calibrate, measure, show, verify, trail, tables):
         command.add_argument("--debug", action="store_true", help="show the full trace of an error")
     return parser
 
@@ -290,7 +292,13 @@ def _latency(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _ledger(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Show or verify a ledger that is there: looking at one never creates it."""
+    """Show or verify a ledger that is there, or a trail: looking at one never creates it."""
+    if options.action == "trail":
+        from fednas_flwr.clients.audit_trail import verify_trail
+
+        number, last = verify_trail(options.trail)
+        print(f"{number} lines, all in their chain; the last one has SHA-256 {last}.")
+        return 0
     from fednas_flwr.privacy.ledger import Ledger
 
     for name, path in (("ledger", options.ledger), ("key", options.key)):
