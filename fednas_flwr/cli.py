@@ -52,6 +52,7 @@ overrides:
   key=value             any key of the composed configuration, e.g. seed=2 clients=5
                         algorithm.weights.lr=.05; shown by `fednas run --cfg`
   resume=<run folder>   continue a run that was stopped; its own configuration is used
+  resume=auto           continue the newest unfinished run of these overrides, else begin one
   -m key=a,b            sweep: one run per combination, each in its own folder
 """
 
@@ -371,7 +372,15 @@ def _tables(options: argparse.Namespace, overrides: list[str]) -> int:
 def _run(options: argparse.Namespace, overrides: list[str]) -> int:
     """Resume a run, or compose, check and run the configuration, or each of a sweep."""
     resumes = [text for text in overrides if text.startswith("resume=")]
-    if resumes:
+    if resumes == ["resume=auto"] and not options.multirun:
+        from fednas_flwr.federation.run_folder import find_unfinished
+
+        overrides = [text for text in overrides if text != "resume=auto"]
+        found = find_unfinished(parse_config(compose_tree(overrides)))
+        if found is not None:
+            _execute(found, resumed=True)
+            return 0
+    elif resumes:
         if len(overrides) > 1 or options.multirun:
             raise ConfigError(
                 f"{resumes[0]} takes no other setting: the run's own configuration is used."
