@@ -73,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "latency": _latency,
             "ledger": _ledger,
             "tables": _tables,
+            "provision": _provision,
+            "key": _key,
+            "doctor": _doctor,
         }
         return commands[options.command](options, overrides)
     except KeyboardInterrupt:
@@ -153,9 +156,56 @@ def _parser() -> argparse.ArgumentParser:
     for action in (show, verify):
         action.add_argument("ledger", type=Path, help="the ledger's file")
         action.add_argument("--key", type=Path, required=True, help="its secret key")
-    for command in (run, report, compare, audit, calibrate, measure, show, verify, trail, tables):
+    provision = commands.add_parser(
+        "provision", help="what each machine of a deployment needs, in a folder for each"
+    )
+    provision.add_argument("sites", type=Path, help="YAML file; README, Deployment")
+    provision.add_argument("--output", type=Path, default=Path("deployment"), help="folder")
+    provision.add_argument("--zip", action="store_true", help="archives instead of folders")
+    key = commands.add_parser("key", help="make the key by which a server knows this site's node")
+    key.add_argument("path", type=Path, help="file of the new key")
+    doctor = commands.add_parser("doctor", help="what is wrong with this machine, and what to do")
+    doctor.add_argument("folder", type=Path, nargs="?", default=Path(), help="default: this one")
+    for command in (
+        *(run, report, compare, audit, calibrate, measure, show, verify, trail, tables),
+        *(provision, key, doctor),
+    ):
         command.add_argument("--debug", action="store_true", help="show the full trace of an error")
     return parser
+
+
+def _provision(options: argparse.Namespace, overrides: list[str]) -> int:
+    from fednas_flwr.federation.provision import AUTHORITY, load_sites, provision
+
+    deployment = load_sites(options.sites)
+    for path in provision(deployment, options.output, as_zip=options.zip):
+        print(path)
+    print(f"{options.output / AUTHORITY} stays with you: its key signs the server's certificates.")
+    return 0
+
+
+def _key(options: argparse.Namespace, overrides: list[str]) -> int:
+    from fednas_flwr.federation.certificates import make_node_key
+
+    try:
+        public = make_node_key(options.path)
+    except FileExistsError as error:
+        raise ConfigError(f"{options.path} exists: the server may know the site by it.") from error
+    except OSError as error:
+        raise ConfigError(f"{options.path} cannot be written: {error}.") from error
+    print(f"{options.path} is made and stays here. Send {public} to the server's operator and")
+    print("start again when it is registered.")
+    return 0
+
+
+def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Print one line per check; exit code 1 when something is broken."""
+    from fednas_flwr.federation.doctor import examine
+
+    findings = examine(options.folder)
+    for finding in findings:
+        print(f"{'BROKEN' if finding.broken else 'ok':6}  {finding.name:11}  {finding.text}")
+    return RUN_FAILED if any(finding.broken for finding in findings) else 0
 
 
 def _fail(error: Exception, *, debug: bool, is_sentence: bool = False) -> int:

@@ -2,10 +2,11 @@
 
     python scripts/table_feathers.py --root <folder with FashionMNIST> [--jobs 2] [--options]
 
-5, 10 and 100 clients, iid and label-skewed, 3 seeds; FedEx retrains the architecture that DARTS has
-found with the same clients, division and seed, as in the paper's Table 2. With --options instead
-the text's bandit against resampling and seeing the training state, 5 clients. Continues where it
-was stopped; every finished run is added to scripts/results/.
+5 and 10 clients with 2,000 images, 3 seeds, and 100 clients with 20,000, one seed; iid and
+label-skewed. FedEx retrains the architecture that DARTS has found with the same clients, division
+and seed, as in the paper's Table 2. With --options instead the text's bandit against resampling and
+seeing the training state, 5 clients. Continues where it was stopped; every finished run is added to
+scripts/results/.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from fednas_flwr.reporting.tables import start_results
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_feathers")
 COMMAND = "python scripts/table_feathers.py --root <folder>"
-CLIENTS = (5, 10, 100)
+FEW, MANY = (5, 10), (100,)  # clients
+MANY_IMAGES = ["dataset.limit_train=20000"]  # as many for each as 10 clients have
 PARTITIONS = {  # the skewed one: classes 0-2, 3-5 and 6-9 at different clients
     "iid": ["partition=iid"],
     "label-skewed": ["partition=label_groups"],
 }
 SEEDS = (1, 2, 3)
+SEEDS_OF_MANY = (1,)  # such a run takes ten times as long
 DARTS = ["experiment=fed_darts/published"]
 FEDEX = ["experiment=fedex/fashion_mnist"]
 FEATHERS = ["experiment=feathers/fashion_mnist"]
@@ -73,17 +76,25 @@ def main() -> None:
         else:
             start_results(
                 RESULTS / "feathers.json",
-                title="FEATHERS on Fashion-MNIST, small form: 2,000 images, 3 seeds",
+                title="FEATHERS on Fashion-MNIST, small form: 2,000 images; 100 clients: 20,000",
                 command=COMMAND,
                 columns=[*COLUMNS, *OVERHEAD],
             )
-            settings = itertools.product(SEEDS, CLIENTS, PARTITIONS)
+            settings = [
+                *itertools.product(SEEDS, FEW, PARTITIONS),
+                *itertools.product(SEEDS_OF_MANY, MANY, PARTITIONS),
+            ]
             list(pool.map(lambda setting: make_setting(*setting, root=root), settings))
 
 
 def make_setting(seed: int, clients: int, partition: str, *, root: Path) -> None:
     """Make the runs of the three algorithms in one setting: the others need that of DARTS."""
     darts = RUNS / f"darts_{clients}_{partition}_s{seed}"
+    shared = [
+        f"clients={clients}",
+        *PARTITIONS[partition],
+        *(MANY_IMAGES if clients in MANY else []),
+    ]
     given = [f"genotype={darts / 'genotype.json'}"]
     for name, overrides in {
         "DARTS": DARTS,
@@ -93,7 +104,7 @@ def make_setting(seed: int, clients: int, partition: str, *, root: Path) -> None
         measure(
             RESULTS / "feathers.json",
             RUNS / f"{name.lower()}_{clients}_{partition}_s{seed}",
-            overrides=[*overrides, f"clients={clients}", *PARTITIONS[partition]],
+            overrides=[*overrides, *shared],
             group={"clients": clients, "partition": partition, "algorithm": name},
             seed=seed,
             root=root,

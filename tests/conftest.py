@@ -57,7 +57,8 @@ def compose_config(tiny_overrides: list[str]) -> Callable[..., Config]:
 
     def composed(*overrides: str) -> Config:
         tiny = tiny_overrides
-        if any(override.startswith("search_space=mbconv") for override in overrides):
+        own_size = ("search_space=mbconv", "search_space=dp_cells")
+        if any(override.startswith(own_size) for override in overrides):
             tiny = [o for o in tiny if not o.startswith(("search_space.", "retrain.channels"))]
         return parse_config(compose_tree([*tiny, *overrides]))
 

@@ -28,6 +28,7 @@ BUILDS = [
     "search_space=darts_small retrain.num_cells=3",
     *(f"search_space={n}" for n in ("nasbench201", "nasbench201_small")),
     *(f"search_space={n} retrain=mbconv" for n in ("mbconv", "mbconv_small")),
+    *(f"search_space={n} retrain=dp_cells" for n in ("dp_cells", "dp_cells_small")),
     *(f"retrain={n} retrain.auxiliary_weight=0" for n in ("darts", "quickstart", "small")),
     *(f"partition={n}" for n in ("iid", "dirichlet", "quantity", "label_groups")),
     *(f"runtime={n}" for n in ("inline", "ray")),

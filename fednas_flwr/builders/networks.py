@@ -6,22 +6,24 @@ A network is built from its description, JSON values that also travel to clients
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import safe_open
 from torch import nn
 
-from fednas_flwr.config import SEARCH_SPACES, BlockSpace, CellSpace, Config, GivenNetwork
+from fednas_flwr.config import SEARCH_SPACES, Config, GivenNetwork
+from fednas_flwr.config.networks import OwnSizeSpace, SearchSpaceSettings
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.randomness import seeded
 from fednas_flwr.search_spaces.darts import DARTSSpace
+from fednas_flwr.search_spaces.dp_cells import DPCellSpace
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.search_spaces.mbconv_plan import CANDIDATES, SKELETONS
@@ -41,8 +43,14 @@ def _mbconv_space(*, skeleton: str, candidates: str, **settings: Any) -> MBConvS
     return MBConvSpace(skeleton=SKELETONS[skeleton], candidates=CANDIDATES[candidates], **settings)
 
 
+def _dp_cell_space(*, widths: Sequence[int], **settings: Any) -> DPCellSpace:
+    """Return the DP-friendly space; JSON knows no tuples."""
+    return DPCellSpace(widths=tuple(widths), **settings)
+
+
 SPACES: dict[str, Callable[..., SearchSpace]] = {
     "darts": DARTSSpace,
+    "dp_cells": _dp_cell_space,
     "mbconv": _mbconv_space,
     "mlp": MLPSpace,
     "nasbench201": NASBench201Space,
@@ -140,7 +148,7 @@ def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
     """Return the sizes of the derived network: of ``retrain``, or of a space that keeps its own."""
     space, retrain = config.search_space, config.retrain
     sizes = {"channels": retrain.channels, "num_cells": retrain.num_cells}
-    keeps_size = SEARCH_SPACES.get(genotype.space) is BlockSpace
+    keeps_size = SEARCH_SPACES.get(genotype.space) in get_args(OwnSizeSpace)
     if any((value is None) != keeps_size for value in sizes.values()):
         raise ConfigError(
             f"retrain.channels={retrain.channels} with retrain.num_cells={retrain.num_cells} and a "
@@ -158,7 +166,7 @@ def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
     return supernet_sizes(space)
 
 
-def supernet_sizes(space: CellSpace | BlockSpace) -> dict[str, Any]:
+def supernet_sizes(space: SearchSpaceSettings) -> dict[str, Any]:
     """Return the settings of a space that a network's description holds, beside the norm."""
     return {key: getattr(space, key) for key in SIZES[space.name]}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from fednas_flwr.builders.networks import (
     supernet_space,
 )
 from fednas_flwr.config import (
+    CandidateSearch,
     Config,
     GradientSearch,
     HyperparameterSearch,
@@ -28,11 +29,15 @@ from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.robust import TrimmedMean
 from fednas_flwr.exchange.states import WeightedAverage
-from fednas_flwr.randomness import make_generator
+from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.search.bandit import draw_configurations
+from fednas_flwr.search.controller import Controller
+from fednas_flwr.search.samplers import Evolution, RandomSampler, Sampler
 from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search.tuner import Tuner
+from fednas_flwr.search_spaces.dp_cells import DPCellSpace
 from fednas_flwr.strategies.base import RoundStrategy
+from fednas_flwr.strategies.dpnas import DPNAS
 from fednas_flwr.strategies.fdnas import FDNAS
 from fednas_flwr.strategies.feathers import FEATHERS
 from fednas_flwr.strategies.fed_darts import FedDARTS
@@ -208,10 +213,46 @@ def _make_fdnas(
     )
 
 
+def _make_dpnas(
+    config: Config, prepared: Prepared, courier: Courier, checkpoints: CheckpointFolder
+) -> RoundStrategy:
+    algorithm, space = config.algorithm, supernet_space(config, prepared)
+    assert isinstance(algorithm, CandidateSearch)
+    assert isinstance(space, DPCellSpace)  # as the configuration has it
+    return DPNAS(
+        seeded_supernet(config, space),
+        courier,
+        space=space,
+        sampler=make_sampler(config.seed, algorithm, space.choices),
+        trained_candidates=algorithm.trained_candidates,
+        rewarded_candidates=algorithm.rewarded_candidates,
+        final_candidates=algorithm.final_candidates,
+        warm_up_rounds=algorithm.warm_up_rounds,
+        local_steps=algorithm.local_steps,
+        batch_size=algorithm.batch_size,
+        weights=algorithm.weights,
+        dp_aware=algorithm.dp_aware,
+        seed=config.seed,
+        checkpoints=checkpoints,
+    )
+
+
+def make_sampler(seed: int, algorithm: CandidateSearch, choices: Sequence[int]) -> Sampler:
+    """Return what samples candidates, initialised from the run's seed."""
+    samplers: dict[str, Callable[[], Sampler]] = {
+        "controller": lambda: Controller(choices, algorithm.controller),
+        "evolution": lambda: Evolution(choices, algorithm.evolution),
+        "random": lambda: RandomSampler(choices),
+    }
+    with seeded(seed, "sampler"):
+        return samplers[algorithm.sampler]()
+
+
 SEARCHES: dict[type, Callable[[Config, Prepared, Courier, CheckpointFolder], RoundStrategy]] = {
     LocalSearch: _make_fed_darts,
     GradientSearch: _make_fnas,
     HyperparameterSearch: _make_feathers,
     PathSearch: _make_fdnas,
+    CandidateSearch: _make_dpnas,
     RandomSearch: _make_random_search,
 }

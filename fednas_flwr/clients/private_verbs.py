@@ -20,6 +20,11 @@ from torch.nn import functional
 
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.local_training import clipped_decreases, validation_losses
+from fednas_flwr.clients.noised_candidates import (
+    candidate_training,
+    noised_rewards,
+    num_candidates,
+)
 from fednas_flwr.clients.noised_paths import path_training
 from fednas_flwr.clients.noised_training import (
     SPLIT_OF,
@@ -58,10 +63,13 @@ RELEASES = {
     "train.alpha_gradient": {"alphas"},
     "train.gradients": {"weights", "alphas"},
     "train.search": {"weights", "alphas"},
+    "train.candidate": {"weights"},
     "train.probe": {"rewards"},
     "train.weights": {"weights"},
+    "evaluate.candidates": {"rewards"},
     "evaluate.model": {"loss", "accuracy"},
 }
+OF_SUPERNETS = ("train.search", "train.candidate", "evaluate.candidates")
 METRICS_BATCH = 256
 METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 0 to 1
 NUMBERS_OF = {"metrics": 2, "rewards": 1}  # values of a release that are no network's
@@ -109,7 +117,7 @@ def admit(
                 kind,
                 splits=splits,
                 steps=steps,
-                num_values=_num_values(network, kind),
+                num_values=_num_values(request, network, kind),
                 batch_norm=(
                     _means_batch_norm(request, supernet_norm)
                     if network is None
@@ -125,6 +133,12 @@ def _asked_kinds(request: Request) -> dict[str, tuple[tuple[str, ...], int]]:
     verb, settings = request.verb, request.settings
     if verb == "evaluate.model":
         return {"metrics": (tuple(settings["split"].split("+")), 1)}
+    if verb == "evaluate.candidates":
+        num_candidates(settings)
+        return {"rewards": (("validation",), 1)}
+    if verb == "train.candidate":
+        local_steps = whole_number(settings, "local_steps", largest=10**6)
+        return {"weights": (("train",), num_candidates(settings) * local_steps)}
     steps = settings["local_steps"]
     if verb in STATES_OF:
         return {state: ((SPLIT_OF[state],), steps) for state in STATES_OF[verb]}
@@ -228,6 +242,34 @@ def search(client: Client, request: Request) -> Reply:
     return only_changed(reply, request, supernet) if settings.get("sparse") is True else reply
 
 
+def candidate(client: Client, request: Request) -> Reply:
+    """``train.candidate``: the shared weights after noised steps on each candidate.
+
+    The weights follow from the releases; those beside all paths are as they were sent.
+    """
+    gate = gate_of(client)
+    with before_reading(request):
+        supernet = request_supernet(client, request)
+        admissions = admit(gate, request, supernet)
+        train = candidate_training(client, request, supernet, admissions["weights"])
+    train()
+    states = {"weights": network_states(supernet)["weights"]}
+    return make_reply(gate.num_records(("train",)), states, {})
+
+
+def candidates(client: Client, request: Request) -> Reply:
+    """``evaluate.candidates``: noised accuracies, over the declared number of validation records.
+
+    One release of one vector, however many candidates there are.
+    """
+    gate = gate_of(client)
+    with before_reading(request):
+        supernet = request_supernet(client, request)
+        admission = admit(gate, request, supernet)["rewards"]
+        release = noised_rewards(client, supernet, request.settings["candidates"], admission)
+    return make_reply(admission.batch_size, {"rewards": {"rewards": release()}}, {})
+
+
 def weights(client: Client, request: Request) -> Reply:
     """``train.weights``: the weights of a network after local steps of DP-SGD.
 
@@ -320,8 +362,10 @@ PRIVATE_VERBS: dict[str, Callable[[Client, Request], Reply]] = {
     "train.alpha_gradient": gradients,
     "train.gradients": gradients,
     "train.search": search,
+    "train.candidate": candidate,
     "train.probe": probe,
     "train.weights": weights,
+    "evaluate.candidates": candidates,
     "evaluate.model": model,
 }
 
@@ -352,8 +396,10 @@ def _trained(network: nn.Module) -> dict[str, Tensors]:
     return {name: state for name, state in network_states(network).items() if state}
 
 
-def _num_values(network: nn.Module | None, kind: str) -> int:
+def _num_values(request: Request, network: nn.Module | None, kind: str) -> int:
     """Return how many values a release of one kind has, 1 where that is not known yet."""
+    if request.verb == "evaluate.candidates":
+        return num_candidates(request.settings)
     if network is None or kind in NUMBERS_OF:
         return NUMBERS_OF.get(kind, 1)
     return sum(tensor.numel() for tensor in network_states(network)[kind].values())
@@ -361,7 +407,7 @@ def _num_values(network: nn.Module | None, kind: str) -> int:
 
 def _means_batch_norm(request: Request, supernet_norm: str | None) -> bool:
     """Return whether a request describes a network that normalises over a batch."""
-    searches = request.verb in (*STATES_OF, "train.search")
+    searches = request.verb in (*STATES_OF, *OF_SUPERNETS)
     described = {} if searches else request.settings["network"]
     if described.get("name", SUPERNET["name"]) == SUPERNET["name"]:
         return supernet_norm == "batch"

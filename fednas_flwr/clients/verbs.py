@@ -31,7 +31,15 @@ from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.states import Layout, Tensors, network_states, unpack
 from fednas_flwr.hardware.latency import to_json
 from fednas_flwr.search.architect import alpha_gradient_sum, second_order_gradient
-from fednas_flwr.search.training import Batch, Tally, periodic_gradients, weight_gradient_sum
+from fednas_flwr.search.candidate import Candidate, train_candidates
+from fednas_flwr.search.settings import SGD, DPAware
+from fednas_flwr.search.training import (
+    Batch,
+    Tally,
+    make_sgd,
+    periodic_gradients,
+    weight_gradient_sum,
+)
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.search_spaces.space import Supernet
 
@@ -81,7 +89,10 @@ def gradients(client: Client, request: Request) -> Reply:
     """
     supernet = request_supernet(client, request).train()
     settings, states, factors = request.settings, STATES_OF[request.verb], client.class_factors
-    train, validation = (_step_batches(client, request, name) for name in ("train", "validation"))
+    train, validation = (
+        _step_batches(client, request, name, steps=settings["local_steps"])
+        for name in ("train", "validation")
+    )
     tallies = {state: Tally() for state in states}
 
     def weight_sum() -> tuple[Tensors, float]:
@@ -134,6 +145,41 @@ def search(client: Client, request: Request) -> Reply:
     metrics = search_locally(client, request, supernet)
     reply = make_reply(len(client.data.train), filled_states(supernet), metrics)
     return only_changed(reply, request, supernet) if request.settings.get("sparse") else reply
+
+
+def candidate(client: Client, request: Request) -> Reply:
+    """``train.candidate``: the shared weights after ``local_steps`` steps on each candidate."""
+    settings = request.settings
+    supernet = request_supernet(client, request).train()
+    paths, steps, sgd = settings["candidates"], settings["local_steps"], SGD(**settings["weights"])
+    dp_aware = settings["dp_aware"]
+    tally = train_candidates(
+        supernet,
+        paths,
+        _step_batches(client, request, "train", steps=len(paths) * steps),
+        steps=steps,
+        optimizer=make_sgd(supernet.weights().values(), sgd),
+        clip_norm=sgd.clip_norm,
+        dp_aware=None if dp_aware is None else DPAware(**dp_aware),
+        generator=client.generator(request.header, "noise"),
+        class_factors=client.class_factors,
+    )
+    metrics = {"train_loss": tally.loss, "train_accuracy": tally.accuracy}
+    weights = {"weights": network_states(supernet)["weights"]}
+    return make_reply(len(client.data.train), weights, metrics)
+
+
+def candidates(client: Client, request: Request) -> Reply:
+    """``evaluate.candidates``: each candidate's accuracy on validation records, as ``rewards``."""
+    supernet, split = request_supernet(client, request), client.data.validation
+    measured = [
+        evaluate(Candidate(supernet, path), split, client.device)
+        for path in request.settings["candidates"]
+    ]
+    rewards = torch.tensor([metrics.accuracy for metrics in measured])
+    loss = sum(metrics.loss for metrics in measured) / len(measured)
+    states = {"rewards": {"rewards": rewards}}
+    return make_reply(len(split), states, {"validation_loss": loss})
 
 
 def probe(client: Client, request: Request) -> Reply:
@@ -232,8 +278,10 @@ VERBS: dict[str, Callable[[Client, Request], Reply]] = {
     "train.alpha_gradient": gradients,
     "train.gradients": gradients,
     "train.search": search,
+    "train.candidate": candidate,
     "train.probe": probe,
     "train.weights": weights,
+    "evaluate.candidates": candidates,
     "evaluate.model": model,
     "evaluate.personalised": personalised,
 }
@@ -247,12 +295,13 @@ def request_supernet(client: Client, request: Request) -> Supernet:
     return network
 
 
-def _step_batches(client: Client, request: Request, split_name: str) -> Iterator[Batch]:
-    """Yield the batches of one exchange: the next ``local_steps`` of an endless epoch sequence."""
+def _step_batches(
+    client: Client, request: Request, split_name: str, *, steps: int
+) -> Iterator[Batch]:
+    """Yield the batches of one exchange: the next ``steps`` of an endless epoch sequence."""
     settings, split = request.settings, client.for_training(client.split(split_name))
-    local_steps = settings["local_steps"]
     generator = client.generator(request.header, split_name)
-    for step in range(settings["step"] * local_steps, (settings["step"] + 1) * local_steps):
+    for step in range(settings["step"] * steps, (settings["step"] + 1) * steps):
         indices = step_batch(
             len(split),
             batch_size=settings["batch_size"],

@@ -16,9 +16,9 @@ from fednas_flwr.config.algorithms import (
     TunedTraining,
 )
 from fednas_flwr.config.data import Dataset, site_dataset
-from fednas_flwr.config.networks import SEARCH_SPACES, BlockSpace, CellSpace
+from fednas_flwr.config.networks import SEARCH_SPACES, BlockSpace, CellSpace, DPCells
 from fednas_flwr.config.parsing import conf_folder
-from fednas_flwr.config.path_searches import ClusterSearch, Hardware, PathSearch
+from fednas_flwr.config.path_searches import CandidateSearch, ClusterSearch, Hardware, PathSearch
 from fednas_flwr.config.privacy import DifferentialPrivacy, Noise, NoPrivacy, PrivateRetrain
 from fednas_flwr.config.run import Config, dump_config, load_config, parse_config
 
@@ -26,9 +26,11 @@ __all__ = [
     "ALGORITHMS",
     "SEARCH_SPACES",
     "BlockSpace",
+    "CandidateSearch",
     "CellSpace",
     "ClusterSearch",
     "Config",
+    "DPCells",
     "Dataset",
     "DifferentialPrivacy",
     "FixedNetwork",

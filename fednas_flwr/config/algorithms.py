@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fednas_flwr.config.path_searches import ClusterSearch, PathSearch
+from fednas_flwr.config.path_searches import CandidateSearch, ClusterSearch, PathSearch
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.search.settings import (
     LEAST_LOSS_BOUND,
@@ -178,6 +178,7 @@ ALGORITHMS: dict[str, type] = {
     "feathers": HyperparameterSearch,
     "fdnas": PathSearch,
     "cfdnas": ClusterSearch,
+    "dpnas": CandidateSearch,
     "random_search": RandomSearch,
     "fedavg": FixedNetwork,
     "fedex": TunedTraining,
@@ -189,6 +190,7 @@ Algorithm = (
     | HyperparameterSearch
     | PathSearch
     | ClusterSearch
+    | CandidateSearch
     | RandomSearch
     | GivenNetwork
 )

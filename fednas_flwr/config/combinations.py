@@ -13,8 +13,8 @@ from fednas_flwr.config.algorithms import (
     LocalSearch,
     TunedTraining,
 )
-from fednas_flwr.config.networks import BlockSpace
-from fednas_flwr.config.path_searches import ClusterSearch, PathSearch
+from fednas_flwr.config.networks import BlockSpace, DPCells
+from fednas_flwr.config.path_searches import CandidateSearch, ClusterSearch, PathSearch
 from fednas_flwr.config.privacy import NoPrivacy
 from fednas_flwr.errors import ConfigError
 
@@ -29,7 +29,7 @@ def check_privacy(config: Config) -> None:
         if algorithm.name == "dp_fnas":
             raise ConfigError("algorithm=dp_fnas with privacy=none: set privacy=dp, or use fnas.")
         return
-    private = ("dp_fnas", "fed_darts", "feathers", "fdnas", "fedavg")
+    private = ("dp_fnas", "fed_darts", "feathers", "fdnas", "dpnas", "fedavg")
     if config.oversample:
         raise ConfigError(
             "oversample=true with privacy=dp: a record that is drawn several times costs more than "
@@ -92,6 +92,14 @@ def check_algorithm(config: Config) -> None:
             raise ConfigError(
                 f"algorithm={config.algorithm.name} with search_space={config.search_space.name}: "
                 "it samples paths of blocks; set search_space=mbconv retrain=mbconv."
+            )
+    if _searches(config) and isinstance(config.algorithm, CandidateSearch):
+        space = config.search_space
+        if not isinstance(space, DPCells) or space.norm != "group":
+            raise ConfigError(
+                f"algorithm=dpnas with search_space={space.name} norm={space.norm}: candidates "
+                "share weights, so that statistics of batches would be other candidates'; set "
+                "search_space=dp_cells search_space.norm=group retrain=dp_cells."
             )
 
 

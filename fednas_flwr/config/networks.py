@@ -50,9 +50,34 @@ class BlockSpace:
             raise unknown_choice("search_space.norm", self.norm, NORMS)
 
 
+@dataclass(frozen=True)
+class DPCells:
+    """The DP-friendly space and the sizes of its supernet, also those of derived networks.
+
+    Attributes:
+        widths: Channels of each of the three cells' nodes.
+        head: Width of the head.
+        activation: Of the head, by name; see ``search_spaces.dp_cells_network.ACTIVATIONS``.
+    """
+
+    name: str
+    widths: list[int]
+    head: int
+    activation: str
+    norm: str
+
+    def __post_init__(self) -> None:
+        """Check what the space itself does not."""
+        if self.norm not in NORMS:
+            raise unknown_choice("search_space.norm", self.norm, NORMS)
+
+
+OwnSizeSpace = BlockSpace | DPCells  # derived networks have the supernet's size
+SearchSpaceSettings = CellSpace | OwnSizeSpace
 SEARCH_SPACES: dict[str, type] = {
     **dict.fromkeys(("darts", "mlp", "nasbench201"), CellSpace),
     "mbconv": BlockSpace,
+    "dp_cells": DPCells,
 }
 
 

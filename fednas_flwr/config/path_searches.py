@@ -5,9 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fednas_flwr.errors import ConfigError, unknown_choice
-from fednas_flwr.search.settings import SGD, Adam, check_range
+from fednas_flwr.search.settings import (
+    SGD,
+    Adam,
+    ControllerSettings,
+    DPAware,
+    EvolutionSettings,
+    check_range,
+)
 
 GATES = ("two", "full")
+SAMPLERS = ("controller", "evolution", "random")
 GROUPINGS = ("tag", "hardware", "alphas")
 
 
@@ -57,6 +65,45 @@ class PathSearch:
         if self.gates not in GATES:
             raise unknown_choice("algorithm.gates", self.gates, GATES)
         for key, least in (("warm_up_rounds", 0), ("local_epochs", 1), ("batch_size", 1)):
+            value = getattr(self, key)
+            check_range(value >= least, f"algorithm.{key}", value, f"{least} or more")
+
+
+@dataclass(frozen=True)
+class CandidateSearch:
+    """DPNAS: sampled candidates trained with shared weights, and a controller that learns of them.
+
+    Attributes:
+        sampler: What samples: ``controller``, ``evolution`` or ``random``.
+        trained_candidates: Per round, each for ``local_steps`` steps.
+        rewarded_candidates: Per round, measured on validation records.
+        final_candidates: Of which the best is what is found.
+        warm_up_rounds: First rounds, in which nothing is measured and the sampler does not learn.
+        dp_aware: Null trains plainly; with privacy the noise of ``privacy.weights`` takes its
+            place.
+    """
+
+    name: str
+    sampler: str
+    trained_candidates: int
+    rewarded_candidates: int
+    final_candidates: int
+    warm_up_rounds: int
+    local_steps: int
+    batch_size: int
+    weights: SGD
+    dp_aware: DPAware | None
+    controller: ControllerSettings
+    evolution: EvolutionSettings
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.sampler not in SAMPLERS:
+            raise unknown_choice("algorithm.sampler", self.sampler, SAMPLERS)
+        for key in ("trained_candidates", "rewarded_candidates", "final_candidates"):
+            value = getattr(self, key)
+            check_range(1 <= value <= 1000, f"algorithm.{key}", value, "1 to 1000")
+        for key, least in (("warm_up_rounds", 0), ("local_steps", 1), ("batch_size", 1)):
             value = getattr(self, key)
             check_range(value >= least, f"algorithm.{key}", value, f"{least} or more")
 

@@ -16,7 +16,7 @@ from fednas_flwr.config.combinations import (
     check_wire,
 )
 from fednas_flwr.config.data import Dataset, Partition
-from fednas_flwr.config.networks import SEARCH_SPACES, BlockSpace, CellSpace, Retrain
+from fednas_flwr.config.networks import SEARCH_SPACES, Retrain, SearchSpaceSettings
 from fednas_flwr.config.parsing import choose_kind, parse
 from fednas_flwr.config.privacy import PRIVACY, DifferentialPrivacy, NoPrivacy
 from fednas_flwr.config.runtime import Runtime
@@ -50,7 +50,7 @@ class Config:
     algorithm: Algorithm
     dataset: Dataset
     partition: Partition
-    search_space: CellSpace | BlockSpace
+    search_space: SearchSpaceSettings
     engine: str
     privacy: NoPrivacy | DifferentialPrivacy
     runtime: Runtime

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
@@ -46,6 +47,51 @@ def linear(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
 
 
+def private_cnn(
+    input_shape: tuple[int, ...], num_classes: int, *, activation: type[nn.Module]
+) -> nn.Module:
+    """Return the CNN of Papernot et al. (2021), arXiv 2007.14191, of which CNN-Tanh is one.
+
+    The baseline of DPNAS' Table 1, with other activations of its Table 4 and Figure 5(c): the
+    smaller network for grey images (.03 M parameters at 28x28), the larger one for others (.55 M at
+    32x32), whose pools are max-pools here; the paper's differ from table to table.
+
+    Raises:
+        ConfigError: Images are smaller than 14 pixels (grey) or 8 pixels (others).
+    """
+    channels, height, width = _image_shape("cnn", input_shape)
+    least = 14 if channels == 1 else 8
+    if min(height, width) < least:
+        raise ConfigError(
+            f"the cnn_* networks need images of at least {least}x{least} pixels with {channels} "
+            f"channels, got {height}x{width}: choose plain_cnn or linear."
+        )
+    if channels > 1:
+        return _large_private_cnn(input_shape, num_classes, activation)
+    sides = [((side // 2 - 1) // 2 - 1) - 1 for side in (height, width)]
+    return nn.Sequential(
+        *(nn.Conv2d(channels, 16, 8, stride=2, padding=3), activation(), nn.MaxPool2d(2, 1)),
+        *(nn.Conv2d(16, 32, 4, stride=2), activation(), nn.MaxPool2d(2, 1)),
+        *(nn.Flatten(), nn.Linear(32 * math.prod(sides), 32), activation()),
+        nn.Linear(32, num_classes),
+    )
+
+
+def _large_private_cnn(
+    input_shape: tuple[int, ...], num_classes: int, activation: type[nn.Module]
+) -> nn.Module:
+    channels, height, width = input_shape
+    layers: list[nn.Module] = []
+    for outputs in (32, 64, 128):
+        for inputs in (channels, outputs):
+            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), activation()]
+        layers.append(nn.MaxPool2d(2))
+        channels = outputs
+    features = channels * (height // 8) * (width // 8)
+    head = (nn.Flatten(), nn.Linear(features, 128), activation(), nn.Linear(128, num_classes))
+    return nn.Sequential(*layers, *head)
+
+
 def _image_shape(name: str, input_shape: tuple[int, ...]) -> tuple[int, int, int]:
     if len(input_shape) != 3:
         raise ConfigError(
@@ -56,8 +102,18 @@ def _image_shape(name: str, input_shape: tuple[int, ...]) -> tuple[int, int, int
     return channels, height, width
 
 
+CNN_ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "relu6": nn.ReLU6,
+    "elu": nn.ELU,
+    "selu": nn.SELU,
+    "tanh": nn.Tanh,
+    "hardtanh": nn.Hardtanh,
+    "leaky_relu": nn.LeakyReLU,
+}
 FIXED_NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "mobilenet_v2": mobilenet_v2,
     "plain_cnn": plain_cnn,
     "linear": linear,
+    **{f"cnn_{name}": partial(private_cnn, activation=a) for name, a in CNN_ACTIVATIONS.items()},
 }

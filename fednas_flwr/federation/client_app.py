@@ -34,9 +34,9 @@ from fednas_flwr.config import Config, dump_config, load_config, site_dataset
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import BUDGET_SPENT, decode_request, encode_reply
+from fednas_flwr.federation.bundle import CONFIG_KEY
 
 CLIENT_RAISED = 2  # Flower's code for an exception in a ClientApp
-CONFIG_KEY = "config-json"  # of Flower's run configuration
 DATA_PATH = "data-path"
 # What a site sets for itself with `flower-supernode --node-config`; it overrules the server.
 SITE_KEYS = {

@@ -7,10 +7,13 @@ of the target epsilon, then retraining's to what all others leave of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fednas_flwr.clients.release import ACCOUNTANTS
 from fednas_flwr.config import (
+    CandidateSearch,
     Config,
     DifferentialPrivacy,
     FixedNetwork,
@@ -24,7 +27,7 @@ from fednas_flwr.config import (
 from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.gate import check_facts
-from fednas_flwr.privacy.accounting import calibrate_noise
+from fednas_flwr.privacy.accounting import calibrate_noise, epsilon_per_split
 from fednas_flwr.privacy.renyi import Release, poisson_rate
 from fednas_flwr.privacy.renyi_filter import filter_epsilon
 from fednas_flwr.search.bandit import Bandit
@@ -94,7 +97,7 @@ def commit(
     assert isinstance(privacy, DifferentialPrivacy)
     settings = {"data_set": privacy.data_set, "schedule": list(schedule)}
     committed = {split for item in schedule for split in item["splits"]}
-    clients = []
+    clients, search_epsilons = [], {}
     for client, reply in courier.ask("query.commit", stage="commit", settings=settings):
         facts = courier.facts[client]
         try:
@@ -107,9 +110,13 @@ def commit(
             courier.emit("client_left", **place, reason=str(error))
             courier.dismiss(client, str(error))
             continue
+        declared = tuple(sorted(facts["splits"].items()))
+        if declared not in search_epsilons:
+            search_epsilons[declared] = _search_epsilon(schedule, facts["splits"], privacy.delta)
         clients.append(
             {
                 "client": client,
+                "search_epsilon": search_epsilons[declared],
                 "records": facts["splits"],
                 "rates": [_rate(item, facts["splits"]) for item in schedule],
                 "budget": facts["budget"],
@@ -133,6 +140,18 @@ def commit(
             f"{courier.num_clients} clients must stay: take fewer rounds or more noise, or lower "
             f"runtime.quorum. Nothing {'more ' if resumed else ''}was released."
         )
+
+
+def _search_epsilon(
+    schedule: Sequence[Item], declared: Mapping[str, int], delta: float
+) -> float | None:
+    """Return what the search alone costs a client's worst split, by PRV; None is infinite."""
+    releases = [
+        (_release(item, declared), item["splits"]) for item in schedule if item["stage"] == "search"
+    ]
+    by_split = epsilon_per_split(releases, delta, ACCOUNTANTS["prv"])
+    epsilon = max(by_split.values(), default=0.0)
+    return epsilon if math.isfinite(epsilon) else None
 
 
 def _covered_rounds(
@@ -199,6 +218,8 @@ def _items(config: Config, done: Mapping[str, int]) -> list[Item]:
 def _search(config: Config, privacy: DifferentialPrivacy, done: int) -> list[Item]:
     """Return the releases of the search's rounds that are still to do."""
     algorithm, rounds = config.algorithm, config.rounds - done
+    if isinstance(algorithm, CandidateSearch):
+        return _candidates(algorithm, privacy, done, config.rounds)
     assert isinstance(algorithm, GradientSearch | LocalSearch | PathSearch | HyperparameterSearch)
     terms = {
         "weights": ("weights", ["train"], algorithm.batch_size, privacy.weights),
@@ -231,6 +252,24 @@ def _search(config: Config, privacy: DifferentialPrivacy, done: int) -> list[Ite
         items += [_item("search", "train.probe", *terms[kind], steps) for kind in terms]
         items += [_rewards("search", privacy, trials)]
     return items
+
+
+def _candidates(
+    algorithm: CandidateSearch, privacy: DifferentialPrivacy, done: int, rounds: int
+) -> list[Item]:
+    """Return the releases of DPNAS' rounds after ``done``.
+
+    A round to spare, ``done=-1``, is the last one, which measures twice.
+    """
+    steps = (rounds - done) * algorithm.trained_candidates * algorithm.local_steps
+    measured = rounds - done - max(0, algorithm.warm_up_rounds - max(0, done))
+    last = max(0, -done) + (done < rounds)
+    train = ("weights", ["train"], algorithm.batch_size, privacy.weights)
+    rewards = ("rewards", ["validation"], None, privacy.rewards)
+    return [
+        _item("search", "train.candidate", *train, steps),
+        _item("search", "evaluate.candidates", *rewards, max(0, measured) + last),
+    ]
 
 
 def _retraining(config: Config, privacy: DifferentialPrivacy, done: int) -> list[Item]:

@@ -1,9 +1,7 @@
 """``runtime=deployment``: hand a run to a SuperLink through Flower's own commands.
 
-``flwr run`` sends a bundle that only names our two apps; the sites run the package that they have
-installed, and no code of ours travels. The server app prints its events as lines of the run's log,
-where :func:`deploy` reads them, so that a person sees what an inline run shows. Main function:
-:func:`deploy`.
+The server app prints its events as lines of the run's log, where :func:`deploy` reads them, so that
+a person sees what an inline run shows. Main function: :func:`deploy`.
 """
 
 from __future__ import annotations
@@ -18,18 +16,15 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-import fednas_flwr
 from fednas_flwr.config import Config, dump_config
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError
-from fednas_flwr.federation.client_app import CONFIG_KEY
+from fednas_flwr.federation.bundle import CONFIG_KEY, RESUMED_KEY, write_bundle
 from fednas_flwr.federation.run_folder import EVENTS_FILE
 from fednas_flwr.reporting.events import Event, Listener, read_events
 from fednas_flwr.reporting.report import write_report
 
 BUNDLE = "bundle"  # folder of the Flower app in the run folder; Flower allows no underscore
-LAUNCHED = "fednas_launched"  # name of its Python package
-RESUMED_KEY = "resumed"  # of Flower's run configuration
 RUN_CONFIG_FILE = "run-config.toml"
 EVENT_MARK = "fednas-event "  # begins the log lines that are events
 _LOG_LINES_KEPT = 200
@@ -87,51 +82,6 @@ def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
         raise _failure(events, f"{details} ({status})") from RuntimeError(
             "the server app's log:\n" + "\n".join(log)
         )
-
-
-def write_bundle(folder: Path) -> Path:
-    """Write the Flower app that names the installed package's apps, and return its folder."""
-    package = folder / LAUNCHED
-    package.mkdir(parents=True, exist_ok=True)
-    license_text = "Apache License 2.0; the code that runs is the installed package fednas_flwr.\n"
-    (folder / "LICENSE").write_text(license_text)
-    (package / "__init__.py").write_text('"""Names the apps of the installed fednas_flwr."""\n')
-    for side in ("server", "client"):
-        (package / f"{side}_app.py").write_text(
-            f'"""The {side} app of the installed package."""\n\n'
-            f"from fednas_flwr.federation.{side}_app import app\n\n"
-            '__all__ = ["app"]\n'
-        )
-    (folder / "pyproject.toml").write_text(
-        f"""[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
-
-[project]
-name = "{LAUNCHED.replace("_", "-")}"
-version = "{fednas_flwr.__version__}"
-description = "A run of fednas_flwr"
-license = {{file = "LICENSE"}}
-dependencies = ["flwr>=1.41,<1.42"]
-
-[tool.hatch.build.targets.wheel]
-packages = ["."]
-
-[tool.flwr.app]
-publisher = "fednas"
-fab-format-version = 1
-flwr-version-target = "1.41.0"
-
-[tool.flwr.app.components]
-serverapp = "{LAUNCHED}.server_app:app"
-clientapp = "{LAUNCHED}.client_app:app"
-
-[tool.flwr.app.config]
-{CONFIG_KEY} = ""
-{RESUMED_KEY} = false
-"""
-    )
-    return folder
 
 
 def write_run_config(path: Path, config: Config, *, resumed: bool) -> Path:

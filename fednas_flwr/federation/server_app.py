@@ -11,8 +11,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from fednas_flwr.config import Config, load_config
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.federation.client_app import CONFIG_KEY
-from fednas_flwr.federation.deployment import RESUMED_KEY, EventPrinter
+from fednas_flwr.federation.bundle import CONFIG_KEY, RESUMED_KEY
+from fednas_flwr.federation.deployment import EventPrinter
 from fednas_flwr.federation.run_folder import CONFIG_FILE, EVENTS_FILE, create_run_folder, occupied
 from fednas_flwr.federation.stages import run_stages
 from fednas_flwr.reporting.events import EventLog, Listener

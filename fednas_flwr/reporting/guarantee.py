@@ -7,6 +7,7 @@ infinite and never left out of a maximum. Every epsilon is rounded up.
 
 from collections.abc import Mapping
 from decimal import ROUND_CEILING, Decimal
+from typing import Any
 
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.units import DASH
@@ -97,6 +98,37 @@ def overall_text(event: Event) -> str:
     """Return the pair of :func:`overall` with the unit of privacy."""
     epsilon, delta = overall(event)
     return f"({epsilon_text(epsilon)}, {delta:g}) {UNIT}"
+
+
+def search_text(config: Mapping[str, Any], event: Event | None) -> str:
+    """Return whether the search was private and what it alone costs; empty if that is not known.
+
+    Args:
+        config: The run's settings; DPNAS' search has three kinds.
+        event: The ``privacy`` event, None without privacy.
+    """
+    if event is not None:
+        searches = any(release["stage"] == "search" for release in event["schedule"])
+        told = [client for client in event["clients"] if "search_epsilon" in client]
+        if not searches or not told:  # older runs do not tell
+            return ""
+        costs = {str(place): client["search_epsilon"] for place, client in enumerate(told)}
+        epsilon, delta = largest(costs), overall(event)[1]
+        return (
+            f"private: by itself it costs ({epsilon_text(epsilon)}, {delta:g}) {UNIT}, the largest "
+            "of the clients; it is part of the run's epsilon"
+        )
+    algorithm = config.get("algorithm")
+    if not isinstance(algorithm, dict) or "dp_aware" not in algorithm:
+        return ""
+    aware = algorithm["dp_aware"]
+    no_claim = "no claim of privacy: its epsilon is infinite"
+    if aware is None:
+        return f"without clipping or noise, {no_claim}"
+    return (
+        f"DP-aware: records' gradients were clipped to {aware['max_grad_norm']:g} and noised with "
+        f"multiplier {aware['noise_multiplier']:g} as a regulariser, {no_claim}"
+    )
 
 
 def warning_text(event: Event) -> str:

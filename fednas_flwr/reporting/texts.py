@@ -27,8 +27,11 @@ NOISED_TEXT = (
     "Clients added noise to what they measured, so it can be below 0, or an accuracy above 100 %."
 )
 SHOWN = {  # what a reader asks first; all settings stand in the configuration
-    "algorithm": ("rule", "reduce", "local_epochs", "local_steps", "batch_size"),
-    "search_space": ("channels", "num_cells", "skeleton", "candidates", "width", "norm"),
+    "algorithm": ("rule", "reduce", "sampler", "local_epochs", "local_steps", "batch_size"),
+    "search_space": (
+        *("channels", "num_cells", "skeleton", "candidates", "width"),
+        *("widths", "head", "activation", "norm"),
+    ),
     "retrain": (
         *("rounds", "channels", "num_cells", "local_epochs", "batch_size"),
         *("local_steps", "expected_batch_size"),  # private
@@ -132,6 +135,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
             for key in ("clients", "rounds", "seed", "device")
             if key in config
         ),
+        ("the search was", guarantee.search_text(config, run.privacy)),
         ("commit", str(started.get("commit") or "")),
         ("machine", str(started.get("machine") or "")),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),

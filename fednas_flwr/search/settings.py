@@ -230,3 +230,79 @@ class ThetaSettings:
             self.baseline_discount,
             "0 to 1",
         )
+
+
+@dataclass(frozen=True)
+class ControllerSettings:
+    """Constants of DPNAS' controller.
+
+    Attributes:
+        lr: Of Adam, > 0.
+        temperature: What the logits of every choice are divided by, > 0; above 1 it explores more.
+        entropy_weight: Of the policy's entropy per edge, in nats, beside a reward from 0 to 1.
+        baseline_decay: Of the moving average of rewards, in [0, 1).
+    """
+
+    lr: float
+    temperature: float
+    entropy_weight: float
+    baseline_decay: float
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_range(self.lr > 0, "controller.lr", self.lr, "a number above 0")
+        check_range(
+            self.temperature > 0, "controller.temperature", self.temperature, "a number above 0"
+        )
+        check_range(
+            self.entropy_weight >= 0, "controller.entropy_weight", self.entropy_weight, "0 or more"
+        )
+        check_range(
+            0 <= self.baseline_decay < 1,
+            "controller.baseline_decay",
+            self.baseline_decay,
+            "0 to below 1",
+        )
+
+
+@dataclass(frozen=True)
+class EvolutionSettings:
+    """Constants of regularised evolution.
+
+    Attributes:
+        population: How many of the newest candidates are alive, at least 1.
+        tournament: How many of them a parent is the best of, at least 1.
+    """
+
+    population: int
+    tournament: int
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("population", "tournament"):
+            value = getattr(self, name)
+            check_range(value >= 1, f"evolution.{name}", value, "1 or more")
+
+
+@dataclass(frozen=True)
+class DPAware:
+    """DP-SGD's clipping and noise as a regulariser of a search, with no claim of privacy.
+
+    Attributes:
+        max_grad_norm: Largest norm of a record's gradient, > 0.
+        noise_multiplier: Standard deviation of the noise on a batch's sum, in units of that norm;
+            0 only clips.
+    """
+
+    max_grad_norm: float
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_range(self.max_grad_norm > 0, "dp_aware.max_grad_norm", self.max_grad_norm, "above 0")
+        check_range(
+            self.noise_multiplier >= 0,
+            "dp_aware.noise_multiplier",
+            self.noise_multiplier,
+            "0 or more",
+        )

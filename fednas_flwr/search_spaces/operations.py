@@ -32,8 +32,8 @@ def check_norm(norm: str) -> None:
         raise unknown_choice("search_space.norm", norm, ("batch", "group"))
 
 
-def num_groups(channels: int) -> int:
-    """Return the largest divisor of ``channels`` up to 8 that leaves at least 2 channels a group.
+def num_groups(channels: int, *, most: int = MAX_GROUPS) -> int:
+    """Return the largest divisor of ``channels`` up to ``most`` that leaves 2 channels a group.
 
     One channel has one group. Groups of one channel would normalise a 1x1 feature map to zero.
 
@@ -41,14 +41,16 @@ def num_groups(channels: int) -> int:
         >>> [num_groups(channels) for channels in (1, 4, 7, 16, 36)]
         [1, 2, 1, 8, 6]
     """
-    limit = min(MAX_GROUPS, max(1, channels // 2))
+    limit = min(most, max(1, channels // 2))
     return max(groups for groups in range(1, limit + 1) if channels % groups == 0)
 
 
-def make_norm(channels: int, *, norm: Norm, affine: bool) -> nn.Module:
+def make_norm(
+    channels: int, *, norm: Norm, affine: bool, most_groups: int = MAX_GROUPS
+) -> nn.Module:
     """Return batch normalisation, or group normalisation with :func:`num_groups` groups."""
     if norm == "group":
-        return nn.GroupNorm(num_groups(channels), channels, affine=affine)
+        return nn.GroupNorm(num_groups(channels, most=most_groups), channels, affine=affine)
     return nn.BatchNorm2d(channels, affine=affine)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,13 +45,20 @@ ASKED = {
     "train.alpha_gradient": ("search", {"alphas": ["validation"]}),
     "train.gradients": ("search", SEARCHED),
     "train.search": ("search", SEARCHED),
+    "train.candidate": ("search", {"weights": ["train"]}),
     "train.probe": ("search", SEARCHED | {"rewards": ["validation"]}),
     "train.weights": ("retrain", {"weights": ["train", "validation"]}),
+    "evaluate.candidates": ("search", {"rewards": ["validation"]}),
     "evaluate.model": ("search", {"metrics": ["validation"]}),
 }
 STEP = {"lr": 0.1, "min_lr": 0.0, "momentum": 0.9, "weight_decay": 0.01, "clip_norm": 5.0}
 TRIAL = {"weights": STEP, "alphas": {"lr": 0.01, "weight_decay": 0.0}, "drop_path_prob": 0.0}
 LOSS_BOUND = 0.5
+# Paths of the space dp_cells: one that a step of trains, some that are rewarded.
+CANDIDATES = {
+    "train.candidate": [[*range(4, 10), 4, 3, 5, 4, 1, 2, 5, 6, 7]],
+    "evaluate.candidates": [[5] * 15, [*range(10), 4, 4, 5, 5, 6], [4, 3, 3] * 5],
+}
 
 
 def schedule(steps: int = 50, **changes: Any) -> list[dict[str, Any]]:
@@ -96,8 +102,27 @@ def make_networks(config, prepared):
     return SimpleNamespace(description=description, states=states, space=space)
 
 
+@pytest.fixture(scope="session")
+def cells_config(compose_config):
+    """Of the site when it is asked about candidates."""
+    return compose_config(
+        *("algorithm=dpnas", "privacy=dp", "clients=1", "search_space=dp_cells"),
+        *("retrain=dp_cells", "search_space.widths=[2,2,4]", "search_space.head=4"),
+    )
+
+
+@pytest.fixture(scope="session")
+def cells(cells_config, prepared):
+    """The shared weights of candidates; of this seed, some are right where others are wrong."""
+    with seeded(2, "cells"):
+        supernet = builders.supernet_space(cells_config, prepared).supernet()
+    return {"weights": pack(network_states(supernet)["weights"])}
+
+
 @pytest.fixture
-def make_site(site_config, prepared, networks, tmp_path) -> Callable[..., SimpleNamespace]:
+def make_site(
+    site_config, prepared, networks, cells_config, cells, tmp_path
+) -> Callable[..., SimpleNamespace]:
     """``make_site(...)``: a site that has kept a schedule; ``site.ask(verb, **settings)`` asks it.
 
     ``policy`` changes the site's policy, ``records`` are the rows it holds (all) and ``hold`` edits
@@ -134,9 +159,13 @@ def make_site(site_config, prepared, networks, tmp_path) -> Callable[..., Simple
         }
         rows = np.arange(len(prepared.train)) if records is None else records
         data, gate = (prepared, [rows]), builders.make_site_gate(node)
-        client = builders.make_client(site_config, 0, data=data, networks={}, site=node, gate=gate)
+        client, of_cells = (
+            builders.make_client(config, 0, data=data, networks={}, site=node, gate=gate)
+            for config in (site_config, cells_config)
+        )
         if hold is not None:
             client = replace(client, data=hold(client.data))
+        of_cells = replace(of_cells, data=client.data)
         if test_seed is not None:
             client.gate._generator = SecureGenerator(test_seed)
         site = SimpleNamespace(client=client, gate=client.gate, folder=folder)
@@ -153,6 +182,8 @@ def make_site(site_config, prepared, networks, tmp_path) -> Callable[..., Simple
                 }
             if verb == "train.search":
                 settings |= TRIAL
+            if verb in CANDIDATES:
+                settings |= {"candidates": CANDIDATES[verb], "weights": STEP}
             if verb == "train.probe":
                 network = {"name": "supernet"}
                 settings |= {"network": network, "trials": [TRIAL], "loss_bound": LOSS_BOUND}
@@ -169,13 +200,17 @@ def make_site(site_config, prepared, networks, tmp_path) -> Callable[..., Simple
             if verb == "evaluate.model":
                 settings |= {"network": {"name": "supernet"}, "split": "validation"}
             states = networks.states["derived" if verb == "train.weights" else "supernet"]
+            states = cells if verb in CANDIDATES else states
             header = Header(run, stage, 1, 1, 0, "nonce")
             return Request(verb, header, settings | changes, states if kinds else {})
 
         def ask(verb: str, **changes: Any) -> Reply:
-            return answer(client, request(verb, **changes))
+            return answers(request(verb, **changes))
 
-        site.ask, site.request, site.answer = ask, request, partial(answer, client)
+        def answers(request: Request) -> Reply:
+            return answer(of_cells if request.verb in CANDIDATES else client, request)
+
+        site.ask, site.request, site.answer = ask, request, answers
         site.rows = lambda: [row.entry for row in client.gate._ledger.entries()]
         site.commit = lambda **changes: ask("query.commit", schedule=schedule(**changes))
         if committed != []:  # without the reply's epsilon, which takes half a second

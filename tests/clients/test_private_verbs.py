@@ -31,6 +31,7 @@ from fednas_flwr.exchange.states import load_states, network_states, pack
 
 from .conftest import (
     ASKED,
+    CANDIDATES,
     LOSS_BOUND,
     METRICS,
     RECORDS,
@@ -58,8 +59,12 @@ def sums(reply, verb):
         return {n: vector * (BOTH / STEP["lr"]) for n, vector in vectors.items()}
     if verb == "train.search":  # likewise; Adam's first step does not tell the size of a gradient
         return {"weights": vectors["weights"] * (RECORDS["train"] / STEP["lr"])}
+    if verb == "train.candidate":
+        return {"weights": vectors["weights"] * (RECORDS["train"] / STEP["lr"])}
     if verb == "train.probe":
         return {"rewards": vectors["rewards"] * (RECORDS["validation"] / LOSS_BOUND)}
+    if verb == "evaluate.candidates":  # one vector of three
+        return {"rewards": vectors["rewards"] * (RECORDS["validation"] / math.sqrt(3))}
     if verb == "train.gradients":  # scaled to the weights' batch
         vectors["alphas"] *= RECORDS["validation"] / RECORDS["train"]
     if verb == "evaluate.model":
@@ -92,7 +97,7 @@ def test_every_verb_has_its_fields_listed_and_all_others_are_refused(make_site):
     assert set(ASKED) == set(RELEASES)
     assert all(verb.startswith("query.") for verb in {*PUBLIC_FACTS} - {"train.search"})
     site = make_site()
-    for verb in {*VERBS, "evaluate.personalised", "train.candidate", ""} - set(PRIVATE_VERBS):
+    for verb in {*VERBS, "evaluate.personalised", ""} - set(PRIVATE_VERBS):
         with pytest.raises(ConfigError, match="private verb"):
             site.ask(verb)
 
@@ -123,8 +128,9 @@ def test_unreleased_fields_do_not_move_when_a_record_is_added_removed_or_replace
         fields, states, metrics = replies[0]
         assert set(fields["facts"]) <= PUBLIC_FACTS.get(verb, set())
         assert {*states, *metrics} == RELEASES.get(verb, set())
-        expected = {"train.weights": BOTH, "train.search": RECORDS["train"]}
-        expected |= dict.fromkeys(("train.probe", "evaluate.model"), RECORDS["validation"])
+        expected = dict.fromkeys(("train.search", "train.candidate"), RECORDS["train"])
+        measured = ("train.probe", "evaluate.model", "evaluate.candidates")
+        expected |= dict.fromkeys(measured, RECORDS["validation"]) | {"train.weights": BOTH}
         expected = dict.fromkeys(PUBLIC_FACTS, sum(RECORDS.values())) | expected
         assert fields["num_examples"] == expected.get(verb, TERMS["batch_size"])
 
@@ -161,6 +167,9 @@ def test_two_answers_to_the_same_request_differ_by_new_noise_of_the_booked_scale
     first, second = (sums(site.ask(verb, **asked), verb) for _ in range(2))
     for kind, one in first.items():
         noise = (one - second[kind]) / math.sqrt(2)
+        if verb == "train.candidate":  # weights beside its path have none
+            assert 0.2 < (noise == 0).double().mean() < 0.9
+            noise = noise[noise != 0]
         if noise.numel() < 1000:  # too few for the scale, which the gate's own test measures
             assert noise.abs().min() > 0
             assert noise.abs().max() < 7 * max(SIGMA * NORM, METRICS["noise_multiplier"])
@@ -506,6 +515,12 @@ def test_weights_that_blow_up_the_loss_release_bounded_sums(bad, make_site, with
         ("train.probe", {"trials": [TRIAL | {"network": {"name": "x"}}]}, "may set nothing but"),
         ("train.probe", {"trials": ["weights"]}, "a trial=weights may set nothing but"),
         ("train.probe", {"loss_bound": math.nan}, "loss_bound=nan is no number"),
+        ("train.candidate", {"candidates": 51 * [[5] * 15]}, "committed values: steps=51"),
+        ("train.candidate", {"candidates": 3 * [[5] * 15], "local_steps": 17}, "steps=51"),
+        ("train.candidate", {"candidates": []}, "candidates=.* are not a list of 1 to 1000"),
+        ("train.candidate", {"candidates": [[5] * 16]}, "a path must be 15 columns of ops"),
+        ("evaluate.candidates", {"candidates": 1001 * [[5] * 15]}, "not a list of 1 to 1000"),
+        ("evaluate.candidates", {"candidates": {"a": 1}}, "not a list of 1 to 1000"),
     ],
 )
 def test_requests_outside_the_rules_are_refused_before_data_is_read(
@@ -563,7 +578,7 @@ def test_batch_norm_is_refused_before_data_is_read(make_site, networks, no_recor
     supernet = replace(networks.space, norm="batch").supernet()
     site.client.networks['{"name": "supernet"}'] = supernet
     states = {n: pack(s) for n, s in network_states(supernet).items() if s}
-    for verb in sorted({*RELEASING} - {"train.weights", "evaluate.model"}):
+    for verb in sorted({*RELEASING} - {"train.weights", "evaluate.model", *CANDIDATES}):
         with pytest.raises(ConfigError, match="rule no batch_norm"):
             site.answer(replace(site.request(verb), states=states))
     assert site.rows() == []
@@ -581,6 +596,9 @@ TRAPS = [  # requests that could fail on some records and not on others
     ("train.alpha_gradient", {"micro_batch_size": 0}),
     ("train.alpha_gradient", {"local_lrs": {"alphas": "x"}}),
     ("train.search", {"alphas": {"lr": "x", "weight_decay": 0.0}}),
+    ("train.candidate", {"candidates": [[5] * 15, [10] * 15]}),
+    ("train.candidate", {"weights": {}}),
+    ("evaluate.candidates", {"candidates": [[5] * 14]}),
     ("train.probe", {"loss_bound": "x"}),
     ("train.probe", {"trials": [TRIAL, TRIAL | {"weights": {}}]}),
 ]
@@ -631,6 +649,7 @@ KEYS = {
     **{(term,): JUNK for term in ("releases", "local_lrs", "weights", "network", "split")},
     **{(term,): JUNK for term in ("drop_path_prob", "auxiliary_weight", "schedule")},
     **{(term,): JUNK for term in ("trials", "loss_bound", "alphas")},
+    ("candidates",): [*JUNK, [[0] * 14], [[10] * 15], [[1.0] * 15], [["5"] * 15], ["5" * 15]],
     **{(flag,): [True, False, 0, 1, None, "no"] for flag in ("oversampling", "raw_metrics")},
     **{("releases", kind): JUNK for kind in ("weights", "alphas", "metrics")},
     **{
@@ -681,7 +700,7 @@ def test_any_settings_lead_to_a_refusal_or_to_as_many_rows_as_releases(data, hos
         assert (noised, read) == ([], [])
         assert len(site.rows()) == before
     else:
-        steps = 1 if verb == "evaluate.model" else request.settings["local_steps"]
+        steps = 1 if verb.startswith("evaluate.") else request.settings["local_steps"]
         states = [kind for kind in ASKED[verb][1] if TERMS_OF[kind] is TERMS]
         once = len(ASKED[verb][1]) - len(states)  # metrics or rewards
         assert len(noised) == steps * len(states) + once

@@ -32,6 +32,29 @@ def test_ray_equals_inline(tiny_overrides, tmp_path):
         "dataset.crop_padding=1",  # randomness on the client
         "dataset.flip=true",
     ]
+    folders = run_both(overrides, tmp_path)
+    assert_equal_results(*folders)
+    for name in ("search-000002", "retrain-000001"):
+        left, right = (load_file(f / "checkpoints" / f"{name}.safetensors") for f in folders)
+        assert set(left) == set(right)
+        assert ("alphas.float32" in left) == name.startswith("search")
+        assert all(torch.equal(tensor, right[key]) for key, tensor in left.items())
+
+
+@pytest.mark.ray
+def test_groups_side_by_side_on_ray_equal_those_in_turn_inline(tmp_path):
+    overrides = [
+        *("experiment=cfdnas/digits", "search_space.candidates=fdnas", "search_space.width=0.25"),
+        *("rounds=1", "algorithm.group_rounds=1", "retrain.rounds=1", "retrain.local_epochs=1"),
+        "algorithm.search.warm_up_rounds=0",
+    ]
+    folders = run_both(overrides, tmp_path)
+    for name in ("phone", "server"):
+        assert_equal_results(*(folder / "groups" / name for folder in folders))
+
+
+def run_both(overrides, tmp_path):
+    """Run inline and on Ray at the same time; return the run folders."""
     command = [sys.executable, "-m", "fednas_flwr.cli", "run", *overrides, "runtime=ray"]
     with subprocess.Popen(
         [*command, f"run_dir={tmp_path / 'ray'}"],
@@ -47,16 +70,14 @@ def test_ray_equals_inline(tiny_overrides, tmp_path):
             assert ray.returncode == 0, output
         finally:
             ray.kill()
-    folders = [tmp_path / "inline", tmp_path / "ray"]
+    return tmp_path / "inline", tmp_path / "ray"
+
+
+def assert_equal_results(inline, ray):
+    """Genotypes, models, rounds and accuracies of the runs are the same, and no client failed."""
     for name in ("genotype.json", "model.safetensors"):
-        inline_bytes, ray_bytes = ((folder / name).read_bytes() for folder in folders)
-        assert inline_bytes == ray_bytes
-    for name in ("search-000002", "retrain-000001"):
-        left, right = (load_file(f / "checkpoints" / f"{name}.safetensors") for f in folders)
-        assert set(left) == set(right)
-        assert ("alphas.float32" in left) == name.startswith("search")
-        assert all(torch.equal(tensor, right[key]) for key, tensor in left.items())
-    inline_events, ray_events = (read_events(folder / "events.jsonl") for folder in folders)
+        assert (inline / name).read_bytes() == (ray / name).read_bytes()
+    inline_events, ray_events = (read_events(f / "events.jsonl") for f in (inline, ray))
     for stage in ("search", "retrain"):
         rounds = [
             [(e["round"], e["metrics"], e["clients"]) for e in latest_rounds(events, stage)]

@@ -12,12 +12,19 @@ from torch.nn import functional as F
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search_spaces import DARTSSpace, MBConvSpace, MLPSpace, NASBench201Space
+from fednas_flwr.search_spaces import (
+    DARTSSpace,
+    DPCellSpace,
+    MBConvSpace,
+    MLPSpace,
+    NASBench201Space,
+)
 from fednas_flwr.search_spaces.genotype import from_json, to_json
 from fednas_flwr.search_spaces.mbconv_plan import SKELETONS
 
 CLASSES = 5
 SPACES = {
+    "dp_cells": DPCellSpace(input_shape=(3, 8, 8), num_classes=CLASSES, widths=(8, 8, 16), head=16),
     "darts": DARTSSpace(input_shape=(3, 8, 8), num_classes=CLASSES, channels=4, num_cells=3),
     "nasbench201": NASBench201Space(
         input_shape=(3, 8, 8), num_classes=CLASSES, channels=4, num_cells=1
@@ -27,10 +34,11 @@ SPACES = {
         input_shape=(3, 8, 8), num_classes=CLASSES, skeleton=SKELETONS["small"], width=0.5
     ),
 }
+IMAGE_SPACES = ("darts", "nasbench201", "mbconv", "dp_cells")
 CELLS = ("darts", "nasbench201", "mlp")  # spaces of repeated cells
 IMAGES = [((3, 8, 8), "batch"), ((1, 7, 7), "group"), ((3, 9, 6), "batch"), ((1, 1, 1), "group")]
 TABLES = [((30,), "batch"), ((1,), "group"), ((9,), "group")]
-INPUTS = [(name, *case) for name in ("darts", "nasbench201", "mbconv") for case in IMAGES]
+INPUTS = [(name, *case) for name in IMAGE_SPACES for case in IMAGES]
 INPUTS += [("mlp", *case) for case in TABLES]
 
 
@@ -235,6 +243,7 @@ def test_derive_is_deterministic_and_ties_go_to_the_lowest_index(space):
         "nasbench201": "none",
         "mlp": "skip_connect",
         "mbconv": "mbconv2_3x3",
+        "dp_cells": "none",
     }[space.name]
     assert {edge.op for edges in genotype.cells.values() for edge in edges} == {lowest}
 

@@ -26,6 +26,12 @@ SETTINGS = {
         *("search_space=mbconv_small", "search_space.width=0.25", "retrain=mbconv"),
         *("algorithm.local_epochs=1", "algorithm.batch_size=16", "algorithm.warm_up_rounds=0"),
     ],
+    "dpnas": [
+        *("search_space=dp_cells", "search_space.widths=[4,4,4]", "search_space.head=8"),
+        *("retrain=dp_cells", "algorithm.warm_up_rounds=0", "algorithm.batch_size=16"),
+        *("algorithm.trained_candidates=2", "algorithm.rewarded_candidates=2"),
+        "algorithm.final_candidates=3",
+    ],
     "random_search": ["rounds=2"],
 }
 ROUNDS = 2
@@ -100,7 +106,7 @@ def test_it_is_a_flower_strategy_that_learns_and_derives(undisturbed):
     if undisturbed.algorithm == "random_search":
         return
     arrays = undisturbed.result.arrays.to_torch_state_dict()
-    for state in ("weights", "alphas"):
+    for state in strategy.states.keys() & {"weights", "alphas"}:
         changed = [n for n in arrays if n.startswith(f"{state}.")]
         assert changed
         assert any(not torch.equal(arrays[n], undisturbed.initial[n]) for n in changed)

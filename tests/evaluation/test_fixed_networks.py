@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.fixed_networks import (
     FIXED_NETWORKS,
     linear,
@@ -48,6 +49,29 @@ def test_linear_is_logistic_regression_on_any_records() -> None:
     (dense,) = [m for m in network.modules() if isinstance(m, nn.Linear)]
     assert torch.equal(network(x), x @ dense.weight.T + dense.bias)
     assert count_parameters(linear((1, 28, 28), 10)) == 7850
+
+
+@pytest.mark.parametrize("name", ["cnn_tanh", "cnn_selu"])
+@pytest.mark.parametrize(("shape", "parameters"), [((1, 28, 28), 26_010), ((3, 32, 32), 550_570)])
+def test_cnn_tanh_and_cnn_selu_have_the_published_size(
+    name: str, shape: tuple[int, int, int], parameters: int
+) -> None:
+    """DPNAS, Table 1: .03 M for MNIST and Fashion-MNIST, .55 M for CIFAR-10."""
+    network = FIXED_NETWORKS[name](shape, 10)
+    assert count_parameters(network) == parameters
+    kind = {"cnn_tanh": nn.Tanh, "cnn_selu": nn.SELU}[name]
+    assert sum(isinstance(module, kind) for module in network) == (3 if shape[0] == 1 else 7)
+
+
+@pytest.mark.parametrize("shape", [(1, 14, 15), (1, 29, 33), (3, 8, 9), (4, 33, 8)])
+def test_cnn_takes_odd_sizes(shape: tuple[int, int, int]) -> None:
+    assert FIXED_NETWORKS["cnn_elu"](shape, 5)(torch.zeros(2, *shape)).shape == (2, 5)
+
+
+@pytest.mark.parametrize("shape", [(1, 13, 28), (3, 32, 7)])
+def test_cnn_refuses_images_that_its_strides_would_use_up(shape: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="need images of at least"):
+        FIXED_NETWORKS["cnn_tanh"](shape, 5)
 
 
 @pytest.mark.parametrize("name", FIXED_NETWORKS)

@@ -23,13 +23,13 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.messages import Header, decode_reply, encode_request
 from fednas_flwr.federation import deployment, server_app
-from fednas_flwr.federation.client_app import CONFIG_KEY, make_client_app, site_config
+from fednas_flwr.federation.bundle import CONFIG_KEY, write_bundle
+from fednas_flwr.federation.client_app import make_client_app, site_config
 from fednas_flwr.federation.deployment import (
     EventPrinter,
     deploy,
     read_event,
     read_status,
-    write_bundle,
     write_run_config,
 )
 from fednas_flwr.federation.grids import InProcessGrid

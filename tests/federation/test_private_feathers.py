@@ -1,4 +1,4 @@
-"""Whole private runs of FEATHERS, federated DARTS and FDNAS: what is booked and promised."""
+"""Whole private runs of FEATHERS, federated DARTS, FDNAS and DPNAS: what is booked and promised."""
 
 from __future__ import annotations
 
@@ -176,3 +176,54 @@ def test_a_search_that_only_warms_up_commits_no_alphas(run):
     (promise,) = named(warm, "privacy")
     assert [item["kind"] for item in promise["schedule"]] == ["weights"]
     assert {row.verb for booked in warm.booked for row in booked} == {"train.search:weights"}
+
+
+DPNAS = [
+    *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "privacy=dp", "clients=2"),
+    *("search_space.widths=[2,2,4]", "search_space.head=4", "algorithm.warm_up_rounds=1"),
+    *("algorithm.trained_candidates=3", "algorithm.rewarded_candidates=4", "rounds=3"),
+    *("algorithm.final_candidates=5", "algorithm.local_steps=2", "algorithm.batch_size=8"),
+    *("retrain.batch_size=8", "retrain.rounds=2", "privacy.retrain.local_steps=3"),
+    *("stages=[search,retrain]", "privacy.epsilon=30", "privacy.weights.noise_multiplier=null"),
+]
+
+
+def test_private_dpnas_books_every_step_of_candidates_and_one_vector_of_rewards(run):
+    """The composed epsilon is that of the committed schedule, by the accountant itself."""
+    dpnas = run(*DPNAS)
+    assert not named(dpnas, "client_left") + named(dpnas, "client_failed")
+    (promise,) = named(dpnas, "privacy")
+    sigma = next(i["noise_multiplier"] for i in promise["schedule"] if i["kind"] == "rewards")
+    for told, booked in zip(promise["clients"], dpnas.booked, strict=True):
+        counts = Counter((row.verb, row.splits) for row in booked)
+        assert counts == {
+            ("train.candidate:weights", ("train",)): 3 * 3 * 2,
+            ("evaluate.candidates:rewards", ("validation",)): 2 + 1,
+            ("train.weights:weights", ("train", "validation")): 2 * 3,
+        }
+        assert [item["steps"] for item in promise["schedule"]] == [18, 3, 6]
+        assert {r.round for r in booked if r.verb.startswith("evaluate")} == {2, 3}
+        for split in ("train", "validation"):
+            releases = [row.release for row in booked if split in row.splits]
+            assert filter_epsilon(releases, 1e-5) <= 30
+            assert told["epsilon"]["rdp"][split] == pytest.approx(rdp_epsilon(releases, 1e-5))
+        searched = [row for row in booked if row.stage == "search"]
+        assert told["search_epsilon"] == pytest.approx(
+            max(
+                rdp_epsilon([row.release for row in searched if split in row.splits], 1e-5)
+                for split in ("train", "validation")
+            )
+        )
+        assert told["search_epsilon"] < max(told["epsilon"]["rdp"].values())
+        assert told["covers"] == [
+            {"stage": "search", "rounds": 3, "of": 3},
+            {"stage": "retrain", "rounds": 2, "of": 2},
+        ]
+    rewarded = named(dpnas, "rewarded")
+    assert [len(event["paths"]) for event in rewarded] == [4, 4, 5]
+    declared = sum(client["records"]["validation"] for client in promise["clients"])
+    for event in rewarded:
+        expected = sigma * math.sqrt(2 * len(event["paths"])) / declared
+        assert event["noise"] == pytest.approx(expected)
+    for event in named(dpnas, "round"):
+        assert all(metrics == {} for metrics in event["clients"].values())

@@ -124,3 +124,26 @@ def test_each_client_has_its_epsilons_and_what_its_filter_spent() -> None:
     assert second["spent of budget (filter)"] == "– of 8"
     assert second["noise"] == "test seed"
     assert first["records: train / validation / test"] == "300 / 200 / 0"
+
+
+def test_the_kind_of_search_and_its_own_epsilon_are_told() -> None:
+    plain = {"algorithm": {"name": "dpnas", "dp_aware": None}}
+    assert guarantee.search_text(plain, None) == (
+        "without clipping or noise, no claim of privacy: its epsilon is infinite"
+    )
+    aware = {"algorithm": {"dp_aware": {"max_grad_norm": 0.1, "noise_multiplier": 0.2}}}
+    text = guarantee.search_text(aware, None)
+    assert "clipped to 0.1" in text
+    assert "multiplier 0.2" in text
+    assert text.endswith("no claim of privacy: its epsilon is infinite")
+    clients = [
+        _client(0, {"train": 3.0}, search_epsilon=1.2301),
+        _client(1, {"train": 4.0}, search_epsilon=0.9),
+    ]
+    event = {"clients": clients, "schedule": [_release()]}
+    assert "private: by itself it costs (1.24, 1e-05)" in guarantee.search_text(aware, event)
+    clients[1]["search_epsilon"] = None  # infinite
+    assert "costs (∞, 1e-05)" in guarantee.search_text(aware, event)
+    assert guarantee.search_text({"algorithm": {"name": "fedavg"}}, None) == ""
+    event["schedule"] = [_release(stage="retrain")]
+    assert guarantee.search_text(aware, event) == ""

@@ -1,0 +1,174 @@
+"""The search space of DPNAS: one cell whose 15 edges each compute one of ten ops.
+
+Cheng et al. (2022), DPNAS, arXiv 2110.08557, section 3.2. Of the ops six are a convolution with
+different activations: which of them suits private training is what is searched for.
+:class:`DPCellSpace` gives the supernet, the way from alphas or a path to a genotype and the derived
+network; their modules stand in ``dp_cells_network.py``.
+
+Tensor suffixes: E edges, O ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.search_spaces.dp_cells_network import (
+    ACTIVATIONS,
+    CELL,
+    EDGES,
+    OPS,
+    DPCellNetwork,
+)
+from fednas_flwr.search_spaces.genotype import Edge, Genotype
+from fednas_flwr.search_spaces.operations import Norm, check_norm
+from fednas_flwr.search_spaces.space import (
+    Engine,
+    Supernet,
+    check_alphas,
+    check_cells,
+    check_engine,
+    check_op,
+    check_sizes,
+)
+
+SEARCH_GROUPS, TRAINING_GROUPS = 4, 8  # of group norms, as in the authors' code
+BLOCKS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPCellSpace:
+    """The DP-friendly search space for images of one shape.
+
+    Attributes:
+        input_shape: (channels, height, width) of an image; any size.
+        num_classes: Number of classes.
+        widths: Channels of the nodes in each of the three cells (48, 96, 192 for CIFAR-10; 32, 32,
+            64 for MNIST and Fashion-MNIST).
+        head: Width of the head, 128 in the paper's networks.
+        activation: Of the head's hidden layer, one of ``ACTIVATIONS``; selu for CIFAR-10, else
+            tanh.
+        norm: ``batch``, or ``group`` (needed for privacy, and the paper's only one).
+        engine: Both are the same here.
+    """
+
+    name: ClassVar[str] = "dp_cells"
+    ops: ClassVar[tuple[str, ...]] = OPS
+    choices: ClassVar[tuple[int, ...]] = (len(OPS),) * len(EDGES)
+
+    input_shape: tuple[int, ...]
+    num_classes: int
+    widths: tuple[int, ...] = (32, 32, 64)
+    head: int = 128
+    activation: str = "tanh"
+    norm: Norm = "group"
+    engine: Engine = "fast"
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be built."""
+        check_norm(self.norm)
+        check_engine(self.engine)
+        if self.activation not in ACTIVATIONS:
+            raise unknown_choice("search_space.activation", self.activation, ACTIVATIONS)
+        if len(self.widths) != BLOCKS or min(self.widths) < 1:
+            raise ConfigError(
+                f"search_space.widths={list(self.widths)} must be {BLOCKS} numbers of channels, "
+                "each at least 1: one for each cell."
+            )
+        check_sizes(
+            space=self.name,
+            input_shape=self.input_shape,
+            num_classes=self.num_classes,
+            channels=self.head,
+            num_cells=BLOCKS,
+        )
+
+    @property
+    def cell_kinds(self) -> dict[str, int]:
+        """Number of edges per kind of cell."""
+        return {CELL: len(EDGES)}
+
+    def supernet(self) -> Supernet:
+        """Return a newly initialised supernet with the weights of all ops on all edges.
+
+        With a path its body computes that path alone. Without, the supernet is the relaxation of
+        DARTS on this space, which is not in the paper.
+        """
+        body = self._network([OPS] * len(EDGES), groups=SEARCH_GROUPS, near_identity=True)
+        return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
+
+    def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
+        """Return the genotype with the op of the largest alpha on every edge, ``none`` included.
+
+        Ties go to the lowest op.
+
+        Raises:
+            ValueError: If kinds or shapes are wrong or an alpha is not finite.
+        """
+        check_alphas(alphas, num_edges=self.cell_kinds, num_ops=len(OPS))
+        # max() keeps the first of equals, which torch.argmax does not promise.
+        return self.genotype(
+            max(range(len(OPS)), key=row.__getitem__) for row in alphas[CELL].detach().tolist()
+        )
+
+    def random_genotype(self, generator: torch.Generator) -> Genotype:
+        """Return one of the 10^15 cells, each with the same probability."""
+        return self.genotype(torch.randint(len(OPS), (len(EDGES),), generator=generator).tolist())
+
+    def genotype(self, path: Iterable[int]) -> Genotype:
+        """Return the genotype with these ops, given by column, on the 15 edges."""
+        edges = (Edge(OPS[op], *edge) for op, edge in zip(path, EDGES, strict=True))
+        return Genotype(space=self.name, cells={CELL: tuple(edges)})
+
+    def path(self, genotype: Genotype) -> list[int]:
+        """Return for every edge the column of the genotype's op; raises as :meth:`check`."""
+        self.check(genotype)
+        return [OPS.index(edge.op) for edge in genotype.cells[CELL]]
+
+    def check(self, genotype: Genotype) -> None:
+        """Raise ConfigError unless the genotype has one op on each of the 15 edges, in order."""
+        check_cells(genotype, space=self.name, kinds=self.cell_kinds)
+        edges = genotype.cells[CELL]
+        for edge in edges:
+            check_op(edge, kind=CELL, ops=OPS)
+        if tuple((edge.source, edge.target) for edge in edges) != EDGES:
+            found = ", ".join(f"{edge.source} -> {edge.target}" for edge in edges)
+            raise ConfigError(
+                f"cell {CELL!r}: the {len(EDGES)} edges 0 -> 1, 0 -> 2, 1 -> 2, ... 4 -> 5 are "
+                f"needed in the order of their targets; got {found or 'no edges'}."
+            )
+
+    def network(self, genotype: Genotype, *, auxiliary: bool = False) -> DPCellNetwork:
+        """Return the newly initialised derived network, of the space's own sizes.
+
+        Args:
+            genotype: The cell.
+            auxiliary: Must be False: there is no auxiliary head.
+
+        Raises:
+            ConfigError: If the genotype is not of this space, or an auxiliary head is asked for.
+        """
+        path = self.path(genotype)
+        if auxiliary:
+            raise ConfigError("dp_cells networks have no auxiliary head: switch it off.")
+        return self._network([[OPS[op]] for op in path], groups=TRAINING_GROUPS)
+
+    def _network(
+        self, ops_of_edges: Sequence[Sequence[str]], *, groups: int, near_identity: bool = False
+    ) -> DPCellNetwork:
+        return DPCellNetwork(
+            ops_of_edges,
+            input_shape=self.input_shape,
+            num_classes=self.num_classes,
+            widths=self.widths,
+            head=self.head,
+            activation=self.activation,
+            norm=self.norm,
+            groups=groups,
+            near_identity=near_identity,
+        )

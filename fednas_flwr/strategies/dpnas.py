@@ -1,0 +1,159 @@
+"""DPNAS: candidates with shared weights, trained with DP-SGD's steps and chosen by a controller."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from fednas_flwr.exchange.checkpoint import CheckpointFolder
+from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.messages import Reply
+from fednas_flwr.exchange.states import Layout, Tensors, unpack
+from fednas_flwr.randomness import make_generator
+from fednas_flwr.search.samplers import Path, Sampler
+from fednas_flwr.search.settings import SGD, DPAware
+from fednas_flwr.search_spaces.dp_cells import DPCellSpace
+from fednas_flwr.search_spaces.genotype import Genotype
+from fednas_flwr.search_spaces.space import Supernet
+from fednas_flwr.strategies.base import RoundStrategy, mean_metrics
+
+REWARDS = (-1.0, 2.0)  # what a client's accuracy is held to: its noise may lead outside 0 to 1
+
+
+class DPNAS(RoundStrategy):
+    """Cheng et al. (2022), DPNAS, arXiv 2110.08557, Alg. 1; its central case is one client.
+
+    A round samples candidates, which every client trains one after the other on the shared weights
+    (``train.candidate``, lines 4 to 8), and averages the weights by N_k / N. Then it samples others
+    and asks for their accuracy on validation records (``evaluate.candidates``), of which the
+    controller learns (lines 9 to 13); in the warm-up rounds it does not. After the last round the
+    best of ``final_candidates`` samples, by the same measurement, is what is found.
+
+    Deviations: one step of the controller has several candidates, since an exchange costs seconds,
+    each measured on all validation records instead of a batch of 64; the authors' code ranks on
+    test records, which are never used here.
+
+    Args:
+        supernet: Of the space; the initial shared weights.
+        courier: Reaches the clients.
+        space: The search space.
+        sampler: The controller, or what takes its place.
+        trained_candidates: Sampled and trained per round, all in one message.
+        rewarded_candidates: Sampled and measured per round, likewise.
+        final_candidates: Sampled and measured after the last round.
+        warm_up_rounds: First rounds, which only train.
+        local_steps: Steps of a client on each candidate.
+        batch_size: Records per step.
+        weights: SGD, annealed over the rounds; clients begin each round without momentum.
+        dp_aware: DP-SGD's clipping and noise as a regulariser, with no claim; None trains plainly.
+        seed: The run's seed; the samples of a round come from (seed, round).
+        checkpoints: Where the state goes after every round.
+        private: See :class:`RoundStrategy`; takes the place of ``dp_aware``.
+    """
+
+    def __init__(
+        self,
+        supernet: Supernet,
+        courier: Courier,
+        *,
+        space: DPCellSpace,
+        sampler: Sampler,
+        trained_candidates: int,
+        rewarded_candidates: int,
+        final_candidates: int,
+        warm_up_rounds: int,
+        local_steps: int,
+        batch_size: int,
+        weights: SGD,
+        seed: int,
+        dp_aware: DPAware | None = None,
+        checkpoints: CheckpointFolder | None = None,
+        private: Mapping[str, Any] | None = None,
+    ) -> None:
+        """See the class."""
+        super().__init__(supernet, courier, space=space, checkpoints=checkpoints, private=private)
+        for states in (self.states, self.layouts):
+            del states["alphas"]  # paths are sampled without
+        self.cells, self.sampler, self.seed = space, sampler, seed
+        self.counts = (trained_candidates, rewarded_candidates, final_candidates)
+        self.warm_up_rounds, self.weights = warm_up_rounds, weights
+        self.settings = {
+            "local_steps": local_steps,
+            "batch_size": batch_size,
+            "dp_aware": None if dp_aware is None else asdict(dp_aware),
+        }
+
+    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+        """Train candidates, then teach the controller; after the last round choose."""
+        trained, rewarded, final = self.counts
+        generator = make_generator(self.seed, "dpnas", server_round)
+        settings = {
+            **self.settings,
+            "step": server_round - 1,
+            "candidates": self.sampler.sample(trained, generator),
+            "weights": asdict(self.weights.at_round(server_round, num_rounds)),
+        }
+        self.states, metrics = self.average(
+            self.ask("train.candidate", settings=settings, states=self.states, layouts=self.layouts)
+        )
+        if server_round > self.warm_up_rounds:
+            paths = self.sampler.sample(rewarded, generator)
+            rewards, measured = self._measure(paths, server_round)
+            metrics |= measured | self.sampler.learn(paths, rewards)
+        if server_round == num_rounds:
+            paths = self.sampler.sample(final, generator)
+            rewards, _ = self._measure(paths, server_round)
+            best = max(range(final), key=rewards.__getitem__)
+            self.values = {"path": paths[best], "reward": rewards[best]}
+            metrics |= {"validation_best": rewards[best]}
+        return metrics
+
+    def _measure(
+        self, paths: Sequence[Path], server_round: int
+    ) -> tuple[list[float], dict[str, float]]:
+        """Return each candidate's accuracy over all clients' validation records, and metrics."""
+        layout = Layout.of({"rewards": torch.zeros(len(paths))})
+        total, replies = torch.zeros(len(paths), dtype=torch.float64), []
+        for _, reply in self.ask(
+            "evaluate.candidates",
+            settings={"candidates": paths},
+            states=self.states,
+            layouts={"rewards": layout},
+        ):
+            own = unpack(reply.states["rewards"], layout)["rewards"].double()
+            total += reply.num_examples * own.clamp(*REWARDS)
+            replies.append(Reply(reply.num_examples, reply.metrics))
+        weight = sum(reply.num_examples for reply in replies)
+        rewards = (total / weight).tolist()
+        noise = 0.0
+        if self.private:
+            sigma = self.private["releases"]["rewards"]["noise_multiplier"]
+            noise = sigma * math.sqrt(len(paths) * len(replies)) / weight
+        self.courier.emit(
+            "rewarded", stage=self.stage, round=server_round, paths=paths, rewards=rewards,
+            noise=noise,
+        )  # fmt: skip
+        mean = sum(rewards) / len(rewards)
+        return rewards, {"validation_accuracy": mean, **mean_metrics(replies)}
+
+    def derive(self) -> Genotype:
+        """Return the best of the final candidates.
+
+        Raises:
+            ValueError: The last round is not over.
+        """
+        if "path" not in self.values:
+            raise ValueError("the candidate is chosen after the last round")
+        return self.cells.genotype(self.values["path"])
+
+    def server_tensors(self) -> Tensors:
+        """Return what the controller has learnt."""
+        return self.sampler.tensors()
+
+    def load_server_tensors(self, tensors: Tensors) -> None:
+        """Take back what the controller has learnt."""
+        self.sampler.load(tensors)

@@ -1,0 +1,131 @@
+"""Private candidates behind a site's gate: which sums are noised, and what the noise lies on."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from fednas_flwr import builders
+from fednas_flwr.clients import release
+from fednas_flwr.exchange.states import Layout, load_states, network_states, unpack
+from fednas_flwr.search.candidate import Candidate
+
+from .conftest import METRICS, RECORDS, STEP, TERMS, schedule
+
+NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
+EVERYTHING = [i | {"batch_size": None} for i in schedule()]
+PATHS = [[*range(4, 10), 4, 3, 5, 4, 1, 2, 5, 6, 7], [*range(10), 4, 4, 5, 5, 6], [3] * 15]
+ASKED = {
+    "releases": {"weights": TERMS | {"batch_size": None}},
+    "weights": STEP | {"clip_norm": None},
+    "local_steps": 2,
+    "candidates": PATHS,
+}
+
+
+@pytest.fixture
+def site(make_site):
+    return make_site(committed=EVERYTHING, records=np.arange(40), test_seed=b"7")
+
+
+@pytest.fixture
+def supernet(cells_config, prepared, cells):
+    supernet = builders.supernet_space(cells_config, prepared).supernet()
+    load_states(supernet, cells)
+    return supernet
+
+
+@pytest.fixture
+def totals(monkeypatch):
+    """What was to be noised, in order, with its terms; noise is left out."""
+    seen = []
+
+    def identity(total, generator, **terms):
+        seen.append((total, terms))
+        return total
+
+    monkeypatch.setattr(release, "add_noise", identity)
+    return seen
+
+
+def test_steps_are_clipped_sums_of_one_path_after_the_other(site, supernet, totals):
+    """The same in float64, one record at a time, with torch's own optimiser."""
+    reply = site.ask("train.candidate", **ASKED)
+    supernet.double().train()
+    constants = {"lr": STEP["lr"], "momentum": STEP["momentum"], "weight_decay": 0.01}
+    sgd = torch.optim.SGD(supernet.weights().values(), **constants)
+    train, norms = site.client.data.train, []
+    for path in PATHS:
+        candidate = Candidate(supernet, path)
+        weights = list(candidate.weights().values())
+        for _ in range(ASKED["local_steps"]):
+            total = 0.0
+            for row in range(len(train)):
+                x, y = train.batch(torch.tensor([row]), "cpu")
+                loss = functional.cross_entropy(candidate(x.double()), y)
+                parts = torch.autograd.grad(loss, weights)
+                gradient = torch.cat([part.reshape(-1) for part in parts])
+                norms.append(gradient.norm().item())
+                total = total + gradient * min(1.0, NORM / norms[-1])
+            sgd.zero_grad()
+            split = (total / RECORDS["train"]).split([weight.numel() for weight in weights])
+            for weight, part in zip(weights, split, strict=True):
+                weight.grad = part.view_as(weight)
+            sgd.step()
+    assert max(norms) > NORM
+    expected = torch.cat([w.detach().reshape(-1) for w in supernet.weights().values()])
+    torch.testing.assert_close(
+        reply.states["weights"]["float32"].double(), expected, rtol=2e-5, atol=2e-6
+    )
+    assert len(totals) == len(PATHS) * ASKED["local_steps"] == len(site.rows())
+    assert all(terms == {"noise_multiplier": SIGMA, "max_grad_norm": NORM} for _, terms in totals)
+    assert {(row.verb, row.splits) for row in site.rows()} == {
+        ("train.candidate:weights", ("train",))
+    }
+
+
+def test_noise_lies_on_the_paths_own_weights_and_no_other_moves(site, supernet, cells):
+    reply = site.ask("train.candidate", **ASKED | {"candidates": PATHS[:1]})
+    layout = Layout.of(network_states(supernet)["weights"])
+    sent, returned = (unpack(s["weights"], layout) for s in (cells, reply.states))
+    moved = {name for name in sent if not torch.equal(sent[name], returned[name])}
+    assert moved == set(Candidate(supernet, PATHS[0]).weights())
+    assert len(moved) < len(sent)
+
+
+def test_rewards_are_one_vector_of_counts_over_declared_records(site, supernet, totals):
+    """A record is right or wrong about each of M candidates: norm sqrt(M), scaled to R."""
+    reply = site.ask("evaluate.candidates", candidates=PATHS)
+    split = site.client.data.validation
+    x, y = split.batch(torch.arange(len(split)), "cpu")
+    with torch.no_grad():
+        correct = [(Candidate(supernet, path)(x).argmax(1) == y).sum().item() for path in PATHS]
+    ((total, terms),) = totals
+    scale = METRICS["max_grad_norm"] / math.sqrt(len(PATHS))
+    torch.testing.assert_close(total, torch.tensor(correct).double() * scale)
+    assert len(set(correct)) > 1
+    assert terms == {k: METRICS[k] for k in ("noise_multiplier", "max_grad_norm")}
+    rewards = reply.states["rewards"]["float32"]
+    torch.testing.assert_close(rewards, torch.tensor(correct) / RECORDS["validation"])
+    (row,) = site.rows()
+    assert (row.verb, row.splits, row.release.sample_rate, row.release.steps) == (
+        *("evaluate.candidates:rewards", ("validation",), 1, 1),
+    )
+
+
+def test_noise_on_each_reward_grows_with_the_root_of_their_number(make_site):
+    """Of 400 noised rewards of one candidate's copies: std sigma sqrt(M) / N within 6 errors."""
+    site = make_site(committed=EVERYTHING)
+    copies = [PATHS[1]] * 100
+    rewards = torch.cat(
+        [
+            site.ask("evaluate.candidates", candidates=copies).states["rewards"]["float32"]
+            for _ in range(4)
+        ]
+    )
+    std = METRICS["noise_multiplier"] * math.sqrt(100) / RECORDS["validation"]
+    assert rewards.double().std().item() == pytest.approx(std, rel=6 / math.sqrt(800))

@@ -1,0 +1,182 @@
+"""REINFORCE against enumeration; samplers on known rewards, with statistics; their state."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import pytest
+import torch
+
+from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.search.controller import Controller, Policy, reinforce_loss
+from fednas_flwr.search.samplers import Evolution, RandomSampler
+from fednas_flwr.search.settings import ControllerSettings, EvolutionSettings
+
+SETTINGS = ControllerSettings(lr=0.01, temperature=1.0, entropy_weight=0.02, baseline_decay=0.9)
+EVOLUTION = EvolutionSettings(population=20, tournament=5)
+SMALL, LARGE = (3,) * 4, (4,) * 8  # 81 and 65,536 paths
+
+
+def every_path(choices):
+    return torch.tensor(list(itertools.product(*map(range, choices))))
+
+
+def make_sampler(name, choices, seed=0):
+    with seeded(seed, "sampler"):
+        return {
+            "controller": lambda: Controller(choices, SETTINGS),
+            "evolution": lambda: Evolution(choices, EVOLUTION),
+            "random": lambda: RandomSampler(choices),
+        }[name]()
+
+
+def known_table(choices, seed):
+    """Return the reward of a path, 1 for the best: edges and pairs of neighbours count."""
+    generator = make_generator(seed, "table")
+    ranks = [torch.randperm(ops, generator=generator).tolist() for ops in choices]
+
+    def reward(path):
+        good = [ranks[edge][op] / (choices[edge] - 1) for edge, op in enumerate(path)]
+        both = [a * b for a, b in itertools.pairwise(good)]
+        return (sum(good) + sum(both)) / (len(good) + len(both))
+
+    best = [rank.index(ops - 1) for rank, ops in zip(ranks, choices, strict=True)]
+    assert reward(best) == 1
+    return reward, best
+
+
+def search(name, choices, seed, *, rounds, count):
+    """Return the sampler after rounds on the table, and the rewards of all that it sampled."""
+    (reward, _), sampler = known_table(choices, seed), make_sampler(name, choices, seed)
+    generator, seen = make_generator(seed, "draws"), []
+    for _ in range(rounds):
+        paths = sampler.sample(count, generator)
+        rewards = [reward(path) for path in paths]
+        sampler.learn(paths, rewards)
+        seen += rewards
+    return sampler, seen
+
+
+def t_of(differences):
+    """Return Student's t of the mean difference."""
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.mean(differences) / error
+
+
+@pytest.mark.parametrize("baseline", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_expected_reinforce_gradient_is_the_objectives(baseline, temperature):
+    """Over all 24 paths: sum_a pi(a) grad loss(a) = -grad (E[R] + w H)."""
+    choices, weight = (2, 3, 4), 0.3
+    with seeded(1, "policy"):
+        policy = Policy(choices, temperature=temperature).double()
+        for parameter in policy.parameters():
+            parameter.data.mul_(8.0)  # far from uniform
+    paths, rewards = every_path(choices), torch.rand(24, dtype=torch.float64)
+    log_probs = policy(paths)
+    assert log_probs.exp().sum().item() == pytest.approx(1)
+    assert log_probs.exp().max() > 2 / 24
+    expected = (log_probs.exp() * (rewards - weight * log_probs)).sum()
+    exact = torch.autograd.grad(-expected, list(policy.parameters()), retain_graph=True)
+    losses = [
+        reinforce_loss(
+            log_probs[i, None], rewards[i, None], baseline=baseline, entropy_weight=weight
+        )
+        for i in range(24)
+    ]
+    mean = sum(p.item() * loss for p, loss in zip(log_probs.exp(), losses, strict=True))
+    estimated = torch.autograd.grad(mean, list(policy.parameters()))
+    for one, other in zip(estimated, exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    assert max(gradient.abs().max() for gradient in exact) > 1e-3
+
+
+def test_paths_are_drawn_as_often_as_the_policy_says():
+    """Chi-square over 24 paths: 23 degrees of freedom, below 49.7 with probability .999."""
+    with seeded(2, "policy"):
+        policy = Policy((2, 3, 4), temperature=0.1)
+    paths = every_path((2, 3, 4))
+    drawn = policy.sample(5000, make_generator(2, "draws"))
+    counts = (drawn[:, None] == paths).all(-1).sum(0)
+    expected = 5000 * policy(paths).detach().exp()
+    assert expected.min() > 5
+    assert expected.max() > 4 * expected.min()
+    assert float(((counts - expected) ** 2 / expected).sum()) < 49.7
+
+
+def test_the_controller_finds_the_best_of_a_known_table():
+    """In each of 5 seeds, of 81; t with 4 degrees of freedom above 8.61 has p < .001."""
+    differences = []
+    for seed in range(5):
+        controller, seen = search("controller", SMALL, seed, rounds=60, count=20)
+        likeliest = every_path(SMALL)[controller.policy(every_path(SMALL)).argmax()].tolist()
+        assert likeliest == known_table(SMALL, seed)[1]
+        _, drawn = search("random", SMALL, seed, rounds=5, count=20)
+        differences.append(statistics.mean(seen[-100:]) - statistics.mean(drawn))
+    assert t_of(differences) > 8.61
+    assert min(differences) > 0.3
+
+
+def test_evolution_finds_better_than_random_draws():
+    """The best of 400 of 65,536; t with 7 degrees of freedom above 5.41 has p < .001."""
+    differences = []
+    for seed in range(8):
+        (_, evolved), (_, drawn) = (
+            search(name, LARGE, seed, rounds=40, count=10) for name in ("evolution", "random")
+        )
+        differences.append(max(evolved) - max(drawn))
+        assert max(evolved) > 0.9
+    assert t_of(differences) > 5.41
+
+
+def test_random_paths_are_uniform():
+    """Chi-square over 6 paths: 5 degrees of freedom, below 20.5 with probability .999."""
+    drawn = RandomSampler((2, 3)).sample(600, make_generator(0, "draws"))
+    counts = [drawn.count(list(path)) for path in itertools.product(range(2), range(3))]
+    assert sum((count - 100) ** 2 / 100 for count in counts) < 20.5
+
+
+@pytest.mark.parametrize("name", ["controller", "evolution", "random"])
+def test_state_goes_through_tensors(name):
+    """A new sampler with the tensors of an old one goes on as that does, to the last bit."""
+    generator, old = make_generator(0, "draws"), make_sampler(name, SMALL)
+
+    def step(sampler, generator):
+        paths = sampler.sample(6, generator)
+        return paths, sampler.learn(paths, [sum(path) / 8 for path in paths])
+
+    for _ in range(5):
+        step(old, generator)
+    new = make_sampler(name, SMALL, seed=9)
+    new.load({key: tensor.clone() for key, tensor in old.tensors().items()})
+    for number in range(4):
+        one, other = (step(s, make_generator(number, "next")) for s in (old, new))
+        assert one == other
+    assert set(old.tensors()) == set(new.tensors())
+
+
+def test_the_oldest_die_and_children_differ_in_one_edge():
+    evolution = Evolution((3, 1, 4), EvolutionSettings(population=2, tournament=50))
+    generator = make_generator(0, "draws")
+    evolution.learn([[0, 0, 0], [1, 0, 1], [2, 0, 3]], [9.0, 1.0, 2.0])
+    assert evolution.paths_NE.tolist() == [[1, 0, 1], [2, 0, 3]]  # the best is too old
+    children = evolution.sample(200, generator)
+    for child in children:
+        assert sum(a != b for a, b in zip(child, [2, 0, 3], strict=True)) == 1
+        assert child[0] in range(3)
+        assert child[2] in range(4)
+    assert len({tuple(child) for child in children}) == 5  # every neighbour
+
+
+def test_the_baseline_is_a_moving_average_of_regularised_rewards():
+    controller = make_sampler("controller", SMALL)
+    controller.entropy_weight = 0.0
+    paths = controller.sample(4, make_generator(0, "draws"))
+    assert controller.learn(paths, [0.2, 0.4, 0.6, 0.8])["controller_baseline"] == pytest.approx(
+        0.5
+    )
+    assert controller.learn(paths, [1.0] * 4)["controller_baseline"] == pytest.approx(0.55)
+    entropy = controller.learn(paths, [0.0] * 4)["controller_entropy"]
+    assert entropy == pytest.approx(math.log(3), abs=0.1)
