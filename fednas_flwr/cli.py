@@ -52,6 +52,7 @@ overrides:
   key=value             any key of the composed configuration, e.g. seed=2 clients=5
                         algorithm.weights.lr=.05; shown by `fednas run --cfg`
   resume=<run folder>   continue a run that was stopped; its own configuration is used
+  resume=auto           continue the newest unfinished run of these overrides, else begin one
   -m key=a,b            sweep: one run per combination, each in its own folder
 """
 
@@ -160,6 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--account", help="only this budget, as the site's policy names it")
     show.add_argument("--delta", type=float, default=1e-5, help="of epsilon (default: %(default)g)")
     verify = actions.add_parser("verify", help="check every row, the totals and the mark")
+    trail = actions.add_parser("trail", help="check the chain of a site's audit trail")
+    trail.add_argument("trail", type=Path, help="the file, audit.jsonl beside the ledger")
     for action in (show, verify):
         action.add_argument("ledger", type=Path, help="the ledger's file")
         action.add_argument("--key", type=Path, required=True, help="its secret key")
@@ -174,8 +177,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what is wrong with this machine, and what to do")
     doctor.add_argument("folder", type=Path, nargs="?", default=Path(), help="default: this one")
     for command in (
-        *(run, report, analyse, compare, audit, calibrate, measure, show, verify, tables),
-        *(provision, key, doctor),
+        *(run, report, analyse, compare, audit, calibrate, measure, show, verify, trail),
+        *(tables, provision, key, doctor),
     ):
         command.add_argument("--debug", action="store_true", help="show the full trace of an error")
     return parser
@@ -377,7 +380,13 @@ def _latency(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _ledger(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Show or verify a ledger that is there: looking at one never creates it."""
+    """Show or verify a ledger that is there, or a trail: looking at one never creates it."""
+    if options.action == "trail":
+        from fednas_flwr.clients.audit_trail import verify_trail
+
+        number, last = verify_trail(options.trail)
+        print(f"{number} lines, all in their chain; the last one has SHA-256 {last}.")
+        return 0
     from fednas_flwr.privacy.ledger import Ledger
 
     for name, path in (("ledger", options.ledger), ("key", options.key)):
@@ -450,7 +459,15 @@ def _tables(options: argparse.Namespace, overrides: list[str]) -> int:
 def _run(options: argparse.Namespace, overrides: list[str]) -> int:
     """Resume a run, or compose, check and run the configuration, or each of a sweep."""
     resumes = [text for text in overrides if text.startswith("resume=")]
-    if resumes:
+    if resumes == ["resume=auto"] and not options.multirun:
+        from fednas_flwr.federation.run_folder import find_unfinished
+
+        overrides = [text for text in overrides if text != "resume=auto"]
+        found = find_unfinished(parse_config(compose_tree(overrides)))
+        if found is not None:
+            _execute(found, resumed=True)
+            return 0
+    elif resumes:
         if len(overrides) > 1 or options.multirun:
             raise ConfigError(
                 f"{resumes[0]} takes no other setting: the run's own configuration is used."

@@ -42,7 +42,6 @@ from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.reporting.events import EventLog
 from fednas_flwr.reporting.runs import read_run
 from fednas_flwr.search_spaces.darts import DARTSSpace
-from fednas_flwr.strategies.base import average_replies
 
 LIMITS = {"inline": 1.05, "ray": 0.65, "server": 3.0}
 NUM_REPLIES = 100
@@ -290,7 +289,10 @@ def replies_held(contents: Sequence[RecordDict], layouts: dict[str, Layout]) -> 
     )
     courier = Courier(num_clients=len(contents), run="bench")
     courier.connect(Grid(make_client_app(), len(contents)))
-    average_replies(courier.ask("train.search", stage="search", server_round=1, layouts=layouts))
+    average = WeightedAverage()
+    for _, reply in courier.ask("train.search", stage="search", server_round=1, layouts=layouts):
+        average.add(reply.states, weight=reply.num_examples)
+    average.result()
     return most
 
 

@@ -193,3 +193,34 @@ def test_a_sites_dataset_file_is_checked(tmp_path: Path, text: str | None, words
     path.write_text("name: npz\nclass_names: [a, b]\n")
     dataset = site_dataset(path, cache="/cache")
     assert (dataset.name, dataset.class_names, dataset.cache) == ("npz", ["a", "b"], "/cache")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["aggregate=mode"], "aggregate=mode is unknown"),
+        (["aggregate=median", "algorithm=fnas"], "sums of gradients"),
+        (["aggregate=median", "clients=2"], "expected 3 or more"),
+        (["aggregate=trimmed_mean"], "trim=1 leaves nothing of the 2 replies"),
+        (["aggregate=trimmed_mean", "clients=9", "trim=3"], "of the 5 replies"),
+        (["aggregate=trimmed_mean", "algorithm=cfdnas", *NEEDS["algorithm=cfdnas"]], "=median"),
+        (["trim=0"], "trim=0"),
+    ],
+)
+def test_robust_averages_of_nothing_are_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config(compose_tree(overrides))
+
+
+@pytest.mark.parametrize("algorithm", ["fed_darts", "feathers", "fedavg", "fedex", "random_search"])
+def test_robust_averages_are_for_all_that_average(algorithm: str) -> None:
+    rest = [f"algorithm={algorithm}", "aggregate=trimmed_mean", "trim=2", "runtime.quorum=1"]
+    assert parse_config(compose_tree([*rest, "clients=5"])).trim == 2
+
+
+def test_two_ways_of_sending_less_are_refused() -> None:
+    mbconv = ["search_space=mbconv", "retrain=mbconv", "wire=int8"]
+    for algorithm, key in (("fdnas", "algorithm"), ("cfdnas", "algorithm.search")):
+        with pytest.raises(ConfigError, match="wire=int8 with sparse=true"):
+            parse_config(compose_tree([f"algorithm={algorithm}", *mbconv, f"{key}.sparse=true"]))
+        parse_config(compose_tree([f"algorithm={algorithm}", *mbconv, f"{key}.sparse=false"]))

@@ -100,6 +100,7 @@ def make_client(
         class_factors=class_factors(config, prepared.train.class_names, device),
         oversample=config.oversample and gate is None,  # a private site reads a record once
         gate=gate,
+        wire=config.wire,
     )
 
 
@@ -211,5 +212,6 @@ def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Cou
         quorum=config.runtime.quorum,
         deadline_s=config.runtime.deadline_s,
         connect_s=config.runtime.connect_s,
+        wire=config.wire,
         emit=emit,
     )

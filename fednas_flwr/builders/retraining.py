@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fednas_flwr.builders.networks import Description, seeded_network
-from fednas_flwr.builders.searches import exploration, make_configurations
+from fednas_flwr.builders.searches import averaging, exploration, make_configurations
 from fednas_flwr.config import Config, HyperparameterSearch, TunedTraining
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
@@ -39,6 +39,21 @@ def make_retraining(
             drop-path probability.
     """
     network = seeded_network(config, description)
+    strategy = _make(config, network, description, courier, checkpoints, private, configuration)
+    strategy.new_average = averaging(config)
+    return strategy, network
+
+
+def _make(
+    config: Config,
+    network: nn.Module,
+    description: Description,
+    courier: Courier,
+    checkpoints: CheckpointFolder,
+    private: Mapping[str, Any] | None,
+    configuration: Configuration | None,
+) -> RoundStrategy:
+    """Return the strategy of :func:`make_retraining`."""
     settings, algorithm = config.retrain, config.algorithm
     if isinstance(algorithm, HyperparameterSearch):
         return FEATHERS(
@@ -53,7 +68,7 @@ def make_retraining(
             checkpoints=checkpoints,
             private=private,
             **exploration(config, algorithm),
-        ), network
+        )
     if isinstance(algorithm, TunedTraining):
         return FedEx(
             network,
@@ -68,8 +83,8 @@ def make_retraining(
             loss_bound=algorithm.loss_bound,
             seed=config.seed,
             checkpoints=checkpoints,
-        ), network
-    strategy = FedAvg(
+        )
+    return FedAvg(
         network,
         courier,
         description=description,
@@ -81,4 +96,3 @@ def make_retraining(
         checkpoints=checkpoints,
         private=private,
     )
-    return strategy, network

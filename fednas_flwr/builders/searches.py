@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fednas_flwr.builders.hardware import hardware_settings
@@ -26,6 +27,8 @@ from fednas_flwr.config import (
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.robust import TrimmedMean
+from fednas_flwr.exchange.states import WeightedAverage
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.search.controller import Controller
@@ -66,7 +69,18 @@ def make_search(
         raise ValueError(f"algorithm={config.algorithm.name} does not search")
     strategy = SEARCHES[kind](config, prepared, courier, checkpoints)
     strategy.private = dict(private or {})
+    strategy.new_average = averaging(config)
     return strategy
+
+
+def averaging(config: Config) -> Callable[[], WeightedAverage | TrimmedMean]:
+    """Return what makes the average of a round's models."""
+    makers: dict[str, Callable[[], WeightedAverage | TrimmedMean]] = {
+        "mean": WeightedAverage,
+        "median": partial(TrimmedMean, None),
+        "trimmed_mean": partial(TrimmedMean, config.trim),
+    }
+    return makers[config.aggregate]
 
 
 def _make_fed_darts(

@@ -11,11 +11,14 @@ from fednas_flwr.clients.private_verbs import PRIVATE_VERBS, admit, check_fields
 from fednas_flwr.clients.verbs import VERBS
 from fednas_flwr.errors import unknown_choice
 from fednas_flwr.exchange.messages import Reply, Request
+from fednas_flwr.exchange.wire import round_reply
 from fednas_flwr.randomness import derive_seed
 
 
 def answer(client: Client, request: Request) -> Reply:
     """Return the reply to ``request``, computed with the client's threads and its own randomness.
+
+    It is rounded to what the client's replies travel as.
 
     A client with a release gate answers the private verbs only. torch's global generator is seeded
     from (seed, stage, round, client, verb), for layers that cannot take a generator (drop-path,
@@ -45,6 +48,7 @@ def answer(client: Client, request: Request) -> Reply:
             reply = verbs[request.verb](client, request)
         if client.gate is not None:
             check_fields(request.verb, reply)
-        return reply
+        generator = client.generator(header, "wire", header.phase)
+        return round_reply(reply, request, wire=client.wire, generator=generator)
     finally:
         torch.set_num_threads(threads)

@@ -56,6 +56,7 @@ class Client:
         class_factors: Public factors of the classes' losses, in (0, 1], on the device; None is 1.
         oversample: Whether training repeats records of rarer classes.
         gate: What releases must pass; with one the client answers private verbs only.
+        wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.exchange.wire`.
         rehearsed: Which computations private verbs have tried on a made-up record.
     """
 
@@ -74,6 +75,7 @@ class Client:
     class_factors: torch.Tensor | None = None
     oversample: bool = False
     gate: ReleaseGate | None = None
+    wire: str = "float32"
     rehearsed: set[str] = field(default_factory=set)
 
     def network(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from fednas_flwr.config.algorithms import (
@@ -100,6 +101,49 @@ def check_algorithm(config: Config) -> None:
                 "share weights, so that statistics of batches would be other candidates'; set "
                 "search_space=dp_cells search_space.norm=group retrain=dp_cells."
             )
+
+
+def check_wire(config: Config) -> None:
+    """Refuse two ways of sending less at once."""
+    algorithm = config.algorithm
+    search = algorithm.search if isinstance(algorithm, ClusterSearch) else algorithm
+    if config.wire != "float32" and isinstance(search, PathSearch) and search.sparse:
+        raise ConfigError(
+            f"wire={config.wire} with sparse=true of algorithm={algorithm.name}: rounding is of "
+            "differences to whole states; set one of wire=float32 and sparse=false."
+        )
+
+
+def check_aggregate(config: Config) -> None:
+    """Refuse robust averages of what is not an average, and of too few clients.
+
+    With privacy they are allowed: they only process what has been released. The noise of a median
+    has up to 1.25 times the standard deviation of the mean's.
+    """
+    name, clients = config.aggregate, config.clients
+    if name == "mean":
+        return
+    if isinstance(config.algorithm, GradientSearch) and _searches(config):
+        raise ConfigError(
+            f"aggregate={name} with algorithm={config.algorithm.name}: it adds up sums of "
+            "gradients over batches of different sizes; set aggregate=mean."
+        )
+    if clients < 3:
+        raise ConfigError(f"aggregate={name} with clients={clients}: expected 3 or more.")
+    if name != "trimmed_mean":
+        return
+    if isinstance(config.algorithm, ClusterSearch):
+        raise ConfigError(
+            "aggregate=trimmed_mean with algorithm=cfdnas: how many clients a group has is not "
+            "known before; set aggregate=median."
+        )
+    fewest = math.ceil(config.runtime.quorum * clients - 1e-9)
+    if fewest <= 2 * config.trim:
+        raise ConfigError(
+            f"trim={config.trim} leaves nothing of the {fewest} replies that runtime.quorum="
+            f"{config.runtime.quorum:g} of clients={clients} lets a round go on with: expected "
+            "fewer than half of them; raise runtime.quorum or lower trim."
+        )
 
 
 def check_stages(config: Config) -> None:

@@ -8,7 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fednas_flwr.config.algorithms import ALGORITHMS, Algorithm
-from fednas_flwr.config.combinations import check_algorithm, check_privacy, check_stages
+from fednas_flwr.config.combinations import (
+    check_aggregate,
+    check_algorithm,
+    check_privacy,
+    check_stages,
+    check_wire,
+)
 from fednas_flwr.config.data import Dataset, Partition
 from fednas_flwr.config.networks import SEARCH_SPACES, Retrain, SearchSpaceSettings
 from fednas_flwr.config.parsing import choose_kind, parse
@@ -21,6 +27,9 @@ STAGES = ("search", "retrain", "evaluate", "export")
 DEVICES = ("auto", "cpu", "cuda")
 ENGINES = ("fast", "reference")
 
+WIRES = ("float32", "float16", "int8")
+AGGREGATES = ("mean", "median", "trimmed_mean")
+
 
 @dataclass(frozen=True)
 class Config:
@@ -30,8 +39,12 @@ class Config:
     supernets are computed (:mod:`fednas_flwr.search_spaces`). ``class_factors`` are public factors
     of the losses of classes, by name; with privacy they multiply what is clipped already.
     ``client_tags`` are what simulated clients call themselves, by index, or empty.
-    ``oversample`` has training repeat the records of rarer classes. ``personalised`` has clients
-    test the trained network again after local epochs of their own.
+    ``aggregate`` is how the clients' models are averaged: by examples (mean), or coordinate by
+    coordinate (:mod:`fednas_flwr.exchange.robust`); ``trim`` is how many clients trimmed_mean
+    leaves out at each end. ``wire`` is what the tensors of replies travel as
+    (:mod:`fednas_flwr.exchange.wire`). ``oversample`` has training repeat the records of rarer
+    classes. ``personalised`` has clients test the trained network again after local epochs of their
+    own.
     """
 
     algorithm: Algorithm
@@ -50,6 +63,9 @@ class Config:
     rounds: int
     stages: list[str]
     genotype: str | None
+    aggregate: str
+    trim: int
+    wire: str
     client_tags: list[str]
     class_factors: dict[str, float]
     oversample: bool
@@ -66,6 +82,11 @@ class Config:
             raise unknown_choice("device", self.device, DEVICES)
         if self.engine not in ENGINES:
             raise unknown_choice("engine", self.engine, ENGINES)
+        if self.aggregate not in AGGREGATES:
+            raise unknown_choice("aggregate", self.aggregate, AGGREGATES)
+        check_range(self.trim >= 1, "trim", self.trim, "1 or more")
+        if self.wire not in WIRES:
+            raise unknown_choice("wire", self.wire, WIRES)
         for stage in self.stages:
             if stage not in STAGES:
                 raise unknown_choice("stages", stage, STAGES)
@@ -81,6 +102,8 @@ class Config:
             check_range(0 < factor <= 1, f"class_factors.{name}", factor, "above 0, at most 1")
         check_privacy(self)
         check_algorithm(self)
+        check_aggregate(self)
+        check_wire(self)
         check_stages(self)
 
 

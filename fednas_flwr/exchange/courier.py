@@ -1,8 +1,9 @@
 """Ask clients over any Flower Grid and yield their accepted replies, in client order.
 
 Every wait ends: at the last reply or at the deadline. A client that errs, is late or sends what
-the gate refuses is dropped for this exchange and named; one whose privacy budget has ended is not
-asked again. Fewer replies than the quorum end the run.
+the gate refuses is dropped for this exchange and named; one whose privacy budget has ended, or
+whose replies the gate has refused three times, is not asked again. Fewer replies than the quorum
+end the run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -27,8 +29,11 @@ from fednas_flwr.exchange.messages import (
     payload_bytes,
 )
 from fednas_flwr.exchange.states import Layout, Packed
+from fednas_flwr.exchange.wire import TRAINED
 
 POLL_S = 0.05
+STRIKES = 3  # replies of a client that are refused before it is asked no more
+LONGEST_REASON = 500  # characters of a client's own words that are kept
 
 
 class Emit(Protocol):
@@ -55,6 +60,7 @@ class Courier:
         quorum: Share of the clients, in (0, 1], that must answer every exchange.
         deadline_s: Seconds until the replies of an exchange must be there.
         connect_s: Seconds until the clients must have appeared.
+        wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.exchange.wire`.
         emit: Receives ``client_failed`` and ``client_left`` events.
 
     Attributes:
@@ -72,6 +78,7 @@ class Courier:
         quorum: float = 1.0,
         deadline_s: float = 3600.0,
         connect_s: float = 60.0,
+        wire: str = "float32",
         emit: Emit = ignore_events,
     ) -> None:
         """See the class."""
@@ -81,6 +88,7 @@ class Courier:
         self.quorum = max(1, math.ceil(quorum * num_clients - 1e-9))
         self.deadline_s = deadline_s
         self.connect_s = connect_s
+        self.wire = wire
         self.emit = emit
         self.wait: Callable[[float], None] = time.sleep
         self.bytes_sent = 0
@@ -89,7 +97,8 @@ class Courier:
         self._grid: Grid | None = None
         self._nodes: dict[int, int] = {}  # client -> node id
         self._max_examples: dict[int, float] = {}  # client -> records it has
-        self._left: dict[int, str] = {}  # clients whose privacy budget has ended: their reason
+        self._left: dict[int, str] = {}  # clients that are asked no more: their reason
+        self._refused: Counter[int] = Counter()  # client -> replies that the gate has refused
 
     def connect(self, grid: Grid, *, needed: Sequence[str] = ("client",)) -> None:
         """Wait for the clients of ``grid`` and learn which node is which client.
@@ -105,6 +114,7 @@ class Courier:
         if grid is self._grid and self.facts:
             return
         self._grid, self.facts, self._max_examples, self._left = grid, {}, {}, {}
+        self._refused.clear()
         deadline = time.monotonic() + self.connect_s
         nodes = sorted(grid.get_node_ids())
         while len(nodes) < self.num_clients and time.monotonic() < deadline:
@@ -126,7 +136,7 @@ class Courier:
                     raise ReplyError(answer)
                 check_facts(answer.facts, needed=needed)
             except ReplyError as error:
-                reasons.append(f"node {nodes[asked]}: {error}")
+                reasons.append(f"node {nodes[asked]}: {_plain(str(error))}")
                 continue
             index = answer.facts["client"]
             if not 0 <= index < self.num_clients:
@@ -146,6 +156,7 @@ class Courier:
                 f"{'; '.join(reasons)} (query.describe: {len(owners)} of {self.num_clients} "
                 f"clients answered, {self.quorum} are needed)"
             )
+        self._refused.clear()  # they stood at provisional indices
         self._nodes = dict(sorted(owners.items()))
         self.facts, self._max_examples = facts, max_examples
 
@@ -162,10 +173,12 @@ class Courier:
             quorum=self.quorum_share,
             deadline_s=self.deadline_s,
             connect_s=self.connect_s,
+            wire=self.wire,
             emit=emit,
         )
         part._grid = self._grid
         part._nodes = {client: self._nodes[client] for client in clients}
+        part._refused = self._refused
         part._left = {client: why for client, why in self._left.items() if client in clients}
         part._max_examples = {client: self._max_examples[client] for client in clients}
         part.facts = {client: self.facts[client] for client in clients}
@@ -203,7 +216,8 @@ class Courier:
             own_settings: Further arguments for single clients.
             states: Packed tensors to send.
             layouts: The states that every reply must carry.
-            also_left: Whether clients that have left are asked, too.
+            also_left: Whether clients that have left are asked, too, except for those whose replies
+                were refused.
             sparse: Whether replies leave out tensors that are as they were sent; those yielded are
                 whole.
 
@@ -253,7 +267,9 @@ class Courier:
         records = encode_states(states)
         messages: dict[int, Message] = {}
         headers: dict[int, Header] = {}
-        for client in self._nodes if also_left else self.clients:
+        for client in self._nodes:
+            if self._refused[client] >= STRIKES or (client in self._left and not also_left):
+                continue
             node = self._nodes[client]
             header = Header(self.run, stage, server_round, phase, client, secrets.token_hex(8))
             own = {**settings, **(own_settings or {}).get(client, {})}
@@ -265,7 +281,13 @@ class Courier:
         pending = {message.metadata.message_id: c for c, message in messages.items()}
         unsent = {c: "the request could not be sent" for i, c in pending.items() if i not in sent}
         pending = {i: client for i, client in pending.items() if i in sent}
-        accept = partial(accept_reply, layouts=layouts, sent=states if sparse else None)
+        accept = partial(
+            accept_reply,
+            layouts=layouts,
+            sent=states if sparse else None,
+            wire=self.wire,
+            base=states if verb in TRAINED else None,
+        )
         yield from self._in_order(pending, unsent, headers, accept)
 
     def _emit_failure(
@@ -311,7 +333,22 @@ class Courier:
             most = self._max_examples.get(header.client, MAX_EXAMPLES)
             return accept(message, header=header, max_examples=most)
         except ClientLeftError as error:
-            self._left[header.client] = str(error)
-            return str(error)
+            self._left[header.client] = _plain(str(error))
+            return self._left[header.client]
         except ReplyError as error:
-            return str(error)
+            reason = _plain(str(error))
+            return self._strike(header.client, reason) if message.has_content() else reason
+
+    def _strike(self, client: int, reason: str) -> str:
+        """Count a refused reply and return the reason; with the last one the client has left."""
+        self._refused[client] += 1
+        if self._refused[client] < STRIKES:
+            return reason
+        self._left[client] = f"{STRIKES} of its replies were refused, the last one for: {reason}"
+        return self._left[client]
+
+
+def _plain(text: str) -> str:
+    """Return a client's words cut short and without characters that command a terminal."""
+    text = text[:LONGEST_REASON]
+    return "".join(c if c.isprintable() else " " for c in text)

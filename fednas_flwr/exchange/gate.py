@@ -17,6 +17,7 @@ from flwr.app import Message
 from fednas_flwr.errors import ClientLeftError, ConfigError, ReplyError
 from fednas_flwr.exchange.messages import BUDGET_SPENT, Header, Reply, decode_reply
 from fednas_flwr.exchange.states import Layout, Packed, fill_unchanged
+from fednas_flwr.exchange.wire import restore
 from fednas_flwr.hardware.latency import from_json
 
 LARGEST_TABLE = 2**20  # characters: some 5,000 layers
@@ -32,6 +33,8 @@ def accept_reply(
     layouts: Mapping[str, Layout],
     max_examples: float = MAX_EXAMPLES,
     sent: Mapping[str, Packed] | None = None,
+    wire: str = "float32",
+    base: Mapping[str, Packed] | None = None,
 ) -> Reply:
     """Return the reply in ``message`` when it answers the request with ``header``.
 
@@ -45,6 +48,8 @@ def accept_reply(
             huge weight would overflow the aggregate although every tensor is finite.
         sent: The states of the request, where the reply may leave out the tensors that have not
             changed, and name the others (``facts["changed"]``); they are filled in.
+        wire: What float32 vectors travel as, see :mod:`fednas_flwr.exchange.wire`.
+        base: The states of the request, where rounded ones are differences to them.
 
     Raises:
         ClientLeftError: The client's privacy budget has ended.
@@ -65,22 +70,25 @@ def accept_reply(
     if set(reply.states) != set(layouts):
         raise ReplyError(f"states {sorted(layouts)} were asked for, got {sorted(reply.states)}")
     changed = _changed(reply.facts, layouts) if sent is not None else {}
+    states: dict[str, Packed] = {}
     for name, whole in layouts.items():
         layout = whole.part(changed[name]) if name in changed else whole
         if reply.digests.get(name) != layout.digest:
             raise ReplyError(f"the tensors of {name} have other names, shapes or dtypes than ours")
-        sizes = {dtype: vector.numel() for dtype, vector in reply.states[name].items()}
+        own = None if base is None else base.get(name)
+        states[name] = restore(reply.states[name], layout, wire=wire, base=own)
+        sizes = {dtype: vector.numel() for dtype, vector in states[name].items()}
         if sizes != layout.sizes:
             raise ReplyError(f"{name} must have sizes {layout.sizes}, got {sizes}")
-        for vector in reply.states[name].values():
+        for vector in states[name].values():
             if not _is_usable(vector):
                 raise ReplyError(f"{name} is not finite, or so large that averages overflow")
     filled = {
-        name: fill_unchanged(reply.states[name], sent[name], layouts[name], chosen)
+        name: fill_unchanged(states[name], sent[name], layouts[name], chosen)
         for name, chosen in changed.items()
         if sent is not None
     }
-    return replace(reply, states={**reply.states, **filled})
+    return replace(reply, states=states | filled)
 
 
 def _changed(facts: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, str]:

@@ -26,6 +26,8 @@ JSON = "json"
 METRICS = "metrics"
 NUM_EXAMPLES = "num-examples"
 STATE_PREFIX = "state."
+LONGEST_HEADER = 2**22  # characters of JSON in a reply; parsed it takes ten times as much
+MOST_METRICS = 64  # in a reply, and characters of each name
 BUDGET_SPENT = 1001  # error code of a client that leaves the run: Flower's own are below 1000
 
 Json = Any  # what json.loads returns
@@ -113,7 +115,7 @@ def encode_request(
 
 def decode_request(verb: str, content: RecordDict) -> Request:
     """Return the request in a message's content."""
-    text = json.loads(cast(str, _record(content, HEADER, ConfigRecord)[JSON]))
+    text = _read_json(content)
     return Request(
         verb=verb,
         header=Header(**text["header"]),
@@ -144,12 +146,14 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
         ReplyError: A record is missing or is not of the form that :func:`encode_reply` writes.
     """
     try:
-        text = json.loads(cast(str, _record(content, HEADER, ConfigRecord)[JSON]))
+        text = _read_json(content, longest=LONGEST_HEADER)
         header = Header(**text["header"])
         metrics = {
             name: float(cast(float, value))
             for name, value in _record(content, METRICS, MetricRecord).items()
         }
+        if len(metrics) > MOST_METRICS or any(len(name) > MOST_METRICS for name in metrics):
+            raise ValueError(f"at most {MOST_METRICS} metrics, with names no longer, are taken")
         reply = Reply(
             num_examples=metrics.pop(NUM_EXAMPLES),
             metrics=metrics,
@@ -177,6 +181,14 @@ def _record(content: RecordDict, name: str, kind: type[Record]) -> Record:
     return record
 
 
+def _read_json(content: RecordDict, *, longest: int | None = None) -> Json:
+    """Return the JSON values of a message that are beside its tensors."""
+    text = cast(str, _record(content, HEADER, ConfigRecord)[JSON])
+    if longest is not None and len(text) > longest:
+        raise ValueError(f"{len(text)} characters of JSON, at most {longest} are read")
+    return json.loads(text)
+
+
 def _array_records(content: RecordDict) -> list[tuple[str, ArrayRecord]]:
     return [(name, r) for name, r in content.items() if isinstance(r, ArrayRecord)]
 
@@ -191,10 +203,13 @@ def _decode_states(content: RecordDict) -> dict[str, Packed]:
 
 
 def _vector(dtype: str, array: Array) -> torch.Tensor:
-    """Return the vector of an npy array without copying it; it must only be read."""
+    """Return the vector of an npy array without copying it; it must only be read.
+
+    ``dtype`` is that of its elements, after a colon if what it holds is told before.
+    """
     offset = 10 + int.from_bytes(array.data[8:10], "little")  # magic, version, length, header
     shape, numpy_dtype, name = _npy_header(array.data[:offset])
-    if len(shape) != 1 or numpy_dtype.hasobject or name != dtype:
+    if len(shape) != 1 or numpy_dtype.hasobject or name != dtype.rpartition(":")[2]:
         raise ValueError(f"a vector of {dtype} was expected, got {name} of shape {shape}")
     if array.stype != "numpy.ndarray":
         raise ValueError(f"arrays travel as numpy.ndarray, got {array.stype!r}")

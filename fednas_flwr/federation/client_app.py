@@ -25,6 +25,7 @@ from fednas_flwr.builders import (
     make_site_gate,
 )
 from fednas_flwr.clients.answer import answer
+from fednas_flwr.clients.audit_trail import AuditTrail
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.private_verbs import PRIVATE_VERBS, admit
 from fednas_flwr.clients.release import ReleaseGate
@@ -40,7 +41,7 @@ DATA_PATH = "data-path"
 # What a site sets for itself with `flower-supernode --node-config`; it overrules the server.
 SITE_KEYS = {
     *(DATA_PATH, "dataset", "device", "cache", "tag", "split-key"),
-    *("policy", "data-set", "ledger", "ledger-key"),
+    *("policy", "data-set", "ledger", "ledger-key", "audit"),
 }
 
 
@@ -63,14 +64,17 @@ def _handler(config_json: str | None) -> Callable[[Message, Context], Message]:
     def handle(message: Message, context: Context) -> Message:
         # Errors whose text the server may read; of a private client's, refusals.
         safe: tuple[type[Exception], ...] = () if "policy" in context.node_config else (Exception,)
+        keys = sorted(SITE_KEYS & context.node_config.keys())
+        site = tuple((key, str(context.node_config[key])) for key in keys)
+        trail, verb = _trail(site), message.metadata.message_type
+        request = None
         try:
             text = config_json or str(context.run_config[CONFIG_KEY])
             if "partition-id" not in context.node_config:
                 raise ConfigError("the node's configuration lacks partition-id=<0, 1, ...>.")
             index = int(context.node_config["partition-id"])
-            keys = sorted(SITE_KEYS & context.node_config.keys())
-            site = tuple((key, str(context.node_config[key])) for key in keys)
-            request = decode_request(message.metadata.message_type, message.content)
+            request = decode_request(verb, message.content)
+            trail.asked(request, flower_run=message.metadata.run_id)
             policy = _policy_text(site)
             gate = _gate(text, site, policy)
             if gate is not None:
@@ -80,11 +84,16 @@ def _handler(config_json: str | None) -> Callable[[Message, Context], Message]:
             client = _client(text, index, site, policy)
             if client.gate is not None:
                 safe = (ConfigError,)
-            return Message(encode_reply(request.header, answer(client, request)), reply_to=message)
+            reply = answer(client, request)
+            trail.released(request, reply, gate=client.gate)
+            return Message(encode_reply(request.header, reply), reply_to=message)
         except BudgetExceededError as error:
+            trail.refused(verb, request, str(error))
             return Message(Error(BUDGET_SPENT, _reason(error, told=True)), reply_to=message)
         except Exception as error:  # the server must learn why; it drops this client
             told = isinstance(error, safe)
+            refusal = told and safe == (ConfigError,)  # any other text may quote a record
+            trail.refused(verb, request, str(error) if refusal else type(error).__name__)
             return Message(Error(CLIENT_RAISED, _reason(error, told=told)), reply_to=message)
 
     return handle
@@ -144,6 +153,14 @@ def _data(config_json: str) -> tuple[tuple[Prepared, list[np.ndarray]], dict[str
 
 
 Site = tuple[tuple[str, str], ...]  # SITE_KEYS that a node sets, with their values
+
+
+def _trail(site: Site) -> AuditTrail:
+    """Return the site's audit trail: its ``audit``, else beside its ledger, else none."""
+    own = dict(site)
+    if "audit" not in own and "ledger" not in own:
+        return AuditTrail(None)
+    return AuditTrail(Path(own.get("audit") or Path(own["ledger"]).with_name("audit.jsonl")))
 
 
 def _policy_text(site: Site) -> str | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +14,7 @@ import yaml
 
 from fednas_flwr.config import Config, dump_config, parse_config
 from fednas_flwr.errors import ConfigError, MissingSettingError
+from fednas_flwr.reporting.events import read_events
 from fednas_flwr.reporting.files import write_text
 
 CONFIG_FILE = "config.yaml"
@@ -19,6 +23,7 @@ GENOTYPE_FILE = "genotype.json"
 PARTITION_FILE = "partition.json"
 GROUPS_FILE = "groups.json"
 LATENCY_FILE = "latency.json"
+LOCK_FILE = ".lock"
 
 
 def check_free(config: Config) -> None:
@@ -72,6 +77,48 @@ def open_run_folder(path: str) -> Config:
             f"`{error.key}`; it cannot be continued."
         ) from error
     return replace(config, run_dir=str(file.parent))
+
+
+def find_unfinished(config: Config) -> Config | None:
+    """Return the newest run of this configuration that has not completed, None if there is none.
+
+    Looked for in ``run_dir``, else in ``runs``; where the run folder is does not count.
+    """
+    folders = [Path(config.run_dir)] if config.run_dir else Path("runs").resolve().glob("*")
+    files = [file for folder in folders if (file := _config_file(str(folder))).is_file()]
+    for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
+        try:
+            found = open_run_folder(str(file.parent))
+        except ConfigError:  # of another version
+            continue
+        if replace(found, run_dir=config.run_dir) == config and not _completed(file.parent):
+            return found
+    return None
+
+
+@contextmanager
+def occupied(folder: Path) -> Iterator[None]:
+    """Hold a run's folder: no second process can continue a run that is going on.
+
+    Raises:
+        ConfigError: Another process of this machine holds it.
+    """
+    with (folder / LOCK_FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"the run in {folder} is going on in another process: wait for its end, or stop it."
+            ) from error
+        yield
+
+
+def _completed(folder: Path) -> bool:
+    events = folder / EVENTS_FILE
+    ends = (
+        [e for e in read_events(events) if e["event"] == "run_finished"] if events.exists() else []
+    )
+    return bool(ends) and ends[-1]["status"] == "completed"
 
 
 def _config_file(run_dir: str) -> Path:

@@ -13,7 +13,7 @@ from fednas_flwr.config import Config, load_config
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.federation.bundle import CONFIG_KEY, RESUMED_KEY
 from fednas_flwr.federation.deployment import EventPrinter
-from fednas_flwr.federation.run_folder import CONFIG_FILE, EVENTS_FILE, create_run_folder
+from fednas_flwr.federation.run_folder import CONFIG_FILE, EVENTS_FILE, create_run_folder, occupied
 from fednas_flwr.federation.stages import run_stages
 from fednas_flwr.reporting.events import EventLog, Listener
 from fednas_flwr.reporting.model_card import write_model_card
@@ -48,9 +48,13 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
         grid: Flower's way to the clients.
         listeners: Called with every event, e.g. a progress display.
         resumed: Whether the folder held a run that is continued.
+
+    Raises:
+        ConfigError: Another process runs in the folder.
     """
     folder = Path(str(config.run_dir))
     with ExitStack() as stack:
+        stack.enter_context(occupied(folder))
         listeners = list(listeners)
         if config.tensorboard:
             listeners.append(stack.enter_context(TensorBoardWriter(folder / "tensorboard")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 
 def count_parameters(network: nn.Module) -> int:
@@ -18,6 +17,8 @@ def count_multiply_adds(network: nn.Module, input_shape: tuple[int, ...]) -> int
     torch counts 2 operations per multiply-add and none for pooling, norms and activations; the
     papers count multiply-adds of convolutions and dense layers, which is half of torch's number.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton: a second
+
     was_training = network.training
     network.eval()
     device = next((p.device for p in network.parameters()), torch.device("cpu"))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fednas_flwr.exchange.checkpoint import Checkpoint, CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.messages import Reply
+from fednas_flwr.exchange.robust import TrimmedMean
 from fednas_flwr.exchange.states import (
     Layout,
     Packed,
@@ -57,7 +58,11 @@ class RoundStrategy(Strategy):
         states: The global model: packed ``weights``, ``alphas`` and ``buffers``.
         layouts: The tensors of each state.
         values: JSON values that belong to the state and go into checkpoints.
+        new_average: Makes what averages the clients' states: their weighted mean, or
+            :class:`~fednas_flwr.exchange.robust.TrimmedMean`.
     """
+
+    new_average: Callable[[], WeightedAverage | TrimmedMean] = WeightedAverage
 
     def __init__(
         self,
@@ -126,6 +131,19 @@ class RoundStrategy(Strategy):
         ):
             self._client_metrics.setdefault(client, {}).update(reply.metrics)
             yield client, reply
+
+    def average(
+        self, replies: Iterable[tuple[int, Reply]]
+    ) -> tuple[dict[str, Packed], dict[str, float]]:
+        """Return the average of the replies' states, and of their metrics weighted by examples.
+
+        A reply's states are dropped once they are added.
+        """
+        average, metrics = self.new_average(), []
+        for _, reply in replies:
+            average.add(reply.states, weight=reply.num_examples)
+            metrics.append(replace(reply, states={}))
+        return average.result(), mean_metrics(metrics)
 
     def start(
         self,
@@ -317,22 +335,6 @@ def server_state(checkpoint: Checkpoint) -> Tensors:
         for name, tensor in checkpoint.tensors.items()
         if name.startswith(SERVER)
     }
-
-
-def average_replies(
-    replies: Iterable[tuple[int, Reply]],
-) -> tuple[dict[str, Packed], dict[str, float]]:
-    """Return the mean of the replies' states and of their metrics, weighted by examples.
-
-    ``sum_k N_k x_k / sum_k N_k`` over the clients whose replies were accepted. A reply is dropped
-    once it is added.
-    """
-    average = WeightedAverage()
-    metrics: list[Reply] = []
-    for _, reply in replies:
-        average.add(reply.states, weight=reply.num_examples)
-        metrics.append(replace(reply, states={}))
-    return average.result(), mean_metrics(metrics)
 
 
 def mean_metrics(replies: Iterable[Reply]) -> dict[str, float]:

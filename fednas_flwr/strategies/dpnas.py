@@ -19,7 +19,7 @@ from fednas_flwr.search.settings import SGD, DPAware
 from fednas_flwr.search_spaces.dp_cells import DPCellSpace
 from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.space import Supernet
-from fednas_flwr.strategies.base import RoundStrategy, average_replies, mean_metrics
+from fednas_flwr.strategies.base import RoundStrategy, mean_metrics
 
 REWARDS = (-1.0, 2.0)  # what a client's accuracy is held to: its noise may lead outside 0 to 1
 
@@ -97,7 +97,7 @@ class DPNAS(RoundStrategy):
             "candidates": self.sampler.sample(trained, generator),
             "weights": asdict(self.weights.at_round(server_round, num_rounds)),
         }
-        self.states, metrics = average_replies(
+        self.states, metrics = self.average(
             self.ask("train.candidate", settings=settings, states=self.states, layouts=self.layouts)
         )
         if server_round > self.warm_up_rounds:

@@ -9,7 +9,7 @@ from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
-from fednas_flwr.strategies.base import RoundStrategy, average_replies
+from fednas_flwr.strategies.base import RoundStrategy
 
 
 class FDNAS(RoundStrategy):
@@ -69,7 +69,7 @@ class FDNAS(RoundStrategy):
             "weights": asdict(self.weights.at_round(server_round, num_rounds)),
             "warm_up": server_round <= self.warm_up_rounds,
         }
-        self.states, metrics = average_replies(
+        self.states, metrics = self.average(
             self.ask(
                 "train.search",
                 settings=settings,

@@ -18,7 +18,7 @@ from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.settings import LEAST_LOSS_BOUND, Configuration
 from fednas_flwr.search.tuner import Tuner
 from fednas_flwr.search_spaces.space import SearchSpace
-from fednas_flwr.strategies.base import RoundStrategy, average_replies
+from fednas_flwr.strategies.base import RoundStrategy
 
 BOUND_PER_SCALE = 4.0
 
@@ -105,7 +105,7 @@ class FEATHERS(RoundStrategy):
         if explores(server_round, self.nas_rounds):
             self._explore(server_round, progress=(server_round - 1) / num_rounds)
         best = self.tuner.best()
-        self.states, metrics = average_replies(
+        self.states, metrics = self.average(
             self.ask(
                 self.verb,
                 settings={**self.settings, **self._trial(best)},

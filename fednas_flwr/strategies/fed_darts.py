@@ -14,7 +14,7 @@ from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
-from fednas_flwr.strategies.base import RoundStrategy, average_replies
+from fednas_flwr.strategies.base import RoundStrategy
 
 
 class FedDARTS(RoundStrategy):
@@ -51,7 +51,7 @@ class FedDARTS(RoundStrategy):
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Search locally everywhere, average weights, alphas and buffers."""
-        self.states, metrics = average_replies(self.search(server_round, num_rounds))
+        self.states, metrics = self.average(self.search(server_round, num_rounds))
         return metrics
 
     def search(self, server_round: int, num_rounds: int) -> Iterator[tuple[int, Reply]]:

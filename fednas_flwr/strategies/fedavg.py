@@ -11,7 +11,7 @@ from torch import nn
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.search.settings import SGD
-from fednas_flwr.strategies.base import RoundStrategy, average_replies
+from fednas_flwr.strategies.base import RoundStrategy
 
 
 class FedAvg(RoundStrategy):
@@ -69,5 +69,5 @@ class FedAvg(RoundStrategy):
         replies = self.ask(
             "train.weights", settings=settings, states=self.states, layouts=self.layouts
         )
-        self.states, metrics = average_replies(replies)
+        self.states, metrics = self.average(replies)
         return metrics

@@ -15,7 +15,7 @@ from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.exponentiated_gradient import Theta, Trial
 from fednas_flwr.search.settings import Configuration, ThetaSettings
-from fednas_flwr.strategies.base import RoundStrategy, average_replies
+from fednas_flwr.strategies.base import RoundStrategy
 
 
 class FedEx(RoundStrategy):
@@ -94,7 +94,7 @@ class FedEx(RoundStrategy):
                     trials.append(Trial(drawn[client], self._loss(reply), reply.num_examples))
                 yield client, reply
 
-        self.states, metrics = average_replies(observed())
+        self.states, metrics = self.average(observed())
         self.theta = self.theta.updated(trials)
         self.values = {"theta": self.theta.to_json()}
         return metrics | {

@@ -21,7 +21,7 @@ from fednas_flwr.exchange.states import Packed, Tensors, WeightedAverage
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search.training import clip_gradients, make_adam, make_sgd
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
-from fednas_flwr.strategies.base import RoundStrategy, average_replies, mean_metrics
+from fednas_flwr.strategies.base import RoundStrategy, mean_metrics
 
 
 def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
@@ -170,7 +170,7 @@ class FNAS(RoundStrategy):
             settings={"network": {"name": "supernet"}, "split": "validation"},
             states=self.states,
         )
-        _, metrics = average_replies(replies)
+        metrics = mean_metrics(reply for _, reply in replies)
         return {f"validation_{name}": value for name, value in metrics.items()}
 
     def server_tensors(self) -> Tensors:

@@ -16,7 +16,7 @@ from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.search.settings import SGD, Configuration, Range
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.search_spaces.space import SearchSpace
-from fednas_flwr.strategies.base import RoundStrategy, average_replies
+from fednas_flwr.strategies.base import RoundStrategy, mean_metrics
 
 
 class RandomSearch(RoundStrategy):
@@ -104,14 +104,13 @@ class RandomSearch(RoundStrategy):
                 "weights": asdict(sgd.at_round(trial, self.trial_rounds)),
                 "drop_path_prob": drop_path_prob * (trial - 1) / self.trial_rounds,
             }
-            states, metrics = average_replies(
+            states, metrics = self.average(
                 self.ask("train.weights", settings=settings, states=states, layouts=layouts)
             )
         if self.trial_rounds:
             settings = {"network": description, "split": "validation"}
-            _, validation = average_replies(
-                self.ask("evaluate.model", settings=settings, states=states)
-            )
+            replies = self.ask("evaluate.model", settings=settings, states=states)
+            validation = mean_metrics(reply for _, reply in replies)
             metrics |= {f"validation_{name}": value for name, value in validation.items()}
         return metrics
 

@@ -11,9 +11,17 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Error
 
-from fednas_flwr.strategies.base import average_replies
+from fednas_flwr.exchange.courier import QuorumError
+from fednas_flwr.exchange.robust import TrimmedMean
+from fednas_flwr.exchange.states import WeightedAverage
 
 BAD = 1
+
+
+def averaged(replies, average):
+    for _, reply in replies:
+        average.add(reply.states, weight=reply.num_examples)
+    return average.result()
 
 
 def edit_json(**changes):
@@ -102,6 +110,15 @@ def no_dtype(content):
     return content
 
 
+def many_metrics(content):
+    content.metric_records["metrics"].update({str(i): 0.0 for i in range(1000)})
+    return content
+
+
+def median():
+    return TrimmedMean(None)
+
+
 def refuse(_):
     raise RuntimeError("out of memory")
 
@@ -120,6 +137,7 @@ DAMAGES = {
     "torn JSON": (set_json('{"header": '), "malformed"),
     "JSON of another type": (set_json("[1, 2]"), "malformed"),
     "no text": (set_json(7), "malformed"),
+    "much JSON": (set_json(" " * 2**22 + "{}"), "malformed"),
     "deep JSON": (set_json("[" * 200_000), "malformed"),
     "digests of another type": (edit_json(digests=3), "malformed"),
     # num-examples
@@ -131,6 +149,8 @@ DAMAGES = {
     "num-examples tiny": (set_metric("num-examples", 1e-300), "num-examples"),
     "num-examples above what it has": (set_metric("num-examples", 101.0), "num-examples"),
     "num-examples a list": (set_metric("num-examples", [1.0]), "malformed"),
+    "many metrics": (many_metrics, "malformed"),
+    "a metric with a long name": (set_metric("x" * 100, 1.0), "malformed"),
     "num-examples a huge integer": (set_metric("num-examples", 10**400), "malformed"),
     # states
     "missing state": (without("state.alphas"), "were asked for"),
@@ -146,6 +166,12 @@ DAMAGES = {
     "big-endian": (set_vector("weights", np.zeros(10, ">f4")), "malformed"),
     # bytes
     "torn vector": (set_data(lambda data: data[:-4]), "malformed"),
+    "a gigabyte announced": (
+        set_data(
+            lambda data: npy("{'descr': '<f4', 'fortran_order': False, 'shape': (250000000,), }")
+        ),
+        "malformed",
+    ),
     "torn within an element": (set_data(lambda data: data[:-3]), "malformed"),
     "longer vector": (set_data(lambda data: data + b"\0\0\0\0"), "malformed"),
     "no bytes": (set_data(lambda data: b""), "malformed"),
@@ -181,11 +207,10 @@ def test_a_bad_reply_leaves_no_trace(name, federation):
         setting.courier.connect(setting.grid)
         replies = list(setting.ask())
         assert [client for client, _ in replies] == [0, 2]
-        results.append(average_replies(iter(replies)))
-    (states, metrics), (expected_states, expected_metrics) = results
-    assert metrics == expected_metrics
-    for state, packed in expected_states.items():
-        assert torch.equal(states[state]["float32"], packed["float32"])
+        results.append([averaged(replies, make()) for make in (WeightedAverage, median)])
+    for states, expected in zip(*results, strict=True):
+        for state, packed in expected.items():
+            assert torch.equal(states[state]["float32"], packed["float32"])
     (event,) = bad.events
     assert event.pop("reason").find(reason) >= 0, bad.events
     assert event == {
@@ -229,5 +254,67 @@ def test_whatever_is_accepted_has_a_finite_average(federation):
     large.courier.connect(large.grid)
     replies = list(large.ask())
     assert [client for client, _ in replies] == [0, 1, 2]
-    means, _ = average_replies((c, replace(r, num_examples=1e9)) for c, r in replies)
+    means = averaged([(c, replace(r, num_examples=1e9)) for c, r in replies], WeightedAverage())
     assert torch.isfinite(means["weights"]["float32"]).all()
+
+
+def test_a_reply_of_another_run_or_site_is_refused(federation):
+    """Client 1 answers with what an honest client of another run, and client 0, has sent."""
+    stolen = []
+    other = federation(damage={BAD: lambda content: stolen.append(content) or content})
+    other.courier.connect(other.grid)
+    list(other.ask())
+
+    def from_site_0(content):
+        stolen.append(content)
+        return content
+
+    foreign = federation(
+        damage={0: from_site_0, BAD: lambda _: copy.deepcopy(stolen.pop())}, quorum=0.3
+    )
+    foreign.courier.connect(foreign.grid)
+    assert [client for client, _ in foreign.ask()] == [0, 2]  # site 0's reply to this exchange
+    stolen[:] = stolen[:1]
+    foreign.grid._client_app = federation(
+        damage={BAD: lambda _: copy.deepcopy(stolen[0])}
+    ).grid._client_app
+    assert [client for client, _ in foreign.ask()] == [0, 2]  # client 1's of the other run
+    assert ["another request" in event["reason"] for event in foreign.events] == [True, True]
+
+
+def test_three_strikes_and_a_client_is_asked_no_more(federation):
+    asked = []
+
+    def hostile(content):
+        asked.append(1)
+        return set_json("[")(content)
+
+    bad = federation(damage={BAD: hostile})
+    bad.courier.connect(bad.grid)
+    for server_round in range(1, 6):
+        assert [client for client, _ in bad.ask(server_round)] == [0, 2]
+    assert len(asked) == 3
+    assert bad.courier.clients == [0, 2]
+    assert [event["event"] for event in bad.events] == ["client_failed"] * 2 + ["client_left"]
+    assert bad.events[-1]["reason"].startswith("3 of its replies were refused, the last one for: ")
+    asked_all = bad.courier.ask("train.search", stage="evaluate", also_left=True)
+    with pytest.raises(QuorumError, match="client 1: 3 of its replies were refused"):
+        list(asked_all)  # of the honest ones no layout is asked for, so all are refused
+    assert len(asked) == 3
+
+
+def test_a_client_that_errs_is_asked_again(federation):
+    failing = federation(damage={BAD: refuse})
+    failing.courier.connect(failing.grid)
+    for server_round in range(1, 6):
+        assert [client for client, _ in failing.ask(server_round)] == [0, 2]
+    assert failing.courier.clients == [0, 1, 2]
+    assert len(failing.events) == 5
+
+
+def test_what_a_client_says_in_an_error_is_cut_short_and_commands_no_terminal(federation):
+    loud = federation(damage={BAD: lambda _: Error(2, "\x1b[2J\n" + "x" * 10**6)})
+    loud.courier.connect(loud.grid)
+    list(loud.ask())
+    (event,) = loud.events
+    assert event["reason"] == " [2J " + "x" * 495

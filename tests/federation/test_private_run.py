@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -16,6 +18,7 @@ from fednas_flwr import builders
 from fednas_flwr.builders.clients import check_public
 from fednas_flwr.cli import main
 from fednas_flwr.clients import release
+from fednas_flwr.clients.audit_trail import verify_trail
 from fednas_flwr.clients.client import Augmentation
 from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
 from fednas_flwr.config import dump_config
@@ -789,3 +792,50 @@ def test_a_real_site_must_declare_what_its_records_would_tell(compose_config, ov
     prepared = SimpleNamespace(uses_own_statistics=False)
     with pytest.raises(ConfigError, match=words):
         check_public(config, prepared)
+
+
+def trail_of(path):
+    """The lines of an audit trail without what differs from run to run."""
+    changing = ("time", "previous", "run", "flower_run")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in changing} for line in lines]
+
+
+def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
+    compose_config, real_sites, start, tmp_path
+):
+    """A refusal and a run, at two sites whose records and numbers of them differ."""
+    rng = np.random.default_rng(1)
+    np.savez(
+        tmp_path / "other.npz",
+        x_train=rng.integers(0, 255, (70, 3, 8, 8), dtype=np.uint8),
+        y_train=rng.integers(0, 3, 70),
+    )
+    config, trails = compose_config(*SEARCH, *REAL_SITES), []
+    for name in ("made", "other"):
+        client_app._client.cache_clear()
+        grid = real_sites(config)
+        (node,) = (context.node_config for context in grid._contexts.values())
+        node |= {"ledger": f"{tmp_path}/{name}/ledger/rows", "ledger-key": f"{tmp_path}/{name}/key"}
+        if name == "other":
+            node["data-path"] = str(tmp_path / "other.npz")
+        courier = builders.make_courier(config, run="run")
+        courier.connect(grid)
+        with pytest.raises(QuorumError, match="rule data_sets"):
+            list(courier.ask("query.commit", stage="commit", settings={"data_set": "other"}))
+        assert start(*SEARCH, *REAL_SITES, grid=grid).error is None
+        path = tmp_path / name / "ledger" / "audit.jsonl"
+        assert verify_trail(path)[0] == len(trail_of(path))
+        trails.append(trail_of(path))
+    assert trails[0] == trails[1]
+    (refused,) = (line for line in trails[0] if line["event"] == "refused")
+    assert refused["verb"] == "query.commit"
+    assert "rule data_sets" in refused["reason"]
+    asked, released = (
+        [line for line in trails[0] if line["event"] == e] for e in ("asked", "released")
+    )
+    assert len(asked) == len(released) + 1
+    gradients = [line for line in released if line["verb"] == "train.weight_gradient"]
+    assert [line["round"] for line in gradients] == [1, 2]
+    assert gradients[0]["noise_multipliers"] == {"weights": 1.0}
+    assert 0 < gradients[0]["epsilon_spent"] < gradients[1]["epsilon_spent"]

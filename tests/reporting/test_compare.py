@@ -32,6 +32,21 @@ def test_seeds_are_one_group_with_mean_and_deviation(
     assert comparison.rows()[1][comparison.titles().index("test F1")] == "0.625"
 
 
+def test_what_analyse_trains_of_a_run_is_compared_only_where_it_is_named(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    make_run("variants/run")
+    for seed, name in enumerate(("found", "pools-max")):
+        make_run(f"variants/run/variants/{name}", seed=seed)
+
+    def folders(given: Path) -> list[str]:
+        groups = compare_runs([given]).groups
+        return [Path(folder).name for group in groups for folder in group.folders]
+
+    assert folders(tmp_path) == ["run"]
+    assert sorted(folders(tmp_path / "variants" / "run" / "variants")) == ["found", "pools-max"]
+
+
 def test_only_settings_that_differ_have_columns(make_run: Callable[..., Path]) -> None:
     first, second = make_run("a"), make_run("b")
     config = second / "config.yaml"
