@@ -118,8 +118,8 @@ def search_text(config: Mapping[str, Any], event: Event | None) -> str:
             f"private: by itself it costs ({epsilon_text(epsilon)}, {delta:g}) {UNIT}, the largest "
             "of the clients; it is part of the run's epsilon"
         )
-    algorithm = config.get("algorithm")
-    if not isinstance(algorithm, dict) or "dp_aware" not in algorithm:
+    algorithm, stages = config.get("algorithm"), config.get("stages") or ["search"]
+    if not isinstance(algorithm, dict) or "dp_aware" not in algorithm or "search" not in stages:
         return ""
     aware = algorithm["dp_aware"]
     no_claim = "no claim of privacy: its epsilon is infinite"

@@ -145,5 +145,6 @@ def test_the_kind_of_search_and_its_own_epsilon_are_told() -> None:
     clients[1]["search_epsilon"] = None  # infinite
     assert "costs (∞, 1e-05)" in guarantee.search_text(aware, event)
     assert guarantee.search_text({"algorithm": {"name": "fedavg"}}, None) == ""
+    assert guarantee.search_text(aware | {"stages": ["retrain"]}, None) == ""
     event["schedule"] = [_release(stage="retrain")]
     assert guarantee.search_text(aware, event) == ""
