@@ -15,7 +15,7 @@ from fednas_flwr.cli import compose_tree
 from fednas_flwr.config import Config, Dataset, conf_folder, parse_config
 from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.search_spaces.genotype import save_genotype
+from fednas_flwr.search_spaces.genotype import load_genotype, save_genotype
 
 Compose = Callable[..., Config]
 
@@ -150,6 +150,15 @@ def test_genotype_that_does_not_fit_is_refused(compose_config: Compose, tmp_path
     path.write_text(path.read_text().replace('"space": "darts"', '"space": "nasbench201"'))
     with pytest.raises(ConfigError, match="nasbench201"):
         builders.check_buildable(compose_config(*given))
+
+
+def test_shipped_genotypes_are_given_by_name(compose_config: Compose) -> None:
+    given = ["search_space=dp_cells", "retrain=dp_cells", "stages=[retrain]"]
+    config = compose_config(*given, "genotype=dpnas_mnist")
+    path = conf_folder() / "genotypes" / "dpnas_mnist.json"
+    assert builders.given_genotype(config) == load_genotype(path)
+    with pytest.raises(ConfigError, match=r"genotype=dpnas_mnst is .*nearest: dpnas_mnist"):
+        builders.check_buildable(compose_config(*given, "genotype=dpnas_mnst"))
 
 
 def test_mbconv_networks_have_the_size_of_the_search_space(

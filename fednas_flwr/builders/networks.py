@@ -119,11 +119,18 @@ def seeded_network(config: Config, description: Description) -> nn.Module:
 
 
 def given_genotype(config: Config) -> Genotype | None:
-    """Return the genotype to retrain: of a file, or by name one of those in conf/; else None."""
+    """Return the genotype to retrain: of a file, or by name one of those in conf/; else None.
+
+    Raises:
+        ConfigError: There is no such file or name, or the file holds no genotype.
+    """
     if config.genotype is None:
         return None
     shipped = {path.stem: path for path in (conf_folder() / "genotypes").glob("*.json")}
-    return load_genotype(shipped.get(config.genotype, Path(config.genotype).expanduser()))
+    path = shipped.get(config.genotype, Path(config.genotype).expanduser())
+    if not path.suffix and not path.exists():
+        raise unknown_choice("genotype", config.genotype, sorted(shipped))
+    return load_genotype(path)
 
 
 def describe_network(
