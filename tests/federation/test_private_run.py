@@ -569,7 +569,7 @@ def real_sites(tmp_path, made_data):
 ASKED_WITHOUT_PRIVACY = {
     "train.search": "rule data_sets",
     "train.probe": "do not fit train.probe",
-    "train.candidate": "No train function registered",
+    "train.candidate": "do not fit train.candidate",
     "train.weight_gradient": "rule data_sets",
     "train.weights": "do not fit train.weights",
     "evaluate.model": "rule data_sets",
@@ -615,8 +615,8 @@ def test_an_error_that_is_no_refusal_keeps_its_text_at_the_site(
         run = start(*overrides, grid=grid)
         text = (run.folder / "events.jsonl").read_text() + str(run.error)
         assert "an error at the site" in text
-        assert "4711" not in text
-        assert "4711" in capsys.readouterr().err
+        assert "patient 4711" not in text
+        assert "patient 4711" in capsys.readouterr().err
 
 
 def test_errors_while_a_real_site_opens_its_data_keep_their_text_there(
