@@ -39,60 +39,43 @@ def make_retraining(
             drop-path probability.
     """
     network = seeded_network(config, description)
-    strategy = _make(config, network, description, courier, checkpoints, private, configuration)
-    strategy.new_average = averaging(config)
-    return strategy, network
-
-
-def _make(
-    config: Config,
-    network: nn.Module,
-    description: Description,
-    courier: Courier,
-    checkpoints: CheckpointFolder,
-    private: Mapping[str, Any] | None,
-    configuration: Configuration | None,
-) -> RoundStrategy:
-    """Return the strategy of :func:`make_retraining`."""
     settings, algorithm = config.retrain, config.algorithm
+    shared: dict[str, Any] = {
+        "description": description,
+        "local_epochs": settings.local_epochs,
+        "batch_size": settings.batch_size,
+        "auxiliary_weight": settings.auxiliary_weight,
+        "checkpoints": checkpoints,
+    }
+    strategy: RoundStrategy
     if isinstance(algorithm, HyperparameterSearch):
-        return FEATHERS(
+        strategy = FEATHERS(
             network,
             courier,
             space=None,
-            description=description,
-            local_epochs=settings.local_epochs,
-            batch_size=settings.batch_size,
             clip_norm=settings.weights.clip_norm,
-            auxiliary_weight=settings.auxiliary_weight,
-            checkpoints=checkpoints,
-            private=private,
+            **shared,
             **exploration(config, algorithm),
         )
-    if isinstance(algorithm, TunedTraining):
-        return FedEx(
+    elif isinstance(algorithm, TunedTraining):
+        strategy = FedEx(
             network,
             courier,
-            description=description,
             configurations=make_configurations(config.seed, algorithm),
             theta=algorithm.theta,
-            local_epochs=settings.local_epochs,
-            batch_size=settings.batch_size,
             clip_norm=algorithm.clip_norm,
-            auxiliary_weight=settings.auxiliary_weight,
             loss_bound=algorithm.loss_bound,
             seed=config.seed,
-            checkpoints=checkpoints,
+            **shared,
         )
-    return FedAvg(
-        network,
-        courier,
-        description=description,
-        local_epochs=settings.local_epochs,
-        batch_size=settings.batch_size,
-        weights=configuration.annealed(settings.weights) if configuration else settings.weights,
-        auxiliary_weight=settings.auxiliary_weight,
-        drop_path_prob=configuration.dropout if configuration else settings.drop_path_prob,
-        checkpoints=checkpoints,
-        private=private,
-    )
+    else:
+        strategy = FedAvg(
+            network,
+            courier,
+            weights=configuration.annealed(settings.weights) if configuration else settings.weights,
+            drop_path_prob=configuration.dropout if configuration else settings.drop_path_prob,
+            **shared,
+        )
+    strategy.private = dict(private or {})
+    strategy.new_average = averaging(config)
+    return strategy, network
