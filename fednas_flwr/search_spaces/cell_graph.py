@@ -1,15 +1,16 @@
-"""The graph of a DARTS cell: which edges a search keeps, and which edges a genotype may have.
+"""Cells as graphs: which edges a search keeps, and which edges a genotype may have.
 
-Liu et al. (2019), arXiv 1806.09055. The first nodes of a cell are its inputs; every later node has
-candidate edges from all nodes before it, of which a discrete cell keeps two, each with one op.
-:class:`CellGraphSpace` is what the spaces share whose cells are such graphs: ``darts`` and ``mlp``.
+The first nodes of a cell are its inputs; every later node has candidate edges from all nodes before
+it. Of these a discrete cell of DARTS (Liu et al. 2019, arXiv 1806.09055) keeps two, each with one
+op: :class:`CellGraphSpace` is what the spaces ``darts`` and ``mlp`` share. Other cells keep every
+edge: :class:`WholeGraphSpace` is what ``nasbench201`` and ``dp_cells`` share.
 
 Tensor suffixes: E edges, O ops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.space import check_alphas, check_cells, check_op
 
 KEPT = 2  # edges into a node
+CELL = "cell"  # the kind of cell, where there is only one
 
 
 def candidate_edges(nodes: range) -> tuple[tuple[int, int], ...]:
@@ -77,7 +79,7 @@ def check_edges(edges: Sequence[Edge], *, kind: str, ops: tuple[str, ...], nodes
     pairs = [(edge.target, edge.source) for edge in edges]
     targets = [target for target in nodes for _ in range(KEPT)]
     if [target for target, _ in pairs] != targets or sorted(set(pairs)) != pairs:
-        found = ", ".join(f"{edge.source} -> {edge.target}" for edge in edges)
+        found = _arrows((edge.source, edge.target) for edge in edges)
         raise ConfigError(
             f"cell {kind!r}: each of the nodes {nodes[0]} to {nodes[-1]} needs two edges from "
             f"different earlier nodes, ordered by target, then source; got {found or 'no edges'}."
@@ -131,3 +133,69 @@ class CellGraphSpace:
         check_cells(genotype, space=self.name, kinds=self.cell_kinds)
         for kind, edges in genotype.cells.items():
             check_edges(edges, kind=kind, ops=self.ops, nodes=self.nodes)
+
+
+class WholeGraphSpace:
+    """The way from alphas to a genotype of spaces with one kind of cell, all of whose edges stay.
+
+    Each edge has one op, which may be ``none``.
+
+    Attributes:
+        name: The name users choose the space by.
+        ops: Names of the ops on every edge.
+        nodes: The nodes of the cell that are no inputs.
+    """
+
+    name: ClassVar[str]
+    ops: ClassVar[tuple[str, ...]]
+    nodes: ClassVar[range]
+
+    @property
+    def cell_kinds(self) -> dict[str, int]:
+        """Number of edges per kind of cell."""
+        return {CELL: len(candidate_edges(self.nodes))}
+
+    def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
+        """Return the genotype with the op of the largest alpha on every edge, ``none`` included.
+
+        Ties go to the lowest op.
+
+        Raises:
+            ValueError: If kinds or shapes are wrong or an alpha is not finite.
+        """
+        num_ops = len(self.ops)
+        check_alphas(alphas, num_edges=self.cell_kinds, num_ops=num_ops)
+        # max() keeps the first of equals, which torch.argmax does not promise.
+        return self.genotype(
+            max(range(num_ops), key=row.__getitem__) for row in alphas[CELL].detach().tolist()
+        )
+
+    def random_genotype(self, generator: torch.Generator) -> Genotype:
+        """Return one of all cells, each with the same probability."""
+        shape = (len(candidate_edges(self.nodes)),)
+        return self.genotype(torch.randint(len(self.ops), shape, generator=generator).tolist())
+
+    @classmethod
+    def genotype(cls, path: Iterable[int]) -> Genotype:
+        """Return the genotype with these ops, given by column, on the edges."""
+        pairs = zip(path, candidate_edges(cls.nodes), strict=True)
+        edges = tuple(Edge(cls.ops[op], *edge) for op, edge in pairs)
+        return Genotype(space=cls.name, cells={CELL: edges})
+
+    def check(self, genotype: Genotype) -> None:
+        """Raise ConfigError unless the genotype has one op on each edge, in order."""
+        check_cells(genotype, space=self.name, kinds=self.cell_kinds)
+        edges = genotype.cells[CELL]
+        for edge in edges:
+            check_op(edge, kind=CELL, ops=self.ops)
+        pairs = tuple((edge.source, edge.target) for edge in edges)
+        if pairs != candidate_edges(self.nodes):
+            raise ConfigError(
+                f"cell {CELL!r}: the edges {_arrows(candidate_edges(self.nodes))} are needed "
+                f"in this order; got {_arrows(pairs) or 'no edges'}."
+            )
+
+
+def _arrows(pairs: Iterable[tuple[int, int]]) -> str:
+    """Return edges as text, ``0 -> 1, 0 -> 2``."""
+    return ", ".join(f"{source} -> {target}" for source, target in pairs)

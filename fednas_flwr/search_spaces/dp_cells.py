@@ -10,30 +10,25 @@ Tensor suffixes: E edges, O ops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.search_spaces.cell_graph import CELL, WholeGraphSpace
 from fednas_flwr.search_spaces.dp_cells_network import (
     ACTIVATIONS,
-    CELL,
     EDGES,
+    NODES,
     OPS,
     DPCellNetwork,
 )
-from fednas_flwr.search_spaces.genotype import Edge, Genotype
+from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.operations import Norm, check_norm
 from fednas_flwr.search_spaces.space import (
     Engine,
     Supernet,
-    check_alphas,
-    check_cells,
     check_engine,
-    check_op,
     check_sizes,
 )
 
@@ -42,7 +37,7 @@ BLOCKS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPCellSpace:
+class DPCellSpace(WholeGraphSpace):
     """The DP-friendly search space for images of one shape.
 
     Attributes:
@@ -59,6 +54,7 @@ class DPCellSpace:
 
     name: ClassVar[str] = "dp_cells"
     ops: ClassVar[tuple[str, ...]] = OPS
+    nodes: ClassVar[range] = NODES
     choices: ClassVar[tuple[int, ...]] = (len(OPS),) * len(EDGES)
 
     input_shape: tuple[int, ...]
@@ -88,11 +84,6 @@ class DPCellSpace:
             num_cells=BLOCKS,
         )
 
-    @property
-    def cell_kinds(self) -> dict[str, int]:
-        """Number of edges per kind of cell."""
-        return {CELL: len(EDGES)}
-
     def supernet(self) -> Supernet:
         """Return a newly initialised supernet with the weights of all ops on all edges.
 
@@ -102,46 +93,10 @@ class DPCellSpace:
         body = self._network([OPS] * len(EDGES), groups=SEARCH_GROUPS, near_identity=True)
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
 
-    def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
-        """Return the genotype with the op of the largest alpha on every edge, ``none`` included.
-
-        Ties go to the lowest op.
-
-        Raises:
-            ValueError: If kinds or shapes are wrong or an alpha is not finite.
-        """
-        check_alphas(alphas, num_edges=self.cell_kinds, num_ops=len(OPS))
-        # max() keeps the first of equals, which torch.argmax does not promise.
-        return self.genotype(
-            max(range(len(OPS)), key=row.__getitem__) for row in alphas[CELL].detach().tolist()
-        )
-
-    def random_genotype(self, generator: torch.Generator) -> Genotype:
-        """Return one of the 10^15 cells, each with the same probability."""
-        return self.genotype(torch.randint(len(OPS), (len(EDGES),), generator=generator).tolist())
-
-    def genotype(self, path: Iterable[int]) -> Genotype:
-        """Return the genotype with these ops, given by column, on the 15 edges."""
-        edges = (Edge(OPS[op], *edge) for op, edge in zip(path, EDGES, strict=True))
-        return Genotype(space=self.name, cells={CELL: tuple(edges)})
-
     def path(self, genotype: Genotype) -> list[int]:
         """Return for every edge the column of the genotype's op; raises as :meth:`check`."""
         self.check(genotype)
         return [OPS.index(edge.op) for edge in genotype.cells[CELL]]
-
-    def check(self, genotype: Genotype) -> None:
-        """Raise ConfigError unless the genotype has one op on each of the 15 edges, in order."""
-        check_cells(genotype, space=self.name, kinds=self.cell_kinds)
-        edges = genotype.cells[CELL]
-        for edge in edges:
-            check_op(edge, kind=CELL, ops=OPS)
-        if tuple((edge.source, edge.target) for edge in edges) != EDGES:
-            found = ", ".join(f"{edge.source} -> {edge.target}" for edge in edges)
-            raise ConfigError(
-                f"cell {CELL!r}: the {len(EDGES)} edges 0 -> 1, 0 -> 2, 1 -> 2, ... 4 -> 5 are "
-                f"needed in the order of their targets; got {found or 'no edges'}."
-            )
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> DPCellNetwork:
         """Return the newly initialised derived network, of the space's own sizes.

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.search_spaces.cell_graph import candidate_edges
+from fednas_flwr.search_spaces.cell_graph import CELL, candidate_edges
 from fednas_flwr.search_spaces.operations import Norm, add_all, drop_path, make_norm
 
-CELL = "cell"  # the only kind of cell: all three are alike
 NODES = range(1, 6)  # K = 5 internal nodes; node 0 is the cell's input
 EDGES = candidate_edges(NODES)
 CENTRE = 20.0  # of a near-identity, in standard deviations of the noise beside it

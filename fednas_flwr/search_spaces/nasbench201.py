@@ -8,17 +8,13 @@ alphas to a genotype and the discrete network; their modules stand in ``nasbench
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.search_spaces.genotype import Edge, Genotype
+from fednas_flwr.search_spaces.cell_graph import CELL, WholeGraphSpace
+from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.nasbench201_network import (
-    EDGES,
     NODES,
     OPS,
     NASBench201Body,
@@ -29,10 +25,7 @@ from fednas_flwr.search_spaces.operations import Norm, check_norm
 from fednas_flwr.search_spaces.space import (
     Engine,
     Supernet,
-    check_alphas,
-    check_cells,
     check_engine,
-    check_op,
     check_sizes,
 )
 
@@ -40,7 +33,7 @@ BODIES = {"fast": WideNASBench201Body, "reference": NASBench201Body}
 
 
 @dataclass(frozen=True, kw_only=True)
-class NASBench201Space:
+class NASBench201Space(WholeGraphSpace):
     """The NAS-Bench-201 search space for images of one shape.
 
     Attributes:
@@ -55,6 +48,7 @@ class NASBench201Space:
 
     name: ClassVar[str] = "nasbench201"
     ops: ClassVar[tuple[str, ...]] = OPS
+    nodes: ClassVar[range] = NODES
 
     input_shape: tuple[int, ...]
     num_classes: int
@@ -75,11 +69,6 @@ class NASBench201Space:
             num_cells=self.num_cells,
         )
 
-    @property
-    def cell_kinds(self) -> dict[str, int]:
-        """Number of edges per kind of cell."""
-        return {"cell": len(EDGES)}
-
     def supernet(self) -> Supernet:
         """Return a newly initialised supernet; its norms have no affine part."""
         body = BODIES[self.engine](
@@ -90,37 +79,6 @@ class NASBench201Space:
             norm=self.norm,
         )
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
-
-    def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
-        """Return the genotype with the op of the largest alpha on every edge, ``none`` included.
-
-        Ties go to the lowest op.
-
-        Raises:
-            ValueError: If kinds or shapes are wrong or an alpha is not finite.
-        """
-        check_alphas(alphas, num_edges=self.cell_kinds, num_ops=len(OPS))
-        # max() keeps the first of equals, which torch.argmax does not promise.
-        return _genotype(
-            max(range(len(OPS)), key=row.__getitem__) for row in alphas["cell"].detach().tolist()
-        )
-
-    def random_genotype(self, generator: torch.Generator) -> Genotype:
-        """Return one of the 15,625 cells, each with the same probability."""
-        return _genotype(torch.randint(len(OPS), (len(EDGES),), generator=generator).tolist())
-
-    def check(self, genotype: Genotype) -> None:
-        """Raise ConfigError unless the genotype is one that :meth:`derive` can return."""
-        check_cells(genotype, space=self.name, kinds=self.cell_kinds)
-        edges = genotype.cells["cell"]
-        for edge in edges:
-            check_op(edge, kind="cell", ops=OPS)
-        if tuple((edge.source, edge.target) for edge in edges) != EDGES:
-            found = ", ".join(f"{edge.source} -> {edge.target}" for edge in edges)
-            raise ConfigError(
-                "cell 'cell': the edges 0 -> 1, 0 -> 2, 1 -> 2, 0 -> 3, 1 -> 3, 2 -> 3 are "
-                f"needed in this order; got {found or 'no edges'}."
-            )
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> NASBench201Network:
         """Return the newly initialised discrete network of the space's sizes.
@@ -147,7 +105,7 @@ class NASBench201Space:
 
 def to_arch_string(genotype: Genotype) -> str:
     """Return the cell in the benchmark's notation, ``|op~0|+|op~0|op~1|+|op~0|op~1|op~2|``."""
-    edges = genotype.cells["cell"]
+    edges = genotype.cells[CELL]
     return "+".join(
         "|" + "".join(f"{edge.op}~{edge.source}|" for edge in edges if edge.target == node)
         for node in NODES
@@ -170,10 +128,4 @@ def from_arch_string(text: str) -> Genotype:
             f"{text!r} is not a NAS-Bench-201 cell: expected |op~0|+|op~0|op~1|+|op~0|op~1|op~2| "
             f"with the ops {', '.join(OPS)}."
         )
-    return _genotype(OPS.index(op) for op in match.groups())
-
-
-def _genotype(ops: Iterable[int]) -> Genotype:
-    """Return the genotype with these ops, given by index, on the six edges."""
-    edges = (Edge(OPS[op], *edge) for op, edge in zip(ops, EDGES, strict=True))
-    return Genotype(space=NASBench201Space.name, cells={"cell": tuple(edges)})
+    return NASBench201Space.genotype(OPS.index(op) for op in match.groups())

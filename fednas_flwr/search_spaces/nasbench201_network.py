@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fednas_flwr.search_spaces.cell_graph import CELL, candidate_edges
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.operations import (
     MixedOp,
@@ -28,7 +29,7 @@ from fednas_flwr.search_spaces.operations import (
 OPS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 NODES = range(1, 4)
 NUM_STAGES = 3
-EDGES = tuple((source, target) for target in NODES for source in range(target))
+EDGES = candidate_edges(NODES)
 
 
 def make_operation(op: str, channels: int, *, norm: Norm, affine: bool) -> nn.Module:
@@ -74,7 +75,7 @@ class NASBench201Network(nn.Module):
         super().__init__()
         self.drop_path_prob = 0.0
         self.skeleton = _Skeleton(
-            functools.partial(_DiscreteCell, genotype.cells["cell"], norm=norm),
+            functools.partial(_DiscreteCell, genotype.cells[CELL], norm=norm),
             in_channels=in_channels,
             num_classes=num_classes,
             channels=channels,
@@ -109,7 +110,7 @@ class NASBench201Body(nn.Module):
 
     def forward(self, x: Tensor, op_weights: Mapping[str, Tensor]) -> Tensor:
         """Return logits [B, classes]; op weights as in :class:`Supernet`."""
-        logits: Tensor = self.skeleton(x, op_weights["cell"])
+        logits: Tensor = self.skeleton(x, op_weights[CELL])
         return logits
 
 
