@@ -245,17 +245,17 @@ def _analyse(options: argparse.Namespace, overrides: list[str]) -> int:
         ANALYSIS_FILE,
         analyse,
         finished_run,
-        is_trained,
         prepare_variants,
     )
     from fednas_flwr.federation.run_folder import open_run_folder
     from fednas_flwr.reporting.analysis import print_analysis
+    from fednas_flwr.reporting.runs import is_complete
 
     runs = [finished_run(folder) for folder in (options.run_folder, *options.against)]
     config = open_run_folder(str(options.run_folder))
     variants = prepare_variants(config)
     for folder in variants if options.retrain else ():
-        if not is_trained(folder):
+        if not is_complete(folder):
             _execute(open_run_folder(str(folder)), resumed=True)
     print_analysis(
         analyse(config, runs=runs, variant_folders=variants, batch_size=options.batch_size)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fednas_flwr.reporting.runs import Run, read_run
+from fednas_flwr.reporting.runs import Run, is_complete, read_run
 from fednas_flwr.reporting.tables import append_result, has_result
 
 
@@ -63,7 +63,7 @@ def make_run(folder: Path, *, overrides: Sequence[str], seed: int, root: Path) -
 
     Arguments are those of :func:`measure`.
     """
-    if (folder / "events.jsonl").exists() and read_run(folder).status == "completed":
+    if is_complete(folder):
         return read_run(folder)
     if (folder / "config.yaml").exists():
         arguments = [f"resume={folder}"]

@@ -23,14 +23,13 @@ from fednas_flwr.evaluation.export import MODEL_FILE
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.federation.run_folder import (
     CONFIG_FILE,
-    EVENTS_FILE,
     GENOTYPE_FILE,
     create_run_folder,
 )
 from fednas_flwr.hardware.latency import machine_name, time_modules
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.reporting.files import write_text
-from fednas_flwr.reporting.runs import Run, read_run
+from fednas_flwr.reporting.runs import Run, is_complete, read_run
 from fednas_flwr.search_spaces.dp_cells import DPCellSpace
 from fednas_flwr.search_spaces.dp_cells_network import EDGES
 from fednas_flwr.search_spaces.genotype import load_genotype, save_genotype
@@ -86,11 +85,6 @@ def prepare_variants(config: Config) -> list[Path]:
             )
         folders.append(own)
     return folders
-
-
-def is_trained(folder: Path) -> bool:
-    """Return whether a variant's run is complete."""
-    return (folder / EVENTS_FILE).is_file() and read_run(folder).status == "completed"
 
 
 def analyse(
@@ -151,7 +145,7 @@ def _rewards(run: Run) -> dict[str, Any]:
 
 def _variant(folder: Path) -> dict[str, Any]:
     """Return a variant's command, and its results if it has been trained."""
-    numbers = read_run(folder).numbers() if is_trained(folder) else {}
+    numbers = read_run(folder).numbers() if is_complete(folder) else {}
     return {
         "name": folder.name,
         "command": f"fednas run resume={folder}",

@@ -14,16 +14,16 @@ import yaml
 
 from fednas_flwr.config import Config, dump_config, parse_config
 from fednas_flwr.errors import ConfigError, MissingSettingError
-from fednas_flwr.reporting.events import read_events
 from fednas_flwr.reporting.files import write_text
+from fednas_flwr.reporting.runs import is_complete
 
 CONFIG_FILE = "config.yaml"
-EVENTS_FILE = "events.jsonl"
 GENOTYPE_FILE = "genotype.json"
 PARTITION_FILE = "partition.json"
 GROUPS_FILE = "groups.json"
 LATENCY_FILE = "latency.json"
 LOCK_FILE = ".lock"
+RUNS = Path("runs")  # where run folders are made, below the folder of the command
 
 
 def check_free(config: Config) -> None:
@@ -49,7 +49,7 @@ def create_run_folder(config: Config) -> Config:
         file.parent.mkdir(parents=True, exist_ok=True)
     else:
         stem = f"{_now()}_{config.algorithm.name}_{config.dataset.name}"
-        file = _first_free(Path("runs").resolve() / stem) / CONFIG_FILE
+        file = _first_free(RUNS.resolve() / stem) / CONFIG_FILE
     config = replace(config, run_dir=str(file.parent))
     write_text(file, yaml.safe_dump(json.loads(dump_config(config)), sort_keys=False))
     return config
@@ -57,7 +57,7 @@ def create_run_folder(config: Config) -> Config:
 
 def sweep_folder(run_dir: str | None) -> Path:
     """Return the folder for the run folders of a sweep: ``run_dir``, or ``runs/<time>_sweep``."""
-    return Path(run_dir or f"runs/{_now()}_sweep").expanduser().resolve()
+    return Path(run_dir or RUNS / f"{_now()}_sweep").expanduser().resolve()
 
 
 def open_run_folder(path: str) -> Config:
@@ -84,14 +84,14 @@ def find_unfinished(config: Config) -> Config | None:
 
     Looked for in ``run_dir``, else in ``runs``; where the run folder is does not count.
     """
-    folders = [Path(config.run_dir)] if config.run_dir else Path("runs").resolve().glob("*")
+    folders = [Path(config.run_dir)] if config.run_dir else RUNS.resolve().glob("*")
     files = [file for folder in folders if (file := _config_file(str(folder))).is_file()]
     for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         try:
             found = open_run_folder(str(file.parent))
         except ConfigError:  # of another version
             continue
-        if replace(found, run_dir=config.run_dir) == config and not _completed(file.parent):
+        if replace(found, run_dir=config.run_dir) == config and not is_complete(file.parent):
             return found
     return None
 
@@ -111,14 +111,6 @@ def occupied(folder: Path) -> Iterator[None]:
                 f"the run in {folder} is going on in another process: wait for its end, or stop it."
             ) from error
         yield
-
-
-def _completed(folder: Path) -> bool:
-    events = folder / EVENTS_FILE
-    ends = (
-        [e for e in read_events(events) if e["event"] == "run_finished"] if events.exists() else []
-    )
-    return bool(ends) and ends[-1]["status"] == "completed"
 
 
 def _config_file(run_dir: str) -> Path:

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from fednas_flwr.reporting.events import Event, latest_rounds, read_events
 from fednas_flwr.reporting.guarantee import overall
 
+EVENTS_FILE = "events.jsonl"
 METRICS = (
     "central_accuracy",
     "central_f1",
@@ -214,13 +215,18 @@ class Run:
         return events
 
 
+def is_complete(run_folder: Path) -> bool:
+    """Return whether a folder holds a run whose latest start has come to its end."""
+    return (run_folder / EVENTS_FILE).exists() and read_run(run_folder).status == "completed"
+
+
 def read_run(run_folder: Path) -> Run:
     """Return the run that a folder holds.
 
     Raises:
         FileNotFoundError: The folder holds no events.jsonl, so it is no run folder.
     """
-    path = run_folder / "events.jsonl"
+    path = run_folder / EVENTS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{run_folder} is no run folder: it holds no events.jsonl.")
     config: dict[str, Any] = {}
