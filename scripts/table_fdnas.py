@@ -51,13 +51,13 @@ def main() -> None:
     options = parser.parse_args()
     start_results(
         RESULTS / "fdnas.json",
-        title="FDNAS and baselines on Fashion-MNIST, small form: 2,500 images, 3 seeds",
+        title="FDNAS and baselines on Fashion-MNIST, small form: 2,500 images",
         command=COMMAND,
         columns=[*ACCURACIES, *SIZES, *SEARCH],
     )
     start_results(
         RESULTS / "cfdnas.json",
-        title="CFDNAS on Fashion-MNIST, small form: three groups, 3 seeds",
+        title="CFDNAS on Fashion-MNIST, small form: three groups",
         command=COMMAND,
         columns=[
             {"metric": "client_accuracy", "title": "group's network (%)", **PERCENT},

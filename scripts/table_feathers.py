@@ -2,8 +2,8 @@
 
     python scripts/table_feathers.py --root <folder with FashionMNIST> [--jobs 2] [--options]
 
-5 and 10 clients with 2,000 images, 3 seeds, and 100 clients with 20,000, one seed; iid and
-label-skewed. FedEx retrains the architecture that DARTS has found with the same clients, division
+5 and 10 clients with 2,000 images and batches of 32, 3 seeds, and 100 clients with 5,000 and batches
+of 8, so that 50 images still make several steps, one seed; iid and label-skewed. FedEx retrains the architecture that DARTS has found with the same clients, division
 and seed, as in the paper's Table 2. With --options instead the text's bandit against resampling and
 seeing the training state, 5 clients. Continues where it was stopped; every finished run is added to
 scripts/results/.
@@ -25,13 +25,17 @@ RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_feathers")
 COMMAND = "python scripts/table_feathers.py --root <folder>"
 FEW, MANY = (5, 10), (100,)  # clients
-MANY_IMAGES = ["dataset.limit_train=20000"]  # as many for each as 10 clients have
+SMALL_SHARES = [
+    "dataset.limit_train=5000",
+    "retrain.batch_size=8",
+]  # as many steps as 10 clients make
+SEARCH_BATCH = ["algorithm.batch_size=8"]
 PARTITIONS = {  # the skewed one: classes 0-2, 3-5 and 6-9 at different clients
     "iid": ["partition=iid"],
     "label-skewed": ["partition=label_groups"],
 }
 SEEDS = (1, 2, 3)
-SEEDS_OF_MANY = (1,)  # such a run takes ten times as long
+SEEDS_OF_MANY = (1,)  # such a run takes several times as long
 DARTS = ["experiment=fed_darts/published"]
 FEDEX = ["experiment=fedex/fashion_mnist"]
 FEATHERS = ["experiment=feathers/fashion_mnist"]
@@ -67,7 +71,7 @@ def main() -> None:
         if options.options:
             start_results(
                 RESULTS / "feathers_options.json",
-                title="FEATHERS' bandit on Fashion-MNIST, small form: 5 clients, 3 seeds",
+                title="FEATHERS' bandit on Fashion-MNIST, small form: 5 clients",
                 command=f"{COMMAND} --options",
                 columns=COLUMNS,
             )
@@ -76,7 +80,7 @@ def main() -> None:
         else:
             start_results(
                 RESULTS / "feathers.json",
-                title="FEATHERS on Fashion-MNIST, small form: 2,000 images; 100 clients: 20,000",
+                title="FEATHERS on Fashion-MNIST, small form",
                 command=COMMAND,
                 columns=[*COLUMNS, *OVERHEAD],
             )
@@ -90,10 +94,11 @@ def main() -> None:
 def make_setting(seed: int, clients: int, partition: str, *, root: Path) -> None:
     """Make the runs of the three algorithms in one setting: the others need that of DARTS."""
     darts = RUNS / f"darts_{clients}_{partition}_s{seed}"
+    many = clients in MANY
     shared = [
         f"clients={clients}",
         *PARTITIONS[partition],
-        *(MANY_IMAGES if clients in MANY else []),
+        *(SMALL_SHARES if many else []),
     ]
     given = [f"genotype={darts / 'genotype.json'}"]
     for name, overrides in {
@@ -104,7 +109,7 @@ def make_setting(seed: int, clients: int, partition: str, *, root: Path) -> None
         measure(
             RESULTS / "feathers.json",
             RUNS / f"{name.lower()}_{clients}_{partition}_s{seed}",
-            overrides=[*overrides, *shared],
+            overrides=[*overrides, *shared, *(SEARCH_BATCH if many and name != "FedEx" else [])],
             group={"clients": clients, "partition": partition, "algorithm": name},
             seed=seed,
             root=root,
