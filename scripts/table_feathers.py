@@ -2,8 +2,8 @@
 
     python scripts/table_feathers.py --root <folder with FashionMNIST> [--jobs 2] [--options]
 
-5 and 10 clients with 2,000 images and batches of 32, 3 seeds, and 100 clients with 5,000 and batches
-of 8, so that 50 images still make several steps, one seed; iid and label-skewed. FedEx retrains the
+5 and 10 clients with 2,000 images and batches of 32, 3 seeds, and 100 clients with 5,000 images, in
+batches of 8 so that 50 still make several steps, one seed; iid and label-skewed. FedEx retrains the
 architecture that DARTS has found with the same clients, division and seed, as in the paper's Table
 2. With --options instead the text's bandit against resampling and seeing the training state, 5
 clients. Continues where it was stopped; every finished run is added to scripts/results/.
