@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,7 +24,7 @@ from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.randomness import seeded
 from fednas_flwr.search_spaces.darts import DARTSSpace
-from fednas_flwr.search_spaces.dp_cells import DPCellSpace
+from fednas_flwr.search_spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.search_spaces.mbconv_plan import CANDIDATES, SKELETONS
@@ -43,14 +44,16 @@ def _mbconv_space(*, skeleton: str, candidates: str, **settings: Any) -> MBConvS
     return MBConvSpace(skeleton=SKELETONS[skeleton], candidates=CANDIDATES[candidates], **settings)
 
 
-def _dp_cell_space(*, widths: Sequence[int], **settings: Any) -> DPCellSpace:
-    """Return the DP-friendly space; JSON knows no tuples."""
-    return DPCellSpace(widths=tuple(widths), **settings)
+def _dp_cell_space(
+    kind: type[DPCellSpace], *, widths: Sequence[int], **settings: Any
+) -> DPCellSpace:
+    """Return a space of DPNAS' cells; JSON knows no tuples."""
+    return kind(widths=tuple(widths), **settings)
 
 
 SPACES: dict[str, Callable[..., SearchSpace]] = {
     "darts": DARTSSpace,
-    "dp_cells": _dp_cell_space,
+    **{name: partial(_dp_cell_space, kind) for name, kind in DP_CELL_SPACES.items()},
     "mbconv": _mbconv_space,
     "mlp": MLPSpace,
     "nasbench201": NASBench201Space,

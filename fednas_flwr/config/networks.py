@@ -76,7 +76,7 @@ SearchSpaceSettings = CellSpace | OwnSizeSpace
 SEARCH_SPACES: dict[str, type] = {
     **dict.fromkeys(("darts", "mlp", "nasbench201"), CellSpace),
     "mbconv": BlockSpace,
-    "dp_cells": DPCells,
+    **dict.fromkeys(("dp_cells", "dp_cells_darts"), DPCells),
 }
 
 
