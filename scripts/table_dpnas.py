@@ -3,11 +3,12 @@
     python scripts/table_dpnas.py --root <folder with FashionMNIST> [--jobs 2] [--search]
 
 Private training from scratch at epsilon 1, 2 and 3: here that is the PRV epsilon of the steps that
-are committed to, and clients' budgets are what their filters need for it. With --search instead
-DP-aware and plain search, by the controller and at random with the same budget of candidates; what
-they find is trained privately at epsilon 3. Small form, 3 seeds. Continues where it was stopped;
-every finished run is added to scripts/results/. With --network full the published cell at its full
-size, which needs a GPU or hours.
+are committed to, and clients' budgets are what their filters need for it. --networks chooses some:
+CNN-Tanh also with larger batches over ten epochs, which costs 12 times as much, and the published
+cell at its full size, which needs a GPU or hours. With --search instead DP-aware and plain search,
+by the controller and at random with the same budget of candidates; what they find is trained
+privately at epsilon 3 with fewer steps. Small form, 3 seeds. Continues where it was stopped; every
+finished run is added to scripts/results/.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ COMMAND = "python scripts/table_dpnas.py --root <folder>"
 SEEDS = (1, 2, 3)
 EPSILONS = (1.0, 2.0, 3.0)
 RECORDS = 60_000  # of Fashion-MNIST's train part, all of one client
-TRAINING = ["experiment=dpnas/train_fashion_mnist"]
+TRAINING = ["experiment=dpnas/train_fashion_mnist"]  # 200 steps of 256 images
+TEN_EPOCHS = ["retrain.rounds=30", "retrain.batch_size=1024"]  # 600 steps
+FEW_STEPS = ["retrain.rounds=3"]  # 60, to compare what searches have found
 NETWORKS = {
     "cnn_tanh": ["genotype=null"],
+    "cnn_tanh_10_epochs": ["genotype=null", *TEN_EPOCHS],
     "small": [],
     "full": ["search_space=dp_cells"],
 }
 SEARCH = ["experiment=dpnas/fashion_mnist", "stages=[search]"]
+SIZES = ["search_space.widths=[8,8,16]", "search_space.head=32"]  # of candidates, for speed
 AWARE = {"DP-aware": [], "plain": ["algorithm.dp_aware=null"]}
 SAMPLERS = ("controller", "random")
 ACCURACY = {
@@ -66,7 +71,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
     parser.add_argument("--search", action="store_true", help="the table of the search")
-    parser.add_argument("--network", choices=NETWORKS, nargs="+", default=["cnn_tanh", "small"])
+    parser.add_argument("--networks", choices=NETWORKS, nargs="+", default=["cnn_tanh", "small"])
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     options = parser.parse_args()
     root = options.root.resolve()
@@ -83,21 +88,23 @@ def main() -> None:
         else:
             start_results(
                 RESULTS / "dpnas.json",
-                title="DP-SGD from scratch on Fashion-MNIST, small form: 200 steps of 256 images",
+                title="DP-SGD from scratch on Fashion-MNIST, small form",
                 command=COMMAND,
                 columns=[ACCURACY, EPSILON, SECONDS],
             )
-            jobs = itertools.product(options.seeds, options.network, EPSILONS)
+            jobs = itertools.product(options.seeds, options.networks, EPSILONS)
             list(pool.map(lambda job: make_training(*job, root=root), jobs))
 
 
 def make_training(seed: int, network: str, epsilon: float, *, root: Path) -> None:
     """Train one given network privately."""
+    training = [*TRAINING, *NETWORKS[network]]
+    steps, batch = schedule(training)[:2]
     measure(
         RESULTS / "dpnas.json",
         RUNS / f"{network}_eps{epsilon:g}_s{seed}",
-        overrides=[*TRAINING, *NETWORKS[network], *noise(epsilon)],
-        group={"network": network, "epsilon": f"{epsilon:g}"},
+        overrides=[*training, *noise(training, epsilon)],
+        group={"network": network, "steps": steps, "batch": batch, "epsilon": f"{epsilon:g}"},
         seed=seed,
         root=root,
     )
@@ -107,14 +114,15 @@ def make_search(seed: int, aware: str, sampler: str, *, root: Path) -> None:
     """Search without a claim, then train what was found privately."""
     name = f"{aware.lower()}_{sampler}_s{seed}"
     searched = RUNS / f"search_{name}"
-    overrides = [*SEARCH, *AWARE[aware], f"algorithm.sampler={sampler}"]
+    overrides = [*SEARCH, *SIZES, *AWARE[aware], f"algorithm.sampler={sampler}"]
     search = make_run(searched, overrides=overrides, seed=seed, root=root)
     if search is None:
         return
+    training = [*TRAINING, *FEW_STEPS, f"genotype={searched / 'genotype.json'}"]
     measure(
         RESULTS / "dpnas_search.json",
         RUNS / f"found_{name}",
-        overrides=[*TRAINING, f"genotype={searched / 'genotype.json'}", *noise(3.0)],
+        overrides=[*training, *noise(training, 3.0)],
         group={"search": aware, "sampler": sampler},
         seed=seed,
         root=root,
@@ -127,22 +135,29 @@ def sampled_accuracy(run: Run) -> float:
     return fmean(event["metrics"]["validation_accuracy"] for event in run.rounds("search")[-5:])
 
 
-def noise(epsilon: float) -> list[str]:
+def schedule(training: list[str]) -> tuple[int, int, Config]:
+    """Return the steps, the expected batch and the configuration of a training."""
+    config: Config = parse_config(compose_tree(training))
+    assert isinstance(config.privacy, DifferentialPrivacy)
+    steps = config.retrain.rounds * config.privacy.retrain.local_steps
+    return steps, config.retrain.batch_size, config
+
+
+def noise(training: list[str], epsilon: float) -> list[str]:
     """Return the noise that keeps a PRV epsilon, and the budget that a client's filter needs."""
-    config: Config = parse_config(compose_tree(TRAINING))
-    privacy, retrain = config.privacy, config.retrain
+    steps, batch, config = schedule(training)
+    privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
-    steps, rate = retrain.rounds * privacy.retrain.local_steps, retrain.batch_size / RECORDS
     least = calibrate_noise(
         target_epsilon=epsilon,
         delta=privacy.delta,
-        sample_rate=rate,
+        sample_rate=batch / RECORDS,
         steps=steps,
         accountant=prv_epsilon,
     )
     sigma = math.ceil(1e4 * least) / 1e4
     again = steps + privacy.retrain.local_steps  # a round that is interrupted is released twice
-    budget = filter_epsilon([Release(sigma, rate, again)], privacy.delta)
+    budget = filter_epsilon([Release(sigma, batch / RECORDS, again)], privacy.delta)
     return [
         f"privacy.retrain.noise_multiplier={sigma:g}",
         f"privacy.epsilon={math.ceil(10 * budget + 1) / 10:g}",
