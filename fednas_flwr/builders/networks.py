@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from fednas_flwr.config import SEARCH_SPACES, Config, GivenNetwork, conf_folder
+from fednas_flwr.config import NORMED_NETWORKS, SEARCH_SPACES, Config, GivenNetwork, conf_folder
 from fednas_flwr.config.networks import OwnSizeSpace, SearchSpaceSettings
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import ConfigError, unknown_choice
@@ -152,7 +152,9 @@ def describe_network(
             raise ValueError("only fedavg and fedex have a network without a genotype")
         if config.algorithm.network not in FIXED_NETWORKS:
             raise unknown_choice("algorithm.network", config.algorithm.network, FIXED_NETWORKS)
-        return {"name": config.algorithm.network, **shapes}
+        norm = {"norm": config.retrain.norm}
+        normed = config.algorithm.network in NORMED_NETWORKS
+        return {"name": config.algorithm.network, **shapes, **(norm if normed else {})}
     return describe_derived(
         genotype,
         shapes,
@@ -214,11 +216,12 @@ def make_network(description: Description) -> nn.Module:
     Raises:
         ConfigError: The description's name, genotype or sizes cannot be built.
     """
-    input_shape = tuple(description["input_shape"])
-    if description["name"] in FIXED_NETWORKS:
-        return FIXED_NETWORKS[description["name"]](input_shape, description["num_classes"])
-    if description["name"] != "derived":
-        raise unknown_choice("network", description["name"], ["derived", *FIXED_NETWORKS])
+    input_shape, name = tuple(description["input_shape"]), description["name"]
+    if name in FIXED_NETWORKS:
+        norm = {"norm": description.get("norm")} if name in NORMED_NETWORKS else {}
+        return FIXED_NETWORKS[name](input_shape, description["num_classes"], **norm)
+    if name != "derived":
+        raise unknown_choice("network", name, ["derived", *FIXED_NETWORKS])
     genotype = from_json(json.dumps(description["genotype"]))
     space = make_space(
         genotype.space,

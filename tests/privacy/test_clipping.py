@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from fednas_flwr.evaluation.fixed_networks import linear, mobilenet_v2, plain_cnn
+from fednas_flwr.evaluation.fixed_networks import linear, plain_cnn, torchvision_network
 from fednas_flwr.privacy import clipping, record_gradients
 from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.randomness import make_generator, seeded
@@ -46,6 +46,12 @@ def mlp(shape):  # wide enough that the norms of the narrowest layers do not amp
     return MLPSpace(input_shape=shape, num_classes=CLASSES, channels=32, num_cells=2, norm="group")
 
 
+def mobilenet_v2(shape, *, norm):
+    network = torchvision_network(shape, CLASSES, name="mobilenet_v2", norm=norm)
+    network.classifier[0].p = 0.0  # of dropout: a record alone would draw another mask
+    return network
+
+
 def derived(space, *, auxiliary=False, **sizes):
     genotype = space.random_genotype(make_generator(3, "genotype"))
     return replace(space, **sizes).network(genotype, auxiliary=auxiliary)
@@ -71,6 +77,7 @@ NETWORKS = {
     "mlp": (lambda s: derived(mlp(s)), (6,), (30,)),
     "plain_cnn": (lambda s: plain_cnn(s, CLASSES), (3, 9, 7), (1, 9, 7)),
     "linear": (lambda s: linear(s, CLASSES), (1, 5, 7), (3, 5, 7)),
+    "mobilenet_v2": (lambda s: mobilenet_v2(s, norm="group"), (3, 9, 7), (1, 17, 15)),
 }
 SUPERNETS = tuple(name for name in NETWORKS if name.endswith(("supernet", "reference")))
 
@@ -482,7 +489,7 @@ def test_calls_that_the_loss_does_not_reach_do_not_touch_the_next_micro_batch():
 @pytest.mark.parametrize("frozen", [False, True])
 def test_batch_norm_is_refused(frozen):
     networks = [
-        mobilenet_v2((3, 8, 8), CLASSES),
+        mobilenet_v2((3, 8, 8), norm="batch"),
         DARTSSpace(input_shape=(3, 8, 8), num_classes=CLASSES, channels=4, num_cells=3).supernet(),
         nn.Sequential(nn.Linear(3, 3), nn.InstanceNorm1d(3, track_running_stats=True)),
         nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False, track_running_stats=False)),
