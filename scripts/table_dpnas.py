@@ -36,7 +36,7 @@ COMMAND = "python scripts/table_dpnas.py --root <folder>"
 SEEDS = (1, 2, 3)
 EPSILONS = (1.0, 2.0, 3.0)
 RECORDS = 60_000  # of Fashion-MNIST's train part, all of one client
-TRAINING = ["experiment=dpnas/train_fashion_mnist"]  # 200 steps of 256 images
+TRAINING = ["experiment=dpnas/train_fashion_mnist"]  # 400 steps of 256 images
 TEN_EPOCHS = ["retrain.rounds=30", "retrain.batch_size=1024"]  # 600 steps
 FEW_STEPS = ["retrain.rounds=3"]  # 60, to compare what searches have found
 NETWORKS = {
