@@ -27,9 +27,9 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.federation import client_app
 from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.commitment import make_schedule, private_settings
 from fednas_flwr.federation.grids import InProcessGrid
 from fednas_flwr.federation.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.federation.schedule import make_schedule, private_settings
 from fednas_flwr.federation.stages import run_stages
 from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.gdp import gdp_epsilon
