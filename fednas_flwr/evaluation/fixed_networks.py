@@ -38,7 +38,7 @@ def torchvision_network(
         norm_layer=partial(make_norm, norm=norm, affine=True),
     )
     for module in network.modules():
-        if hasattr(module, "inplace"):
+        if isinstance(module, nn.ReLU6 | nn.SiLU):
             module.inplace = False  # per-record gradients by Opacus' hooks need it
     stem = nn.Conv2d(channels, 32, 3, stride=1 if height < 64 else 2, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight, mode="fan_out")
