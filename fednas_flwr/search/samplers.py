@@ -71,8 +71,8 @@ class RandomSampler:
 class Evolution:
     """Regularised evolution (Real et al. 2019, arXiv 1802.01548, Alg. 1).
 
-    Until as many candidates as the population holds are rewarded, paths are drawn at random. Then
-    each is a mutated copy of a parent, the best of a tournament drawn with replacement from the
+    Until as many candidates as the population holds are rewarded, and while none is, paths are
+    drawn at random. Then each is a mutated copy of a parent, the best of a tournament drawn with replacement from the
     population; a mutation changes the op of one edge. The oldest candidates die, the best included.
     The paper's other mutation moves an edge, of which this space has all: its ``none`` takes the
     place. Deviation: several children are born at a time, from the same population.
@@ -92,8 +92,9 @@ class Evolution:
 
     def sample(self, count: int, generator: torch.Generator) -> list[Path]:
         """Return random paths, or children."""
-        missing = self.settings.population - len(self.paths_NE)
-        random = RandomSampler(self.choices).sample(max(0, min(count, missing)), generator)
+        alive = len(self.paths_NE)
+        missing = max(0, self.settings.population - alive) if alive else count
+        random = RandomSampler(self.choices).sample(min(count, missing), generator)
         return random + [self._child(generator) for _ in range(count - len(random))]
 
     def learn(self, paths: Sequence[Path], rewards: Sequence[float]) -> dict[str, float]:
@@ -114,7 +115,7 @@ class Evolution:
     def _child(self, generator: torch.Generator) -> Path:
         """Return a mutated copy of the tournament's best; of equals the first drawn is taken."""
         size = (self.settings.tournament,)
-        drawn = torch.randint(max(1, len(self.paths_NE)), size, generator=generator).tolist()
+        drawn = torch.randint(len(self.paths_NE), size, generator=generator).tolist()
         parent = max(drawn, key=self.rewards_N.__getitem__)
         child: Path = self.paths_NE[parent].tolist()
         mutable = [edge for edge, ops in enumerate(self.choices) if ops > 1]

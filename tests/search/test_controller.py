@@ -157,6 +157,18 @@ def test_state_goes_through_tensors(name):
     assert set(old.tensors()) == set(new.tensors())
 
 
+def test_without_a_population_all_paths_are_random():
+    """More are asked for than it will hold, as in the warm-up rounds of DPNAS."""
+    evolution = Evolution(LARGE, EvolutionSettings(population=2, tournament=1))
+    drawn = evolution.sample(30, make_generator(0, "draws"))
+    assert drawn == RandomSampler(LARGE).sample(30, make_generator(0, "draws"))
+    evolution.learn(drawn[:1], [1.0])
+    first, *children = evolution.sample(30, make_generator(1, "draws"))
+    assert sum(a != b for a, b in zip(first, drawn[0], strict=True)) > 1
+    for child in children:
+        assert sum(a != b for a, b in zip(child, drawn[0], strict=True)) == 1
+
+
 def test_the_oldest_die_and_children_differ_in_one_edge():
     evolution = Evolution((3, 1, 4), EvolutionSettings(population=2, tournament=50))
     generator = make_generator(0, "draws")
