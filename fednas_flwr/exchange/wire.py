@@ -27,7 +27,8 @@ from fednas_flwr.exchange.states import Layout, Packed
 BLOCK = 256
 SCALES = "scales:float32"  # keys of the vectors that stand for a float32 vector: <what>:<dtype>
 LARGEST = {"float16": 1.0, "int8": 127.0}  # magnitude of a rounded value
-TRAINED = ("train.search", "train.weights")  # verbs that return the model they were sent, trained
+# Verbs that return the model they were sent, trained.
+TRAINED = ("train.search", "train.candidate", "train.weights")
 
 
 def round_reply(reply: Reply, request: Request, *, wire: str, generator: torch.Generator) -> Reply:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 
 def round_with(compose_config, federate, wire):
@@ -29,3 +30,20 @@ def test_a_rounded_round_is_the_same_but_for_noise(
     update = (exact["weights"] - before["weights"]).norm()
     assert 0 < (rounded["weights"] - exact["weights"]).norm() < error * update
     assert (rounded["alphas"] == exact["alphas"]).all()  # they are short
+
+
+def test_weights_that_no_candidate_has_trained_travel_as_they_are(compose_config, federate):
+    """DPNAS: what is rounded is the difference, which beside all paths is zero."""
+    config = compose_config(
+        *("algorithm=dpnas", "clients=2", "search_space=dp_cells", "retrain=dp_cells"),
+        *("search_space.widths=[8,8,16]", "search_space.head=16", "algorithm.batch_size=16"),
+        *("algorithm.trained_candidates=1", "algorithm.final_candidates=1", "wire=int8"),
+    )
+    fed = federate(config)
+    fed.courier.wire = config.wire
+    before = fed.strategy.named_arrays().to_torch_state_dict()
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    fed.strategy.start(fed.grid, num_rounds=1)
+    after = fed.strategy.named_arrays().to_torch_state_dict()
+    kept = {name for name, tensor in before.items() if torch.allclose(tensor, after[name])}
+    assert 0.5 * len(before) < len(kept) < len(before)
