@@ -1,4 +1,4 @@
-"""A candidate's private step: its clipped sum against a loop over records, beside nothing else."""
+"""Steps on candidates against loops over records and torch's own optimiser."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 
 from fednas_flwr.privacy.clipping import clipped_gradient_sum
 from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search.candidate import Candidate
+from fednas_flwr.search.candidate import Candidate, train_candidates
+from fednas_flwr.search.settings import DPAware
 from fednas_flwr.search.training import record_losses
 from fednas_flwr.search_spaces import DARTSSpace, DPCellSpace
 
@@ -45,6 +46,55 @@ def test_clipped_sum_equals_a_loop_over_records(name):
         torch.testing.assert_close(total, expected, rtol=1e-9, atol=1e-12, msg=key)
     assert list(sums) == list(weights)
     assert all(weight.grad is None for weight in supernet.parameters())
+
+
+@pytest.mark.parametrize("dp_aware", [None, DPAware(0.05, 0.0), DPAware(0.05, 2.0)])
+def test_candidates_are_trained_one_after_the_other(dp_aware):
+    """Batch by batch, momentum kept; DP-aware ``(sum_i clip(g_i) + C N(0, sigma^2 I)) / B``."""
+    with seeded(0, "supernet"):
+        supernet, twin = (SPACE.supernet().double().train() for _ in range(2))
+    twin.load_state_dict(supernet.state_dict())
+    generator, noise, again = (make_generator(0, name) for name in ("records", "noise", "noise"))
+    batches = [
+        (
+            torch.randn(3, *SPACE.input_shape, generator=generator, dtype=torch.float64),
+            torch.randint(3, (3,), generator=generator),
+        )
+        for _ in range(4)
+    ]
+    constants = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+    tally = train_candidates(
+        supernet,
+        list(PATHS.values()),
+        iter(batches),
+        steps=2,
+        optimizer=torch.optim.SGD(supernet.weights().values(), **constants),
+        clip_norm=None,
+        dp_aware=dp_aware,
+        generator=noise,
+    )
+    sgd, norms = torch.optim.SGD(twin.weights().values(), **constants), []
+    for position, (x, y) in enumerate(batches):
+        candidate = Candidate(twin, list(PATHS.values())[position // 2])
+        weights = list(candidate.weights().values())
+        total = [torch.zeros_like(weight) for weight in weights]
+        for i in range(3):
+            loss = record_losses(candidate(x[i, None]), y[i, None]).sum()
+            record = torch.autograd.grad(loss, weights)
+            norms.append(torch.cat([g.reshape(-1) for g in record]).norm().item())
+            scale = 1.0 if dp_aware is None else min(1.0, dp_aware.max_grad_norm / norms[-1])
+            total = [t + scale * g for t, g in zip(total, record, strict=True)]
+        sgd.zero_grad()
+        for weight, gradient in zip(weights, total, strict=True):
+            if dp_aware is not None:
+                std = dp_aware.noise_multiplier * dp_aware.max_grad_norm
+                gradient = gradient + std * torch.randn(gradient.shape, generator=again)
+            weight.grad = gradient / 3
+        sgd.step()
+    assert max(norms) > 0.05
+    assert tally.num_examples == 12
+    for name, weight in supernet.weights().items():
+        torch.testing.assert_close(weight, twin.weights()[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
 def test_other_spaces_have_no_candidates():

@@ -1,0 +1,126 @@
+"""DPNAS' rounds against local training, a weighted average, and accuracies counted by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fednas_flwr.builders import supernet_space
+from fednas_flwr.data.loaders import step_batch
+from fednas_flwr.search.candidate import Candidate
+
+DPNAS = [
+    *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=2", "rounds=3"),
+    *("search_space.widths=[4,4,8]", "search_space.head=8", "algorithm.batch_size=16"),
+    *("partition=quantity", "partition.fractions=[0.75,0.25]", "algorithm.warm_up_rounds=1"),
+    *("algorithm.trained_candidates=3", "algorithm.local_steps=2", "algorithm.weights.lr=0.5"),
+    *("algorithm.rewarded_candidates=4", "algorithm.final_candidates=5", "dataset.flip=false"),
+    *("algorithm.dp_aware=null", "dataset.crop_padding=0"),
+]
+
+
+@pytest.fixture(scope="module")
+def searched(compose_config, federate):
+    """A whole search; what was asked, and weights and sampler after each round (0: before)."""
+    federation = federate(compose_config(*DPNAS))
+    strategy = federation.strategy
+    ask, run_round = strategy.ask, strategy.run_round
+
+    def state():
+        tensors = (strategy.named_arrays().to_torch_state_dict(), strategy.sampler.tensors())
+        return [{name: tensor.clone() for name, tensor in named.items()} for named in tensors]
+
+    def told(verb, *, settings, **arguments):
+        federation.asked.append((verb, settings["candidates"]))
+        return ask(verb, settings=settings, **arguments)
+
+    def remembered(server_round, num_rounds):
+        metrics = run_round(server_round, num_rounds)
+        federation.rounds.append(state())
+        return metrics
+
+    federation.asked, federation.rounds = [], [state()]
+    strategy.ask, strategy.run_round = told, remembered
+    strategy.start(federation.grid, num_rounds=3)
+    assert not [e for e in federation.events if e["event"] == "client_failed"]
+    return federation
+
+
+def supernet_after(federation, server_round):
+    supernet = supernet_space(federation.config, federation.data[0]).supernet()
+    weights = federation.rounds[server_round][0]
+    with torch.no_grad():
+        for name, weight in supernet.weights().items():
+            weight.copy_(weights[f"weights.{name}"])
+    return supernet
+
+
+@pytest.mark.parametrize("server_round", [1, 2])
+def test_a_round_is_steps_on_each_candidate_and_a_weighted_average(server_round, searched):
+    """Plain SGD with momentum, on the batches that follow those of the round before."""
+    config = searched.config
+    trained = [paths for verb, paths in searched.asked if verb == "train.candidate"]
+    settings = config.algorithm.weights.at_round(server_round, 3)
+    counts = [len(client.data.train) for client in searched.clients]
+    assert counts[0] > 2 * counts[1]
+    states = []
+    for client in searched.clients:
+        supernet, train = supernet_after(searched, server_round - 1).train(), client.data.train
+        constants = {"momentum": settings.momentum, "weight_decay": settings.weight_decay}
+        sgd = torch.optim.SGD(supernet.weights().values(), lr=settings.lr, **constants)
+        for step in range(6):
+            rows = step_batch(
+                len(train),
+                batch_size=16,
+                step=6 * (server_round - 1) + step,
+                seed=config.seed,
+                purpose=("batches", "train", client.index),
+            )
+            x, y = train.batch(rows, "cpu")
+            sgd.zero_grad()
+            logits = supernet.body(x, path=trained[server_round - 1][step // 2])
+            F.cross_entropy(logits, y).backward()
+            sgd.step()
+        states.append({n: w.detach().double().numpy() for n, w in supernet.weights().items()})
+    before, after = (searched.rounds[server_round - i][0] for i in (1, 0))
+    assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
+    for name in states[0]:
+        mean = torch.as_tensor(np.average([s[name] for s in states], axis=0, weights=counts))
+        torch.testing.assert_close(after[f"weights.{name}"], mean.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_rewards_are_accuracies_on_all_validation_records_and_the_best_is_found(searched):
+    rewarded = [event for event in searched.events if event["event"] == "rewarded"]
+    assert [(e["round"], len(e["paths"])) for e in rewarded] == [(2, 4), (3, 4), (3, 5)]
+    measured = [paths for verb, paths in searched.asked if verb == "evaluate.candidates"]
+    for event, asked in zip(rewarded, measured, strict=True):
+        assert event["paths"] == asked
+        assert event["noise"] == 0
+        supernet = supernet_after(searched, event["round"]).eval()
+        splits = [client.data.validation for client in searched.clients]
+        for path, reward in zip(event["paths"], event["rewards"], strict=True):
+            correct = 0
+            for split in splits:
+                x, y = split.batch(torch.arange(len(split)), "cpu")
+                correct += int((Candidate(supernet, path)(x).argmax(1) == y).sum())
+            assert reward == pytest.approx(correct / sum(map(len, splits)))
+    best = max(rewarded[-1]["rewards"])
+    assert searched.strategy.values["reward"] == best
+    path = searched.strategy.space.path(searched.strategy.derive())
+    assert rewarded[-1]["rewards"][rewarded[-1]["paths"].index(path)] == best
+    assert len({tuple(path) for _, paths in searched.asked for path in paths}) > 10
+
+
+def test_the_controller_learns_after_the_warm_up_only(searched):
+    samplers = [sampler for _, sampler in searched.rounds]
+    names = [name for name in samplers[0] if name.startswith("policy.")]
+    moved = [
+        any(not torch.equal(samplers[i][name], samplers[i + 1][name]) for name in names)
+        for i in range(3)
+    ]
+    assert moved == [False, True, True]
+    verbs = [verb for verb, _ in searched.asked]
+    train, measure = "train.candidate", "evaluate.candidates"
+    assert verbs == [train, train, measure, train, measure, measure]
