@@ -72,10 +72,11 @@ class Evolution:
     """Regularised evolution (Real et al. 2019, arXiv 1802.01548, Alg. 1).
 
     Until as many candidates as the population holds are rewarded, and while none is, paths are
-    drawn at random. Then each is a mutated copy of a parent, the best of a tournament drawn with replacement from the
-    population; a mutation changes the op of one edge. The oldest candidates die, the best included.
-    The paper's other mutation moves an edge, of which this space has all: its ``none`` takes the
-    place. Deviation: several children are born at a time, from the same population.
+    drawn at random. Then each is a mutated copy of a parent, the best of a tournament drawn with
+    replacement from the population; a mutation changes the op of one edge. The oldest candidates
+    die, the best included. The paper's other mutation moves an edge, of which this space has all:
+    its ``none`` takes the place. Deviation: several children are born at a time, from the same
+    population.
     """
 
     def __init__(self, choices: Sequence[int], settings: EvolutionSettings) -> None:
