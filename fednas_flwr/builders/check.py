@@ -6,7 +6,7 @@ import torch
 
 from fednas_flwr.builders.clients import check_public, class_factors
 from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.hardware import all_hardware, hardware_settings
+from fednas_flwr.builders.hardware import all_hardware, check_hardware
 from fednas_flwr.builders.networks import (
     describe_network,
     given_genotype,
@@ -39,8 +39,7 @@ def check_buildable(config: Config) -> None:
     ):
         space = supernet_space(config, prepared)
         for hardware in all_hardware(config):
-            if hardware.table is not None or hardware.unit != "ms":  # else clients make the table
-                hardware_settings(hardware, space)
+            check_hardware(hardware, space)
         genotype = space.random_genotype(torch.Generator())
         with torch.device("meta"):
             space.supernet()

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from fednas_flwr.config import ClusterSearch, Config, Hardware, PathSearch
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.space_costs import space_costs
-from fednas_flwr.hardware.costs import HardwareLoss, loss_settings
+from fednas_flwr.hardware.costs import LOSSES, HardwareLoss, loss_settings
 from fednas_flwr.hardware.latency import LatencyTable
 from fednas_flwr.hardware.latency import from_json as latency_from_json
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
@@ -40,6 +40,17 @@ def all_hardware(config: Config) -> list[Hardware]:
     if isinstance(algorithm, PathSearch) and algorithm.hardware is not None:
         return [algorithm.hardware]
     return []
+
+
+def check_hardware(hardware: Hardware, space: SearchSpace) -> None:
+    """Raise ConfigError for a loss that does not exist or a target that no network reaches.
+
+    For targets in ms without a table the latter is known when clients have measured.
+    """
+    if hardware.loss not in LOSSES:
+        raise unknown_choice("algorithm.hardware.loss", hardware.loss, LOSSES)
+    if hardware.table is not None or hardware.unit != "ms":
+        hardware_settings(hardware, space)
 
 
 def hardware_settings(hardware: Hardware | None, space: SearchSpace) -> dict[str, Any] | None:

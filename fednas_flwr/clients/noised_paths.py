@@ -53,13 +53,12 @@ from fednas_flwr.search.path_network import (
     offered_ops,
 )
 from fednas_flwr.search.proxyless import (
-    MODES,
     make_alpha_optimizer,
     make_weight_optimizer,
     move_alphas,
     uniform_alphas,
 )
-from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.search.settings import GATES, SGD, Adam
 from fednas_flwr.search.training import clip_gradients, record_losses
 from fednas_flwr.search_spaces.mbconv_plan import CELL
 from fednas_flwr.search_spaces.space import Supernet
@@ -79,8 +78,8 @@ def path_training(
         admissions: Of ``weights`` and, but in a warm-up, of ``alphas``.
     """
     settings, warm_up = request.settings, "alphas" not in admissions
-    if settings["gates"] not in MODES:
-        raise unknown_choice("gates", settings["gates"], MODES)
+    if settings["gates"] not in GATES:
+        raise unknown_choice("gates", settings["gates"], GATES)
     sgd, adam = SGD(**numbers(settings["weights"])), Adam(**numbers(settings["alphas"]))  # type: ignore[arg-type]
     given = settings["hardware"]
     hardware = None if given is None else hardware_loss(given)

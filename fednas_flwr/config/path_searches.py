@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.search.settings import (
+    GATES,
     SGD,
     Adam,
     ControllerSettings,
@@ -15,7 +16,6 @@ from fednas_flwr.search.settings import (
     check_range,
 )
 
-GATES = ("two", "full")
 SAMPLERS = ("controller", "evolution", "random")
 GROUPINGS = ("tag", "hardware", "alphas")
 
@@ -66,6 +66,12 @@ class PathSearch:
         if self.gates not in GATES:
             raise unknown_choice("algorithm.gates", self.gates, GATES)
         check_least(self, "algorithm", warm_up_rounds=0, local_epochs=1, batch_size=1)
+        check_range(
+            self.alphas.weight_decay == 0,
+            "algorithm.alphas.weight_decay",
+            self.alphas.weight_decay,
+            "0: ops that are not sampled must keep their probabilities",
+        )
 
 
 @dataclass(frozen=True)
@@ -149,3 +155,8 @@ class ClusterSearch:
                 "algorithm.group_by=alphas with algorithm.inherit=false: the groups come from the "
                 "search of all clients; set algorithm.inherit=true."
             )
+        if self.num_groups is not None:
+            names = [str(number) for number in range(1, self.num_groups + 1)]
+            for name in self.group_hardware:
+                if name not in names:
+                    raise unknown_choice("algorithm.group_hardware", name, names)

@@ -50,8 +50,8 @@ def run_groups(
 
     Zhang et al. (2020), FDNAS, Alg. 2. Groups run side by side, except inline, where all clients
     share this process anyway; the server works for one of them while the others wait for replies,
-    since torch's global generator is the process's. One whose clients are too few in the end fails
-    alone.
+    since torch's global generator is the process's. One whose clients are too few in the end, or
+    whose target no network reaches on the hardware that they have measured, fails alone.
 
     Args:
         run: Of CFDNAS.
@@ -75,7 +75,6 @@ def run_groups(
     if groups is None:
         assert strategy is not None  # as the configuration has it
         groups = _by_alphas(run, strategy)
-        _check_names(algorithm, groups)
     write_text(run.folder / GROUPS_FILE, json.dumps(groups, indent=2) + "\n")
     run.log.emit("groups", group_by=algorithm.group_by, groups=groups)
     states = None if strategy is None else strategy.states
@@ -186,7 +185,7 @@ def _run_one(
         try:
             with log.attempt(resumed=resumed, circumstances=run.circumstances):
                 run_group(part)
-        except QuorumError as error:
+        except (ConfigError, QuorumError) as error:
             reason = str(error)
     write_report(part.folder)
     if reason is None:

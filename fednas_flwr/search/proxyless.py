@@ -17,13 +17,11 @@ from torch import Tensor
 from fednas_flwr.errors import unknown_choice
 from fednas_flwr.hardware.costs import Costs, HardwareLoss
 from fednas_flwr.search.gates import active_gates, alpha_gradient, draw_paths, rescale
-from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.search.settings import GATES, SGD, Adam
 from fednas_flwr.search.training import Batch, Tally, clip_gradients, record_losses
 from fednas_flwr.search_spaces.mbconv import NEVER
 from fednas_flwr.search_spaces.mbconv_plan import CELL
 from fednas_flwr.search_spaces.space import Supernet
-
-MODES = ("two", "full")
 
 
 def make_weight_optimizer(supernet: Supernet, settings: SGD) -> torch.optim.SGD:
@@ -40,7 +38,8 @@ def make_weight_optimizer(supernet: Supernet, settings: SGD) -> torch.optim.SGD:
 def make_alpha_optimizer(supernet: Supernet, settings: Adam) -> torch.optim.Adam:
     """Return Adam over the alphas with betas (0, .999): without a first moment, as published.
 
-    So an alpha whose op is not sampled has a step of zero.
+    So an alpha whose op is not sampled has a step of zero, if there is no weight decay, which Adam
+    would turn into full steps.
     """
     return torch.optim.Adam(
         supernet.alphas().values(),
@@ -86,8 +85,8 @@ def proxyless_epoch(
     Returns:
         Tallies of the training and of the validation batches, taken before the steps on them.
     """
-    if mode not in MODES:
-        raise unknown_choice("algorithm.gates", mode, MODES)
+    if mode not in GATES:
+        raise unknown_choice("algorithm.gates", mode, GATES)
     supernet.train()
     train_tally, validation_tally = Tally(), Tally()
     for train_batch in train_batches:

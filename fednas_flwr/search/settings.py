@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from fednas_flwr.errors import ConfigError, unknown_choice
 
+GATES = ("two", "full")
 RULES = ("first_order", "second_order", "mixed_level")
 SCHEDULES = ("aggressive", "adaptive", "constant")
 # Of a record's decrease of loss in a reward, in nats. How float32 rounds a loss (near 1: by 1e-7)

@@ -113,6 +113,19 @@ def test_a_group_without_its_quorum_ends_with_the_reason_and_the_other_goes_on(r
     assert "the disk is full" in (broken.folder / "groups" / "a" / "report.html").read_text()
 
 
+def test_a_group_whose_clients_cannot_reach_its_target_ends_alone(run):
+    """Which is known when they have measured."""
+    unreachable = (COST % 1.0).replace("multiply_adds", "ms").replace("7e4", "1e6")
+    found = run(
+        *(f"algorithm.group_hardware={{a: {unreachable}}}", "algorithm.inherit=false"),
+        *("stages=[search]", "algorithm.group_rounds=1"),
+    )
+    assert found.error is None
+    finished = {event["group"]: event for event in named(found.events, "group_finished")}
+    assert "target=1e+06 ms cannot be reached" in finished["a"]["reason"]
+    assert finished["b"]["status"] == "completed"
+
+
 def test_a_resumed_run_gives_the_same_networks(whole, run, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole.folder, folder)
@@ -188,9 +201,24 @@ def test_settings_that_do_not_fit_are_refused(compose_config, override, sentence
         compose_config(*CFDNAS, override)
 
 
+def test_groups_of_alphas_have_numbers(compose_config):
+    by_alphas = [*CFDNAS, "algorithm.group_by=alphas", "algorithm.num_groups=2"]
+    with pytest.raises(ConfigError, match="group_hardware=a is unknown: choose one of 1, 2"):
+        compose_config(*by_alphas, HARDWARE)
+    config = compose_config(*by_alphas, HARDWARE.replace("{a:", "{2:"))
+    assert list(config.algorithm.group_hardware) == ["2"]
+
+
 def test_a_target_that_no_network_of_a_group_has_is_refused_at_once(compose_config):
     config = compose_config(
         *CFDNAS, f"algorithm.group_hardware={{a: {COST.replace('7e4', '7e9') % 1.0}}}"
     )
     with pytest.raises(ConfigError, match=r"target=7e\+09 multiply_adds cannot be reached"):
+        check_buildable(config)
+
+
+def test_a_loss_that_is_none_is_refused_before_clients_measure(compose_config):
+    in_ms = (COST % 1.0).replace("multiply_adds", "ms").replace("additive", "additiv")
+    config = compose_config(*CFDNAS, f"algorithm.group_hardware={{a: {in_ms}}}")
+    with pytest.raises(ConfigError, match=r"hardware\.loss=additiv is unknown.*nearest: additive"):
         check_buildable(config)
