@@ -1,14 +1,14 @@
-"""Tables: private training of DPNAS' published cell and CNN-Tanh on Fashion-MNIST; its search.
+"""Tables: networks under DP-SGD on Fashion-MNIST, activations of a CNN; DPNAS' search.
 
-    python scripts/table_dpnas.py --root <folder with FashionMNIST> [--jobs 2] [--search]
+    python scripts/table_dpnas.py --root <folder with FashionMNIST> [--table networks] [--jobs 2]
 
-Private training from scratch at epsilon 1, 2 and 3: here that is the PRV epsilon of the steps that
-are committed to, and clients' budgets are what their filters need for it. --networks chooses some:
-CNN-Tanh also with larger batches over ten epochs, which costs 12 times as much, and the published
-cell at its full size, which needs a GPU or hours. With --search instead DP-aware and plain search,
-by the controller and at random with the same budget of candidates; what they find is trained
-privately at epsilon 3 with fewer steps. Small form, 3 seeds. Continues where it was stopped; every
-finished run is added to scripts/results/.
+networks: CNN-Tanh and the published cell, from scratch at epsilon 1, 2 and 3: here that is the PRV
+epsilon of the steps that are committed to, and clients' budgets are what their filters need for it.
+--networks chooses some: CNN-Tanh also with larger batches over ten epochs, and the published cell
+at its full size, which needs a GPU or hours. activations: of the CNN, at epsilon 3, as in the
+paper's Table 4. search: DP-aware and plain search, by the controller and at random with the same
+budget of candidates; what they find is trained privately at epsilon 3 with fewer steps. Small form,
+3 seeds. Continues where it was stopped; every finished run is added to scripts/results/.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from fednas_flwr.reporting.tables import start_results
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_dpnas")
-COMMAND = "python scripts/table_dpnas.py --root <folder>"
 SEEDS = (1, 2, 3)
 EPSILONS = (1.0, 2.0, 3.0)
 RECORDS = 60_000  # of Fashion-MNIST's train part, all of one client
@@ -45,6 +44,7 @@ NETWORKS = {
     "small": [],
     "full": ["search_space=dp_cells"],
 }
+ACTIVATIONS = ("relu", "relu6", "elu", "selu", "tanh", "hardtanh", "leaky_relu")
 SEARCH = ["experiment=dpnas/fashion_mnist", "stages=[search]"]
 SIZES = ["search_space.widths=[8,8,16]", "search_space.head=32"]  # of candidates, for speed
 AWARE = {"DP-aware": [], "plain": ["algorithm.dp_aware=null"]}
@@ -64,44 +64,51 @@ REWARD = {
     "decimals": 1,
 }
 
+TABLES = {  # title and columns
+    "networks": (
+        "DP-SGD from scratch on Fashion-MNIST, small form",
+        [ACCURACY, EPSILON, SECONDS],
+    ),
+    "activations": (
+        "Activations of a CNN under DP-SGD on Fashion-MNIST, small form, epsilon 3",
+        [ACCURACY, EPSILON],
+    ),
+    "search": (
+        "DPNAS' search on Fashion-MNIST, small form; found cells at epsilon 3",
+        [REWARD, ACCURACY, EPSILON],
+    ),
+}
+
 
 def main() -> None:
     """Run what is missing of one of the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
-    parser.add_argument("--search", action="store_true", help="the table of the search")
+    parser.add_argument("--table", choices=TABLES, default="networks")
     parser.add_argument("--networks", choices=NETWORKS, nargs="+", default=["cnn_tanh", "small"])
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     options = parser.parse_args()
+    title, columns = TABLES[options.table]
+    results = RESULTS / f"dpnas_{options.table}.json"
+    command = f"python scripts/table_dpnas.py --root <folder> --table {options.table}"
+    start_results(results, title=title, command=command, columns=columns)
+    make, jobs = {
+        "networks": (make_training, itertools.product(options.seeds, options.networks, EPSILONS)),
+        "activations": (make_activation, itertools.product(options.seeds, ACTIVATIONS)),
+        "search": (make_search, itertools.product(options.seeds, AWARE, SAMPLERS)),
+    }[options.table]
     root = options.root.resolve()
     with ThreadPoolExecutor(options.jobs) as pool:
-        if options.search:
-            start_results(
-                RESULTS / "dpnas_search.json",
-                title="DPNAS' search on Fashion-MNIST, small form; found cells at epsilon 3",
-                command=f"{COMMAND} --search",
-                columns=[REWARD, ACCURACY, EPSILON],
-            )
-            jobs = itertools.product(options.seeds, AWARE, SAMPLERS)
-            list(pool.map(lambda job: make_search(*job, root=root), jobs))
-        else:
-            start_results(
-                RESULTS / "dpnas.json",
-                title="DP-SGD from scratch on Fashion-MNIST, small form",
-                command=COMMAND,
-                columns=[ACCURACY, EPSILON, SECONDS],
-            )
-            jobs = itertools.product(options.seeds, options.networks, EPSILONS)
-            list(pool.map(lambda job: make_training(*job, root=root), jobs))
+        list(pool.map(lambda job: make(*job, results=results, root=root), jobs))
 
 
-def make_training(seed: int, network: str, epsilon: float, *, root: Path) -> None:
+def make_training(seed: int, network: str, epsilon: float, *, results: Path, root: Path) -> None:
     """Train one given network privately."""
     training = [*TRAINING, *NETWORKS[network]]
     steps, batch = schedule(training)[:2]
     measure(
-        RESULTS / "dpnas.json",
+        results,
         RUNS / f"{network}_eps{epsilon:g}_s{seed}",
         overrides=[*training, *noise(training, epsilon)],
         group={"network": network, "steps": steps, "batch": batch, "epsilon": f"{epsilon:g}"},
@@ -110,7 +117,20 @@ def make_training(seed: int, network: str, epsilon: float, *, root: Path) -> Non
     )
 
 
-def make_search(seed: int, aware: str, sampler: str, *, root: Path) -> None:
+def make_activation(seed: int, activation: str, *, results: Path, root: Path) -> None:
+    """Train the CNN with one kind of activation privately."""
+    training = [*TRAINING, "genotype=null", f"algorithm.network=cnn_{activation}"]
+    measure(
+        results,
+        RUNS / f"cnn_{activation}_eps3_s{seed}",
+        overrides=[*training, *noise(training, 3.0)],
+        group={"activation": activation},
+        seed=seed,
+        root=root,
+    )
+
+
+def make_search(seed: int, aware: str, sampler: str, *, results: Path, root: Path) -> None:
     """Search without a claim, then train what was found privately."""
     name = f"{aware.lower()}_{sampler}_s{seed}"
     searched = RUNS / f"search_{name}"
@@ -120,7 +140,7 @@ def make_search(seed: int, aware: str, sampler: str, *, root: Path) -> None:
         return
     training = [*TRAINING, *FEW_STEPS, f"genotype={searched / 'genotype.json'}"]
     measure(
-        RESULTS / "dpnas_search.json",
+        results,
         RUNS / f"found_{name}",
         overrides=[*training, *noise(training, 3.0)],
         group={"search": aware, "sampler": sampler},
