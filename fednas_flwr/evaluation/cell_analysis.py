@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.search_spaces.dp_cells import DPCellSpace
+from fednas_flwr.search_spaces.dp_cells_network import ACTIVATIONS, POOLS
 from fednas_flwr.search_spaces.genotype import Genotype
 
 FAMILIES = {  # ops that take each other's place, by the short name of each
-    "activations": {op: op[9:] for op in DPCellSpace.ops if op.startswith("conv_3x3_")},
-    "pools": {op: op[:3] for op in DPCellSpace.ops if op.endswith("_pool_3x3")},
+    "activations": {f"conv_3x3_{name}": name for name in ACTIVATIONS},
+    "pools": {op: op.removesuffix("_pool_3x3") for op in POOLS},
 }
 FOUND = "found"
 
