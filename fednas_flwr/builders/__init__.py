@@ -12,7 +12,7 @@ from fednas_flwr.builders.clients import (
     make_site_gate,
 )
 from fednas_flwr.builders.data import has_real_sites, make_data, make_server_data, make_site_data
-from fednas_flwr.builders.hardware import load_table
+from fednas_flwr.builders.hardware import check_hardware, load_table
 from fednas_flwr.builders.networks import (
     describe_network,
     given_genotype,
@@ -30,6 +30,7 @@ __all__ = [
     "PRIVATE_SITE_KEYS",
     "SEARCHES",
     "check_buildable",
+    "check_hardware",
     "describe_network",
     "given_genotype",
     "has_real_sites",

@@ -6,7 +6,7 @@ import torch
 
 from fednas_flwr.builders.clients import check_public, class_factors
 from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.hardware import all_hardware, check_hardware
+from fednas_flwr.builders.hardware import check_hardware
 from fednas_flwr.builders.networks import (
     describe_network,
     given_genotype,
@@ -38,8 +38,7 @@ def check_buildable(config: Config) -> None:
         and not isinstance(config.algorithm, GivenNetwork)
     ):
         space = supernet_space(config, prepared)
-        for hardware in all_hardware(config):
-            check_hardware(hardware, space)
+        check_hardware(config, space)
         genotype = space.random_genotype(torch.Generator())
         with torch.device("meta"):
             space.supernet()

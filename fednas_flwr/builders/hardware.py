@@ -31,26 +31,16 @@ def load_table(hardware: Hardware) -> LatencyTable | None:
     return latency_from_json(text, origin=str(path))
 
 
-def all_hardware(config: Config) -> list[Hardware]:
-    """Return what the configuration says of costs, of all groups."""
-    algorithm = config.algorithm
-    if isinstance(algorithm, ClusterSearch):
-        shared = [algorithm.search.hardware] if algorithm.search.hardware else []
-        return [*shared, *algorithm.group_hardware.values()]
-    if isinstance(algorithm, PathSearch) and algorithm.hardware is not None:
-        return [algorithm.hardware]
-    return []
-
-
-def check_hardware(hardware: Hardware, space: SearchSpace) -> None:
+def check_hardware(config: Config, space: SearchSpace) -> None:
     """Raise ConfigError for a loss that does not exist or a target that no network reaches.
 
     For targets in ms without a table the latter is known when clients have measured.
     """
-    if hardware.loss not in LOSSES:
-        raise unknown_choice("algorithm.hardware.loss", hardware.loss, LOSSES)
-    if hardware.table is not None or hardware.unit != "ms":
-        hardware_settings(hardware, space)
+    for hardware in _all_hardware(config):
+        if hardware.loss not in LOSSES:
+            raise unknown_choice("algorithm.hardware.loss", hardware.loss, LOSSES)
+        if hardware.table is not None or hardware.unit != "ms":
+            hardware_settings(hardware, space)
 
 
 def hardware_settings(hardware: Hardware | None, space: SearchSpace) -> dict[str, Any] | None:
@@ -68,3 +58,14 @@ def hardware_settings(hardware: Hardware | None, space: SearchSpace) -> dict[str
             exponent=hardware.exponent,
         )
     )
+
+
+def _all_hardware(config: Config) -> list[Hardware]:
+    """Return what the configuration says of costs, of all groups."""
+    algorithm = config.algorithm
+    if isinstance(algorithm, ClusterSearch):
+        shared = [algorithm.search.hardware] if algorithm.search.hardware else []
+        return [*shared, *algorithm.group_hardware.values()]
+    if isinstance(algorithm, PathSearch) and algorithm.hardware is not None:
+        return [algorithm.hardware]
+    return []

@@ -57,9 +57,11 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
             raise ConfigError(
                 f"{resumes[0]} takes no other setting: the run's own configuration is used."
             )
-        from fednas_flwr.federation.run_folder import open_run_folder
+        from fednas_flwr.federation.run_folder import check_whole, open_run_folder
 
-        execute(open_run_folder(resumes[0].removeprefix("resume=")), resumed=True)
+        config = open_run_folder(resumes[0].removeprefix("resume="))
+        check_whole(config)
+        execute(config, resumed=True)
         return 0
     jobs = expand_sweep(overrides) if options.multirun else {"": overrides}
     configs = {}

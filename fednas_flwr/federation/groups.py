@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from fednas_flwr.builders import check_hardware, supernet_space
 from fednas_flwr.config import ClusterSearch, Config, dump_config
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
@@ -59,7 +60,8 @@ def run_groups(
         run_group: Runs what follows, of a run whose algorithm is FDNAS.
 
     Raises:
-        ConfigError: A client names no group, or a hardware loss is of a group that does not exist.
+        ConfigError: A client names no group, or a hardware loss is of a group that does not exist
+            or has a target that no network reaches.
         QuorumError: Every group has failed.
     """
     algorithm, strategy = _algorithm(run.config), None
@@ -70,6 +72,7 @@ def run_groups(
             algorithm.group_by,
         )
         _check_names(algorithm, groups)
+    check_hardware(run.config, supernet_space(run.config, run.prepared))
     if algorithm.inherit:
         strategy = search(replace(run, config=replace(run.config, algorithm=algorithm.search)))
     if groups is None:

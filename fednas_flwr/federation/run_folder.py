@@ -79,6 +79,16 @@ def open_run_folder(path: str) -> Config:
     return replace(config, run_dir=str(file.parent))
 
 
+def check_whole(config: Config) -> None:
+    """Raise ConfigError for the folder of a group: alone it would go on with all clients."""
+    whole = Path(str(config.run_dir)).parents[1]
+    if (whole / GROUPS_FILE).is_file():
+        raise ConfigError(
+            f"resume={config.run_dir}: it is a group of another run; continue that with "
+            f"resume={whole}."
+        )
+
+
 def find_unfinished(config: Config) -> Config | None:
     """Return the newest run of this configuration that has not completed, None if there is none.
 

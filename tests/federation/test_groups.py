@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from fednas_flwr.builders import check_buildable, load_network
+from fednas_flwr.cli import USER_ERROR, main
 from fednas_flwr.clients.verbs import VERBS
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Reply
@@ -144,6 +145,12 @@ def test_a_resumed_run_gives_the_same_networks(whole, run, tmp_path):
         assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
 
 
+def test_a_group_is_not_resumed_alone(whole, capsys):
+    """Of the run's configuration it has the number of clients."""
+    assert main(["run", f"resume={whole.folder / 'groups' / 'a'}"]) == USER_ERROR
+    assert f"continue that with resume={whole.folder}." in capsys.readouterr().err
+
+
 def test_clients_with_similar_updates_of_the_alphas_form_a_group(run):
     torch.manual_seed(0)
     alphas = {"float32": torch.randn(12)}
@@ -174,6 +181,10 @@ def test_clients_with_similar_updates_of_the_alphas_form_a_group(run):
         (
             ["algorithm.group_hardware={c: %s}" % (COST % 1.0)],
             "group_hardware=c is unknown: .* a, b",
+        ),
+        (
+            [HARDWARE.replace("7e4", "7e9")],
+            "cannot be reached",
         ),
     ],
 )
