@@ -81,10 +81,13 @@ def run_groups(
     write_text(run.folder / GROUPS_FILE, json.dumps(groups, indent=2) + "\n")
     run.log.emit("groups", group_by=algorithm.group_by, groups=groups)
     states = None if strategy is None else strategy.states
-    parts = [_group_run(run, name, clients, states) for name, clients in groups.items()]
-    workers, turn = 1 if run.config.runtime.name == "inline" else len(parts), Lock()
-    with run.stage("groups"), ThreadPoolExecutor(workers) as pool:
-        reasons = list(pool.map(lambda part: _run_one(run, part, run_group, turn), parts))
+    run_one = partial(_run_one, run, states=states, run_group=run_group, turn=Lock())
+    with run.stage("groups"):
+        if run.config.runtime.name == "inline":  # in this thread, which Ctrl-C stops
+            reasons = list(map(run_one, groups, groups.values()))
+        else:
+            with ThreadPoolExecutor(len(groups)) as pool:
+                reasons = list(pool.map(run_one, groups, groups.values()))
     if all(reasons):
         raise QuorumError(f"every group has failed: {'; '.join(r for r in reasons if r)}")
 
@@ -129,10 +132,8 @@ def _by_alphas(run: Run, strategy: RoundStrategy) -> Groups:
     return group_by_alphas(replies, strategy.states["alphas"], num_groups=algorithm.num_groups)
 
 
-def _group_run(
-    run: Run, name: str, clients: list[int], states: Mapping[str, Packed] | None
-) -> tuple[str, Run]:
-    """Return a group's name and its own run, the folder made."""
+def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Packed] | None) -> Run:
+    """Return a group's own run, the folder made."""
     algorithm, folder = _algorithm(run.config), run.folder / "groups" / name
     search = replace(algorithm.search, hardware=algorithm.group_hardware.get(name))
     if algorithm.inherit:
@@ -145,7 +146,7 @@ def _group_run(
         text = yaml.safe_dump(json.loads(dump_config(config)), sort_keys=False)
         write_text(folder / CONFIG_FILE, text)
     log = EventLog(folder / EVENTS_FILE, [partial(_tell, run.log, name)])
-    return name, replace(
+    return replace(
         run,
         config=config,
         folder=folder,
@@ -170,10 +171,16 @@ def _tell(log: EventLog, name: str, event: Event) -> None:
 
 
 def _run_one(
-    run: Run, named: tuple[str, Run], run_group: Callable[[Run], None], turn: Lock
+    run: Run,
+    name: str,
+    clients: list[int],
+    *,
+    states: Mapping[str, Packed] | None,
+    run_group: Callable[[Run], None],
+    turn: Lock,
 ) -> str | None:
     """Run a group in its turns and return why it failed, None if it did not."""
-    (name, part), started, reason = named, time.monotonic(), None
+    part, started, reason = _group_run(run, name, clients, states), time.monotonic(), None
 
     def wait(seconds: float) -> None:
         turn.release()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import threading
+import time
 
 import pytest
 import torch
@@ -92,6 +96,17 @@ def test_groups_go_on_from_the_supernet_of_all_clients(whole, run):
     from_scratch = load_file(naive.folder / first)
     batches = [int(s["buffers.int64"][0]) for s in (shared, of_group, from_scratch)]
     assert batches[1] == batches[0] + batches[2] > batches[2] > 0  # seen by the stem's batch norm
+
+
+def test_inline_groups_run_where_ctrl_c_reaches_them(run, monkeypatch):
+    def interrupted(client, request):
+        assert threading.current_thread() is threading.main_thread()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+    monkeypatch.setitem(VERBS, "train.search", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(HARDWARE, "algorithm.inherit=false")
 
 
 def test_a_group_without_its_quorum_ends_with_the_reason_and_the_other_goes_on(run, monkeypatch):
