@@ -82,4 +82,4 @@ def machines(
         return made
 
     yield begin
-    assert made.stop() == []
+    assert made.stop() == []  # no process has outlived what it belonged to
