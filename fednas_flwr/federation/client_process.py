@@ -3,11 +3,13 @@
 Flower's process unpacks the bundle that came with a run, imports it and runs it, with the site's
 data at hand. This one refuses a bundle that is not the installed package's, and answers with the
 installed package in any case: nothing that came over the wire is unpacked to disk or executed.
-``bin/flwr-clientapp`` of a site's folder starts it, see ``provision``.
+``bin/flwr-clientapp`` of a site's folder starts it, see ``provision``. Flower's command line is
+read here, since its own reader imports the whole SuperNode, which costs each message half a second.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import threading
 import time
@@ -17,8 +19,9 @@ from logging import INFO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flwr.common.args import add_args_flwr_app_common, try_obtain_flwr_app_token
 from flwr.common.logger import log
-from flwr.supernode.cli import flwr_clientapp
+from flwr.supercore.tls import validate_and_resolve_root_certificates
 from flwr.supernode.runtime import run_clientapp
 
 from fednas_flwr.federation.bundle import check_bundle
@@ -42,7 +45,19 @@ def main() -> None:
         getattr(run_clientapp, name)
         setattr(run_clientapp, name, own)
     _finish_only_with_a_reply()
-    flwr_clientapp()
+    parser = argparse.ArgumentParser(description="Answer one message of a SuperNode.")
+    parser.add_argument("--runtime-api-address", required=True)
+    add_args_flwr_app_common(parser)
+    options = parser.parse_args()
+    root, insecure = options.root_certificates, options.insecure
+    run_clientapp.run_clientapp(
+        runtime_api_address=options.runtime_api_address,
+        token=try_obtain_flwr_app_token(options),
+        insecure=insecure,
+        certificates=validate_and_resolve_root_certificates(root, insecure),
+        parent_pid=options.parent_pid,
+        runtime_dependency_install=False,
+    )
 
 
 def _finish_only_with_a_reply() -> None:

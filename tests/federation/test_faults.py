@@ -103,7 +103,7 @@ def test_whatever_is_killed_the_run_is_continued_to_the_bits_of_one_that_was_not
     cluster: Any, start: Callable[..., Watched], tmp_path: Path
 ) -> None:
     inline, run = tmp_path / "inline", tmp_path / "run"
-    slow = (*RUN, "algorithm.local_epochs=40")  # so that signals come in the middle of the work
+    slow = (*RUN, "algorithm.local_epochs=10")  # so that signals come in the middle of the work
     data = f"dataset.root={cluster.base / 'data'}"
     assert main(["run", *slow, data, f"run_dir={inline}"]) == 0
     overrides = (*slow, "runtime.quorum=1", "runtime.connect_s=600")

@@ -21,11 +21,12 @@ from fednas_flwr.federation.server_app import serve
 # What takes long to import and has no part in a step on prepared data.
 HEAVY = {
     *("datasets", "dp_accounting", "flwr_datasets", "hydra", "onnx", "onnxruntime", "opacus"),
-    *("pandas", "plotly", "ray", "scipy", "sklearn", "tensorboard", "torchvision"),
+    *("pandas", "plotly", "ray", "scipy", "sklearn", "sqlalchemy", "tensorboard", "torchvision"),
 }
 PROCESS = """
 import json, sys
 from pathlib import Path
+import fednas_flwr.federation.client_process
 from flwr.common.serde import recorddict_from_proto
 from flwr.proto.recorddict_pb2 import RecordDict
 from fednas_flwr.federation.client_app import make_client_app
