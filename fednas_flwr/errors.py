@@ -23,6 +23,10 @@ class MissingSettingError(ConfigError):
         self.key = key
 
 
+class DamagedError(RuntimeError):
+    """A site's books cannot be trusted any more; the message is one sentence that says why."""
+
+
 class BudgetExceededError(RuntimeError):
     """A client refuses a release that its privacy budget does not cover."""
 

@@ -1,13 +1,14 @@
-"""Tables: private training of DPNAS' published cell and CNN-Tanh on Fashion-MNIST; its search.
+"""Tables: networks under DP-SGD on Fashion-MNIST, activations of a CNN; DPNAS' search.
 
-    python scripts/table_dpnas.py --root <folder with FashionMNIST> [--jobs 2] [--search]
+    python scripts/table_dpnas.py --root <folder with FashionMNIST> [--table networks] [--jobs 2]
 
-Private training from scratch at epsilon 1, 2 and 3: here that is the PRV epsilon of the steps that
-are committed to, and clients' budgets are what their filters need for it. With --search instead
-DP-aware and plain search, by the controller and at random with the same budget of candidates; what
-they find is trained privately at epsilon 3. Small form, 3 seeds. Continues where it was stopped;
-every finished run is added to scripts/results/. With --network full the published cell at its full
-size, which needs a GPU or hours.
+networks: CNN-Tanh and the published cell, from scratch at epsilon 1, 2 and 3: here that is the PRV
+epsilon of the steps that are committed to, and clients' budgets are what their filters need for it.
+--networks chooses some: CNN-Tanh also with larger batches over ten epochs, and the published cell
+at its full size, which needs a GPU or hours. activations: of the CNN, at epsilon 3, as in the
+paper's Table 4. search: DP-aware and plain search, by the controller and at random with the same
+budget of candidates; what they find is trained privately at epsilon 3 with fewer steps. Small form,
+3 seeds. Continues where it was stopped; every finished run is added to scripts/results/.
 """
 
 from __future__ import annotations
@@ -31,17 +32,21 @@ from fednas_flwr.reporting.tables import start_results
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_dpnas")
-COMMAND = "python scripts/table_dpnas.py --root <folder>"
 SEEDS = (1, 2, 3)
 EPSILONS = (1.0, 2.0, 3.0)
 RECORDS = 60_000  # of Fashion-MNIST's train part, all of one client
-TRAINING = ["experiment=dpnas/train_fashion_mnist"]
+TRAINING = ["experiment=dpnas/train_fashion_mnist"]  # 400 steps of 256 images
+TEN_EPOCHS = ["retrain.rounds=30", "retrain.batch_size=1024"]  # 600 steps
+FEW_STEPS = ["retrain.rounds=3"]  # 60, to compare what searches have found
 NETWORKS = {
     "cnn_tanh": ["genotype=null"],
+    "cnn_tanh_10_epochs": ["genotype=null", *TEN_EPOCHS],
     "small": [],
     "full": ["search_space=dp_cells"],
 }
+ACTIVATIONS = ("relu", "relu6", "elu", "selu", "tanh", "hardtanh", "leaky_relu")
 SEARCH = ["experiment=dpnas/fashion_mnist", "stages=[search]"]
+SIZES = ["search_space.widths=[8,8,16]", "search_space.head=32"]  # of candidates, for speed
 AWARE = {"DP-aware": [], "plain": ["algorithm.dp_aware=null"]}
 SAMPLERS = ("controller", "random")
 ACCURACY = {
@@ -59,62 +64,85 @@ REWARD = {
     "decimals": 1,
 }
 
+TABLES = {  # title and columns
+    "networks": (
+        "DP-SGD from scratch on Fashion-MNIST, small form",
+        [ACCURACY, EPSILON, SECONDS],
+    ),
+    "activations": (
+        "Activations of a CNN under DP-SGD on Fashion-MNIST, small form, epsilon 3",
+        [ACCURACY, EPSILON],
+    ),
+    "search": (
+        "DPNAS' search on Fashion-MNIST, small form; found cells at epsilon 3",
+        [REWARD, ACCURACY, EPSILON],
+    ),
+}
+
 
 def main() -> None:
     """Run what is missing of one of the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
-    parser.add_argument("--search", action="store_true", help="the table of the search")
-    parser.add_argument("--network", choices=NETWORKS, nargs="+", default=["cnn_tanh", "small"])
+    parser.add_argument("--table", choices=TABLES, default="networks")
+    parser.add_argument("--networks", choices=NETWORKS, nargs="+", default=["cnn_tanh", "small"])
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     options = parser.parse_args()
+    title, columns = TABLES[options.table]
+    results = RESULTS / f"dpnas_{options.table}.json"
+    command = f"python scripts/table_dpnas.py --root <folder> --table {options.table}"
+    start_results(results, title=title, command=command, columns=columns)
+    make, jobs = {
+        "networks": (make_training, itertools.product(options.seeds, options.networks, EPSILONS)),
+        "activations": (make_activation, itertools.product(options.seeds, ACTIVATIONS)),
+        "search": (make_search, itertools.product(options.seeds, AWARE, SAMPLERS)),
+    }[options.table]
     root = options.root.resolve()
     with ThreadPoolExecutor(options.jobs) as pool:
-        if options.search:
-            start_results(
-                RESULTS / "dpnas_search.json",
-                title="DPNAS' search on Fashion-MNIST, small form; found cells at epsilon 3",
-                command=f"{COMMAND} --search",
-                columns=[REWARD, ACCURACY, EPSILON],
-            )
-            jobs = itertools.product(options.seeds, AWARE, SAMPLERS)
-            list(pool.map(lambda job: make_search(*job, root=root), jobs))
-        else:
-            start_results(
-                RESULTS / "dpnas.json",
-                title="DP-SGD from scratch on Fashion-MNIST, small form: 200 steps of 256 images",
-                command=COMMAND,
-                columns=[ACCURACY, EPSILON, SECONDS],
-            )
-            jobs = itertools.product(options.seeds, options.network, EPSILONS)
-            list(pool.map(lambda job: make_training(*job, root=root), jobs))
+        list(pool.map(lambda job: make(*job, results=results, root=root), jobs))
 
 
-def make_training(seed: int, network: str, epsilon: float, *, root: Path) -> None:
+def make_training(seed: int, network: str, epsilon: float, *, results: Path, root: Path) -> None:
     """Train one given network privately."""
+    training = [*TRAINING, *NETWORKS[network]]
+    steps, batch = schedule(training)[:2]
     measure(
-        RESULTS / "dpnas.json",
+        results,
         RUNS / f"{network}_eps{epsilon:g}_s{seed}",
-        overrides=[*TRAINING, *NETWORKS[network], *noise(epsilon)],
-        group={"network": network, "epsilon": f"{epsilon:g}"},
+        overrides=[*training, *noise(training, epsilon)],
+        group={"network": network, "steps": steps, "batch": batch, "epsilon": f"{epsilon:g}"},
         seed=seed,
         root=root,
     )
 
 
-def make_search(seed: int, aware: str, sampler: str, *, root: Path) -> None:
+def make_activation(seed: int, activation: str, *, results: Path, root: Path) -> None:
+    """Train the CNN with one kind of activation privately."""
+    training = [*TRAINING, "genotype=null", f"algorithm.network=cnn_{activation}"]
+    measure(
+        results,
+        RUNS / f"cnn_{activation}_eps3_s{seed}",
+        overrides=[*training, *noise(training, 3.0)],
+        group={"activation": activation},
+        seed=seed,
+        root=root,
+    )
+
+
+def make_search(seed: int, aware: str, sampler: str, *, results: Path, root: Path) -> None:
     """Search without a claim, then train what was found privately."""
     name = f"{aware.lower()}_{sampler}_s{seed}"
     searched = RUNS / f"search_{name}"
-    overrides = [*SEARCH, *AWARE[aware], f"algorithm.sampler={sampler}"]
+    overrides = [*SEARCH, *SIZES, *AWARE[aware], f"algorithm.sampler={sampler}"]
     search = make_run(searched, overrides=overrides, seed=seed, root=root)
     if search is None:
         return
+    training = [*TRAINING, *FEW_STEPS, f"genotype={searched / 'genotype.json'}"]
     measure(
-        RESULTS / "dpnas_search.json",
+        results,
         RUNS / f"found_{name}",
-        overrides=[*TRAINING, f"genotype={searched / 'genotype.json'}", *noise(3.0)],
+        overrides=[*training, *noise(training, 3.0)],
         group={"search": aware, "sampler": sampler},
         seed=seed,
         root=root,
@@ -127,22 +155,29 @@ def sampled_accuracy(run: Run) -> float:
     return fmean(event["metrics"]["validation_accuracy"] for event in run.rounds("search")[-5:])
 
 
-def noise(epsilon: float) -> list[str]:
+def schedule(training: list[str]) -> tuple[int, int, Config]:
+    """Return the steps, the expected batch and the configuration of a training."""
+    config: Config = parse_config(compose_tree(training))
+    assert isinstance(config.privacy, DifferentialPrivacy)
+    steps = config.retrain.rounds * config.privacy.retrain.local_steps
+    return steps, config.retrain.batch_size, config
+
+
+def noise(training: list[str], epsilon: float) -> list[str]:
     """Return the noise that keeps a PRV epsilon, and the budget that a client's filter needs."""
-    config: Config = parse_config(compose_tree(TRAINING))
-    privacy, retrain = config.privacy, config.retrain
+    steps, batch, config = schedule(training)
+    privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
-    steps, rate = retrain.rounds * privacy.retrain.local_steps, retrain.batch_size / RECORDS
     least = calibrate_noise(
         target_epsilon=epsilon,
         delta=privacy.delta,
-        sample_rate=rate,
+        sample_rate=batch / RECORDS,
         steps=steps,
         accountant=prv_epsilon,
     )
     sigma = math.ceil(1e4 * least) / 1e4
     again = steps + privacy.retrain.local_steps  # a round that is interrupted is released twice
-    budget = filter_epsilon([Release(sigma, rate, again)], privacy.delta)
+    budget = filter_epsilon([Release(sigma, batch / RECORDS, again)], privacy.delta)
     return [
         f"privacy.retrain.noise_multiplier={sigma:g}",
         f"privacy.epsilon={math.ceil(10 * budget + 1) / 10:g}",

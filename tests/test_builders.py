@@ -23,7 +23,10 @@ Compose = Callable[..., Config]
 BUILDS = [
     *(f"algorithm={n}" for n in ("fed_darts", "fedex", "fednas", "fnas", "random_search")),
     "algorithm=vanilla_nas clients=1",
-    *(f"algorithm=fedavg algorithm.network={n}" for n in ("mobilenet_v2", "plain_cnn", "linear")),
+    *(
+        f"algorithm=fedavg algorithm.network={n}"
+        for n in ("efficientnet_b0", "plain_cnn", "linear")
+    ),
     "search_space=darts retrain=darts",
     "search_space=darts_small retrain.num_cells=3",
     *(f"search_space={n}" for n in ("nasbench201", "nasbench201_small")),
@@ -87,7 +90,7 @@ def test_check_builds_no_tensors_and_draws_nothing(compose_config: Compose) -> N
 
 @pytest.mark.parametrize("network", ["mobilenet_v2", "plain_cnn"])
 def test_networks_for_images_refuse_tables(network: str) -> None:
-    description = {"name": network, "input_shape": [7], "num_classes": 2}
+    description = {"name": network, "input_shape": [7], "num_classes": 2, "norm": "group"}
     with pytest.raises(ConfigError, match=f"{network}.*images"):
         builders.make_network(description)
     linear = builders.make_network({"name": "linear", "input_shape": [7], "num_classes": 2})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from fednas_flwr.config import SEARCH_SPACES, Config, GivenNetwork, conf_folder
+from fednas_flwr.config import NORMED_NETWORKS, SEARCH_SPACES, Config, GivenNetwork, conf_folder
 from fednas_flwr.config.networks import OwnSizeSpace, SearchSpaceSettings
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import ConfigError, unknown_choice
@@ -23,7 +24,7 @@ from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.randomness import seeded
 from fednas_flwr.search_spaces.darts import DARTSSpace
-from fednas_flwr.search_spaces.dp_cells import DPCellSpace
+from fednas_flwr.search_spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.search_spaces.mbconv_plan import CANDIDATES, SKELETONS
@@ -43,14 +44,16 @@ def _mbconv_space(*, skeleton: str, candidates: str, **settings: Any) -> MBConvS
     return MBConvSpace(skeleton=SKELETONS[skeleton], candidates=CANDIDATES[candidates], **settings)
 
 
-def _dp_cell_space(*, widths: Sequence[int], **settings: Any) -> DPCellSpace:
-    """Return the DP-friendly space; JSON knows no tuples."""
-    return DPCellSpace(widths=tuple(widths), **settings)
+def _dp_cell_space(
+    kind: type[DPCellSpace], *, widths: Sequence[int], **settings: Any
+) -> DPCellSpace:
+    """Return a space of DPNAS' cells; JSON knows no tuples."""
+    return kind(widths=tuple(widths), **settings)
 
 
 SPACES: dict[str, Callable[..., SearchSpace]] = {
     "darts": DARTSSpace,
-    "dp_cells": _dp_cell_space,
+    **{name: partial(_dp_cell_space, kind) for name, kind in DP_CELL_SPACES.items()},
     "mbconv": _mbconv_space,
     "mlp": MLPSpace,
     "nasbench201": NASBench201Space,
@@ -149,7 +152,9 @@ def describe_network(
             raise ValueError("only fedavg and fedex have a network without a genotype")
         if config.algorithm.network not in FIXED_NETWORKS:
             raise unknown_choice("algorithm.network", config.algorithm.network, FIXED_NETWORKS)
-        return {"name": config.algorithm.network, **shapes}
+        norm = {"norm": config.retrain.norm}
+        normed = config.algorithm.network in NORMED_NETWORKS
+        return {"name": config.algorithm.network, **shapes, **(norm if normed else {})}
     return describe_derived(
         genotype,
         shapes,
@@ -211,11 +216,12 @@ def make_network(description: Description) -> nn.Module:
     Raises:
         ConfigError: The description's name, genotype or sizes cannot be built.
     """
-    input_shape = tuple(description["input_shape"])
-    if description["name"] in FIXED_NETWORKS:
-        return FIXED_NETWORKS[description["name"]](input_shape, description["num_classes"])
-    if description["name"] != "derived":
-        raise unknown_choice("network", description["name"], ["derived", *FIXED_NETWORKS])
+    input_shape, name = tuple(description["input_shape"]), description["name"]
+    if name in FIXED_NETWORKS:
+        norm = {"norm": description.get("norm")} if name in NORMED_NETWORKS else {}
+        return FIXED_NETWORKS[name](input_shape, description["num_classes"], **norm)
+    if name != "derived":
+        raise unknown_choice("network", name, ["derived", *FIXED_NETWORKS])
     genotype = from_json(json.dumps(description["genotype"]))
     space = make_space(
         genotype.space,

@@ -223,7 +223,7 @@ def _make_dpnas(
         seeded_supernet(config, space),
         courier,
         space=space,
-        sampler=make_sampler(config.seed, algorithm, space.choices),
+        sampler=make_sampler(config.seed, algorithm, space.choices()),
         trained_candidates=algorithm.trained_candidates,
         rewarded_candidates=algorithm.rewarded_candidates,
         final_candidates=algorithm.final_candidates,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fednas_flwr.clients.release import ReleaseGate
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, DamagedError
 from fednas_flwr.exchange.messages import Reply, Request
 
 GENESIS = "0" * 64  # stands for the hash of the line before the first
@@ -92,15 +92,15 @@ def verify_trail(path: Path) -> tuple[int, str]:
     """Return the number of lines of a trail and the hash of the last one.
 
     Raises:
-        ConfigError: There is no such file, or a line is not the one that was written; the sentence
-            names it.
+        ConfigError: There is no such file.
+        DamagedError: A line is not the one that was written; the sentence names it.
     """
     if not path.is_file():
         raise ConfigError(f"there is no audit trail {path}; give the file of a site.")
     number, previous = 0, GENESIS
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if _numbered(line) != (number, previous):
-            raise ConfigError(
+            raise DamagedError(
                 f"line {number} of {path} is not the one that was written after line {number - 1}: "
                 "the trail was edited or damaged from there on."
             )
@@ -131,7 +131,7 @@ def _last(descriptor: int, path: Path) -> tuple[int, str]:
     """Return number and hash of the last line, after cutting off one that a crash has torn.
 
     Raises:
-        RuntimeError: The last line is none of a trail.
+        DamagedError: The last line is none of a trail.
     """
     size = os.fstat(descriptor).st_size
     tail = os.pread(descriptor, 2**16, max(0, size - 2**16))
@@ -143,7 +143,7 @@ def _last(descriptor: int, path: Path) -> tuple[int, str]:
     line = whole.splitlines(keepends=True)[-1]
     number = _numbered(line)[0]
     if number is None:
-        raise RuntimeError(f"the last line of the audit trail {path} was edited: nothing leaves.")
+        raise DamagedError(f"the last line of the audit trail {path} was edited: nothing leaves.")
     return number, _hash(line)
 
 

@@ -411,7 +411,7 @@ def _means_batch_norm(request: Request, supernet_norm: str | None) -> bool:
     described = {} if searches else request.settings["network"]
     if described.get("name", SUPERNET["name"]) == SUPERNET["name"]:
         return supernet_norm == "batch"
-    return described.get("norm") == "batch" or described["name"] == "mobilenet_v2"
+    return described.get("norm") == "batch"
 
 
 def _has_batch_norm(network: nn.Module) -> bool:

@@ -7,6 +7,7 @@ here. The same tree as JSON (:func:`dump_config`) is what travels to other proce
 
 from fednas_flwr.config.algorithms import (
     ALGORITHMS,
+    NORMED_NETWORKS,
     FixedNetwork,
     GivenNetwork,
     GradientSearch,
@@ -35,6 +36,7 @@ __all__ = [
     "DifferentialPrivacy",
     "FixedNetwork",
     "GivenNetwork",
+    "NORMED_NETWORKS",
     "GradientSearch",
     "Hardware",
     "HyperparameterSearch",

@@ -18,6 +18,7 @@ from fednas_flwr.search.settings import (
     Configuration,
     Range,
     ThetaSettings,
+    check_least,
     check_range,
 )
 
@@ -38,10 +39,7 @@ class LocalSearch:
         """Check the ranges."""
         if self.rule not in RULES:
             raise unknown_choice("algorithm.rule", self.rule, RULES)
-        check_range(
-            self.local_epochs >= 1, "algorithm.local_epochs", self.local_epochs, "1 or more"
-        )
-        check_range(self.batch_size >= 1, "algorithm.batch_size", self.batch_size, "1 or more")
+        check_least(self, "algorithm", local_epochs=1, batch_size=1)
 
 
 @dataclass(frozen=True)
@@ -63,16 +61,14 @@ class GradientSearch:
         check_range(self.order in (1, 2), "algorithm.order", self.order, "1 or 2")
         if self.reduce not in ("mean", "sum"):
             raise unknown_choice("algorithm.reduce", self.reduce, ("mean", "sum"))
-        check_range(self.local_steps >= 1, "algorithm.local_steps", self.local_steps, "1 or more")
+        check_least(self, "algorithm", local_steps=1)
         check_range(
             self.batch_size is None or self.batch_size >= 1,
             "algorithm.batch_size",
             self.batch_size,
             "1 or more, or null for all of a client's records",
         )
-        check_range(
-            self.evaluate_every >= 0, "algorithm.evaluate_every", self.evaluate_every, "0 or more"
-        )
+        check_least(self, "algorithm", evaluate_every=0)
         if self.order == 2 and self.local_steps > 1:
             raise ConfigError(
                 f"algorithm.order=2 with algorithm.local_steps={self.local_steps} is not defined: "
@@ -101,13 +97,7 @@ class RandomSearch:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_range(
-            self.trial_rounds >= 0, "algorithm.trial_rounds", self.trial_rounds, "0 or more"
-        )
-        check_range(
-            self.local_epochs >= 1, "algorithm.local_epochs", self.local_epochs, "1 or more"
-        )
-        check_range(self.batch_size >= 1, "algorithm.batch_size", self.batch_size, "1 or more")
+        check_least(self, "algorithm", trial_rounds=0, local_epochs=1, batch_size=1)
 
 
 @dataclass(frozen=True)
@@ -130,15 +120,18 @@ class HyperparameterSearch:
         """Check the ranges."""
         if self.rule not in RULES:
             raise unknown_choice("algorithm.rule", self.rule, RULES)
-        for key in ("local_epochs", "batch_size", "nas_rounds", "num_configurations"):
-            value = getattr(self, key)
-            check_range(value >= 1, f"algorithm.{key}", value, "1 or more")
+        check_least(
+            self, "algorithm", local_epochs=1, batch_size=1, nas_rounds=1, num_configurations=1
+        )
         check_range(
             self.loss_bound >= LEAST_LOSS_BOUND,
             "algorithm.loss_bound",
             self.loss_bound,
             f"{LEAST_LOSS_BOUND} or more",
         )
+
+
+NORMED_NETWORKS = ("efficientnet_b0", "mobilenet_v2")  # given networks whose norm is retrain.norm
 
 
 @dataclass(frozen=True)

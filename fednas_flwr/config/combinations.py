@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from fednas_flwr.config.algorithms import (
+    NORMED_NETWORKS,
     FixedNetwork,
     GivenNetwork,
     GradientSearch,
@@ -66,12 +67,8 @@ def check_privacy(config: Config) -> None:
                 "algorithm.rule=first_order."
             )
     if isinstance(algorithm, FixedNetwork) and config.genotype is None:
-        norms = {}
-        if algorithm.network == "mobilenet_v2":
-            raise ConfigError(
-                "algorithm.network=mobilenet_v2 with privacy=dp: it normalises over batches; set "
-                "algorithm.network=plain_cnn."
-            )
+        if algorithm.network not in NORMED_NETWORKS:
+            norms = {}
     wrong = [key for key, norm in norms.items() if norm != "group"]
     if wrong:
         raise ConfigError(

@@ -10,7 +10,7 @@ import yaml
 
 from fednas_flwr.config.parsing import conf_folder, parse
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.search.settings import check_range
+from fednas_flwr.search.settings import check_least, check_range
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,7 @@ class Dataset:
         for key in ("limit_train", "limit_test"):
             value = getattr(self, key)
             check_range(value is None or value >= 1, f"dataset.{key}", value, "1 or more, or null")
-        for key in ("crop_padding", "cutout"):
-            value = getattr(self, key)
-            check_range(value >= 0, f"dataset.{key}", value, "0 or more")
+        check_least(self, "dataset", crop_padding=0, cutout=0)
         key_bytes = len(self.split_key.encode())
         check_range(1 <= key_bytes <= 64, "dataset.split_key", self.split_key, "1 to 64 bytes")
 

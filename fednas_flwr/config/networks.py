@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fednas_flwr.errors import unknown_choice
-from fednas_flwr.search.settings import SGD, check_range
+from fednas_flwr.search.settings import SGD, check_least, check_range
 
 NORMS = ("batch", "group")
 
@@ -21,8 +21,7 @@ class CellSpace:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_range(self.channels >= 1, "search_space.channels", self.channels, "1 or more")
-        check_range(self.num_cells >= 1, "search_space.num_cells", self.num_cells, "1 or more")
+        check_least(self, "search_space", channels=1, num_cells=1)
         if self.norm not in NORMS:
             raise unknown_choice("search_space.norm", self.norm, NORMS)
 
@@ -77,7 +76,7 @@ SearchSpaceSettings = CellSpace | OwnSizeSpace
 SEARCH_SPACES: dict[str, type] = {
     **dict.fromkeys(("darts", "mlp", "nasbench201"), CellSpace),
     "mbconv": BlockSpace,
-    "dp_cells": DPCells,
+    **dict.fromkeys(("dp_cells", "dp_cells_darts"), DPCells),
 }
 
 
@@ -100,9 +99,7 @@ class Retrain:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for key in ("rounds", "local_epochs", "batch_size"):
-            value = getattr(self, key)
-            check_range(value >= 1, f"retrain.{key}", value, "1 or more")
+        check_least(self, "retrain", rounds=1, local_epochs=1, batch_size=1)
         for key in ("channels", "num_cells"):
             value = getattr(self, key)
             check_range(value is None or value >= 1, f"retrain.{key}", value, "1 or more, or null")
@@ -112,11 +109,6 @@ class Retrain:
             self.drop_path_prob,
             "0 to below 1",
         )
-        check_range(
-            self.auxiliary_weight >= 0,
-            "retrain.auxiliary_weight",
-            self.auxiliary_weight,
-            "0 or more",
-        )
+        check_least(self, "retrain", auxiliary_weight=0)
         if self.norm not in NORMS:
             raise unknown_choice("retrain.norm", self.norm, NORMS)

@@ -11,6 +11,7 @@ from fednas_flwr.search.settings import (
     ControllerSettings,
     DPAware,
     EvolutionSettings,
+    check_least,
     check_range,
 )
 
@@ -64,9 +65,7 @@ class PathSearch:
         """Check the ranges."""
         if self.gates not in GATES:
             raise unknown_choice("algorithm.gates", self.gates, GATES)
-        for key, least in (("warm_up_rounds", 0), ("local_epochs", 1), ("batch_size", 1)):
-            value = getattr(self, key)
-            check_range(value >= least, f"algorithm.{key}", value, f"{least} or more")
+        check_least(self, "algorithm", warm_up_rounds=0, local_epochs=1, batch_size=1)
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,7 @@ class CandidateSearch:
         for key in ("trained_candidates", "rewarded_candidates", "final_candidates"):
             value = getattr(self, key)
             check_range(1 <= value <= 1000, f"algorithm.{key}", value, "1 to 1000")
-        for key, least in (("warm_up_rounds", 0), ("local_steps", 1), ("batch_size", 1)):
-            value = getattr(self, key)
-            check_range(value >= least, f"algorithm.{key}", value, f"{least} or more")
+        check_least(self, "algorithm", warm_up_rounds=0, local_steps=1, batch_size=1)
 
 
 @dataclass(frozen=True)
@@ -135,9 +132,7 @@ class ClusterSearch:
         """Check the ranges."""
         if self.group_by not in GROUPINGS:
             raise unknown_choice("algorithm.group_by", self.group_by, GROUPINGS)
-        check_range(
-            self.group_rounds >= 1, "algorithm.group_rounds", self.group_rounds, "1 or more"
-        )
+        check_least(self, "algorithm", group_rounds=1)
         if (self.group_by == "alphas") != (self.num_groups is not None):
             raise ConfigError(
                 f"algorithm.group_by={self.group_by} with num_groups={self.num_groups}: a number "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.search.settings import check_range
+from fednas_flwr.search.settings import check_least, check_range
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class DifferentialPrivacy:
         for key in ("search_share", "rewards_share"):
             share = getattr(self, key)
             check_range(0 < share < 1, f"privacy.{key}", share, "above 0, below 1")
-        check_range(self.local_steps >= 1, "privacy.local_steps", self.local_steps, "1 or more")
+        check_least(self, "privacy", local_steps=1)
         check_range(
             self.rewards.max_grad_norm == 1,
             "privacy.rewards.max_grad_norm",

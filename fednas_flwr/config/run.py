@@ -21,7 +21,7 @@ from fednas_flwr.config.parsing import choose_kind, parse
 from fednas_flwr.config.privacy import PRIVACY, DifferentialPrivacy, NoPrivacy
 from fednas_flwr.config.runtime import Runtime
 from fednas_flwr.errors import ConfigError, unknown_choice
-from fednas_flwr.search.settings import check_range
+from fednas_flwr.search.settings import check_least, check_range
 
 STAGES = ("search", "retrain", "evaluate", "export")
 DEVICES = ("auto", "cpu", "cuda")
@@ -74,17 +74,14 @@ class Config:
 
     def __post_init__(self) -> None:
         """Check single values, then combinations that make no sense together."""
-        check_range(self.seed >= 0, "seed", self.seed, "0 or more")
-        check_range(self.threads >= 1, "threads", self.threads, "1 or more")
-        check_range(self.clients >= 1, "clients", self.clients, "1 or more")
-        check_range(self.rounds >= 1, "rounds", self.rounds, "1 or more")
+        check_least(self, "", seed=0, threads=1, clients=1, rounds=1)
         if self.device not in DEVICES:
             raise unknown_choice("device", self.device, DEVICES)
         if self.engine not in ENGINES:
             raise unknown_choice("engine", self.engine, ENGINES)
         if self.aggregate not in AGGREGATES:
             raise unknown_choice("aggregate", self.aggregate, AGGREGATES)
-        check_range(self.trim >= 1, "trim", self.trim, "1 or more")
+        check_least(self, "", trim=1)
         if self.wire not in WIRES:
             raise unknown_choice("wire", self.wire, WIRES)
         for stage in self.stages:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fednas_flwr.errors import ConfigError, unknown_choice
-from fednas_flwr.search.settings import check_range
+from fednas_flwr.search.settings import check_least, check_range
 
 RUNTIMES = ("inline", "ray", "deployment")
 
@@ -49,4 +49,4 @@ class Runtime:
         check_range(
             self.client_cpus > 0, "runtime.client_cpus", self.client_cpus, "a number above 0"
         )
-        check_range(self.client_gpus >= 0, "runtime.client_gpus", self.client_gpus, "0 or more")
+        check_least(self, "runtime", client_gpus=0)

@@ -9,17 +9,37 @@ from functools import partial
 from torch import nn
 
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.search_spaces.operations import Norm, check_norm, make_norm
 
 
-def mobilenet_v2(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Return torchvision's MobileNetV2, newly initialised, for images of any channel count.
+def torchvision_network(
+    input_shape: tuple[int, ...], num_classes: int, *, name: str, norm: Norm
+) -> nn.Module:
+    """Return a network of torchvision, newly initialised, for images of any channel count.
 
     Below 64 pixels the first convolution has stride 1 instead of 2, as is usual for 32x32 images.
-    """
-    from torchvision.models import mobilenet_v2 as torchvision_mobilenet_v2
 
-    channels, height, _ = _image_shape("mobilenet_v2", input_shape)
-    network: nn.Module = torchvision_mobilenet_v2(num_classes=num_classes)
+    Args:
+        input_shape: (channels, height, width) of an image.
+        num_classes: Number of classes.
+        name: ``mobilenet_v2`` or ``efficientnet_b0``: those whose first convolution has 32 filters.
+        norm: ``batch``, or ``group``, as private training needs.
+
+    Raises:
+        ConfigError: The examples are no images, or there is no such norm.
+    """
+    from torchvision import models
+
+    check_norm(norm)
+    channels, height, _ = _image_shape(name, input_shape)
+    network: nn.Module = models.get_model(
+        name,
+        num_classes=num_classes,
+        norm_layer=partial(make_norm, norm=norm, affine=True),
+    )
+    for module in network.modules():
+        if isinstance(module, nn.ReLU6 | nn.SiLU):
+            module.inplace = False  # per-record gradients by Opacus' hooks need it
     stem = nn.Conv2d(channels, 32, 3, stride=1 if height < 64 else 2, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight, mode="fan_out")
     network.set_submodule("features.0.0", stem)
@@ -111,8 +131,9 @@ CNN_ACTIVATIONS: dict[str, type[nn.Module]] = {
     "hardtanh": nn.Hardtanh,
     "leaky_relu": nn.LeakyReLU,
 }
-FIXED_NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
-    "mobilenet_v2": mobilenet_v2,
+FIXED_NETWORKS: dict[str, Callable[..., nn.Module]] = {
+    "efficientnet_b0": partial(torchvision_network, name="efficientnet_b0"),
+    "mobilenet_v2": partial(torchvision_network, name="mobilenet_v2"),
     "plain_cnn": plain_cnn,
     "linear": linear,
     **{f"cnn_{name}": partial(private_cnn, activation=a) for name, a in CNN_ACTIVATIONS.items()},

@@ -30,7 +30,7 @@ from fednas_flwr.hardware.latency import machine_name, time_modules
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.runs import Run, is_complete, read_run
-from fednas_flwr.search_spaces.dp_cells import DPCellSpace
+from fednas_flwr.search_spaces.dp_cells import DP_CELL_SPACES
 from fednas_flwr.search_spaces.dp_cells_network import EDGES
 from fednas_flwr.search_spaces.genotype import load_genotype, save_genotype
 from fednas_flwr.strategies.base import server_state
@@ -117,15 +117,16 @@ def _samples(config: Config) -> dict[str, Any] | None:
     checkpoint = checkpoints.latest("search")
     if checkpoint is None:
         return None
-    sampler = make_sampler(config.seed, config.algorithm, DPCellSpace.choices)
+    space = DP_CELL_SPACES[config.search_space.name]
+    sampler = make_sampler(config.seed, config.algorithm, space.choices())
     sampler.load(server_state(checkpoint))
     paths = sampler.sample(SAMPLES, make_generator(config.seed, "analysis"))
-    shares_EO = op_shares(torch.tensor(paths), len(DPCellSpace.ops))
+    shares_EO = op_shares(torch.tensor(paths), len(space.ops))
     return {
         "sampler": config.algorithm.sampler,
         "round": checkpoint.round,
         "count": SAMPLES,
-        "ops": list(DPCellSpace.ops),
+        "ops": list(space.ops),
         "edges": [f"{source} → {target}" for source, target in EDGES],
         "shares": shares_EO.tolist(),
         "mean_shares": shares_EO.mean(0).tolist(),

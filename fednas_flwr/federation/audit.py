@@ -24,7 +24,7 @@ from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Header, Request
 from fednas_flwr.exchange.states import Packed, load_states, network_states, pack
-from fednas_flwr.federation.commitment import make_schedule, private_settings
+from fednas_flwr.federation.schedule import make_schedule, private_settings
 from fednas_flwr.privacy.audit import AuditResult, audit_steps
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.search.training import make_sgd, record_losses

@@ -49,16 +49,12 @@ from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier, QuorumError
 from fednas_flwr.exchange.gate import check_facts
 from fednas_flwr.exchange.states import Packed
-from fednas_flwr.federation.commitment import (
-    NEEDED_FACTS,
-    Item,
-    commit,
-    make_schedule,
-    private_settings,
-)
+from fednas_flwr.federation.calibration import Item
+from fednas_flwr.federation.commitment import NEEDED_FACTS, commit
 from fednas_flwr.federation.groups import run_groups
 from fednas_flwr.federation.latency import cost_of, with_latency
 from fednas_flwr.federation.run_folder import GENOTYPE_FILE, PARTITION_FILE
+from fednas_flwr.federation.schedule import make_schedule, private_settings
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.reporting.events import EventLog
 from fednas_flwr.search.settings import Configuration

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, DamagedError
 
 _KEY_BYTES = 32
 _SCHEMA = "CREATE TABLE IF NOT EXISTS mark (sequence INTEGER, mac TEXT, seal TEXT)"
@@ -155,9 +155,9 @@ def make_folder(folder: Path) -> None:
         _sync_folder(folder.parent)
 
 
-def damaged(what: str) -> RuntimeError:
+def damaged(what: str) -> DamagedError:
     """Return the error for files that cannot be trusted any more."""
-    return RuntimeError(
+    return DamagedError(
         f"{what}: the ledger is damaged and nothing is released; restore its newest files or "
         "count its budgets as spent."
     )

@@ -28,7 +28,7 @@ class Candidate(nn.Module):
         """Take the path.
 
         Args:
-            supernet: Of the space ``dp_cells``.
+            supernet: Of the space ``dp_cells`` or ``dp_cells_darts``.
             path: For every edge the column of its op.
 
         Raises:

@@ -23,6 +23,19 @@ def check_range(condition: bool, key: str, value: object, expected: str) -> None
         raise ConfigError(f"{key}={value} is out of range: expected {expected}.")
 
 
+def check_least(settings: object, where: str, **least: float) -> None:
+    """Raise ConfigError for the first field of ``settings`` below its least value.
+
+    Args:
+        settings: The dataclass.
+        where: The dotted name by which the user writes it, empty for the top level.
+        **least: The least value of each field that has one.
+    """
+    for key, bound in least.items():
+        value = getattr(settings, key)
+        check_range(value >= bound, f"{where}.{key}".lstrip("."), value, f"{bound} or more")
+
+
 @dataclass(frozen=True)
 class SGD:
     """Weights: SGD whose learning rate falls along a cosine from ``lr`` to ``min_lr``.
@@ -46,7 +59,7 @@ class SGD:
         check_range(self.lr > 0, "weights.lr", self.lr, "a number above 0")
         check_range(0 <= self.min_lr <= self.lr, "weights.min_lr", self.min_lr, "0 to weights.lr")
         check_range(0 <= self.momentum < 1, "weights.momentum", self.momentum, "0 to below 1")
-        check_range(self.weight_decay >= 0, "weights.weight_decay", self.weight_decay, "0 or more")
+        check_least(self, "weights", weight_decay=0)
         check_range(
             self.clip_norm is None or self.clip_norm > 0,
             "weights.clip_norm",
@@ -70,8 +83,7 @@ class Adam:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_range(self.lr >= 0, "alphas.lr", self.lr, "0 or more")
-        check_range(self.weight_decay >= 0, "alphas.weight_decay", self.weight_decay, "0 or more")
+        check_least(self, "alphas", lr=0, weight_decay=0)
 
 
 @dataclass(frozen=True)
@@ -254,9 +266,7 @@ class ControllerSettings:
         check_range(
             self.temperature > 0, "controller.temperature", self.temperature, "a number above 0"
         )
-        check_range(
-            self.entropy_weight >= 0, "controller.entropy_weight", self.entropy_weight, "0 or more"
-        )
+        check_least(self, "controller", entropy_weight=0)
         check_range(
             0 <= self.baseline_decay < 1,
             "controller.baseline_decay",
@@ -279,9 +289,7 @@ class EvolutionSettings:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name in ("population", "tournament"):
-            value = getattr(self, name)
-            check_range(value >= 1, f"evolution.{name}", value, "1 or more")
+        check_least(self, "evolution", population=1, tournament=1)
 
 
 @dataclass(frozen=True)
@@ -300,9 +308,4 @@ class DPAware:
     def __post_init__(self) -> None:
         """Check the ranges."""
         check_range(self.max_grad_norm > 0, "dp_aware.max_grad_norm", self.max_grad_norm, "above 0")
-        check_range(
-            self.noise_multiplier >= 0,
-            "dp_aware.noise_multiplier",
-            self.noise_multiplier,
-            "0 or more",
-        )
+        check_least(self, "dp_aware", noise_multiplier=0)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.search_spaces import darts_network
 from fednas_flwr.search_spaces.cell_graph import CELL, WholeGraphSpace
 from fednas_flwr.search_spaces.dp_cells_network import (
     ACTIVATIONS,
@@ -55,7 +56,6 @@ class DPCellSpace(WholeGraphSpace):
     name: ClassVar[str] = "dp_cells"
     ops: ClassVar[tuple[str, ...]] = OPS
     nodes: ClassVar[range] = NODES
-    choices: ClassVar[tuple[int, ...]] = (len(OPS),) * len(EDGES)
 
     input_shape: tuple[int, ...]
     num_classes: int
@@ -84,19 +84,24 @@ class DPCellSpace(WholeGraphSpace):
             num_cells=BLOCKS,
         )
 
+    @classmethod
+    def choices(cls) -> tuple[int, ...]:
+        """Return for every edge the number of ops to choose from."""
+        return (len(cls.ops),) * len(EDGES)
+
     def supernet(self) -> Supernet:
         """Return a newly initialised supernet with the weights of all ops on all edges.
 
         With a path its body computes that path alone. Without, the supernet is the relaxation of
         DARTS on this space, which is not in the paper.
         """
-        body = self._network([OPS] * len(EDGES), groups=SEARCH_GROUPS, near_identity=True)
-        return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
+        body = self._network([self.ops] * len(EDGES), groups=SEARCH_GROUPS, near_identity=True)
+        return Supernet(body, num_edges=self.cell_kinds, num_ops=len(self.ops))
 
     def path(self, genotype: Genotype) -> list[int]:
         """Return for every edge the column of the genotype's op; raises as :meth:`check`."""
         self.check(genotype)
-        return [OPS.index(edge.op) for edge in genotype.cells[CELL]]
+        return [self.ops.index(edge.op) for edge in genotype.cells[CELL]]
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> DPCellNetwork:
         """Return the newly initialised derived network, of the space's own sizes.
@@ -111,7 +116,7 @@ class DPCellSpace(WholeGraphSpace):
         path = self.path(genotype)
         if auxiliary:
             raise ConfigError("dp_cells networks have no auxiliary head: switch it off.")
-        return self._network([[OPS[op]] for op in path], groups=TRAINING_GROUPS)
+        return self._network([[self.ops[op]] for op in path], groups=TRAINING_GROUPS)
 
     def _network(
         self, ops_of_edges: Sequence[Sequence[str]], *, groups: int, near_identity: bool = False
@@ -127,3 +132,19 @@ class DPCellSpace(WholeGraphSpace):
             groups=groups,
             near_identity=near_identity,
         )
+
+
+class DARTSOpsSpace(DPCellSpace):
+    """The same cells with the candidate ops of DARTS, none of which has an activation to choose.
+
+    For Figure 3(a): what the choice of ops is worth. Deviations: the paper has DARTS' cells as
+    well, in two kinds; pools have no norm here, and no norm an affine part.
+    """
+
+    name: ClassVar[str] = "dp_cells_darts"
+    ops: ClassVar[tuple[str, ...]] = darts_network.OPS
+
+
+DP_CELL_SPACES: dict[str, type[DPCellSpace]] = {
+    space.name: space for space in (DPCellSpace, DARTSOpsSpace)
+}

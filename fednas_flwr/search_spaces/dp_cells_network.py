@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from fednas_flwr.search_spaces import darts_network
 from fednas_flwr.search_spaces.cell_graph import CELL, candidate_edges
 from fednas_flwr.search_spaces.operations import Norm, add_all, drop_path, make_norm
 
@@ -48,7 +49,7 @@ class DPCellNetwork(nn.Module):
     are initialised as there, with variance ``2 / (kernel area * output channels)``: the norms hide
     it, but the gradients that are clipped are as large as the weights are small.
 
-    Deviation: ``near_identity`` adds a larger number to the centre of each op's kernel, for a
+    Deviation: ``near_identity`` adds a larger number to the centre of each op's kernels, for a
     supernet. Kernels drawn at random make what candidates compute unrelated, so that they cannot
     share a head at first: 1,500 steps on digits leave the loss at ln 10, with it 360 reach 1.8.
 
@@ -115,11 +116,10 @@ class DPCellNetwork(nn.Module):
         )
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
-                std = math.sqrt(2 / (math.prod(module.kernel_size) * module.out_channels))
-                nn.init.normal_(module.weight, std=std)
-                if near_identity and module.groups > 1:
-                    with torch.no_grad():
-                        module.weight[:, :, 1, 1] += CENTRE * std
+                nn.init.normal_(module.weight, std=_initial_std(module))
+        for edge in self.modules() if near_identity else ():
+            if isinstance(edge, ChoiceEdge):
+                edge.bring_near_identity()
 
     def forward(
         self,
@@ -243,10 +243,22 @@ class ChoiceEdge(nn.Module):
             for column, op in zip(columns, self.ops.values(), strict=True)
         )
 
+    @torch.no_grad()
+    def bring_near_identity(self) -> None:
+        """Add to every convolution one that keeps its input, ``CENTRE`` times as large."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                identity = nn.init.dirac_(torch.empty_like(module.weight), module.groups)
+                module.weight += CENTRE * _initial_std(module) * identity
+
     def op(self, column: int) -> nn.Module | None:
         """Return the op of a column, None for ``none``."""
         name = self.names[column]
         return None if name == NONE else self.ops[name]
+
+
+def _initial_std(convolution: nn.Conv2d) -> float:
+    return math.sqrt(2 / (math.prod(convolution.kernel_size) * convolution.out_channels))
 
 
 def _make_op(name: str, channels: int, *, norm: Norm, groups: int) -> nn.Module:
@@ -254,6 +266,8 @@ def _make_op(name: str, channels: int, *, norm: Norm, groups: int) -> nn.Module:
         return nn.Identity()
     if name in POOLS:
         return POOLS[name](3, stride=1, padding=1)
+    if name not in CONVOLUTIONS:
+        return darts_network.make_operation(name, channels, stride=1, norm=norm, affine=False)
     return nn.Sequential(
         nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False),
         make_norm(channels, norm=norm, affine=False, most_groups=groups),

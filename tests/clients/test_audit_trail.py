@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fednas_flwr.cli import main
 from fednas_flwr.clients.audit_trail import AuditTrail, verify_trail
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import DamagedError
 from fednas_flwr.exchange.messages import Header, Reply, Request
 
 REQUEST = Request("train.search", Header("run", "search", 1, 1, 0, "n"), settings={"lr": 0.5})
@@ -65,7 +65,7 @@ def test_any_edit_before_the_last_line_breaks_the_chain(
     path = tmp_path_factory.getbasetemp() / "edited.jsonl"
     for changed in ([*lines[:line], edited, *lines[line + 1 :]], removed, doubled):
         path.write_bytes(b"".join(changed))
-        with pytest.raises(ConfigError, match="is not the one that was written"):
+        with pytest.raises(DamagedError, match="is not the one that was written"):
             verify_trail(path)
 
 
@@ -73,7 +73,7 @@ def test_a_line_that_a_crash_has_torn_is_replaced_and_the_chain_goes_on(tmp_path
     path = tmp_path / "audit.jsonl"
     whole = written(path)
     path.write_bytes(b"".join(whole) + b'{"number": 6, "ti')
-    with pytest.raises(ConfigError, match="line 6"):
+    with pytest.raises(DamagedError, match="line 6"):
         verify_trail(path)
     AuditTrail(path).refused("train.search", None, "x")
     assert path.read_bytes().startswith(b"".join(whole))
@@ -86,7 +86,7 @@ def test_nothing_leaves_when_the_last_line_was_edited_or_the_file_cannot_be_writ
     path = tmp_path / "audit.jsonl"
     written(path)
     path.write_bytes(path.read_bytes() + b"[]\n")
-    with pytest.raises(RuntimeError, match="was edited: nothing leaves"):
+    with pytest.raises(DamagedError, match="was edited: nothing leaves"):
         AuditTrail(path).asked(REQUEST, flower_run=1)
     with pytest.raises(OSError, match="directory"):
         AuditTrail(tmp_path).asked(REQUEST, flower_run=1)

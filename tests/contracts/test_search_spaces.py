@@ -19,12 +19,16 @@ from fednas_flwr.search_spaces import (
     MLPSpace,
     NASBench201Space,
 )
+from fednas_flwr.search_spaces.dp_cells import DARTSOpsSpace
 from fednas_flwr.search_spaces.genotype import from_json, to_json
 from fednas_flwr.search_spaces.mbconv_plan import SKELETONS
 
 CLASSES = 5
 SPACES = {
     "dp_cells": DPCellSpace(input_shape=(3, 8, 8), num_classes=CLASSES, widths=(8, 8, 16), head=16),
+    "dp_cells_darts": DARTSOpsSpace(
+        input_shape=(3, 8, 8), num_classes=CLASSES, widths=(4, 4, 8), head=8
+    ),
     "darts": DARTSSpace(input_shape=(3, 8, 8), num_classes=CLASSES, channels=4, num_cells=3),
     "nasbench201": NASBench201Space(
         input_shape=(3, 8, 8), num_classes=CLASSES, channels=4, num_cells=1
@@ -34,7 +38,7 @@ SPACES = {
         input_shape=(3, 8, 8), num_classes=CLASSES, skeleton=SKELETONS["small"], width=0.5
     ),
 }
-IMAGE_SPACES = ("darts", "nasbench201", "mbconv", "dp_cells")
+IMAGE_SPACES = ("darts", "nasbench201", "mbconv", "dp_cells", "dp_cells_darts")
 CELLS = ("darts", "nasbench201", "mlp")  # spaces of repeated cells
 IMAGES = [((3, 8, 8), "batch"), ((1, 7, 7), "group"), ((3, 9, 6), "batch"), ((1, 1, 1), "group")]
 TABLES = [((30,), "batch"), ((1,), "group"), ((9,), "group")]
@@ -244,6 +248,7 @@ def test_derive_is_deterministic_and_ties_go_to_the_lowest_index(space):
         "mlp": "skip_connect",
         "mbconv": "mbconv2_3x3",
         "dp_cells": "none",
+        "dp_cells_darts": "none",
     }[space.name]
     assert {edge.op for edges in genotype.cells.values() for edge in edges} == {lowest}
 

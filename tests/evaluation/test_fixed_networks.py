@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from fednas_flwr.config import NORMED_NETWORKS
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.fixed_networks import (
     FIXED_NETWORKS,
     linear,
-    mobilenet_v2,
     plain_cnn,
 )
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
@@ -19,14 +19,17 @@ def test_mobilenet_v2_has_the_published_size() -> None:
 
     torchvision's documentation gives 3,504,872 parameters.
     """
-    network = mobilenet_v2((3, 224, 224), 1000)
+    network = FIXED_NETWORKS["mobilenet_v2"]((3, 224, 224), 1000, norm="batch")
     assert count_parameters(network) == 3_504_872
     assert count_multiply_adds(network, (3, 224, 224)) == pytest.approx(300e6, rel=0.01)
 
 
+@pytest.mark.parametrize("name", NORMED_NETWORKS)
 @pytest.mark.parametrize(("shape", "stride"), [((1, 32, 32), 1), ((3, 64, 64), 2)])
-def test_mobilenet_v2_takes_small_and_grey_images(shape: tuple[int, int, int], stride: int) -> None:
-    network = mobilenet_v2(shape, 7)
+def test_networks_of_torchvision_take_small_and_grey_images(
+    name: str, shape: tuple[int, int, int], stride: int
+) -> None:
+    network = FIXED_NETWORKS[name](shape, 7, norm="group")
     assert network.features[0][0].stride == (stride, stride)
     assert network(torch.zeros(2, *shape)).shape == (2, 7)
 
@@ -77,7 +80,8 @@ def test_cnn_refuses_images_that_its_strides_would_use_up(shape: tuple[int, int,
 @pytest.mark.parametrize("name", FIXED_NETWORKS)
 def test_networks_train_and_take_drop_path(name: str) -> None:
     """The trainer sets ``drop_path_prob`` on every network; these have no path to drop."""
-    network = FIXED_NETWORKS[name]((3, 32, 32), 2)
+    norm = {"norm": "group"} if name in NORMED_NETWORKS else {}
+    network = FIXED_NETWORKS[name]((3, 32, 32), 2, **norm)
     network.drop_path_prob = 0.5  # type: ignore[assignment]
     network.train()(torch.randn(4, 3, 32, 32)).sum().backward()
     assert all(parameter.grad is not None for parameter in network.parameters())

@@ -1,4 +1,4 @@
-"""What tests with real processes share."""
+"""What tests of whole runs and of real processes share."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
 
+from fednas_flwr.config import dump_config
+from fednas_flwr.federation.client_app import make_client_app
+from fednas_flwr.federation.grids import InProcessGrid
 from fednas_flwr.federation.provision import load_sites
+from fednas_flwr.federation.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.federation.server_app import serve
+from fednas_flwr.reporting.events import read_events
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,3 +89,29 @@ def machines(
 
     yield begin
     assert made.stop() == []  # no process has outlived what it belonged to
+
+
+@pytest.fixture(scope="session")
+def run_inline(
+    compose_config: Callable[..., object], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., SimpleNamespace]:
+    """``run_inline(*overrides)``: a whole run in this process; its folder, events and error.
+
+    With ``resume=<run folder>`` the run there goes on.
+    """
+
+    def ran(*overrides, resume=None):
+        if resume is None:
+            folder = tmp_path_factory.mktemp("run") / "run"
+            config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
+        else:
+            config, folder = open_run_folder(str(resume)), resume
+        grid, error = InProcessGrid(make_client_app(dump_config(config)), config.clients), None
+        try:
+            serve(config, grid, listeners=[], resumed=resume is not None)
+        except Exception as raised:
+            error = raised
+        events = read_events(folder / "events.jsonl")
+        return SimpleNamespace(folder=folder, config=config, events=events, error=error)
+
+    return ran

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +11,8 @@ from safetensors.torch import load_file
 
 from fednas_flwr.builders import check_buildable, load_network
 from fednas_flwr.clients.verbs import VERBS
-from fednas_flwr.config import dump_config
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Reply
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.federation.run_folder import create_run_folder, open_run_folder
-from fednas_flwr.federation.server_app import serve
 from fednas_flwr.reporting.events import read_events
 from fednas_flwr.strategies.clusters import group_by_alphas
 
@@ -34,27 +28,11 @@ HARDWARE = f"algorithm.group_hardware={{a: {COST % 1000.0}}}"
 
 
 @pytest.fixture(scope="module")
-def run(compose_config, tmp_path_factory):
+def run(run_inline):
     """``run(*overrides)``: a whole run inline; its folder, events and error."""
-
-    def ran(*overrides, resume=None):
-        if resume is None:
-            folder = tmp_path_factory.mktemp("run") / "run"
-            config = create_run_folder(
-                compose_config(*CFDNAS, *(overrides or [HARDWARE]), f"run_dir={folder}")
-            )
-        else:
-            config, folder = open_run_folder(str(resume)), resume
-        grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
-        error = None
-        try:
-            serve(config, grid, listeners=[], resumed=resume is not None)
-        except Exception as raised:
-            error = raised
-        events = read_events(folder / "events.jsonl")
-        return SimpleNamespace(folder=folder, config=config, events=events, error=error)
-
-    return ran
+    return lambda *overrides, resume=None: run_inline(
+        *CFDNAS, *(overrides or [HARDWARE]), resume=resume
+    )
 
 
 def named(events, name):

@@ -11,17 +11,11 @@ import pytest
 import torch
 
 from fednas_flwr.clients.verbs import VERBS
-from fednas_flwr.config import dump_config
 from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.exchange.gate import LARGEST_TABLE, check_facts
 from fednas_flwr.exchange.messages import Reply
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
 from fednas_flwr.federation.latency import cost_of
-from fednas_flwr.federation.run_folder import create_run_folder, open_run_folder
-from fednas_flwr.federation.server_app import serve
 from fednas_flwr.hardware.latency import from_json, machine_name, median_table
-from fednas_flwr.reporting.events import read_events
 
 COST = "{table: null, unit: ms, target: %s, loss: additive, scale: 1.0, exponent: 1.0}"
 FDNAS = [
@@ -32,24 +26,12 @@ FDNAS = [
 
 
 @pytest.fixture(scope="module")
-def run(compose_config, tmp_path_factory):
+def run(run_inline):
     """``run(target, ...)``: a search inline; its folder, events and error."""
 
     def ran(target, *overrides, resume=None):
-        if resume is None:
-            folder = tmp_path_factory.mktemp("run") / "run"
-            hardware = f"algorithm.hardware={COST % target}"
-            config = compose_config(*FDNAS, hardware, *overrides, f"run_dir={folder}")
-            config = create_run_folder(config)
-        else:
-            config, folder = open_run_folder(str(resume)), resume
-        grid, error = InProcessGrid(make_client_app(dump_config(config)), config.clients), None
-        try:
-            serve(config, grid, listeners=[], resumed=resume is not None)
-        except Exception as raised:
-            error = raised
-        events = read_events(folder / "events.jsonl")
-        return SimpleNamespace(folder=folder, config=config, events=events, error=error)
+        hardware = f"algorithm.hardware={COST % target}"
+        return run_inline(*FDNAS, hardware, *overrides, resume=resume)
 
     return ran
 

@@ -27,9 +27,9 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.federation import client_app
 from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.commitment import make_schedule, private_settings
 from fednas_flwr.federation.grids import InProcessGrid
 from fednas_flwr.federation.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.federation.schedule import make_schedule, private_settings
 from fednas_flwr.federation.stages import run_stages
 from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.gdp import gdp_epsilon
@@ -656,7 +656,11 @@ WITHOUT_DATA = [
     ("evaluate.model", {"split": "test"}, "rule noised releases only: release=None"),
     ("train.weights", {"split": "train"}, "rule committed values: commitment=None"),
     ("train.weights", {"network": {"name": "derived", "norm": "batch"}}, "rule no batch_norm"),
-    ("evaluate.model", {"network": {"name": "mobilenet_v2"}}, "rule no batch_norm"),
+    (
+        "evaluate.model",
+        {"network": {"name": "mobilenet_v2", "norm": "batch"}},
+        "rule no batch_norm",
+    ),
     ("train.weights", {"network": ["derived"]}, "do not fit train.weights"),
 ]
 BATCH_NORM = ["algorithm=fnas", "stages=[search]", "search_space.norm=batch"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from fednas_flwr.evaluation.fixed_networks import linear, mobilenet_v2, plain_cnn
+from fednas_flwr.evaluation.fixed_networks import linear, plain_cnn, torchvision_network
 from fednas_flwr.privacy import clipping, record_gradients
 from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.randomness import make_generator, seeded
@@ -44,6 +44,12 @@ def nasbench201(shape, engine="fast"):
 
 def mlp(shape):  # wide enough that the norms of the narrowest layers do not amplify rounding
     return MLPSpace(input_shape=shape, num_classes=CLASSES, channels=32, num_cells=2, norm="group")
+
+
+def mobilenet_v2(shape, *, norm):
+    network = torchvision_network(shape, CLASSES, name="mobilenet_v2", norm=norm)
+    network.classifier[0].p = 0.0  # of dropout: a record alone would draw another mask
+    return network
 
 
 def derived(space, *, auxiliary=False, **sizes):
@@ -273,6 +279,11 @@ def test_shared_layers_and_tied_parameters():
     check_against_loop(network, x, y, chosen)
 
 
+def test_a_network_of_torchvision_with_group_norms():
+    x, y = make_batch((3, 9, 7), torch.float64)
+    check_against_loop(mobilenet_v2(x.shape[1:], norm="group").double(), x, y)
+
+
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("shape", [(3, 6, 5), (3, 1, 1), (1, 4, 4), (3, 4, 1)])
 def test_convolutions_of_channels_last_inputs(shape):
@@ -482,7 +493,7 @@ def test_calls_that_the_loss_does_not_reach_do_not_touch_the_next_micro_batch():
 @pytest.mark.parametrize("frozen", [False, True])
 def test_batch_norm_is_refused(frozen):
     networks = [
-        mobilenet_v2((3, 8, 8), CLASSES),
+        mobilenet_v2((3, 8, 8), norm="batch"),
         DARTSSpace(input_shape=(3, 8, 8), num_classes=CLASSES, channels=4, num_cells=3).supernet(),
         nn.Sequential(nn.Linear(3, 3), nn.InstanceNorm1d(3, track_running_stats=True)),
         nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False, track_running_stats=False)),

@@ -10,7 +10,7 @@ import torch
 from fednas_flwr.cli import compose_tree
 from fednas_flwr.config import parse_config
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.federation.commitment import make_schedule, private_settings
+from fednas_flwr.federation.schedule import make_schedule, private_settings
 from fednas_flwr.privacy.renyi import Release, poisson_rate
 from fednas_flwr.privacy.renyi_filter import RenyiFilter, filter_epsilon
 from fednas_flwr.search.bandit import Bandit

@@ -1,0 +1,40 @@
+"""The command ``fednas``.
+
+A mistake of the user's ends in one sentence and exit code 2, a run that failed in one sentence and
+exit code 1; ``--debug`` shows the full trace. torch is imported only when a run begins, so that
+mistakes are told at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fednas_flwr import __version__
+from fednas_flwr.cli import machines, privacy, results, run
+from fednas_flwr.cli.composition import compose_tree
+from fednas_flwr.cli.outcomes import RUN_FAILED, STOPPED, USER_ERROR, fail
+
+__all__ = ["RUN_FAILED", "STOPPED", "USER_ERROR", "compose_tree", "main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="fednas", description="Federated neural architecture search on Flower."
+    )
+    parser.add_argument("--version", action="version", version=f"fednas {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for module in (run, results, privacy, machines):
+        module.add_commands(commands)
+    options, overrides = parser.parse_known_args(arguments)
+    if overrides and not options.takes_overrides:
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    try:
+        return int(options.handler(options, overrides))
+    except KeyboardInterrupt:
+        print("\nfednas: stopped.", file=sys.stderr)
+        return STOPPED
+    except Exception as error:
+        return fail(error, debug=options.debug)

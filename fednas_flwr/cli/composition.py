@@ -1,0 +1,152 @@
+"""Overrides to settings: the only module that knows Hydra."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fednas_flwr.config import conf_folder
+from fednas_flwr.errors import ConfigError, unknown_choice
+
+
+def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
+    """Let Hydra compose ``conf/`` with ``overrides`` and return the tree as plain values.
+
+    Raises:
+        ConfigError: An override is malformed, or names a file or key that does not exist.
+    """
+    for text in overrides:
+        _check_override(text)
+    # Hydra would know no key inside of a mapping that is empty so far; the parser knows them all.
+    overrides = [re.sub(r"^(?=[\w.]+=\{)", "++", text) for text in overrides]
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_folder().resolve())):
+        try:
+            tree: Any = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            groups = _groups()
+            chosen = [text for text in overrides if text.partition("=")[0] in groups]
+            known: Any = OmegaConf.to_container(compose("config", chosen))
+            for text in overrides:
+                _check_key(text.lstrip("+").partition("=")[0], known)
+            where = getattr(error, "full_key", None) or "the configuration"
+            raise ConfigError(f"{where}: {str(error).splitlines()[0]}.") from error
+    return dict(tree)
+
+
+def expand_sweep(overrides: Sequence[str]) -> dict[str, list[str]]:
+    """Return the jobs of a sweep, the last key fastest: overrides by the name of the job."""
+    choices = []
+    for text in overrides:
+        override = _parse(text)
+        if not override.is_sweep_override():
+            choices.append([(text, "")])
+        elif override.is_discrete_sweep() and not isinstance(override.value(), Glob):
+            key = override.get_key_element()
+            short = key.rpartition(".")[2]
+            choices.append(
+                [
+                    (f"{key}={value}", f"{short}-{value}")
+                    for value in override.sweep_string_iterator()
+                ]
+            )
+        else:
+            raise ConfigError(f"{text} is no list of values: write them out, as in seed=1,2,3.")
+    jobs = {}
+    for number, job in enumerate(itertools.product(*choices)):
+        name = "_".join([str(number), *(part for _, part in job if part)])
+        jobs[re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:60]] = [text for text, _ in job]
+    return jobs
+
+
+def _groups() -> dict[str, set[str]]:
+    """Return the groups of conf/ and the names that each offers; ``base`` is no choice."""
+    return {
+        folder.name: {
+            path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml")
+        }
+        - {"base"}
+        for folder in conf_folder().iterdir()
+        if folder.is_dir()
+    }
+
+
+def _parse(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        raise ConfigError(
+            f"{text!r} is not of the form key=value; a value with special characters needs quotes "
+            "of its own, as in 'key=\"a=b\"'."
+        ) from None
+
+
+def _check_override(text: str) -> None:
+    """Raise ConfigError unless ``text`` sets one value of one key, or chooses a file there is."""
+    override = _parse(text)
+    key, groups = override.key_or_group, _groups()
+    if text[0] in "+~" or override.package is not None:
+        raise ConfigError(
+            f"{text!r}: settings are neither added nor removed, only set; write {key}=<value>."
+        )
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"{text} lists several values: add -m for a sweep over them, or put quotes around a "
+            f"single value with a comma, as in '{key}=\"a,b\"'."
+        )
+    group, _, last = key.rpartition(".")
+    if last == "name" and group in groups:
+        raise ConfigError(f"{text}: a group is chosen by its own name; write {group}=<name>.")
+    if key in groups and override.value() not in groups[key]:
+        if not (key == "experiment" and override.value() is None):
+            raise unknown_choice(key, override.value(), groups[key])
+
+
+def _check_key(key: str, tree: dict[str, Any]) -> None:
+    """Raise ConfigError, with the nearest spelling of all keys, unless ``key`` is in ``tree``."""
+    if key in _groups():
+        return
+    node: Any = tree
+    parent = ""
+    for part in key.split("."):
+        if isinstance(node, dict) and part in node:
+            node, parent = node[part], f"{parent}{part}."
+            continue
+        if node == {}:
+            parent = parent.rstrip(".")
+            raise ConfigError(f"{key}: {parent} is set as a whole; write {parent}={{{part}: ...}}.")
+        names = ", ".join(f"{parent}{name}" for name in node) if isinstance(node, dict) else "none"
+        raise ConfigError(
+            f"{key} is no setting: {parent.rstrip('.') or 'the top level'} has {names} "
+            f"(nearest: {', '.join(_nearest(key, tree))})."
+        )
+
+
+def _nearest(key: str, tree: dict[str, Any]) -> list[str]:
+    """Return all keys of the tree that end in ``key``, or else the one spelt most like it."""
+    keys = list(_dotted(tree))
+    same_end = [name for name in keys if name.endswith(f".{key}")]
+
+    def likeness(name: str) -> tuple[float, float]:
+        end = ".".join(name.split(".")[-1 - key.count(".") :])
+        whole = SequenceMatcher(None, key, name).ratio()
+        return max(SequenceMatcher(None, key, end).ratio(), whole), whole
+
+    return same_end or [max(keys, key=likeness)]
+
+
+def _dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted key of every node."""
+    for name, value in tree.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{name}.")

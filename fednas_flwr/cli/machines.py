@@ -1,0 +1,134 @@
+"""Commands about machines: provision, key, doctor, latency."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from fednas_flwr.cli.composition import compose_tree
+from fednas_flwr.cli.outcomes import RUN_FAILED
+from fednas_flwr.cli.parsing import Commands, add_command
+from fednas_flwr.config import parse_config
+from fednas_flwr.errors import ConfigError
+
+
+def add_commands(commands: Commands) -> None:
+    """Add them."""
+    parser = add_command(
+        commands,
+        "provision",
+        provision_machines,
+        help="what each machine of a deployment needs, in a folder for each",
+    )
+    parser.add_argument("sites", type=Path, help="YAML file; README, Deployment")
+    parser.add_argument("--output", type=Path, default=Path("deployment"), help="folder")
+    parser.add_argument("--zip", action="store_true", help="archives instead of folders")
+    parser = add_command(
+        commands, "key", make_key, help="make the key by which a server knows this site's node"
+    )
+    parser.add_argument("path", type=Path, help="file of the new key")
+    parser = add_command(
+        commands, "doctor", doctor, help="what is wrong with this machine, and what to do"
+    )
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(), help="default: this one")
+    latency = commands.add_parser(
+        "latency", help="what the ops of a search space cost on a machine"
+    )
+    parser = add_command(
+        latency.add_subparsers(dest="action", required=True, metavar="action"),
+        "measure",
+        measure_latency,
+        help="time every op on this machine and write the table",
+        epilog="Takes overrides of `fednas run`: search_space, device and threads matter.",
+        takes_overrides=True,
+    )
+    shape = ("CHANNELS", "HEIGHT", "WIDTH")
+    parser.add_argument("--shape", type=int, nargs=3, metavar=shape, default=[3, 32, 32])
+    parser.add_argument("--classes", type=int, default=10, help="default: %(default)d")
+    parser.add_argument("--batch-size", type=int, default=1, help="default: %(default)d")
+    parser.add_argument(
+        "--passes", type=int, default=21, help="measurements of each op (default: %(default)d)"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+
+
+def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Measure the composed search space, and how well the table predicts three networks of it."""
+    config = parse_config(compose_tree(overrides))
+    for name, value, least in (
+        ("batch-size", options.batch_size, 1),
+        ("passes", options.passes, 2),
+    ):
+        if value < least:
+            raise ConfigError(f"--{name} must be at least {least}, got {value}.")
+    from fednas_flwr.builders import make_device, make_space
+    from fednas_flwr.evaluation.space_costs import measure_space, space_costs
+    from fednas_flwr.hardware.latency import to_json
+    from fednas_flwr.randomness import make_generator
+    from fednas_flwr.reporting.files import write_text
+    from fednas_flwr.search_spaces.mbconv import MBConvSpace
+
+    space = make_space(
+        **asdict(config.search_space), input_shape=tuple(options.shape), num_classes=options.classes
+    )
+    if not isinstance(space, MBConvSpace):
+        raise ConfigError(f"search_space={space.name} has no latency table: choose mbconv.")
+    generator = make_generator(config.seed, "latency")
+    table, predictions = measure_space(
+        space,
+        device=make_device(config.device),
+        threads=config.threads,
+        batch_size=options.batch_size,
+        passes=options.passes,
+        genotypes=[space.random_genotype(generator) for _ in range(3)],
+    )
+    write_text(options.output, to_json(table))
+    costs = space_costs(space, table)
+    print(
+        f"{len(table.timings)} layers on {table.machine}, {table.threads} thread(s), batch "
+        f"{table.batch_size}, {table.clock}: networks take {costs.lowest:.3g} to "
+        f"{costs.highest:.3g} ms.\n{options.output}"
+    )
+    for predicted_ms, measured in predictions:
+        print(
+            f"a random network: predicted {predicted_ms:.3g} ms, measured {measured.median_ms:.3g} "
+            f"ms (spread {measured.spread_ms:.2g}), ratio {predicted_ms / measured.median_ms:.2f}"
+        )
+    return 0
+
+
+def provision_machines(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Write each machine's folder."""
+    from fednas_flwr.federation.provision import AUTHORITY, load_sites, provision
+
+    deployment = load_sites(options.sites)
+    for path in provision(deployment, options.output, as_zip=options.zip):
+        print(path)
+    print(f"{options.output / AUTHORITY} stays with you: its key signs the server's certificates.")
+    return 0
+
+
+def make_key(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Make a node's key and say where its public half goes."""
+    from fednas_flwr.federation.certificates import make_node_key
+
+    try:
+        public = make_node_key(options.path)
+    except FileExistsError as error:
+        raise ConfigError(f"{options.path} exists: the server may know the site by it.") from error
+    except OSError as error:
+        raise ConfigError(f"{options.path} cannot be written: {error}.") from error
+    print(f"{options.path} is made and stays here. Send {public} to the server's operator and")
+    print("start again when it is registered.")
+    return 0
+
+
+def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Print one line per check; exit code 1 when something is broken."""
+    from fednas_flwr.federation.doctor import examine
+
+    findings = examine(options.folder)
+    for finding in findings:
+        print(f"{'BROKEN' if finding.broken else 'ok':6}  {finding.name:11}  {finding.text}")
+    return RUN_FAILED if any(finding.broken for finding in findings) else 0

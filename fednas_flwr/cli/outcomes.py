@@ -1,0 +1,23 @@
+"""How a command ends: exit codes, and errors as sentences."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+
+from fednas_flwr.errors import ConfigError, DamagedError
+
+RUN_FAILED = 1
+USER_ERROR = 2
+STOPPED = 128 + signal.SIGINT
+
+
+def fail(error: Exception, *, debug: bool) -> int:
+    """Print one error, with its kind unless it is a sentence of ours, and return the exit code."""
+    if debug:
+        traceback.print_exception(error)
+    is_sentence = isinstance(error, ConfigError | DamagedError)
+    text = str(error) if is_sentence else f"{type(error).__name__}: {error}"
+    print(f"fednas: {text}", file=sys.stderr)
+    return USER_ERROR if isinstance(error, ConfigError) else RUN_FAILED

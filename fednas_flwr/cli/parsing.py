@@ -1,0 +1,41 @@
+"""What the parsers of all commands share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TypeAlias
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Handler = Callable[[argparse.Namespace, list[str]], int]
+
+
+def add_command(
+    commands: Commands,
+    name: str,
+    handler: Handler,
+    *,
+    help: str,
+    epilog: str | None = None,
+    takes_overrides: bool = False,
+) -> argparse.ArgumentParser:
+    """Add a command and return its parser, for its own arguments.
+
+    Args:
+        commands: The commands, or the actions of a command, to add to.
+        name: What the user writes.
+        handler: Does it, given the options and the overrides; returns the exit code.
+        help: One line for the list of commands.
+        epilog: What follows the list of arguments, as it is laid out.
+        takes_overrides: Whether further arguments are overrides of the configuration.
+    """
+    parser = commands.add_parser(
+        name,
+        help=help,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=not takes_overrides,
+    )
+    parser.add_argument("--debug", action="store_true", help="show the full trace of an error")
+    parser.set_defaults(handler=handler, takes_overrides=takes_overrides)
+    return parser

@@ -1,0 +1,215 @@
+"""Commands about privacy: audit, calibrate, ledger."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fednas_flwr.cli.composition import compose_tree
+from fednas_flwr.cli.outcomes import RUN_FAILED
+from fednas_flwr.cli.parsing import Commands, add_command
+from fednas_flwr.config import parse_config
+from fednas_flwr.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fednas_flwr.privacy.ledger import Ledger, Row
+
+MOST_STEPS = 10**9  # of `fednas calibrate`
+PIPE_WIDTH = 200  # of tables that go to a file or a pipe
+STATEMENT_HEAD = (
+    *("account", "run", "stage", "verb", "splits", "steps", "committed"),
+    *("noise multiplier", "rate", "first (UTC)", "last (UTC)"),
+)
+
+
+def add_commands(commands: Commands) -> None:
+    """Add them."""
+    parser = add_command(
+        commands,
+        "audit",
+        audit,
+        help="plant canaries in a private search and bound its epsilon from below",
+        epilog="Takes the overrides of `fednas run`; rounds is the number of audited steps.",
+        takes_overrides=True,
+    )
+    parser.add_argument("--canaries", type=int, default=100, help="default: %(default)d")
+    parser = add_command(
+        commands, "calibrate", calibrate, help="the least noise that keeps an epsilon"
+    )
+    for name, kind, meaning in (
+        ("epsilon", float, "the target"),
+        ("delta", float, "of the target, above 0, below 1"),
+        ("rate", float, "each record's probability of being in a step's batch: B / N"),
+        ("steps", int, "how many steps are released"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, required=True, help=meaning)
+    parser.add_argument(
+        "--accountant",
+        choices=("prv", "rdp", "filter"),
+        default="prv",
+        help="whose epsilon keeps the target; a site's budget lasts by filter (default: prv)",
+    )
+    ledger = commands.add_parser("ledger", help="what a site has booked of its privacy budgets")
+    actions = ledger.add_subparsers(dest="action", required=True, metavar="action")
+    show = add_command(
+        actions, "show", show_ledger, help="table of what was booked, and its epsilon"
+    )
+    show.add_argument("--account", help="only this budget, as the site's policy names it")
+    show.add_argument("--delta", type=float, default=1e-5, help="of epsilon (default: %(default)g)")
+    verify = add_command(
+        actions, "verify", verify_ledger, help="check every row, the totals and the mark"
+    )
+    for action in (show, verify):
+        action.add_argument("ledger", type=Path, help="the ledger's file")
+        action.add_argument("--key", type=Path, required=True, help="its secret key")
+    trail = add_command(
+        actions, "trail", verify_trail, help="check the chain of a site's audit trail"
+    )
+    trail.add_argument("trail", type=Path, help="the file, audit.jsonl beside the ledger")
+
+
+def audit(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Audit the composed private search; exit code 1 when it tells more than it claims."""
+    config = parse_config(compose_tree(overrides))
+    from fednas_flwr.federation.audit import audit_search
+
+    audit = audit_search(config, num_canaries=options.canaries)
+    result = audit.result
+    print(
+        f"{config.rounds} steps, {options.canaries} canaries: {result.num_right} of "
+        f"{result.num_guesses} guesses right.\n"
+        f"epsilon is at least {result.epsilon:.3g} (delta {result.delta:g}, confidence "
+        f"{result.confidence:.0%}); claimed: {audit.claim:.3g}."
+    )
+    if result.epsilon > audit.claim:
+        print("fednas: the audit refutes the claim.", file=sys.stderr)
+        return RUN_FAILED
+    return 0
+
+
+def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Print a noise multiplier, rounded up, and what its steps cost by every accountant."""
+    from fednas_flwr.privacy.accounting import calibrate_noise, prv_epsilon, rdp_epsilon
+    from fednas_flwr.privacy.gdp import gdp_epsilon
+    from fednas_flwr.privacy.policy import show
+    from fednas_flwr.privacy.renyi import Release
+    from fednas_flwr.privacy.renyi_filter import filter_epsilon
+    from fednas_flwr.reporting.guarantee import epsilon_text
+
+    if not 1e-3 <= options.epsilon <= 1e6:
+        raise ConfigError(f"--epsilon must be from .001 to 1e6, got {options.epsilon:g}.")
+    if not 1 <= options.steps <= MOST_STEPS:
+        raise ConfigError(f"--steps must be from 1 to {MOST_STEPS:,}, got {show(options.steps)}.")
+    accountants = {"prv": prv_epsilon, "rdp": rdp_epsilon, "filter": filter_epsilon}
+    try:
+        least = calibrate_noise(
+            target_epsilon=options.epsilon,
+            delta=options.delta,
+            sample_rate=options.rate,
+            steps=options.steps,
+            accountant=accountants[options.accountant],
+        )
+        digit = 10.0 ** (math.floor(math.log10(least)) - 4)
+        sigma = float(f"{math.ceil(least / digit) * digit:.5g}")  # as it is printed
+        release = Release(noise_multiplier=sigma, sample_rate=options.rate, steps=options.steps)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    print(f"noise_multiplier = {sigma:g}")
+    for name, accountant in {
+        "PRV": prv_epsilon,
+        "RDP": rdp_epsilon,
+        "GDP, an approximation and no bound": gdp_epsilon,
+        "filter, the budget that a site needs": filter_epsilon,
+    }.items():
+        epsilon = accountant([release], options.delta)
+        text = epsilon_text(epsilon if math.isfinite(epsilon) else None)
+        print(f"epsilon = {text} at delta {options.delta:g} ({name})")
+    return 0
+
+
+def show_ledger(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Print what a ledger holds, of one account or of all."""
+    if not 0 < options.delta < 1:
+        raise ConfigError(f"--delta must lie strictly between 0 and 1, got {options.delta:g}.")
+    with _opened(options) as ledger:
+        rows = ledger.entries()  # all: a damaged row of another account is damage, too
+    accounts = sorted({row.entry.account for row in rows})
+    if options.account is not None and options.account not in accounts:
+        raise ConfigError(
+            f"nothing is booked on the account {options.account}; there is "
+            f"{', '.join(accounts) or 'no row at all'}."
+        )
+    if rows:
+        shown = [row for row in rows if options.account in (None, row.entry.account)]
+        _print_statement(shown, options.delta)
+    else:
+        print("no rows.")
+    return 0
+
+
+def verify_ledger(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Check every row of a ledger."""
+    with _opened(options) as ledger:
+        print(f"{ledger.verify()} rows, all intact.")
+    return 0
+
+
+def verify_trail(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Check the chain of an audit trail."""
+    from fednas_flwr.clients import audit_trail
+
+    number, last = audit_trail.verify_trail(options.trail)
+    print(f"{number} lines, all in their chain; the last one has SHA-256 {last}.")
+    return 0
+
+
+@contextmanager
+def _opened(options: argparse.Namespace) -> Iterator[Ledger]:
+    """Open a ledger that is there: looking at one never creates it."""
+    from fednas_flwr.privacy.ledger import Ledger
+
+    for name, path in (("ledger", options.ledger), ("key", options.key)):
+        if not path.is_file():
+            raise ConfigError(f"there is no {name} {path}; give the file of a site.")
+    with Ledger(options.ledger, options.key) as ledger:
+        yield ledger
+
+
+def _print_statement(rows: Sequence[Row], delta: float) -> None:
+    """Print one line per kind of release, and the epsilon of each account and split."""
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    from fednas_flwr.privacy.statement import make_statement
+    from fednas_flwr.reporting.guarantee import epsilon_text
+
+    def name(text: str) -> Text:  # names come from servers and could command a terminal
+        return Text(text if text.isprintable() else ascii(text))
+
+    statement = make_statement(rows, delta=delta)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPE_WIDTH)
+    columns = (Column(title, overflow="fold") for title in STATEMENT_HEAD)
+    booked = Table(*columns, title="what was booked")
+    for line in statement.lines:
+        times = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
+        booked.add_row(
+            *(name(text) for text in (line.account, line.run, line.stage, line.verb)),
+            *(", ".join(line.splits), f"{line.steps:,}", f"{line.committed_steps:,}"),
+            *(f"{line.noise_multiplier:.4g}", f"{line.sample_rate:.4g}"),
+            *(f"{time:%Y-%m-%d %H:%M}" for time in times),
+        )
+    console.print(booked)
+    costs = Table("account", "split", "epsilon (PRV)", title=f"all together, at delta {delta:g}")
+    for account, epsilons in statement.epsilons.items():
+        for split, epsilon in epsilons.items():
+            costs.add_row(name(account), split, epsilon_text(epsilon))
+    console.print(costs)

@@ -1,0 +1,93 @@
+"""Commands that read what runs have left: report, compare, analyse, tables."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fednas_flwr.cli.parsing import Commands, add_command
+from fednas_flwr.cli.run import execute
+from fednas_flwr.errors import ConfigError
+
+
+def add_commands(commands: Commands) -> None:
+    """Add them."""
+    parser = add_command(commands, "report", report, help="write report.html of a run again")
+    parser.add_argument("run_folder", type=Path)
+    parser = add_command(
+        commands, "compare", compare, help="table of several runs, mean over seeds"
+    )
+    parser.add_argument("run_folders", type=Path, nargs="+", help="run folders or sweeps")
+    parser.add_argument("--output", type=Path, help="folder for compare.csv, .md and .json")
+    parser = add_command(
+        commands,
+        "analyse",
+        analyse_run,
+        help="what a search prefers, and what its cell owes to activations and pools",
+    )
+    parser.add_argument("run_folder", type=Path, help="of a finished run")
+    parser.add_argument(
+        "--against", type=Path, nargs="+", default=[], help="runs to compare its search with"
+    )
+    parser.add_argument("--retrain", action="store_true", help="train the changed cells, too")
+    parser.add_argument("--batch-size", type=int, default=1, help="of inference (default: 1)")
+    parser = add_command(
+        commands, "tables", tables, help="render README tables from scripts/results"
+    )
+    parser.add_argument("readme", type=Path, nargs="?", default=Path("README.md"))
+
+
+def report(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Write a run's report again."""
+    from fednas_flwr.reporting.report import write_report
+
+    if not (options.run_folder / "events.jsonl").is_file():
+        raise ConfigError(f"{options.run_folder} holds no events.jsonl; give the folder of a run.")
+    print(write_report(options.run_folder))
+    return 0
+
+
+def compare(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Print the table of several runs, and write it where asked to."""
+    from fednas_flwr.reporting.compare import compare_runs, print_comparison, write_comparison
+
+    comparison = compare_runs(options.run_folders)
+    print_comparison(comparison)
+    if options.output is not None:
+        for path in write_comparison(comparison, options.output):
+            print(path)
+    return 0
+
+
+def analyse_run(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Analyse a finished run; with ``--retrain`` train each variant of its cell before."""
+    if options.batch_size < 1:
+        raise ConfigError(f"--batch-size must be at least 1, got {options.batch_size}.")
+    from fednas_flwr.federation.analysis import (
+        ANALYSIS_FILE,
+        analyse,
+        finished_run,
+        prepare_variants,
+    )
+    from fednas_flwr.federation.run_folder import open_run_folder
+    from fednas_flwr.reporting.analysis import print_analysis
+    from fednas_flwr.reporting.runs import is_complete
+
+    runs = [finished_run(folder) for folder in (options.run_folder, *options.against)]
+    config = open_run_folder(str(options.run_folder))
+    variants = prepare_variants(config)
+    for folder in variants if options.retrain else ():
+        if not is_complete(folder):
+            execute(open_run_folder(str(folder)), resumed=True)
+    print_analysis(
+        analyse(config, runs=runs, variant_folders=variants, batch_size=options.batch_size)
+    )
+    print(Path(str(config.run_dir)) / ANALYSIS_FILE)
+    return 0
+
+
+def tables(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Render the tables of a README from the results beside it."""
+    from fednas_flwr.reporting.tables import main as render
+
+    return render([str(options.readme), str(options.readme.parent / "scripts" / "results")])
