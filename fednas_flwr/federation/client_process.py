@@ -3,20 +3,31 @@
 Flower's process unpacks the bundle that came with a run, imports it and runs it, with the site's
 data at hand. This one refuses a bundle that is not the installed package's, and answers with the
 installed package in any case: nothing that came over the wire is unpacked to disk or executed.
-``bin/flwr-clientapp`` of a site's folder starts it, see ``provision``.
+``bin/flwr-clientapp`` of a site's folder starts it, see ``provision``. Flower's command line is
+read here, since its own reader imports the whole SuperNode, which costs each message half a second.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import threading
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
+from logging import INFO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from flwr.supernode.cli import flwr_clientapp
+from flwr.common.args import add_args_flwr_app_common, try_obtain_flwr_app_token
+from flwr.common.logger import log
+from flwr.supercore.tls import validate_and_resolve_root_certificates
 from flwr.supernode.runtime import run_clientapp
 
 from fednas_flwr.federation.bundle import check_bundle
 
 if TYPE_CHECKING:
+    from flwr.app import Context, Message
     from flwr.clientapp import ClientApp
 
 
@@ -33,22 +44,71 @@ def main() -> None:
     }.items():
         getattr(run_clientapp, name)
         setattr(run_clientapp, name, own)
-    flwr_clientapp()
+    _finish_only_with_a_reply()
+    parser = argparse.ArgumentParser(description="Answer one message of a SuperNode.")
+    parser.add_argument("--runtime-api-address", required=True)
+    add_args_flwr_app_common(parser)
+    options = parser.parse_args()
+    root, insecure = options.root_certificates, options.insecure
+    run_clientapp.run_clientapp(
+        runtime_api_address=options.runtime_api_address,
+        token=try_obtain_flwr_app_token(options),
+        insecure=insecure,
+        certificates=validate_and_resolve_root_certificates(root, insecure),
+        parent_pid=options.parent_pid,
+        runtime_dependency_install=False,
+    )
+
+
+def _finish_only_with_a_reply() -> None:
+    """Let a process that is stopped look like one that was killed.
+
+    Flower's SuperNode answers in the place of the latter after a minute. The former reports that it
+    has finished, and the SuperNode would wait for its reply, and take no other message, for ever.
+    """
+    push, finish = run_clientapp.push_message, run_clientapp.push_task_output
+    replied = threading.Event()
+
+    def push_and_note(client: Any, message: Any, context: Any) -> None:
+        push(client, message, context)
+        replied.set()
+
+    def finish_if_replied(client: Any, context: Any, sub_status: str, details: str) -> None:
+        if replied.is_set():
+            finish(client, context, sub_status, details)
+
+    run_clientapp.push_message = push_and_note
+    run_clientapp.push_task_output = finish_if_replied
 
 
 def _refuse_other_code(fab: bytes, *, skip_prompt: bool) -> None:
     check_bundle(fab)
 
 
-def _own_app(**_: object) -> Callable[[str, str, str], ClientApp]:
+def _own_app(**_: object) -> Callable[[str, str, str], Callable[..., Message]]:
     """Return what gives Flower the installed app, whatever it was told to load."""
 
-    def load(fab_id: str, fab_version: str, fab_hash: str) -> ClientApp:
+    def load(fab_id: str, fab_version: str, fab_hash: str) -> Callable[..., Message]:
         from fednas_flwr.federation.client_app import app
 
-        return app
+        return partial(_answer, app)
 
     return load
+
+
+def _answer(app: ClientApp, message: Message, context: Context) -> Message:
+    """Return the reply; the site's log says how long the process took to come so far, and then."""
+    verb, begun = message.metadata.message_type, time.monotonic()
+    log(INFO, "%s: begun %.2f s after the start of its process", verb, _age_s())
+    reply = app(message, context)
+    log(INFO, "%s: answered within %.2f s", verb, time.monotonic() - begun)
+    return reply
+
+
+def _age_s() -> float:
+    """Return the seconds since Linux has started this process."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

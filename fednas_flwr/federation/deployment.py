@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Generator, Iterable
 from contextlib import closing, suppress
@@ -20,13 +21,16 @@ from fednas_flwr.config import Config, dump_config
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.federation.bundle import CONFIG_KEY, RESUMED_KEY, write_bundle
-from fednas_flwr.reporting.events import Event, Listener, read_events
+from fednas_flwr.federation.run_folder import occupied
+from fednas_flwr.reporting.events import Event, EventLog, Listener, read_events
 from fednas_flwr.reporting.report import write_report
 from fednas_flwr.reporting.runs import EVENTS_FILE
 
 BUNDLE = "bundle"  # folder of the Flower app in the run folder; Flower allows no underscore
 RUN_CONFIG_FILE = "run-config.toml"
 EVENT_MARK = "fednas-event "  # begins the log lines that are events
+SUPERLINK_BACK_S = 600.0  # for a SuperLink that is started again; its runs go on meanwhile
+RETRY_S = 2.0
 _LOG_LINES_KEPT = 200
 
 
@@ -51,8 +55,9 @@ def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
     Raises:
         ConfigError: The server app found that a setting does not fit.
         QuorumError: Too few clients answered.
-        RuntimeError: A Flower command failed, e.g. because the SuperLink is unknown or cannot be
-            reached; or the run did: the message is then the server's error, the cause its log.
+        RuntimeError: A Flower command failed, e.g. because the SuperLink is unknown, or was not
+            reached for ten minutes; or the run did: the message is then the server's error, the
+            cause its log.
     """
     folder = Path(str(config.run_dir))
     bundle = write_bundle(folder / BUNDLE)
@@ -79,7 +84,9 @@ def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
     _keep_events(folder, events)
     status, details = _status(run_id, superlink)
     if status != "finished:completed":
-        raise _failure(events, f"{details} ({status})") from RuntimeError(
+        otherwise = f"{details} ({status})"
+        _tell_end(folder, otherwise, listeners)
+        raise _failure(events, otherwise) from RuntimeError(
             "the server app's log:\n" + "\n".join(log)
         )
 
@@ -131,6 +138,19 @@ def _keep_events(folder: Path, events: list[Event]) -> None:
         write_report(folder)
 
 
+def _tell_end(folder: Path, reason: str, listeners: list[Listener]) -> None:
+    """Write why the run has ended, where its server was killed before it could write it."""
+    file = folder / EVENTS_FILE
+    with suppress(ConfigError), occupied(folder):  # by somebody who has continued the run
+        events = read_events(file) if file.exists() else []
+        ends = [event for event in events if event["event"] in ("run_started", "run_finished")]
+        if ends and ends[-1]["event"] == "run_started":
+            seconds = events[-1]["elapsed"] - ends[-1]["elapsed"]
+            with EventLog(file, listeners) as log:
+                log.emit("run_finished", status="failed", reason=reason, seconds=seconds)
+            write_report(folder)
+
+
 def _follow(run_id: str, superlink: str) -> Generator[str]:
     """Yield the lines of a run's log until the run has finished.
 
@@ -160,7 +180,15 @@ def _follow(run_id: str, superlink: str) -> Generator[str]:
 
 
 def _status(run_id: str, superlink: str) -> tuple[str, str]:
-    return read_status(_flwr_json("ls", superlink, "--run-id", run_id))
+    """Return status and details of a run; a SuperLink that is away is waited for."""
+    deadline = time.monotonic() + SUPERLINK_BACK_S
+    while True:
+        try:
+            return read_status(_flwr_json("ls", superlink, "--run-id", run_id))
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_S)
 
 
 def _flwr_json(*arguments: str) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from typing import Any, Self
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
+# How a process is stopped from outside; Flower's ends by SystemExit.
+STOPPED = {KeyboardInterrupt: "stopped by Ctrl-C", SystemExit: "the server's process was stopped"}
 
 
 class EventLog:
@@ -77,9 +79,8 @@ class EventLog:
         try:
             yield
         except BaseException as error:
-            stopped = isinstance(error, KeyboardInterrupt)
             status = "failed"
-            reason = "stopped by Ctrl-C" if stopped else f"{type(error).__name__}: {error}"
+            reason = STOPPED.get(type(error)) or f"{type(error).__name__}: {error}"
             raise
         finally:
             seconds = time.monotonic() - started

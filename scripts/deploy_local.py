@@ -1,0 +1,170 @@
+"""A search on a server and three sites, all on this machine, as `fednas provision` makes them.
+
+Each has its own folder, TLS and a registered key, and runs its `start.sh`; what fails is started
+again, as systemd would. Arguments are overrides of `fednas run`, e.g. rounds=2 retrain.rounds=2;
+with `--lose-a-site` the second site is killed (SIGKILL) after the first round. Of a private run,
+whose noise never repeats, the ledgers are checked; any other runs again in one process and must end
+in the same bits, if no site was lost.
+
+Results, logs and the machines' folders stay in runs/deploy_local_<time>, or the new folder that
+FEDNAS_RESULTS names; every process is stopped at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+from loopback import RESTART_S, SITES, Machines, free_ports, until
+from sklearn.datasets import load_digits
+
+from fednas_flwr.cli import compose_tree
+from fednas_flwr.cli import main as fednas
+from fednas_flwr.clients.audit_trail import verify_trail
+from fednas_flwr.config import DifferentialPrivacy, parse_config
+from fednas_flwr.federation.provision import Deployment
+from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.reporting.events import Event, read_events
+
+
+def main(arguments: list[str]) -> int:
+    """Deploy, search, check; returns the exit code."""
+    lose = "--lose-a-site" in arguments
+    overrides = [argument for argument in arguments if argument != "--lose-a-site"]
+    name = f"deploy_local_{datetime.now():%Y%m%d-%H%M%S}_{os.getpid()}"
+    results = Path(os.environ.get("FEDNAS_RESULTS", Path("runs") / name)).resolve()
+    data, records = write_data(results / "data")
+    common = ["partition=sites", "dataset=npz", f"dataset.root={results / 'data'}", "clients=3"]
+    common += ["dataset.server_test=false", *overrides]
+    private = isinstance(parse_config(compose_tree(common)).privacy, DifferentialPrivacy)
+    deployed = ["runtime=deployment", "runtime.superlink=server", f"run_dir={results / 'deployed'}"]
+    # Bits could not agree without one of the sites; a lost one must not end the run.
+    deployed += [f"runtime.quorum={0.6 if lose else 1}", "runtime.deadline_s=600", *common]
+    deployed += ["privacy.data_set=my-data"] if private else []
+    deployment = Deployment("local", ("127.0.0.1",), free_ports(1)[0], SITES)
+    names = [str(digit) for digit in range(10)]
+    machines = Machines(results, deployment, data, records=records, class_names=names)
+    machines.make_private(private)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        machines.begin()
+        say(f"a server and {', '.join(SITES)} are up: TLS, registered keys, ports {machines.ports}")
+        code = search(machines, deployed, lost=SITES[1] if lose else None)
+        if private:
+            check_books(machines)
+    finally:
+        left = machines.stop()
+    say(f"all is stopped, {len(left)} processes were left")
+    if code or left:
+        return code or len(left)
+    print_times(machines, read_events(results / "deployed" / "events.jsonl"))
+    if private or lose:
+        return 0
+    fednas(["run", "runtime=inline", f"run_dir={results / 'inline'}", *common])
+    return compare(results / "deployed", results / "inline")
+
+
+def say(text: str) -> None:
+    """Print a line with the seconds since the script was started."""
+    print(f"{time.monotonic() - STARTED:6.1f} s  {text}", flush=True)
+
+
+def write_data(folder: Path) -> tuple[dict[str, Path], int]:
+    """Write scikit-learn's digits, a third to each site; return the files and a third's size."""
+    folder.mkdir(parents=True)
+    digits = load_digits()
+    images = (digits.images * 255 / 16).round().astype(np.uint8)[:, None]
+    files = {}
+    for index, site in enumerate(SITES):
+        files[site] = folder / f"{index}-{site}.npz"  # a site's place is its partition
+        np.savez(files[site], x_train=images[index::3], y_train=digits.target[index::3])
+    return files, len(images) // 3
+
+
+def search(machines: Machines, overrides: list[str], lost: str | None) -> int:
+    """Run ``fednas run`` and print what it says; kill the site ``lost`` after the first round."""
+    process = machines.launch("fednas", "run", *overrides)
+    assert process.stdout is not None
+    killed = False
+    for line in process.stdout:
+        say(line.rstrip())
+        if lost and not killed and re.match(r"search 1/", line):
+            machines.kill(lost)
+            killed = True
+            say(f"{lost}: killed with SIGKILL, started again after {RESTART_S:g} s")
+            threading.Thread(target=tell_return, args=(machines, lost), daemon=True).start()
+    return process.wait()
+
+
+def tell_return(machines: Machines, site: str) -> None:
+    """Say when a site that was killed is on-line again."""
+    until("its end", lambda: "SuperNode ID" not in machines.read(site))
+    machines.wait_online(site)
+    say(f"{site}: is back, with the same key and ledger")
+
+
+def check_books(machines: Machines) -> None:
+    """Verify the ledger and audit trail of every site."""
+    for site in SITES:
+        state = machines.folder / site / "state"
+        with Ledger(state / "ledger" / "ledger.sqlite", state / "ledger.key") as ledger:
+            rows = ledger.verify()
+        lines, _ = verify_trail(state / "ledger" / "audit.jsonl")
+        say(f"{site}: ledger of {rows} releases and audit trail of {lines} lines are intact")
+
+
+def print_times(machines: Machines, events: list[Event]) -> None:
+    """Say where the time of an exchange went, from the run's events and the sites' logs."""
+    failed = {(e["stage"], e["round"]) for e in events if e["event"] == "client_failed"}
+    rounds = [e for e in events if e["event"] == "round" and (e["stage"], e["round"]) not in failed]
+    logs = "".join((machines.logs / name).read_text(errors="replace") for name in machines.parts)
+    begun = re.findall(r"train\.\S+: begun ([\d.]+) s", logs)
+    worked = re.findall(r"train\.\S+: answered within ([\d.]+) s", logs)
+    if not rounds or not begun or not worked:
+        return
+    exchanges = sum(event["exchanges"] for event in rounds)
+    whole = sum(event["seconds"] for event in rounds) / exchanges
+    start, work = fmean(map(float, begun)), fmean(map(float, worked))
+    print(
+        f"time of an exchange (mean of {exchanges} in rounds without a fault): {whole:.1f} s, of "
+        f"which {start:.1f} s start-up of client processes, {work:.1f} s ours, "
+        f"{whole - start - work:.1f} s Flower's and waiting for the slowest site"
+    )
+
+
+def compare(deployed: Path, inline: Path) -> int:
+    """Print which results are equal, and what differs; returns the exit code."""
+    patterns = ("genotype.json", "model.safetensors", "checkpoints/*.safetensors")
+    found = {
+        path.relative_to(folder)
+        for folder in (deployed, inline)
+        for pattern in patterns
+        for path in folder.glob(pattern)
+    }
+    unequal = [] if found else ["neither run left a result to compare"]
+    for name in sorted(found):
+        pair = [folder / name for folder in (deployed, inline)]
+        if not all(path.is_file() for path in pair):
+            unequal.append(f"{name} is missing in one of the runs")
+        elif pair[0].read_bytes() != pair[1].read_bytes():
+            unequal.append(f"{name} differs")
+        else:
+            print(f"equal: {name}")
+    for text in unequal:
+        print(f"deploy_local: {text}", file=sys.stderr)
+    if not unequal:
+        print("deployment and inline agree in every bit.")
+    return len(unequal)
+
+
+if __name__ == "__main__":
+    STARTED = time.monotonic()
+    sys.exit(main(sys.argv[1:]))

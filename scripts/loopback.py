@@ -1,0 +1,253 @@
+"""A server and sites as `fednas provision` makes them, as processes of this machine.
+
+:class:`Machines` runs each part and starts it again when it has failed, as systemd or a container
+engine would. `deploy_local.py` and the tests of deployments use it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from fednas_flwr.federation.provision import Deployment, provision
+
+T = TypeVar("T")
+
+SITES = ("north", "south", "east")
+PATIENCE_S = 900.0  # for what takes seconds on an idle machine
+RESTART_S = 10.0  # until a part that has failed is started again
+# Without these lines of its start script a site answers requests that are not private.
+PRIVATE = re.compile(r"^(policy|ledger|ledger-key|split-key|data-set) = .*\n", re.M)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command that runs all the time in the folder of its machine."""
+
+    machine: str
+    command: Sequence[str] = ("./start.sh",)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+WHOLE_MACHINES = {name: Part(name) for name in ("server", *SITES)}
+
+
+class Machines:
+    """A server and sites, each with a folder of its own, TLS and a registered key.
+
+    Args:
+        base: A new folder; below it ``deployment`` has the machines' folders, ``logs`` the output.
+        deployment: Names, the server's port, and 127.0.0.1 as its address.
+        data: The npz file of each site.
+        records: How many records each site declares.
+        class_names: Names of the classes.
+        parts: What runs, by name; of each machine the first one comes first.
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        deployment: Deployment,
+        data: Mapping[str, Path],
+        *,
+        records: int,
+        class_names: Sequence[str],
+        parts: Mapping[str, Part] = WHOLE_MACHINES,
+    ) -> None:
+        """Make the folders."""
+        self.base, self.sites, self.parts = base, deployment.sites, parts
+        self.folder, self.logs = base / "deployment", base / "logs"
+        ports = free_ports(len(data))
+        self.ports = {"server": deployment.port, **dict(zip(data, ports, strict=True))}
+        self.logs.mkdir(parents=True)
+        provision(deployment, self.folder, as_zip=False)
+        edit(self.folder / "server" / "server.env", r"HOST=.*", "HOST=127.0.0.1")
+        for site, path in data.items():
+            folder = self.folder / site
+            edit(folder / "site.env", r"PORT=.*", f"PORT={self.ports[site]}")
+            edit(folder / "site.env", r"DATA_PATH=.*", f"DATA_PATH={path}")
+            edit(folder / "site.env", r"DEVICE=.*", "DEVICE=cpu")
+            edit(folder / "policy.yaml", r"records: \d+", f"records: {records}")
+            edit(folder / "policy.yaml", r"epsilon: .*", "epsilon: 100.0")
+            edit(folder / "dataset.yaml", r"class_names: .*", f"class_names: {list(class_names)}")
+        self._scripts = {site: (self.folder / site / "start.sh").read_text() for site in data}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self._environment = os.environ | {"PATH": path}
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._read_from: dict[str, int] = {}  # part -> where its log of the newest start begins
+        self._lock = threading.RLock()
+        self._stopping = threading.Event()
+        self._others: list[subprocess.Popen[str]] = []
+
+    def make_private(self, private: bool) -> None:
+        """Let the sites, from their next start, answer private requests only, or any."""
+        for site, script in self._scripts.items():
+            text = script if private else PRIVATE.sub("", script)
+            (self.folder / site / "start.sh").write_text(text)
+
+    def begin(self) -> None:
+        """Start everything: sites make their keys, the server registers them, all are on-line."""
+        first = {part.machine: name for name, part in reversed(self.parts.items())}
+        for site in self.sites:
+            self.start(first[site])
+        for site in self.sites:  # the first start makes the key and ends
+            if code := self._running.pop(first[site]).wait():
+                raise RuntimeError(f"{site} ended with {code}: see {self.logs}")
+        self.start(first["server"])
+        until("the SuperLink", lambda: listens(self.ports["server"]))
+        for site in self.sites:
+            key = self.folder / site / "state" / "node.key.pub"
+            self.operate("flwr", "supernode", "register", str(key), "server", "--name", site)
+        for name in self.parts:
+            if name not in self._running:
+                self.start(name)
+        threading.Thread(target=self._restart_what_fails, daemon=True).start()
+        for site in self.sites:
+            self.wait_online(site)
+
+    def start(self, name: str) -> None:
+        """Start a part."""
+        part = self.parts[name]
+        with self._lock, (self.logs / name).open("ab") as log:
+            self._read_from[name] = log.tell()
+            self._running[name] = subprocess.Popen(
+                part.command,
+                cwd=self.folder / part.machine,
+                env=self._environment | dict(part.environment),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to all processes of a part; if they end it is started again."""
+        os.killpg(self._running[name].pid, number)
+
+    def end(self, names: Iterable[str]) -> None:
+        """End parts and what they have started as an engine does: gently, after 20 s by force."""
+        with self._lock:  # so that none of them is started again
+            processes = [self._running.pop(name) for name in names if name in self._running]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+            deadline = time.monotonic() + 20
+            for process in processes:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+
+    def stop(self) -> list[str]:
+        """End everything; return the command lines of what is left, which should be none."""
+        self._stopping.set()
+        for process in self._others:
+            process.kill()
+            process.wait()
+        self.end(list(self._running))
+        deadline = time.monotonic() + 30  # Flower's processes notice that what they served is gone
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        return list(left.values())
+
+    def read(self, name: str) -> str:
+        """Return what a part has printed since its newest start."""
+        text = (self.logs / name).read_bytes()[self._read_from[name] :].decode(errors="replace")
+        return re.sub(r"\x1b\[\d+m", "", text)
+
+    def wait_online(self, site: str) -> None:
+        """Wait until a site's SuperNode has been let in."""
+        names = [name for name, part in self.parts.items() if part.machine == site]
+        until(site, lambda: any("SuperNode ID" in self.read(name) for name in names))
+
+    def processes(self, kind: str = "", machine: str = "") -> dict[int, str]:
+        """Return ids and command lines of running processes that name a port or folder of ours."""
+        ports = [self.ports[machine]] if machine else self.ports.values()
+        ours = [f"127.0.0.1:{port}" for port in ports] + ([] if machine else [str(self.base)])
+        listing = subprocess.run(
+            ["ps", "-wweo", "pid=,stat=,args="], capture_output=True, text=True
+        )
+        found = {}
+        for line in listing.stdout.splitlines():
+            process, state, command = line.split(maxsplit=2)
+            if kind in command and any(own in command for own in ours) and state[0] != "Z":
+                found[int(process)] = command
+        return found
+
+    def launch(self, *command: str) -> subprocess.Popen[str]:
+        """Start a command of the server's operator."""
+        process = subprocess.Popen(
+            [str(self.folder / "server" / "operate"), *command],
+            cwd=self.base,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._others.append(process)
+        return process
+
+    def operate(self, *command: str) -> str:
+        """Run a command of the server's operator and return its output.
+
+        Raises:
+            RuntimeError: It failed; the message is its output.
+        """
+        process = self.launch(*command)
+        output, _ = process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {output}")
+        return output
+
+    def _restart_what_fails(self) -> None:
+        """Start parts again that have ended with an error, each after a while."""
+        while not self._stopping.wait(RESTART_S):
+            with self._lock:
+                for name, process in self._running.items():
+                    if process.poll():
+                        self.start(name)
+
+
+def edit(path: Path, pattern: str, text: str) -> None:
+    """Replace the one line of a file that matches, indentation kept."""
+    found, number = re.subn(f"^(\\s*){pattern}", rf"\g<1>{text}", path.read_text(), flags=re.M)
+    if number != 1:
+        raise ValueError(f"{path} has {number} lines like {pattern}")
+    path.write_text(found)
+
+
+def until(what: str, found: Callable[[], T]) -> T:
+    """Return the first value of ``found`` that is true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (value := found()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {PATIENCE_S:g} s")
+        time.sleep(0.1)
+    return value
+
+
+def listens(port: int) -> bool:
+    """Return whether a server of this machine answers on a port."""
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
+def free_ports(number: int) -> list[int]:
+    """Return ports of loopback on which nothing listens."""
+    with ExitStack() as stack:
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+        for one in sockets:
+            stack.enter_context(one)
+        return [int(one.getsockname()[1]) for one in sockets]

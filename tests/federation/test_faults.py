@@ -1,0 +1,177 @@
+"""SIGKILL of every kind of process of a deployment, sites that are missing, silent or come back.
+
+One deployment for all of it, whose fixture ends by proving that no process is left. Most of the
+time goes into Flower's patience: it takes up to a minute to give up a process or a node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fednas_flwr.cli import main
+from fednas_flwr.clients.audit_trail import verify_trail
+from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.reporting.events import Event, read_events
+
+pytestmark = pytest.mark.slow
+
+DEPLOYMENT = ("runtime=deployment", "runtime.superlink=server")
+RUN = (
+    *("partition=sites", "dataset=npz", "dataset.server_test=false", "clients=3", "rounds=2"),
+    *("stages=[search]", "search_space.channels=2", "search_space.num_cells=1", "device=cpu"),
+    "tensorboard=false",
+)
+PRIVATE = (
+    *("algorithm=dp_fnas", "privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=1000"),
+    *("algorithm.batch_size=8", "search_space.norm=group"),
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(machines: Callable[..., Any]) -> Any:
+    """All services of docker/compose.yaml, of sites that also answer what is not private."""
+    return machines(private=False)
+
+
+class Watched:
+    """``fednas run resume=auto`` on a cluster, and the events that its server writes."""
+
+    def __init__(self, cluster: Any, until: Callable[..., Any], folder: Path, *overrides: str):
+        self.until, self.folder = until, folder
+        self.before = len(self.events())
+        command = ("fednas", "run", "resume=auto", *DEPLOYMENT, *overrides, f"run_dir={folder}")
+        self.process: subprocess.Popen[str] = cluster.launch(*command)
+
+    def events(self, kind: str = "") -> list[Event]:
+        file = self.folder / "events.jsonl"
+        events = read_events(file) if file.exists() else []
+        return [event for event in events if not kind or event["event"] == kind]
+
+    def wait(self, what: str, found: Callable[[], object]) -> None:
+        """Wait for something in the run, which must not end meanwhile."""
+        self.until(what, lambda: found() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.process.communicate()[0]
+
+    def wait_for_search(self) -> None:
+        def begun() -> bool:
+            return any(e["event"] == "stage_started" for e in self.events()[self.before :])
+
+        self.wait("the search", begun)
+
+    def end(self) -> tuple[int, Event]:
+        """Return the command's code and the last event, by which the run has ended."""
+        output, _ = self.process.communicate()
+        print(output)
+        ends = [e for e in self.events() if e["event"] in ("run_started", "run_finished")]
+        assert ends[-1]["event"] == "run_finished"
+        return self.process.returncode, ends[-1]
+
+
+@pytest.fixture
+def start(cluster: Any, loopback: ModuleType) -> Callable[..., Watched]:
+    return lambda folder, *overrides: Watched(cluster, loopback.until, folder, *overrides)
+
+
+def send(processes: dict[int, str], number: signal.Signals) -> None:
+    assert processes
+    for process in processes:
+        os.kill(process, number)
+
+
+def test_a_site_that_is_missing_at_the_start_is_waited_for_no_longer_than_was_set(
+    cluster: Any, start: Callable[..., Watched], tmp_path: Path
+) -> None:
+    cluster.end(["east-supernode"])
+    code, finished = start(tmp_path / "run", *RUN, "runtime.quorum=1", "runtime.connect_s=1").end()
+    assert code == 1
+    assert "2 of 3 clients appeared within 1 s; 3 are needed" in finished["reason"]
+    cluster.start("east-supernode")
+    cluster.wait_online("east")
+
+
+def test_whatever_is_killed_the_run_is_continued_to_the_bits_of_one_that_was_not(
+    cluster: Any, start: Callable[..., Watched], tmp_path: Path
+) -> None:
+    inline, run = tmp_path / "inline", tmp_path / "run"
+    slow = (*RUN, "algorithm.local_epochs=10")  # so that signals come in the middle of the work
+    data = f"dataset.root={cluster.base / 'data'}"
+    assert main(["run", *slow, data, f"run_dir={inline}"]) == 0
+    overrides = (*slow, "runtime.quorum=1", "runtime.connect_s=600")
+
+    attempt = start(run, *overrides)
+    attempt.wait("round 1", (run / "checkpoints" / "search-000001.json").exists)
+    work = "train.search: begun"
+    for site, number in {"north": signal.SIGKILL, "east": signal.SIGTERM}.items():
+        log = f"{site}-clientapp"
+        attempt.wait("work on round 2", lambda log=log: cluster.read(log).count(work) >= 2)
+        send(cluster.processes("client_process", site), number)
+    cluster.kill("south-supernode")
+    send(cluster.processes("flwr-serverapp", "server"), signal.SIGKILL)
+    code, finished = attempt.end()
+    assert code == 1
+    assert finished["status"] == "failed"
+    assert "No heartbeat received" in finished["reason"]
+
+    attempt = start(run, *overrides)
+    attempt.wait_for_search()
+    answered = "train.search: answered"
+    before = cluster.read("east-clientapp").count(answered)
+    attempt.wait("a reply", lambda: cluster.read("east-clientapp").count(answered) > before)
+    cluster.kill("superlink")
+    assert attempt.end()[0] == 0
+    assert [event["resumed"] for event in attempt.events("run_started")] == [False, True]
+    assert [event["round"] for event in attempt.events("round")] == [1, 2]
+    for name in ("genotype.json", "checkpoints/search-000002.safetensors"):
+        assert (run / name).read_bytes() == (inline / name).read_bytes(), name
+
+
+def test_a_private_run_goes_on_without_sites_that_are_silent_or_lost(
+    cluster: Any, start: Callable[..., Watched], tmp_path: Path
+) -> None:
+    cluster.make_private(True)
+    sites = [f"{site}-supernode" for site in cluster.sites]
+    cluster.end(sites)
+    for name in sites:
+        cluster.start(name)
+    for site in cluster.sites:
+        cluster.wait_online(site)
+
+    run = start(tmp_path / "run", *RUN, *PRIVATE, "runtime.quorum=0.3", "runtime.deadline_s=45")
+    run.wait_for_search()
+    cluster.kill("north-clientapp", signal.SIGSTOP)
+    work = "train.weight_gradient: begun"
+    run.wait("south's work", lambda: work in cluster.read("south-clientapp"))
+    cluster.kill("south-clientapp")
+    cluster.kill("south-supernode")
+    run.wait("a failure", lambda: {e["client"] for e in run.events("client_failed")} == {0, 1})
+    cluster.kill("north-clientapp", signal.SIGCONT)
+    code, finished = run.end()
+    assert (code, finished["status"]) == (0, "completed")
+    failed = [
+        (e["round"], e["verb"], e["client"], e["reason"]) for e in run.events("client_failed")
+    ]
+    assert (1, "train.weight_gradient", 0, "no reply within 45 s") in failed
+    assert (1, "train.weight_gradient", 1) in [event[:3] for event in failed]
+    assert (2, 0) not in [(event[0], event[2]) for event in failed]  # it has come back
+    assert 2 not in [event[2] for event in failed]
+    assert len(run.events("round")) == 2
+
+    for site in cluster.sites:
+        state = cluster.folder / site / "state"
+        with Ledger(state / "ledger" / "ledger.sqlite", state / "ledger.key") as ledger:
+            booked = ledger.verify()
+        trail = state / "ledger" / "audit.jsonl"
+        verify_trail(trail)
+        lines = [json.loads(line) for line in trail.read_text().splitlines()]
+        sent = Counter(line["event"] for line in lines if line.get("verb", "").startswith("train"))
+        assert 0 < sent["released"] <= booked <= sent["asked"], site
