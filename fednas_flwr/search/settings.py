@@ -77,7 +77,7 @@ class SGD:
 
 @dataclass(frozen=True)
 class Adam:
-    """Alphas: Adam with betas (.5, .999) as in DARTS; ``lr`` 0 keeps the alphas as they are."""
+    """Alphas: Adam, whose betas the rule of the search gives; ``lr`` 0 keeps the alphas."""
 
     lr: float
     weight_decay: float

@@ -21,7 +21,7 @@ from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.space import Supernet
 from fednas_flwr.strategies.base import RoundStrategy, mean_metrics
 
-REWARDS = (-1.0, 2.0)  # what a client's accuracy is held to: its noise may lead outside 0 to 1
+EXACT_REWARDS, NOISY_REWARDS = (0.0, 1.0), (-1.0, 2.0)  # what a client's accuracy is held to
 
 
 class DPNAS(RoundStrategy):
@@ -117,18 +117,21 @@ class DPNAS(RoundStrategy):
     ) -> tuple[list[float], dict[str, float]]:
         """Return each candidate's accuracy over all clients' validation records, and metrics."""
         layout = Layout.of({"rewards": torch.zeros(len(paths))})
-        total, replies = torch.zeros(len(paths), dtype=torch.float64), []
+        bounds = NOISY_REWARDS if self.private else EXACT_REWARDS
+        average, replies = self.new_average(), []
         for _, reply in self.ask(
             "evaluate.candidates",
             settings={"candidates": paths},
             states=self.states,
             layouts={"rewards": layout},
         ):
-            own = unpack(reply.states["rewards"], layout)["rewards"].double()
-            total += reply.num_examples * own.clamp(*REWARDS)
+            own = {
+                dtype: vector.clamp(*bounds) for dtype, vector in reply.states["rewards"].items()
+            }
+            average.add({"rewards": own}, weight=reply.num_examples)
             replies.append(Reply(reply.num_examples, reply.metrics))
         weight = sum(reply.num_examples for reply in replies)
-        rewards = (total / weight).tolist()
+        rewards = unpack(average.result()["rewards"], layout)["rewards"].tolist()
         noise = 0.0
         if self.private:
             sigma = self.private["releases"]["rewards"]["noise_multiplier"]
