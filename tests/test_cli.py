@@ -10,18 +10,21 @@ import subprocess
 import sys
 import time
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from fednas_flwr import cli
+from fednas_flwr import builders, cli
+from fednas_flwr.builders.networks import describe_derived, supernet_sizes
 from fednas_flwr.clients import verbs
-from fednas_flwr.config import ALGORITHMS
+from fednas_flwr.config import ALGORITHMS, parse_config
+from fednas_flwr.evaluation.export import export_safetensors
 from fednas_flwr.privacy.accounting import prv_epsilon
 from fednas_flwr.privacy.ledger import Entry, Ledger
 from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.randomness import make_generator
 from fednas_flwr.reporting.events import read_events
 
 FEDNAS = [sys.executable, "-m", "fednas_flwr.cli"]
@@ -480,6 +483,22 @@ def test_tables_are_rendered_from_the_results_beside_the_readme(
     assert "there is no scripts/results/gone.json" in capsys.readouterr().err
 
 
+def exported(folder: Path, *overrides: str) -> None:
+    """Export a network of the smallest genotype for 8x8 images, as a run does."""
+    config = parse_config(cli.compose_tree([*overrides, "algorithm=fdnas", "retrain=mbconv"]))
+    shapes = {"input_shape": (1, 8, 8), "num_classes": 10}
+    space = builders.make_space(**asdict(config.search_space), **shapes)
+    description = describe_derived(
+        space.random_genotype(make_generator(0, "genotype")),
+        shapes,
+        sizes=supernet_sizes(config.search_space),
+        norm=config.search_space.norm,
+        auxiliary=False,
+    )
+    folder.mkdir()
+    export_safetensors(builders.make_network(description), description, folder)
+
+
 def test_latency_measure_writes_a_table_of_the_composed_space(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -491,6 +510,13 @@ def test_latency_measure_writes_a_table_of_the_composed_space(
     out = capsys.readouterr().out
     assert out.startswith(f"{len(layers)} layers on ")
     assert out.count("a random network: predicted ") == 3
+    exported(Path("run"), *space)
+    assert cli.main(["latency", "predict", "run", "table.json"]) == 0
+    predicted = capsys.readouterr().out
+    assert f" ms on {json.loads(Path('table.json').read_text())['machine']}, cpu, " in predicted
+    assert predicted.endswith("batch 1 (table.json)\n")
+    assert cli.main(["latency", "predict", "run", "none.json"]) == cli.USER_ERROR
+    assert "the latency table none.json cannot be read" in capsys.readouterr().err
     assert cli.main([*measure, "search_space=darts"]) == cli.USER_ERROR
     assert "search_space=darts has no latency table" in capsys.readouterr().err
     assert cli.main([*measure, "--batch-size", "0", *space]) == cli.USER_ERROR

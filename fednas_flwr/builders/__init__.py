@@ -12,10 +12,12 @@ from fednas_flwr.builders.clients import (
     make_site_gate,
 )
 from fednas_flwr.builders.data import has_real_sites, make_data, make_server_data, make_site_data
-from fednas_flwr.builders.hardware import check_hardware, load_table
+from fednas_flwr.builders.hardware import check_hardware, load_table, read_table
 from fednas_flwr.builders.networks import (
     describe_network,
+    described_space,
     given_genotype,
+    load_description,
     load_exported,
     load_network,
     make_device,
@@ -32,8 +34,10 @@ __all__ = [
     "check_buildable",
     "check_hardware",
     "describe_network",
+    "described_space",
     "given_genotype",
     "has_real_sites",
+    "load_description",
     "load_exported",
     "load_network",
     "load_table",
@@ -48,5 +52,6 @@ __all__ = [
     "make_site_data",
     "make_site_gate",
     "make_space",
+    "read_table",
     "supernet_space",
 ]

@@ -21,13 +21,19 @@ def load_table(hardware: Hardware) -> LatencyTable | None:
     Raises:
         ConfigError: The file cannot be read or is no table.
     """
-    if hardware.table is None:
-        return None
-    path = Path(hardware.table).expanduser()
+    return None if hardware.table is None else read_table(Path(hardware.table))
+
+
+def read_table(path: Path) -> LatencyTable:
+    """Return the latency table in a file.
+
+    Raises:
+        ConfigError: The file cannot be read or is no table.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"algorithm.hardware.table={path} cannot be read: {error}.") from error
+        raise ConfigError(f"the latency table {path} cannot be read: {error}.") from error
     return latency_from_json(text, origin=str(path))
 
 

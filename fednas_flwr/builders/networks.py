@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from fednas_flwr.config import NORMED_NETWORKS, SEARCH_SPACES, Config, GivenNetwork, conf_folder
@@ -222,15 +223,21 @@ def make_network(description: Description) -> nn.Module:
         return FIXED_NETWORKS[name](input_shape, description["num_classes"], **norm)
     if name != "derived":
         raise unknown_choice("network", name, ["derived", *FIXED_NETWORKS])
+    space, genotype = described_space(description)
+    return space.network(genotype, auxiliary=description["auxiliary"])
+
+
+def described_space(description: Description) -> tuple[SearchSpace, Genotype]:
+    """Return the space whose network of the genotype a description of a derived network means."""
     genotype = from_json(json.dumps(description["genotype"]))
     space = make_space(
         genotype.space,
-        input_shape=input_shape,
+        input_shape=tuple(description["input_shape"]),
         num_classes=description["num_classes"],
         norm=description["norm"],
         **{key: description[key] for key in SIZES.get(genotype.space, ())},
     )
-    return space.network(genotype, auxiliary=description["auxiliary"])
+    return space, genotype
 
 
 def load_network(run_folder: str | Path) -> nn.Module:
@@ -247,12 +254,21 @@ def load_network(run_folder: str | Path) -> nn.Module:
 
 def load_exported(run_folder: Path) -> tuple[nn.Module, tuple[int, ...]]:
     """Return what :func:`load_network` returns, and the shape of one example."""
+    description = load_description(run_folder)
+    network = make_network(description)
+    network.load_state_dict(load_file(run_folder / MODEL_FILE))
+    return network.eval(), tuple(description["input_shape"])
+
+
+def load_description(run_folder: Path) -> Description:
+    """Return what the exported network of a run is built from.
+
+    Raises:
+        ConfigError: The folder holds no exported model.
+    """
     path = run_folder / MODEL_FILE
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: the run has not reached its export.")
     with safe_open(path, framework="pt") as file:
-        description = json.loads(file.metadata()[METADATA_KEY])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    network = make_network(description)
-    network.load_state_dict(tensors)
-    return network.eval(), tuple(description["input_shape"])
+        description: Description = json.loads(file.metadata()[METADATA_KEY])
+    return description

@@ -35,8 +35,14 @@ def add_commands(commands: Commands) -> None:
     latency = commands.add_parser(
         "latency", help="what the ops of a search space cost on a machine"
     )
+    actions = latency.add_subparsers(dest="action", required=True, metavar="action")
     parser = add_command(
-        latency.add_subparsers(dest="action", required=True, metavar="action"),
+        actions, "predict", predict_latency, help="what a run's network takes on each machine"
+    )
+    parser.add_argument("run_folder", type=Path, help="of a finished run, or of a group's")
+    parser.add_argument("tables", type=Path, nargs="+", help="made by `fednas latency measure`")
+    parser = add_command(
+        actions,
         "measure",
         measure_latency,
         help="time every op on this machine and write the table",
@@ -94,6 +100,28 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
         print(
             f"a random network: predicted {predicted_ms:.3g} ms, measured {measured.median_ms:.3g} "
             f"ms (spread {measured.spread_ms:.2g}), ratio {predicted_ms / measured.median_ms:.2f}"
+        )
+    return 0
+
+
+def predict_latency(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Print what the exported network of a run takes by each latency table."""
+    from fednas_flwr.builders import described_space, load_description, read_table
+    from fednas_flwr.evaluation.space_costs import space_costs
+    from fednas_flwr.search_spaces.mbconv import MBConvSpace
+
+    description = load_description(options.run_folder)
+    if description["name"] != "derived":
+        raise ConfigError(f"{options.run_folder} holds a {description['name']}: no table fits it.")
+    space, genotype = described_space(description)
+    if not isinstance(space, MBConvSpace):
+        raise ConfigError(f"search_space={space.name} has no latency table: choose mbconv.")
+    for path in options.tables:
+        table = read_table(path)
+        latency_ms = space_costs(space, table).of_path(space.path(genotype))
+        print(
+            f"{latency_ms:.3g} ms on {table.machine}, {table.device}, {table.threads} thread(s), "
+            f"batch {table.batch_size} ({path})"
         )
     return 0
 
