@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -124,3 +126,35 @@ def test_the_controller_learns_after_the_warm_up_only(searched):
     verbs = [verb for verb, _ in searched.asked]
     train, measure = "train.candidate", "evaluate.candidates"
     assert verbs == [train, train, measure, train, measure, measure]
+
+
+@pytest.mark.parametrize("aggregate", ["mean", "median"])
+def test_a_liar_cannot_claim_more_than_all_right_and_a_median_does_not_hear_it(
+    aggregate, compose_config, federate
+):
+    short = ["rounds=1", "algorithm.warm_up_rounds=0", "clients=3", "partition=iid"]
+    federation = federate(compose_config(*DPNAS, *short, f"aggregate={aggregate}"))
+    strategy, honest = federation.strategy, []
+    ask = strategy.ask
+
+    def told(verb, **arguments):
+        rewards = []
+        for client, reply in ask(verb, **arguments):
+            if verb == "evaluate.candidates":
+                ((dtype, vector),) = reply.states["rewards"].items()
+                rewards.append(vector)
+                if client == 0:
+                    lie = {"rewards": {dtype: torch.full_like(vector, 1e3)}}
+                    reply = replace(reply, states=lie, num_examples=100)
+            yield client, replace(reply, num_examples=100)
+        honest.append(rewards)
+
+    strategy.ask = told
+    strategy.start(federation.grid, num_rounds=1)
+    rewarded = [event["rewards"] for event in federation.events if event["event"] == "rewarded"]
+    measured = [rewards for rewards in honest if rewards]
+    assert len(rewarded) == len(measured) == 2
+    for found, (_, *others) in zip(rewarded, measured, strict=True):
+        held = torch.stack([torch.ones_like(others[0]), *others])
+        expected = held.mean(0) if aggregate == "mean" else held.median(0).values
+        torch.testing.assert_close(torch.tensor(found), expected)
