@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 from fednas_flwr import builders
 from fednas_flwr.cli import compose_tree
@@ -19,6 +20,8 @@ from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
 
 torch.set_num_threads(1)  # results must not depend on the number of cores
+settings.register_profile("no time limits", deadline=None)
+settings.load_profile("no time limits")
 
 
 @pytest.fixture(scope="session")

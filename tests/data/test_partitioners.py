@@ -53,7 +53,7 @@ def test_partitions_cover_all_records_and_repeat(images, choice):
 
 
 @given(size=st.integers(1, 200), clients=st.integers(1, 20), seed=st.integers(0, 9), data=st.data())
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_iid_and_quantity_cover_all_records(size, clients, seed, data):
     records = labelled(np.zeros(size), 1)
     if clients > size:

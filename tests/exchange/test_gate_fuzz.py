@@ -159,7 +159,7 @@ def message_with(content: RecordDict) -> Message:
     return Message(content, dst_node_id=1, message_type="train.search")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     edits=st.lists(st.tuples(st.sampled_from(PATHS), JSON), max_size=2),
     damages=st.lists(DAMAGES, max_size=2),
@@ -204,7 +204,6 @@ def test_a_reply_is_refused_or_sound(
 NEEDED = ("client", "epsilon", "budget", "splits", "latency", "spent", "input_shape")
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from([*NEEDED, "class_counts", "covered_steps"]), JSON))
 def test_facts_are_refused_or_pass_and_nothing_else(facts: dict[str, Any]) -> None:
     try:

@@ -42,7 +42,7 @@ def named_tensors(draw):
     return tensors
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(named_tensors())
 def test_unpack_undoes_pack(tensors):
     layout = Layout.of(tensors)
@@ -143,7 +143,7 @@ def test_average_of_weights_alphas_and_buffers_equals_numpy(supernets):
         assert not torch.allclose(mean["alphas"]["float32"], state["alphas"]["float32"], atol=1e-7)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(st.floats(1, 1e6), min_size=1, max_size=6),
     st.sampled_from([torch.float32, torch.float64, torch.int64, torch.int32]),

@@ -54,7 +54,6 @@ def accepted(reply: Reply, wire: str, base: dict | None) -> Reply:
     return accept_reply(message, header=HEADER, layouts=layouts, wire=wire, base=base)
 
 
-@settings(deadline=None)
 @given(
     hnp.arrays(
         np.float32,
@@ -75,7 +74,7 @@ def test_every_value_is_one_of_its_two_neighbours(values: np.ndarray, wire: str,
         assert ((found - block).abs() <= STEP[wire] * largest * 1.001).all()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.lists(st.floats(-1000, 1000, width=32), min_size=2, max_size=8),
     st.sampled_from(ROUNDED),

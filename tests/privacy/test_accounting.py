@@ -158,7 +158,7 @@ def test_gdp_at_its_ends() -> None:
     assert large > 1e9
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(releases)
 def test_rdp_grows_with_steps_and_rate_and_shrinks_with_noise_and_delta(release: Release) -> None:
     s, p, n = release.noise_multiplier, release.sample_rate, release.steps

@@ -312,7 +312,7 @@ def p_value(canaries: int, right: int, epsilon: float, delta: float) -> float:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     canaries=st.integers(1, 60),
     epsilon=st.floats(0.0, 6.0),
@@ -335,7 +335,7 @@ def test_p_values_bound_what_a_private_mechanism_lets_guess(
         assert (tails <= np.array(bounds) * (1 + 1e-9)).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     canaries=st.integers(1, 300),
     guesses=st.floats(0, 1),

@@ -682,7 +682,7 @@ dtypes = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.fl
 bounds = st.floats(1e-6, 1e6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(neighbours(5), dtypes, bounds, st.booleans())
 def test_sensitivity_of_any_per_sample_gradients(case, dtype, max_norm, weighted):
     rows, index = case
@@ -700,7 +700,7 @@ def test_sensitivity_of_any_per_sample_gradients(case, dtype, max_norm, weighted
 
 
 @pytest.mark.parametrize("kind", ["alphas", "weights"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(neighbours(4), st.sampled_from([torch.float64, torch.float32]), bounds, st.integers(1, 4))
 def test_sensitivity_under_removal_of_a_record(kind, case, dtype, max_norm, size):
     x, index = case

@@ -213,7 +213,7 @@ requests = st.tuples(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(plan=st.lists(requests, min_size=1, max_size=20))
 def test_the_sum_never_exceeds_the_budget(plan):
     model = {split: RenyiFilter(**BUDGET) for split in ("train", "validation", "test")}
@@ -529,7 +529,7 @@ def test_an_old_or_edited_mark_is_found(folder):
     is_refused(folder, "site is not its key")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_flipped_bytes_never_give_budget_back(data):
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:

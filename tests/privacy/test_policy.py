@@ -247,7 +247,7 @@ def is_inside(allowed, asked, committed):
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), allowed=data_set_policies)
 def test_no_request_outside_the_policy_passes_and_none_inside_is_refused(data, allowed):
     good = st.builds(

@@ -31,7 +31,7 @@ def cost(release: Release, order: float) -> float:
     )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(requests, max_size=8), st.floats(0.1, 10.0))
 def test_whatever_is_asked_what_is_spent_converts_to_the_budget(
     asked: list[Release], epsilon: float
@@ -197,7 +197,7 @@ def test_impossible_budgets_and_damaged_totals_are_refused(bad: dict) -> None:
         RenyiFilter(**{"epsilon": 1.0, "delta": 1e-5, **bad})
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     sigma=st.floats(0.6, 3.0),
     steps=st.tuples(*(st.integers(1, 12) for _ in range(3))),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.errors import ConfigError
@@ -62,7 +62,6 @@ def test_step_size_and_retention_are_apart_by_default():
     assert bandit.estimates_N.tolist() == pytest.approx([0.45, 1.0, 0.0])
 
 
-@settings(deadline=None)
 @given(cases)
 def test_pi_is_a_distribution_and_follows_the_estimates(case):
     bandit = tried(case[0], *case[1])
@@ -73,14 +72,12 @@ def test_pi_is_a_distribution_and_follows_the_estimates(case):
     assert bool((pi[order].diff() >= 0).all())
 
 
-@settings(deadline=None)
 @given(cases)
 def test_entropy_is_from_zero_to_that_of_the_uniform_distribution(case):
     bandit = tried(case[0], *case[1])
     assert 0 <= bandit.entropy() <= math.log(case[0]) + 1e-12
 
 
-@settings(deadline=None)
 @given(cases, st.floats(0.01, 20))
 def test_kappa_is_beta_times_entropy_within_one_and_all(case, beta):
     bandit = tried(case[0], *case[1], constants=replace(SETTINGS, beta=beta))
@@ -96,7 +93,6 @@ def test_a_new_bandit_is_uniform():
     assert bandit.best() == 0
 
 
-@settings(deadline=None)
 @given(cases, st.data())
 def test_draws_are_different_arms_and_repeatable(case, data):
     bandit = tried(case[0], *case[1])
@@ -117,7 +113,6 @@ def test_draws_follow_pi():
     assert float((found - bandit.probabilities()).abs().max()) < 5 * math.sqrt(0.25 / 20_000)
 
 
-@settings(deadline=None)
 @given(cases)
 def test_the_best_arm_has_the_largest_estimate_of_those_tried(case):
     bandit = tried(case[0], *case[1])
@@ -126,7 +121,6 @@ def test_the_best_arm_has_the_largest_estimate_of_those_tried(case):
     assert float(bandit.estimates_N[bandit.best()]) == float(bandit.estimates_N[seen].max())
 
 
-@settings(deadline=None)
 @given(cases, st.floats(0.1, 10))
 def test_what_is_smaller_than_the_noise_does_not_end_exploration(case, noise):
     """The wider pi for the noise, and uniform up to e^2 for differences below it."""
@@ -139,7 +133,6 @@ def test_what_is_smaller_than_the_noise_does_not_end_exploration(case, noise):
     assert float(pi_N.max() / pi_N.min()) <= math.exp(spread / noise) * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(cases, st.floats(1e-3, 1e3))
 def test_the_unit_of_the_rewards_does_not_matter(case, unit):
     num_arms, phases = case
@@ -207,7 +200,6 @@ def test_theorem_2_corrected():
     assert inside / (4 * draws) > 0.997 - 5 * math.sqrt(0.003 / (4 * draws))
 
 
-@settings(deadline=None)
 @given(
     st.floats(-2, 2), st.floats(-2, 2), st.floats(0.1, 1.0), st.lists(st.floats(-1, 1), max_size=20)
 )

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fednas_flwr.errors import ConfigError
@@ -76,7 +76,6 @@ drawn = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(drawn, schedules, st.sampled_from([0.0, 0.5, 0.9, 1.0]))
 def test_steps_are_those_of_the_algorithm(drawn, schedule, discount):
     rounds = [[Trial(a, loss / 100, w) for a, loss, w in trials] for trials in drawn]
@@ -85,7 +84,6 @@ def test_steps_are_those_of_the_algorithm(drawn, schedule, discount):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-12)
 
 
-@settings(deadline=None)
 @given(cases, schedules, discounts)
 def test_theta_stays_a_distribution(case, schedule, discount):
     theta = after(*case, schedule, discount)
@@ -96,7 +94,6 @@ def test_theta_stays_a_distribution(case, schedule, discount):
     assert float(pi[theta.best()]) == float(pi.max())
 
 
-@settings(deadline=None)
 @given(st.floats(0, 2), st.floats(0.01, 2), schedules)
 def test_the_better_of_two_gains_on_the_other_and_on_the_untried(loss, gap, schedule):
     better, worse, untried = (
@@ -140,7 +137,6 @@ def test_a_round_without_answers_changes_nothing():
     assert theta.updated([]) is theta
 
 
-@settings(deadline=None)
 @given(cases)
 def test_state_survives_json(case):
     theta = after(*case)

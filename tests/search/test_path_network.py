@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -151,7 +151,6 @@ def test_the_additive_cost_is_a_part_of_its_own_that_knows_no_record(mode, super
 WILD = st.sampled_from([math.nan, math.inf, -math.inf, 1e30, -1e30, -1e4, -2e4, 0.0, 5.0, 1e3])
 
 
-@settings(deadline=None)
 @given(st.lists(WILD, min_size=12, max_size=12), st.sampled_from(["one", "two", "full"]))
 def test_no_alphas_that_a_server_can_send_draw_what_is_not_offered(values, mode):
     supernet = SPACE.supernet()

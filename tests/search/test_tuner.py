@@ -67,7 +67,6 @@ def after(constants, rewards):
 # Rules
 
 
-@settings(deadline=None)
 @given(phases)
 def test_without_options_it_is_the_bandit_over_a_list_that_stays(rewards):
     bandit = Bandit.of(8, TEXT)
@@ -81,7 +80,7 @@ def test_without_options_it_is_the_bandit_over_a_list_that_stays(rewards):
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(phases, options)
 def test_state_survives_json_and_phases_repeat(rewards, constants):
     tuner = after(constants, rewards)
@@ -91,7 +90,7 @@ def test_state_survives_json_and_phases_repeat(rewards, constants):
     assert step[0].to_json() == step[1].to_json()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(phases, options)
 def test_arms_stay_in_their_ranges_and_estimates_are_finite(rewards, constants):
     tuner = after(constants, rewards)
@@ -102,7 +101,7 @@ def test_arms_stay_in_their_ranges_and_estimates_are_finite(rewards, constants):
             assert low * (1 - 1e-9) <= value <= high * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(phases)
 def test_resampling_keeps_the_best_arm_and_changes_the_share_it_says(rewards):
     tuner = made(RESAMPLED)
