@@ -4,11 +4,12 @@
 
 networks: CNN-Tanh and the published cell, from scratch at epsilon 1, 2 and 3: here that is the PRV
 epsilon of the steps that are committed to, and clients' budgets are what their filters need for it.
---networks chooses some: CNN-Tanh also with larger batches over ten epochs, and the published cell
-at its full size, which needs a GPU or hours. activations: of the CNN, at epsilon 3, as in the
-paper's Table 4. search: DP-aware and plain search, by the controller and at random with the same
-budget of candidates; what they find is trained privately at epsilon 3 with fewer steps. Small form,
-3 seeds. Continues where it was stopped; every finished run is added to scripts/results/.
+--networks chooses some: CNN-Tanh also with larger batches over ten epochs, the published cell at
+its full size, which needs a GPU or hours, and the cell that the first search of the search's table
+has found. activations: of the CNN, at epsilon 3, as in the paper's Table 4. search: DP-aware and
+plain search, by the controller and at random with the same budget of candidates; what they find is
+trained privately at epsilon 3 with fewer steps. Small form, 3 seeds. Continues where it was
+stopped; every finished run is added to scripts/results/.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ NETWORKS = {
     "cnn_tanh_10_epochs": ["genotype=null", *TEN_EPOCHS],
     "small": [],
     "full": ["search_space=dp_cells"],
+    "searched": [f"genotype={RUNS / 'search_dp-aware_controller_s1' / 'genotype.json'}"],
 }
 ACTIVATIONS = ("relu", "relu6", "elu", "selu", "tanh", "hardtanh", "leaky_relu")
 SEARCH = ["experiment=dpnas/fashion_mnist", "stages=[search]"]

@@ -5,8 +5,9 @@
 5 and 10 clients with 2,000 images and batches of 32, 3 seeds, and 100 clients with 5,000 images, in
 batches of 8 so that 50 still make several steps, one seed; iid and label-skewed. FedEx retrains the
 architecture that DARTS has found with the same clients, division and seed, as in the paper's Table
-2. With --options instead the text's bandit against resampling and seeing the training state, 5
-clients. Continues where it was stopped; every finished run is added to scripts/results/.
+2. With --options instead FEATHERS' bandit with resampling and seeing the training state, 5 clients:
+the text's bandit is FEATHERS with 5 clients in the first table. Continues where it was stopped;
+every finished run is added to scripts/results/.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ FEATHERS = ["experiment=feathers/fashion_mnist"]
 RESAMPLED = "algorithm.bandit.resampled_share=0.3"
 SEES_STATE = "algorithm.bandit.sees_state=true"
 OPTIONS = {
-    "text": [],
     "resampling": [RESAMPLED],
     "seeing the state": [SEES_STATE],
     "both": [RESAMPLED, SEES_STATE],
@@ -75,7 +75,7 @@ def main() -> None:
                 command=f"{COMMAND} --options",
                 columns=COLUMNS,
             )
-            jobs = itertools.product(OPTIONS, PARTITIONS, SEEDS)
+            jobs = itertools.product(SEEDS, OPTIONS, PARTITIONS)
             list(pool.map(lambda job: make_option(*job, root=root), jobs))
         else:
             start_results(
@@ -117,7 +117,7 @@ def make_setting(seed: int, clients: int, partition: str, *, root: Path) -> None
         )
 
 
-def make_option(option: str, partition: str, seed: int, *, root: Path) -> None:
+def make_option(seed: int, option: str, partition: str, *, root: Path) -> None:
     """Make one run with options of the bandit."""
     measure(
         RESULTS / "feathers_options.json",
