@@ -17,13 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from fednas_flwr.config import NORMED_NETWORKS, SEARCH_SPACES, Config, GivenNetwork, conf_folder
+from fednas_flwr.config import SEARCH_SPACES, Config, GivenNetwork, conf_folder
 from fednas_flwr.config.networks import OwnSizeSpace, SearchSpaceSettings
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.randomness import seeded
+from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.search_spaces.darts import DARTSSpace
 from fednas_flwr.search_spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
@@ -153,9 +154,10 @@ def describe_network(
             raise ValueError("only fedavg and fedex have a network without a genotype")
         if config.algorithm.network not in FIXED_NETWORKS:
             raise unknown_choice("algorithm.network", config.algorithm.network, FIXED_NETWORKS)
-        norm = {"norm": config.retrain.norm}
-        normed = config.algorithm.network in NORMED_NETWORKS
-        return {"name": config.algorithm.network, **shapes, **(norm if normed else {})}
+        description = {"name": config.algorithm.network, **shapes}
+        if config.algorithm.network in NORMED_NETWORKS:
+            description["norm"] = config.retrain.norm
+        return description
     return describe_derived(
         genotype,
         shapes,

@@ -43,7 +43,7 @@ from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.states import Tensors, network_states
 from fednas_flwr.privacy.policy import show
-from fednas_flwr.search.settings import LEAST_LOSS_BOUND
+from fednas_flwr.search.settings import LEAST_LOSS_BOUND, NORMED_NETWORKS
 from fednas_flwr.search.training import periodic_gradients
 
 # What may leave beside header, layout digests and num_examples, which are public: facts that do
@@ -408,10 +408,11 @@ def _num_values(request: Request, network: nn.Module | None, kind: str) -> int:
 def _means_batch_norm(request: Request, supernet_norm: str | None) -> bool:
     """Return whether a request describes a network that normalises over a batch."""
     searches = request.verb in (*STATES_OF, *OF_SUPERNETS)
-    described = {} if searches else request.settings["network"]
-    if described.get("name", SUPERNET["name"]) == SUPERNET["name"]:
+    described = SUPERNET if searches else request.settings["network"]
+    name = described.get("name", SUPERNET["name"])
+    if name == SUPERNET["name"]:
         return supernet_norm == "batch"
-    return described.get("norm") == "batch"
+    return described.get("norm", "batch" if name in NORMED_NETWORKS else None) == "batch"
 
 
 def _has_batch_norm(network: nn.Module) -> bool:

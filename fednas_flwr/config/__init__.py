@@ -7,7 +7,6 @@ here. The same tree as JSON (:func:`dump_config`) is what travels to other proce
 
 from fednas_flwr.config.algorithms import (
     ALGORITHMS,
-    NORMED_NETWORKS,
     FixedNetwork,
     GivenNetwork,
     GradientSearch,
@@ -36,7 +35,6 @@ __all__ = [
     "DifferentialPrivacy",
     "FixedNetwork",
     "GivenNetwork",
-    "NORMED_NETWORKS",
     "GradientSearch",
     "Hardware",
     "HyperparameterSearch",

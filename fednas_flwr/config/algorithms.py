@@ -131,9 +131,6 @@ class HyperparameterSearch:
         )
 
 
-NORMED_NETWORKS = ("efficientnet_b0", "mobilenet_v2")  # given networks whose norm is retrain.norm
-
-
 @dataclass(frozen=True)
 class FixedNetwork:
     """No search: FedAvg trains a network that is given by name."""

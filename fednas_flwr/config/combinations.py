@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING
 
 from fednas_flwr.config.algorithms import (
-    NORMED_NETWORKS,
     FixedNetwork,
     GivenNetwork,
     GradientSearch,
@@ -18,6 +17,7 @@ from fednas_flwr.config.networks import BlockSpace, DPCells
 from fednas_flwr.config.path_searches import CandidateSearch, ClusterSearch, PathSearch
 from fednas_flwr.config.privacy import NoPrivacy
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.search.settings import NORMED_NETWORKS
 
 if TYPE_CHECKING:
     from fednas_flwr.config.run import Config
@@ -52,9 +52,6 @@ def check_privacy(config: Config) -> None:
             f"privacy=dp with algorithm={algorithm.name} is not possible yet: choose one of "
             f"{', '.join(private)}."
         )
-    norms = {"retrain.norm": config.retrain.norm} if "retrain" in config.stages else {}
-    if "search" in config.stages and not isinstance(algorithm, GivenNetwork):
-        norms["search_space.norm"] = config.search_space.norm
     if isinstance(algorithm, GradientSearch) and algorithm.order != 1:
         raise ConfigError(
             f"algorithm.order={algorithm.order} with privacy=dp: the second order mixes splits "
@@ -66,15 +63,27 @@ def check_privacy(config: Config) -> None:
                 f"algorithm.rule={algorithm.rule} with privacy=dp: it mixes splits; set "
                 "algorithm.rule=first_order."
             )
-    if isinstance(algorithm, FixedNetwork) and config.genotype is None:
-        if algorithm.network not in NORMED_NETWORKS:
-            norms = {}
-    wrong = [key for key, norm in norms.items() if norm != "group"]
+    wrong = [key for key, norm in _norms(config).items() if norm != "group"]
     if wrong:
         raise ConfigError(
             "privacy=dp with batch normalisation is not possible, which mixes the records of a "
             f"batch and leaks its statistics: set {' '.join(f'{key}=group' for key in wrong)}."
         )
+
+
+def _norms(config: Config) -> dict[str, str]:
+    """Return the settings of norms that the networks of a run have."""
+    algorithm, norms = config.algorithm, {}
+    without_norm = (
+        isinstance(algorithm, FixedNetwork)
+        and algorithm.network not in NORMED_NETWORKS
+        and config.genotype is None
+    )
+    if "retrain" in config.stages and not without_norm:
+        norms["retrain.norm"] = config.retrain.norm
+    if _searches(config):
+        norms["search_space.norm"] = config.search_space.norm
+    return norms
 
 
 def check_algorithm(config: Config) -> None:

@@ -13,6 +13,7 @@ from fednas_flwr.errors import ConfigError, unknown_choice
 GATES = ("two", "full")
 RULES = ("first_order", "second_order", "mixed_level")
 SCHEDULES = ("aggressive", "adaptive", "constant")
+NORMED_NETWORKS = ("efficientnet_b0", "mobilenet_v2")  # given networks with norms: retrain.norm
 # Of a record's decrease of loss in a reward, in nats. How float32 rounds a loss (near 1: by 1e-7)
 # depends on the size of its batch: with a bound near that, rounding would be a record's reward.
 LEAST_LOSS_BOUND = 1e-3

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from fednas_flwr.config import NORMED_NETWORKS
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.fixed_networks import (
     FIXED_NETWORKS,
@@ -12,6 +11,7 @@ from fednas_flwr.evaluation.fixed_networks import (
     plain_cnn,
 )
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
+from fednas_flwr.search.settings import NORMED_NETWORKS
 
 
 def test_mobilenet_v2_has_the_published_size() -> None:

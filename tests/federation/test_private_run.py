@@ -656,6 +656,7 @@ WITHOUT_DATA = [
     ("evaluate.model", {"split": "test"}, "rule noised releases only: release=None"),
     ("train.weights", {"split": "train"}, "rule committed values: commitment=None"),
     ("train.weights", {"network": {"name": "derived", "norm": "batch"}}, "rule no batch_norm"),
+    ("evaluate.model", {"network": {"name": "mobilenet_v2"}}, "rule no batch_norm"),
     (
         "evaluate.model",
         {"network": {"name": "mobilenet_v2", "norm": "batch"}},
