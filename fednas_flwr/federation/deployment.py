@@ -180,14 +180,17 @@ def _follow(run_id: str, superlink: str) -> Generator[str]:
 
 
 def _status(run_id: str, superlink: str) -> tuple[str, str]:
-    """Return status and details of a run; a SuperLink that is away is waited for."""
-    deadline = time.monotonic() + SUPERLINK_BACK_S
+    """Return status and details of a run; a SuperLink that is away is waited for, and that said."""
+    began, told = time.monotonic(), False
     while True:
         try:
             return read_status(_flwr_json("ls", superlink, "--run-id", run_id))
-        except RuntimeError:
-            if time.monotonic() > deadline:
+        except RuntimeError as error:
+            if time.monotonic() > began + SUPERLINK_BACK_S:
                 raise
+            if not told:
+                print(f"{error} Waiting {SUPERLINK_BACK_S / 60:.0f} minutes.", file=sys.stderr)
+                told = True
             time.sleep(RETRY_S)
 
 
