@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fednas_flwr.cli.composition import compose_tree
 from fednas_flwr.cli.outcomes import RUN_FAILED
 from fednas_flwr.cli.parsing import Commands, add_command
 from fednas_flwr.config import parse_config
 from fednas_flwr.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fednas_flwr.search_spaces.mbconv import MBConvSpace
+    from fednas_flwr.search_spaces.space import SearchSpace
 
 
 def add_commands(commands: Commands) -> None:
@@ -73,13 +78,14 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
     from fednas_flwr.hardware.latency import to_json
     from fednas_flwr.randomness import make_generator
     from fednas_flwr.reporting.files import write_text
-    from fednas_flwr.search_spaces.mbconv import MBConvSpace
 
-    space = make_space(
-        **asdict(config.search_space), input_shape=tuple(options.shape), num_classes=options.classes
+    space = _timed(
+        make_space(
+            **asdict(config.search_space),
+            input_shape=tuple(options.shape),
+            num_classes=options.classes,
+        )
     )
-    if not isinstance(space, MBConvSpace):
-        raise ConfigError(f"search_space={space.name} has no latency table: choose mbconv.")
     generator = make_generator(config.seed, "latency")
     table, predictions = measure_space(
         space,
@@ -108,14 +114,12 @@ def predict_latency(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print what the exported network of a run takes by each latency table."""
     from fednas_flwr.builders import described_space, load_description, read_table
     from fednas_flwr.evaluation.space_costs import space_costs
-    from fednas_flwr.search_spaces.mbconv import MBConvSpace
 
     description = load_description(options.run_folder)
     if description["name"] != "derived":
         raise ConfigError(f"{options.run_folder} holds a {description['name']}: no table fits it.")
-    space, genotype = described_space(description)
-    if not isinstance(space, MBConvSpace):
-        raise ConfigError(f"search_space={space.name} has no latency table: choose mbconv.")
+    described, genotype = described_space(description)
+    space = _timed(described)
     for path in options.tables:
         table = read_table(path)
         latency_ms = space_costs(space, table).of_path(space.path(genotype))
@@ -124,6 +128,15 @@ def predict_latency(options: argparse.Namespace, overrides: list[str]) -> int:
             f"batch {table.batch_size} ({path})"
         )
     return 0
+
+
+def _timed(space: SearchSpace) -> MBConvSpace:
+    """Return ``space`` if latency tables are made of it; ConfigError otherwise."""
+    from fednas_flwr.search_spaces.mbconv import MBConvSpace
+
+    if not isinstance(space, MBConvSpace):
+        raise ConfigError(f"search_space={space.name} has no latency table: choose mbconv.")
+    return space
 
 
 def provision_machines(options: argparse.Namespace, overrides: list[str]) -> int:
