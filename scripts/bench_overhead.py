@@ -40,7 +40,7 @@ from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.reporting.events import EventLog
-from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.reporting.runs import EVENTS_FILE, read_run
 from fednas_flwr.search_spaces.darts import DARTSSpace
 
 LIMITS = {"inline": 1.05, "ray": 0.65, "server": 3.0}
@@ -85,7 +85,7 @@ def measure_inline(repeats: int) -> float:
 
     def inline() -> list[torch.Tensor]:
         with tempfile.TemporaryDirectory() as folder:
-            with EventLog(Path(folder) / "events.jsonl") as log:
+            with EventLog(Path(folder) / EVENTS_FILE) as log:
                 courier = make_courier(config, run="bench", emit=log.emit)
                 checkpoints = CheckpointFolder(Path(folder) / "checkpoints", warn=print)
                 strategy = make_search(config, prepared, courier, checkpoints)

@@ -33,6 +33,7 @@ from fednas_flwr.config import DifferentialPrivacy, parse_config
 from fednas_flwr.federation.provision import Deployment
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.reporting.events import Event, read_events
+from fednas_flwr.reporting.runs import EVENTS_FILE
 
 
 def main(arguments: list[str]) -> int:
@@ -65,7 +66,7 @@ def main(arguments: list[str]) -> int:
     say(f"all is stopped, {len(left)} processes were left")
     if code or left:
         return code or len(left)
-    print_times(machines, read_events(results / "deployed" / "events.jsonl"))
+    print_times(machines, read_events(results / "deployed" / EVENTS_FILE))
     if private or lose:
         return 0
     fednas(["run", "runtime=inline", f"run_dir={results / 'inline'}", *common])

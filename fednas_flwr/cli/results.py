@@ -40,9 +40,10 @@ def add_commands(commands: Commands) -> None:
 def report(options: argparse.Namespace, overrides: list[str]) -> int:
     """Write a run's report again."""
     from fednas_flwr.reporting.report import write_report
+    from fednas_flwr.reporting.runs import EVENTS_FILE
 
-    if not (options.run_folder / "events.jsonl").is_file():
-        raise ConfigError(f"{options.run_folder} holds no events.jsonl; give the folder of a run.")
+    if not (options.run_folder / EVENTS_FILE).is_file():
+        raise ConfigError(f"{options.run_folder} holds no {EVENTS_FILE}: give the folder of a run.")
     print(write_report(options.run_folder))
     return 0
 

@@ -21,15 +21,11 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.cell_analysis import op_shares, variants
 from fednas_flwr.evaluation.export import MODEL_FILE
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
-from fednas_flwr.federation.run_folder import (
-    CONFIG_FILE,
-    GENOTYPE_FILE,
-    create_run_folder,
-)
+from fednas_flwr.federation.run_folder import GENOTYPE_FILE, create_run_folder
 from fednas_flwr.hardware.latency import machine_name, time_modules
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.reporting.files import write_text
-from fednas_flwr.reporting.runs import Run, is_complete, read_run
+from fednas_flwr.reporting.runs import CONFIG_FILE, Run, is_complete, read_run
 from fednas_flwr.search_spaces.dp_cells import DP_CELL_SPACES
 from fednas_flwr.search_spaces.dp_cells_network import EDGES
 from fednas_flwr.search_spaces.genotype import load_genotype, save_genotype

@@ -25,12 +25,12 @@ from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.states import Packed
-from fednas_flwr.federation.run_folder import CONFIG_FILE, GROUPS_FILE
+from fednas_flwr.federation.run_folder import GROUPS_FILE
 from fednas_flwr.reporting.events import Event, EventLog
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.model_card import write_model_card
 from fednas_flwr.reporting.report import write_report
-from fednas_flwr.reporting.runs import EVENTS_FILE, read_run
+from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE, read_run
 from fednas_flwr.strategies.base import RoundStrategy
 from fednas_flwr.strategies.clusters import group_by_alphas, group_by_fact
 from fednas_flwr.strategies.fdnas import FDNAS

@@ -15,9 +15,8 @@ import yaml
 from fednas_flwr.config import Config, dump_config, parse_config
 from fednas_flwr.errors import ConfigError, MissingSettingError
 from fednas_flwr.reporting.files import write_text
-from fednas_flwr.reporting.runs import is_complete
+from fednas_flwr.reporting.runs import CONFIG_FILE, is_complete
 
-CONFIG_FILE = "config.yaml"
 GENOTYPE_FILE = "genotype.json"
 PARTITION_FILE = "partition.json"
 GROUPS_FILE = "groups.json"

@@ -13,12 +13,12 @@ from fednas_flwr.config import Config, load_config
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.federation.bundle import CONFIG_KEY, RESUMED_KEY
 from fednas_flwr.federation.deployment import EventPrinter
-from fednas_flwr.federation.run_folder import CONFIG_FILE, create_run_folder, occupied
+from fednas_flwr.federation.run_folder import create_run_folder, occupied
 from fednas_flwr.federation.stages import run_stages
 from fednas_flwr.reporting.events import EventLog, Listener
 from fednas_flwr.reporting.model_card import write_model_card
 from fednas_flwr.reporting.report import write_report
-from fednas_flwr.reporting.runs import EVENTS_FILE
+from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE
 from fednas_flwr.reporting.tensorboard import TensorBoardWriter
 
 app = ServerApp()

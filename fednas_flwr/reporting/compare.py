@@ -20,7 +20,7 @@ from rich.text import Text
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.guarantee import TEST_SEED, warning_text
-from fednas_flwr.reporting.runs import Run, read_run
+from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE, Run, read_run
 from fednas_flwr.reporting.units import DASH, mean_and_deviation
 
 TITLE_WIDTH, GROUP_WIDTH = 30, 18
@@ -170,7 +170,7 @@ def _run_folders(folders: Iterable[Path]) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder: give run folders or a sweep's folder.")
-        names = ("events.jsonl", "config.yaml")
+        names = (EVENTS_FILE, CONFIG_FILE)
         inside = sorted({path.parent for name in names for path in folder.rglob(name)})
         if not inside:
             raise ConfigError(f"{folder} holds no run: no events.jsonl is in it or below it.")

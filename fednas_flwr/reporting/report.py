@@ -17,7 +17,7 @@ from fednas_flwr.reporting import exploration, guarantee, plots, texts
 from fednas_flwr.reporting.cells import cell_svg
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.page import SCRIPT, STYLE, TEMPLATE
-from fednas_flwr.reporting.runs import Run, read_run
+from fednas_flwr.reporting.runs import CONFIG_FILE, Run, read_run
 from fednas_flwr.reporting.units import DASH
 
 WIDEST_IN_PAIRS = 640
@@ -92,7 +92,7 @@ def _json(value: object) -> Markup:
 
 
 def _config_text(run: Run) -> str:
-    path = run.folder / "config.yaml"
+    path = run.folder / CONFIG_FILE
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 

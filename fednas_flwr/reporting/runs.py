@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from fednas_flwr.reporting.events import Event, latest_rounds, read_events
 from fednas_flwr.reporting.guarantee import overall
 
+CONFIG_FILE = "config.yaml"
 EVENTS_FILE = "events.jsonl"
 METRICS = (
     "central_accuracy",
@@ -230,7 +231,7 @@ def read_run(run_folder: Path) -> Run:
     if not path.exists():
         raise FileNotFoundError(f"{run_folder} is no run folder: it holds no events.jsonl.")
     config: dict[str, Any] = {}
-    if (run_folder / "config.yaml").exists():
-        loaded: Any = OmegaConf.to_container(OmegaConf.load(run_folder / "config.yaml"))
+    if (run_folder / CONFIG_FILE).exists():
+        loaded: Any = OmegaConf.to_container(OmegaConf.load(run_folder / CONFIG_FILE))
         config = loaded if isinstance(loaded, dict) else {}
     return Run(folder=run_folder, config=config, events=read_events(path))
