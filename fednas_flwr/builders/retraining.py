@@ -76,6 +76,6 @@ def make_retraining(
             drop_path_prob=configuration.dropout if configuration else settings.drop_path_prob,
             **shared,
         )
-    strategy.private = dict(private or {})
+    strategy.private = private or {}
     strategy.new_average = averaging(config)
     return strategy, network

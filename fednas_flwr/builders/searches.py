@@ -68,7 +68,7 @@ def make_search(
     if kind not in SEARCHES:
         raise ValueError(f"algorithm={config.algorithm.name} does not search")
     strategy = SEARCHES[kind](config, prepared, courier, checkpoints)
-    strategy.private = dict(private or {})
+    strategy.private = private or {}
     strategy.new_average = averaging(config)
     return strategy
 

@@ -50,14 +50,15 @@ class RoundStrategy(Strategy):
         space: Search space of the supernet; None for plain networks.
         checkpoints: Where the state goes after every round; None keeps none.
         stage: Name of the stage in events and checkpoints.
-        private: What every request to private clients names besides: ``data_set``,
-            ``micro_batch_size`` and ``releases``, by kind their ``noise_multiplier``,
-            ``max_grad_norm`` and ``batch_size``; None without privacy.
 
     Attributes:
         states: The global model: packed ``weights``, ``alphas`` and ``buffers``.
         layouts: The tensors of each state.
         values: JSON values that belong to the state and go into checkpoints.
+        private: What every request to private clients names besides: ``data_set``,
+            ``micro_batch_size`` and ``releases``, by kind their ``noise_multiplier``,
+            ``max_grad_norm`` and ``batch_size``; those of local training take ``local_steps``
+            in place of epochs. Empty, as at first, without privacy.
         new_average: Makes what averages the clients' states: their weighted mean, or
             :class:`~fednas_flwr.exchange.robust.TrimmedMean`.
     """
@@ -72,7 +73,6 @@ class RoundStrategy(Strategy):
         space: SearchSpace | None = None,
         checkpoints: CheckpointFolder | None = None,
         stage: str = "search",
-        private: Mapping[str, Any] | None = None,
     ) -> None:
         """See the class."""
         tensors = {name: state for name, state in network_states(network).items() if state}
@@ -83,7 +83,7 @@ class RoundStrategy(Strategy):
         self.space = space
         self.checkpoints = checkpoints
         self.stage = stage
-        self.private = dict(private or {})
+        self.private: Mapping[str, Any] = {}
         self._round = 0
         self._phase = 0
         self._client_metrics: dict[int, dict[str, float]] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 
@@ -50,9 +49,9 @@ class DPNAS(RoundStrategy):
         batch_size: Records per step.
         weights: SGD, annealed over the rounds; clients begin each round without momentum.
         dp_aware: DP-SGD's clipping and noise as a regulariser, with no claim; None trains plainly.
+            ``private`` takes its place.
         seed: The run's seed; the samples of a round come from (seed, round).
         checkpoints: Where the state goes after every round.
-        private: See :class:`RoundStrategy`; takes the place of ``dp_aware``.
     """
 
     def __init__(
@@ -72,10 +71,9 @@ class DPNAS(RoundStrategy):
         seed: int,
         dp_aware: DPAware | None = None,
         checkpoints: CheckpointFolder | None = None,
-        private: Mapping[str, Any] | None = None,
     ) -> None:
         """See the class."""
-        super().__init__(supernet, courier, space=space, checkpoints=checkpoints, private=private)
+        super().__init__(supernet, courier, space=space, checkpoints=checkpoints)
         for states in (self.states, self.layouts):
             del states["alphas"]  # paths are sampled without
         self.cells, self.sampler, self.seed = space, sampler, seed

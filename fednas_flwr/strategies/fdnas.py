@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
@@ -34,7 +33,6 @@ class FDNAS(RoundStrategy):
         sparse: Whether clients send only tensors that they have changed, and so only the paths that
             they have trained. The average is the same to the last bit.
         checkpoints: Where the state goes after every round.
-        private: See :class:`RoundStrategy`.
     """
 
     def __init__(
@@ -52,10 +50,9 @@ class FDNAS(RoundStrategy):
         hardware: Mapping[str, object] | None = None,
         sparse: bool = False,
         checkpoints: CheckpointFolder | None = None,
-        private: Mapping[str, Any] | None = None,
     ) -> None:
         """See the class."""
-        super().__init__(supernet, courier, space=space, checkpoints=checkpoints, private=private)
+        super().__init__(supernet, courier, space=space, checkpoints=checkpoints)
         self.weights, self.warm_up_rounds, self.sparse = weights, warm_up_rounds, sparse
         self.settings = {
             "gates": gates,

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import nn
@@ -52,8 +51,6 @@ class FEATHERS(RoundStrategy):
         loss_bound: M; a record counts for at most this much in a reward.
         seed: The run's seed; the draw before a round comes from (seed, stage, round).
         checkpoints: Where the state goes after every round.
-        private: See :class:`RoundStrategy`; clients then take ``private["local_steps"]`` noised
-            steps instead of epochs.
     """
 
     def __init__(
@@ -73,7 +70,6 @@ class FEATHERS(RoundStrategy):
         seed: int,
         auxiliary_weight: float = 0.0,
         checkpoints: CheckpointFolder | None = None,
-        private: Mapping[str, Any] | None = None,
     ) -> None:
         """See the class."""
         super().__init__(
@@ -82,7 +78,6 @@ class FEATHERS(RoundStrategy):
             space=space,
             checkpoints=checkpoints,
             stage="retrain" if space is None else "search",
-            private=private,
         )
         self.tuner = tuner
         self.nas_rounds, self.clip_norm, self.seed = nas_rounds, clip_norm, seed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 from torch import nn
 
@@ -27,8 +26,6 @@ class FedAvg(RoundStrategy):
         auxiliary_weight: Weight of the auxiliary head's loss; 0 without one.
         drop_path_prob: Drop-path probability of the last round; rises linearly from 0.
         checkpoints: Where the state goes after every round.
-        private: See :class:`RoundStrategy`; clients then take ``private["local_steps"]`` steps of
-            DP-SGD instead of epochs.
     """
 
     def __init__(
@@ -43,12 +40,9 @@ class FedAvg(RoundStrategy):
         auxiliary_weight: float = 0.0,
         drop_path_prob: float = 0.0,
         checkpoints: CheckpointFolder | None = None,
-        private: Mapping[str, Any] | None = None,
     ) -> None:
         """See the class."""
-        super().__init__(
-            network, courier, checkpoints=checkpoints, stage="retrain", private=private
-        )
+        super().__init__(network, courier, checkpoints=checkpoints, stage="retrain")
         self.weights = weights
         self.drop_path_prob = drop_path_prob
         self.settings = {

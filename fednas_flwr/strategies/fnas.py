@@ -38,7 +38,8 @@ class FNAS(RoundStrategy):
     does not depend on the number of clients; ``reduce="sum"`` is the text's ``sum_k G_k / B_k``.
     The server's optimisers are SGD with momentum for W and Adam for A, as in the public code.
     ``fused`` asks for both gradients in one exchange, at the same W: half the exchanges, a
-    deviation from Algorithm 1.
+    deviation from Algorithm 1. With ``private`` this is DP-FNAS, of first order only; then the
+    supernet is not evaluated unless ``releases`` holds ``metrics``.
 
     Args:
         supernet: Newly initialised.
@@ -54,8 +55,6 @@ class FNAS(RoundStrategy):
         weights: SGD, annealed over the rounds.
         alphas: Adam.
         checkpoints: Where the state goes after every round.
-        private: Makes this DP-FNAS, see :class:`RoundStrategy`; first order only. Without
-            ``releases["metrics"]`` the supernet is not evaluated.
     """
 
     def __init__(
@@ -73,10 +72,9 @@ class FNAS(RoundStrategy):
         weights: SGD,
         alphas: Adam,
         checkpoints: CheckpointFolder | None = None,
-        private: Mapping[str, Any] | None = None,
     ) -> None:
         """See the class."""
-        super().__init__(supernet, courier, space=space, checkpoints=checkpoints, private=private)
+        super().__init__(supernet, courier, space=space, checkpoints=checkpoints)
         self.order, self.reduce, self.fused = order, reduce, fused
         self.local_steps, self.batch_size = local_steps, batch_size
         self.evaluate_every = evaluate_every
