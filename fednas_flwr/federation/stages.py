@@ -120,8 +120,8 @@ def _run_stages(
     private = isinstance(config.privacy, DifferentialPrivacy)
     needed = ("client", *(NEEDED_FACTS if private else ()))
     if has_real_sites(config):
-        courier.connect(grid, needed=(*needed, *SITE_FACTS))
-        prepared = make_server_data(config, courier.facts)
+        courier.connect(grid, needed=(*needed, *SITE_FACTS), alike=SITE_FACTS)
+        prepared = make_server_data(config, next(iter(courier.facts.values())))
     else:
         prepared, parts = make_data(config)
         if not (folder / PARTITION_FILE).exists():
