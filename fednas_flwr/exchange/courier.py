@@ -61,7 +61,8 @@ class Courier:
         deadline_s: Seconds until the replies of an exchange must be there.
         connect_s: Seconds until the clients must have appeared.
         wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.exchange.wire`.
-        emit: Receives ``client_failed`` and ``client_left`` events.
+        emit: Receives ``client_failed``, ``client_left`` and ``client_back`` events; a client that
+            has left because its replies were refused is ``expelled``.
 
     Attributes:
         bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts thrice.
@@ -99,6 +100,7 @@ class Courier:
         self._max_examples: dict[int, float] = {}  # client -> records it has
         self._left: dict[int, str] = {}  # clients that are asked no more: their reason
         self._refused: Counter[int] = Counter()  # client -> replies that the gate has refused
+        self._missed: set[int] = set()  # clients without an accepted reply when last asked
 
     def connect(
         self, grid: Grid, *, needed: Sequence[str] = ("client",), alike: Sequence[str] = ()
@@ -120,6 +122,7 @@ class Courier:
             return
         self._grid, self.facts, self._max_examples, self._left = grid, {}, {}, {}
         self._refused.clear()
+        self._missed.clear()
         deadline = time.monotonic() + self.connect_s
         nodes = sorted(grid.get_node_ids())
         while len(nodes) < self.num_clients and time.monotonic() < deadline:
@@ -199,6 +202,10 @@ class Courier:
         part.facts = {client: self.facts[client] for client in clients}
         return part
 
+    def expel(self, client: int, reason: str) -> None:
+        """Ask a client nothing more in this run, as after its last refused reply."""
+        self._refused[client], self._left[client] = STRIKES, reason
+
     def dismiss(self, client: int, reason: str) -> None:
         """Ask a client no more in this run."""
         self._left[client] = reason
@@ -250,6 +257,9 @@ class Courier:
         ):
             if isinstance(answer, Reply):
                 accepted += 1
+                if client in self._missed:
+                    self._missed.remove(client)
+                    self._tell("client_back", stage, server_round, verb, client)
                 yield client, answer
             else:
                 failures[client] = answer
@@ -309,8 +319,14 @@ class Courier:
         self, stage: str, server_round: int, verb: str, client: int, reason: str
     ) -> None:
         event = "client_left" if client in self._left else "client_failed"
-        fields = {"stage": stage, "round": server_round, "verb": verb}
-        self.emit(event, **fields, client=client, reason=reason)
+        more = {"expelled": True} if self._refused[client] >= STRIKES else {}
+        self._missed.add(client)
+        self._tell(event, stage, server_round, verb, client, reason=reason, **more)
+
+    def _tell(
+        self, event: str, stage: str, server_round: int, verb: str, client: int, **fields: object
+    ) -> None:
+        self.emit(event, stage=stage, round=server_round, verb=verb, client=client, **fields)
 
     def _in_order(
         self,
