@@ -31,6 +31,7 @@ cache = "$PWD/state/cache"
 policy = "$PWD/policy.yaml"
 ledger = "$PWD/state/ledger/ledger.sqlite"
 ledger-key = "$PWD/state/ledger.key"
+superlink = "$SUPERLINK"
 split-key = "$(cat state/split.key)"
 TOML
     exec flower-supernode --superlink "$SUPERLINK" --root-certificates ca.crt \
