@@ -11,7 +11,7 @@ import torch
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.messages import Reply
-from fednas_flwr.exchange.states import Layout, Tensors, unpack
+from fednas_flwr.exchange.states import Layout, Tensors, WeightedAverage, unpack
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.samplers import Path, Sampler
 from fednas_flwr.search.settings import SGD, DPAware
@@ -130,8 +130,10 @@ class DPNAS(RoundStrategy):
             replies.append(Reply(reply.num_examples, reply.metrics))
         weight = sum(reply.num_examples for reply in replies)
         rewards = unpack(average.result()["rewards"], layout)["rewards"].tolist()
-        noise = 0.0
-        if self.private:
+        noise: float | None = 0.0
+        if self.private and not isinstance(average, WeightedAverage):
+            noise = None  # depends on how the clients' values lie
+        elif self.private:
             sigma = self.private["releases"]["rewards"]["noise_multiplier"]
             noise = sigma * math.sqrt(len(paths) * len(replies)) / weight
         self.courier.emit(
