@@ -5,9 +5,9 @@
 5 and 10 clients with 2,000 images and batches of 32, 3 seeds, and 100 clients with 5,000 images, in
 batches of 8 so that 50 still make several steps, one seed; iid and label-skewed. FedEx retrains the
 architecture that DARTS has found with the same clients, division and seed, as in the paper's Table
-2. With --options instead FEATHERS' bandit with resampling and seeing the training state, 5 clients:
-the text's bandit is FEATHERS with 5 clients in the first table. Continues where it was stopped;
-every finished run is added to scripts/results/.
+2. With --options instead FEATHERS' bandit by Eq. 6, with resampling, and seeing the training state,
+5 clients: the default is FEATHERS with 5 clients in the first table. Continues where it was
+stopped; every finished run is added to scripts/results/.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ FEATHERS = ["experiment=feathers/fashion_mnist"]
 RESAMPLED = "algorithm.bandit.resampled_share=0.3"
 SEES_STATE = "algorithm.bandit.sees_state=true"
 OPTIONS = {
+    "Eq. 6": ["algorithm=feathers_paper_faithful"],
     "resampling": [RESAMPLED],
     "seeing the state": [SEES_STATE],
     "both": [RESAMPLED, SEES_STATE],

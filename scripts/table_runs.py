@@ -19,7 +19,7 @@ def measure(
     overrides: Sequence[str],
     group: Mapping[str, Any],
     seed: int,
-    root: Path,
+    root: Path | None,
     more: Callable[[Run], Mapping[str, float | None]] = lambda run: {},
 ) -> None:
     """Make one run, or go on with it, and add it to a table's results.
@@ -30,7 +30,7 @@ def measure(
         overrides: Settings of the run, without seed and folders.
         group: The first columns of the run's row.
         seed: The run's seed.
-        root: Folder of the data.
+        root: Folder of the data; None where it needs none.
         more: Returns further metrics of the finished run.
     """
     settings = {"overrides": list(overrides)}
@@ -58,7 +58,7 @@ def measure(
     print(f"{dict(group)} seed {seed}: {numbers}", flush=True)
 
 
-def make_run(folder: Path, *, overrides: Sequence[str], seed: int, root: Path) -> Run | None:
+def make_run(folder: Path, *, overrides: Sequence[str], seed: int, root: Path | None) -> Run | None:
     """Return a run, made or gone on with unless it is complete; None after telling why it failed.
 
     Arguments are those of :func:`measure`.
@@ -68,7 +68,8 @@ def make_run(folder: Path, *, overrides: Sequence[str], seed: int, root: Path) -
     if (folder / "config.yaml").exists():
         arguments = [f"resume={folder}"]
     else:
-        arguments = [*overrides, f"seed={seed}", f"dataset.root={root}", f"run_dir={folder}"]
+        arguments = [*overrides, f"seed={seed}", f"run_dir={folder}"]
+        arguments += [] if root is None else [f"dataset.root={root}"]
     done = subprocess.run(
         [sys.executable, "-m", "fednas_flwr.cli", "run", *arguments],
         stdout=subprocess.PIPE,

@@ -71,11 +71,17 @@ def estimates(phases: Sequence[Event]) -> Figure | None:
 
 
 def phase_table(phases: Sequence[Event]) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows: of each phase what was tried and the configuration that was chosen."""
+    """Return head and rows: of each phase what was tried and the configuration that was chosen.
+
+    Where rewards are noised, also the standard deviation of their noise and M, to which the change
+    of a record's loss was clipped: rewards that differ by less than the noise say little.
+    """
     if not phases:
         return [], []
     names = list(phases[0]["configuration"])
-    head = ["before round", "tried", "best reward", "chosen", "its estimate"]
+    noised = any(event.get("noise") for event in phases)
+    channel = {"noise": "its noise (std)", "loss_bound": "loss bound M"} if noised else {}
+    head = ["before round", "tried", "best reward", *channel.values(), "chosen", "its estimate"]
     rows = []
     for event in phases:
         rewards = [reward for reward in event["rewards"].values() if reward is not None]
@@ -85,6 +91,7 @@ def phase_table(phases: Sequence[Event]) -> tuple[list[str], list[list[str]]]:
                 str(event["round"]),
                 str(event["kappa"]),
                 _number(max(rewards, default=None)),
+                *(_number(event[name]) for name in channel),
                 str(best),
                 _number(event["estimates"][best]),
                 *(_number(event["configuration"][name]) for name in names),

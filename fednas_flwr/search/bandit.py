@@ -5,7 +5,7 @@ tried, each from the same weights; an arm's reward is the decrease of the client
 loss. Estimates of the rewards choose the best arm, the distribution from which the next arms are
 drawn, and, by its entropy, how many.
 
-Deviations, of which :func:`paper_faithful` takes back the last two:
+Deviations, of which ``algorithm=feathers_paper_faithful`` takes back the last two:
 
 * the entropy has its minus sign, which Eq. 7 lacks;
 * arms are drawn without replacement: the text's indicator vector knows an arm once;
@@ -28,20 +28,6 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.search.settings import BanditSettings, Configuration, Range, check_range
-
-
-def paper_faithful(*, alpha: float, beta: float) -> BanditSettings:
-    """Return the constants with which the update is Eq. 6 and pi is the plain softmax(r)."""
-    return BanditSettings(
-        beta=beta,
-        step_size=alpha,
-        retention=alpha,
-        temperature=1.0,
-        scaled=False,
-        scale_retention=0.0,
-        resampled_share=0.0,
-        sees_state=False,
-    )
 
 
 @dataclass(frozen=True)

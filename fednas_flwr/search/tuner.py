@@ -1,6 +1,6 @@
 """FEATHERS' hyper-parameter optimisation: the bandit together with the configurations it chooses.
 
-As it is made, a :class:`Tuner` is the text's bandit over a list that stays. Two switches of
+As it is made, a :class:`Tuner` is a :class:`Bandit` over a list that stays. Two switches of
 :class:`BanditSettings` go beyond the text, both wishes of its section 5:
 
 * ``resampled_share``: after every phase the arms with the lowest estimates are replaced. A new arm

@@ -20,7 +20,9 @@ def phase(stage, number, **changes):
         "round": number,
         "entropy": 1.5 / number,
         "kappa": 6 - number,
+        "loss_bound": 5.0,
         "rewards": {"0": 0.25, "2": None, "1": -0.5},
+        "noise": 0.0,
         "estimates": [0.125, -0.25, None],
         "best": 0,
         "configuration": CONFIGURATION,
@@ -67,6 +69,14 @@ def test_phases_are_told_once_in_order(folder):
     assert rows[1] == ["3", "3", "0.25", "0", "0.125", "0.0123", "0.0001", "0.9", "0.1"]
     assert all(len(row) == len(head) for row in rows)
     assert run.numbers()["exchanges"] == 8
+
+
+def test_noise_of_rewards_and_their_bound_are_told_where_there_is_noise():
+    exact, noised = (phase("search", 1, noise=noise) for noise in (0.0, 0.0123))
+    (head, rows), (plain, _) = map(exploration.phase_table, ([noised], [exact]))
+    assert (head[3:5], rows[0][3:5]) == (["its noise (std)", "loss bound M"], ["0.0123", "5"])
+    assert head[:3] + head[5:] == plain
+    assert len(rows[0]) == len(head)
 
 
 def test_costs_divide_each_stage_that_explores(folder):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fednas_flwr.cli import compose_tree
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.randomness import make_generator
-from fednas_flwr.search.bandit import Bandit, paper_faithful
+from fednas_flwr.search.bandit import Bandit
 from fednas_flwr.search.settings import BanditSettings
 
 SETTINGS = BanditSettings(
@@ -26,7 +28,31 @@ SETTINGS = BanditSettings(
     sees_state=False,
 )
 rewards = st.floats(-10, 10)
+
+
+def paper_faithful(*, alpha, beta):
+    """The constants with which the update is Eq. 6 and pi is the plain softmax(r)."""
+    return BanditSettings(
+        beta=beta,
+        step_size=alpha,
+        retention=alpha,
+        temperature=1.0,
+        scaled=False,
+        scale_retention=0.5,
+        resampled_share=0.0,
+        sees_state=False,
+    )
+
+
 arms = st.integers(1, 40)
+
+
+@cache
+def composed_bandit(alpha):
+    """The settings of an experiment with the paper's bandit."""
+    overrides = ["algorithm=feathers_paper_faithful", f"algorithm.bandit.step_size={alpha}"]
+    tree = compose_tree(["experiment=feathers/fashion_mnist", *overrides])
+    return BanditSettings(**tree["algorithm"]["bandit"])
 
 
 def tried(num_arms, *phases, constants=SETTINGS):
@@ -55,6 +81,21 @@ def test_the_update_is_equation_6():
         i = arm in reward  # r + i alpha (r_e - r) + (1 - i)(alpha r - r)
         new = old + i * alpha * (reward.get(arm, 0.0) - old) + (1 - i) * (alpha * old - old)
         assert math.isclose(float(found[arm]), new, abs_tol=1e-7)
+
+
+@given(cases, st.sampled_from([0.2, 0.5, 1.0]))
+def test_the_setting_of_the_papers_name_is_paper_faithful(case, alpha):
+    chosen = composed_bandit(alpha)
+    oracle = paper_faithful(alpha=alpha, beta=chosen.beta)
+    found, expected = (tried(case[0], *case[1], constants=c) for c in (chosen, oracle))
+    assert found.to_json() == expected.to_json()
+    assert torch.equal(found.probabilities(), expected.estimates_N.softmax(0))
+    assert found.num_trials() == expected.num_trials()
+
+
+def test_the_default_is_not_the_papers():
+    default = BanditSettings(**compose_tree(["algorithm=feathers"])["algorithm"]["bandit"])
+    assert default == SETTINGS
 
 
 def test_step_size_and_retention_are_apart_by_default():

@@ -1,4 +1,4 @@
-"""The tuner: the text's bandit as it is made; what the two options do, and where they are better.
+"""The tuner: the default bandit as it is made; what the two options do, and where they are better.
 
 The simulation is the paper's setting: rewards shrink while training goes on, and the best learning
 rate falls.
@@ -23,7 +23,7 @@ from fednas_flwr.search.bandit import Bandit, draw_configurations
 from fednas_flwr.search.settings import BanditSettings, Configuration, Range
 from fednas_flwr.search.tuner import RIDGE, Tuner, predict, reflect
 
-TEXT = BanditSettings(
+DEFAULT = BanditSettings(
     beta=3.0,
     step_size=0.5,
     retention=0.9,
@@ -33,8 +33,8 @@ TEXT = BanditSettings(
     resampled_share=0.0,
     sees_state=False,
 )
-RESAMPLED = replace(TEXT, resampled_share=0.3)
-SEEING = replace(TEXT, sees_state=True)
+RESAMPLED = replace(DEFAULT, resampled_share=0.3)
+SEEING = replace(DEFAULT, sees_state=True)
 BOTH = replace(SEEING, resampled_share=0.3)
 RANGES = {
     "lr": Range(1e-4, 1e-1, log=True),
@@ -48,7 +48,7 @@ phases = st.lists(
     st.dictionaries(st.integers(0, 7), st.floats(-5, 5) | st.just(math.nan), min_size=1),
     max_size=5,
 )
-options = st.sampled_from([TEXT, RESAMPLED, SEEING, BOTH])
+options = st.sampled_from([DEFAULT, RESAMPLED, SEEING, BOTH])
 
 
 def made(constants, num_arms=8, seed=1):
@@ -69,12 +69,12 @@ def after(constants, rewards):
 
 @given(phases)
 def test_without_options_it_is_the_bandit_over_a_list_that_stays(rewards):
-    bandit = Bandit.of(8, TEXT)
+    bandit = Bandit.of(8, DEFAULT)
     for seen in rewards:
         bandit = bandit.updated(seen)
-    tuner = after(TEXT, rewards)
+    tuner = after(DEFAULT, rewards)
     assert tuner.bandit.to_json() == bandit.to_json()
-    assert tuner.configurations == made(TEXT).configurations
+    assert tuner.configurations == made(DEFAULT).configurations
     assert tuner.draw(make_generator(1, "d")) == bandit.draw(
         bandit.num_trials(), make_generator(1, "d")
     )
@@ -106,7 +106,7 @@ def test_arms_stay_in_their_ranges_and_estimates_are_finite(rewards, constants):
 def test_resampling_keeps_the_best_arm_and_changes_the_share_it_says(rewards):
     tuner = made(RESAMPLED)
     for phase, seen in enumerate(rewards):
-        plain = replace(tuner, bandit=replace(tuner.bandit, settings=TEXT))
+        plain = replace(tuner, bandit=replace(tuner.bandit, settings=DEFAULT))
         generator = make_generator(1, "resample", phase)
         learnt, tuner = plain.updated(seen, generator), tuner.updated(seen, generator)
         best, estimates = learnt.bandit.best(), learnt.bandit.estimates_N
@@ -191,7 +191,7 @@ def test_a_loss_that_is_none_or_nonsense_does_no_harm(loss):
 @pytest.mark.parametrize("share", [-0.1, 1.0])
 def test_a_share_out_of_range_is_refused(share):
     with pytest.raises(ConfigError, match="bandit.resampled_share"):
-        replace(TEXT, resampled_share=share)
+        replace(DEFAULT, resampled_share=share)
 
 
 # Where the options are better
@@ -231,11 +231,11 @@ def mean_regret(constants, **setting):
 
 def test_seeing_the_state_is_better_where_the_best_learning_rate_falls():
     setting = {"num_arms": 60, "fall": 0.6}
-    text, seeing, both = (mean_regret(c, **setting) for c in (TEXT, SEEING, BOTH))
-    assert seeing < 0.7 * text
+    default, seeing, both = (mean_regret(c, **setting) for c in (DEFAULT, SEEING, BOTH))
+    assert seeing < 0.7 * default
     assert both < seeing
 
 
 def test_resampling_is_better_where_the_list_is_short_and_the_best_stays():
     setting = {"num_arms": 10, "fall": 0.0}
-    assert mean_regret(RESAMPLED, **setting) < 0.9 * mean_regret(TEXT, **setting)
+    assert mean_regret(RESAMPLED, **setting) < 0.9 * mean_regret(DEFAULT, **setting)

@@ -1,0 +1,59 @@
+"""Table: what the quickstart loses and saves where replies travel as fewer bits.
+
+    python scripts/table_wire.py
+
+Federated DARTS on scikit-learn's digits with all settings of `fednas run` but `wire`, 3 seeds.
+Continues where it was stopped; every finished run is added to scripts/results/wire.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from table_runs import measure
+
+from fednas_flwr.reporting.runs import Run
+from fednas_flwr.reporting.tables import start_results
+
+RESULTS = Path(__file__).parent / "results" / "wire.json"
+RUNS = Path("runs/table_wire")
+WIRES = ("float32", "float16", "int8")
+SEEDS = (1, 2, 3)
+COLUMNS = [
+    {"metric": "central_accuracy", "title": "test accuracy (%)", "scale": 100, "decimals": 1},
+    {"metric": "num_parameters", "title": "parameters (k)", "scale": 1e-3, "decimals": 0},
+    {"metric": "search_replies_mb", "title": "replies of the search (MB)", "decimals": 2},
+    {"metric": "traffic_mb", "title": "both directions (MB)", "decimals": 1},
+]
+
+
+def main() -> None:
+    """Run what is missing."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    start_results(
+        RESULTS,
+        title="The quickstart by what replies travel as: digits, 3 clients, 3 seeds",
+        command="python scripts/table_wire.py",
+        columns=COLUMNS,
+    )
+    for seed in SEEDS:
+        for wire in WIRES:
+            measure(
+                RESULTS,
+                RUNS / f"{wire}_s{seed}",
+                overrides=[f"wire={wire}"],
+                group={"wire": wire},
+                seed=seed,
+                root=None,
+                more=replies,
+            )
+
+
+def replies(run: Run) -> dict[str, float]:
+    """Return the megabytes of the clients' replies in the search, where all have one supernet."""
+    return {"search_replies_mb": run.traffic("search")[1] / 1e6}
+
+
+if __name__ == "__main__":
+    main()
