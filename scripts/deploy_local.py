@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -128,17 +130,28 @@ def print_times(machines: Machines, events: list[Event]) -> None:
     rounds = [e for e in events if e["event"] == "round" and (e["stage"], e["round"]) not in failed]
     logs = "".join((machines.logs / name).read_text(errors="replace") for name in machines.parts)
     begun = re.findall(r"train\.\S+: begun ([\d.]+) s", logs)
-    worked = re.findall(r"train\.\S+: answered within ([\d.]+) s", logs)
-    if not rounds or not begun or not worked:
+    answered = re.findall(r"train\.\S+: answered within ([\d.]+) s, after ([\d.]+) s of CPU", logs)
+    if not rounds or not begun or not answered:
         return
     exchanges = sum(event["exchanges"] for event in rounds)
     whole = sum(event["seconds"] for event in rounds) / exchanges
-    start, work = fmean(map(float, begun)), fmean(map(float, worked))
+    start = fmean(map(float, begun))
+    work, cpu = (fmean(map(float, times)) for times in zip(*answered, strict=True))
     print(
         f"time of an exchange (mean of {exchanges} in rounds without a fault): {whole:.1f} s, of "
         f"which {start:.1f} s start-up of client processes, {work:.1f} s ours, "
-        f"{whole - start - work:.1f} s Flower's and waiting for the slowest site"
+        f"{whole - start - work:.1f} s Flower's and waiting for the slowest site\n"
+        f"CPU time of a client process, its work included: {cpu:.1f} s, of which "
+        f"{import_seconds():.1f} s import torch"
     )
+
+
+def import_seconds() -> float:
+    """Return the CPU time of a process that only imports torch."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def compare(deployed: Path, inline: Path) -> int:

@@ -97,11 +97,12 @@ def _own_app(**_: object) -> Callable[[str, str, str], Callable[..., Message]]:
 
 
 def _answer(app: ClientApp, message: Message, context: Context) -> Message:
-    """Return the reply; the site's log says how long the process took to come so far, and then."""
+    """Return the reply; the site's log says what the process took to come so far, and then."""
     verb, begun = message.metadata.message_type, time.monotonic()
     log(INFO, "%s: begun %.2f s after the start of its process", verb, _age_s())
     reply = app(message, context)
-    log(INFO, "%s: answered within %.2f s", verb, time.monotonic() - begun)
+    seconds, cpu = time.monotonic() - begun, time.process_time()
+    log(INFO, "%s: answered within %.2f s, after %.2f s of CPU in all", verb, seconds, cpu)
     return reply
 
 
