@@ -1,4 +1,4 @@
-"""Tables: networks under DP-SGD on Fashion-MNIST, activations of a CNN; DPNAS' search.
+"""Tables: networks under DP-SGD on Fashion-MNIST, activations of a CNN, DPNAS' search.
 
     python scripts/table_dpnas.py --root <folder with FashionMNIST> [--table networks] [--jobs 2]
 
@@ -7,9 +7,10 @@ epsilon of the steps that are committed to, and clients' budgets are what their 
 --networks chooses some: CNN-Tanh also with larger batches over ten epochs, the published cell at
 its full size, which needs a GPU or hours, and the cell that the first search of the search's table
 has found. activations: of the CNN, at epsilon 3, as in the paper's Table 4. search: DP-aware and
-plain search, by the controller and at random with the same budget of candidates; what they find is
-trained privately at epsilon 3 with fewer steps. Small form, 3 seeds. Continues where it was
-stopped; every finished run is added to scripts/results/.
+plain search, by the controller and at random with the same budget of candidates, and with DARTS'
+ops (Figure 3a); what they find is trained privately at epsilon 3 with fewer steps. others: with as
+few steps the cells published for other data (Table 3) and ordinary networks (Table 2). Small form,
+3 seeds. Continues where it was stopped; every finished run is added to scripts/results/.
 """
 
 from __future__ import annotations
@@ -49,8 +50,24 @@ NETWORKS = {
 ACTIVATIONS = ("relu", "relu6", "elu", "selu", "tanh", "hardtanh", "leaky_relu")
 SEARCH = ["experiment=dpnas/fashion_mnist", "stages=[search]"]
 SIZES = ["search_space.widths=[8,8,16]", "search_space.head=32"]  # of candidates, for speed
-AWARE = {"DP-aware": [], "plain": ["algorithm.dp_aware=null"]}
-SAMPLERS = ("controller", "random")
+DARTS_OPS = "DP-aware, DARTS' ops"
+AWARE = {
+    "DP-aware": [],
+    "plain": ["algorithm.dp_aware=null"],
+    DARTS_OPS: ["search_space=dp_cells_darts"],
+}
+SEARCHES = [
+    *itertools.product(("DP-aware", "plain"), ("controller", "random")),
+    (DARTS_OPS, "controller"),
+]
+OTHERS = {
+    "cell for MNIST": ["genotype=dpnas_mnist"],
+    "cell for Fashion-MNIST": ["genotype=dpnas_fashion_mnist"],
+    "cell for CIFAR-10": ["genotype=dpnas_cifar10"],
+    "CNN-Tanh": ["genotype=null"],
+    "MobileNetV2": ["genotype=null", "algorithm.network=mobilenet_v2"],
+    "EfficientNet-B0": ["genotype=null", "algorithm.network=efficientnet_b0"],
+}
 ACCURACY = {
     "metric": "central_accuracy",
     "title": "test accuracy (%)",
@@ -58,6 +75,12 @@ ACCURACY = {
     "decimals": 1,
 }
 EPSILON = {"metric": "epsilon", "title": "PRV epsilon (delta 1e-5)", "decimals": 2}
+PARAMETERS = {
+    "metric": "num_parameters",
+    "title": "parameters (k)",
+    "scale": 0.001,
+    "decimals": 0,
+}
 SECONDS = {"metric": "retrain_seconds", "title": "training (s)", "decimals": 0}
 REWARD = {
     "metric": "sampled_accuracy",
@@ -79,6 +102,10 @@ TABLES = {  # title and columns
         "DPNAS' search on Fashion-MNIST, small form; found cells at epsilon 3",
         [REWARD, ACCURACY, EPSILON],
     ),
+    "others": (
+        "Published cells and ordinary networks under DP-SGD on Fashion-MNIST: 60 steps, epsilon 3",
+        [ACCURACY, PARAMETERS, EPSILON, SECONDS],
+    ),
 }
 
 
@@ -98,7 +125,8 @@ def main() -> None:
     make, jobs = {
         "networks": (make_training, itertools.product(options.seeds, options.networks, EPSILONS)),
         "activations": (make_activation, itertools.product(options.seeds, ACTIVATIONS)),
-        "search": (make_search, itertools.product(options.seeds, AWARE, SAMPLERS)),
+        "search": (make_search, itertools.product(options.seeds, SEARCHES)),
+        "others": (make_other, itertools.product(options.seeds, OTHERS)),
     }[options.table]
     root = options.root.resolve()
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -132,15 +160,29 @@ def make_activation(seed: int, activation: str, *, results: Path, root: Path) ->
     )
 
 
-def make_search(seed: int, aware: str, sampler: str, *, results: Path, root: Path) -> None:
+def make_other(seed: int, network: str, *, results: Path, root: Path) -> None:
+    """Train one given network privately with few steps."""
+    training = [*TRAINING, *FEW_STEPS, *OTHERS[network]]
+    measure(
+        results,
+        RUNS / f"{network.lower().replace(' ', '-')}_s{seed}",
+        overrides=[*training, *noise(training, 3.0)],
+        group={"network": network},
+        seed=seed,
+        root=root,
+    )
+
+
+def make_search(seed: int, search: tuple[str, str], *, results: Path, root: Path) -> None:
     """Search without a claim, then train what was found privately."""
-    name = f"{aware.lower()}_{sampler}_s{seed}"
+    aware, sampler = search
+    name = f"{'darts_ops' if aware == DARTS_OPS else aware.lower()}_{sampler}_s{seed}"
     searched = RUNS / f"search_{name}"
     overrides = [*SEARCH, *SIZES, *AWARE[aware], f"algorithm.sampler={sampler}"]
-    search = make_run(searched, overrides=overrides, seed=seed, root=root)
-    if search is None:
+    if make_run(searched, overrides=overrides, seed=seed, root=root) is None:
         return
-    training = [*TRAINING, *FEW_STEPS, f"genotype={searched / 'genotype.json'}"]
+    space = AWARE[DARTS_OPS] if aware == DARTS_OPS else []
+    training = [*TRAINING, *FEW_STEPS, *space, f"genotype={searched / 'genotype.json'}"]
     measure(
         results,
         RUNS / f"found_{name}",
