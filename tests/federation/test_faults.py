@@ -155,28 +155,26 @@ def test_a_kill_while_a_reply_is_sent_or_a_checkpoint_is_written_changes_nothing
 ) -> None:
     """What receives is stopped first, so that what sends is in the middle of it when it dies."""
     run, overrides = tmp_path / "run", (*SLOW, "runtime.quorum=1", "runtime.connect_s=600")
-    old = {site: len(cluster.read(f"{site}-clientapp")) for site in ("north", "east")}
-
-    def says(site: str, text: str) -> bool:
-        return text in cluster.read(f"{site}-clientapp")[old[site] :]
-
-    attempt = start(run, *overrides)
-    for site in old:
-        attempt.wait(f"{site}'s work", lambda site=site: says(site, "search: begun"))
-        cluster.kill(f"{site}-supernode", signal.SIGSTOP)
-    for site in old:
-        attempt.wait(f"{site}'s reply", lambda site=site: says(site, "search: answered"))
-    send(cluster.processes("client_process", "north"), signal.SIGKILL)  # on its way to the node
-    cluster.kill("north-supernode", signal.SIGCONT)
-    cluster.kill("superlink", signal.SIGSTOP)
-    cluster.kill("east-supernode", signal.SIGCONT)
-    attempt.wait("east's reply", lambda: not cluster.processes("client_process", "east"))
-    cluster.kill("east-supernode")  # on its way to the SuperLink
-    cluster.kill("superlink", signal.SIGCONT)
-    code, finished = attempt.end()
-    assert (code, finished["status"]) == (1, "failed")
-    assert {event["client"] for event in attempt.events("client_failed")} == {0, 2}
-    assert not list((run / "checkpoints").iterdir())
+    for client, site in {0: "north", 2: "east"}.items():
+        node, log = f"{site}-supernode", f"{site}-clientapp"
+        said = len(cluster.read(log))
+        attempt = start(run, *overrides)
+        attempt.wait("work", lambda: "search: begun" in cluster.read(log)[said:])
+        cluster.kill(node, signal.SIGSTOP)
+        attempt.wait("a reply", lambda: "search: answered" in cluster.read(log)[said:])
+        if site == "north":  # the client process dies on its way to the SuperNode
+            send(cluster.processes("client_process", site), signal.SIGKILL)
+            cluster.kill(node, signal.SIGCONT)
+        else:  # the SuperNode dies on its way to the SuperLink
+            cluster.kill("superlink", signal.SIGSTOP)
+            cluster.kill(node, signal.SIGCONT)
+            attempt.wait("its reply", lambda: not cluster.processes("client_process", site))
+            cluster.kill(node)
+            cluster.kill("superlink", signal.SIGCONT)
+        code, finished = attempt.end()
+        assert (code, finished["status"]) == (1, "failed")
+        assert attempt.events("client_failed")[-1]["client"] == client
+        assert not list((run / "checkpoints").iterdir())
 
     attempt = start(run, *overrides)
     attempt.wait_for_search()
@@ -197,7 +195,12 @@ def test_a_kill_while_a_reply_is_sent_or_a_checkpoint_is_written_changes_nothing
 
     attempt = start(run, *overrides)
     assert attempt.end()[0] == 0
-    assert [event["resumed"] for event in attempt.events("run_started")] == [False, True, True]
+    assert [event["resumed"] for event in attempt.events("run_started")] == [
+        False,
+        True,
+        True,
+        True,
+    ]
     assert_same(run, inline)
 
 
