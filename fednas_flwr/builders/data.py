@@ -59,7 +59,7 @@ def make_site_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
     return prepared, [np.arange(len(prepared.train))] * config.clients
 
 
-def make_server_data(config: Config, facts: Mapping[int, Mapping[str, Any]]) -> Prepared:
+def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
     """Return what the server of real sites knows of their data: shapes and names, no records.
 
     Where ``dataset.root`` names data on the server and ``dataset.server_test`` is true, all of
@@ -67,22 +67,13 @@ def make_server_data(config: Config, facts: Mapping[int, Mapping[str, Any]]) -> 
 
     Args:
         config: Of a run with real sites.
-        facts: What each client said of itself.
+        facts: What every client says of its data: one client's facts.
 
     Raises:
-        ConfigError: Two clients, or a client and the server's test set, do not fit together.
+        ConfigError: The server's test set does not fit the clients.
     """
-    first, *others = sorted(facts)
-    for key in ("input_shape", "feature_names", "class_names"):
-        for other in others:
-            if facts[other].get(key) != facts[first][key]:
-                raise ConfigError(
-                    f"the sites do not fit together: client {first} has {key}="
-                    f"{facts[first][key]}, client {other} {facts[other].get(key)}; set the "
-                    "dataset's class_names, image_size, channels or columns to those of all sites."
-                )
-    shape, names = tuple(facts[first]["input_shape"]), tuple(facts[first]["class_names"])
-    features = tuple(facts[first]["feature_names"])
+    shape, names = tuple(facts["input_shape"]), tuple(facts["class_names"])
+    features = tuple(facts["feature_names"])
     empty = Records(torch.empty(0, *shape), torch.empty(0).long(), np.empty(0, "S32"), names)
     mean, std = tuple(config.dataset.mean), tuple(config.dataset.std)
     if not config.dataset.server_test or config.dataset.root is None:

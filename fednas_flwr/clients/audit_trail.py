@@ -36,11 +36,12 @@ class AuditTrail:
 
     Args:
         path: Its file, made when missing; None keeps no trail.
+        superlink: Address of the server that the site's node asks for work; empty if not known.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, superlink: str = "") -> None:
         """See the class."""
-        self._path = path
+        self._path, self._superlink = path, superlink
 
     def asked(self, request: Request, *, flower_run: int) -> None:
         """Note a request before anything is done about it."""
@@ -48,6 +49,7 @@ class AuditTrail:
         self._append(
             "asked",
             **_place(request),
+            superlink=self._superlink,
             flower_run=str(flower_run),
             settings_sha256=hashlib.sha256(settings.encode()).hexdigest(),
         )

@@ -20,7 +20,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fednas_flwr.errors import ClientLeftError, ReplyError
-from fednas_flwr.exchange.gate import MAX_EXAMPLES, accept_reply, check_facts
+from fednas_flwr.exchange.gate import MAX_EXAMPLES, accept_reply, check_facts, misfits
 from fednas_flwr.exchange.messages import (
     Header,
     Reply,
@@ -61,7 +61,8 @@ class Courier:
         deadline_s: Seconds until the replies of an exchange must be there.
         connect_s: Seconds until the clients must have appeared.
         wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.exchange.wire`.
-        emit: Receives ``client_failed`` and ``client_left`` events.
+        emit: Receives ``client_failed``, ``client_left`` and ``client_back`` events; a client that
+            has left because its replies were refused is ``expelled``.
 
     Attributes:
         bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts thrice.
@@ -99,22 +100,29 @@ class Courier:
         self._max_examples: dict[int, float] = {}  # client -> records it has
         self._left: dict[int, str] = {}  # clients that are asked no more: their reason
         self._refused: Counter[int] = Counter()  # client -> replies that the gate has refused
+        self._missed: set[int] = set()  # clients without an accepted reply when last asked
 
-    def connect(self, grid: Grid, *, needed: Sequence[str] = ("client",)) -> None:
+    def connect(
+        self, grid: Grid, *, needed: Sequence[str] = ("client",), alike: Sequence[str] = ()
+    ) -> None:
         """Wait for the clients of ``grid`` and learn which node is which client.
+
+        A node that says less than is needed, an index out of range, or the same one as another node
+        is left out, and so is a client whose facts are not those of most.
 
         Args:
             grid: Flower's way to the clients.
-            needed: What each must say of itself; a node that does not is left out.
+            needed: What each must say of itself.
+            alike: Which of that must be the same for all.
 
         Raises:
-            QuorumError: Too few clients appeared or answered ``query.describe`` in time.
-            ReplyError: Two nodes say that they are the same client, or one is out of range.
+            QuorumError: Too few clients appeared, answered ``query.describe`` in time or fit.
         """
         if grid is self._grid and self.facts:
             return
         self._grid, self.facts, self._max_examples, self._left = grid, {}, {}, {}
         self._refused.clear()
+        self._missed.clear()
         deadline = time.monotonic() + self.connect_s
         nodes = sorted(grid.get_node_ids())
         while len(nodes) < self.num_clients and time.monotonic() < deadline:
@@ -126,7 +134,7 @@ class Courier:
                 f"{self.quorum} are needed. Start the missing ones, or lower runtime.quorum."
             )
         self._nodes = dict(enumerate(nodes))  # provisional: the answers tell the real indices
-        owners: dict[int, int] = {}
+        owners: dict[int, list[int]] = {}
         facts: dict[int, Mapping[str, Any]] = {}
         max_examples: dict[int, float] = {}
         reasons = [] if len(nodes) == self.num_clients else [f"only {len(nodes)} nodes appeared"]
@@ -140,24 +148,34 @@ class Courier:
                 continue
             index = answer.facts["client"]
             if not 0 <= index < self.num_clients:
-                raise ReplyError(f"a node is client {index} of clients={self.num_clients}.")
-            if index in owners:
-                raise ReplyError(
-                    f"several nodes are the same client: {owners[index]} and {nodes[asked]} both "
-                    f"say that they are client {index}; give each its own partition-id."
+                reasons.append(
+                    f"node {nodes[asked]} says that it is client {index} of clients="
+                    f"{self.num_clients}"
                 )
-            owners[index] = nodes[asked]
+                continue
+            owners.setdefault(index, []).append(nodes[asked])
             facts[index] = answer.facts
             max_examples[index] = answer.num_examples
-        for client in sorted(set(range(self.num_clients)) - set(owners)):
+        for index, claimants in sorted(owners.items()):
+            if len(claimants) > 1:
+                del facts[index]
+                reasons.append(
+                    f"nodes {' and '.join(map(str, claimants))} say that they are the same client, "
+                    f"{index}: give each its own partition-id"
+                )
+        facts = dict(sorted(facts.items()))
+        for index, reason in misfits(facts, alike).items():
+            del facts[index]
+            reasons.append(f"client {index}: {_plain(reason)}")
+        for client in sorted(set(range(self.num_clients)) - set(facts)):
             self._emit_failure("connect", 0, "query.describe", client, "; ".join(reasons))
-        if len(owners) < self.quorum:
+        if len(facts) < self.quorum:
             raise QuorumError(
-                f"{'; '.join(reasons)} (query.describe: {len(owners)} of {self.num_clients} "
+                f"{'; '.join(reasons)} (query.describe: {len(facts)} of {self.num_clients} "
                 f"clients answered, {self.quorum} are needed)"
             )
         self._refused.clear()  # they stood at provisional indices
-        self._nodes = dict(sorted(owners.items()))
+        self._nodes = {index: owners[index][0] for index in facts}
         self.facts, self._max_examples = facts, max_examples
 
     @property
@@ -183,6 +201,10 @@ class Courier:
         part._max_examples = {client: self._max_examples[client] for client in clients}
         part.facts = {client: self.facts[client] for client in clients}
         return part
+
+    def expel(self, client: int, reason: str) -> None:
+        """Ask a client nothing more in this run, as after its last refused reply."""
+        self._refused[client], self._left[client] = STRIKES, reason
 
     def dismiss(self, client: int, reason: str) -> None:
         """Ask a client no more in this run."""
@@ -235,6 +257,9 @@ class Courier:
         ):
             if isinstance(answer, Reply):
                 accepted += 1
+                if client in self._missed:
+                    self._missed.remove(client)
+                    self._tell("client_back", stage, server_round, verb, client)
                 yield client, answer
             else:
                 failures[client] = answer
@@ -294,8 +319,14 @@ class Courier:
         self, stage: str, server_round: int, verb: str, client: int, reason: str
     ) -> None:
         event = "client_left" if client in self._left else "client_failed"
-        fields = {"stage": stage, "round": server_round, "verb": verb}
-        self.emit(event, **fields, client=client, reason=reason)
+        more = {"expelled": True} if self._refused[client] >= STRIKES else {}
+        self._missed.add(client)
+        self._tell(event, stage, server_round, verb, client, reason=reason, **more)
+
+    def _tell(
+        self, event: str, stage: str, server_round: int, verb: str, client: int, **fields: object
+    ) -> None:
+        self.emit(event, stage=stage, round=server_round, verb=verb, client=client, **fields)
 
     def _in_order(
         self,

@@ -5,8 +5,10 @@ A reply that fails is dropped for its exchange, and nothing that was accepted be
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -54,7 +56,8 @@ def accept_reply(
     Raises:
         ClientLeftError: The client's privacy budget has ended.
         ReplyError: The client reports an error, or the reply is malformed, replayed, of other
-            tensors than asked for, not finite or huge, or its number of examples is out of range.
+            tensors than asked for, not finite or huge, or its number of examples is out of range;
+            or an accuracy is not finite.
     """
     if message.has_error() and message.error.code == BUDGET_SPENT:
         raise ClientLeftError(message.error.reason or "its privacy budget has ended")
@@ -67,6 +70,9 @@ def accept_reply(
         raise ReplyError(
             f"num-examples must be from 1 to {max_examples:g}, got {reply.num_examples}"
         )
+    for name, value in reply.metrics.items():  # a loss may be infinite: a network may diverge
+        if name.endswith("accuracy") and not math.isfinite(value):
+            raise ReplyError(f"{name}={value} is not finite")
     if set(reply.states) != set(layouts):
         raise ReplyError(f"states {sorted(layouts)} were asked for, got {sorted(reply.states)}")
     changed = _changed(reply.facts, layouts) if sent is not None else {}
@@ -115,6 +121,28 @@ def check_facts(facts: Mapping[str, Any], *, needed: Sequence[str] = ("client",)
     for name, is_right in _FORMS.items():
         if name in facts and not is_right(facts[name]):
             raise ReplyError(f"says {name}={str(facts[name])[:80]}, which is malformed")
+
+
+def misfits(facts: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> dict[int, str]:
+    """Return the clients whose facts are not those of most, and how they differ.
+
+    Args:
+        facts: What each client said of itself.
+        keys: What must be the same; where no variant has most, that of the first client counts.
+    """
+    variants = {client: json.dumps([known[key] for key in keys]) for client, known in facts.items()}
+    if not variants:
+        return {}
+    (usual, _), *_ = Counter(variants.values()).most_common(1)
+    like = next(client for client, variant in variants.items() if variant == usual)
+    found = {}
+    for client in (c for c, variant in variants.items() if variant != usual):
+        key = next(key for key in keys if facts[client][key] != facts[like][key])
+        found[client] = (
+            f"its {key}={facts[client][key]} is not that of the others, {facts[like][key]}: set "
+            "the dataset's class_names, image_size, channels or columns to those of all sites"
+        )
+    return found
 
 
 def _counts(values: object) -> bool:

@@ -82,7 +82,7 @@ class Reply:
 
     Attributes:
         num_examples: Number of examples the reply stands for, its weight in averages.
-        metrics: Numbers by name; they may be NaN, they are never averaged into a state.
+        metrics: Numbers by name, never averaged into a state. A loss may be NaN or infinite.
         states: Packed tensors by state.
         digests: The layout digest of every state, see ``Layout.digest``.
         facts: What ``query.describe`` tells about the client, JSON values only.

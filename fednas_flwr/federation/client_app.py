@@ -41,7 +41,7 @@ DATA_PATH = "data-path"
 # What a site sets for itself with `flower-supernode --node-config`; it overrules the server.
 SITE_KEYS = {
     *(DATA_PATH, "dataset", "device", "cache", "tag", "split-key"),
-    *("policy", "data-set", "ledger", "ledger-key", "audit"),
+    *("policy", "data-set", "ledger", "ledger-key", "audit", "superlink"),
 }
 
 
@@ -122,7 +122,8 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
             ``device`` instead of the run's; ``cache`` instead of ``dataset.cache``; ``dataset``, a
             file that says how the data is read, which needs a ``cache``. The other keys are for
             ``builders.make_client``: ``tag``, ``split-key`` instead of the server's, and of private
-            sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``.
+            sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``. ``audit`` and
+            ``superlink`` are for the audit trail.
 
     Raises:
         ConfigError: The site has data of its own and the run pools data, or the other way round;
@@ -160,7 +161,8 @@ def _trail(site: Site) -> AuditTrail:
     own = dict(site)
     if "audit" not in own and "ledger" not in own:
         return AuditTrail(None)
-    return AuditTrail(Path(own.get("audit") or Path(own["ledger"]).with_name("audit.jsonl")))
+    path = Path(own.get("audit") or Path(own["ledger"]).with_name("audit.jsonl"))
+    return AuditTrail(path, own.get("superlink", ""))
 
 
 def _policy_text(site: Site) -> str | None:

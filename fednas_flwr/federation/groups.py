@@ -161,9 +161,9 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
 
 def _tell(log: EventLog, name: str, event: Event) -> None:
     """Repeat in the run's own record what somebody who watches it must know of a group."""
-    if event["event"] in ("client_failed", "client_left"):
-        fields = ("stage", "round", "verb", "client", "reason")
-        log.emit(event["event"], group=name, **{field: event[field] for field in fields})
+    if event["event"] in ("client_failed", "client_left", "client_back"):
+        fields = {"stage", "round", "verb", "client", "reason", "expelled"} & set(event)
+        log.emit(event["event"], group=name, **{field: event[field] for field in sorted(fields)})
     elif event["event"] == "warning":
         log.emit("warning", message=f"group {name}: {event['message']}")
     elif event["event"] == "stage_finished":

@@ -26,6 +26,7 @@ from fednas_flwr.privacy.policy_file import template
 AUTHORITY, SERVER = "ca", "server"  # names of folders
 SERVER_FILE, SITE_FILE = "server.env", "site.env"
 CERTIFICATE_DAYS = 365
+SETTINGS = (SERVER_FILE, SITE_FILE, "policy.yaml", "dataset.yaml")  # for people to edit
 UNIT = "fednas.service"
 SCRIPTS = ("start.sh", "operate", "bin/flwr-clientapp")  # which one starts
 _MACHINE = Path(__file__).parent / "machine"  # scripts, the same for all, and patterns of settings
@@ -53,8 +54,8 @@ class Deployment:
 def provision(deployment: Deployment, output: Path, *, as_zip: bool) -> list[Path]:
     """Write the authority, if there is none yet, and what every machine needs.
 
-    The server's certificate is made anew each time, so provisioning again renews it; keys of nodes
-    are not here to be lost.
+    The server's certificate is made anew each time, so provisioning again renews it. Settings that
+    are there are kept: they may have been edited. Keys of nodes are not here to be lost.
 
     Args:
         deployment: What :func:`load_sites` returns.
@@ -123,19 +124,20 @@ def _is_address(text: str) -> bool:
 
 def _write_server(deployment: Deployment, authority: Path, folder: Path) -> Path:
     """Write the server's folder; its own processes and its operator reach it by loopback."""
-    _copy(SERVER, authority, folder)
+    kept = _copy(SERVER, authority, folder)
     own = [address for address in ("localhost", "127.0.0.1") if address not in deployment.addresses]
     addresses = [*deployment.addresses, *own]
     issue_certificate(authority, folder, addresses=addresses, days=CERTIFICATE_DAYS)
     facts = {"federation": deployment.federation, "port": deployment.port, "name": SERVER}
-    _fill(folder / SERVER_FILE, folder / SERVER_FILE, facts)
+    if SERVER_FILE not in kept:
+        _fill(folder / SERVER_FILE, folder / SERVER_FILE, facts)
     _fill(_MACHINE / UNIT, folder / f"fednas-{SERVER}.service", facts)
     return folder
 
 
 def _write_site(deployment: Deployment, index: int, authority: Path, folder: Path) -> Path:
     """Write a site's folder, with a policy and settings for its engineer to edit."""
-    _copy("site", authority, folder)
+    kept = _copy("site", authority, folder)
     address, name = deployment.addresses[0], deployment.sites[index]
     host = f"[{address}]" if ":" in address else address
     facts = {
@@ -145,21 +147,25 @@ def _write_site(deployment: Deployment, index: int, authority: Path, folder: Pat
         "partition": index,
         "partitions": len(deployment.sites),
     }
-    _fill(folder / SITE_FILE, folder / SITE_FILE, facts)
+    if SITE_FILE not in kept:
+        _fill(folder / SITE_FILE, folder / SITE_FILE, facts)
     _fill(_MACHINE / UNIT, folder / f"fednas-{name}.service", facts)
-    (folder / "policy.yaml").write_text(template())
+    if "policy.yaml" not in kept:
+        (folder / "policy.yaml").write_text(template())
     return folder
 
 
-def _copy(kind: str, authority: Path, folder: Path) -> None:
-    """Write what is the same on all machines of a kind; an installed package has lost the modes."""
-    shutil.copytree(_MACHINE / kind, folder, dirs_exist_ok=True)
-    for script in SCRIPTS:
+def _copy(kind: str, authority: Path, folder: Path) -> set[str]:
+    """Write what is the same on all machines of a kind; return the settings that are kept."""
+    kept = {name for name in SETTINGS if (folder / name).exists()}
+    shutil.copytree(_MACHINE / kind, folder, dirs_exist_ok=True, ignore=lambda *_: kept)
+    for script in SCRIPTS:  # an installed package has lost the modes
         if (folder / script).exists():
             (folder / script).chmod(0o755)
     shutil.copy(_MACHINE / "parts.sh", folder)
     shutil.copy(authority / "ca.crt", folder)
     (folder / "state").mkdir(exist_ok=True)
+    return kept
 
 
 def _fill(pattern: Path, path: Path, facts: Mapping[str, object]) -> None:

@@ -56,7 +56,8 @@ from fednas_flwr.federation.latency import cost_of, with_latency
 from fednas_flwr.federation.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.federation.schedule import make_schedule, private_settings
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
-from fednas_flwr.reporting.events import EventLog
+from fednas_flwr.reporting.events import EventLog, read_events
+from fednas_flwr.reporting.runs import EVENTS_FILE
 from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search_spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.strategies.base import RoundStrategy
@@ -120,13 +121,17 @@ def _run_stages(
     private = isinstance(config.privacy, DifferentialPrivacy)
     needed = ("client", *(NEEDED_FACTS if private else ()))
     if has_real_sites(config):
-        courier.connect(grid, needed=(*needed, *SITE_FACTS))
-        prepared = make_server_data(config, courier.facts)
+        courier.connect(grid, needed=(*needed, *SITE_FACTS), alike=SITE_FACTS)
+        prepared = make_server_data(config, next(iter(courier.facts.values())))
     else:
         prepared, parts = make_data(config)
         if not (folder / PARTITION_FILE).exists():
             save_partition(folder / PARTITION_FILE, parts)
         courier.connect(grid, needed=needed)
+    if resumed:
+        for event in read_events(folder / EVENTS_FILE):
+            if event.get("expelled"):
+                courier.expel(event["client"], event["reason"])
     facts = [known for _, known in sorted(courier.facts.items())]
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in facts]
     counts = [known.get("class_counts", []) for known in facts]

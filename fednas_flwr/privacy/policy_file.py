@@ -264,6 +264,9 @@ data_sets:
       - train.probe                 # trials of hyper-parameters
       - train.weights               # retraining
       - evaluate.model              # noised loss and accuracy
+      # - train.gradients           # those of weights and alphas at once (algorithm.fused=true)
+      # - train.candidate           # DPNAS: steps on one network of a supernet
+      # - evaluate.candidates       # DPNAS: noised accuracies of such networks
 
     # Public: sampling rates and weights come from this number, never from the data. Round it, and
     # do not change it when a record is added.

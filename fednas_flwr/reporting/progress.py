@@ -97,6 +97,10 @@ class ProgressDisplay:
                     f"{event['round']} ({event['verb']}): {event['reason']}",
                     style="yellow",
                 )
+            case "client_back":
+                self._say(
+                    f"client {event['client']} is back in {event['stage']} round {event['round']}"
+                )
             case "privacy":
                 self._is_private = True
                 self._show_privacy(event)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import nn
 
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.states import Layout, network_states, pack
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.bandit import draw_configurations
@@ -77,8 +78,6 @@ class RandomSearch(RoundStrategy):
             (configuration,) = draw_configurations(1, self.ranges, generator)
         metrics = self._try(genotype, configuration)
         accuracy = metrics.get("validation_accuracy", 0.0)
-        if not 0 <= accuracy <= 1:  # a client's nonsense must not choose, and NaN never loses
-            accuracy = 0.0
         if "genotype" not in self.values or accuracy > self.values["accuracy"]:
             self.values = {
                 "genotype": to_json(genotype),
@@ -110,7 +109,7 @@ class RandomSearch(RoundStrategy):
         if self.trial_rounds:
             settings = {"network": description, "split": "validation"}
             replies = self.ask("evaluate.model", settings=settings, states=states)
-            validation = mean_metrics(reply for _, reply in replies)
+            validation = mean_metrics(_held(reply) for _, reply in replies)
             metrics |= {f"validation_{name}": value for name, value in validation.items()}
         return metrics
 
@@ -122,3 +121,9 @@ class RandomSearch(RoundStrategy):
         """Return that candidate's hyper-parameters, None if none were drawn."""
         found = self.values["configuration"]
         return Configuration(**found) if found else None
+
+
+def _held(reply: Reply) -> Reply:
+    """Return a reply whose accuracy is from 0 to 1: a client has one vote, whatever it claims."""
+    accuracy = min(1.0, max(0.0, reply.metrics.get("accuracy", 0.0)))
+    return replace(reply, metrics={**reply.metrics, "accuracy": accuracy})

@@ -20,7 +20,7 @@ REQUEST = Request("train.search", Header("run", "search", 1, 1, 0, "n"), setting
 
 
 def written(path: Path, exchanges: int = 2) -> list[bytes]:
-    trail = AuditTrail(path)
+    trail = AuditTrail(path, "fl.example.org:8000")
     for _ in range(exchanges):
         trail.asked(REQUEST, flower_run=7)
         trail.released(REQUEST, Reply(123.0, metrics={"loss": 4711.0}), gate=None)
@@ -32,6 +32,7 @@ def test_lines_say_what_was_asked_and_no_values(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in written(tmp_path / "site" / "audit.jsonl")]
     assert [line["event"] for line in lines] == ["asked", "released"] * 2 + ["refused"]
     assert [line["number"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line.get("superlink") for line in lines] == ["fl.example.org:8000", None] * 2 + [None]
     assert lines[1]["metrics"] == ["loss"]
     for line in lines:
         told = {k: v for k, v in line.items() if k not in ("previous", "settings_sha256", "time")}

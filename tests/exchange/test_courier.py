@@ -7,7 +7,6 @@ import time
 import pytest
 from flwr.app import RecordDict
 
-from fednas_flwr.errors import ReplyError
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.federation.grids import InProcessGrid
 
@@ -258,16 +257,45 @@ def test_a_node_that_does_not_say_who_it_is_is_left_out(federation):
 
 
 def test_two_nodes_cannot_be_one_client(federation):
-    doubled = federation(3, claims={2: 0})
-    with pytest.raises(ReplyError, match=r"several nodes are the same client: 2 and 4 .* client 0"):
-        doubled.courier.connect(doubled.grid)
+    doubled = federation(4, claims={3: 0})
+    doubled.courier.connect(doubled.grid)
+    assert doubled.courier.clients == [1, 2]
+    assert [event["client"] for event in doubled.events] == [0, 3]
+    assert "nodes 2 and 5 say that they are the same client, 0" in doubled.events[0]["reason"]
+    strict = federation(4, claims={3: 0}, quorum=0.75)
+    with pytest.raises(QuorumError, match=r"same client, 0: give .*2 of 4 clients answered, 3 are"):
+        strict.courier.connect(strict.grid)
 
 
 @pytest.mark.parametrize("index", [3, -1])
-def test_a_client_of_another_federation_is_refused(index, federation):
+def test_a_client_of_another_federation_is_left_out(index, federation):
     foreign = federation(3, claims={1: index})
-    with pytest.raises(ReplyError, match=f"a node is client {index} of clients=3"):
-        foreign.courier.connect(foreign.grid)
+    foreign.courier.connect(foreign.grid)
+    assert foreign.courier.clients == [0, 2]
+    (event,) = foreign.events
+    assert event["reason"] == f"node 3 says that it is client {index} of clients=3"
+
+
+SHAPE = {"input_shape": [3, 8, 8], "class_names": ["0", "1", "2"]}
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [{"input_shape": [1, 8, 8]}, {"class_names": ["0", "1"]}, {"class_names": ["2", "1", "0"]}],
+)
+@pytest.mark.parametrize("strange", [0, 1, 2])
+def test_a_client_whose_data_is_not_like_that_of_most_is_left_out(fact, strange, federation):
+    facts = dict.fromkeys(range(3), SHAPE) | {strange: SHAPE | fact}
+    mixed = federation(3, facts=facts)
+    mixed.courier.connect(mixed.grid, needed=("client", *SHAPE), alike=tuple(SHAPE))
+    assert mixed.courier.clients == sorted({0, 1, 2} - {strange})
+    (event,) = mixed.events
+    (key,) = fact
+    assert event["client"] == strange
+    assert f"its {key}={fact[key]} is not that of the others, {SHAPE[key]}: set" in event["reason"]
+    strict = federation(3, facts=facts, quorum=1.0)
+    with pytest.raises(QuorumError, match=f"client {strange}: its {key}="):
+        strict.courier.connect(strict.grid, needed=("client", *SHAPE), alike=tuple(SHAPE))
 
 
 def test_connecting_can_be_tried_again(federation):

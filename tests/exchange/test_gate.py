@@ -140,6 +140,9 @@ DAMAGES = {
     "much JSON": (set_json(" " * 2**22 + "{}"), "malformed"),
     "deep JSON": (set_json("[" * 200_000), "malformed"),
     "digests of another type": (edit_json(digests=3), "malformed"),
+    # metrics
+    "accuracy NaN": (set_metric("train_accuracy", float("nan")), "train_accuracy=nan is not fin"),
+    "accuracy inf": (set_metric("accuracy", float("inf")), "accuracy=inf is not finite"),
     # num-examples
     "no metrics": (without("metrics"), "malformed"),
     "num-examples NaN": (set_metric("num-examples", float("nan")), "num-examples"),
@@ -296,6 +299,7 @@ def test_three_strikes_and_a_client_is_asked_no_more(federation):
     assert len(asked) == 3
     assert bad.courier.clients == [0, 2]
     assert [event["event"] for event in bad.events] == ["client_failed"] * 2 + ["client_left"]
+    assert [event.get("expelled", False) for event in bad.events] == [False, False, True]
     assert bad.events[-1]["reason"].startswith("3 of its replies were refused, the last one for: ")
     asked_all = bad.courier.ask("train.search", stage="evaluate", also_left=True)
     with pytest.raises(QuorumError, match="client 1: 3 of its replies were refused"):
@@ -310,6 +314,17 @@ def test_a_client_that_errs_is_asked_again(federation):
         assert [client for client, _ in failing.ask(server_round)] == [0, 2]
     assert failing.courier.clients == [0, 1, 2]
     assert len(failing.events) == 5
+
+
+def test_a_client_that_answers_again_is_back(federation):
+    rounds = iter([True, True, False, False, True, False])
+    lame = federation(damage={BAD: lambda content: refuse(0) if next(rounds) else content})
+    lame.courier.connect(lame.grid)
+    for server_round in range(1, 7):
+        list(lame.ask(server_round))
+    told = [(event["event"], event["round"]) for event in lame.events]
+    failed = [("client_failed", number) for number in (1, 2, 5)]
+    assert told == [*failed[:2], ("client_back", 3), failed[2], ("client_back", 6)]
 
 
 def test_what_a_client_says_in_an_error_is_cut_short_and_commands_no_terminal(federation):

@@ -69,15 +69,18 @@ def test_no_folder_holds_a_secret_of_another(tmp_path: Path) -> None:
                     assert (secret in content) == (name == owner)
 
 
-def test_provisioning_again_keeps_authority_and_state_and_renews_the_certificate(
+def test_provisioning_again_renews_the_certificate_and_keeps_authority_state_and_settings(
     folder: Path,
 ) -> None:
     kept = [
         folder / "ca" / "ca.key",
         folder / "north" / "ca.crt",
         folder / "server" / "state" / "x",
+        folder / "server" / "server.env",
+        *(folder / "north" / name for name in ("site.env", "policy.yaml", "dataset.yaml")),
     ]
-    kept[-1].write_text("rows")
+    for edited in kept[2:]:
+        edited.write_text("by the site's engineer")
     before = [path.read_bytes() for path in kept]
     certificate = (folder / "server" / "server.crt").read_bytes()
     more = Deployment("heart", ("fl.example.org",), 8000, ("north", "south", "east"))

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from fednas_flwr.cli import main
-from fednas_flwr.reporting.events import latest_rounds, read_events
+from fednas_flwr.reporting.events import EventLog, latest_rounds, read_events
 
 ROUNDS = 4
 KILLED_AFTER = 2  # rounds of the search; the kill falls into the next one
@@ -129,3 +129,17 @@ def test_a_truncated_checkpoint_costs_a_round_and_a_warning(folders):
     resumed = [e["round"] for e in events[len(before["truncated"]) :] if e["event"] == "round"]
     assert resumed[0] == damaged  # the round of the damaged checkpoint is done again
     assert json.loads((root / "truncated" / "genotype.json").read_text())["space"] == "nasbench201"
+
+
+def test_a_client_that_was_expelled_stays_out_of_a_resumed_run(run_inline):
+    overrides = ("clients=3", "runtime.quorum=0.6", "rounds=1", "retrain.rounds=1")
+    first = run_inline(*overrides)
+    (evaluated,) = (e for e in first.events if e["event"] == "evaluated")
+    assert 1 in [result["client"] for result in evaluated["clients"]]
+    with EventLog(first.folder / "events.jsonl") as log:
+        place = {"stage": "retrain", "round": 1, "verb": "train.weights"}
+        log.emit("client_left", **place, client=1, reason="nonsense", expelled=True)
+    again = run_inline(resume=first.folder)
+    assert again.error is None
+    evaluated = [e for e in again.events if e["event"] == "evaluated"][-1]
+    assert 1 not in [result["client"] for result in evaluated["clients"]]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -81,16 +82,31 @@ def test_without_trials_the_first_candidate_is_taken(compose_config, federate):
     assert federation.courier.bytes_sent == 0
 
 
-@pytest.mark.parametrize("nonsense", [float("nan"), float("inf"), 7.0])
-def test_nonsense_from_a_client_does_not_choose(nonsense, compose_config, federate, monkeypatch):
+@pytest.mark.parametrize("claims", [(7.0, 7.0, 7.0), (-1e300, 1.0, -1e300), (1e300, 1e300, 0.5)])
+def test_a_liar_has_one_vote(claims, compose_config, federate):
+    """Client 1, with 3 of 10 records, claims what it likes of each candidate."""
     federation = federate(compose_config("algorithm=random_search", *UNEQUAL))
+    ask, claimed, replies = federation.courier.ask, iter(claims), []
+
+    def lying(verb, **arguments):
+        for client, reply in ask(verb, **arguments):
+            if verb == "evaluate.model":
+                replies.append(reply)
+                if client == 1:
+                    reply = replace(reply, metrics={"accuracy": next(claimed)})
+            yield client, reply
+
+    federation.courier.ask = lying
     strategy = federation.strategy
-    reported = iter([nonsense, 0.4, 0.3])
-    monkeypatch.setattr(strategy, "_try", lambda *_: {"validation_accuracy": next(reported)})
-    strategy.start(federation.grid, num_rounds=3)
-    second = make_generator(federation.config.seed, "random_search", 2)
-    assert strategy.derive() == strategy.space.random_genotype(second)
-    assert strategy.values["accuracy"] == 0.4
+    strategy.start(federation.grid, num_rounds=ROUNDS)
+    scores = []
+    for honest, liar, claim in zip(replies[::2], replies[1::2], claims, strict=True):
+        votes = [honest.metrics["accuracy"], min(1.0, max(0.0, claim))]
+        scores.append(np.average(votes, weights=[honest.num_examples, liar.num_examples]))
+    best = max(range(ROUNDS), key=scores.__getitem__)
+    drawn = make_generator(federation.config.seed, "random_search", best + 1)
+    assert strategy.derive() == strategy.space.random_genotype(drawn)
+    assert strategy.values["accuracy"] == pytest.approx(scores[best])
 
 
 RANGES = (

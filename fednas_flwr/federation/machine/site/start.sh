@@ -31,9 +31,10 @@ cache = "$PWD/state/cache"
 policy = "$PWD/policy.yaml"
 ledger = "$PWD/state/ledger/ledger.sqlite"
 ledger-key = "$PWD/state/ledger.key"
+superlink = "$SUPERLINK"
 split-key = "$(cat state/split.key)"
 TOML
-    exec flower-supernode --superlink "$SUPERLINK" --root-certificates ca.crt \
+    exec python -m fednas_flwr.federation.supernode --superlink "$SUPERLINK" --root-certificates ca.crt \
         --auth-supernode-private-key state/node.key --node-config state/node.toml \
         --host "${RUNTIME_HOST:-127.0.0.1}" --port "$PORT" --isolation process \
         --superexec-auth-secret-file state/executor.secret
