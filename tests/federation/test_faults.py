@@ -146,6 +146,7 @@ def test_whatever_is_killed_the_run_is_continued_to_the_bits_of_one_that_was_not
     cluster.kill("superlink")
     assert attempt.end()[0] == 0
     assert [event["resumed"] for event in attempt.events("run_started")] == [False, True]
+    assert any("no SuperLink was there" in e["message"] for e in attempt.events("warning"))
     assert [event["round"] for event in attempt.events("round")] == [1, 2]
     assert_same(run, inline)
 
@@ -155,26 +156,35 @@ def test_a_kill_while_a_reply_is_sent_or_a_checkpoint_is_written_changes_nothing
 ) -> None:
     """What receives is stopped first, so that what sends is in the middle of it when it dies."""
     run, overrides = tmp_path / "run", (*SLOW, "runtime.quorum=1", "runtime.connect_s=600")
-    for client, site in {0: "north", 2: "east"}.items():
-        node, log = f"{site}-supernode", f"{site}-clientapp"
+
+    def begin_and_stop(site: str) -> Watched:
+        """Begin an attempt; stop the site's SuperNode before it has the client's reply."""
+        log = f"{site}-clientapp"
         said = len(cluster.read(log))
         attempt = start(run, *overrides)
         attempt.wait("work", lambda: "search: begun" in cluster.read(log)[said:])
-        cluster.kill(node, signal.SIGSTOP)
+        cluster.kill(f"{site}-supernode", signal.SIGSTOP)
         attempt.wait("a reply", lambda: "search: answered" in cluster.read(log)[said:])
-        if site == "north":  # the client process dies on its way to the SuperNode
-            send(cluster.processes("client_process", site), signal.SIGKILL)
-            cluster.kill(node, signal.SIGCONT)
-        else:  # the SuperNode dies on its way to the SuperLink
-            cluster.kill("superlink", signal.SIGSTOP)
-            cluster.kill(node, signal.SIGCONT)
-            attempt.wait("its reply", lambda: not cluster.processes("client_process", site))
-            cluster.kill(node)
-            cluster.kill("superlink", signal.SIGCONT)
+        return attempt
+
+    def assert_lost(attempt: Watched, client: int) -> None:
         code, finished = attempt.end()
         assert (code, finished["status"]) == (1, "failed")
         assert attempt.events("client_failed")[-1]["client"] == client
         assert not list((run / "checkpoints").iterdir())
+
+    attempt = begin_and_stop("north")
+    send(cluster.processes("client_process", "north"), signal.SIGKILL)  # on its way to the node
+    cluster.kill("north-supernode", signal.SIGCONT)
+    assert_lost(attempt, 0)
+
+    attempt = begin_and_stop("east")
+    cluster.kill("superlink", signal.SIGSTOP)
+    cluster.kill("east-supernode", signal.SIGCONT)
+    attempt.wait("its reply", lambda: not cluster.processes("client_process", "east"))
+    cluster.kill("east-supernode")  # on its way to the SuperLink
+    cluster.kill("superlink", signal.SIGCONT)
+    assert_lost(attempt, 2)
 
     attempt = start(run, *overrides)
     attempt.wait_for_search()
@@ -195,12 +205,8 @@ def test_a_kill_while_a_reply_is_sent_or_a_checkpoint_is_written_changes_nothing
 
     attempt = start(run, *overrides)
     assert attempt.end()[0] == 0
-    assert [event["resumed"] for event in attempt.events("run_started")] == [
-        False,
-        True,
-        True,
-        True,
-    ]
+    resumed = [event["resumed"] for event in attempt.events("run_started")]
+    assert resumed == [False, True, True, True]
     assert_same(run, inline)
 
 
