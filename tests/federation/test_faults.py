@@ -6,8 +6,10 @@ time goes into Flower's patience: it takes up to a minute to give up a process o
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 from collections import Counter
@@ -31,6 +33,7 @@ RUN = (
     *("stages=[search]", "search_space.channels=2", "search_space.num_cells=1", "device=cpu"),
     "tensorboard=false",
 )
+SLOW = (*RUN, "algorithm.local_epochs=60")  # so that signals come in the middle of the work
 PRIVATE = (
     *("algorithm=dp_fnas", "privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=1000"),
     *("algorithm.batch_size=8", "search_space.norm=group"),
@@ -82,6 +85,20 @@ def start(cluster: Any, loopback: ModuleType) -> Callable[..., Watched]:
     return lambda folder, *overrides: Watched(cluster, loopback.until, folder, *overrides)
 
 
+@pytest.fixture(scope="module")
+def inline(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the same run in this process, which nothing disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    data = f"dataset.root={cluster.base / 'data'}"
+    assert main(["run", *SLOW, data, f"run_dir={folder}"]) == 0
+    return folder
+
+
+def assert_same(run: Path, inline: Path) -> None:
+    for name in ("genotype.json", "checkpoints/search-000002.safetensors"):
+        assert (run / name).read_bytes() == (inline / name).read_bytes(), name
+
+
 def send(processes: dict[int, str], number: signal.Signals) -> None:
     assert processes
     for process in processes:
@@ -92,22 +109,21 @@ def test_a_site_that_is_missing_at_the_start_is_waited_for_no_longer_than_was_se
     cluster: Any, start: Callable[..., Watched], tmp_path: Path
 ) -> None:
     cluster.end(["east-supernode"])
-    code, finished = start(tmp_path / "run", *RUN, "runtime.quorum=1", "runtime.connect_s=1").end()
+    all_sites, two = ("runtime.connect_s=1", "runtime.quorum=1"), ("runtime.quorum=0.6",)
+    code, finished = start(tmp_path / "all", *RUN, *all_sites).end()
     assert code == 1
     assert "2 of 3 clients appeared within 1 s; 3 are needed" in finished["reason"]
+    run = start(tmp_path / "two", *RUN, "runtime.connect_s=1", *two)
+    assert run.end()[0] == 0
+    assert len(run.events("round")) == 2
     cluster.start("east-supernode")
     cluster.wait_online("east")
 
 
 def test_whatever_is_killed_the_run_is_continued_to_the_bits_of_one_that_was_not(
-    cluster: Any, start: Callable[..., Watched], tmp_path: Path
+    cluster: Any, start: Callable[..., Watched], inline: Path, tmp_path: Path
 ) -> None:
-    inline, run = tmp_path / "inline", tmp_path / "run"
-    slow = (*RUN, "algorithm.local_epochs=10")  # so that signals come in the middle of the work
-    data = f"dataset.root={cluster.base / 'data'}"
-    assert main(["run", *slow, data, f"run_dir={inline}"]) == 0
-    overrides = (*slow, "runtime.quorum=1", "runtime.connect_s=600")
-
+    run, overrides = tmp_path / "run", (*SLOW, "runtime.quorum=1", "runtime.connect_s=600")
     attempt = start(run, *overrides)
     attempt.wait("round 1", (run / "checkpoints" / "search-000001.json").exists)
     work = "train.search: begun"
@@ -130,9 +146,68 @@ def test_whatever_is_killed_the_run_is_continued_to_the_bits_of_one_that_was_not
     cluster.kill("superlink")
     assert attempt.end()[0] == 0
     assert [event["resumed"] for event in attempt.events("run_started")] == [False, True]
+    assert any("no SuperLink was there" in e["message"] for e in attempt.events("warning"))
     assert [event["round"] for event in attempt.events("round")] == [1, 2]
-    for name in ("genotype.json", "checkpoints/search-000002.safetensors"):
-        assert (run / name).read_bytes() == (inline / name).read_bytes(), name
+    assert_same(run, inline)
+
+
+def test_a_kill_while_a_reply_is_sent_or_a_checkpoint_is_written_changes_nothing(
+    cluster: Any, start: Callable[..., Watched], inline: Path, tmp_path: Path
+) -> None:
+    """What receives is stopped first, so that what sends is in the middle of it when it dies."""
+    run, overrides = tmp_path / "run", (*SLOW, "runtime.quorum=1", "runtime.connect_s=600")
+
+    def begin_and_stop(site: str) -> Watched:
+        """Begin an attempt; stop the site's SuperNode before it has the client's reply."""
+        log = f"{site}-clientapp"
+        said = len(cluster.read(log))
+        attempt = start(run, *overrides)
+        attempt.wait("work", lambda: "search: begun" in cluster.read(log)[said:])
+        cluster.kill(f"{site}-supernode", signal.SIGSTOP)
+        attempt.wait("a reply", lambda: "search: answered" in cluster.read(log)[said:])
+        return attempt
+
+    def assert_lost(attempt: Watched, client: int) -> None:
+        code, finished = attempt.end()
+        assert (code, finished["status"]) == (1, "failed")
+        assert attempt.events("client_failed")[-1]["client"] == client
+        assert not list((run / "checkpoints").iterdir())
+
+    attempt = begin_and_stop("north")
+    send(cluster.processes("client_process", "north"), signal.SIGKILL)  # on its way to the node
+    cluster.kill("north-supernode", signal.SIGCONT)
+    assert_lost(attempt, 0)
+
+    attempt = begin_and_stop("east")
+    cluster.kill("superlink", signal.SIGSTOP)
+    cluster.kill("east-supernode", signal.SIGCONT)
+    attempt.wait("its reply", lambda: not cluster.processes("client_process", "east"))
+    cluster.kill("east-supernode")  # on its way to the SuperLink
+    cluster.kill("superlink", signal.SIGCONT)
+    assert_lost(attempt, 2)
+
+    attempt = start(run, *overrides)
+    attempt.wait_for_search()
+    server = cluster.processes("flwr-serverapp", "server")
+    pipes = []
+    for process in server:
+        path = run / "checkpoints" / f".search-000001.safetensors.{process}.tmp"
+        os.mkfifo(path)
+        pipes.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        fcntl.fcntl(pipes[-1], fcntl.F_SETPIPE_SZ, 4096)  # takes no more before it is read
+    attempt.wait("a checkpoint", lambda: select.select(pipes, [], [], 0)[0])
+    send(server, signal.SIGKILL)
+    code, finished = attempt.end()
+    assert (code, finished["status"]) == (1, "failed")
+    assert [path.suffix for path in (run / "checkpoints").iterdir()] == [".tmp"] * len(pipes)
+    for pipe in pipes:
+        os.close(pipe)
+
+    attempt = start(run, *overrides)
+    assert attempt.end()[0] == 0
+    resumed = [event["resumed"] for event in attempt.events("run_started")]
+    assert resumed == [False, True, True, True]
+    assert_same(run, inline)
 
 
 def test_a_private_run_goes_on_without_sites_that_are_silent_or_lost(
