@@ -106,12 +106,13 @@ def _versions(folder: Path, settings: Settings) -> str:
 
 
 def _disk(folder: Path, settings: Settings) -> str:
-    """Return how much room there is for the state."""
-    free_gb = shutil.disk_usage(folder).free / 1e9
+    """Return how much room there is for the state; all else may be read-only."""
+    state = (folder / "state").resolve()
+    free_gb = shutil.disk_usage(state).free / 1e9
     if free_gb < LEAST_FREE_GB:
-        raise Trouble(f"{free_gb:.1f} GB free on {folder.resolve()}: make room.")
-    if not os.access(folder, os.W_OK):
-        raise Trouble(f"{folder.resolve()} cannot be written: give it to the user that runs this.")
+        raise Trouble(f"{free_gb:.1f} GB free on {state}: make room.")
+    if not os.access(state, os.W_OK):
+        raise Trouble(f"{state} cannot be written: give it to the user that runs this.")
     scarce = "; soon too little" if free_gb < SCARCE_FREE_GB else ""
     return f"{free_gb:.0f} GB free{scarce}"
 

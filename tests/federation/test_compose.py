@@ -44,6 +44,15 @@ def test_every_service_is_confined_and_comes_back() -> None:
         assert ("sites" in service["networks"]) == name.endswith(("superlink", "supernode"))
 
 
+@pytest.mark.parametrize("site", SITES)
+def test_a_sites_runtime_interface_is_on_its_own_network(site: str) -> None:
+    supernode, clientapp = SERVICES[f"{site}-supernode"], SERVICES[f"{site}-clientapp"]
+    assert supernode["networks"] == {"sites": {}, site: {"aliases": ["runtime"]}}
+    assert clientapp["networks"] == [site]
+    for service in (supernode, clientapp):
+        assert service["environment"] == {"RUNTIME_HOST": "runtime"}
+
+
 def test_images_are_flowers_of_the_version_in_use() -> None:
     import flwr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 import ssl
@@ -195,6 +196,18 @@ def test_doctor_finds_a_new_server_well(folder: Path, capsys: pytest.CaptureFixt
     settings.write_text(settings.read_text().replace("8000", "1"))  # where nothing listens
     assert main(["doctor", str(folder / "server")]) == 0
     assert "for fl.example.org, 10.0.0.7, localhost, 127.0.0.1, valid 36" in capsys.readouterr().out
+
+
+def test_doctor_needs_to_write_into_the_state_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container, where all else is mounted read-only."""
+    writable = {folder / name / "state" for name in ("server", "north")}
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK or path in writable)
+    assert "disk" not in broken(folder / "server").keys() | broken(folder / "north").keys()
+    writable.clear()
+    for name in ("server", "north"):
+        assert f"{name}/state cannot be written" in broken(folder / name)["disk"]
 
 
 def test_doctor_names_what_is_wrong_with_a_server(
