@@ -32,7 +32,6 @@ from fednas_flwr.exchange.states import Layout, Packed
 from fednas_flwr.exchange.wire import TRAINED
 
 POLL_S = 0.05
-AWAY_S = 5.0  # a grid that takes longer to say that there is nothing was not reached
 STRIKES = 3  # replies of a client that are refused before it is asked no more
 LONGEST_REASON = 500  # characters of a client's own words that are kept
 
@@ -62,9 +61,8 @@ class Courier:
         deadline_s: Seconds until the replies of an exchange must be there.
         connect_s: Seconds until the clients must have appeared.
         wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.exchange.wire`.
-        emit: Receives ``client_failed``, ``client_left`` and ``client_back`` events, and a warning
-            when the SuperLink was away; a client that has left because its replies were refused is
-            ``expelled``.
+        emit: Receives ``client_failed``, ``client_left`` and ``client_back`` events; a client that
+            has left because its replies were refused is ``expelled``.
 
     Attributes:
         bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts thrice.
@@ -345,11 +343,7 @@ class Courier:
         for client in headers:
             while client not in answers:
                 late = time.monotonic() >= deadline
-                asked = time.monotonic()
                 messages = list(self._grid.pull_messages(list(pending)))
-                waited = time.monotonic() - asked
-                if waited > AWAY_S and not messages:
-                    self.emit("warning", message=f"no SuperLink was there for {waited:.0f} s")
                 for message in messages:
                     sender = pending.pop(message.metadata.reply_to_message_id, None)
                     if sender is not None:

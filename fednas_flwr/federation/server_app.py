@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from flwr.app import Context
@@ -20,6 +21,9 @@ from fednas_flwr.reporting.model_card import write_model_card
 from fednas_flwr.reporting.report import write_report
 from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE
 from fednas_flwr.reporting.tensorboard import TensorBoardWriter
+
+RECONNECTED = "Connection successful after %.2f seconds and %s tries."  # as Flower logs it
+AWAY_S = 5.0  # of the SuperLink, before it is worth a word
 
 app = ServerApp()
 
@@ -60,6 +64,7 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
         if config.tensorboard:
             listeners.append(stack.enter_context(TensorBoardWriter(folder / "tensorboard")))
         log = stack.enter_context(EventLog(folder / EVENTS_FILE, listeners))
+        stack.enter_context(telling_reconnections(log))
         try:
             run_stages(config, grid, log, resumed=resumed)
         except BaseException:
@@ -68,3 +73,22 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
             raise
     write_report(folder)
     write_model_card(folder)
+
+
+@contextmanager
+def telling_reconnections(log: EventLog) -> Iterator[None]:
+    """Write a warning when the SuperLink is reached again, which Flower does not tell otherwise."""
+
+    def tell(record: logging.LogRecord) -> bool:
+        if record.msg == RECONNECTED and isinstance(record.args, tuple):
+            away_s = float(str(record.args[0]))
+            if away_s >= AWAY_S:
+                log.emit("warning", message=f"the SuperLink was away for {away_s:.0f} s")
+        return True
+
+    flower = logging.getLogger("flwr")
+    flower.addFilter(tell)
+    try:
+        yield
+    finally:
+        flower.removeFilter(tell)

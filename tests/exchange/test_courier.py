@@ -7,7 +7,6 @@ import time
 import pytest
 from flwr.app import RecordDict
 
-from fednas_flwr.exchange import courier
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.federation.grids import InProcessGrid
 
@@ -297,27 +296,6 @@ def test_a_client_whose_data_is_not_like_that_of_most_is_left_out(fact, strange,
     strict = federation(3, facts=facts, quorum=1.0)
     with pytest.raises(QuorumError, match=f"client {strange}: its {key}="):
         strict.courier.connect(strict.grid, needed=("client", *SHAPE), alike=tuple(SHAPE))
-
-
-class Away(InProcessGrid):
-    """Is away for a while each time that it is asked for a reply."""
-
-    def pull_messages(self, message_ids):
-        if message_ids and not getattr(self, "was_away", False):
-            self.was_away = True
-            time.sleep(0.2)
-            return []
-        self.was_away = False
-        return super().pull_messages(message_ids)
-
-
-def test_a_superlink_that_was_away_is_told_of(federation, monkeypatch):
-    monkeypatch.setattr(courier, "AWAY_S", 0.1)
-    away = federation(2, grid=Away)
-    away.courier.connect(away.grid)
-    assert len(train_losses(away.ask())) == 2
-    assert {event["event"] for event in away.events} == {"warning"}
-    assert "no SuperLink was there for" in away.events[0]["message"]
 
 
 def test_connecting_can_be_tried_again(federation):
