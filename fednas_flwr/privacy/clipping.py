@@ -57,7 +57,7 @@ from fednas_flwr.privacy.record_gradients import (
     refuse_batch_norm,
 )
 
-COLUMNS = 8192  # of the buffer of gradients that are turned into float64 at a time
+COLUMNS = 8192  # of gradients that are turned into float64 at a time
 SMALLEST_MAX_NORM = 1e-100  # squares of much smaller numbers vanish in float64
 
 
@@ -211,15 +211,17 @@ def _clipped_sum(
 ) -> dict[str, Tensor]:
     """Return the clipped sum of the gradients of B records, float64 by name.
 
-    They are joined to one buffer [B, P], whose columns are turned into float64 by parts, in cache.
-    ``gradients`` is emptied: the buffer then is the only copy.
+    Columns of [B, P] are turned into float64 by parts, in cache; small gradients are joined first.
     """
     if not gradients:
         return {}
+    gradients = sorted(gradients, key=lambda group: group[1].shape[1:].numel())
     names = [name for group, _ in gradients for name in group]
-    buffer_BP = torch.cat([gradient.flatten(1) for _, gradient in gradients], dim=1)
-    gradients.clear()
-    parts = torch.split(buffer_BP, COLUMNS, dim=1)
+    flat = [gradient.flatten(1) for _, gradient in gradients]
+    small = [matrix for matrix in flat if matrix.shape[1] < COLUMNS]
+    if small:
+        flat = [torch.cat(small, dim=1), *flat[len(small) :]]
+    parts = [part for matrix in flat for part in torch.split(matrix, COLUMNS, dim=1)]
     norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in parts]
     norms_B = torch.linalg.vector_norm(torch.stack(norms), dim=0)
     keep_B = norms_B.isfinite()
@@ -227,8 +229,8 @@ def _clipped_sum(
     if factors_B is not None:
         scale_B = scale_B * factors_B.to(scale_B)
     scale_B = scale_B.where(keep_B, 0.0)
-    buffer_BP.masked_fill_(~keep_B[:, None], 0.0)  # 0 * inf would be NaN
-    sum_P = torch.cat([scale_B @ part.double() for part in parts])
+    drop_B1 = ~keep_B[:, None]  # 0 * inf would be NaN
+    sum_P = torch.cat([scale_B @ part.masked_fill(drop_B1, 0.0).double() for part in parts])
     pieces = torch.split(sum_P, [parameters[name].numel() for name in names])
     return {n: piece.view(parameters[n].shape) for n, piece in zip(names, pieces, strict=True)}
 

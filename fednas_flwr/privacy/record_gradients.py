@@ -178,7 +178,7 @@ def _layers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[A
     return [
         submodule
         for submodule in module.modules()
-        if any(id(parameter) in chosen for parameter in submodule.parameters(recurse=False))
+        if any(id(parameter) in chosen for parameter in submodule._parameters.values())
     ]
 
 
