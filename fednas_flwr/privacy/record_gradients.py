@@ -203,11 +203,30 @@ def _computed_with(
 
 
 def _pool(layer: Any, _: RecordWeights, x: Tensor) -> Tensor:
-    """Return the same as ever, computed with channels innermost: at .2 of the cost on CPU."""
-    if x.dim() == 4:
-        x = x.contiguous(memory_format=torch.channels_last)
-    out: Tensor = type(layer).forward(layer, x)
-    return out if getattr(layer, "return_indices", False) else out.contiguous()
+    """Return the same as ever, computed with channels of all records innermost: faster on CPU."""
+    if x.dim() != 4 or getattr(layer, "return_indices", False):
+        out: Tensor = type(layer).forward(layer, x)
+        return out
+    B, C, H, W = x.shape
+    x_SP = _Transposed.apply(x.reshape(B * C, H * W))
+    x_1PHW = x_SP.view(1, H, W, B * C).permute(0, 3, 1, 2)
+    out_1Phw = type(layer).forward(layer, x_1PHW)
+    h, w = out_1Phw.shape[2:]
+    out_PS: Tensor = _Transposed.apply(out_1Phw.permute(0, 2, 3, 1).reshape(h * w, B * C))
+    return out_PS.view(B, C, h, w)
+
+
+class _Transposed(torch.autograd.Function):
+    """A matrix, transposed by a copy: of matrices torch makes it in blocks, which saves half."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        return matrix.t().contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (grad,) = grads
+        return grad.contiguous().t().contiguous()
 
 
 def _forward(layer: Any, stack: RecordWeights, x: Tensor) -> Tensor:
