@@ -105,8 +105,12 @@ def test_inline_groups_run_where_ctrl_c_reaches_them(run, monkeypatch):
         time.sleep(60)
 
     monkeypatch.setitem(VERBS, "train.search", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(HARDWARE, "algorithm.inherit=false")
+    others = signal.signal(signal.SIGINT, signal.default_int_handler)  # Flower's, after other tests
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(HARDWARE, "algorithm.inherit=false")
+    finally:
+        signal.signal(signal.SIGINT, others)
 
 
 def test_a_group_without_its_quorum_ends_with_the_reason_and_the_other_goes_on(run, monkeypatch):

@@ -55,7 +55,7 @@ def outcome(supernet, x, op_weights=None):
     return {"logits": logits, **named, **dict(supernet.named_buffers())}
 
 
-def assert_same(outcomes, others, tolerance=1e-12):
+def assert_same(outcomes, others, tolerance=1e-10):  # 1e-11 was seen, on one kind of CPU
     assert outcomes.keys() == others.keys()
     for name, expected in outcomes.items():
         distance = (others[name].double() - expected.double()).norm()

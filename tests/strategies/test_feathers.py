@@ -193,6 +193,16 @@ def test_nonsense_from_a_client_does_not_choose(compose_config, federate, monkey
     assert all(abs(r) <= bound for e in explored(federation) for r in e["rewards"].values())
 
 
+@pytest.mark.parametrize(("scale", "expected"), [(0.0, 5.0), (0.1, 0.4), (1e-9, 1e-3), (9.0, 5.0)])
+def test_the_bound_of_noised_rewards_follows_their_size(scale, expected, compose_config, federate):
+    strategy = federate(compose_config(*SETTINGS, "algorithm.loss_bound=5")).strategy
+    bandit = replace(strategy.tuner.bandit, scale=scale)
+    strategy.tuner = replace(strategy.tuner, bandit=bandit)
+    assert strategy._bound() == 5.0
+    strategy.private = {"releases": {}}
+    assert strategy._bound() == pytest.approx(expected)
+
+
 def test_a_given_list_takes_the_place_of_the_drawn_one(compose_config, federate):
     one = "{lr: 0.05, weight_decay: 0.0, momentum: 0.9, alpha_lr: 0.01, alpha_weight_decay: 0.0, "
     config = compose_config(*SETTINGS, f"algorithm.configurations=[{one} dropout: 0.0}}]")
