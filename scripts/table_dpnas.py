@@ -5,7 +5,7 @@
 networks: CNN-Tanh and the published cell, from scratch at epsilon 1, 2 and 3: here that is the PRV
 epsilon of the steps that are committed to, and clients' budgets are what their filters need for it.
 --networks chooses some: CNN-Tanh also with larger batches over ten epochs, the published cell at
-its full size, which needs a GPU or hours, and the cell that the first search of the search's table
+its full size, a quarter of an hour each, and the cell that the first search of the search's table
 has found. activations: of the CNN, at epsilon 3, as in the paper's Table 4. search: DP-aware and
 plain search, by the controller and at random with the same budget of candidates, and with DARTS'
 ops (Figure 3a); what they find is trained privately at epsilon 3 with fewer steps. others: with as
@@ -21,6 +21,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from table_runs import make_run, measure
 
@@ -137,10 +138,11 @@ def make_training(seed: int, network: str, epsilon: float, *, results: Path, roo
     """Train one given network privately."""
     training = [*TRAINING, *NETWORKS[network]]
     steps, batch = schedule(training)[:2]
-    measure(
-        results,
-        RUNS / f"{network}_eps{epsilon:g}_s{seed}",
-        overrides=[*training, *noise(training, epsilon)],
+    train(
+        f"{network}_eps{epsilon:g}_s{seed}",
+        training,
+        epsilon,
+        results=results,
         group={"network": network, "steps": steps, "batch": batch, "epsilon": f"{epsilon:g}"},
         seed=seed,
         root=root,
@@ -150,27 +152,15 @@ def make_training(seed: int, network: str, epsilon: float, *, results: Path, roo
 def make_activation(seed: int, activation: str, *, results: Path, root: Path) -> None:
     """Train the CNN with one kind of activation privately."""
     training = [*TRAINING, "genotype=null", f"algorithm.network=cnn_{activation}"]
-    measure(
-        results,
-        RUNS / f"cnn_{activation}_eps3_s{seed}",
-        overrides=[*training, *noise(training, 3.0)],
-        group={"activation": activation},
-        seed=seed,
-        root=root,
-    )
+    name, group = f"cnn_{activation}_eps3_s{seed}", {"activation": activation}
+    train(name, training, results=results, group=group, seed=seed, root=root)
 
 
 def make_other(seed: int, network: str, *, results: Path, root: Path) -> None:
     """Train one given network privately with few steps."""
     training = [*TRAINING, *FEW_STEPS, *OTHERS[network]]
-    measure(
-        results,
-        RUNS / f"{network.lower().replace(' ', '-')}_s{seed}",
-        overrides=[*training, *noise(training, 3.0)],
-        group={"network": network},
-        seed=seed,
-        root=root,
-    )
+    name, group = f"{network.lower().replace(' ', '-')}_s{seed}", {"network": network}
+    train(name, training, results=results, group=group, seed=seed, root=root)
 
 
 def make_search(seed: int, search: tuple[str, str], *, results: Path, root: Path) -> None:
@@ -182,16 +172,23 @@ def make_search(seed: int, search: tuple[str, str], *, results: Path, root: Path
     if make_run(searched, overrides=overrides, seed=seed, root=root) is None:
         return
     space = AWARE[DARTS_OPS] if aware == DARTS_OPS else []
-    training = [*TRAINING, *FEW_STEPS, *space, f"genotype={searched / 'genotype.json'}"]
-    measure(
-        results,
-        RUNS / f"found_{name}",
-        overrides=[*training, *noise(training, 3.0)],
+    train(
+        f"found_{name}",
+        [*TRAINING, *FEW_STEPS, *space, f"genotype={searched / 'genotype.json'}"],
+        results=results,
         group={"search": aware, "sampler": sampler},
         seed=seed,
         root=root,
         more=lambda run: {"sampled_accuracy": sampled_accuracy(read_run(searched))},
     )
+
+
+def train(
+    name: str, training: list[str], epsilon: float = 3.0, *, results: Path, **row: Any
+) -> None:
+    """Make one private training and add it to a table; ``row`` is for ``measure``."""
+    overrides = [*training, *noise(training, epsilon)]
+    measure(results, RUNS / name, overrides=overrides, **row)
 
 
 def sampled_accuracy(run: Run) -> float:
