@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,8 @@ from fednas_flwr.privacy.accounting import rdp_epsilon
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.renyi_filter import filter_epsilon
 from fednas_flwr.reporting.events import EventLog, read_events
+from fednas_flwr.search.settings import LEAST_LOSS_BOUND
+from fednas_flwr.strategies.feathers import BOUND_PER_SCALE
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 PRIVATE = [
@@ -131,7 +134,11 @@ def test_the_server_knows_the_noise_on_its_rewards_and_nothing_else_of_the_recor
         assert noise == pytest.approx(bound * sigma * math.sqrt(2) / sum(declared))
         assert all(abs(reward) <= bound for reward in event["rewards"].values())
     first, later = (e for e in named(searched, "explored") if e["stage"] == "search")
-    assert first["loss_bound"] == searched.config.algorithm.loss_bound >= later["loss_bound"]
+    largest = searched.config.algorithm.loss_bound
+    scale = math.sqrt(fmean(reward**2 for reward in first["rewards"].values()))
+    assert first["loss_bound"] == largest
+    own = max(LEAST_LOSS_BOUND, BOUND_PER_SCALE * scale)
+    assert later["loss_bound"] == pytest.approx(min(largest, own))
     for event in named(searched, "round"):
         assert all(metrics == {} for metrics in event["clients"].values())
 
