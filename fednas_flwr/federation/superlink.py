@@ -5,8 +5,8 @@
 keys. Runtime is for executors, which prove it by ``--superexec-auth-secret-file``, if it is given.
 Control asks nobody: whoever reaches the port could register a key or start a run. Here it answers
 loopback alone, as does Runtime without a secret. Whoever is refused, also by a TLS handshake that
-fails, is one line of the log. A node that has been away comes back for certain only after it was
-missed, so that what it had taken and lost is not waited for.
+fails, is one line of the log. A node that has been away is let in again only after
+server apps had time to miss it, so that what it had taken and lost is not waited for.
 """
 
 from __future__ import annotations
