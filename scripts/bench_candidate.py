@@ -27,9 +27,9 @@ from fednas_flwr.clients.answer import answer
 from fednas_flwr.config import CandidateSearch, Config
 from fednas_flwr.exchange.messages import Header, Request
 from fednas_flwr.exchange.states import network_states, pack
-from fednas_flwr.federation.schedule import make_schedule, private_settings
 from fednas_flwr.privacy.ledger import SPLITS
 from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.stages.schedule import make_schedule, private_settings
 
 LIMIT = 1.3
 NUM_CANDIDATES, LOCAL_STEPS, NUM_RECORDS = 6, 2, 2000

@@ -32,7 +32,7 @@ from fednas_flwr.cli import compose_tree
 from fednas_flwr.cli import main as fednas
 from fednas_flwr.clients.audit_trail import verify_trail
 from fednas_flwr.config import DifferentialPrivacy, parse_config
-from fednas_flwr.federation.provision import Deployment
+from fednas_flwr.machines.provision import Deployment
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.reporting.events import Event, read_events
 from fednas_flwr.reporting.runs import EVENTS_FILE

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from fednas_flwr.federation.provision import Deployment, provision
+from fednas_flwr.machines.provision import Deployment, provision
 
 T = TypeVar("T")
 

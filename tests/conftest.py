@@ -18,6 +18,9 @@ from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
+from fednas_flwr.federation.server_app import serve
+from fednas_flwr.reporting.events import read_events
+from fednas_flwr.stages.run_folder import create_run_folder, open_run_folder
 
 torch.set_num_threads(1)  # results must not depend on the number of cores
 settings.register_profile("no time limits", deadline=None)
@@ -100,3 +103,29 @@ def federate() -> Callable[..., SimpleNamespace]:
         )
 
     return federation
+
+
+@pytest.fixture(scope="session")
+def run_inline(
+    compose_config: Callable[..., object], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., SimpleNamespace]:
+    """``run_inline(*overrides)``: a whole run in this process; its folder, events and error.
+
+    With ``resume=<run folder>`` the run there goes on.
+    """
+
+    def ran(*overrides, resume=None):
+        if resume is None:
+            folder = tmp_path_factory.mktemp("run") / "run"
+            config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
+        else:
+            config, folder = open_run_folder(str(resume)), resume
+        grid, error = InProcessGrid(make_client_app(dump_config(config)), config.clients), None
+        try:
+            serve(config, grid, listeners=[], resumed=resume is not None)
+        except Exception as raised:
+            error = raised
+        events = read_events(folder / "events.jsonl")
+        return SimpleNamespace(folder=folder, config=config, events=events, error=error)
+
+    return ran

@@ -141,7 +141,7 @@ def _timed(space: SearchSpace) -> MBConvSpace:
 
 def provision_machines(options: argparse.Namespace, overrides: list[str]) -> int:
     """Write each machine's folder."""
-    from fednas_flwr.federation.provision import AUTHORITY, load_sites, provision
+    from fednas_flwr.machines.provision import AUTHORITY, load_sites, provision
 
     deployment = load_sites(options.sites)
     for path in provision(deployment, options.output, as_zip=options.zip):
@@ -152,7 +152,7 @@ def provision_machines(options: argparse.Namespace, overrides: list[str]) -> int
 
 def make_key(options: argparse.Namespace, overrides: list[str]) -> int:
     """Make a node's key and say where its public half goes."""
-    from fednas_flwr.federation.certificates import make_node_key
+    from fednas_flwr.machines.certificates import make_node_key
 
     try:
         public = make_node_key(options.path)
@@ -167,7 +167,7 @@ def make_key(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print one line per check; exit code 1 when something is broken."""
-    from fednas_flwr.federation.doctor import examine
+    from fednas_flwr.machines.doctor import examine
 
     findings = examine(options.folder)
     for finding in findings:

@@ -77,7 +77,7 @@ def add_commands(commands: Commands) -> None:
 def audit(options: argparse.Namespace, overrides: list[str]) -> int:
     """Audit the composed private search; exit code 1 when it tells more than it claims."""
     config = parse_config(compose_tree(overrides))
-    from fednas_flwr.federation.audit import audit_search
+    from fednas_flwr.stages.audit import audit_search
 
     audit = audit_search(config, num_canaries=options.canaries)
     result = audit.result

@@ -64,15 +64,15 @@ def analyse_run(options: argparse.Namespace, overrides: list[str]) -> int:
     """Analyse a finished run; with ``--retrain`` train each variant of its cell before."""
     if options.batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1, got {options.batch_size}.")
-    from fednas_flwr.federation.analysis import (
+    from fednas_flwr.reporting.analysis import print_analysis
+    from fednas_flwr.reporting.runs import is_complete
+    from fednas_flwr.stages.analysis import (
         ANALYSIS_FILE,
         analyse,
         finished_run,
         prepare_variants,
     )
-    from fednas_flwr.federation.run_folder import open_run_folder
-    from fednas_flwr.reporting.analysis import print_analysis
-    from fednas_flwr.reporting.runs import is_complete
+    from fednas_flwr.stages.run_folder import open_run_folder
 
     runs = [finished_run(folder) for folder in (options.run_folder, *options.against)]
     config = open_run_folder(str(options.run_folder))

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     """Resume a run, or compose, check and run the configuration, or each of a sweep."""
     resumes = [text for text in overrides if text.startswith("resume=")]
     if resumes == ["resume=auto"] and not options.multirun:
-        from fednas_flwr.federation.run_folder import find_unfinished
+        from fednas_flwr.stages.run_folder import find_unfinished
 
         overrides = [text for text in overrides if text != "resume=auto"]
         found = find_unfinished(parse_config(compose_tree(overrides)))
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
             raise ConfigError(
                 f"{resumes[0]} takes no other setting: the run's own configuration is used."
             )
-        from fednas_flwr.federation.run_folder import check_whole, open_run_folder
+        from fednas_flwr.stages.run_folder import check_whole, open_run_folder
 
         config = open_run_folder(resumes[0].removeprefix("resume="))
         check_whole(config)
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         return _sweep(configs, debug=options.debug)
     (config,) = configs.values()
     _check([config])
-    from fednas_flwr.federation.run_folder import create_run_folder
+    from fednas_flwr.stages.run_folder import create_run_folder
 
     execute(create_run_folder(config), resumed=False)
     return 0
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _sweep(configs: dict[str, Config], *, debug: bool) -> int:
     """Run every configuration in a folder of its own name; a failure does not stop the others."""
-    from fednas_flwr.federation.run_folder import create_run_folder, sweep_folder
+    from fednas_flwr.stages.run_folder import create_run_folder, sweep_folder
 
     parent = sweep_folder(next(iter(configs.values())).run_dir)
     configs = {n: replace(config, run_dir=str(parent / n)) for n, config in configs.items()}
@@ -107,7 +107,7 @@ def _sweep(configs: dict[str, Config], *, debug: bool) -> int:
 
 def _check(configs: list[Config]) -> None:
     """Raise ConfigError for what files, data and device rule out, before any folder is made."""
-    from fednas_flwr.federation.run_folder import check_free
+    from fednas_flwr.stages.run_folder import check_free
 
     for config in configs:
         check_free(config)

@@ -21,10 +21,10 @@ from fednas_flwr.config import Config, dump_config
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.federation.bundle import CONFIG_KEY, RESUMED_KEY, write_bundle
-from fednas_flwr.federation.run_folder import occupied
 from fednas_flwr.reporting.events import Event, EventLog, Listener, read_events
 from fednas_flwr.reporting.report import write_report
 from fednas_flwr.reporting.runs import EVENTS_FILE
+from fednas_flwr.stages.run_folder import occupied
 
 BUNDLE = "bundle"  # folder of the Flower app in the run folder; Flower allows no underscore
 RUN_CONFIG_FILE = "run-config.toml"

@@ -14,13 +14,13 @@ from fednas_flwr.config import Config, load_config
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.federation.bundle import CONFIG_KEY, RESUMED_KEY
 from fednas_flwr.federation.deployment import EventPrinter
-from fednas_flwr.federation.run_folder import create_run_folder, occupied
-from fednas_flwr.federation.stages import run_stages
 from fednas_flwr.reporting.events import EventLog, Listener
 from fednas_flwr.reporting.model_card import write_model_card
 from fednas_flwr.reporting.report import write_report
 from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE
 from fednas_flwr.reporting.tensorboard import TensorBoardWriter
+from fednas_flwr.stages.pipeline import run_stages
+from fednas_flwr.stages.run_folder import create_run_folder, occupied
 
 RECONNECTED = "Connection successful after %.2f seconds and %s tries."  # as Flower logs it
 AWAY_S = 5.0  # of the SuperLink, before it is worth a word

@@ -33,8 +33,8 @@ from fednas_flwr.federation.deployment import (
     write_run_config,
 )
 from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.federation.run_folder import create_run_folder
 from fednas_flwr.reporting.events import read_events
+from fednas_flwr.stages.run_folder import create_run_folder
 
 DEPLOYMENT = ("runtime=deployment", "runtime.superlink=site")
 REAL_SITES = (*DEPLOYMENT, "partition=sites", "dataset.server_test=false")

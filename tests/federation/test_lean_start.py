@@ -15,8 +15,8 @@ from flwr.common.serde import recorddict_to_proto
 from fednas_flwr.config import Config, dump_config
 from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.federation.run_folder import create_run_folder
 from fednas_flwr.federation.server_app import serve
+from fednas_flwr.stages.run_folder import create_run_folder
 
 # What takes long to import and has no part in a step on prepared data.
 HEAVY = {
@@ -26,7 +26,7 @@ HEAVY = {
 PROCESS = """
 import json, sys
 from pathlib import Path
-import fednas_flwr.federation.client_process
+import fednas_flwr.machines.client_process
 from flwr.common.serde import recorddict_from_proto
 from flwr.proto.recorddict_pb2 import RecordDict
 from fednas_flwr.federation.client_app import make_client_app

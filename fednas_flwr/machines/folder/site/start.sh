@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Runs this site's SuperNode and the executor of its client app: `start.sh`, or one of them each in a
+# container of its own: `start.sh supernode`, which offers its Runtime interface on RUNTIME_HOST, and
+# `start.sh executor`, which finds it there. Ends when one of them ends.
+# The first start makes the node's key and ends: its public half goes to the server's operator.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+set -a
+source ./site.env
+FLWR_HOME=$PWD/state/flwr FLWR_TELEMETRY_ENABLED=0
+FEDNAS_PYTHON=$(dirname "$(command -v fednas)")/python # for bin/flwr-clientapp
+set +a
+source ./parts.sh
+
+supernode() {
+    if [ ! -e state/node.key ]; then
+        fednas key state/node.key
+        exit
+    fi
+    fednas doctor .
+    make_secret state/split.key
+    cat >state/node.toml <<TOML
+partition-id = $PARTITION_ID
+num-partitions = $NUM_PARTITIONS
+tag = "$SITE"
+device = "$DEVICE"
+data-path = "$DATA_PATH"
+data-set = "$DATA_SET"
+dataset = "$PWD/dataset.yaml"
+cache = "$PWD/state/cache"
+policy = "$PWD/policy.yaml"
+ledger = "$PWD/state/ledger/ledger.sqlite"
+ledger-key = "$PWD/state/ledger.key"
+superlink = "$SUPERLINK"
+split-key = "$(cat state/split.key)"
+TOML
+    exec python -m fednas_flwr.machines.supernode --superlink "$SUPERLINK" --root-certificates ca.crt \
+        --auth-supernode-private-key state/node.key --node-config state/node.toml \
+        --host "${RUNTIME_HOST:-127.0.0.1}" --port "$PORT" --isolation process \
+        --superexec-auth-secret-file state/executor.secret
+}
+
+# bin holds nothing but our flwr-clientapp: no other kind of task can be started at this site.
+executor() {
+    local superexec
+    superexec=$(command -v flower-superexec)
+    PATH=$PWD/bin exec "$superexec" --insecure --runtime-api-address "${RUNTIME_HOST:-127.0.0.1}:$PORT" \
+        --superexec-auth-secret-file state/executor.secret
+}
+
+run_parts supernode executor

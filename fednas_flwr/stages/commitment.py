@@ -1,0 +1,123 @@
+"""What a private run promises its clients before anything is released: they keep the schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fednas_flwr.clients.release import ACCOUNTANTS
+from fednas_flwr.config import Config, DifferentialPrivacy
+from fednas_flwr.errors import ConfigError, ReplyError
+from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.gate import check_facts
+from fednas_flwr.privacy.accounting import epsilon_per_split
+from fednas_flwr.stages.calibration import Item, draw_rate, release_of
+
+NEEDED_FACTS = ("splits", "budget", "secure_noise")  # that every client must tell of itself
+
+
+def commit(
+    courier: Courier,
+    config: Config,
+    schedule: Sequence[Item],
+    *,
+    done: Mapping[str, int],
+    resumed: bool,
+) -> None:
+    """Have every client keep the schedule, and tell in an event what it costs each of them.
+
+    The event also tells how many rounds of each stage each client's budget covers.
+
+    Args:
+        courier: Connected to clients that have told ``NEEDED_FACTS``.
+        config: With ``privacy=dp``.
+        schedule: From :func:`~fednas_flwr.stages.schedule.make_schedule`.
+        done: Rounds of each stage that a checkpoint covers: with any, a run goes on for as long as
+            its budgets last.
+        resumed: Whether the run may have released something before.
+
+    Raises:
+        QuorumError: Too few clients accept it; the message names the rule that it breaks.
+        ConfigError: No round is done, and too few clients' budgets cover the first stage.
+    """
+    privacy = config.privacy
+    assert isinstance(privacy, DifferentialPrivacy)
+    settings = {"data_set": privacy.data_set, "schedule": list(schedule)}
+    committed = {split for item in schedule for split in item["splits"]}
+    clients, search_epsilons = [], {}
+    for client, reply in courier.ask("query.commit", stage="commit", settings=settings):
+        facts = courier.facts[client]
+        try:
+            check_facts(reply.facts, needed=("epsilon", "covered_steps"))
+            missing = sorted(committed - set(reply.facts["epsilon"]["prv"]))
+            if missing:
+                raise ReplyError(f"does not say its epsilon of {', '.join(missing)}")
+        except ReplyError as error:
+            place = {"stage": "commit", "round": 0, "verb": "query.commit", "client": client}
+            courier.emit("client_left", **place, reason=str(error))
+            courier.dismiss(client, str(error))
+            continue
+        declared = tuple(sorted(facts["splits"].items()))
+        if declared not in search_epsilons:
+            search_epsilons[declared] = _search_epsilon(schedule, facts["splits"], privacy.delta)
+        clients.append(
+            {
+                "client": client,
+                "search_epsilon": search_epsilons[declared],
+                "records": facts["splits"],
+                "rates": [draw_rate(item, facts["splits"]) for item in schedule],
+                "budget": facts["budget"],
+                "secure_noise": facts["secure_noise"],
+                "epsilon": reply.facts["epsilon"],
+                "covers": _covered_rounds(config, schedule, reply.facts["covered_steps"], done),
+            }
+        )
+    for client in set(courier.clients) - {told["client"] for told in clients}:
+        courier.dismiss(client, "it did not accept the schedule in time")
+    courier.emit("privacy", data_set=privacy.data_set, schedule=list(schedule), clients=clients)
+    if any(done.values()):
+        return
+    first = {c["client"]: c["covers"][0] for c in clients if schedule}
+    short = {client: f["rounds"] for client, f in first.items() if f["rounds"] < f["of"]}
+    if short and len(first) - len(short) < courier.quorum:
+        rounds = ", ".join(f"client {client}: {number}" for client, number in short.items())
+        raise ConfigError(
+            f"privacy: {schedule[0]['stage']} takes {first[min(first)]['of']} rounds, more than "
+            f"what is left of budgets covers ({rounds}), and {courier.quorum} of "
+            f"{courier.num_clients} clients must stay: take fewer rounds or more noise, or lower "
+            f"runtime.quorum. Nothing {'more ' if resumed else ''}was released."
+        )
+
+
+def _search_epsilon(
+    schedule: Sequence[Item], declared: Mapping[str, int], delta: float
+) -> float | None:
+    """Return what the search alone costs a client's worst split, by PRV; None is infinite."""
+    search = [item for item in schedule if item["stage"] == "search"]
+    releases = [(release_of(item, declared), item["splits"]) for item in search]
+    by_split = epsilon_per_split(releases, delta, ACCOUNTANTS["prv"])
+    epsilon = max(by_split.values(), default=0.0)
+    return epsilon if math.isfinite(epsilon) else None
+
+
+def _covered_rounds(
+    config: Config,
+    schedule: Sequence[Item],
+    covered_steps: Mapping[str, int],
+    done: Mapping[str, int],
+) -> list[dict[str, Any]]:
+    """Return for each stage, in order, how many ``rounds`` ``of`` those to do are covered."""
+    rounds = {"search": config.rounds, "retrain": config.retrain.rounds, "evaluate": 1}
+    longest: dict[str, int] = {}
+    for item in schedule:
+        longest[item["stage"]] = max(item["steps"], longest.get(item["stage"], 0))
+    to_do = {stage: rounds[stage] - done.get(stage, 0) for stage in longest}
+    return [
+        {
+            "stage": stage,
+            "rounds": covered_steps.get(stage, 0) * to_do[stage] // steps,
+            "of": to_do[stage],
+        }
+        for stage, steps in longest.items()
+    ]

@@ -1,0 +1,210 @@
+"""CFDNAS' groups of clients: each goes through the stages of a run in a folder of its own.
+
+``groups/<name>/`` is a run folder like any other, with configuration, events, report and model, so
+that all that reads a run reads a group. What the run itself keeps is who is in which group
+(``groups.json``) and how each ended (``group_finished`` events).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from threading import Lock
+
+import yaml
+
+from fednas_flwr.builders import check_hardware, supernet_space
+from fednas_flwr.config import ClusterSearch, Config, dump_config
+from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.exchange.checkpoint import CheckpointFolder
+from fednas_flwr.exchange.courier import QuorumError
+from fednas_flwr.exchange.states import Packed
+from fednas_flwr.reporting.events import Event, EventLog
+from fednas_flwr.reporting.files import write_text
+from fednas_flwr.reporting.model_card import write_model_card
+from fednas_flwr.reporting.report import write_report
+from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE, read_run
+from fednas_flwr.stages.run import Run
+from fednas_flwr.stages.run_folder import GROUPS_FILE
+from fednas_flwr.strategies.base import RoundStrategy
+from fednas_flwr.strategies.clusters import group_by_alphas, group_by_fact
+from fednas_flwr.strategies.fdnas import FDNAS
+
+Groups = dict[str, list[int]]
+
+
+def run_groups(
+    run: Run,
+    *,
+    search: Callable[[Run], RoundStrategy],
+    run_group: Callable[[Run], None],
+) -> None:
+    """Search with all clients, divide them, and take each group through its own stages.
+
+    Zhang et al. (2020), FDNAS, Alg. 2. Groups run side by side, except inline, where all clients
+    share this process anyway; the server works for one of them while the others wait for replies,
+    since torch's global generator is the process's. One whose clients are too few in the end, or
+    whose target no network reaches on the hardware that they have measured, fails alone.
+
+    Args:
+        run: Of CFDNAS.
+        search: Runs a search stage.
+        run_group: Runs what follows, of a run whose algorithm is FDNAS.
+
+    Raises:
+        ConfigError: A client names no group, or a hardware loss is of a group that does not exist
+            or has a target that no network reaches.
+        QuorumError: Every group has failed.
+    """
+    algorithm, strategy = _algorithm(run.config), None
+    groups: Groups | None = None
+    if algorithm.group_by != "alphas":
+        groups = group_by_fact(
+            {client: run.courier.facts[client] for client in run.courier.clients},
+            algorithm.group_by,
+        )
+        _check_names(algorithm, groups)
+    check_hardware(run.config, supernet_space(run.config, run.prepared))
+    if algorithm.inherit:
+        strategy = search(replace(run, config=replace(run.config, algorithm=algorithm.search)))
+    if groups is None:
+        assert strategy is not None  # as the configuration has it
+        groups = _by_alphas(run, strategy)
+    write_text(run.folder / GROUPS_FILE, json.dumps(groups, indent=2) + "\n")
+    run.log.emit("groups", group_by=algorithm.group_by, groups=groups)
+    states = None if strategy is None else strategy.states
+    run_one = partial(_run_one, run, states=states, run_group=run_group, turn=Lock())
+    with run.stage("groups"):
+        if run.config.runtime.name == "inline":  # in this thread, which Ctrl-C stops
+            reasons = list(map(run_one, groups, groups.values()))
+        else:
+            with ThreadPoolExecutor(len(groups)) as pool:
+                reasons = list(pool.map(run_one, groups, groups.values()))
+    if all(reasons):
+        raise QuorumError(f"every group has failed: {'; '.join(r for r in reasons if r)}")
+
+
+def _algorithm(config: Config) -> ClusterSearch:
+    assert isinstance(config.algorithm, ClusterSearch)
+    return config.algorithm
+
+
+def _check_names(algorithm: ClusterSearch, groups: Groups) -> None:
+    for name in algorithm.group_hardware:
+        if name not in groups:
+            raise unknown_choice("algorithm.group_hardware", name, groups)
+    for name in groups:
+        if not re.fullmatch(r"[\w .-]{1,64}", name) or name.startswith("."):
+            raise ConfigError(
+                f"group {name!r} cannot name a folder: expected up to 64 letters, digits, spaces, "
+                "dots, hyphens and underscores."
+            )
+
+
+def _by_alphas(run: Run, strategy: RoundStrategy) -> Groups:
+    """Return the groups by similar updates, those of before where the run is resumed."""
+    algorithm, path = _algorithm(run.config), run.folder / GROUPS_FILE
+    assert isinstance(strategy, FDNAS)
+    assert algorithm.num_groups is not None  # as the configuration has it
+    if path.exists():
+        found: Groups = json.loads(path.read_text())
+        return found
+    settings = {
+        **strategy.settings,
+        "weights": asdict(algorithm.search.weights),
+        "warm_up": False,
+    }
+    replies = run.courier.ask(
+        "train.search",
+        stage="groups",
+        settings=settings,
+        states=strategy.states,
+        layouts=strategy.layouts,
+    )
+    return group_by_alphas(replies, strategy.states["alphas"], num_groups=algorithm.num_groups)
+
+
+def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Packed] | None) -> Run:
+    """Return a group's own run, the folder made."""
+    algorithm, folder = _algorithm(run.config), run.folder / "groups" / name
+    search = replace(algorithm.search, hardware=algorithm.group_hardware.get(name))
+    if algorithm.inherit:
+        search = replace(search, warm_up_rounds=0)
+    config = replace(
+        run.config, algorithm=search, rounds=algorithm.group_rounds, run_dir=str(folder)
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / CONFIG_FILE).exists():
+        text = yaml.safe_dump(json.loads(dump_config(config)), sort_keys=False)
+        write_text(folder / CONFIG_FILE, text)
+    log = EventLog(folder / EVENTS_FILE, [partial(_tell, run.log, name)])
+    return replace(
+        run,
+        config=config,
+        folder=folder,
+        log=log,
+        courier=run.courier.part(clients, run=f"{run.courier.run}.{name}", emit=log.emit),
+        checkpoints=CheckpointFolder(
+            folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
+        ),
+        inherited=states,
+    )
+
+
+def _tell(log: EventLog, name: str, event: Event) -> None:
+    """Repeat in the run's own record what somebody who watches it must know of a group."""
+    if event["event"] in ("client_failed", "client_left", "client_back"):
+        fields = {"stage", "round", "verb", "client", "reason", "expelled"} & set(event)
+        log.emit(event["event"], group=name, **{field: event[field] for field in sorted(fields)})
+    elif event["event"] == "warning":
+        log.emit("warning", message=f"group {name}: {event['message']}")
+    elif event["event"] == "stage_finished":
+        log.emit("group_stage", group=name, stage=event["stage"], seconds=event["seconds"])
+
+
+def _run_one(
+    run: Run,
+    name: str,
+    clients: list[int],
+    *,
+    states: Mapping[str, Packed] | None,
+    run_group: Callable[[Run], None],
+    turn: Lock,
+) -> str | None:
+    """Run a group in its turns and return why it failed, None if it did not."""
+    part, started, reason = _group_run(run, name, clients, states), time.monotonic(), None
+
+    def wait(seconds: float) -> None:
+        turn.release()
+        try:
+            time.sleep(seconds)
+        finally:
+            turn.acquire()
+
+    part.courier.wait = wait
+    with turn, part.log as log:
+        resumed = part.checkpoints.latest("search") is not None
+        try:
+            with log.attempt(resumed=resumed, circumstances=run.circumstances):
+                run_group(part)
+        except (ConfigError, QuorumError) as error:
+            reason = str(error)
+    write_report(part.folder)
+    if reason is None:
+        write_model_card(part.folder)
+    run.log.emit(
+        "group_finished",
+        group=name,
+        clients=sorted(part.courier.facts),
+        status="completed" if reason is None else "failed",
+        reason=reason,
+        seconds=time.monotonic() - started,
+        folder=str(part.folder.relative_to(run.folder)),
+        results=read_run(part.folder).numbers(),
+    )
+    return reason

@@ -1,0 +1,331 @@
+"""The stages of a run, in order: search, derive, retrain, evaluate, export, report.
+
+Runs on the server, over any Grid. Each round leaves a checkpoint, so a run that was killed goes
+through the same stages again and finds its rounds done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import subprocess
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import flwr
+import torch
+from flwr.serverapp import Grid
+from torch import nn
+
+import fednas_flwr
+from fednas_flwr.builders import (
+    describe_network,
+    given_genotype,
+    has_real_sites,
+    make_client,
+    make_courier,
+    make_data,
+    make_device,
+    make_network,
+    make_retraining,
+    make_search,
+    make_server_data,
+)
+from fednas_flwr.config import ClusterSearch, Config, DifferentialPrivacy, GivenNetwork
+from fednas_flwr.data.loaders import concat_splits, server_split
+from fednas_flwr.data.partitioners import save_partition
+from fednas_flwr.data.splits import SPLITS
+from fednas_flwr.errors import ReplyError
+from fednas_flwr.evaluation.export import export_onnx, export_safetensors
+from fednas_flwr.evaluation.metrics import evaluate, linear_baseline
+from fednas_flwr.exchange.checkpoint import CheckpointFolder
+from fednas_flwr.exchange.courier import QuorumError
+from fednas_flwr.exchange.gate import check_facts
+from fednas_flwr.exchange.states import Packed
+from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
+from fednas_flwr.reporting.events import EventLog, read_events
+from fednas_flwr.reporting.runs import EVENTS_FILE
+from fednas_flwr.search.settings import Configuration
+from fednas_flwr.search_spaces.genotype import Genotype, save_genotype, to_json
+from fednas_flwr.stages.commitment import NEEDED_FACTS, commit
+from fednas_flwr.stages.groups import run_groups
+from fednas_flwr.stages.latency import cost_of, with_latency
+from fednas_flwr.stages.run import Run
+from fednas_flwr.stages.run_folder import GENOTYPE_FILE, PARTITION_FILE
+from fednas_flwr.stages.schedule import make_schedule, private_settings
+from fednas_flwr.strategies.base import RoundStrategy
+
+# What each real site must tell of its data, from which the server builds networks.
+SITE_FACTS = ("input_shape", "feature_names", "class_names")
+
+
+def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
+    """Run all stages that ``config.stages`` names and write their results into the run folder.
+
+    Args:
+        config: With ``run_dir`` set to an existing folder.
+        grid: Flower's way to the clients.
+        log: Receives every event.
+        resumed: Whether the folder held a run that is continued.
+
+    Raises:
+        QuorumError: Too few clients answered.
+        ConfigError: A setting does not fit the data.
+    """
+    torch.set_num_threads(config.threads)
+    circumstances = _circumstances()
+    with log.attempt(resumed=resumed, circumstances=circumstances):
+        _run_stages(config, grid, log, circumstances, resumed=resumed)
+
+
+def _run_stages(
+    config: Config, grid: Grid, log: EventLog, circumstances: dict[str, Any], *, resumed: bool
+) -> None:
+    if config.run_dir is None:
+        raise ValueError("config.run_dir must name the run folder")
+    folder = Path(config.run_dir)
+    # A resumed run books under another name: what it repeats is released again.
+    name = f"{folder.name}.{secrets.token_hex(4)}"
+    courier = make_courier(config, run=name, emit=log.emit)
+    private = isinstance(config.privacy, DifferentialPrivacy)
+    needed = ("client", *(NEEDED_FACTS if private else ()))
+    if has_real_sites(config):
+        courier.connect(grid, needed=(*needed, *SITE_FACTS), alike=SITE_FACTS)
+        prepared = make_server_data(config, next(iter(courier.facts.values())))
+    else:
+        prepared, parts = make_data(config)
+        if not (folder / PARTITION_FILE).exists():
+            save_partition(folder / PARTITION_FILE, parts)
+        courier.connect(grid, needed=needed)
+    if resumed:
+        for event in read_events(folder / EVENTS_FILE):
+            if event.get("expelled"):
+                courier.expel(event["client"], event["reason"])
+    facts = [known for _, known in sorted(courier.facts.items())]
+    splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in facts]
+    counts = [known.get("class_counts", []) for known in facts]
+    told = all(len(count) == prepared.num_classes for count in counts)  # not in private runs
+    log.emit(
+        "partition",
+        class_names=list(prepared.train.class_names),
+        counts=counts if told else None,
+        splits=splits,
+        server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
+    )
+    checkpoints = CheckpointFolder(
+        folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
+    )
+    schedule = []
+    if private:
+        latest = {stage: checkpoints.latest(stage) for stage in ("search", "retrain")}
+        done = {stage: point.round for stage, point in latest.items() if point is not None}
+        schedule = make_schedule(config, splits, done=done)
+        commit(courier, config, schedule, done=done, resumed=resumed)
+    run = Run(config, folder, grid, log, courier, checkpoints, prepared, schedule, circumstances)
+    try:
+        _run_from_search(run)
+    finally:
+        if private:
+            _report_spending(run)
+
+
+def _run_from_search(run: Run) -> None:
+    """Search, retrain, evaluate and export, as far as the configuration says."""
+    config = run.config
+    if isinstance(config.algorithm, ClusterSearch):
+        run_groups(run, search=_start_search, run_group=_run_from_search)
+        return
+    genotype, configuration = _search(run)
+    if genotype is None and not isinstance(config.algorithm, GivenNetwork):
+        return
+    description = _describe(run, genotype, configuration)
+    if "retrain" not in config.stages:
+        return
+    network, states = _retrain(run, description, configuration)
+    if "evaluate" in config.stages:
+        _evaluate(run, description, network, states)
+    if "export" in config.stages:
+        with run.stage("export"):
+            export_safetensors(network, description, run.folder)
+            path, difference = export_onnx(network, run.prepared.input_shape, run.folder)
+            files = ["model.safetensors", path.name]
+            run.log.emit("exported", files=files, onnx_max_difference=difference)
+
+
+def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
+    """Return the searched or given genotype, None for a network by name; and what to retrain with.
+
+    The latter is None where the retrain settings stand.
+    """
+    config, configuration = run.config, None
+    if "search" in config.stages and not isinstance(config.algorithm, GivenNetwork):
+        strategy = _start_search(run)
+        genotype, configuration = strategy.derive(), strategy.configuration()
+    else:
+        given = given_genotype(config)
+        if given is None:
+            return None, None
+        genotype = given
+    save_genotype(run.folder / GENOTYPE_FILE, genotype)
+    return genotype, configuration
+
+
+def _start_search(run: Run) -> RoundStrategy:
+    """Return the strategy of the search stage after its last round."""
+    run.config = config = with_latency(run)
+    private = private_settings(config, run.schedule, "search")
+    strategy = make_search(config, run.prepared, run.courier, run.checkpoints, private)
+    if run.inherited is not None:
+        strategy.inherit(run.inherited)
+    with run.stage("search", config.rounds):
+        strategy.start(run.grid, num_rounds=config.rounds)
+    return strategy
+
+
+def _describe(
+    run: Run, genotype: Genotype | None, configuration: Configuration | None
+) -> dict[str, Any]:
+    """Return what the network to retrain is built from, and report what it costs."""
+    with run.stage("derive"):
+        description = describe_network(run.config, run.prepared, genotype)
+        network = make_network(description | {"auxiliary": False})
+        run.log.emit(
+            "derived",
+            genotype=json.loads(to_json(genotype)) if genotype else None,
+            configuration=asdict(configuration) if configuration else None,
+            num_parameters=count_parameters(network),
+            multiply_adds=count_multiply_adds(network, run.prepared.input_shape),
+            cost=cost_of(run.config, run.prepared, genotype),
+        )
+    return description
+
+
+def _retrain(
+    run: Run, description: dict[str, Any], configuration: Configuration | None
+) -> tuple[nn.Module, dict[str, Packed]]:
+    """Return the trained network and its packed states."""
+    private = private_settings(run.config, run.schedule, "retrain")
+    strategy, network = make_retraining(
+        run.config, description, run.courier, run.checkpoints, private, configuration
+    )
+    rounds = run.config.retrain.rounds
+    with run.stage("retrain", rounds):
+        strategy.start(run.grid, num_rounds=rounds)
+    strategy.load_into(network)
+    return network, strategy.states
+
+
+def _evaluate(
+    run: Run, description: dict[str, Any], network: nn.Module, states: dict[str, Packed]
+) -> None:
+    """Measure the network on the server's test set and on every client's own test records."""
+    config, prepared = run.config, run.prepared
+    device = make_device(config.device)
+    with run.stage("evaluate"):
+        central, linear = None, None
+        if prepared.server_test is not None:
+            test = server_split(prepared.server_test, prepared.mean, prepared.std)
+            central = evaluate(network.to(device), test, device, with_f1=True).as_json()
+            network.cpu()
+        private = private_settings(config, run.schedule, "evaluate")
+        pooled = config.runtime.name != "deployment" and private is None
+        if config.dataset.linear_baseline and pooled:
+            linear = _linear_baseline(run)
+        settings = {"network": description, "split": "test", **(private or {})}
+        results: dict[str, list[dict[str, Any]]] = {"clients": [], "personalised": []}
+        if config.dataset.fractions["test"] > 0:
+            if private is None or "metrics" in private["releases"]:
+                results["clients"] = _ask_tests(run, "evaluate.model", settings, states)
+            if config.personalised:
+                settings |= _last_round(config)
+                results["personalised"] = _ask_tests(run, "evaluate.personalised", settings, states)
+        run.log.emit("evaluated", central=central, linear=linear, **results)
+
+
+def _ask_tests(
+    run: Run, verb: str, settings: dict[str, Any], states: dict[str, Packed]
+) -> list[dict[str, Any]]:
+    """Return what every client measures; too few of them is a warning."""
+    results: list[dict[str, Any]] = []
+    try:
+        for client, reply in run.courier.ask(
+            verb, stage="evaluate", settings=settings, states=states
+        ):
+            fields = {"client": client, "num_examples": reply.num_examples}
+            results.append(fields | dict(reply.metrics))
+    except QuorumError as error:  # the trained network is worth more than its test
+        run.log.emit("warning", message=f"few clients could test the network: {error}")
+    return results
+
+
+def _last_round(config: Config) -> dict[str, Any]:
+    """Return how clients train in the last round of retraining."""
+    retrain = config.retrain
+    return {
+        "split": "train+validation",
+        "local_epochs": retrain.local_epochs,
+        "batch_size": retrain.batch_size,
+        "weights": asdict(retrain.weights.at_round(retrain.rounds, retrain.rounds)),
+        "auxiliary_weight": retrain.auxiliary_weight,
+        "drop_path_prob": retrain.drop_path_prob,
+    }
+
+
+def _report_spending(run: Run) -> None:
+    """Ask the clients what their budgets have paid; a run that has failed may not learn it."""
+    spent = []
+    with suppress(QuorumError):
+        for client, reply in run.courier.ask("query.describe", stage="evaluate", also_left=True):
+            with suppress(ReplyError):
+                check_facts(reply.facts, needed=("spent",))
+                spent.append({"client": client, "spent": reply.facts["spent"]})
+    run.log.emit("privacy_spent", clients=spent)
+
+
+def _linear_baseline(run: Run) -> dict[str, float] | None:
+    """Return the test scores of logistic regression on the clients' pooled training records."""
+    prepared = run.prepared
+    if prepared.server_test is None:
+        return None
+    data = make_data(run.config)
+    clients = [
+        make_client(run.config, index, data=data, networks={}).data
+        for index in range(run.config.clients)
+    ]
+    train = [concat_splits(client.train, client.validation) for client in clients]
+    test = server_split(prepared.server_test, prepared.mean, prepared.std)
+    return linear_baseline(train, test, num_classes=prepared.num_classes)
+
+
+def _circumstances() -> dict[str, Any]:
+    """Return what a reader needs to know about where a run took place."""
+    return {
+        "versions": {
+            "fednas_flwr": fednas_flwr.__version__,
+            "flwr": flwr.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "commit": _commit(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores"
+        + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
+    }
+
+
+def _commit() -> str | None:
+    """Return the git commit of the package's folder, None when it is not a checkout."""
+    folder = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

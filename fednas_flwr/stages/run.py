@@ -1,0 +1,44 @@
+"""What the stages of one run share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.serverapp import Grid
+
+from fednas_flwr.config import Config
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.exchange.checkpoint import CheckpointFolder
+from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.states import Packed
+from fednas_flwr.reporting.events import EventLog
+from fednas_flwr.stages.calibration import Item
+
+
+@dataclass
+class Run:
+    """What the stages share."""
+
+    config: Config
+    folder: Path
+    grid: Grid
+    log: EventLog
+    courier: Courier
+    checkpoints: CheckpointFolder
+    prepared: Prepared
+    schedule: list[Item]  # of a private run's releases
+    circumstances: dict[str, Any]  # versions and machine
+    inherited: Mapping[str, Packed] | None = None  # states that the search goes on from
+
+    @contextmanager
+    def stage(self, name: str, rounds: int | None = None) -> Iterator[None]:
+        """Tell that a stage begins, and that it has finished unless it fails."""
+        started = time.monotonic()
+        self.log.emit("stage_started", stage=name, rounds=rounds)
+        yield
+        self.log.emit("stage_finished", stage=name, seconds=time.monotonic() - started)

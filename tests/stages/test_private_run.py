@@ -1,0 +1,846 @@
+"""Whole private runs: what is booked and told, who leaves, and what hostile servers get."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.nn import functional
+
+from fednas_flwr import builders
+from fednas_flwr.builders.clients import check_public
+from fednas_flwr.cli import main
+from fednas_flwr.clients import release
+from fednas_flwr.clients.audit_trail import verify_trail
+from fednas_flwr.clients.client import Augmentation
+from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
+from fednas_flwr.config import dump_config
+from fednas_flwr.data.loaders import Split
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.exchange.courier import QuorumError
+from fednas_flwr.federation import client_app
+from fednas_flwr.federation.client_app import make_client_app
+from fednas_flwr.federation.grids import InProcessGrid
+from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
+from fednas_flwr.privacy.gdp import gdp_epsilon
+from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.privacy.renyi_filter import filter_epsilon
+from fednas_flwr.reporting.events import EventLog, read_events
+from fednas_flwr.search.training import make_adam, make_sgd
+from fednas_flwr.stages.pipeline import run_stages
+from fednas_flwr.stages.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.stages.schedule import make_schedule, private_settings
+
+SIZES = ("norm=group", "channels=2", "num_cells=1")
+DP = [
+    *("algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "retrain.batch_size=8"),
+    *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES),
+    *("clients=2", "privacy.retrain.local_steps=3", "privacy.epsilon=1000"),
+]
+SEARCH = [*DP, "stages=[search]"]
+
+
+def ledger(sites: Path, client: int) -> Ledger:
+    folder = sites / f"client-{client}"
+    return Ledger(folder / "ledger" / "ledger.sqlite", folder / "key")
+
+
+def rows(sites: Path, client: int):
+    with ledger(sites, client) as booked:
+        assert booked.verify() == len(booked.entries())
+        return [row.entry for row in booked.entries()]
+
+
+def steps_by_split(entries):
+    counts: dict[str, int] = {}
+    for entry in entries:
+        assert entry.release.steps == 1
+        for split in entry.splits:
+            counts[split] = counts.get(split, 0) + 1
+    return counts
+
+
+def named(events, name):
+    return [event for event in events if event["event"] == name]
+
+
+@pytest.fixture
+def start(compose_config, tmp_path, monkeypatch):
+    """``start(*overrides)``: run the stages inline; folder, sites, events and the error, if any."""
+    numbers = iter(range(100))
+    # PRV takes up to a second per client; the whole run below has it
+    monkeypatch.setitem(release.ACCOUNTANTS, "prv", rdp_epsilon)
+
+    def started(*overrides, name=None, grid=None, listener=None, resume=None):
+        folder = tmp_path / (name or f"run-{next(numbers)}")
+        if resume is None:
+            config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
+        else:
+            config, folder = open_run_folder(str(resume)), resume
+        grid = grid or InProcessGrid(make_client_app(dump_config(config)), config.clients)
+        error = None
+        with EventLog(folder / "events.jsonl", [listener] if listener else []) as log:
+            try:
+                run_stages(config, grid, log, resumed=resume is not None)
+            except (QuorumError, ConfigError, KeyboardInterrupt) as raised:
+                error = raised
+        events = read_events(folder / "events.jsonl")
+        sites = Path(getattr(config.privacy, "sites", None) or folder / "sites")
+        return SimpleNamespace(
+            folder=folder, sites=sites, events=events, error=error, config=config
+        )
+
+    return started
+
+
+def states(run, stage="search", server_round=1):
+    path = run.folder / "checkpoints" / f"{stage}-{server_round:06d}.safetensors"
+    return load_file(path)
+
+
+def write_policy(sites: Path, client: int, **changes):
+    """Write a simulated site's policy before its first run."""
+    section = {
+        "epsilon": 1000.0,
+        "delta": 1e-5,
+        "least_noise_multiplier": 0.1,
+        "largest_grad_norm": 1.0,
+        "largest_steps": 1000,
+        "verbs": list(PRIVATE_VERBS),
+        "records": 40,
+        "fractions": {"train": 0.5, "validation": 0.4, "test": 0.1},
+        "secure_noise": True,
+        "test_seed": False,
+        **changes,
+    }
+    path = sites / f"client-{client}" / "policy.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump({"data_sets": {"records": section}}))
+
+
+# --- one whole run through the command line
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_overrides, tmp_path_factory):
+    """A run with retraining, noised metrics and a target epsilon, by the command line."""
+    folder = tmp_path_factory.mktemp("whole")
+    overrides = [*tiny_overrides, *DP, "stages=[search,retrain,evaluate]", "privacy.epsilon=30"]
+    overrides += ["privacy.metrics_noise_multiplier=5", "algorithm.evaluate_every=1"]
+    overrides += ["dataset.fractions={train: 0.4, validation: 0.4, test: 0.2}"]
+    assert main(["run", *overrides, f"run_dir={folder / 'run'}"]) == 0
+    events = read_events(folder / "run" / "events.jsonl")
+    return SimpleNamespace(
+        folder=folder / "run", sites=folder / "run" / "sites", events=events, overrides=overrides
+    )
+
+
+def test_a_whole_run_books_every_step_of_its_schedule_and_no_other(whole):
+    for client in (0, 1):
+        booked = rows(whole.sites, client)
+        assert steps_by_split(booked) == {
+            "train": 2 + 2 * 3,
+            "validation": 2 + 2 + 2 * 3,  # alphas, metrics of every round, retraining
+            "test": 1,
+        }
+        (event,) = named(whole.events, "privacy")
+        promised = {
+            (i["stage"], f"{i['verb']}:{i['kind']}", tuple(i["splits"])): i["steps"]
+            for i in event["schedule"]
+        }
+        counts: dict = {}
+        for row in booked:
+            key = (row.stage, row.verb, row.splits)
+            counts[key] = counts.get(key, 0) + 1
+            assert row.committed_steps == promised[key]
+        assert counts == promised  # retraining has reached its last step
+    assert not named(whole.events, "client_left") + named(whole.events, "client_failed")
+
+
+def test_the_epsilon_that_is_told_is_that_of_the_schedule_and_within_the_target(whole):
+    (event,) = named(whole.events, "privacy")
+    for client in event["clients"]:
+        records = client["records"]
+        by_split: dict[str, list] = {}
+        for item, told in zip(event["schedule"], client["rates"], strict=True):
+            total = sum(records[split] for split in item["splits"])
+            rate = 1.0 if item["batch_size"] is None else item["batch_size"] / total
+            assert told == pytest.approx(rate)
+            sigma = item["noise_multiplier"]
+            for split in item["splits"]:
+                by_split.setdefault(split, []).append(
+                    Release(noise_multiplier=sigma, sample_rate=rate, steps=item["steps"])
+                )
+        assert set(by_split) == {"train", "validation", "test"}
+        for name, accountant in (("prv", prv_epsilon), ("rdp", rdp_epsilon), ("gdp", gdp_epsilon)):
+            by_hand = {split: accountant(rs, 1e-5) for split, rs in by_split.items()}
+            assert client["epsilon"][name] == pytest.approx(by_hand, rel=1e-6)
+        assert max(client["epsilon"]["prv"].values()) <= 30
+        assert client["secure_noise"] is True
+    (spent,) = named(whole.events, "privacy_spent")
+    assert max(client["spent"] for client in spent["clients"]) <= 30
+    assert max(client["spent"] for client in spent["clients"]) > 24  # and most of it is used
+
+
+def test_only_released_metrics_are_in_the_record_of_a_run(whole):
+    rounds = named(whole.events, "round")
+    assert {e["stage"] for e in rounds} == {"search", "retrain"}
+    for event in rounds:
+        measured = {"loss", "accuracy"} if event["stage"] == "search" else set()
+        assert {name for m in event["clients"].values() for name in m} == measured
+    (partition,) = named(whole.events, "partition")
+    assert partition["counts"] is None
+    (evaluated,) = named(whole.events, "evaluated")
+    assert evaluated["linear"] is None
+    assert {c["num_examples"] for c in evaluated["clients"]} == {
+        split["test"] for split in partition["splits"]
+    }
+
+
+def test_a_run_that_no_budget_covers_ends_before_anything_is_released(whole, start):
+    """The sites' budget is that of one run: the second run adds up and finds nothing left."""
+    given = [o for o in whole.overrides if not o.startswith(("privacy.epsilon", "stages"))]
+    given += ["privacy.epsilon=500", "privacy.weights.noise_multiplier=0.3", "stages=[search]"]
+    before = rows(whole.sites, 0)
+    run = start(*given, f"privacy.sites={whole.sites}")
+    assert "search takes 2 rounds, more than what is left of budgets covers (client 0: " in str(
+        run.error
+    )
+    assert rows(whole.sites, 0) == before
+    (event,) = named(run.events, "privacy")
+    for client in event["clients"]:
+        assert client["covers"] == [{"stage": "search", "rounds": 0, "of": 2}]
+    assert run.events[-1]["status"] == "failed"
+    assert "Nothing was released." in run.events[-1]["reason"]
+
+
+# --- DP-FNAS
+
+
+@pytest.mark.parametrize(
+    ("local_steps", "fused", "clients"), [(1, False, 1), (2, True, 3), (1, True, 1), (2, False, 3)]
+)
+def test_every_step_of_the_search_is_booked_on_its_split(start, local_steps, fused, clients):
+    run = start(
+        *SEARCH,
+        f"algorithm.local_steps={local_steps}",
+        f"algorithm.fused={str(fused).lower()}",
+        f"clients={clients}",
+    )
+    assert run.error is None
+    (event,) = named(run.events, "privacy")
+    whole_search = [{"stage": "search", "rounds": 2, "of": 2}]
+    assert [client["covers"] for client in event["clients"]] == [whole_search] * clients
+    for client in range(clients):
+        booked = rows(run.sites, client)
+        assert steps_by_split(booked) == {"train": 2 * local_steps, "validation": 2 * local_steps}
+        declared = event["clients"][client]["records"]
+        for row in booked:
+            assert row.release.sample_rate == min(1.0, 8 / declared[row.splits[0]])
+    assert len(named(run.events, "round")) == 2
+
+
+def test_two_runs_with_the_same_seed_draw_anew_and_add_up(start, tmp_path):
+    runs = [start(*SEARCH, "rounds=1", f"privacy.sites={tmp_path / 'sites'}") for _ in range(2)]
+    moved = [states(run)["weights.float32"] for run in runs]
+    assert (moved[0] == moved[1]).float().mean() < 0.01
+    for client in (0, 1):
+        booked = rows(tmp_path / "sites", client)
+        assert steps_by_split(booked) == {"train": 2, "validation": 2}
+        assert len({row.run for row in booked}) == 2
+    first, second = (named(run.events, "privacy")[0]["clients"][0]["epsilon"] for run in runs)
+    for split in ("train", "validation"):
+        release_ = [row.release for row in rows(tmp_path / "sites", 0) if split in row.splits]
+        assert second["rdp"][split] == pytest.approx(rdp_epsilon(release_, 1e-5))
+        assert second["rdp"][split] > first["rdp"][split]
+
+
+def test_noise_of_a_test_seed_is_repeated_and_marked(start):
+    runs = [start(*SEARCH, "clients=1", "privacy.test_seed=3", "rounds=1") for _ in range(2)]
+    assert torch.equal(*(states(run)["weights.float32"] for run in runs))
+    for run in runs:
+        assert named(run.events, "privacy")[0]["clients"][0]["secure_noise"] is False
+
+
+def test_a_killed_run_books_again_under_a_new_name_and_keeps_the_noise_of_retraining(start):
+    def stop(event):
+        if event["event"] == "round" and event["stage"] == "retrain":
+            raise KeyboardInterrupt
+
+    given = ["stages=[search,retrain]", "privacy.epsilon=40"]  # which is the sites' budget, too
+    killed = start(*DP, *given, "clients=1", listener=stop)
+    assert isinstance(killed.error, KeyboardInterrupt)
+    before = rows(killed.sites, 0)
+    client_app._client.cache_clear()  # a new process
+    resumed = start(resume=killed.folder)
+    assert resumed.error is None
+    after = rows(killed.sites, 0)
+    assert after[: len(before)] == before
+    assert steps_by_split(before) == {"train": 2 + 3, "validation": 2 + 3}
+    assert steps_by_split(after[len(before) :]) == {"train": 2 * 3, "validation": 2 * 3}
+    assert len({row.run for row in before}) == len({row.run for row in after}) - 1 == 1
+    events = named(resumed.events, "privacy")
+    noise = [event["schedule"][-1]["noise_multiplier"] for event in events]
+    assert noise[0] == noise[1]
+    assert [item["steps"] for item in events[1]["schedule"]] == [6]  # the search is done
+    for split in ("train", "validation"):  # what was repeated is told
+        booked = [row.release for row in after if split in row.splits]
+        told = events[1]["clients"][0]["epsilon"]["rdp"][split]
+        assert told == pytest.approx(rdp_epsilon(booked, 1e-5))
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_resumed_run_with_rounds_done_goes_on_while_its_budget_lasts(start, tmp_path, done):
+    """The budget is for six rounds: when a round is repeated, for four of the five to do."""
+    six_rounds = Release(noise_multiplier=1.0, sample_rate=8 / 16, steps=6)  # of the alphas
+    budget = 1.002 * filter_epsilon([six_rounds], 1e-5)
+
+    def stop(event):
+        name, number = event["event"], event.get("round")
+        if (name, number) == ("round", 2) if done else name == "stage_started":
+            raise KeyboardInterrupt  # its checkpoint would have come after the event
+
+    given = [*SEARCH, "clients=1", f"privacy.sites={tmp_path}", "rounds=6"]
+    write_policy(tmp_path, 0, epsilon=budget)
+    killed = start(*given, listener=stop)
+    assert isinstance(killed.error, KeyboardInterrupt)
+    before = len(rows(tmp_path, 0))
+    if not done:
+        write_policy(tmp_path, 0, epsilon=budget / 2)
+    client_app._client.cache_clear()
+    resumed = start(resume=killed.folder)
+    _, event = named(resumed.events, "privacy")
+    (covers,) = event["clients"][0]["covers"]
+    assert covers["rounds"] < covers["of"] == 6 - done
+    assert covers["rounds"] == 4 or not done
+    after = len(rows(tmp_path, 0)) - before
+    if done:
+        assert isinstance(resumed.error, QuorumError)
+        assert "the budget is" in str(resumed.error)
+        assert 8 <= after < 10
+    else:
+        assert isinstance(resumed.error, ConfigError)
+        assert "Nothing more was released." in str(resumed.error)
+        assert after == 0
+
+
+def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optimisers(
+    compose_config, federate, monkeypatch, tmp_path
+):
+    """DP-FNAS, Eq. 3 and 4 and Alg. 1, in float64, at p = 1 and without the noise."""
+    monkeypatch.setattr(release, "add_noise", lambda total, generator, **terms: total)
+    norms = {"weights": 0.8, "alphas": 0.01}
+    config = compose_config(
+        *SEARCH,
+        *("clients=3", "partition=quantity", "partition.fractions=[0.5,0.3,0.2]"),
+        *("algorithm.batch_size=null", f"privacy.sites={tmp_path}", "rounds=1"),
+        "dataset.limit_train=40",
+        *(f"privacy.{state}.max_grad_norm={norm}" for state, norm in norms.items()),
+    )
+    fed = federate(config)
+    fed.courier.connect(fed.grid)
+    records = [facts["splits"] for facts in fed.courier.facts.values()]
+    schedule = make_schedule(config, records, done={})
+    settings = {"data_set": "records", "schedule": schedule}
+    list(fed.courier.ask("query.commit", stage="commit", settings=settings))
+    private = private_settings(config, schedule, "search")
+    strategy = builders.make_search(config, fed.data[0], fed.courier, None, private)
+    plain = builders.supernet_space(config, fed.data[0]).supernet()
+    strategy.load_into(plain)
+    plain.double().train()
+    strategy.start(fed.grid, num_rounds=1)
+    parameters = {
+        "weights": list(plain.weights().values()),
+        "alphas": list(plain.alphas().values()),
+    }
+    optimizers = {
+        "weights": make_sgd(parameters["weights"], config.algorithm.weights),
+        "alphas": make_adam(parameters["alphas"], config.algorithm.alphas),
+    }
+    for state, name in (("weights", "train"), ("alphas", "validation")):
+        total, clipped = [torch.zeros_like(p) for p in parameters[state]], 0
+        for client in fed.clients:
+            split = getattr(client.data, name)
+            for row in range(len(split)):
+                x, y = split.batch(torch.tensor([row]), "cpu")
+                loss = functional.cross_entropy(plain(x.double()), y)
+                gradients = torch.autograd.grad(loss, parameters[state], allow_unused=True)
+                gradients = [torch.zeros(()) if g is None else g for g in gradients]
+                norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt().item()
+                clipped += norm > norms[state]
+                scale = min(1.0, norms[state] / norm)
+                total = [t + scale * g for t, g in zip(total, gradients, strict=True)]
+        assert clipped > 0
+        for parameter, gradient in zip(parameters[state], total, strict=True):
+            parameter.grad = gradient / sum(counts[name] for counts in records)
+        if state == "weights":
+            clip_norm = config.algorithm.weights.clip_norm
+            torch.nn.utils.clip_grad_norm_(parameters["weights"], clip_norm)
+        optimizers[state].step()
+        expected = torch.cat([p.detach().reshape(-1) for p in parameters[state]])
+        actual = strategy.states[state]["float32"].double()
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- quorum
+
+
+def test_a_client_whose_budget_ends_leaves_and_the_run_goes_on_by_quorum(start, tmp_path):
+    write_policy(tmp_path, 0, epsilon=10.0)
+    run = start(
+        *SEARCH,
+        "rounds=3",
+        "privacy.alphas.noise_multiplier=0.6",
+        "runtime.quorum=0.5",
+        f"privacy.sites={tmp_path}",
+    )
+    assert run.error is None
+    (left,) = named(run.events, "client_left")
+    assert left["client"] == 0
+    assert "the budget is 10" in left["reason"]
+    assert not named(run.events, "client_failed")  # it was not asked again
+    assert len(named(run.events, "round")) == 3
+    assert len(rows(tmp_path, 1)) == 6
+    (event,) = named(run.events, "privacy")
+    told = [client["covers"][0]["rounds"] for client in event["clients"]]
+    assert told == [left["round"] - 1, 3]  # as it was said before the first release
+    assert 0 < told[0] * 2 <= len(rows(tmp_path, 0)) < told[0] * 2 + 2
+    assert run.events[-1]["status"] == "completed"
+
+
+REFUSALS = {
+    "rule least_noise_multiplier: noise_multiplier=1.0": {"least_noise_multiplier": 1.5},
+    "rule largest_grad_norm: max_grad_norm=1.0": {"largest_grad_norm": 0.5},
+    "rule largest_steps: steps=2": {"largest_steps": 1},
+    "rule verbs: verb=train.alpha_gradient": {
+        "verbs": ["query.describe", "query.commit", "train.weight_gradient"]
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "quorum"), [*((words, 0.5) for words in REFUSALS), (next(iter(REFUSALS)), 1.0)]
+)
+def test_what_a_policy_refuses_is_told_and_the_run_goes_on_if_a_quorum_remains(
+    start, tmp_path, words, quorum
+):
+    write_policy(tmp_path, 1, **REFUSALS[words])
+    run = start(*SEARCH, "rounds=2", f"runtime.quorum={quorum}", f"privacy.sites={tmp_path}")
+    reasons = {event["reason"] for event in named(run.events, "client_failed")}
+    assert any(words in reason for reason in reasons)
+    assert {event["client"] for event in named(run.events, "client_failed")} == {1}
+    assert [entry for entry in rows(tmp_path, 1) if "alpha" in entry.verb] == []
+    if quorum == 1.0:
+        assert words in str(run.error)
+        assert run.events[-1]["status"] == "failed"
+    else:
+        assert run.error is None
+        assert len(named(run.events, "round")) == 2
+
+
+@pytest.mark.parametrize("malformed", [None, 3, {"search": "2"}, {"search": -1}])
+def test_a_client_that_answers_the_schedule_with_nonsense_is_not_asked_again(
+    start, tmp_path, monkeypatch, malformed
+):
+    def covered_steps(gate, schedule):
+        return {"search": 1} if gate._ledger.path.is_relative_to(tmp_path / "client-0") else bad
+
+    bad = malformed
+    monkeypatch.setattr(release.ReleaseGate, "covered_steps", covered_steps)
+    run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
+    assert run.error is None
+    (left,) = named(run.events, "client_left")
+    assert (left["client"], left["verb"]) == (1, "query.commit")
+    assert "says covered_steps=" in left["reason"]
+    assert rows(tmp_path, 1) == []
+    assert len(rows(tmp_path, 0)) == 2
+
+
+EPSILON = {name: {"train": 1.0, "validation": 1.0} for name in ("prv", "rdp", "gdp")}
+
+
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        None,
+        {},
+        {"prv": {}},
+        {name: {} for name in EPSILON},  # nothing of what is committed
+        {name: {"train": 1.0} for name in EPSILON},
+        EPSILON | {"rdp": {"train": 1.0, "test": 1.0}},
+        EPSILON | {"moments": EPSILON["rdp"]},
+        *(
+            EPSILON | {"prv": {"train": value, "validation": 1.0}}
+            for value in (float("nan"), float("inf"), -5.0, 10**400, "1", True)
+        ),
+    ],
+)
+def test_a_client_that_tells_a_nonsensical_epsilon_is_not_asked_again(
+    start, tmp_path, monkeypatch, malformed
+):
+    def epsilons(gate, header):
+        is_first = gate._ledger.path.is_relative_to(tmp_path / "client-0")
+        return EPSILON if is_first else malformed
+
+    monkeypatch.setattr(release.ReleaseGate, "epsilons", epsilons)
+    run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
+    assert run.error is None
+    (left,) = named(run.events, "client_left")
+    assert (left["client"], left["verb"]) == (1, "query.commit")
+    assert "epsilon" in left["reason"]
+    assert rows(tmp_path, 1) == []
+
+
+@pytest.mark.parametrize("fact", ["splits", "budget", "secure_noise", "spent"])
+def test_a_client_that_keeps_a_needed_fact_to_itself_does_not_stop_the_run(
+    start, tmp_path, monkeypatch, fact
+):
+    def describe(client, request):
+        reply = told(client, request)
+        if client.index == 1:
+            reply = replace(reply, facts={k: v for k, v in reply.facts.items() if k != fact})
+        return reply
+
+    told = PRIVATE_VERBS["query.describe"]
+    monkeypatch.setitem(PRIVATE_VERBS, "query.describe", describe)
+    run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
+    assert run.error is None
+    (event,) = named(run.events, "privacy_spent")
+    assert [client["client"] for client in event["clients"]] == [0]
+    if fact != "spent":
+        (failed,) = named(run.events, "client_failed")
+        assert failed["client"] == 1
+        assert f"does not say its {fact}" in failed["reason"]
+        assert rows(tmp_path, 1) == []
+
+
+def test_an_infinite_epsilon_is_told_as_such(start, monkeypatch):
+    monkeypatch.setitem(release.ACCOUNTANTS, "gdp", lambda releases, delta: float("inf"))
+    run = start(*SEARCH, "rounds=1")
+    assert run.error is None
+    (event,) = named(run.events, "privacy")
+    for client in event["clients"]:
+        assert client["epsilon"]["gdp"] == {"train": None, "validation": None}
+
+
+# --- what a site tells
+
+
+REAL_SITES = [
+    *("runtime=deployment", "runtime.superlink=site", "partition=sites", "clients=1"),
+    *("dataset.root=null", "dataset.server_test=false"),
+]
+
+
+@pytest.fixture
+def real_sites(tmp_path, made_data):
+    """``real_sites(config)``: a grid whose nodes have data, policy, ledger, keys of their own."""
+
+    def equip(config, **changes):
+        grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+        for node, context in grid._contexts.items():
+            folder = tmp_path / f"node-{node}"
+            write_policy(folder, 0, **changes)
+            dataset = {"name": "npz", "class_names": ["red", "green", "blue"]}
+            (folder / "dataset.yaml").write_text(yaml.safe_dump(dataset))
+            context.node_config |= {
+                "policy": str(folder / "client-0" / "policy.yaml"),
+                "data-set": "records",
+                "ledger": str(folder / "ledger" / "rows"),
+                "ledger-key": str(folder / "key"),
+                "data-path": str(made_data),
+                "dataset": str(folder / "dataset.yaml"),
+                "cache": str(folder / "cache"),
+                "split-key": "ours",
+            }
+        return grid
+
+    return equip
+
+
+ASKED_WITHOUT_PRIVACY = {
+    "train.search": "rule data_sets",
+    "train.probe": "do not fit train.probe",
+    "train.candidate": "do not fit train.candidate",
+    "train.weight_gradient": "rule data_sets",
+    "train.weights": "do not fit train.weights",
+    "evaluate.model": "rule data_sets",
+}
+
+
+def test_a_site_with_a_policy_refuses_a_run_without_privacy(start, compose_config, real_sites):
+    sizes = [f"search_space.{size}" for size in SIZES]
+    overrides = ["algorithm=fnas", "stages=[search]", *sizes, *REAL_SITES]
+    config = compose_config(*overrides)
+    grid = real_sites(config)
+    run = start(*overrides, grid=grid)
+    assert "refused by the policy, rule data_sets" in str(run.error)
+    assert run.events[-1]["status"] == "failed"
+    courier = builders.make_courier(config, run="run")
+    courier.connect(grid)
+    assert "class_counts" not in courier.facts[0]
+    settings = {"local_steps": 1, "network": {"name": "supernet"}, "split": "validation"}
+    for verb, words in ASKED_WITHOUT_PRIVACY.items():
+        given = {} if verb == "train.weights" else settings
+        with pytest.raises(QuorumError, match=words):
+            list(courier.ask(verb, stage="search", settings=given))
+    terms = {"noise_multiplier": 1.0, "batch_size": 8, "max_grad_norm": 1.0}
+    settings |= {"data_set": "records", "releases": {"weights": terms}}
+    with pytest.raises(QuorumError, match="rule committed values: commitment=None"):
+        list(courier.ask("train.weight_gradient", stage="search", settings=settings))
+
+
+def test_an_error_that_is_no_refusal_keeps_its_text_at_the_site(
+    start, compose_config, real_sites, monkeypatch, tmp_path, capsys
+):
+    def batch(*_):
+        raise ValueError("patient 4711 has no label")
+
+    monkeypatch.setattr(Split, "batch", batch)
+    simulated = [*SEARCH, "clients=1", f"privacy.sites={tmp_path}"]
+    real = [*SEARCH, *REAL_SITES]
+    app = make_client_app(dump_config(compose_config(*simulated)))
+    for overrides, grid in (
+        (simulated, InProcessGrid(app, 1)),
+        (real, real_sites(compose_config(*real))),
+    ):
+        run = start(*overrides, grid=grid)
+        text = (run.folder / "events.jsonl").read_text() + str(run.error)
+        assert "an error at the site" in text
+        assert "patient 4711" not in text
+        assert "patient 4711" in capsys.readouterr().err
+
+
+def test_errors_while_a_real_site_opens_its_data_keep_their_text_there(
+    compose_config, real_sites, monkeypatch, capsys
+):
+    config = compose_config(*SEARCH, *REAL_SITES)
+
+    def make_data(_):
+        raise ConfigError("row 4711 has no label")
+
+    monkeypatch.setattr(client_app, "make_site_data", make_data)
+    client_app._client.cache_clear(), client_app._data.cache_clear()
+    grid = real_sites(config)
+    with pytest.raises(QuorumError) as error:
+        builders.make_courier(config, run="run").connect(grid)
+    assert "an error at the site" in str(error.value)
+    assert "4711" not in str(error.value)
+    assert "4711" in capsys.readouterr().err
+
+
+SIGMA_0 = {"noise_multiplier": 0.0, "batch_size": 8, "max_grad_norm": 1.0}
+PLACE = {"stage": "search", "verb": "train.weight_gradient", "kind": "weights", "splits": ["train"]}
+WITHOUT_DATA = [
+    ("train.search", {}, "rule verbs: verb=train.search"),
+    ("query.commit", {"data_set": "other"}, "rule data_sets: data set=other"),
+    ("query.commit", {"schedule": [PLACE | SIGMA_0 | {"steps": 1}]}, "noise_multiplier=0.0, not"),
+    ("train.gradients", {}, "rule verbs: verb=train.gradients"),
+    ("train.weight_gradient", {"data_set": "other"}, "rule data_sets: data set=other"),
+    ("train.weight_gradient", {"order": 2}, "rule first order only: order=2"),
+    ("train.weight_gradient", {"local_steps": 3}, "rule committed values: steps=3"),
+    ("train.weight_gradient", {"releases": {"weights": SIGMA_0}}, "noise_multiplier=0.0, not"),
+    (
+        "train.weight_gradient",
+        {"releases": {"weights": SIGMA_0 | {"noise_multiplier": 2.0}}},
+        "noise_multiplier=2.0, not the committed 1.0",
+    ),
+    ("evaluate.model", {"split": "test"}, "rule noised releases only: release=None"),
+    ("train.weights", {"split": "train"}, "rule committed values: commitment=None"),
+    ("train.weights", {"network": {"name": "derived", "norm": "batch"}}, "rule no batch_norm"),
+    ("evaluate.model", {"network": {"name": "mobilenet_v2"}}, "rule no batch_norm"),
+    (
+        "evaluate.model",
+        {"network": {"name": "mobilenet_v2", "norm": "batch"}},
+        "rule no batch_norm",
+    ),
+    ("train.weights", {"network": ["derived"]}, "do not fit train.weights"),
+]
+BATCH_NORM = ["algorithm=fnas", "stages=[search]", "search_space.norm=batch"]
+
+
+def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
+    compose_config, real_sites, monkeypatch, capsys
+):
+    """The site keeps a schedule, restarts, and cannot read its records any more."""
+    config = compose_config(*SEARCH, *REAL_SITES)
+    verbs = ["query.describe", "query.commit", "train.weight_gradient"]
+    grid = real_sites(config, verbs=[*verbs, "train.weights", "evaluate.model"])
+    courier = builders.make_courier(config, run="run")
+    courier.connect(grid)
+    terms = SIGMA_0 | {"noise_multiplier": 1.0}
+    asked = {"data_set": "records", "local_steps": 1, "split": "train", "network": {"name": "x"}}
+    asked |= {"schedule": [PLACE | terms | {"steps": 2}], "releases": {"weights": terms}}
+    list(courier.ask("query.commit", stage="commit", settings=asked))
+
+    opened = []
+
+    def make_data(_):
+        opened.append(1)
+        raise OSError("the disk of ward 4711 is gone")
+
+    monkeypatch.setattr(client_app, "make_site_data", make_data)
+    for kept in (client_app._gate, client_app._client, client_app._data):
+        kept.cache_clear()
+    for verb, change, words in WITHOUT_DATA:
+        with pytest.raises(QuorumError, match=words):
+            list(courier.ask(verb, stage="search", settings=asked | change))
+    normalising = make_client_app(dump_config(compose_config(*BATCH_NORM, *REAL_SITES)))
+    theirs = InProcessGrid(normalising, 1)
+    for node, context in grid._contexts.items():
+        theirs._contexts[node].node_config |= context.node_config
+    courier._grid, about = theirs, {"network": {"name": "supernet"}}
+    for verb in ("train.weight_gradient", "evaluate.model"):
+        with pytest.raises(QuorumError, match="rule no batch_norm"):
+            list(courier.ask(verb, stage="search", settings=asked | about))
+    courier._grid = grid
+    assert opened == []
+    with pytest.raises(QuorumError, match="an error at the site"):  # what is allowed needs them
+        list(courier.ask("train.weight_gradient", stage="search", settings=asked))
+    assert opened == [1]
+    assert "4711" in capsys.readouterr().err
+
+
+def test_the_server_has_no_say_in_how_a_private_site_reads_its_data(
+    compose_config, real_sites, start
+):
+    """Two runs that would read other records see the same site, and a whole run goes through."""
+    wishes = ["dataset.class_names=[a,b]", "dataset.limit_train=3", "dataset.mean=[.1,.2,.3]"]
+    wishes += ["dataset.crop_padding=1000000", "dataset.cutout=3"]  # whose cost would tell a lot
+    facts = []
+    for given in ([], wishes):
+        client_app._client.cache_clear()
+        config = compose_config(*SEARCH, *REAL_SITES, *given)
+        courier = builders.make_courier(config, run="run")
+        courier.connect(real_sites(config))
+        facts.append(courier.facts[0])
+        client = client_app._client.__wrapped__(*client_app_arguments(config, real_sites(config)))
+        assert client.data.train.mean == (0.5, 0.5, 0.5)
+        assert client.augmentation == Augmentation(crop_padding=0, flip=False, cutout=0)
+        assert sum(len(s) for s in vars(client.data).values()) == 80
+    assert facts[0] == facts[1]
+    assert facts[0]["class_names"] == ["red", "green", "blue"]
+    run = start(*SEARCH, *REAL_SITES, grid=real_sites(config))
+    assert run.error is None
+    assert [event["round"] for event in named(run.events, "round")] == [1, 2]
+
+
+def client_app_arguments(config, grid):
+    """What a node's client is made from."""
+    node = next(iter(grid._contexts.values())).node_config
+    site = {key: str(node[key]) for key in client_app.SITE_KEYS if key in node}
+    return dump_config(config), 0, tuple(sorted(site.items())), None
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_running_site_keeps_to_what_its_policy_says_now(
+    compose_config, real_sites, tmp_path, broken, capsys
+):
+    config = compose_config(*SEARCH, *REAL_SITES)
+    grid = real_sites(config)
+    courier = builders.make_courier(config, run="run")
+    courier.connect(grid)
+    (node,) = (context.node_config for context in grid._contexts.values())
+    path = Path(node["policy"])
+    if broken:
+        path.unlink()
+    else:
+        write_policy(path.parent.parent, 0, verbs=["query.commit"])
+    words = "an error at the site" if broken else "rule verbs: verb=query.describe"
+    with pytest.raises(QuorumError, match=words):
+        list(courier.ask("query.describe", stage="search"))
+    assert not broken or "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", builders.PRIVATE_SITE_KEYS[1:])
+def test_a_private_node_must_name_everything_of_its_own(compose_config, real_sites, capsys, key):
+    config = compose_config(*SEARCH, *REAL_SITES)
+    grid = real_sites(config)
+    for context in grid._contexts.values():
+        del context.node_config[key]
+    with pytest.raises(QuorumError) as error:
+        builders.make_courier(config, run="run").connect(grid)
+    if key == "policy":
+        assert "privacy=dp on a node without a policy: start it with" in str(error.value)
+    else:
+        assert f"the node has a policy but lacks {key}" in capsys.readouterr().err
+
+
+UNKNOWN_IMAGES = [
+    *("dataset.class_names=[a,b]", "dataset.image_size=null", "dataset.channels=null")
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["dataset.class_names=[]"], "must give dataset.class_names,"),
+        (["dataset=image_folder", *UNKNOWN_IMAGES], "image_size, dataset.channels"),
+        (["dataset.class_names=[a,b]", "dataset.image_size=8"], "dataset.channels"),
+        (["dataset=csv", "dataset.class_names=[a,b]"], "numeric or categorical"),
+        (
+            ["dataset=csv", "dataset.class_names=[a,b]", "dataset.categorical=[sex]"],
+            "dataset.categories",
+        ),
+    ],
+)
+def test_a_real_site_must_declare_what_its_records_would_tell(compose_config, overrides, words):
+    config = compose_config(*SEARCH, *REAL_SITES, *overrides)
+    prepared = SimpleNamespace(uses_own_statistics=False)
+    with pytest.raises(ConfigError, match=words):
+        check_public(config, prepared)
+
+
+def trail_of(path):
+    """The lines of an audit trail without what differs from run to run."""
+    changing = ("time", "previous", "run", "flower_run")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in changing} for line in lines]
+
+
+def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
+    compose_config, real_sites, start, tmp_path
+):
+    """A refusal and a run, at two sites whose records and numbers of them differ."""
+    rng = np.random.default_rng(1)
+    np.savez(
+        tmp_path / "other.npz",
+        x_train=rng.integers(0, 255, (70, 3, 8, 8), dtype=np.uint8),
+        y_train=rng.integers(0, 3, 70),
+    )
+    config, trails = compose_config(*SEARCH, *REAL_SITES), []
+    for name in ("made", "other"):
+        client_app._client.cache_clear()
+        grid = real_sites(config)
+        (node,) = (context.node_config for context in grid._contexts.values())
+        node |= {"ledger": f"{tmp_path}/{name}/ledger/rows", "ledger-key": f"{tmp_path}/{name}/key"}
+        if name == "other":
+            node["data-path"] = str(tmp_path / "other.npz")
+        courier = builders.make_courier(config, run="run")
+        courier.connect(grid)
+        with pytest.raises(QuorumError, match="rule data_sets"):
+            list(courier.ask("query.commit", stage="commit", settings={"data_set": "other"}))
+        assert start(*SEARCH, *REAL_SITES, grid=grid).error is None
+        path = tmp_path / name / "ledger" / "audit.jsonl"
+        assert verify_trail(path)[0] == len(trail_of(path))
+        trails.append(trail_of(path))
+    assert trails[0] == trails[1]
+    (refused,) = (line for line in trails[0] if line["event"] == "refused")
+    assert refused["verb"] == "query.commit"
+    assert "rule data_sets" in refused["reason"]
+    asked, released = (
+        [line for line in trails[0] if line["event"] == e] for e in ("asked", "released")
+    )
+    assert len(asked) == len(released) + 1
+    gradients = [line for line in released if line["verb"] == "train.weight_gradient"]
+    assert [line["round"] for line in gradients] == [1, 2]
+    assert gradients[0]["noise_multipliers"] == {"weights": 1.0}
+    assert 0 < gradients[0]["epsilon_spent"] < gradients[1]["epsilon_spent"]
