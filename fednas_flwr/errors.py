@@ -4,6 +4,7 @@ Everything else raises a built-in exception. Imported by every layer, imports no
 """
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 
@@ -55,3 +56,10 @@ def unknown_choice(what: str, value: object, allowed: Iterable[str]) -> ConfigEr
     nearest = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     hint = f" (nearest: {nearest[0]})" if nearest else ""
     return ConfigError(f"{what}={value} is unknown: choose one of {', '.join(names)}{hint}.")
+
+
+def show(value: object) -> str:
+    """Return a short text for a value that may be of any type and size."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return "an integer of more than 30 digits"
+    return value[:80] if isinstance(value, str) else reprlib.repr(value)

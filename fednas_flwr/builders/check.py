@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fednas_flwr.builders.clients import check_public, class_factors
+from fednas_flwr.builders.clients import check_public, make_objective
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.hardware import check_hardware
 from fednas_flwr.builders.networks import (
@@ -29,7 +29,7 @@ def check_buildable(config: Config) -> None:
     for part in parts:
         key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
         make_client_data(prepared, part, key=key, fractions=fractions)
-    class_factors(config, prepared.train.class_names, torch.device("cpu"))
+    make_objective(config, prepared.train.class_names, torch.device("cpu"))
     if isinstance(config.privacy, DifferentialPrivacy):
         check_public(config, prepared)
     if (

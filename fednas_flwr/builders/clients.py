@@ -13,7 +13,6 @@ from torch import nn
 from fednas_flwr.builders.data import has_real_sites
 from fednas_flwr.builders.networks import Description, make_device, make_network, supernet_space
 from fednas_flwr.clients.client import Augmentation, Client
-from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
 from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.data.datasets import Prepared
@@ -25,6 +24,8 @@ from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.policy import Policy
 from fednas_flwr.privacy.policy_file import load_policy, parse_policy
 from fednas_flwr.reporting.files import write_text
+from fednas_flwr.search.objective import Objective
+from fednas_flwr.verbs import PRIVATE_VERBS
 
 # What a private site's node names: its data, how to read it and its id; rules, books, secrets.
 PRIVATE_SITE_KEYS = (
@@ -97,24 +98,27 @@ def make_client(
         networks=networks,
         tag=site.get("tag", config.client_tags[index] if config.client_tags else ""),
         feature_names=prepared.train.feature_names,
-        class_factors=class_factors(config, prepared.train.class_names, device),
+        objective=make_objective(config, prepared.train.class_names, device),
         oversample=config.oversample and gate is None,  # a private site reads a record once
         gate=gate,
         wire=config.wire,
     )
 
 
-def class_factors(
-    config: Config, class_names: tuple[str, ...], device: torch.device
-) -> torch.Tensor | None:
-    """Return the factor of every class, 1 where none is given; None if none is."""
+def make_objective(config: Config, class_names: tuple[str, ...], device: torch.device) -> Objective:
+    """Return what networks are trained for; a class without a given factor has 1.
+
+    Raises:
+        ConfigError: A factor is of a class that does not exist.
+    """
     given = config.class_factors
     for name in given:
         if name not in class_names:
             raise unknown_choice("class_factors", name, class_names)
     if not given:
-        return None
-    return torch.tensor([given.get(name, 1.0) for name in class_names], device=device)
+        return Objective()
+    factors = [given.get(name, 1.0) for name in class_names]
+    return Objective(torch.tensor(factors, device=device))
 
 
 def make_site_gate(site: Mapping[str, str]) -> ReleaseGate | None:
@@ -128,7 +132,7 @@ def make_site_gate(site: Mapping[str, str]) -> ReleaseGate | None:
     missing = [key for key in PRIVATE_SITE_KEYS if key not in site]
     if missing:
         raise ConfigError(f"the node has a policy but lacks {', '.join(missing)}: give them.")
-    policy = load_policy(Path(site["policy"]), verbs=PRIVATE_VERBS)
+    policy = load_policy(Path(site["policy"]))
     ledger = Ledger(Path(site["ledger"]), Path(site["ledger-key"]))
     return ReleaseGate(policy, ledger, SecureGenerator(), data_set=site["data-set"])
 
@@ -172,10 +176,10 @@ def _simulated_policy(
             "test_seed": privacy.test_seed is not None,
         }
         text = yaml.safe_dump({"data_sets": {privacy.data_set: section}}, sort_keys=False)
-        parse_policy(text, verbs=PRIVATE_VERBS, origin="privacy")
+        parse_policy(text, origin="privacy")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
-    return load_policy(path, verbs=PRIVATE_VERBS)
+    return load_policy(path)
 
 
 def check_public(config: Config, prepared: Prepared) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from fednas_flwr.config import ClusterSearch, Config, Hardware, PathSearch
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.space_costs import space_costs
-from fednas_flwr.hardware.costs import LOSSES, HardwareLoss, loss_settings
+from fednas_flwr.hardware.costs import LOSSES, HardwareLoss, HardwareTerms
 from fednas_flwr.hardware.latency import LatencyTable
 from fednas_flwr.hardware.latency import from_json as latency_from_json
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
@@ -46,15 +45,15 @@ def check_hardware(config: Config, space: SearchSpace) -> None:
         if hardware.loss not in LOSSES:
             raise unknown_choice("algorithm.hardware.loss", hardware.loss, LOSSES)
         if hardware.table is not None or hardware.unit != "ms":
-            hardware_settings(hardware, space)
+            hardware_terms(hardware, space)
 
 
-def hardware_settings(hardware: Hardware | None, space: SearchSpace) -> dict[str, Any] | None:
+def hardware_terms(hardware: Hardware | None, space: SearchSpace) -> HardwareTerms | None:
     """Return what clients make the hardware loss from, checked against what the space can reach."""
     if hardware is None:
         return None
     assert isinstance(space, MBConvSpace)  # as the configuration has it
-    return loss_settings(
+    return HardwareTerms.of(
         HardwareLoss(
             costs=space_costs(space, load_table(hardware)),
             target=hardware.target,

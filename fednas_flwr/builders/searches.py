@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from fednas_flwr.builders.hardware import hardware_settings
+from fednas_flwr.builders.hardware import hardware_terms
 from fednas_flwr.builders.networks import (
     describe_derived,
     seeded_network,
@@ -207,7 +207,7 @@ def _make_fdnas(
         batch_size=algorithm.batch_size,
         weights=algorithm.weights,
         alphas=algorithm.alphas,
-        hardware=hardware_settings(algorithm.hardware, space),
+        hardware=hardware_terms(algorithm.hardware, space),
         sparse=algorithm.sparse,
         checkpoints=checkpoints,
     )

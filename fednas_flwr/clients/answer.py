@@ -7,9 +7,8 @@ import secrets
 import torch
 
 from fednas_flwr.clients.client import Client
-from fednas_flwr.clients.private_verbs import PRIVATE_VERBS, admit, check_fields
-from fednas_flwr.clients.verbs import VERBS
-from fednas_flwr.errors import unknown_choice
+from fednas_flwr.clients.admission import admit, check_fields
+from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.wire import round_reply
 from fednas_flwr.randomness import derive_seed
@@ -31,11 +30,8 @@ def answer(client: Client, request: Request) -> Reply:
         BudgetExceededError: The site's privacy budget does not cover it.
         ValueError: The request does not fit the verb.
     """
-    verbs = VERBS if client.gate is None else PRIVATE_VERBS
     if client.gate is not None:
         admit(client.gate, request)
-    elif request.verb not in verbs:
-        raise unknown_choice("verb", request.verb, verbs)
     header = request.header
     threads = torch.get_num_threads()
     torch.set_num_threads(client.threads)
@@ -45,7 +41,7 @@ def answer(client: Client, request: Request) -> Reply:
             private = client.gate is not None
             seed = secrets.randbits(63) if private else derive_seed(client.seed, *purpose)
             torch.manual_seed(seed)
-            reply = verbs[request.verb](client, request)
+            reply = ANSWERS[request.verb](client, request, request.settings)
         if client.gate is not None:
             check_fields(request.verb, reply)
         generator = client.generator(header, "wire", header.phase)

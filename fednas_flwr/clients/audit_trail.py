@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.errors import ConfigError, DamagedError
 from fednas_flwr.exchange.messages import Reply, Request
+from fednas_flwr.exchange.requests import encode
 
 GENESIS = "0" * 64  # stands for the hash of the line before the first
 LONGEST_TEXT = 500  # characters kept of what a server sent
@@ -45,7 +47,7 @@ class AuditTrail:
 
     def asked(self, request: Request, *, flower_run: int) -> None:
         """Note a request before anything is done about it."""
-        settings = json.dumps(request.settings, sort_keys=True)
+        settings = json.dumps(encode(request.settings), sort_keys=True)
         self._append(
             "asked",
             **_place(request),
@@ -66,9 +68,9 @@ class AuditTrail:
             return
         private = {}
         if gate is not None:
-            terms = request.settings.get("releases", {})
-            kinds = {*reply.states, *(["metrics"] if reply.metrics else [])} & set(terms)
-            noise = {kind: terms[kind]["noise_multiplier"] for kind in sorted(kinds)}
+            noise = gate.noise_multipliers(request.header, request.verb)
+            kinds = {*reply.states, *(["metrics"] if reply.metrics else [])} & set(noise)
+            noise = {kind: noise[kind] for kind in sorted(kinds)}
             private = {"noise_multipliers": noise, "epsilon_spent": gate.spent()}
         names = {"states": sorted(reply.states), "metrics": sorted(reply.metrics)}
         self._append("released", **_place(request), **names, facts=sorted(reply.facts), **private)
@@ -111,10 +113,9 @@ def verify_trail(path: Path) -> tuple[int, str]:
 
 
 def _place(request: Request) -> dict[str, Any]:
-    header = request.header
-    place = {"verb": request.verb, "run": str(header.run), "stage": str(header.stage)}
-    numbers = {"round": header.round, "phase": header.phase, "client": header.client}
-    return {**place, **{key: n if type(n) is int else str(n) for key, n in numbers.items()}}
+    place = asdict(request.header)
+    del place["nonce"]
+    return {"verb": request.verb, **place}
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from fednas_flwr.errors import unknown_choice
 from fednas_flwr.exchange.messages import Header
 from fednas_flwr.exchange.states import Packed, load_states
 from fednas_flwr.randomness import make_generator
+from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.search.training import Batch
 from fednas_flwr.search_spaces.space import SearchSpace
 
@@ -53,7 +54,7 @@ class Client:
         networks: The networks built so far, shared by the clients of one process.
         tag: What the site calls itself; empty when it does not.
         feature_names: Names of a table's features, the same for all clients; empty for images.
-        class_factors: Public factors of the classes' losses, in (0, 1], on the device; None is 1.
+        objective: Gives losses and hits; its tensors are on the device.
         oversample: Whether training repeats records of rarer classes.
         gate: What releases must pass; with one the client answers private verbs only.
         wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.exchange.wire`.
@@ -72,7 +73,7 @@ class Client:
     networks: dict[str, nn.Module] = field(default_factory=dict)
     tag: str = ""
     feature_names: tuple[str, ...] = ()
-    class_factors: torch.Tensor | None = None
+    objective: Objective = CLASSIFICATION
     oversample: bool = False
     gate: ReleaseGate | None = None
     wire: str = "float32"

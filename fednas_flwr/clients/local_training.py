@@ -1,102 +1,176 @@
-"""Training for local epochs, which several verbs share, and what it did to validation losses.
+"""Local training of supernets and of other networks, on exact or noised gradients.
 
-:func:`search_locally` trains a supernet, :func:`train_locally` any other network, both in place.
+:func:`prepare_search` and :func:`prepare_training` read no record: they check, rehearse with a
+private client, and return what then trains the network in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import chain, repeat
 
 import torch
+from torch import nn
 from torch.optim.swa_utils import update_bn
 
 from fednas_flwr.clients.client import Client
+from fednas_flwr.clients.noised_gradients import NoisedGradients
+from fednas_flwr.clients.replies import sent_moments
 from fednas_flwr.evaluation.metrics import record_losses
 from fednas_flwr.exchange.messages import Request
-from fednas_flwr.hardware.costs import hardware_loss
-from fednas_flwr.search.local_search import search_epoch
-from fednas_flwr.search.proxyless import (
-    make_alpha_optimizer,
-    make_weight_optimizer,
-    proxyless_epoch,
+from fednas_flwr.exchange.requests import Amount, LocalSearch, LocalTraining
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.search.descent import (
+    Descent,
+    Descents,
+    Gradients,
+    make_adam,
+    make_sgd,
+    train,
+    trainable_weights,
 )
-from fednas_flwr.search.settings import SGD, Adam
-from fednas_flwr.search.training import Tally, make_adam, make_sgd, train_epoch
+from fednas_flwr.search.exact_gradients import ExactGradients
+from fednas_flwr.search.local_search import alternate
+from fednas_flwr.search.path_network import PathNetwork, largest_paths
+from fednas_flwr.search.proxyless import search_paths
 from fednas_flwr.search_spaces.space import Supernet
 
-
-def search_locally(client: Client, request: Request, supernet: Supernet) -> dict[str, float]:
-    """Search for local epochs, in place; return the metrics of the last one."""
-    settings, data = request.settings, client.data
-    generator = client.generator(request.header, "search")
-    one_epoch = _search_epoch(client, request, supernet, generator)
-    batches = partial(client.epoch, batch_size=settings["batch_size"], generator=generator)
-    for _ in range(settings["local_epochs"]):
-        # validation batches: as many passes as the training batches need
-        endless = chain.from_iterable(map(batches, repeat(data.validation)))
-        train_tally, validation_tally = one_epoch(supernet, batches(data.train), endless)
-    metrics = {"train_loss": train_tally.loss, "train_accuracy": train_tally.accuracy}
-    if validation_tally.num_examples:  # none in a warm-up
-        metrics["validation_loss"] = validation_tally.loss
-    return metrics
+Plan = Mapping[str, PlannedRelease]  # of a private request, by kind; empty without privacy
+Training = Callable[[], tuple[Descents, dict[str, float]]]  # trains; returns also what was seen
 
 
-def _search_epoch(
-    client: Client, request: Request, supernet: Supernet, generator: torch.Generator
-) -> Callable[..., tuple[Tally, Tally]]:
-    """Return one epoch of the search that is asked for, on all ops or on paths, with optimisers.
+def prepare_search(
+    client: Client, request: Request, local: LocalSearch, supernet: Supernet, planned: Plan
+) -> Training:
+    """Return what searches locally: FEATHERS, Alg. 4, of which it is also the private form.
 
-    It takes the supernet, train batches and validation batches.
+    There the look-ahead of the text's line 2 is left out, whose weights would carry no noise.
+
+    Args:
+        client: Whose records are read.
+        request: What is answered.
+        local: What to do.
+        supernet: Searched in place.
+        planned: The plans of ``weights`` and, but in a warm-up, of ``alphas``.
     """
-    settings = request.settings
-    sgd, adam = SGD(**settings["weights"]), Adam(**settings["alphas"])
-    if "gates" not in settings:
-        return partial(
-            search_epoch,
-            rule=settings["rule"],
-            validation_weight=settings["validation_weight"],
-            weight_settings=sgd,
-            weight_optimizer=make_sgd(supernet.weights().values(), sgd),
-            alpha_optimizer=make_adam(supernet.alphas().values(), adam),
-            class_factors=client.class_factors,
+    generator = client.generator(request.header, "search")
+    gradients = _gradients(
+        client, request, local.amount, "train", "validation", planned, generator=generator
+    )
+    paths = local.paths
+    hardware = None if paths is None or paths.hardware is None else paths.hardware.loss()
+    if isinstance(gradients, NoisedGradients) and paths is not None:
+        largest_EK = largest_paths(supernet, mode=paths.gates)
+        gradients.rehearse_weights(PathNetwork(supernet.train(), largest_EK[:, :1]), "path")
+        if not paths.warm_up:
+            chosen = None if hardware is None else (hardware.form, hardware.costs.unit)
+            gradients.rehearse_gates(supernet, largest_EK, hardware, paths.gates, chosen)
+    elif isinstance(gradients, NoisedGradients):
+        gradients.rehearse_weights(supernet)
+        gradients.rehearse_alphas(supernet)
+
+    def search() -> tuple[Descents, dict[str, float]]:
+        nesterov, beta = (False, 0.5) if paths is None else (True, 0.0)
+        weights, alphas = supernet.weights(), supernet.alphas()
+        descents = Descents(
+            Descent(
+                weights,
+                make_sgd(weights.values(), local.weights, nesterov=nesterov),
+                local.weights.clip_norm,
+            ),
+            Descent(alphas, make_adam(alphas.values(), local.alphas, beta=beta)),
+            sent_moments(request, supernet),
         )
-    hardware = settings["hardware"]
-    return partial(
-        proxyless_epoch,
-        mode=settings["gates"],
-        warm_up=settings["warm_up"],
-        hardware=None if hardware is None else hardware_loss(hardware),
-        clip_norm=sgd.clip_norm,
-        weight_optimizer=make_weight_optimizer(supernet, sgd),
-        alpha_optimizer=make_alpha_optimizer(supernet, adam),
-        generator=generator,
-        class_factors=client.class_factors,
+        if paths is None:
+            assert local.alternating is not None
+            alternate(supernet, gradients, descents, local.alternating)
+        else:
+            search_paths(
+                supernet, gradients, descents, paths, hardware=hardware, generator=generator
+            )
+        return descents, gradients.metrics()
+
+    return search
+
+
+def prepare_training(
+    client: Client, request: Request, local: LocalTraining, network: nn.Module, planned: Plan
+) -> Training:
+    """Return what trains the weights of a network.
+
+    In private mode DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1) with momentum on the noised
+    gradients: every step is a release of its own, from which the weights follow. ``clip_norm``
+    bounds the noised mean, beside the clipping of each record. Arguments as
+    :func:`prepare_search`.
+    """
+    gradients = _gradients(
+        client,
+        request,
+        local.amount,
+        local.split,
+        None,
+        planned,
+        generator=client.generator(request.header, "weights"),
+        auxiliary_weight=local.auxiliary_weight,
+    )
+    network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
+    if isinstance(gradients, NoisedGradients):
+        gradients.rehearse_weights(network, local.network, local.drop_path_prob)
+
+    def train_weights() -> tuple[Descents, dict[str, float]]:
+        network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
+        weights = trainable_weights(network)
+        optimizer = make_sgd(weights.values(), local.weights)
+        descent = Descent(weights, optimizer, local.weights.clip_norm)
+        descents = Descents(descent, sent=sent_moments(request, network))
+        train(network, gradients, descent)
+        return descents, gradients.metrics()
+
+    return train_weights
+
+
+def _gradients(
+    client: Client,
+    request: Request,
+    amount: Amount,
+    trained: str,
+    validated: str | None,
+    planned: Plan,
+    *,
+    generator: torch.Generator,
+    auxiliary_weight: float = 0.0,
+) -> Gradients:
+    """Return where a local loop's gradients come from; reads no record.
+
+    Args:
+        client: Whose records are read.
+        request: What is answered.
+        amount: How many steps.
+        trained: Split of the weights' gradients.
+        validated: Split of the alphas' gradients; None where there are none.
+        planned: With privacy the plan of each kind.
+        generator: Of exact batches and their augmentation.
+        auxiliary_weight: Of an auxiliary head's loss.
+    """
+    if client.gate is not None:
+        steps = amount.steps or 0
+        return NoisedGradients(
+            client, request, planned, steps=steps, auxiliary_weight=auxiliary_weight
+        )
+    batches = partial(client.epoch, batch_size=amount.batch_size, generator=generator)
+    return ExactGradients(
+        partial(batches, client.split(trained)),
+        None if validated is None else partial(batches, client.split(validated)),
+        epochs=amount.epochs,
+        steps=amount.steps,
+        objective=client.objective,
+        auxiliary_weight=auxiliary_weight,
     )
 
 
-def train_locally(client: Client, request: Request, network: torch.nn.Module) -> dict[str, float]:
-    """Train the weights for local epochs, in place; return the metrics of the last one."""
-    settings = request.settings
-    network.drop_path_prob = settings["drop_path_prob"]
-    split = client.split(settings["split"])
-    sgd = SGD(**settings["weights"])
-    optimizer = make_sgd(network.parameters(), sgd)
-    generator = client.generator(request.header, "weights")
-    for _ in range(settings["local_epochs"]):
-        tally = train_epoch(
-            network,
-            client.epoch(split, batch_size=settings["batch_size"], generator=generator),
-            optimizer=optimizer,
-            clip_norm=sgd.clip_norm,
-            auxiliary_weight=settings["auxiliary_weight"],
-            class_factors=client.class_factors,
-        )
-    return {"train_loss": tally.loss, "train_accuracy": tally.accuracy}
-
-
-def refresh_statistics(client: Client, request: Request, network: torch.nn.Module) -> None:
+def refresh_statistics(
+    client: Client, request: Request, network: nn.Module, batch_size: int | None
+) -> None:
     """Estimate batch norm's statistics anew, on one pass over the client's train records.
 
     Running statistics are far behind the weights after few steps: a loss with them would tell how
@@ -105,22 +179,19 @@ def refresh_statistics(client: Client, request: Request, network: torch.nn.Modul
     if not isinstance(network, Supernet):
         network.drop_path_prob = 0.0  # type: ignore[assignment]
     generator = client.generator(request.header, "statistics")
-    batches = client.epoch(
-        client.data.train, batch_size=request.settings["batch_size"], generator=generator
-    )
+    batches = client.epoch(client.data.train, batch_size=batch_size, generator=generator)
     update_bn(batches, network, client.device)
 
 
-def validation_losses(client: Client, network: torch.nn.Module) -> torch.Tensor:
+def validation_losses(client: Client, network: nn.Module) -> torch.Tensor:
     """Return the loss of every validation record, float64 [records] on the CPU.
 
     Of the same objective as training: rarer classes repeated where the client oversamples.
     """
     split = client.for_training(client.data.validation)
     losses = record_losses(network, split, client.device)
-    if client.class_factors is None:
-        return losses
-    return losses * client.class_factors.double().cpu()[split.labels[split.rows]]
+    factors = client.objective.record_factors(split.labels[split.rows])
+    return losses if factors is None else losses * factors.double().cpu()
 
 
 def clipped_decreases(decreases: torch.Tensor, bound: float) -> torch.Tensor:

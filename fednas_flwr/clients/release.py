@@ -2,60 +2,33 @@
 
 A private verb asks :meth:`ReleaseGate.admit` for every kind of release before it reads a record,
 and gets each noised sum from :meth:`ReleaseGate.release`, which books it first. Requests are not
-trusted; what is public (batch sizes, rates, weights) comes from the numbers that the policy
-declares, never from the data.
+trusted: the terms of a release are those that its run has committed to, and what is public (batch
+sizes, rates, weights) comes from the numbers that the policy declares, never from the data.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
 
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import Header, Request
+from fednas_flwr.exchange.messages import Header
 from fednas_flwr.exchange.states import Tensors
 from fednas_flwr.privacy.accounting import epsilon_per_split, prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.gdp import gdp_epsilon
 from fednas_flwr.privacy.ledger import Entry, Ledger
 from fednas_flwr.privacy.noise import SecureGenerator, add_noise
-from fednas_flwr.privacy.policy import (
-    Asked,
-    Commitment,
-    DataSetPolicy,
-    Policy,
-    check_commitment,
-    check_request,
-    show,
-)
-from fednas_flwr.privacy.renyi import poisson_rate
+from fednas_flwr.privacy.plan import PlannedRelease, release_key
+from fednas_flwr.privacy.policy import Policy, check_planned, check_verb, refused
 from fednas_flwr.privacy.renyi_filter import Reading, covered_steps
+from fednas_flwr.typed import parse
 
 ACCOUNTANTS = {"prv": prv_epsilon, "rdp": rdp_epsilon, "gdp": gdp_epsilon}
-
-
-@dataclass(frozen=True)
-class Admission:
-    """A kind of release that the policy allows this request.
-
-    Attributes:
-        allowed: The policy of the data set.
-        split: Name of what it reads, and of nothing else: ``train``, ``train+validation``, ...
-        terms: Noise, rate and clipping norm of each step.
-        batch_size: Expected size of a Poisson batch, ``rate * declared records``: public.
-        entry: What each step is booked as.
-    """
-
-    allowed: DataSetPolicy
-    split: str
-    terms: Commitment
-    batch_size: float
-    entry: Entry
 
 
 class ReleaseGate:
@@ -79,7 +52,7 @@ class ReleaseGate:
             raise ConfigError(f"data set {data_set!r} is not in the site's policy: it has {known}.")
         self._policy, self._ledger, self._generator = policy, ledger, generator
         self.data_set, self.allowed = data_set, policy.data_sets[data_set]
-        self._commitments: dict[str, dict[str, Commitment]] = {}
+        self._plans: dict[str, dict[str, PlannedRelease]] = {}
 
     @property
     def is_secure(self) -> bool:
@@ -90,54 +63,53 @@ class ReleaseGate:
         """Return the declared number of records of some splits."""
         return sum(self.allowed.records[split] for split in splits)
 
-    def commit(self, header: Header, schedule: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the run's terms for good; all its later requests must keep to them.
+    def expected_batch(self, planned: PlannedRelease) -> float:
+        """Return the expected size of a Poisson batch, by which sums are divided: public."""
+        return planned.expected_batch(self.allowed.records)
 
-        Args:
-            header: Of the request; names the run.
-            schedule: One mapping per kind of release: ``stage``, ``verb``, ``kind``, ``splits``,
-                ``noise_multiplier``, ``batch_size``, ``steps`` and ``max_grad_norm``.
-
-        Raises:
-            ConfigError: The policy refuses a term, or the run has committed to others.
-        """
-        terms = self.check_schedule(schedule)
-        text = json.dumps({key: vars(value) for key, value in terms.items()}, sort_keys=True)
-        self._ledger.commit(header.run, text)
-
-    def check_schedule(self, schedule: Sequence[Mapping[str, Any]]) -> dict[str, Commitment]:
-        """Return the terms of each kind of release of a schedule, see :meth:`commit`.
+    def check_verb(self, verb: str, data_set: str) -> None:
+        """Refuse a verb unless the policy allows it, and another data set.
 
         Raises:
-            ConfigError: The policy refuses a term.
+            ConfigError: A rule is broken; the sentence names it.
         """
-        terms: dict[str, Commitment] = {}
-        for item in schedule:
-            splits = tuple(item["splits"])
-            if len(set(splits)) != len(splits):
-                raise ConfigError(
-                    f"a schedule with splits={show(splits)}: expected different ones."
-                )
-            commitment = self._terms(item, splits, item["steps"])
-            check_commitment(self._policy, self.data_set, commitment)
-            terms[_key(item["stage"], item["verb"], item["kind"], splits)] = commitment
-        return terms
+        own = Policy({self.data_set: self.allowed})  # the node's other data is not loaded
+        secure = self.is_secure
+        check_verb(own, data_set, verb, secure_noise=secure, test_seed=not secure)
 
-    def epsilons(self, header: Header) -> dict[str, dict[str, float | None]]:
+    def check_plan(self, plan: Sequence[PlannedRelease]) -> None:
+        """Refuse a plan of which the policy refuses a term, or with two of one kind.
+
+        Raises:
+            ConfigError: A rule is broken; the sentence names it.
+        """
+        for planned in plan:
+            check_planned(self.allowed, planned)
+        if len({planned.key for planned in plan}) < len(plan):
+            raise ConfigError("refused: the plan holds a kind of release twice.")
+
+    def commit(self, run: str, plan: Sequence[PlannedRelease]) -> None:
+        """Keep a run's plan for good; all that it asks for later must be in it.
+
+        Raises:
+            ConfigError: The policy refuses a term, or the run has committed to another plan.
+        """
+        self.check_plan(plan)
+        text = json.dumps([asdict(p) for p in sorted(plan, key=lambda p: p.key)], sort_keys=True)
+        self._ledger.commit(run, text)
+
+    def epsilons(self, run: str) -> dict[str, dict[str, float | None]]:
         """Return the epsilon of each split at the policy's delta, by accountant; None is infinite.
 
-        Composed are all that other runs have booked on the same budget, and the whole schedule
-        that this run has committed to.
+        Composed are all that other runs have booked on the same budget, and the whole plan that
+        this run has committed to.
         """
         releases = [
             (row.entry.release, row.entry.splits)
             for row in self._ledger.entries(self.allowed.account)
-            if row.entry.run != header.run
+            if row.entry.run != run
         ]
-        for key, terms in self._committed(header.run).items():
-            splits = tuple(key.rpartition("/")[2].split("+"))
-            charged = self._policy.charged_splits(self.data_set, splits)
-            releases.append((terms.release(), charged))
+        releases += map(self._reading, self._planned(run).values())
         return {
             name: {
                 split: epsilon if math.isfinite(epsilon) else None
@@ -148,18 +120,15 @@ class ReleaseGate:
             for name, accountant in ACCOUNTANTS.items()
         }
 
-    def covered_steps(self, schedule: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """Return how many steps of each stage of a schedule what is left of the budget covers.
+    def covered_steps(self, plan: Sequence[PlannedRelease]) -> dict[str, int]:
+        """Return how many steps of each stage of a plan what is left of the budget covers.
 
-        By the filter that enforces it, from ledger, policy and schedule alone.
+        By the filter that enforces it, from ledger, policy and plan alone.
         """
         allowed = self.allowed
         stages: dict[str, list[Reading]] = {}
-        for item in schedule:
-            splits = tuple(item["splits"])
-            release = self._terms(item, splits, item["steps"]).release()
-            charged = self._policy.charged_splits(self.data_set, splits)
-            stages.setdefault(item["stage"], []).append((release, charged))
+        for planned in plan:
+            stages.setdefault(planned.stage, []).append(self._reading(planned))
         left = self._ledger.filters(allowed.account, epsilon=allowed.epsilon, delta=allowed.delta)
         return covered_steps(left, stages)
 
@@ -168,84 +137,56 @@ class ReleaseGate:
         allowed = self.allowed
         return self._ledger.spent(allowed.account, epsilon=allowed.epsilon, delta=allowed.delta)
 
-    def check_public(self, verb: str, data_set: str) -> None:
-        """Refuse a verb that releases nothing unless the policy allows it, and another data set.
-
-        Raises:
-            ConfigError: A rule is broken; the sentence names it.
-        """
-        asked = Asked(data_set, verb, release=None)
-        check_request(Policy({self.data_set: self.allowed}), asked, committed=None)
-
     def admit(
         self,
-        request: Request,
+        header: Header,
+        verb: str,
         kind: str,
         *,
         splits: tuple[str, ...],
         steps: int = 1,
         num_values: int = 1,
-        batch_norm: bool = False,
-    ) -> Admission:
-        """Return what a request may release of one kind; reads no record and books nothing.
+    ) -> PlannedRelease:
+        """Return the plan of a kind of release; reads no record and books nothing.
 
         Args:
-            request: Names the data set; ``releases[kind]`` holds the terms.
+            header: Of the request; names run and stage.
+            verb: What is asked.
             kind: ``weights``, ``alphas``, ``rewards`` or ``metrics``.
             splits: What the release reads.
             steps: Number of releases that the request asks for.
             num_values: Number of values of each release.
-            batch_norm: Whether the network normalises over a batch.
 
         Raises:
-            ConfigError: A rule is broken; the sentence names it.
+            ConfigError: The run has not committed to it, or a rule is broken; the sentence names
+                it.
         """
-        header, settings = request.header, request.settings
-        wanted = settings.get("releases", {}).get(kind)
-        release = None if wanted is None else self._terms(wanted, splits, steps)
-        asked = Asked(
-            data_set=settings.get("data_set", ""),
-            verb=request.verb,
-            release=release,
-            num_values=num_values,
-            order=settings.get("order", 1),
-            batch_norm=batch_norm,
-            oversampling=settings.get("oversampling", False),
-            raw_metrics=settings.get("raw_metrics", False),
-            secure_noise=self.is_secure,
-            test_seed=not self.is_secure,
-        )
-        own = Policy({self.data_set: self.allowed})  # the node's other data is not loaded
-        key = _key(header.stage, request.verb, kind, splits)
-        committed = self._committed(header.run).get(key)
-        allowed = check_request(own, asked, committed=committed)
-        assert release is not None  # check_request refuses it
-        assert committed is not None
-        entry = Entry(
-            account=allowed.account,
-            data_set=self.data_set,
-            run=header.run,
-            stage=header.stage,
-            round=header.round,
-            verb=f"{request.verb}:{kind}",
-            splits=self._policy.charged_splits(self.data_set, splits),
-            release=replace(release, steps=1).release(),
-            committed_steps=committed.steps,
-        )
-        batch_size = round(release.sample_rate * self.num_records(splits), 9)  # 1 / 49 * 49 < 1
-        return Admission(allowed, "+".join(splits), release, batch_size, entry)
+        key = release_key(header.stage, verb, kind, splits)
+        planned = self._planned(header.run).get(key)
+        if planned is None:
+            raise refused("committed values", "release", key, "one in the run's first message")
+        if not 1 <= steps <= planned.steps:
+            limit = f"1 to at most the committed {planned.steps}"
+            raise refused("committed values", "steps", steps, limit)
+        check_planned(self.allowed, planned, num_values=num_values)
+        return planned
 
     def release(
-        self, admission: Admission, num_records: int, clipped_sum: Callable[[Tensor], Tensors]
+        self,
+        planned: PlannedRelease,
+        header: Header,
+        num_records: int,
+        clipped_sum: Callable[[Tensor], Tensors],
     ) -> Tensors:
         """Book one step, draw its Poisson batch and return the noised sum over it.
 
         Args:
-            admission: From :meth:`admit`.
+            planned: From :meth:`admit`.
+            header: Of the request.
             num_records: How many records there are; the draw alone depends on it.
             clipped_sum: Given int64 rows of the drawn records (maybe none), returns a sum of one
                 contribution per record, whose joint norm over all tensors is at most
-                ``admission.terms.max_grad_norm``.
+                ``planned.max_grad_norm``.
 
         Returns:
             float32 tensors on the CPU, by name: ``clipped_sum`` plus noise of std ``sigma * R``.
@@ -254,46 +195,51 @@ class ReleaseGate:
             BudgetExceededError: The budget does not cover the step; nothing was read.
             ConfigError: The run has booked all steps that it committed to.
         """
-        allowed, terms = admission.allowed, admission.terms
-        self._ledger.reserve(admission.entry, epsilon=allowed.epsilon, delta=allowed.delta)
-        mask = self._generator.poisson_mask(num_records, probability=terms.sample_rate)
+        allowed = self.allowed
+        mechanism = replace(planned, steps=1).release(allowed.records)
+        entry = Entry(
+            account=allowed.account,
+            data_set=self.data_set,
+            run=header.run,
+            stage=header.stage,
+            round=header.round,
+            verb=f"{planned.verb}:{planned.kind}",
+            splits=self._policy.charged_splits(self.data_set, planned.splits),
+            release=mechanism,
+            committed_steps=planned.steps,
+        )
+        self._ledger.reserve(entry, epsilon=allowed.epsilon, delta=allowed.delta)
+        mask = self._generator.poisson_mask(num_records, probability=mechanism.sample_rate)
         sums = clipped_sum(mask.nonzero().flatten())
         flat = torch.cat([tensor.detach().reshape(-1).cpu().double() for tensor in sums.values()])
         noised = add_noise(
             flat,
             self._generator,
-            noise_multiplier=terms.noise_multiplier,
-            max_grad_norm=terms.max_grad_norm,
+            noise_multiplier=mechanism.noise_multiplier,
+            max_grad_norm=planned.max_grad_norm,
         ).float()
         parts = torch.split(noised, [tensor.numel() for tensor in sums.values()])
         return {n: part.view(sums[n].shape) for n, part in zip(sums, parts, strict=True)}
 
-    def _terms(self, item: Mapping[str, Any], splits: tuple[str, ...], steps: int) -> Commitment:
-        """Return the terms with the rate that the declared number of records gives."""
-        batch_size, records = item["batch_size"], self.num_records(splits)
-        if records == 0:
-            raise ConfigError(
-                f"refused by the policy, rule records: {' + '.join(splits)} has no declared record."
-            )
-        rate = batch_size  # which the policy refuses, unless
-        if batch_size is None or (type(batch_size) in (int, float) and batch_size < math.inf):
-            rate = poisson_rate(batch_size, records)
-        return Commitment(
-            noise_multiplier=item["noise_multiplier"],
-            sample_rate=rate,
-            steps=steps,
-            max_grad_norm=item["max_grad_norm"],
-        )
+    def noise_multipliers(self, header: Header, verb: str) -> dict[str, float | None]:
+        """Return the noise multipliers that a run has committed to for a verb, by kind."""
+        return {
+            planned.kind: planned.noise_multiplier
+            for planned in self._planned(header.run).values()
+            if (planned.stage, planned.verb) == (header.stage, verb)
+        }
 
-    def _committed(self, run: str) -> dict[str, Commitment]:
-        """Return what a run has committed to, by stage, verb and splits."""
-        if run not in self._commitments:
+    def _reading(self, planned: PlannedRelease) -> Reading:
+        """Return what all steps of a plan release, and which splits they are charged to."""
+        charged = self._policy.charged_splits(self.data_set, planned.splits)
+        return planned.release(self.allowed.records), charged
+
+    def _planned(self, run: str) -> dict[str, PlannedRelease]:
+        """Return what a run has committed to, by its key."""
+        if run not in self._plans:
             text = self._ledger.committed(run)
             if text is None:
                 return {}
-            self._commitments[run] = {k: Commitment(**v) for k, v in json.loads(text).items()}
-        return self._commitments[run]
-
-
-def _key(stage: str, verb: str, kind: str, splits: tuple[str, ...]) -> str:
-    return f"{stage}/{verb}/{kind}/{'+'.join(splits)}"
+            plan = [parse(PlannedRelease, values, key="plan") for values in json.loads(text)]
+            self._plans[run] = {planned.key: planned for planned in plan}
+        return self._plans[run]

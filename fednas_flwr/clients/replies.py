@@ -2,37 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
 
 from fednas_flwr.exchange.messages import Reply, Request
-from fednas_flwr.exchange.states import Layout, Tensors, changed_part, network_states, pack
+from fednas_flwr.exchange.states import (
+    MOMENTS,
+    Layout,
+    Packed,
+    Tensors,
+    changed_part,
+    network_states,
+    pack,
+    unpack,
+)
+from fednas_flwr.search.descent import Descents, no_moments
 
 
-def filled_states(network: nn.Module) -> dict[str, Tensors]:
-    """Return the states of a network that hold any tensor."""
-    return {name: state for name, state in network_states(network).items() if state}
+def network_states_of(request: Request) -> dict[str, Packed]:
+    """Return the states of a request that are a network's own."""
+    own = ("weights", "alphas", "buffers")
+    return {name: state for name, state in request.states.items() if name in own}
 
 
-def make_reply(num_examples: float, states: dict[str, Tensors], metrics: dict[str, float]) -> Reply:
+def sent_moments(request: Request, network: nn.Module) -> Tensors:
+    """Return the optimisers' moments that a request carries, by name; none if it does not."""
+    if MOMENTS not in request.states:
+        return {}
+    return unpack(request.states[MOMENTS], Layout.of(no_moments(network)))
+
+
+def trained_states(
+    network: nn.Module, descents: Descents, *, without: tuple[str, ...] = ()
+) -> dict[str, Tensors]:
+    """Return the states of a trained network that hold any tensor, and its moments if they travel.
+
+    Args:
+        network: Trained.
+        descents: That have trained it.
+        without: States that are left out.
+    """
+    states = {**network_states(network), MOMENTS: descents.moments()}
+    return {name: state for name, state in states.items() if state and name not in without}
+
+
+def make_reply(
+    num_examples: float,
+    states: Mapping[str, Tensors],
+    metrics: Mapping[str, float] | None = None,
+) -> Reply:
     """Return a reply that carries tensors by state."""
     return Reply(
         num_examples=num_examples,
-        metrics=metrics,
+        metrics=metrics or {},
         states={name: pack(tensors) for name, tensors in states.items()},
         digests={name: Layout.of(tensors).digest for name, tensors in states.items()},
     )
 
 
-def only_changed(reply: Reply, request: Request, network: nn.Module) -> Reply:
-    """Return the reply without the tensors that are as the request sent them."""
-    states, digests, changed = {}, {}, {}
-    for name, tensors in network_states(network).items():
-        if name in reply.states:
-            layout = Layout.of(tensors)
-            states[name], changed[name] = changed_part(
-                reply.states[name], request.states[name], layout
-            )
-            digests[name] = layout.part(changed[name]).digest
-    return replace(reply, states=states, digests=digests, facts={"changed": changed})
+def only_changed(reply: Reply, request: Request, states: Mapping[str, Tensors]) -> Reply:
+    """Return the reply with ``states`` without the tensors that are as the request sent them."""
+    packed, digests, changed = {}, {}, {}
+    for name, tensors in states.items():
+        layout = Layout.of(tensors)
+        packed[name], changed[name] = changed_part(reply.states[name], request.states[name], layout)
+        digests[name] = layout.part(changed[name]).digest
+    return replace(reply, states=packed, digests=digests, facts={"changed": changed})

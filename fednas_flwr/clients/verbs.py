@@ -1,7 +1,9 @@
-"""The verbs: every way in which something of a client's data can leave it (DESIGN.md, section 3).
+"""The verbs: every way in which something of a client's data can leave it (``fednas_flwr.verbs``).
 
-Each takes the client and the request and returns the reply; none keeps anything between calls.
-``answer`` calls them; in private mode those of ``private_verbs`` take their place.
+Each takes the client, the request and its settings, and returns the reply; none keeps anything
+between calls. A private client answers by the same functions: its gradients are noised releases, it
+measures by noised means, and it tells public facts. Such a verb builds what it needs without data,
+lets the gate refuse, rehearses on made-up records, and only then reads records.
 """
 
 from __future__ import annotations
@@ -9,57 +11,97 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
+from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fednas_flwr.clients.admission import admit, before_reading, gate_of
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.local_training import (
+    Plan,
+    Training,
     clipped_decreases,
+    prepare_search,
+    prepare_training,
     refresh_statistics,
-    search_locally,
-    train_locally,
     validation_losses,
 )
-from fednas_flwr.clients.replies import filled_states, make_reply, only_changed
+from fednas_flwr.clients.noised_gradients import NoisedGradients
+from fednas_flwr.clients.noised_measures import (
+    noised_mean,
+    prepare_metrics,
+    prepare_rewards,
+    rehearse_losses,
+)
+from fednas_flwr.clients.replies import (
+    make_reply,
+    network_states_of,
+    only_changed,
+    sent_moments,
+    trained_states,
+)
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.metrics import evaluate
 from fednas_flwr.evaluation.space_costs import measure_space
 from fednas_flwr.exchange.messages import Reply, Request
+from fednas_flwr.exchange.requests import (
+    Commit,
+    Describe,
+    Evaluate,
+    LocalSearch,
+    LocalTraining,
+    MeasureLatency,
+    Personalise,
+    Probe,
+    RewardCandidates,
+    Search,
+    TakeGradients,
+    Train,
+    TrainCandidates,
+)
 from fednas_flwr.exchange.states import Layout, Tensors, network_states, unpack
 from fednas_flwr.hardware.latency import to_json
-from fednas_flwr.search.architect import alpha_gradient_sum, second_order_gradient
-from fednas_flwr.search.candidate import Candidate, train_candidates
-from fednas_flwr.search.settings import SGD, DPAware
-from fednas_flwr.search.training import (
-    Batch,
-    Tally,
-    make_sgd,
-    periodic_gradients,
-    weight_gradient_sum,
+from fednas_flwr.search.candidate import (
+    Candidate,
+    ClippedGradients,
+    all_alike,
+    train_candidates,
 )
+from fednas_flwr.search.descent import Descent, Descents, Gradients, make_sgd
+from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums, LookAhead
+from fednas_flwr.search.training import Batch, periodic_gradients
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.search_spaces.space import Supernet
-
-LATENCY_RANGES = {"batch_size": (1, 1024), "passes": (2, 1000)}
-SUPERNET = {"name": "supernet"}
-STATES_OF = {  # what each gradient verb returns the gradients of
-    "train.weight_gradient": ("weights",),
-    "train.alpha_gradient": ("alphas",),
-    "train.gradients": ("weights", "alphas"),
-}
+from fednas_flwr.verbs import SUPERNET, VERBS
 
 
-def describe(client: Client, request: Request) -> Reply:
-    """``query.describe``: who the client is and how much data it has."""
-    data = client.data
+def describe(client: Client, request: Request, asked: Describe) -> Reply:
+    """``query.describe``: who the client is and how much data it has.
+
+    Of a private client's data, what its policy declares.
+    """
+    data, gate = client.data, client.gate
+    facts = identity(client)
+    if gate is not None:
+        allowed = gate.allowed
+        facts |= {
+            "splits": dict(allowed.records),
+            "data_set": gate.data_set,
+            "budget": {"epsilon": allowed.epsilon, "delta": allowed.delta},
+            "secure_noise": gate.is_secure,
+            "spent": gate.spent(),
+        }
+        return Reply(num_examples=gate.num_records(tuple(allowed.records)), facts=facts)
     splits = {"train": data.train, "validation": data.validation, "test": data.test}
     counts = torch.zeros(len(client.class_names), dtype=torch.int64)
     for split in splits.values():
         counts += torch.bincount(split.labels[split.rows], minlength=len(counts))
-    facts = identity(client) | {
+    facts |= {
         "class_counts": counts.tolist(),
         "splits": {name: len(split) for name, split in splits.items()},
     }
@@ -79,177 +121,19 @@ def identity(client: Client) -> dict[str, Any]:
     }
 
 
-def gradients(client: Client, request: Request) -> Reply:
-    """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
-
-    The sums over a batch of gradients of the weights (train records) or alphas (validation
-    records) or both, taken at the same point. ``num_examples`` is the batch size B_k by which the
-    server divides; fused, the alphas' sum is scaled to the weights' batch size. Of second order
-    the alphas' gradient is of batch means (Eq. 5), times B_k.
-    """
-    supernet = request_supernet(client, request).train()
-    settings, states, factors = request.settings, STATES_OF[request.verb], client.class_factors
-    train, validation = (
-        _step_batches(client, request, name, steps=settings["local_steps"])
-        for name in ("train", "validation")
-    )
-    tallies = {state: Tally() for state in states}
-
-    def weight_sum() -> tuple[Tensors, float]:
-        batch = next(train)
-        sums = weight_gradient_sum(supernet, batch, tallies["weights"], class_factors=factors)
-        return sums, len(batch[1])
-
-    def alpha_sum() -> tuple[Tensors, float]:
-        batch = next(validation)
-        size = len(batch[1])
-        if settings["order"] == 1:
-            sums, losses = alpha_gradient_sum(supernet, batch, class_factors=factors)
-        else:
-            layout = Layout.of(network_states(supernet)["weights"])
-            previous = unpack(request.states["previous_weights"], layout)
-            means, losses = second_order_gradient(
-                supernet,
-                weights={name: weight.to(client.device) for name, weight in previous.items()},
-                virtual_weights=supernet.weights(),
-                train_batch=next(train),
-                validation_batch=batch,
-                inner_lr=settings["inner_lr"],
-                class_factors=factors,
-            )
-            sums = {kind: gradient * size for kind, gradient in means.items()}
-        tallies["alphas"].add(losses, None, batch[1])
-        return sums, size
-
-    take = {"weights": weight_sum, "alphas": alpha_sum}
-    sums, batch_size = periodic_gradients(
-        lambda: {state: take[state]() for state in states},
-        {"weights": supernet.weights(), "alphas": supernet.alphas()},
-        steps=settings["local_steps"],
-        local_lrs=settings["local_lrs"],
-    )
-    metrics: dict[str, float] = {}
-    if "weights" in states:
-        if buffers := network_states(supernet)["buffers"]:
-            sums["buffers"] = buffers
-        tally = tallies["weights"]
-        metrics |= {"train_loss": tally.loss, "train_accuracy": tally.accuracy}
-    if "alphas" in states:
-        metrics["validation_loss"] = tallies["alphas"].loss
-    return make_reply(batch_size, sums, metrics)
+def commit(client: Client, request: Request, asked: Commit) -> Reply:
+    """``query.commit``: keep the run's plan of releases; tell its cost and what is covered."""
+    if client.gate is None:
+        raise ConfigError("query.commit is for private clients: this one has no policy.")
+    gate, run = client.gate, request.header.run
+    with before_reading(request):
+        covered_steps = gate.covered_steps(asked.releases)
+        gate.commit(run, asked.releases)
+        facts = {"epsilon": gate.epsilons(run), "covered_steps": covered_steps}
+    return Reply(num_examples=gate.num_records(tuple(gate.allowed.records)), facts=facts)
 
 
-def search(client: Client, request: Request) -> Reply:
-    """``train.search``: weights, alphas and buffers after local epochs of search."""
-    supernet = request_supernet(client, request)
-    metrics = search_locally(client, request, supernet)
-    reply = make_reply(len(client.data.train), filled_states(supernet), metrics)
-    return only_changed(reply, request, supernet) if request.settings.get("sparse") else reply
-
-
-def candidate(client: Client, request: Request) -> Reply:
-    """``train.candidate``: the shared weights after ``local_steps`` steps on each candidate."""
-    settings = request.settings
-    supernet = request_supernet(client, request).train()
-    paths, steps, sgd = settings["candidates"], settings["local_steps"], SGD(**settings["weights"])
-    dp_aware = settings["dp_aware"]
-    tally = train_candidates(
-        supernet,
-        paths,
-        _step_batches(client, request, "train", steps=len(paths) * steps),
-        steps=steps,
-        optimizer=make_sgd(supernet.weights().values(), sgd),
-        clip_norm=sgd.clip_norm,
-        dp_aware=None if dp_aware is None else DPAware(**dp_aware),
-        generator=client.generator(request.header, "noise"),
-        class_factors=client.class_factors,
-    )
-    metrics = {"train_loss": tally.loss, "train_accuracy": tally.accuracy}
-    weights = {"weights": network_states(supernet)["weights"]}
-    return make_reply(len(client.data.train), weights, metrics)
-
-
-def candidates(client: Client, request: Request) -> Reply:
-    """``evaluate.candidates``: each candidate's accuracy on validation records, as ``rewards``."""
-    supernet, split = request_supernet(client, request), client.data.validation
-    measured = [
-        evaluate(Candidate(supernet, path), split, client.device)
-        for path in request.settings["candidates"]
-    ]
-    rewards = torch.tensor([metrics.accuracy for metrics in measured])
-    loss = sum(metrics.loss for metrics in measured) / len(measured)
-    states = {"rewards": {"rewards": rewards}}
-    return make_reply(len(split), states, {"validation_loss": loss})
-
-
-def probe(client: Client, request: Request) -> Reply:
-    """``train.probe``: by how much local training would reduce the loss on validation records.
-
-    FEATHERS, Alg. 2 and 3 without their last line. Each of ``settings["trials"]`` (settings beside
-    the common ones) trains the same network, a supernet or a derived one, from the same states
-    and with the same draws; the result is discarded. Nothing but the mean over validation records
-    of ``clip(l_before - l_after, -M, M)`` leaves per trial, as ``rewards`` [trials]. The number of
-    validation records, ``num_examples``, is the client's weight in the rewards (Eq. 5).
-
-    Deviations: the text does not clip, its clients try one configuration per message, and its
-    losses are those with batch norm's running statistics, see :func:`refresh_statistics`.
-    """
-    settings, rewards = request.settings, []
-    network = client.network(settings["network"], request.states)
-    refresh_statistics(client, request, network)
-    before = validation_losses(client, network)
-    for trial in settings["trials"]:
-        with torch.random.fork_rng():
-            network = client.network(settings["network"], request.states)
-            tried = replace(request, settings={**settings, **trial})
-            if isinstance(network, Supernet):
-                search_locally(client, tried, network)
-            else:
-                train_locally(client, tried, network)
-            refresh_statistics(client, request, network)
-            decreases = before - validation_losses(client, network)
-        rewards.append(clipped_decreases(decreases, settings["loss_bound"]).mean())
-    states = {"rewards": {"rewards": torch.stack(rewards).float()}}
-    return make_reply(len(client.data.validation), states, {})
-
-
-def weights(client: Client, request: Request) -> Reply:
-    """``train.weights``: the weights of a network after local epochs.
-
-    With the setting ``validates`` also its mean loss on validation records after them, if the
-    client has any.
-    """
-    network = client.network(request.settings["network"], request.states)
-    metrics = train_locally(client, request, network)
-    num_examples = len(client.split(request.settings["split"]))
-    reply = make_reply(num_examples, filled_states(network), metrics)
-    if not (request.settings.get("validates", False) and len(client.data.validation)):
-        return reply
-    refresh_statistics(client, request, network)
-    loss = float(validation_losses(client, network).mean())
-    return replace(reply, metrics={**metrics, "validation_loss": loss})
-
-
-def model(client: Client, request: Request) -> Reply:
-    """``evaluate.model``: loss and accuracy of a network or supernet on one of the splits."""
-    network = client.network(request.settings["network"], request.states)
-    split = client.split(request.settings["split"])
-    metrics = evaluate(network, split, client.device)
-    return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
-
-
-def personalised(client: Client, request: Request) -> Reply:
-    """``evaluate.personalised``: test metrics of a network after local epochs; it is discarded.
-
-    What FDNAS (Zhang et al., 2020, section 4) averages to its mean local accuracy.
-    """
-    network = client.network(request.settings["network"], request.states)
-    train_locally(client, request, network)
-    metrics = evaluate(network, client.data.test, client.device)
-    return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
-
-
-def latency(client: Client, request: Request) -> Reply:
+def measure_latency(client: Client, request: Request, asked: MeasureLatency) -> Reply:
     """``query.latency``: how long every layer of the run's search space takes on this machine.
 
     The table is ``facts["latency"]``, as ``hardware.latency`` writes it. No record is read.
@@ -257,57 +141,344 @@ def latency(client: Client, request: Request) -> Reply:
     space = client.make_space()
     if not isinstance(space, MBConvSpace):
         raise ConfigError(f"search_space={space.name} has no latency table: choose mbconv.")
-    for name, (least, most) in LATENCY_RANGES.items():
-        value = request.settings.get(name)
-        if type(value) is not int or not least <= value <= most:
-            raise ConfigError(f"{name} must be a whole number from {least} to {most}.")
     table, _ = measure_space(
         space,
         device=client.device,
         threads=client.threads,
-        batch_size=request.settings["batch_size"],
-        passes=request.settings["passes"],
+        batch_size=asked.batch_size,
+        passes=asked.passes,
     )
     return Reply(num_examples=1, facts={"latency": to_json(table)})
 
 
-VERBS: dict[str, Callable[[Client, Request], Reply]] = {
+def take_gradients(client: Client, request: Request, asked: TakeGradients) -> Reply:
+    """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
+
+    The sums over a batch of gradients of the weights (train records) or alphas (validation
+    records) or both, taken at the same point. ``num_examples`` is the batch size B_k by which the
+    server divides; fused, the alphas' sum is scaled to the weights' batch size. Private clients
+    return noised sums over Poisson batches of per-record gradients, each clipped (DP-FNAS, arXiv
+    2110.11025, Eq. 3 and 4), and the public expected batch size.
+    """
+    states = VERBS[request.verb].gradients_of
+    gradients: NoisedGradients | ExactSums
+    with before_reading(request):
+        supernet = request_supernet(client, request).train()
+        lrs = {state: asked.local_lrs[state] for state in states}
+        if client.gate is None:
+            gradients = _exact_sums(client, request, asked)
+        else:
+            gradients = NoisedGradients(client, request, admit(client.gate, request, supernet))
+            if "weights" in states:
+                gradients.rehearse_weights(supernet)
+            if "alphas" in states:
+                gradients.rehearse_alphas(supernet)
+    sums, batch_size = periodic_gradients(
+        lambda: {state: gradients.sums(state, supernet) for state in states},
+        {"weights": supernet.weights(), "alphas": supernet.alphas()},
+        steps=asked.local_steps,
+        local_lrs=lrs,
+    )
+    buffers = network_states(supernet)["buffers"]
+    if "weights" in states and buffers:
+        sums["buffers"] = buffers
+    return make_reply(batch_size, sums, gradients.metrics())
+
+
+def search(client: Client, request: Request, asked: Search) -> Reply:
+    """``train.search``: weights, alphas and buffers after local search.
+
+    In private mode each step is a release, from which the states follow; tensors that a sparse
+    reply leaves out are those that no release has moved.
+    """
+    with before_reading(request):
+        supernet = request_supernet(client, request)
+        run = prepare_search(client, request, asked.local, supernet, _plan(client, request))
+    descents, metrics = run()
+    states = trained_states(supernet, descents)
+    reply = make_reply(_num_train(client), states, metrics)
+    return only_changed(reply, request, states) if asked.sparse else reply
+
+
+def train_paths(client: Client, request: Request, asked: TrainCandidates) -> Reply:
+    """``train.candidate``: the shared weights after ``local_steps`` steps on each candidate.
+
+    In private mode they follow from the releases; those beside all paths are as they were sent.
+    """
+    sgd, paths, planned = asked.weights, asked.candidates, _plan(client, request)
+    gradients: Gradients
+    with before_reading(request):
+        supernet = request_supernet(client, request).train()
+        for path in paths:
+            Candidate(supernet, path)
+        if client.gate is not None:
+            steps = len(paths) * asked.local_steps
+            gradients = noised = NoisedGradients(client, request, planned, steps=steps)
+            # Every op on all edges: no path takes more memory than that of the op that takes most.
+            for path in all_alike(supernet):
+                noised.rehearse_weights(Candidate(supernet, path), "candidate", path)
+        else:
+            gradients = _candidate_gradients(client, request, asked)
+        weights = supernet.weights()
+        descent = Descent(weights, make_sgd(weights.values(), sgd), sgd.clip_norm)
+        descents = Descents(descent, sent=sent_moments(request, supernet))
+    train_candidates(supernet, paths, gradients, descent, steps=asked.local_steps)
+    states = trained_states(supernet, descents, without=("alphas", "buffers"))
+    return make_reply(_num_train(client), states, gradients.metrics())
+
+
+def reward_candidates(client: Client, request: Request, asked: RewardCandidates) -> Reply:
+    """``evaluate.candidates``: each candidate's accuracy on validation records, as ``rewards``."""
+    supernet, split = request_supernet(client, request), client.data.validation
+    if client.gate is not None:
+        with before_reading(request):
+            planned = admit(client.gate, request, supernet)["rewards"]
+            release = prepare_rewards(client, request.header, planned, supernet, asked.candidates)
+        rewards = {"rewards": {"rewards": release()}}
+        return make_reply(client.gate.expected_batch(planned), rewards)
+    measured = [
+        evaluate(Candidate(supernet, path), split, client.device, objective=client.objective)
+        for path in asked.candidates
+    ]
+    accuracies = torch.tensor([metrics.accuracy for metrics in measured])
+    loss = sum(metrics.loss for metrics in measured) / len(measured)
+    states = {"rewards": {"rewards": accuracies}}
+    return make_reply(len(split), states, {"validation_loss": loss})
+
+
+def probe(client: Client, request: Request, asked: Probe) -> Reply:
+    """``train.probe``: by how much local training would reduce the loss on validation records.
+
+    FEATHERS, Alg. 2 and 3 without their last line. Each trial trains the same network, a supernet
+    or a derived one, from the same states and with the same draws; the result is discarded. Nothing
+    but the mean over validation records of ``clip(l_before - l_after, -M, M)`` leaves per trial, as
+    ``rewards`` [trials]. The number of validation records, ``num_examples``, is the client's weight
+    in the rewards (Eq. 5).
+
+    In private mode every local step of a trial is a release, booked although its result is
+    discarded: one train record moves the weights and so the loss of all validation records. Given
+    those, the decrease is a sum over validation records of numbers from -M to M, released once per
+    trial.
+
+    Deviations: the text does not clip, its clients try one configuration per message, and its
+    losses are those with batch norm's running statistics, see :func:`refresh_statistics`.
+    """
+    bound, batch_size, gate = asked.loss_bound, asked.amount.batch_size, client.gate
+    with before_reading(request):
+        restore = partial(_probed_network, client, request, asked)
+        network = restore()
+        planned = _plan(client, request, network)
+        trainings = [
+            _prepare_trial(client, request, local, network, planned) for local in _trials(asked)
+        ]
+        if gate is not None:
+            rehearse_losses(client, network, _description(asked))
+    if gate is None:
+        refresh_statistics(client, request, network, batch_size)
+        before = validation_losses(client, network)
+    else:
+        before = torch.zeros(0)
+    rewards = []
+    for train in trainings:
+        with torch.random.fork_rng():
+            restore()
+            train()
+            if gate is None:
+                refresh_statistics(client, request, network, batch_size)
+                decreases = before - validation_losses(client, network)
+                rewards.append(clipped_decreases(decreases, bound).mean()[None])
+                continue
+        records = len(client.data.validation)
+
+        def total(rows: Tensor) -> Tensor:
+            nonlocal before
+            after = validation_losses(client, network)
+            if not len(before):
+                restore()
+                before = validation_losses(client, network)
+            return clipped_decreases(before - after, bound)[rows].sum()[None]
+
+        plan = planned["rewards"]
+        rewards.append(noised_mean(client, request.header, plan, records, total, norm=bound))
+    records = len(client.data.validation)
+    weight = records if gate is None else gate.expected_batch(planned["rewards"])
+    return make_reply(weight, {"rewards": {"rewards": torch.cat(rewards).float()}})
+
+
+def train_weights(client: Client, request: Request, asked: Train) -> Reply:
+    """``train.weights``: the weights of a network after local training.
+
+    With ``validates`` also its mean loss on validation records after it, if the client has any.
+    """
+    local = asked.local
+    with before_reading(request):
+        network = client.network(local.network, network_states_of(request))
+        planned = _plan(client, request, network)
+        run = prepare_training(client, request, local, network, planned)
+    descents, metrics = run()
+    reply = make_reply(
+        _num_records(client, local.split), trained_states(network, descents), metrics
+    )
+    if not (asked.validates and len(client.data.validation)):
+        return reply
+    refresh_statistics(client, request, network, local.amount.batch_size)
+    loss = float(validation_losses(client, network).mean())
+    return replace(reply, metrics={**metrics, "validation_loss": loss})
+
+
+def evaluate_model(client: Client, request: Request, asked: Evaluate) -> Reply:
+    """``evaluate.model``: loss and accuracy of a network or supernet on one of the splits."""
+    if client.gate is None:
+        network = client.network(asked.network, network_states_of(request))
+        split = client.split(asked.split)
+        metrics = evaluate(network, split, client.device, objective=client.objective)
+        return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
+    with before_reading(request):
+        network = client.network(asked.network, network_states_of(request))
+        planned = admit(client.gate, request, network)["metrics"]
+        release = prepare_metrics(client, request.header, planned, network, asked.network)
+    return Reply(num_examples=client.gate.expected_batch(planned), metrics=release())
+
+
+def personalise(client: Client, request: Request, asked: Personalise) -> Reply:
+    """``evaluate.personalised``: test metrics of a network after local training; it is discarded.
+
+    What FDNAS (Zhang et al., 2020, section 4) averages to its mean local accuracy.
+    """
+    network = client.network(asked.local.network, network_states_of(request))
+    prepare_training(client, request, asked.local, network, {})()
+    metrics = evaluate(network, client.data.test, client.device, objective=client.objective)
+    return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
+
+
+ANSWERS: dict[str, Callable[[Client, Request, Any], Reply]] = {
     "query.describe": describe,
-    "query.latency": latency,
-    "train.weight_gradient": gradients,
-    "train.alpha_gradient": gradients,
-    "train.gradients": gradients,
+    "query.commit": commit,
+    "query.latency": measure_latency,
+    "train.weight_gradient": take_gradients,
+    "train.alpha_gradient": take_gradients,
+    "train.gradients": take_gradients,
     "train.search": search,
-    "train.candidate": candidate,
+    "train.candidate": train_paths,
     "train.probe": probe,
-    "train.weights": weights,
-    "evaluate.candidates": candidates,
-    "evaluate.model": model,
-    "evaluate.personalised": personalised,
+    "train.weights": train_weights,
+    "evaluate.candidates": reward_candidates,
+    "evaluate.model": evaluate_model,
+    "evaluate.personalised": personalise,
 }
 
 
 def request_supernet(client: Client, request: Request) -> Supernet:
     """Return the supernet with the states that the request carries."""
-    states = {name: s for name, s in request.states.items() if name != "previous_weights"}
-    network = client.network(SUPERNET, states)
+    network = client.network({"name": SUPERNET}, network_states_of(request))
     assert isinstance(network, Supernet)
     return network
 
 
+def _plan(client: Client, request: Request, network: torch.nn.Module | None = None) -> Plan:
+    """Return the plan of each kind of release of a private client's request; empty without."""
+    if client.gate is None:
+        return {}
+    network = request_supernet(client, request) if network is None else network
+    return admit(client.gate, request, network)
+
+
+def _num_train(client: Client) -> int:
+    return _num_records(client, "train")
+
+
+def _num_records(client: Client, split: str) -> int:
+    """Return how many records a split has, of a private client those that its policy declares."""
+    if client.gate is not None:
+        return gate_of(client).num_records(split.split("+"))
+    return len(client.split(split))
+
+
+def _exact_sums(client: Client, request: Request, asked: TakeGradients) -> ExactSums:
+    train, validation = (
+        _step_batches(
+            client, request, name, batch_size=asked.batch_size, first=asked.step * asked.local_steps
+        )
+        for name in ("train", "validation")
+    )
+    ahead = None
+    if asked.order == 2:
+        layout = Layout.of(network_states(request_supernet(client, request))["weights"])
+        previous = unpack(request.states["previous_weights"], layout)
+        weights = {name: weight.to(client.device) for name, weight in previous.items()}
+        ahead = LookAhead(weights, asked.inner_lr)
+    return ExactSums(train, validation, look_ahead=ahead, objective=client.objective)
+
+
+def _candidate_gradients(
+    client: Client, request: Request, asked: TrainCandidates
+) -> ExactGradients:
+    steps = len(asked.candidates) * asked.local_steps
+    batches = partial(
+        _step_batches,
+        client,
+        request,
+        "train",
+        batch_size=asked.batch_size,
+        first=asked.step * steps,
+    )
+    if asked.dp_aware is None:
+        return ExactGradients(batches, epochs=None, steps=steps, objective=client.objective)
+    return ClippedGradients(
+        batches,
+        steps=steps,
+        dp_aware=asked.dp_aware,
+        generator=client.generator(request.header, "noise"),
+        objective=client.objective,
+    )
+
+
+def _trials(asked: Probe) -> list[LocalSearch | LocalTraining]:
+    """Return what each trial of a probe does."""
+    if asked.search is not None:
+        return [replace(asked.search, weights=t.weights, alphas=t.alphas) for t in asked.trials]
+    assert asked.training is not None
+    return [
+        replace(asked.training, weights=t.weights, drop_path_prob=t.drop_path_prob)
+        for t in asked.trials
+    ]
+
+
+def _prepare_trial(
+    client: Client,
+    request: Request,
+    local: LocalSearch | LocalTraining,
+    network: torch.nn.Module,
+    planned: Plan,
+) -> Training:
+    if isinstance(local, LocalTraining):
+        return prepare_training(client, request, local, network, planned)
+    assert isinstance(network, Supernet)
+    return prepare_search(client, request, local, network, planned)
+
+
+def _description(asked: Probe) -> dict[str, Any]:
+    return {"name": SUPERNET} if asked.training is None else asked.training.network
+
+
+def _probed_network(client: Client, request: Request, asked: Probe) -> torch.nn.Module:
+    """Return the network that a probe tries, with the states that were sent."""
+    return client.network(_description(asked), network_states_of(request))
+
+
 def _step_batches(
-    client: Client, request: Request, split_name: str, *, steps: int
+    client: Client, request: Request, name: str, *, batch_size: int | None, first: int
 ) -> Iterator[Batch]:
-    """Yield the batches of one exchange: the next ``steps`` of an endless epoch sequence."""
-    settings, split = request.settings, client.for_training(client.split(split_name))
-    generator = client.generator(request.header, split_name)
-    for step in range(settings["step"] * steps, (settings["step"] + 1) * steps):
+    """Yield the batches of an exchange: an endless epoch sequence, from the ``first`` one."""
+    split = client.for_training(client.split(name))
+    generator = client.generator(request.header, name)
+    for step in count(first):
         indices = step_batch(
             len(split),
-            batch_size=settings["batch_size"],
+            batch_size=batch_size,
             step=step,
             seed=client.seed,
-            purpose=("batches", split_name, client.index),
+            purpose=("batches", name, client.index),
         )
         x, y = split.batch(indices, client.device)
         yield client.augmented(x, generator), y

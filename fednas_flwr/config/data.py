@@ -8,9 +8,10 @@ from pathlib import Path
 
 import yaml
 
-from fednas_flwr.config.parsing import conf_folder, parse
+from fednas_flwr.config.parsing import conf_folder
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import check_least, check_range
+from fednas_flwr.typed import parse
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from fednas_flwr.config.combinations import (
 )
 from fednas_flwr.config.data import Dataset, Partition
 from fednas_flwr.config.networks import SEARCH_SPACES, Retrain, SearchSpaceSettings
-from fednas_flwr.config.parsing import choose_kind, parse
+from fednas_flwr.config.parsing import choose_kind
 from fednas_flwr.config.privacy import PRIVACY, DifferentialPrivacy, NoPrivacy
 from fednas_flwr.config.runtime import Runtime
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.search.settings import check_least, check_range
+from fednas_flwr.typed import parse
 
 STAGES = ("search", "retrain", "evaluate", "export")
 DEVICES = ("auto", "cpu", "cuda")

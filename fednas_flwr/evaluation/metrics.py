@@ -7,28 +7,30 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from fednas_flwr.data.loaders import Split
+from fednas_flwr.search.objective import CLASSIFICATION, Objective
 
 BATCH_SIZE = 256  # of evaluation; the result does not depend on it but for rounding
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Of predictions by argmax.
+    """Of a network's predictions.
 
     Attributes:
-        loss: Mean cross-entropy in nats.
+        loss: Mean loss, in nats, without class factors.
         accuracy: Share of correct predictions.
         num_examples: Number of examples.
-        f1: See :func:`f1`; None where it was not asked for.
+        f1: See ``search.objective``; None where it was not asked for.
+        auroc: Likewise; None also where it is not defined.
     """
 
     loss: float
     accuracy: float
     num_examples: int
     f1: float | None = None
+    auroc: float | None = None
 
     def as_dict(self) -> dict[str, float]:
         """Return what clients send: loss and accuracy by name."""
@@ -41,7 +43,12 @@ class Metrics:
 
 @torch.no_grad()
 def evaluate(
-    network: nn.Module, split: Split, device: torch.device, *, with_f1: bool = False
+    network: nn.Module,
+    split: Split,
+    device: torch.device,
+    *,
+    objective: Objective = CLASSIFICATION,
+    with_scores: bool = False,
 ) -> Metrics:
     """Return the metrics of ``network`` in evaluation mode; its mode is restored.
 
@@ -49,46 +56,30 @@ def evaluate(
         network: Returns logits.
         split: The records.
         device: That of the network.
-        with_f1: Whether to compute F1, which loads scikit-learn.
+        objective: Gives losses, hits and scores.
+        with_scores: Whether to compute its scores, which loads scikit-learn.
 
     Raises:
         ValueError: The split is empty.
     """
     if len(split) == 0:
         raise ValueError("the split is empty: there is nothing to evaluate on")
-    loss_sum, labels, predictions = 0.0, [], []
+    loss_sum, correct = 0.0, 0
+    outputs: list[tuple[Tensor, Tensor]] = []
     for logits, y in _outputs(network, split, device):
-        loss_sum += float(functional.cross_entropy(logits, y, reduction="sum"))
-        labels.append(y.cpu())
-        predictions.append(logits.argmax(1).cpu())
-    label, prediction = torch.cat(labels), torch.cat(predictions)
-    accuracy = int((prediction == label).sum()) / len(split)
-    score = f1(label, prediction, num_classes=logits.shape[1]) if with_f1 else None
-    return Metrics(loss_sum / len(split), accuracy, len(split), score)
-
-
-def f1(labels: Tensor, predictions: Tensor, *, num_classes: int) -> float:
-    """Return ``2 TP / (2 TP + FP + FN)``, in [0, 1].
-
-    Of two classes it is that of the last one, which is taken for the rare one (fraud, ill); of
-    more, the plain mean over those that occur (macro). A class that is never predicted has 0.
-
-    Args:
-        labels: int64 [N].
-        predictions: int64 [N].
-        num_classes: Number of classes.
-    """
-    from sklearn.metrics import f1_score
-
-    average = "binary" if num_classes == 2 else "macro"
-    return float(f1_score(labels, predictions, average=average, zero_division=0.0))
+        loss_sum += float(objective.plain_losses(logits, y).sum())
+        correct += int(objective.hits(logits, y).sum())
+        if with_scores:
+            outputs.append((logits.cpu(), y.cpu()))
+    scores = objective.scores(*map(torch.cat, zip(*outputs, strict=True))) if outputs else {}
+    return Metrics(loss_sum / len(split), correct / len(split), len(split), **scores)
 
 
 @torch.no_grad()
 def record_losses(network: nn.Module, split: Split, device: torch.device) -> Tensor:
-    """Return the cross-entropy of every record in evaluation mode, float64 [records] on the CPU."""
+    """Return the loss of every record in evaluation mode, without factors, float64 on the CPU."""
     losses = [
-        functional.cross_entropy(logits, y, reduction="none").double().cpu()
+        CLASSIFICATION.plain_losses(logits, y).double().cpu()
         for logits, y in _outputs(network, split, device)
     ]
     return torch.cat([torch.zeros(0, dtype=torch.float64), *losses])
@@ -106,8 +97,14 @@ def _outputs(
     network.train(was_training)
 
 
-def linear_baseline(train: list[Split], test: Split, *, num_classes: int) -> dict[str, float]:
-    """Return test accuracy and F1 of logistic regression on the pooled ``train`` splits.
+def linear_baseline(
+    train: list[Split],
+    test: Split,
+    *,
+    num_classes: int,
+    objective: Objective = CLASSIFICATION,
+) -> dict[str, float]:
+    """Return test accuracy and scores of logistic regression on the pooled ``train`` splits.
 
     The reference of the report: scikit-learn's default L2 penalty on the same normalised features.
     Only a simulation can pool records; a deployment has no such number.
@@ -121,6 +118,8 @@ def linear_baseline(train: list[Split], test: Split, *, num_classes: int) -> dic
     x, y = arrays(train)
     x_test, y_test = arrays([test])
     model = LogisticRegression(max_iter=1000).fit(x.numpy(), y.numpy())
-    predictions = torch.from_numpy(model.predict(x_test.numpy()))
-    accuracy = int((predictions == y_test).sum()) / len(y_test)
-    return {"accuracy": accuracy, "f1": f1(y_test, predictions, num_classes=num_classes)}
+    probabilities = torch.zeros(len(y_test), num_classes, dtype=torch.float64)
+    known = torch.from_numpy(model.predict_proba(x_test.numpy()))
+    probabilities[:, torch.from_numpy(model.classes_)] = known
+    accuracy = int((probabilities.argmax(1) == y_test).sum()) / len(y_test)
+    return {"accuracy": accuracy, **objective.scores(probabilities.clamp(min=1e-300).log(), y_test)}

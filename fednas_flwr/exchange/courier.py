@@ -28,8 +28,9 @@ from fednas_flwr.exchange.messages import (
     encode_states,
     payload_bytes,
 )
+from fednas_flwr.exchange.requests import Describe, Search, Settings
 from fednas_flwr.exchange.states import Layout, Packed
-from fednas_flwr.exchange.wire import TRAINED
+from fednas_flwr.verbs import VERBS
 
 POLL_S = 0.05
 STRIKES = 3  # replies of a client that are refused before it is asked no more
@@ -138,7 +139,7 @@ class Courier:
         facts: dict[int, Mapping[str, Any]] = {}
         max_examples: dict[int, float] = {}
         reasons = [] if len(nodes) == self.num_clients else [f"only {len(nodes)} nodes appeared"]
-        for asked, answer in self._exchange("query.describe", "connect", 0, 1, {}, {}, {}):
+        for asked, answer in self._exchange("query.describe", "connect", 0, 1, Describe(), {}, {}):
             try:
                 if not isinstance(answer, Reply):
                     raise ReplyError(answer)
@@ -217,12 +218,11 @@ class Courier:
         stage: str,
         server_round: int = 0,
         phase: int = 1,
-        settings: Mapping[str, Any] | None = None,
-        own_settings: Mapping[int, Mapping[str, Any]] | None = None,
+        settings: Settings,
+        own_settings: Mapping[int, Settings] | None = None,
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
         also_left: bool = False,
-        sparse: bool = False,
     ) -> Iterator[tuple[int, Reply]]:
         """Send one request to every client and yield ``(client, reply)`` in client order.
 
@@ -234,26 +234,23 @@ class Courier:
             stage: Stage of the run, part of the header.
             server_round: Round within the stage.
             phase: Number of the exchange within the round.
-            settings: Arguments of the verb, JSON values.
-            own_settings: Further arguments for single clients.
+            settings: Arguments of the verb. Where they ask for ``sparse`` replies, those yielded
+                are whole.
+            own_settings: Arguments for single clients in their place.
             states: Packed tensors to send.
             layouts: The states that every reply must carry.
             also_left: Whether clients that have left are asked, too, except for those whose replies
                 were refused.
-            sparse: Whether replies leave out tensors that are as they were sent; those yielded are
-                whole.
 
         Raises:
             QuorumError: After the last reply, when fewer than the quorum were accepted.
         """
         accepted = 0
         failures: dict[int, str] = {}
-        settings = {**(settings or {}), **({"sparse": True} if sparse else {})}
         for client, answer in self._exchange(
             *(verb, stage, server_round, phase, settings, states or {}, layouts or {}),
             own_settings=own_settings,
             also_left=also_left,
-            sparse=sparse,
         ):
             if isinstance(answer, Reply):
                 accepted += 1
@@ -278,13 +275,12 @@ class Courier:
         stage: str,
         server_round: int,
         phase: int,
-        settings: Mapping[str, Any],
+        settings: Settings,
         states: Mapping[str, Packed],
         layouts: Mapping[str, Layout],
         *,
-        own_settings: Mapping[int, Mapping[str, Any]] | None = None,
+        own_settings: Mapping[int, Settings] | None = None,
         also_left: bool = False,
-        sparse: bool = False,
     ) -> Iterator[tuple[int, Reply | str]]:
         """Ask every node; yield each client with its accepted reply or why it has none."""
         if self._grid is None:
@@ -297,7 +293,7 @@ class Courier:
                 continue
             node = self._nodes[client]
             header = Header(self.run, stage, server_round, phase, client, secrets.token_hex(8))
-            own = {**settings, **(own_settings or {}).get(client, {})}
+            own = (own_settings or {}).get(client, settings)
             content = encode_request(header, own, records)
             self.bytes_sent += payload_bytes(content)
             headers[client] = header
@@ -309,9 +305,9 @@ class Courier:
         accept = partial(
             accept_reply,
             layouts=layouts,
-            sent=states if sparse else None,
+            sent=states if isinstance(settings, Search) and settings.sparse else None,
             wire=self.wire,
-            base=states if verb in TRAINED else None,
+            base=states if VERBS[verb].trains else None,
         )
         yield from self._in_order(pending, unsent, headers, accept)
 

@@ -18,8 +18,10 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from fednas_flwr.errors import ReplyError
+from fednas_flwr.errors import ConfigError, ReplyError
+from fednas_flwr.exchange.requests import Settings, decode, encode
 from fednas_flwr.exchange.states import Packed
+from fednas_flwr.typed import parse
 
 HEADER = "header"
 JSON = "json"
@@ -64,15 +66,15 @@ class Request:
     """What a client is given.
 
     Attributes:
-        verb: One of the verbs of DESIGN.md, section 3, e.g. ``train.search``.
+        verb: One of ``verbs.VERBS``, e.g. ``train.search``.
         header: See :class:`Header`.
-        settings: Arguments of the verb, JSON values only.
-        states: Packed tensors by state: ``weights``, ``alphas``, ``buffers``.
+        settings: Arguments of the verb.
+        states: Packed tensors by state: ``weights``, ``alphas``, ``buffers``, ``moments``.
     """
 
     verb: str
     header: Header
-    settings: Mapping[str, Json] = field(default_factory=dict)
+    settings: Settings
     states: Mapping[str, Packed] = field(default_factory=dict)
 
 
@@ -106,22 +108,24 @@ def encode_states(states: Mapping[str, Packed]) -> dict[str, ArrayRecord]:
 
 
 def encode_request(
-    header: Header, settings: Mapping[str, Json], states: Mapping[str, ArrayRecord]
+    header: Header, settings: Settings, states: Mapping[str, ArrayRecord]
 ) -> RecordDict:
     """Return the content of a request; ``states`` comes from :func:`encode_states`."""
-    text = json.dumps({"header": vars(header), "settings": dict(settings)})
+    text = json.dumps({"header": vars(header), "settings": encode(settings)})
     return RecordDict({HEADER: ConfigRecord({JSON: text}), **states})
 
 
 def decode_request(verb: str, content: RecordDict) -> Request:
-    """Return the request in a message's content."""
+    """Return the request in a message's content.
+
+    Raises:
+        ConfigError: It is not one, see :func:`~fednas_flwr.exchange.requests.decode`.
+    """
     text = _read_json(content)
-    return Request(
-        verb=verb,
-        header=Header(**text["header"]),
-        settings=text["settings"],
-        states=_decode_states(content),
-    )
+    if not isinstance(text, dict) or set(text) != {"header", "settings"}:
+        raise ConfigError("refused: a request has a header and settings, and nothing else.")
+    header: Header = parse(Header, text["header"], key="header")
+    return Request(verb, header, decode(verb, text["settings"]), _decode_states(content))
 
 
 def encode_reply(header: Header, reply: Reply) -> RecordDict:

@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+MOMENTS = "moments"  # state of the optimisers' moments, where they travel with a model
 Tensors = dict[str, Tensor]  # name -> tensor
 Packed = dict[str, Tensor]  # dtype name, e.g. "float32" -> all tensors of that dtype, [numel]
 

@@ -23,12 +23,11 @@ from torch.nn import functional
 from fednas_flwr.errors import ReplyError
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.states import Layout, Packed
+from fednas_flwr.verbs import VERBS
 
 BLOCK = 256
 SCALES = "scales:float32"  # keys of the vectors that stand for a float32 vector: <what>:<dtype>
 LARGEST = {"float16": 1.0, "int8": 127.0}  # magnitude of a rounded value
-# Verbs that return the model they were sent, trained.
-TRAINED = ("train.search", "train.candidate", "train.weights")
 
 
 def round_reply(reply: Reply, request: Request, *, wire: str, generator: torch.Generator) -> Reply:
@@ -37,7 +36,7 @@ def round_reply(reply: Reply, request: Request, *, wire: str, generator: torch.G
         return reply
     states = {}
     for name, packed in reply.states.items():
-        base = request.states.get(name) if request.verb in TRAINED else None
+        base = request.states.get(name) if VERBS[request.verb].trains else None
         states[name] = _round_packed(packed, base or {}, wire=wire, generator=generator)
     return replace(reply, states=states)
 
@@ -49,7 +48,7 @@ def restore(packed: Packed, layout: Layout, *, wire: str, base: Packed | None) -
         packed: As it arrived; nothing of it has been checked.
         layout: Of the state that was asked for.
         wire: What was agreed on.
-        base: The same state as it was sent, if the verb is one of ``TRAINED``.
+        base: The same state as it was sent, if its verb trains a model that it was sent.
 
     Raises:
         ReplyError: The vectors are not those of a rounded state of this layout.

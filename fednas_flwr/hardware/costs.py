@@ -9,9 +9,9 @@ Tensor suffixes: E blocks, O ops.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -142,17 +142,39 @@ class HardwareLoss:
         return task_loss + self.scale * (cost - self.target) / self.target
 
 
-def loss_settings(loss: HardwareLoss) -> dict[str, Any]:
-    """Return a loss as JSON values, for a client; :func:`hardware_loss` makes it again."""
-    costs = loss.costs
-    per_op = [[None if math.isnan(c) else c for c in row] for row in costs.per_op_EO.tolist()]
-    own = {name: getattr(loss, name) for name in ("target", "unit", "form", "scale", "exponent")}
-    return {**own, "fixed": costs.fixed, "per_op": per_op}
+@dataclass(frozen=True)
+class HardwareTerms:
+    """A :class:`HardwareLoss` as plain values, as it travels to clients.
 
+    Attributes:
+        fixed: Cost of the layers that all networks share.
+        per_op: Cost of every op of every block; None where a block does not offer it.
+        target: See :class:`HardwareLoss`, as the others.
+    """
 
-def hardware_loss(settings: Mapping[str, Any]) -> HardwareLoss:
-    """Return the loss that :func:`loss_settings` wrote."""
-    own = dict(settings)
-    rows = [[math.nan if c is None else c for c in row] for row in own.pop("per_op")]
-    per_op_EO = torch.tensor(rows, dtype=torch.float64)
-    return HardwareLoss(Costs(own["unit"], own.pop("fixed"), per_op_EO), **own)
+    target: float
+    unit: str
+    form: str
+    scale: float
+    exponent: float
+    fixed: float
+    per_op: list[list[float | None]]
+
+    @classmethod
+    def of(cls, loss: HardwareLoss) -> HardwareTerms:
+        """Return the plain values of a loss; :meth:`loss` makes it again."""
+        costs = loss.costs
+        per_op = [[None if math.isnan(c) else c for c in row] for row in costs.per_op_EO.tolist()]
+        own = (loss.target, loss.unit, loss.form, loss.scale, loss.exponent)
+        return cls(*own, costs.fixed, per_op)
+
+    def loss(self) -> HardwareLoss:
+        """Return the loss.
+
+        Raises:
+            ConfigError: :class:`HardwareLoss` refuses it.
+        """
+        rows = [[math.nan if c is None else c for c in row] for row in self.per_op]
+        costs = Costs(self.unit, self.fixed, torch.tensor(rows, dtype=torch.float64))
+        own = (self.target, self.unit, self.form, self.scale, self.exponent)
+        return HardwareLoss(costs, *own)

@@ -1,86 +1,25 @@
 """What a site allows, as a dataclass, and the check of every request against it.
 
-The client's side of rule 5 of DESIGN.md: ``policy_file`` reads the file, :func:`check_request`
-refuses a request before any data is read. Nothing here counts what was spent or how many steps a
+The client decides: ``policy_file`` reads its file; :func:`check_verb` and :func:`check_planned`
+refuse a request before any data is read. Nothing here counts what was spent or how many steps a
 run has taken: a request that passes still needs a reservation in the ledger.
 """
 
 from __future__ import annotations
 
-import reprlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.privacy.ledger import SPLITS
 from fednas_flwr.privacy.noise import noise_range
-from fednas_flwr.privacy.renyi import Release
-
-PUBLIC_VERBS = (
-    "query.describe",
-    "query.commit",
-    "query.latency",
-)  # they release nothing of the data
-NEVER_PRIVATE = ("evaluate.personalised",)  # accuracy after training without noise
+from fednas_flwr.privacy.plan import PlannedRelease
 
 # Beyond these float arithmetic, not privacy, would decide what a release hides.
 LARGEST_NOISE_MULTIPLIER = 1e6
 LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
 LEAST_SAMPLE_RATE = 1e-9
-
-
-@dataclass(frozen=True)
-class Commitment:
-    """The terms of one kind of release, which a run commits to in its first message.
-
-    Attributes:
-        noise_multiplier: sigma; the noise has std ``sigma * R``.
-        sample_rate: p, each record's probability of being in a step's batch; 1 reads all.
-        steps: T, the number of steps of the whole run; in :class:`Asked` those of one request.
-        max_grad_norm: R, the norm that each record's contribution is clipped to.
-    """
-
-    noise_multiplier: float
-    sample_rate: float
-    steps: int
-    max_grad_norm: float
-
-    def release(self) -> Release:
-        """Return what all the steps cost."""
-        return Release(
-            noise_multiplier=self.noise_multiplier,
-            sample_rate=self.sample_rate,
-            steps=self.steps,
-        )
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a request asks for; nothing in it is trusted, not even the types.
-
-    Attributes:
-        data_set: Id that the request names.
-        verb: One of the verbs of DESIGN.md, section 3.
-        release: Terms of the noised release; None for the verbs that release nothing.
-        num_values: Number of values of each step; 1 while nobody knows.
-        order: Order of the alpha gradient.
-        batch_norm: Whether the module normalises over a batch.
-        oversampling: Whether a record can be in one batch more than once.
-        raw_metrics: Whether losses, accuracies or counts would leave without noise.
-        secure_noise: Whether noise and masks come from the client's cryptographic keystream.
-        test_seed: Whether that keystream starts from a seed that others know.
-    """
-
-    data_set: str
-    verb: str
-    release: Commitment | None
-    num_values: int = 1
-    order: int = 1
-    batch_norm: bool = False
-    oversampling: bool = False
-    raw_metrics: bool = False
-    secure_noise: bool = True
-    test_seed: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,110 +65,84 @@ class Policy:
         return SPLITS if shared else splits
 
 
-def check_request(policy: Policy, asked: Asked, *, committed: Commitment | None) -> DataSetPolicy:
-    """Return the policy of the data set that a request may read; refuse the request otherwise.
-
-    A request with several releases is checked once for each. That the steps of all requests stay
-    within the committed number is checked where they are counted, by ``Ledger.reserve``.
+def check_verb(
+    policy: Policy, data_set: str, verb: str, *, secure_noise: bool, test_seed: bool
+) -> DataSetPolicy:
+    """Return the policy of the data set that a verb may read; refuse the verb otherwise.
 
     Args:
         policy: The site's.
-        asked: The request.
-        committed: What the run committed to for this kind of release, None if it did not yet.
-
-    Raises:
-        ConfigError: A rule is broken; the sentence names the rule, the value and the limit.
-    """
-    allowed = _data_set(policy, asked.data_set)
-    if not isinstance(asked.verb, str) or asked.verb not in allowed.verbs:
-        raise _refused("verbs", "verb", asked.verb, f"one of {', '.join(sorted(allowed.verbs))}")
-    # `is`, because whoever asks could put an object here that equals everything
-    if type(asked.order) is not int or asked.order != 1:
-        raise _refused("first order only", "order", asked.order, "1: second order mixes splits")
-    for flag, reason in _FORBIDDEN.items():
-        if getattr(asked, flag) is not False:
-            raise _refused(f"no {flag}", flag, getattr(asked, flag), f"False: {reason}")
-    if asked.secure_noise is not True and (allowed.secure_noise or asked.secure_noise is not False):
-        raise _refused("secure_noise", "secure_noise", asked.secure_noise, "True")
-    if asked.test_seed is not False and (not allowed.test_seed or asked.test_seed is not True):
-        raise _refused("test_seed", "test_seed", asked.test_seed, "False")
-
-    if (asked.release is None) != (asked.verb in PUBLIC_VERBS):
-        needed = "none" if asked.verb in PUBLIC_VERBS else "a noised release"
-        raise _refused("noised releases only", "release", asked.release, f"{needed}: {asked.verb}")
-    if asked.release is None:
-        return allowed
-    _check_terms(allowed, asked.release, num_values=asked.num_values)
-    if committed is None:
-        raise _refused("committed values", "commitment", None, "one in the run's first message")
-    _check_terms(allowed, committed)
-    for term in ("noise_multiplier", "sample_rate", "max_grad_norm"):
-        value, promised = getattr(asked.release, term), getattr(committed, term)
-        if value != promised:
-            raise _refused("committed values", term, value, f"the committed {promised!r}")
-    if asked.release.steps > committed.steps:
-        limit = f"at most the committed {committed.steps}"
-        raise _refused("committed values", "steps", asked.release.steps, limit)
-    return allowed
-
-
-def check_commitment(policy: Policy, data_set: str, commitment: Commitment) -> DataSetPolicy:
-    """Return the policy of the data set if a run may commit to these terms on it.
+        data_set: Id that the request names.
+        verb: What it asks.
+        secure_noise: Whether noise and masks come from the client's cryptographic keystream.
+        test_seed: Whether that keystream starts from a seed that others know.
 
     Raises:
         ConfigError: A rule is broken; the sentence names the rule, the value and the limit.
     """
     allowed = _data_set(policy, data_set)
-    _check_terms(allowed, commitment)
+    if verb not in allowed.verbs:
+        raise refused("verbs", "verb", verb, f"one of {', '.join(sorted(allowed.verbs))}")
+    if allowed.secure_noise and not secure_noise:
+        raise refused("secure_noise", "secure_noise", secure_noise, "True")
+    if test_seed and not allowed.test_seed:
+        raise refused("test_seed", "test_seed", test_seed, "False")
     return allowed
 
 
-_FORBIDDEN = {
-    "batch_norm": "it has no per-record gradient and its buffers leak",
-    "oversampling": "the accounting is for Poisson sampling, each record at most once",
-    "raw_metrics": "only noised, booked numbers leave",
-}
+def check_planned(allowed: DataSetPolicy, planned: PlannedRelease, *, num_values: int = 1) -> None:
+    """Refuse terms outside the policy or what noise can be added with.
 
+    That the steps of all requests stay within the planned number is checked where they are counted,
+    by ``Ledger.reserve``.
 
-def _data_set(policy: Policy, data_set: object) -> DataSetPolicy:
-    """Return the policy of a data set; the other ids of the site are not told."""
-    if not isinstance(data_set, str) or data_set not in policy.data_sets:
-        raise _refused("data_sets", "data set", data_set, "an id that this site's policy gives")
-    return policy.data_sets[data_set]
+    Args:
+        allowed: Of the data set.
+        planned: What a run means to release, or a request to, with the steps of that.
+        num_values: Number of values of each step; 1 while nobody knows.
 
-
-def _check_terms(allowed: DataSetPolicy, terms: Commitment, *, num_values: int = 1) -> None:
-    """Refuse terms outside the policy or what noise can be added with, and what is no number."""
-    limits = {
+    Raises:
+        ConfigError: A rule is broken; the sentence names the rule, the value and the limit.
+    """
+    splits = planned.splits
+    if not splits or len(set(splits)) != len(splits) or not set(splits) <= set(allowed.records):
+        raise refused("splits", "splits", list(splits), f"different ones of {', '.join(SPLITS)}")
+    if planned.num_records(allowed.records) == 0:
+        raise ConfigError(
+            f"refused by the policy, rule records: {' + '.join(splits)} has no declared record."
+        )
+    size = planned.batch_size
+    if size is not None and not 0 < size < math.inf:
+        raise refused("sample_rate", "batch_size", size, "above 0, or null for all records")
+    terms = {
         "least_noise_multiplier": (
-            "noise_multiplier",
-            allowed.least_noise_multiplier,
-            LARGEST_NOISE_MULTIPLIER,
+            *("noise_multiplier", planned.noise_multiplier),
+            *(allowed.least_noise_multiplier, LARGEST_NOISE_MULTIPLIER),
         ),
-        "largest_grad_norm": ("max_grad_norm", LEAST_GRAD_NORM, allowed.largest_grad_norm),
-        "sample_rate": ("sample_rate", LEAST_SAMPLE_RATE, 1),
-        "largest_steps": ("steps", 1, allowed.largest_steps),
+        "largest_grad_norm": (
+            *("max_grad_norm", planned.max_grad_norm),
+            *(LEAST_GRAD_NORM, allowed.largest_grad_norm),
+        ),
+        "sample_rate": ("sample_rate", planned.rate(allowed.records), LEAST_SAMPLE_RATE, 1),
+        "largest_steps": ("steps", planned.steps, 1, allowed.largest_steps),
     }
-    for rule, (term, least, largest) in limits.items():
-        value = getattr(terms, term)
-        if type(value) not in ((int,) if term == "steps" else (int, float)):
-            raise _refused(rule, term, value, f"a number from {least} to {largest}")
-        if not least <= value <= largest:  # NaN is in no range
-            raise _refused(rule, term, value, f"{least} to {largest}")
-    records = sum(allowed.records.values())
+    for rule, (term, value, least, largest) in terms.items():
+        if value is None or not least <= value <= largest:  # NaN is in no range
+            raise refused(rule, term, value, f"{least} to {largest}")
+    sigma, records = planned.noise_multiplier, sum(allowed.records.values())
     low, high = noise_range(num_values=num_values, num_records=records)
-    if not low <= terms.noise_multiplier <= high:
+    if sigma is None or not low <= sigma <= high:
         limit = f"{low:.3g} to {high:.3g} for {num_values} values over {records} declared records"
-        raise _refused("noise grid", "noise_multiplier", terms.noise_multiplier, limit)
+        raise refused("noise grid", "noise_multiplier", sigma, limit)
 
 
-def _refused(rule: str, name: str, value: object, limit: str) -> ConfigError:
+def refused(rule: str, name: str, value: object, limit: str) -> ConfigError:
     """Return the error for a request that breaks a rule."""
     return ConfigError(f"refused by the policy, rule {rule}: {name}={show(value)}, not {limit}.")
 
 
-def show(value: object) -> str:
-    """Return a short text for a value that may be of any type and size."""
-    if isinstance(value, int) and abs(value) >= 10**30:
-        return "an integer of more than 30 digits"
-    return value[:80] if isinstance(value, str) else reprlib.repr(value)
+def _data_set(policy: Policy, data_set: str) -> DataSetPolicy:
+    """Return the policy of a data set; the other ids of the site are not told."""
+    if data_set not in policy.data_sets:
+        raise refused("data_sets", "data set", data_set, "an id that this site's policy gives")
+    return policy.data_sets[data_set]

@@ -9,31 +9,29 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.errors import ConfigError, show, unknown_choice
 from fednas_flwr.privacy.ledger import SPLITS
 from fednas_flwr.privacy.policy import (
     LARGEST_GRAD_NORM,
-    NEVER_PRIVATE,
     DataSetPolicy,
     Policy,
-    show,
 )
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
+from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
 
 
-def load_policy(path: Path, *, verbs: Collection[str]) -> Policy:
+def load_policy(path: Path) -> Policy:
     """Return the policy in a site's file.
 
     Args:
         path: A YAML file; :func:`template` shows its form.
-        verbs: All verbs that exist.
 
     Raises:
         ConfigError: The file cannot be read, or :func:`parse_policy` refuses it.
@@ -42,15 +40,14 @@ def load_policy(path: Path, *, verbs: Collection[str]) -> Policy:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the policy {path} cannot be read: {error}.") from error
-    return parse_policy(text, verbs=verbs, origin=str(path))
+    return parse_policy(text, origin=str(path))
 
 
-def parse_policy(text: str, *, verbs: Collection[str], origin: str = "policy") -> Policy:
+def parse_policy(text: str, *, origin: str = "policy") -> Policy:
     """Return the policy that ``text`` holds.
 
     Args:
         text: YAML in the form of :func:`template`.
-        verbs: All verbs that exist.
         origin: What error sentences call the text, e.g. the path of its file.
 
     Raises:
@@ -66,7 +63,7 @@ def parse_policy(text: str, *, verbs: Collection[str], origin: str = "policy") -
     if not isinstance(sections, dict) or not sections:
         raise _wrong(f"{origin}: data_sets", sections, "one section for each data set")
     data_sets = {
-        _text(name, f"{origin}: data_sets"): _parse_section(name, section, verbs, origin)
+        _text(name, f"{origin}: data_sets"): _parse_section(name, section, origin)
         for name, section in sections.items()
     }
     budgets: dict[str, DataSetPolicy] = {}
@@ -80,9 +77,7 @@ def parse_policy(text: str, *, verbs: Collection[str], origin: str = "policy") -
     return Policy(data_sets)
 
 
-def _parse_section(
-    name: str, section: object, verbs: Collection[str], origin: str
-) -> DataSetPolicy:
+def _parse_section(name: str, section: object, origin: str) -> DataSetPolicy:
     """Return the policy of one data set."""
     where = f"{origin}: data_sets.{show(name)}"
     if isinstance(section, dict) and "ledger" in section:
@@ -92,10 +87,10 @@ def _parse_section(
         key: reader(values[key], f"{where}.{key}") for key, reader in _READERS.items()
     }
     for verb in read["verbs"]:
-        if verb in NEVER_PRIVATE:
+        if verb in VERBS and VERBS[verb].never_private:
             raise ConfigError(f"{where}.verbs: {verb} cannot be private, leave it out.")
-        if verb not in verbs:
-            raise unknown_choice(f"{where}.verbs", verb, set(verbs) - set(NEVER_PRIVATE))
+        if verb not in PRIVATE_VERBS:
+            raise unknown_choice(f"{where}.verbs", verb, PRIVATE_VERBS)
     try:
         RenyiFilter(epsilon=read["epsilon"], delta=read["delta"])
         Release(noise_multiplier=read["least_noise_multiplier"], sample_rate=1, steps=1)
@@ -230,11 +225,7 @@ def template() -> str:
     """Return a policy to start from, with comments.
 
     Example:
-        >>> verbs = ["query.describe", "query.commit", "query.latency"]
-        >>> verbs += ["train.weight_gradient", "train.alpha_gradient", "train.search"]
-        >>> verbs += ["train.probe"]
-        >>> verbs += ["train.weights", "evaluate.model"]
-        >>> parse_policy(template(), verbs=verbs).data_sets["my-data"].epsilon
+        >>> parse_policy(template()).data_sets["my-data"].epsilon
         3.0
     """
     return _TEMPLATE

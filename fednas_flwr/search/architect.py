@@ -13,23 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fednas_flwr.search.training import Batch, record_losses
+from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.search.training import Batch
 from fednas_flwr.search_spaces.space import Supernet
 
 
 def alpha_gradient_sum(
-    supernet: Supernet, batch: Batch, *, class_factors: Tensor | None = None
+    supernet: Supernet, batch: Batch, *, objective: Objective = CLASSIFICATION
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the sum over a batch of per-sample gradients of the alphas, and the batch's losses.
 
     ``sum_i grad_A L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 4 before averaging). First
-    order: the weights are held fixed. Class factors: see ``training.record_losses``.
+    order: the weights are held fixed.
 
     Returns:
         Gradients by cell kind, shaped like the alphas; per-sample losses [B], detached.
     """
     alphas = supernet.alphas()
-    losses = _losses(supernet, {}, batch, class_factors)
+    losses = _losses(supernet, {}, batch, objective)
     return _gradients(losses.sum(), alphas), losses.detach()
 
 
@@ -41,7 +42,7 @@ def virtual_step(
     momentum: float,
     weight_decay: float,
     optimizer: torch.optim.Optimizer,
-    class_factors: Tensor | None = None,
+    objective: Objective = CLASSIFICATION,
 ) -> dict[str, Tensor]:
     """Return ``W' = W - inner_lr (momentum v + grad_W L_train + weight_decay W)``.
 
@@ -49,7 +50,7 @@ def virtual_step(
     as its authors' experiments do. The weights themselves do not move.
     """
     weights = supernet.weights()
-    loss = _losses(supernet, {}, batch, class_factors).mean()
+    loss = _losses(supernet, {}, batch, objective).mean()
     gradients = _gradients(loss, weights)
     moved = {}
     for name, weight in weights.items():
@@ -69,7 +70,7 @@ def second_order_gradient(
     train_batch: Batch,
     validation_batch: Batch,
     inner_lr: float,
-    class_factors: Tensor | None = None,
+    objective: Objective = CLASSIFICATION,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the second-order gradient of the alphas, of means over batches.
 
@@ -85,14 +86,14 @@ def second_order_gradient(
         train_batch: Batch of L_tr.
         validation_batch: Batch of L_val.
         inner_lr: Learning rate of the step from W to W'.
-        class_factors: See ``training.record_losses``.
+        objective: Gives the losses.
 
     Returns:
         Gradients by cell kind, shaped like the alphas; losses [B] of the validation batch.
     """
     alphas: dict[str, Tensor] = dict(supernet.alphas())
     leaves = {name: w.detach().requires_grad_() for name, w in virtual_weights.items()}
-    losses = _losses(supernet, leaves, validation_batch, class_factors)
+    losses = _losses(supernet, leaves, validation_batch, objective)
     gradients = _gradients(losses.mean(), alphas | leaves)
     direction = {name: gradients[name] for name in leaves}
     norm = math.sqrt(sum(float(g.square().sum()) for g in direction.values()))
@@ -102,7 +103,7 @@ def second_order_gradient(
 
     def train_gradient(sign: float) -> dict[str, Tensor]:
         shifted = {name: w.detach() + sign * r * direction[name] for name, w in weights.items()}
-        losses = _losses(supernet, shifted, train_batch, class_factors)
+        losses = _losses(supernet, shifted, train_batch, objective)
         return _gradients(losses.mean(), alphas)
 
     plus, minus = train_gradient(1), train_gradient(-1)
@@ -118,7 +119,7 @@ def mixed_level_gradient(
     train_batch: Batch,
     validation_batch: Batch,
     validation_weight: float,
-    class_factors: Tensor | None = None,
+    objective: Objective = CLASSIFICATION,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return ``grad_A L_tr(A, W) + validation_weight * grad_A L_val(A, W)``, of batch means.
 
@@ -126,8 +127,8 @@ def mixed_level_gradient(
     2004.08546). Returns also the losses [B] of the validation batch.
     """
     alphas = supernet.alphas()
-    train_loss = _losses(supernet, {}, train_batch, class_factors).mean()
-    losses = _losses(supernet, {}, validation_batch, class_factors)
+    train_loss = _losses(supernet, {}, train_batch, objective).mean()
+    losses = _losses(supernet, {}, validation_batch, objective)
     total = train_loss + validation_weight * losses.mean()
     return _gradients(total, alphas), losses.detach()
 
@@ -144,11 +145,11 @@ def alpha_entropy(alphas: Mapping[str, Tensor]) -> float:
 
 
 def _losses(
-    network: nn.Module, weights: Mapping[str, Tensor], batch: Batch, class_factors: Tensor | None
+    network: nn.Module, weights: Mapping[str, Tensor], batch: Batch, objective: Objective
 ) -> Tensor:
     x, y = batch
     logits = functional_call(network, dict(weights), (x,)) if weights else network(x)
-    return record_losses(logits, y, class_factors)
+    return objective.losses(logits, y)
 
 
 def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

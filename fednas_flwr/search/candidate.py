@@ -7,14 +7,17 @@ the weights that others have trained. :func:`train_candidates` is lines 4 to 8 o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
 
 from fednas_flwr.privacy.clipping import clipped_gradient_sum
+from fednas_flwr.search.descent import Descent, Gradients, trainable_weights
+from fednas_flwr.search.exact_gradients import ExactGradients, Passes
+from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.search.settings import DPAware
-from fednas_flwr.search.training import Batch, Tally, clip_gradients, record_losses
 from fednas_flwr.search_spaces.dp_cells_network import DPCellNetwork
 from fednas_flwr.search_spaces.space import Supernet
 
@@ -64,84 +67,79 @@ def all_alike(supernet: Supernet) -> list[list[int]]:
 def train_candidates(
     supernet: Supernet,
     paths: Sequence[Sequence[int]],
-    batches: Iterator[Batch],
+    gradients: Gradients,
+    weights: Descent,
     *,
     steps: int,
-    optimizer: torch.optim.Optimizer,
-    clip_norm: float | None,
-    dp_aware: DPAware | None = None,
-    generator: torch.Generator | None = None,
-    class_factors: Tensor | None = None,
-) -> Tally:
-    """Train the shared weights on one path after the other; return the tally of what was seen.
+) -> None:
+    """Train the shared weights in place on one path after the other.
 
-    Weights beside a path neither move nor decay in its steps.
+    Weights beside a path neither move nor decay in its steps; momentum goes from one to the next.
 
     Args:
-        supernet: In training mode; stepped in place.
+        supernet: Its weights are those of ``weights``.
         paths: The candidates.
-        batches: Of which each step takes the next.
+        gradients: Exact, clipped (:class:`ClippedGradients`) or noised; they yield ``steps`` times
+            for each candidate.
+        weights: The step.
         steps: Of each candidate.
-        optimizer: Of all weights: its momentum goes from candidate to candidate.
-        clip_norm: Bounds a batch's mean gradient; None does not.
-        dp_aware: Clips the gradient of every record and adds noise (section 3.3); None does
-            neither.
-        generator: Of that noise; on the CPU.
-        class_factors: See :func:`fednas_flwr.search.training.record_losses`.
     """
-    tally = Tally()
-    for path in paths:
-        candidate = Candidate(supernet, path)
-        for _ in range(steps):
-            optimizer.zero_grad()  # to None
-            batch = next(batches)
-            if dp_aware is None:
-                logits = candidate(batch[0])
-                losses = record_losses(logits, batch[1], class_factors)
-                tally.add(losses, logits, batch[1])
-                losses.mean().backward()  # type: ignore[no-untyped-call]
-            else:
-                weights = candidate.weights()
-                noised = noised_mean(candidate, batch, dp_aware, tally, generator, class_factors)
-                for name, gradient in noised.items():
-                    weights[name].grad = gradient.to(weights[name])
-            clip_gradients(optimizer, clip_norm)
-            optimizer.step()
-    optimizer.zero_grad()
-    return tally
+    supernet.train()
+    chosen = (candidate for path in paths for candidate in repeat(Candidate(supernet, path), steps))
+    for candidate, _ in zip(chosen, gradients.steps(), strict=True):
+        weights.step(gradients.weights(candidate))
 
 
-def noised_mean(
-    candidate: Candidate,
-    batch: Batch,
-    settings: DPAware,
-    tally: Tally,
-    generator: torch.Generator | None,
-    class_factors: Tensor | None = None,
-) -> Mapping[str, Tensor]:
-    """Return DP-SGD's gradient, ``(sum_i clip(g_i) + C N(0, sigma^2 I)) / B``, of a path's weights.
+class ClippedGradients(ExactGradients):
+    """DP-SGD's gradient, ``(sum_i clip(g_i) + C N(0, sigma^2 I)) / B``, as a regulariser.
 
     It protects nobody: batches are not drawn by Poisson sampling, the noise follows from the run's
-    seed, and nothing is booked. The batch is added to ``tally``.
+    seed, and nothing is booked.
+
+    Args:
+        train: See :class:`ExactGradients`, as those not named here.
+        dp_aware: Clipping norm and noise.
+        generator: Of the noise; on the CPU.
     """
 
-    def losses(logits: Tensor, labels: Tensor) -> Tensor:
-        losses_B = record_losses(logits, labels)
-        tally.add(losses_B, logits, labels)
-        return losses_B
+    def __init__(
+        self,
+        train: Passes,
+        *,
+        steps: int,
+        dp_aware: DPAware,
+        generator: torch.Generator,
+        objective: Objective = CLASSIFICATION,
+    ) -> None:
+        """See the class."""
+        super().__init__(train, epochs=None, steps=steps, objective=objective)
+        self.dp_aware, self.generator = dp_aware, generator
 
-    sums = clipped_gradient_sum(
-        candidate,
-        *batch,
-        loss=losses,
-        parameters=candidate.weights(),
-        max_norm=settings.max_grad_norm,
-        micro_batch_size=MICRO_BATCH,
-        class_factors=class_factors,
-    )
-    std = settings.noise_multiplier * settings.max_grad_norm
-    return {
-        name: (total + std * torch.randn(total.shape, generator=generator).to(total.device))
-        / len(batch[1])
-        for name, total in sums.items()
-    }
+    def weights(self, network: nn.Module) -> dict[str, Tensor | None]:
+        """Return the gradient on the step's train batch."""
+        x, y = self.train_batch
+        objective, clipping = self.objective, self.dp_aware
+
+        def losses(logits: Tensor, labels: Tensor) -> Tensor:
+            losses_B = objective.plain_losses(logits, labels)
+            self.train_tally.add(losses_B, objective.hits(logits, labels))
+            return losses_B
+
+        sums = clipped_gradient_sum(
+            network,
+            x,
+            y,
+            loss=losses,
+            parameters=trainable_weights(network),
+            max_norm=clipping.max_grad_norm,
+            micro_batch_size=MICRO_BATCH,
+            class_factors=objective.class_factors,
+        )
+        std = clipping.noise_multiplier * clipping.max_grad_norm
+        return {
+            name: (
+                total + std * torch.randn(total.shape, generator=self.generator).to(total.device)
+            )
+            / len(y)
+            for name, total in sums.items()
+        }

@@ -1,14 +1,13 @@
-"""Local epochs of differentiable search on one client: an alpha step, then a weight step.
+"""Differentiable search on one client: an alpha step, then a weight step, again and again.
 
 Three rules for the alpha step: ``first_order`` and ``second_order`` (DARTS, Liu et al., 2019,
-Alg. 1) and ``mixed_level`` (MiLeNAS, the rule of FedNAS).
+arXiv 1806.09055, Alg. 1) and ``mixed_level`` (MiLeNAS, the rule of FedNAS).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fednas_flwr.errors import unknown_choice
@@ -18,106 +17,89 @@ from fednas_flwr.search.architect import (
     second_order_gradient,
     virtual_step,
 )
-from fednas_flwr.search.settings import RULES, SGD
-from fednas_flwr.search.training import Batch, Tally, clip_gradients, record_losses
+from fednas_flwr.search.descent import Descent, Descents, Gradients
+from fednas_flwr.search.objective import Objective
+from fednas_flwr.search.settings import RULES, check_least
+from fednas_flwr.search.training import Batch
 from fednas_flwr.search_spaces.space import Supernet
 
 
-def search_epoch(
-    supernet: Supernet,
-    train_batches: Iterator[Batch],
-    validation_batches: Iterator[Batch],
-    *,
-    rule: str,
-    validation_weight: float,
-    weight_settings: SGD,
-    weight_optimizer: torch.optim.Optimizer,
-    alpha_optimizer: torch.optim.Optimizer,
-    class_factors: Tensor | None = None,
-) -> tuple[Tally, Tally]:
-    """Search for one pass over the training batches; each is paired with a validation batch.
+@dataclass(frozen=True)
+class Alternating:
+    """The steps of a client's local search on all ops.
+
+    Attributes:
+        rule: Of the alphas' gradient, one of ``RULES``.
+        validation_weight: Weight of the validation loss under ``mixed_level``, at least 0.
+    """
+
+    rule: str
+    validation_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.rule not in RULES:
+            raise unknown_choice("rule", self.rule, RULES)
+        check_least(self, "", validation_weight=0)
+
+
+def alternate(
+    supernet: Supernet, gradients: Gradients, descents: Descents, alternating: Alternating
+) -> None:
+    """Search in place: each step moves the alphas, then the weights.
 
     Args:
-        supernet: Trained in place, weights and alphas.
-        train_batches: Batches for the weights.
-        validation_batches: At least as many batches for the alphas.
-        rule: One of ``RULES``.
-        validation_weight: Weight of the validation loss under ``mixed_level``.
-        weight_settings: Gives clip norm and, under ``second_order``, the virtual step.
-        weight_optimizer: SGD over the weights.
-        alpha_optimizer: Adam over the alphas.
-        class_factors: See ``training.record_losses``.
-
-    Returns:
-        Tallies of the training and of the validation batches, taken before the steps on them.
+        supernet: Its weights and alphas are those of ``descents``.
+        gradients: Exact or noised.
+        descents: Of weights and alphas.
+        alternating: The constants.
     """
-    if rule not in RULES:
-        raise unknown_choice("rule", rule, RULES)
+    assert descents.alphas is not None
     supernet.train()
-    weights = list(supernet.weights().values())
-    train_tally, validation_tally = Tally(), Tally()
-    for train_batch, validation_batch in zip(train_batches, validation_batches, strict=False):
-        gradients, losses = _alpha_gradient(
-            supernet,
-            train_batch,
-            validation_batch,
-            rule=rule,
-            validation_weight=validation_weight,
-            weight_settings=weight_settings,
-            weight_optimizer=weight_optimizer,
-            class_factors=class_factors,
-        )
-        for kind, alpha in supernet.alphas().items():
-            alpha.grad = gradients[kind]
-        alpha_optimizer.step()
-        validation_tally.add(losses, None, validation_batch[1])
-
-        x, y = train_batch
-        logits = supernet(x)
-        losses = record_losses(logits, y, class_factors)
-        for weight, gradient in zip(
-            weights,
-            torch.autograd.grad(losses.mean(), weights, allow_unused=True),
-            strict=True,
-        ):
-            weight.grad = gradient
-        clip_gradients(weight_optimizer, weight_settings.clip_norm)
-        weight_optimizer.step()
-        train_tally.add(losses, logits, y)
-    return train_tally, validation_tally
+    for _ in gradients.steps():
+        descents.alphas.step(gradients.alphas(supernet, alternating, descents.weights))
+        descents.weights.step(gradients.weights(supernet))
 
 
-def _alpha_gradient(
+def exact_alpha_gradient(
     supernet: Supernet,
     train_batch: Batch,
     validation_batch: Batch,
     *,
-    rule: str,
-    validation_weight: float,
-    weight_settings: SGD,
-    weight_optimizer: torch.optim.Optimizer,
-    class_factors: Tensor | None,
+    alternating: Alternating,
+    weights: Descent,
+    objective: Objective,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the gradient of the alphas by the chosen rule, of batch means."""
-    if rule == "first_order":
-        sums, losses = alpha_gradient_sum(supernet, validation_batch, class_factors=class_factors)
+    """Return the alphas' gradient by the chosen rule, of batch means, and validation losses [B].
+
+    Args:
+        supernet: At the point before the weights' step.
+        train_batch: What the weights step on next.
+        validation_batch: What the alphas step on.
+        alternating: The rule.
+        weights: Gives the virtual step of ``second_order`` its constants and its momentum.
+        objective: Gives the losses.
+    """
+    if alternating.rule == "first_order":
+        sums, losses = alpha_gradient_sum(supernet, validation_batch, objective=objective)
         return {kind: g / len(validation_batch[1]) for kind, g in sums.items()}, losses
-    if rule == "mixed_level":
+    if alternating.rule == "mixed_level":
         return mixed_level_gradient(
             supernet,
             train_batch=train_batch,
             validation_batch=validation_batch,
-            validation_weight=validation_weight,
-            class_factors=class_factors,
+            validation_weight=alternating.validation_weight,
+            objective=objective,
         )
+    (constants,) = weights.optimizer.param_groups
     virtual_weights = virtual_step(
         supernet,
         train_batch,
-        inner_lr=weight_settings.lr,
-        momentum=weight_settings.momentum,
-        weight_decay=weight_settings.weight_decay,
-        optimizer=weight_optimizer,
-        class_factors=class_factors,
+        inner_lr=constants["lr"],
+        momentum=constants["momentum"],
+        weight_decay=constants["weight_decay"],
+        optimizer=weights.optimizer,
+        objective=objective,
     )
     return second_order_gradient(
         supernet,
@@ -125,6 +107,6 @@ def _alpha_gradient(
         virtual_weights=virtual_weights,
         train_batch=train_batch,
         validation_batch=validation_batch,
-        inner_lr=weight_settings.lr,
-        class_factors=class_factors,
+        inner_lr=constants["lr"],
+        objective=objective,
     )

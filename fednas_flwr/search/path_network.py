@@ -1,4 +1,4 @@
-"""Drawn paths of an MBConv supernet as a network of their own: what private ProxylessNAS computes.
+"""Drawn paths of an MBConv supernet as a network of their own, and what they cost.
 
 A :class:`PathNetwork` gives the gradients of single records by the weights of one path, or by the
 gates of several. How paths are drawn must not depend on records, and neither must it fail on what a
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from fednas_flwr.hardware.costs import Costs, HardwareLoss
 from fednas_flwr.hardware.flops import count_parameters
 from fednas_flwr.search.gates import NUM_PATHS, active_gates, alpha_gradient
-from fednas_flwr.search.proxyless import expected_cost
 from fednas_flwr.search_spaces.mbconv import NEVER
 from fednas_flwr.search_spaces.mbconv_network import Block, MBConvNetwork
 from fednas_flwr.search_spaces.mbconv_plan import CELL
@@ -94,6 +93,18 @@ def largest_paths(supernet: Supernet, *, mode: str) -> Tensor:
         for block in _blocks(supernet)
     ]
     return torch.tensor(sizes).argsort(dim=-1, descending=True, stable=True)[:, : NUM_PATHS[mode]]
+
+
+def expected_cost(costs: Costs, alphas_EO: Tensor, paths_EK: Tensor, gates: Tensor) -> Tensor:
+    """Return the expected cost E, differentiable in the gates [E, K], or of records, [B, E, K].
+
+    The gate of an op enters it as its probability would (section 3.3): E has its value under
+    softmax(alphas) and ``dE/dg_j`` is the op's cost, so that in mode ``full`` the alphas' gradient
+    is that of E, and in mode ``two`` that of the two ops' mean cost.
+    """
+    zero = gates - gates.detach()  # with the gates' gradient
+    p = alphas_EO.softmax(dim=-1).expand(*gates.shape[:-1], -1)
+    return costs.expected(p.scatter_add(-1, paths_EK.to(p.device).expand(gates.shape), zero))
 
 
 def cost_gradient(hardware: HardwareLoss, supernet: Supernet, paths_EK: Tensor) -> Tensor:

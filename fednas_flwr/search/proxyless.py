@@ -1,6 +1,6 @@
-"""Local steps of ProxylessNAS on one client: gates of sampled paths for the alphas, then weights.
+"""ProxylessNAS on one client: steps of the alphas through gates of sampled paths, then of weights.
 
-Cai et al. (2019), arXiv 1812.00332, section 3.2. :func:`proxyless_epoch` is the local rule of FDNAS
+Cai et al. (2019), arXiv 1812.00332, section 3.2. :func:`search_paths` is the local rule of FDNAS
 and CFDNAS (``strategies/fdnas.py``). Memory and time are those of one path in the weight step and
 at most of two in the alpha step of mode ``two``, whatever the number of candidates.
 
@@ -9,30 +9,47 @@ Tensor suffixes: E blocks, O ops, K ops that are computed in a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fednas_flwr.errors import unknown_choice
-from fednas_flwr.hardware.costs import Costs, HardwareLoss
-from fednas_flwr.search.gates import active_gates, alpha_gradient, draw_paths, rescale
+from fednas_flwr.hardware.costs import HardwareLoss, HardwareTerms
+from fednas_flwr.search.descent import Descents, Gradients, make_adam, make_sgd
+from fednas_flwr.search.gates import active_gates, draw_paths, rescale
+from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.search.path_network import PathNetwork, drawable_alphas, expected_cost
 from fednas_flwr.search.settings import GATES, SGD, Adam
-from fednas_flwr.search.training import Batch, Tally, clip_gradients, record_losses
+from fednas_flwr.search.training import Batch
 from fednas_flwr.search_spaces.mbconv import NEVER
 from fednas_flwr.search_spaces.mbconv_plan import CELL
 from fednas_flwr.search_spaces.space import Supernet
 
 
+@dataclass(frozen=True)
+class SampledPaths:
+    """The steps of a client's local search on sampled paths.
+
+    Attributes:
+        gates: ``two`` or ``full`` (:func:`~fednas_flwr.search.gates.draw_paths`).
+        warm_up: Whether the weights are trained alone, on paths that are drawn uniformly.
+        hardware: What cost does to the loss of the alphas; None leaves it out.
+    """
+
+    gates: str
+    warm_up: bool
+    hardware: HardwareTerms | None
+
+    def __post_init__(self) -> None:
+        """Check the mode."""
+        if self.gates not in GATES:
+            raise unknown_choice("gates", self.gates, GATES)
+
+
 def make_weight_optimizer(supernet: Supernet, settings: SGD) -> torch.optim.SGD:
     """Return SGD over the weights, with Nesterov's momentum where there is any."""
-    return torch.optim.SGD(
-        supernet.weights().values(),
-        lr=settings.lr,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-        nesterov=settings.momentum > 0,
-    )
+    return make_sgd(supernet.weights().values(), settings, nesterov=True)
 
 
 def make_alpha_optimizer(supernet: Supernet, settings: Adam) -> torch.optim.Adam:
@@ -41,137 +58,49 @@ def make_alpha_optimizer(supernet: Supernet, settings: Adam) -> torch.optim.Adam
     So an alpha whose op is not sampled has a step of zero, if there is no weight decay, which Adam
     would turn into full steps.
     """
-    return torch.optim.Adam(
-        supernet.alphas().values(),
-        lr=settings.lr,
-        betas=(0.0, 0.999),
-        weight_decay=settings.weight_decay,
-    )
+    return make_adam(supernet.alphas().values(), settings, beta=0.0)
 
 
-def proxyless_epoch(
+def search_paths(
     supernet: Supernet,
-    train_batches: Iterator[Batch],
-    validation_batches: Iterator[Batch],
+    gradients: Gradients,
+    descents: Descents,
+    paths: SampledPaths,
     *,
-    mode: str,
-    warm_up: bool,
     hardware: HardwareLoss | None,
-    clip_norm: float | None,
-    weight_optimizer: torch.optim.Optimizer,
-    alpha_optimizer: torch.optim.Optimizer,
     generator: torch.Generator,
-    class_factors: Tensor | None = None,
-) -> tuple[Tally, Tally]:
-    """Search for one pass over the training batches; each is paired with a validation batch.
+) -> None:
+    """Search in place: each step moves the alphas of drawn paths, then the weights of one.
 
     Deviation: the public code moves the alphas once every few weight steps; here as in our other
-    searches every weight step follows an alpha step.
+    searches every weight step follows an alpha step. In mode ``two`` the alphas are rescaled after
+    their step.
 
     Args:
-        supernet: Of the MBConv space; trained in place, weights and alphas.
-        train_batches: Batches for the weights.
-        validation_batches: At least as many batches for the alphas.
-        mode: ``two`` or ``full`` (:func:`~fednas_flwr.search.gates.draw_paths`).
-        warm_up: Whether to train the weights alone, on paths that are drawn uniformly; the
-            validation batches stay unused.
-        hardware: What cost does to the loss of the alphas; None leaves it out.
-        clip_norm: Largest norm of the weights' gradient; None does not clip.
-        weight_optimizer: SGD over the weights.
-        alpha_optimizer: Adam over the alphas.
+        supernet: Of the MBConv space; its weights and alphas are those of ``descents``.
+        gradients: Exact or noised.
+        descents: Of weights and, but in a warm-up, of alphas.
+        paths: The constants.
+        hardware: The loss of ``paths.hardware``.
         generator: Draws the paths; on the CPU.
-        class_factors: See ``training.record_losses``.
-
-    Returns:
-        Tallies of the training and of the validation batches, taken before the steps on them.
     """
-    if mode not in GATES:
-        raise unknown_choice("algorithm.gates", mode, GATES)
     supernet.train()
-    train_tally, validation_tally = Tally(), Tally()
-    for train_batch in train_batches:
-        if not warm_up:
-            batch = next(validation_batches)
-            losses = alpha_step(
-                supernet,
-                batch,
-                mode=mode,
-                hardware=hardware,
-                optimizer=alpha_optimizer,
-                generator=generator,
-                class_factors=class_factors,
-            )
-            validation_tally.add(losses, None, batch[1])
-        logits, losses = weight_step(
-            supernet,
-            train_batch,
-            warm_up=warm_up,
-            clip_norm=clip_norm,
-            optimizer=weight_optimizer,
-            generator=generator,
-            class_factors=class_factors,
-        )
-        train_tally.add(losses, logits, train_batch[1])
-    return train_tally, validation_tally
-
-
-def weight_step(
-    supernet: Supernet,
-    batch: Batch,
-    *,
-    warm_up: bool,
-    clip_norm: float | None,
-    optimizer: torch.optim.Optimizer,
-    generator: torch.Generator,
-    class_factors: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Train the weights of one drawn path; return logits [B, classes] and losses [B] before it."""
-    alphas_EO = supernet.alphas()[CELL].detach()
-    if warm_up:
-        alphas_EO = uniform_alphas(alphas_EO)
-    path = draw_paths(alphas_EO, mode="one", generator=generator).tolist()
-    logits = supernet.body(batch[0], paths=path)
-    losses = record_losses(logits, batch[1], class_factors)
-    optimizer.zero_grad()  # to None: weights beside the path neither decay nor move
-    losses.mean().backward()  # type: ignore[no-untyped-call]
-    clip_gradients(optimizer, clip_norm)
-    optimizer.step()
-    return logits.detach(), losses.detach()
-
-
-def alpha_step(
-    supernet: Supernet,
-    batch: Batch,
-    *,
-    mode: str,
-    hardware: HardwareLoss | None,
-    optimizer: torch.optim.Optimizer,
-    generator: torch.Generator,
-    class_factors: Tensor | None = None,
-) -> Tensor:
-    """Move the alphas of drawn paths; return the losses [B] before the step.
-
-    In mode ``two`` the alphas are rescaled after it.
-    """
-    alphas_EO = supernet.alphas()[CELL]
-    paths_EK = draw_paths(alphas_EO, mode=mode, generator=generator)
-    gradients_EK, losses = gate_gradient(
-        supernet, batch, paths_EK, hardware=hardware, class_factors=class_factors
-    )
-    alphas_EO.grad = alpha_gradient(gradients_EK, alphas_EO, paths_EK)
-    move_alphas(alphas_EO, paths_EK, mode=mode, optimizer=optimizer)
-    return losses
-
-
-def move_alphas(
-    alphas_EO: Tensor, paths_EK: Tensor, *, mode: str, optimizer: torch.optim.Optimizer
-) -> None:
-    """Step along the alphas' ``.grad``; in mode ``two`` then rescale those of the paths."""
-    old_EO = alphas_EO.detach().clone()
-    optimizer.step()
-    if mode == "two":
-        with torch.no_grad():
-            alphas_EO.copy_(rescale(alphas_EO, old_EO, paths_EK))
+    for _ in gradients.steps():
+        if not paths.warm_up:
+            assert descents.alphas is not None
+            alphas_EO = supernet.alphas()[CELL]
+            drawn_EK = draw_paths(drawable_alphas(supernet), mode=paths.gates, generator=generator)
+            gradient_EO = gradients.gates(supernet, drawn_EK, hardware)
+            old_EO = alphas_EO.detach().clone()
+            descents.alphas.step({CELL: gradient_EO})
+            if paths.gates == "two":
+                with torch.no_grad():
+                    alphas_EO.copy_(rescale(alphas_EO, old_EO, drawn_EK))
+        drawn_EO = drawable_alphas(supernet)
+        drawn_EO = uniform_alphas(drawn_EO) if paths.warm_up else drawn_EO
+        path_E1 = draw_paths(drawn_EO, mode="one", generator=generator)
+        # weights beside the path get no gradient: they neither decay nor move
+        descents.weights.step(gradients.weights(PathNetwork(supernet, path_E1)))
 
 
 def gate_gradient(
@@ -180,33 +109,21 @@ def gate_gradient(
     paths_EK: Tensor,
     *,
     hardware: HardwareLoss | None = None,
-    class_factors: Tensor | None = None,
+    objective: Objective = CLASSIFICATION,
 ) -> tuple[Tensor, Tensor]:
     """Return dL/dg [E, K] of a batch's mean loss, and the losses [B] without hardware.
 
-    With hardware it is of the loss that :func:`expected_cost` enters.
+    With hardware it is of the loss that ``path_network.expected_cost`` enters.
     """
     alphas_EO = supernet.alphas()[CELL].detach()
     gates_EK = active_gates(paths_EK, like=alphas_EO)
     logits = supernet.body(batch[0], {CELL: gates_EK}, paths_EK.tolist())
-    losses = record_losses(logits, batch[1], class_factors)
+    losses = objective.losses(logits, batch[1])
     loss = losses.mean()
     if hardware is not None:
         loss = hardware(loss, expected_cost(hardware.costs, alphas_EO, paths_EK, gates_EK))
     (gradients_EK,) = torch.autograd.grad(loss, [gates_EK])
     return gradients_EK, losses.detach()
-
-
-def expected_cost(costs: Costs, alphas_EO: Tensor, paths_EK: Tensor, gates: Tensor) -> Tensor:
-    """Return the expected cost E, differentiable in the gates [E, K], or of records, [B, E, K].
-
-    The gate of an op enters it as its probability would (section 3.3): E has its value under
-    softmax(alphas) and ``dE/dg_j`` is the op's cost, so that in mode ``full`` the alphas' gradient
-    is that of E, and in mode ``two`` that of the two ops' mean cost.
-    """
-    zero = gates - gates.detach()  # with the gates' gradient
-    p = alphas_EO.softmax(dim=-1).expand(*gates.shape[:-1], -1)
-    return costs.expected(p.scatter_add(-1, paths_EK.to(p.device).expand(gates.shape), zero))
 
 
 def uniform_alphas(alphas_EO: Tensor) -> Tensor:

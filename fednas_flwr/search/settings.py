@@ -17,6 +17,8 @@ NORMED_NETWORKS = ("efficientnet_b0", "mobilenet_v2")  # given networks with nor
 # Of a record's decrease of loss in a reward, in nats. How float32 rounds a loss (near 1: by 1e-7)
 # depends on the size of its batch: with a bound near that, rounding would be a record's reward.
 LEAST_LOSS_BOUND = 1e-3
+LARGEST = 1e30  # of rates, decays and norms: fits float32
+MOMENTA = ("reset", "averaged", "server")
 
 
 def check_range(condition: bool, key: str, value: object, expected: str) -> None:
@@ -58,15 +60,17 @@ class SGD:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_range(self.lr > 0, "weights.lr", self.lr, "a number above 0")
+        above = f"a number above 0, to {LARGEST:g}"
+        check_range(0 < self.lr <= LARGEST, "weights.lr", self.lr, above)
         check_range(0 <= self.min_lr <= self.lr, "weights.min_lr", self.min_lr, "0 to weights.lr")
         check_range(0 <= self.momentum < 1, "weights.momentum", self.momentum, "0 to below 1")
-        check_least(self, "weights", weight_decay=0)
+        decay = self.weight_decay
+        check_range(0 <= decay <= LARGEST, "weights.weight_decay", decay, f"0 to {LARGEST:g}")
         check_range(
-            self.clip_norm is None or self.clip_norm > 0,
+            self.clip_norm is None or 0 < self.clip_norm <= LARGEST,
             "weights.clip_norm",
             self.clip_norm,
-            "a number above 0, or null",
+            f"{above}, or null",
         )
 
     def at_round(self, server_round: int, num_rounds: int) -> SGD:
@@ -85,7 +89,9 @@ class Adam:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_least(self, "alphas", lr=0, weight_decay=0)
+        for key in ("lr", "weight_decay"):
+            value = getattr(self, key)
+            check_range(0 <= value <= LARGEST, f"alphas.{key}", value, f"0 to {LARGEST:g}")
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,17 @@
-"""Steps on the weights of a supernet or of a derived network."""
+"""Gradients of batches by the weights of a supernet or of a derived network, and their tally."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.search.descent import Tensors, trainable_weights
+from fednas_flwr.search.objective import CLASSIFICATION, Objective, heads
 
-Tensors = dict[str, Tensor]  # name -> tensor
 Batch = tuple[Tensor, Tensor]  # features [B, ...], labels int64 [B]
-
-
-def make_sgd(parameters: Iterable[Tensor], settings: SGD) -> torch.optim.SGD:
-    """Return torch's SGD with the constants of ``settings``, at ``settings.lr``."""
-    return torch.optim.SGD(
-        parameters,
-        lr=settings.lr,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-    )
-
-
-def make_adam(parameters: Iterable[Tensor], settings: Adam) -> torch.optim.Adam:
-    """Return torch's Adam with DARTS' betas and the constants of ``settings``."""
-    return torch.optim.Adam(
-        parameters, lr=settings.lr, betas=(0.5, 0.999), weight_decay=settings.weight_decay
-    )
 
 
 @dataclass
@@ -40,12 +22,12 @@ class Tally:
     correct: int = 0
     num_examples: int = 0
 
-    def add(self, losses: Tensor, logits: Tensor | None, labels: Tensor) -> None:
-        """Add a batch: losses [B], logits [B, classes] (None leaves accuracy out), labels [B]."""
+    def add(self, losses: Tensor, hits: Tensor | None = None) -> None:
+        """Add a batch: losses [B], and which predictions were right [B] (None leaves it out)."""
         self.loss_sum += float(losses.detach().sum())
-        self.num_examples += len(labels)
-        if logits is not None:
-            self.correct += int((logits.detach().argmax(1) == labels).sum())
+        self.num_examples += len(losses)
+        if hits is not None:
+            self.correct += int(hits.sum())
 
     @property
     def loss(self) -> float:
@@ -58,19 +40,33 @@ class Tally:
         return self.correct / self.num_examples if self.num_examples else float("nan")
 
 
-def record_losses(logits: Tensor, labels: Tensor, class_factors: Tensor | None = None) -> Tensor:
-    """Return each record's cross-entropy [B], times the public factor of its class.
+def weight_gradient(
+    network: nn.Module,
+    batch: Batch,
+    tally: Tally,
+    *,
+    objective: Objective = CLASSIFICATION,
+    auxiliary_weight: float = 0.0,
+) -> dict[str, Tensor | None]:
+    """Return the gradient of a batch's mean loss by a network's weights; None where it has none.
 
     Args:
-        logits: [B, classes].
-        labels: int64 [B].
-        class_factors: In (0, 1] by class [classes], on the device of the logits; None means 1.
+        network: In training mode; may return auxiliary logits beside its logits.
+        batch: The records.
+        tally: The batch is added to it.
+        objective: Gives the losses.
+        auxiliary_weight: Of the auxiliary head's loss.
     """
-    return functional.cross_entropy(logits, labels, weight=class_factors, reduction="none")
+    weights = trainable_weights(network)
+    output = network(batch[0])
+    loss, losses = objective.mean_loss(output, batch[1], auxiliary_weight)
+    tally.add(losses, objective.hits(heads(output)[0], batch[1]))
+    gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    return dict(zip(weights, gradients, strict=True))
 
 
 def weight_gradient_sum(
-    network: nn.Module, batch: Batch, tally: Tally, *, class_factors: Tensor | None = None
+    network: nn.Module, batch: Batch, tally: Tally, *, objective: Objective = CLASSIFICATION
 ) -> dict[str, Tensor]:
     """Return the sum over a batch of per-sample gradients of the weights, by parameter name.
 
@@ -80,8 +76,8 @@ def weight_gradient_sum(
     """
     weights = trainable_weights(network)
     logits = network(batch[0])
-    losses = record_losses(logits, batch[1], class_factors)
-    tally.add(losses, logits, batch[1])
+    losses = objective.losses(logits, batch[1])
+    tally.add(losses, objective.hits(logits, batch[1]))
     gradients = torch.autograd.grad(losses.sum(), list(weights.values()), allow_unused=True)
     return {
         name: torch.zeros_like(weight) if gradient is None else gradient
@@ -130,47 +126,3 @@ def periodic_gradients(
                         parameters[state][name].sub_(mean, alpha=local_lrs[state])
     size = sum(sizes) / len(sizes)
     return {s: {n: g * size for n, g in total.items()} for s, total in totals.items()}, size
-
-
-def train_epoch(
-    network: nn.Module,
-    batches: Iterator[Batch],
-    *,
-    optimizer: torch.optim.Optimizer,
-    clip_norm: float | None,
-    auxiliary_weight: float = 0.0,
-    class_factors: Tensor | None = None,
-) -> Tally:
-    """Train the weights on every batch once and return the tally of what was seen on the way.
-
-    A network with an auxiliary head returns ``(logits, auxiliary logits)`` in training mode; its
-    loss is ``CE + auxiliary_weight * CE_auxiliary`` (DARTS, section 3.2).
-    """
-    network.train()
-    tally = Tally()
-    for x, y in batches:
-        optimizer.zero_grad()
-        output = network(x)
-        logits, auxiliary = output if isinstance(output, tuple) else (output, None)
-        losses = record_losses(logits, y, class_factors)
-        loss = losses.mean()
-        if auxiliary is not None:
-            loss = loss + auxiliary_weight * record_losses(auxiliary, y, class_factors).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        clip_gradients(optimizer, clip_norm)
-        optimizer.step()
-        tally.add(losses, logits, y)
-    return tally
-
-
-def clip_gradients(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
-    """Scale the gradients of an optimiser's parameters to a norm of at most ``clip_norm``."""
-    if clip_norm is not None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(parameters, clip_norm)
-
-
-def trainable_weights(network: nn.Module) -> dict[str, nn.Parameter]:
-    """Return all parameters but the alphas, by name."""
-    weights: Callable[[], dict[str, nn.Parameter]] | None = getattr(network, "weights", None)
-    return weights() if weights is not None else dict(network.named_parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from fednas_flwr.clients.release import ACCOUNTANTS
@@ -11,8 +12,9 @@ from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.gate import check_facts
+from fednas_flwr.exchange.requests import Commit
 from fednas_flwr.privacy.accounting import epsilon_per_split
-from fednas_flwr.stages.calibration import Item, draw_rate, release_of
+from fednas_flwr.privacy.plan import PlannedRelease
 
 NEEDED_FACTS = ("splits", "budget", "secure_noise")  # that every client must tell of itself
 
@@ -20,7 +22,7 @@ NEEDED_FACTS = ("splits", "budget", "secure_noise")  # that every client must te
 def commit(
     courier: Courier,
     config: Config,
-    schedule: Sequence[Item],
+    schedule: Sequence[PlannedRelease],
     *,
     done: Mapping[str, int],
     resumed: bool,
@@ -43,10 +45,10 @@ def commit(
     """
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
-    settings = {"data_set": privacy.data_set, "schedule": list(schedule)}
-    committed = {split for item in schedule for split in item["splits"]}
+    request = Commit(privacy.data_set, tuple(schedule))
+    committed = {split for planned in schedule for split in planned.splits}
     clients, search_epsilons = [], {}
-    for client, reply in courier.ask("query.commit", stage="commit", settings=settings):
+    for client, reply in courier.ask("query.commit", stage="commit", settings=request):
         facts = courier.facts[client]
         try:
             check_facts(reply.facts, needed=("epsilon", "covered_steps"))
@@ -66,7 +68,7 @@ def commit(
                 "client": client,
                 "search_epsilon": search_epsilons[declared],
                 "records": facts["splits"],
-                "rates": [draw_rate(item, facts["splits"]) for item in schedule],
+                "rates": [planned.rate(facts["splits"]) for planned in schedule],
                 "budget": facts["budget"],
                 "secure_noise": facts["secure_noise"],
                 "epsilon": reply.facts["epsilon"],
@@ -75,7 +77,8 @@ def commit(
         )
     for client in set(courier.clients) - {told["client"] for told in clients}:
         courier.dismiss(client, "it did not accept the schedule in time")
-    courier.emit("privacy", data_set=privacy.data_set, schedule=list(schedule), clients=clients)
+    terms = [asdict(planned) for planned in schedule]
+    courier.emit("privacy", data_set=privacy.data_set, schedule=terms, clients=clients)
     if any(done.values()):
         return
     first = {c["client"]: c["covers"][0] for c in clients if schedule}
@@ -83,7 +86,7 @@ def commit(
     if short and len(first) - len(short) < courier.quorum:
         rounds = ", ".join(f"client {client}: {number}" for client, number in short.items())
         raise ConfigError(
-            f"privacy: {schedule[0]['stage']} takes {first[min(first)]['of']} rounds, more than "
+            f"privacy: {schedule[0].stage} takes {first[min(first)]['of']} rounds, more than "
             f"what is left of budgets covers ({rounds}), and {courier.quorum} of "
             f"{courier.num_clients} clients must stay: take fewer rounds or more noise, or lower "
             f"runtime.quorum. Nothing {'more ' if resumed else ''}was released."
@@ -91,11 +94,11 @@ def commit(
 
 
 def _search_epsilon(
-    schedule: Sequence[Item], declared: Mapping[str, int], delta: float
+    schedule: Sequence[PlannedRelease], declared: Mapping[str, int], delta: float
 ) -> float | None:
     """Return what the search alone costs a client's worst split, by PRV; None is infinite."""
-    search = [item for item in schedule if item["stage"] == "search"]
-    releases = [(release_of(item, declared), item["splits"]) for item in search]
+    search = [planned for planned in schedule if planned.stage == "search"]
+    releases = [(planned.release(declared), planned.splits) for planned in search]
     by_split = epsilon_per_split(releases, delta, ACCOUNTANTS["prv"])
     epsilon = max(by_split.values(), default=0.0)
     return epsilon if math.isfinite(epsilon) else None
@@ -103,15 +106,15 @@ def _search_epsilon(
 
 def _covered_rounds(
     config: Config,
-    schedule: Sequence[Item],
+    schedule: Sequence[PlannedRelease],
     covered_steps: Mapping[str, int],
     done: Mapping[str, int],
 ) -> list[dict[str, Any]]:
     """Return for each stage, in order, how many ``rounds`` ``of`` those to do are covered."""
     rounds = {"search": config.rounds, "retrain": config.retrain.rounds, "evaluate": 1}
     longest: dict[str, int] = {}
-    for item in schedule:
-        longest[item["stage"]] = max(item["steps"], longest.get(item["stage"], 0))
+    for planned in schedule:
+        longest[planned.stage] = max(planned.steps, longest.get(planned.stage, 0))
     to_do = {stage: rounds[stage] - done.get(stage, 0) for stage in longest}
     return [
         {

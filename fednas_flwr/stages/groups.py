@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from threading import Lock
 
@@ -114,18 +114,7 @@ def _by_alphas(run: Run, strategy: RoundStrategy) -> Groups:
     if path.exists():
         found: Groups = json.loads(path.read_text())
         return found
-    settings = {
-        **strategy.settings,
-        "weights": asdict(algorithm.search.weights),
-        "warm_up": False,
-    }
-    replies = run.courier.ask(
-        "train.search",
-        stage="groups",
-        settings=settings,
-        states=strategy.states,
-        layouts=strategy.layouts,
-    )
+    replies = strategy.search(algorithm.search.weights, warm_up=False, stage="groups")
     return group_by_alphas(replies, strategy.states["alphas"], num_groups=algorithm.num_groups)
 
 

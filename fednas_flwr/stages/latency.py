@@ -15,6 +15,7 @@ from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.evaluation.space_costs import measure_network, space_costs
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.gate import check_facts
+from fednas_flwr.exchange.requests import MeasureLatency, Site
 from fednas_flwr.hardware.latency import LatencyTable, from_json, median_table, to_json
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.search_spaces.genotype import Genotype
@@ -22,7 +23,7 @@ from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.stages.run import Run
 from fednas_flwr.stages.run_folder import LATENCY_FILE
 
-MEASUREMENT = {"batch_size": 1, "passes": 5}
+BATCH_SIZE, PASSES = 1, 5
 
 
 def with_latency(run: Run) -> Config:
@@ -73,11 +74,12 @@ def _ask(run: Run) -> LatencyTable:
     """Return the median of the tables that the run's clients measure."""
     config, space = run.config, supernet_space(run.config, run.prepared)
     assert isinstance(space, MBConvSpace)  # as the configuration has it
-    settings: dict[str, Any] = dict(MEASUREMENT)
-    if isinstance(config.privacy, DifferentialPrivacy):
-        settings["data_set"] = config.privacy.data_set
+    private, site = config.privacy, None
+    if isinstance(private, DifferentialPrivacy):
+        site = Site(private.data_set)
+    request = MeasureLatency(BATCH_SIZE, PASSES, site)
     tables: list[LatencyTable] = []
-    for client, reply in run.courier.ask("query.latency", stage="latency", settings=settings):
+    for client, reply in run.courier.ask("query.latency", stage="latency", settings=request):
         try:
             check_facts(reply.facts, needed=("latency",))
             table = from_json(reply.facts["latency"], origin=f"the table of client {client}")

@@ -45,6 +45,15 @@ from fednas_flwr.evaluation.metrics import evaluate, linear_baseline
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.gate import check_facts
+from fednas_flwr.exchange.requests import (
+    Amount,
+    Describe,
+    Evaluate,
+    LocalTraining,
+    Personalise,
+    Settings,
+    Site,
+)
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.reporting.events import EventLog, read_events
@@ -56,7 +65,7 @@ from fednas_flwr.stages.groups import run_groups
 from fednas_flwr.stages.latency import cost_of, with_latency
 from fednas_flwr.stages.run import Run
 from fednas_flwr.stages.run_folder import GENOTYPE_FILE, PARTITION_FILE
-from fednas_flwr.stages.schedule import make_schedule, private_settings
+from fednas_flwr.stages.schedule import Schedule, make_schedule, private_stage
 from fednas_flwr.strategies.base import RoundStrategy
 
 # What each real site must tell of its data, from which the server builds networks.
@@ -119,7 +128,7 @@ def _run_stages(
     checkpoints = CheckpointFolder(
         folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
     )
-    schedule = []
+    schedule: Schedule = []
     if private:
         latest = {stage: checkpoints.latest(stage) for stage in ("search", "retrain")}
         done = {stage: point.round for stage, point in latest.items() if point is not None}
@@ -177,7 +186,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
 def _start_search(run: Run) -> RoundStrategy:
     """Return the strategy of the search stage after its last round."""
     run.config = config = with_latency(run)
-    private = private_settings(config, run.schedule, "search")
+    private = private_stage(config, run.schedule, "search")
     strategy = make_search(config, run.prepared, run.courier, run.checkpoints, private)
     if run.inherited is not None:
         strategy.inherit(run.inherited)
@@ -208,7 +217,7 @@ def _retrain(
     run: Run, description: dict[str, Any], configuration: Configuration | None
 ) -> tuple[nn.Module, dict[str, Packed]]:
     """Return the trained network and its packed states."""
-    private = private_settings(run.config, run.schedule, "retrain")
+    private = private_stage(run.config, run.schedule, "retrain")
     strategy, network = make_retraining(
         run.config, description, run.courier, run.checkpoints, private, configuration
     )
@@ -216,7 +225,7 @@ def _retrain(
     with run.stage("retrain", rounds):
         strategy.start(run.grid, num_rounds=rounds)
     strategy.load_into(network)
-    return network, strategy.states
+    return network, strategy.model
 
 
 def _evaluate(
@@ -229,25 +238,26 @@ def _evaluate(
         central, linear = None, None
         if prepared.server_test is not None:
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
-            central = evaluate(network.to(device), test, device, with_f1=True).as_json()
+            central = evaluate(network.to(device), test, device, with_scores=True).as_json()
             network.cpu()
-        private = private_settings(config, run.schedule, "evaluate")
+        private = private_stage(config, run.schedule, "evaluate")
         pooled = config.runtime.name != "deployment" and private is None
         if config.dataset.linear_baseline and pooled:
             linear = _linear_baseline(run)
-        settings = {"network": description, "split": "test", **(private or {})}
+        site = None if private is None else Site(private.data_set, private.micro_batch_size)
         results: dict[str, list[dict[str, Any]]] = {"clients": [], "personalised": []}
         if config.dataset.fractions["test"] > 0:
-            if private is None or "metrics" in private["releases"]:
-                results["clients"] = _ask_tests(run, "evaluate.model", settings, states)
+            if private is None or private.noise_multiplier("metrics") is not None:
+                request = Evaluate(description, "test", site)
+                results["clients"] = _ask_tests(run, "evaluate.model", request, states)
             if config.personalised:
-                settings |= _last_round(config)
-                results["personalised"] = _ask_tests(run, "evaluate.personalised", settings, states)
+                last = Personalise(_last_round(config, description))
+                results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
         run.log.emit("evaluated", central=central, linear=linear, **results)
 
 
 def _ask_tests(
-    run: Run, verb: str, settings: dict[str, Any], states: dict[str, Packed]
+    run: Run, verb: str, settings: Settings, states: dict[str, Packed]
 ) -> list[dict[str, Any]]:
     """Return what every client measures; too few of them is a warning."""
     results: list[dict[str, Any]] = []
@@ -262,24 +272,26 @@ def _ask_tests(
     return results
 
 
-def _last_round(config: Config) -> dict[str, Any]:
+def _last_round(config: Config, description: dict[str, Any]) -> LocalTraining:
     """Return how clients train in the last round of retraining."""
     retrain = config.retrain
-    return {
-        "split": "train+validation",
-        "local_epochs": retrain.local_epochs,
-        "batch_size": retrain.batch_size,
-        "weights": asdict(retrain.weights.at_round(retrain.rounds, retrain.rounds)),
-        "auxiliary_weight": retrain.auxiliary_weight,
-        "drop_path_prob": retrain.drop_path_prob,
-    }
+    return LocalTraining(
+        description,
+        "train+validation",
+        Amount(retrain.local_epochs, None, retrain.batch_size),
+        retrain.weights.at_round(retrain.rounds, retrain.rounds),
+        retrain.auxiliary_weight,
+        retrain.drop_path_prob,
+    )
 
 
 def _report_spending(run: Run) -> None:
     """Ask the clients what their budgets have paid; a run that has failed may not learn it."""
     spent = []
     with suppress(QuorumError):
-        for client, reply in run.courier.ask("query.describe", stage="evaluate", also_left=True):
+        for client, reply in run.courier.ask(
+            "query.describe", stage="evaluate", settings=Describe(), also_left=True
+        ):
             with suppress(ReplyError):
                 check_facts(reply.facts, needed=("spent",))
                 spent.append({"client": client, "spent": reply.facts["spent"]})

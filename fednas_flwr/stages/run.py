@@ -17,7 +17,7 @@ from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.reporting.events import EventLog
-from fednas_flwr.stages.calibration import Item
+from fednas_flwr.stages.schedule import Schedule
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Run:
     courier: Courier
     checkpoints: CheckpointFolder
     prepared: Prepared
-    schedule: list[Item]  # of a private run's releases
+    schedule: Schedule  # of a private run's releases
     circumstances: dict[str, Any]  # versions and machine
     inherited: Mapping[str, Packed] | None = None  # states that the search goes on from
 

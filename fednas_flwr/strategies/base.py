@@ -11,7 +11,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -20,9 +20,12 @@ from torch import Tensor, nn
 
 from fednas_flwr.exchange.checkpoint import Checkpoint, CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.errors import unknown_choice
 from fednas_flwr.exchange.messages import Reply
+from fednas_flwr.exchange.requests import Amount, Settings, Site
 from fednas_flwr.exchange.robust import TrimmedMean
 from fednas_flwr.exchange.states import (
+    MOMENTS,
     Layout,
     Packed,
     Tensors,
@@ -32,13 +35,25 @@ from fednas_flwr.exchange.states import (
     pack,
     unpack,
 )
+from fednas_flwr.privacy.plan import PrivateStage
 from fednas_flwr.search.architect import alpha_entropy
-from fednas_flwr.search.settings import Configuration
+from fednas_flwr.search.descent import no_moments
+from fednas_flwr.search.settings import MOMENTA, SGD, Configuration
 from fednas_flwr.search_spaces.genotype import Genotype, skip_share
 from fednas_flwr.search_spaces.space import SearchSpace
 
 SERVER = "server."  # before the names of the server's own tensors in a checkpoint
+VELOCITY = "velocity."  # likewise of its momentum
 ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
+
+
+class Shared(TypedDict, total=False):
+    """Keyword arguments that every strategy takes and hands on to :class:`RoundStrategy`."""
+
+    checkpoints: CheckpointFolder | None
+    private: PrivateStage | None
+    new_average: Callable[[], WeightedAverage | TrimmedMean]
+    momentum: str
 
 
 class RoundStrategy(Strategy):
@@ -48,22 +63,23 @@ class RoundStrategy(Strategy):
         network: Supernet or network whose tensors are the initial global state; it is only read.
         courier: Reaches the clients.
         space: Search space of the supernet; None for plain networks.
-        checkpoints: Where the state goes after every round; None keeps none.
         stage: Name of the stage in events and checkpoints.
-
-    Attributes:
-        states: The global model: packed ``weights``, ``alphas`` and ``buffers``.
-        layouts: The tensors of each state.
-        values: JSON values that belong to the state and go into checkpoints.
-        private: What every request to private clients names besides: ``data_set``,
-            ``micro_batch_size`` and ``releases``, by kind their ``noise_multiplier``,
-            ``max_grad_norm`` and ``batch_size``; those of local training take ``local_steps``
-            in place of epochs. Empty, as at first, without privacy.
+        checkpoints: Where the state goes after every round; None keeps none.
+        private: The private terms of the stage; None without privacy.
         new_average: Makes what averages the clients' states: their weighted mean, or
             :class:`~fednas_flwr.exchange.robust.TrimmedMean`.
-    """
+        momentum: Of local training. ``reset``: optimisers begin anew with every request.
+            ``averaged``: their moments travel with the model and are averaged and checkpointed
+            like it, so that clients keep nothing. ``server``: clients step without momentum, and
+            the server moves the model by ``v = m v + (average - model)`` (FedAvgM: Hsu et al.
+            2019, arXiv 1909.06335).
 
-    new_average: Callable[[], WeightedAverage | TrimmedMean] = WeightedAverage
+    Attributes:
+        states: The global model: packed ``weights``, ``alphas`` and ``buffers``, and ``moments``
+            where they travel.
+        layouts: The tensors of each state.
+        values: JSON values that belong to the state and go into checkpoints.
+    """
 
     def __init__(
         self,
@@ -71,19 +87,23 @@ class RoundStrategy(Strategy):
         courier: Courier,
         *,
         space: SearchSpace | None = None,
-        checkpoints: CheckpointFolder | None = None,
         stage: str = "search",
+        checkpoints: CheckpointFolder | None = None,
+        private: PrivateStage | None = None,
+        new_average: Callable[[], WeightedAverage | TrimmedMean] = WeightedAverage,
+        momentum: str = "reset",
     ) -> None:
         """See the class."""
-        tensors = {name: state for name, state in network_states(network).items() if state}
-        self.layouts = {name: Layout.of(state) for name, state in tensors.items()}
-        self.states: dict[str, Packed] = {name: pack(state) for name, state in tensors.items()}
+        if momentum not in MOMENTA:
+            raise unknown_choice("momentum", momentum, MOMENTA)
+        self.private, self.new_average, self.momentum = private, new_average, momentum
+        self.layouts, self.states = self._initial(network)
+        self._velocity: dict[str, Packed] = {}
         self.values: dict[str, Any] = {}
         self.courier = courier
         self.space = space
         self.checkpoints = checkpoints
         self.stage = stage
-        self.private: Mapping[str, Any] = {}
         self._round = 0
         self._phase = 0
         self._client_metrics: dict[int, dict[str, float]] = {}
@@ -99,6 +119,24 @@ class RoundStrategy(Strategy):
             num_rounds: Rounds of the stage.
         """
 
+    @property
+    def site(self) -> Site | None:
+        """What requests to private clients name besides, None without privacy."""
+        if self.private is None:
+            return None
+        return Site(self.private.data_set, self.private.micro_batch_size)
+
+    @property
+    def model(self) -> dict[str, Packed]:
+        """The states of the global model that are a network's."""
+        return {name: state for name, state in self.states.items() if name != MOMENTS}
+
+    def amount(self, local_epochs: int, batch_size: int | None) -> Amount:
+        """Return how long clients train: epochs of batches, with privacy steps."""
+        if self.private is None:
+            return Amount(local_epochs, None, batch_size)
+        return Amount(None, self.private.local_steps, None)
+
     def server_tensors(self) -> Tensors:
         """Return further tensors of the server's state, e.g. an optimiser's, for the checkpoint."""
         return {}
@@ -109,12 +147,11 @@ class RoundStrategy(Strategy):
     def ask(
         self,
         verb: str,
+        settings: Settings,
         *,
-        settings: Mapping[str, Any] | None = None,
-        own_settings: Mapping[int, Mapping[str, Any]] | None = None,
+        own_settings: Mapping[int, Settings] | None = None,
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
-        sparse: bool = False,
     ) -> Iterator[tuple[int, Reply]]:
         """Ask all clients one verb; yields ``(client, reply)``, see :meth:`Courier.ask`."""
         self._phase += 1
@@ -123,11 +160,10 @@ class RoundStrategy(Strategy):
             stage=self.stage,
             server_round=self._round,
             phase=self._phase,
-            settings={**(settings or {}), **self.private},
+            settings=settings,
             own_settings=own_settings,
             states=states,
             layouts=layouts,
-            sparse=sparse,
         ):
             self._client_metrics.setdefault(client, {}).update(reply.metrics)
             yield client, reply
@@ -144,6 +180,23 @@ class RoundStrategy(Strategy):
             average.add(reply.states, weight=reply.num_examples)
             metrics.append(replace(reply, states={}))
         return average.result(), mean_metrics(metrics)
+
+    def client_weights(self, weights: SGD) -> SGD:
+        """Return the constants that clients step by: without momentum where the server has it."""
+        return replace(weights, momentum=0.0) if self.momentum == "server" else weights
+
+    def move(self, average: dict[str, Packed], momentum: float) -> None:
+        """Make the clients' average the global model, with the server's momentum if it has any."""
+        if self.momentum == "server":
+            for dtype, vector in average["weights"].items():
+                before = self.states["weights"][dtype]
+                velocity = self._velocity.setdefault("weights", {})
+                moved = vector - before
+                if dtype in velocity:
+                    moved = moved.add_(velocity[dtype], alpha=momentum)
+                velocity[dtype] = moved
+                average["weights"][dtype] = before + moved
+        self.states = average
 
     def start(
         self,
@@ -242,7 +295,7 @@ class RoundStrategy(Strategy):
 
     def load_into(self, network: nn.Module) -> None:
         """Copy the global model into ``network``, which must have the same tensors."""
-        load_states(network, self.states)
+        load_states(network, self.model)
 
     def named_arrays(self) -> ArrayRecord:
         """Return the global model as named tensors, ``<state>.<tensor>``."""
@@ -281,6 +334,14 @@ class RoundStrategy(Strategy):
         """Not used, see :meth:`configure_train`."""
         raise NotImplementedError("run_round takes the place of Flower's four round methods")
 
+    def _initial(self, network: nn.Module) -> tuple[dict[str, Layout], dict[str, Packed]]:
+        """Return layouts and packed states of a network, and of its moments if they travel."""
+        tensors = {name: state for name, state in network_states(network).items() if state}
+        if self.momentum == "averaged":
+            tensors[MOMENTS] = no_moments(network)
+        layouts = {name: Layout.of(state) for name, state in tensors.items()}
+        return layouts, {name: pack(state) for name, state in tensors.items()}
+
     def _alpha_metrics(self) -> dict[str, float]:
         if self.space is None or "alphas" not in self.states:
             return {}
@@ -306,6 +367,11 @@ class RoundStrategy(Strategy):
             for dtype, vector in packed.items()
         }
         tensors |= {f"{SERVER}{name}": tensor for name, tensor in self.server_tensors().items()}
+        tensors |= {
+            f"{VELOCITY}{state}.{dtype}": vector
+            for state, packed in self._velocity.items()
+            for dtype, vector in packed.items()
+        }
         self.checkpoints.save(Checkpoint(self.stage, server_round, tensors, self.values))
 
     def _restore(self) -> int:
@@ -317,6 +383,10 @@ class RoundStrategy(Strategy):
             for dtype in packed:
                 packed[dtype] = checkpoint.tensors[f"{state}.{dtype}"]
         self.load_server_tensors(server_state(checkpoint))
+        for name, tensor in checkpoint.tensors.items():
+            if name.startswith(VELOCITY):
+                state, dtype = name.removeprefix(VELOCITY).split(".")
+                self._velocity.setdefault(state, {})[dtype] = tensor
         self.values = dict(checkpoint.values)
         return checkpoint.round
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from typing import Unpack
 
 import torch
 
-from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.messages import Reply
+from fednas_flwr.exchange.requests import RewardCandidates, TrainCandidates
 from fednas_flwr.exchange.states import Layout, Tensors, WeightedAverage, unpack
+from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, rewards_release
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.samplers import Path, Sampler
 from fednas_flwr.search.settings import SGD, DPAware
 from fednas_flwr.search_spaces.dp_cells import DPCellSpace
 from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.space import Supernet
-from fednas_flwr.strategies.base import RoundStrategy, mean_metrics
+from fednas_flwr.strategies.base import RoundStrategy, Shared, mean_metrics
 
 EXACT_REWARDS, NOISY_REWARDS = (0.0, 1.0), (-1.0, 2.0)  # what a client's accuracy is held to
 
@@ -47,11 +48,11 @@ class DPNAS(RoundStrategy):
         warm_up_rounds: First rounds, which only train.
         local_steps: Steps of a client on each candidate.
         batch_size: Records per step.
-        weights: SGD, annealed over the rounds; clients begin each round without momentum.
+        weights: SGD, annealed over the rounds.
         dp_aware: DP-SGD's clipping and noise as a regulariser, with no claim; None trains plainly.
-            ``private`` takes its place.
+            With ``private`` the noise of the releases takes its place.
         seed: The run's seed; the samples of a round come from (seed, round).
-        checkpoints: Where the state goes after every round.
+        **shared: See :class:`RoundStrategy`.
     """
 
     def __init__(
@@ -70,34 +71,35 @@ class DPNAS(RoundStrategy):
         weights: SGD,
         seed: int,
         dp_aware: DPAware | None = None,
-        checkpoints: CheckpointFolder | None = None,
+        **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
-        super().__init__(supernet, courier, space=space, checkpoints=checkpoints)
+        super().__init__(supernet, courier, space=space, **shared)
         for states in (self.states, self.layouts):
             del states["alphas"]  # paths are sampled without
         self.cells, self.sampler, self.seed = space, sampler, seed
         self.counts = (trained_candidates, rewarded_candidates, final_candidates)
         self.warm_up_rounds, self.weights = warm_up_rounds, weights
-        self.settings = {
-            "local_steps": local_steps,
-            "batch_size": batch_size,
-            "dp_aware": None if dp_aware is None else asdict(dp_aware),
-        }
+        self.local_steps, self.batch_size, self.dp_aware = local_steps, batch_size, dp_aware
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train candidates, then teach the controller; after the last round choose."""
         trained, rewarded, final = self.counts
         generator = make_generator(self.seed, "dpnas", server_round)
-        settings = {
-            **self.settings,
-            "step": server_round - 1,
-            "candidates": self.sampler.sample(trained, generator),
-            "weights": asdict(self.weights.at_round(server_round, num_rounds)),
-        }
-        self.states, metrics = self.average(
-            self.ask("train.candidate", settings=settings, states=self.states, layouts=self.layouts)
+        is_private = self.private is not None
+        request = TrainCandidates(
+            self.sampler.sample(trained, generator),
+            step=server_round - 1,
+            local_steps=self.local_steps,
+            batch_size=None if is_private else self.batch_size,
+            weights=self.client_weights(self.weights.at_round(server_round, num_rounds)),
+            dp_aware=None if is_private else self.dp_aware,
+            site=self.site,
         )
+        average, metrics = self.average(
+            self.ask("train.candidate", request, states=self.states, layouts=self.layouts)
+        )
+        self.move(average, self.weights.momentum)
         if server_round > self.warm_up_rounds:
             paths = self.sampler.sample(rewarded, generator)
             rewards, measured = self._measure(paths, server_round)
@@ -119,8 +121,8 @@ class DPNAS(RoundStrategy):
         average, replies = self.new_average(), []
         for _, reply in self.ask(
             "evaluate.candidates",
-            settings={"candidates": paths},
-            states=self.states,
+            RewardCandidates([list(path) for path in paths], site=self.site),
+            states=self.model,
             layouts={"rewards": layout},
         ):
             own = {
@@ -133,8 +135,8 @@ class DPNAS(RoundStrategy):
         noise: float | None = 0.0
         if self.private and not isinstance(average, WeightedAverage):
             noise = None  # depends on how the clients' values lie
-        elif self.private:
-            sigma = self.private["releases"]["rewards"]["noise_multiplier"]
+        elif self.private is not None:
+            sigma = self.private.noise_multiplier("rewards") or 0.0
             noise = sigma * math.sqrt(len(paths) * len(replies)) / weight
         self.courier.emit(
             "rewarded", stage=self.stage, round=server_round, paths=paths, rewards=rewards,
@@ -160,3 +162,23 @@ class DPNAS(RoundStrategy):
     def load_server_tensors(self, tensors: Tensors) -> None:
         """Take back what the controller has learnt."""
         self.sampler.load(tensors)
+
+
+def releases(
+    server_round: int,
+    num_rounds: int,
+    *,
+    trained_candidates: int,
+    warm_up_rounds: int,
+    local_steps: int,
+    batch_size: int,
+    norms: Mapping[str, float],
+) -> list[PlannedRelease]:
+    """Return what a round releases of each client; the last one measures twice."""
+    steps = trained_candidates * local_steps
+    weights = {"weights": "train.candidate"}
+    planned = gradient_releases(weights, batch_size=batch_size, steps=steps, norms=norms)
+    measured = (server_round > warm_up_rounds) + (server_round == num_rounds)
+    if measured:
+        planned += [rewards_release("search", "evaluate.candidates", measured, norms["rewards"])]
+    return planned

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from typing import Unpack
 
-from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.messages import Reply
+from fednas_flwr.exchange.requests import LocalSearch, Search
+from fednas_flwr.hardware.costs import HardwareTerms
+from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases
+from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
-from fednas_flwr.strategies.base import RoundStrategy
+from fednas_flwr.strategies.base import RoundStrategy, Shared
 
 
 class FDNAS(RoundStrategy):
     """Zhang et al. (2020), FDNAS, Alg. 1: local epochs on sampled paths, averaged by N_k / N.
 
-    Weights and alphas are averaged alike. Clients keep no state between rounds: momentum and Adam's
-    second moments start anew each round.
+    Weights and alphas are averaged alike.
 
     Args:
         supernet: Of the MBConv space; the initial global state.
@@ -28,11 +31,10 @@ class FDNAS(RoundStrategy):
         batch_size: Records per step.
         weights: SGD with Nesterov's momentum, annealed over the rounds.
         alphas: Adam with betas (0, .999).
-        hardware: What cost does to the loss of the alphas, see ``hardware.costs.loss_settings``;
-            None leaves it out.
+        hardware: What cost does to the loss of the alphas; None leaves it out.
         sparse: Whether clients send only tensors that they have changed, and so only the paths that
             they have trained. The average is the same to the last bit.
-        checkpoints: Where the state goes after every round.
+        **shared: See :class:`RoundStrategy`.
     """
 
     def __init__(
@@ -47,35 +49,48 @@ class FDNAS(RoundStrategy):
         batch_size: int,
         weights: SGD,
         alphas: Adam,
-        hardware: Mapping[str, object] | None = None,
+        hardware: HardwareTerms | None = None,
         sparse: bool = False,
-        checkpoints: CheckpointFolder | None = None,
+        **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
-        super().__init__(supernet, courier, space=space, checkpoints=checkpoints)
-        self.weights, self.warm_up_rounds, self.sparse = weights, warm_up_rounds, sparse
-        self.settings = {
-            "gates": gates,
-            "local_epochs": local_epochs,
-            "batch_size": batch_size,
-            "alphas": asdict(alphas),
-            "hardware": hardware,
-        }
+        super().__init__(supernet, courier, space=space, **shared)
+        self.gates, self.warm_up_rounds, self.hardware = gates, warm_up_rounds, hardware
+        self.local_epochs, self.batch_size, self.sparse = local_epochs, batch_size, sparse
+        self.weights, self.alphas_settings = weights, alphas
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Search locally everywhere, average weights, alphas and buffers."""
-        settings = {
-            **self.settings,
-            "weights": asdict(self.weights.at_round(server_round, num_rounds)),
-            "warm_up": server_round <= self.warm_up_rounds,
-        }
-        self.states, metrics = self.average(
-            self.ask(
-                "train.search",
-                settings=settings,
-                states=self.states,
-                layouts=self.layouts,
-                sparse=self.sparse,
-            )
-        )
+        weights = self.weights.at_round(server_round, num_rounds)
+        replies = self.search(weights, warm_up=server_round <= self.warm_up_rounds)
+        average, metrics = self.average(replies)
+        self.move(average, self.weights.momentum)
         return metrics
+
+    def search(
+        self, weights: SGD, *, warm_up: bool, stage: str | None = None
+    ) -> Iterator[tuple[int, Reply]]:
+        """Yield every client's weights, alphas and buffers after its local epochs."""
+        local = LocalSearch(
+            self.amount(self.local_epochs, self.batch_size),
+            self.client_weights(weights),
+            self.alphas_settings,
+            paths=SampledPaths(self.gates, warm_up, self.hardware),
+        )
+        request = Search(local, sparse=self.sparse, site=self.site)
+        return self.ask("train.search", request, states=self.states, layouts=self.layouts)
+
+
+def releases(
+    server_round: int,
+    num_rounds: int,
+    *,
+    warm_up_rounds: int,
+    batch_size: int,
+    local_steps: int,
+    norms: Mapping[str, float],
+) -> list[PlannedRelease]:
+    """Return what a round releases of each client; the warm-up releases no alphas."""
+    states = ("weights",) if server_round <= warm_up_rounds else ("weights", "alphas")
+    verbs = dict.fromkeys(states, "train.search")
+    return gradient_releases(verbs, batch_size=batch_size, steps=local_steps, norms=norms)

@@ -5,19 +5,29 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.requests import (
+    LocalSearch,
+    LocalTraining,
+    Probe,
+    Search,
+    Train,
+    Trial,
+)
 from fednas_flwr.exchange.states import Layout, unpack
+from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, rewards_release
 from fednas_flwr.randomness import make_generator
-from fednas_flwr.search.settings import LEAST_LOSS_BOUND, Configuration
+from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.search.settings import LEAST_LOSS_BOUND, SGD, Configuration
 from fednas_flwr.search.tuner import Tuner
 from fednas_flwr.search_spaces.space import SearchSpace
-from fednas_flwr.strategies.base import RoundStrategy
+from fednas_flwr.strategies.base import RoundStrategy, Shared
 
 BOUND_PER_SCALE = 4.0
 
@@ -43,14 +53,14 @@ class FEATHERS(RoundStrategy):
         description: What clients build the same network from, see ``clients.Client.network``.
         tuner: The bandit and its arms.
         nas_rounds: Rounds of training between two explorations.
-        rule: Of the search, see ``search.local_search``.
+        alternating: The clients' steps in the search.
         local_epochs: Passes over each client's training records per round and per trial.
         batch_size: Records per step.
         clip_norm: Of the weights' batch gradients; None does not clip.
         auxiliary_weight: Weight of a derived network's auxiliary loss.
         loss_bound: M; a record counts for at most this much in a reward.
         seed: The run's seed; the draw before a round comes from (seed, stage, round).
-        checkpoints: Where the state goes after every round.
+        **shared: See :class:`RoundStrategy`.
     """
 
     def __init__(
@@ -59,40 +69,33 @@ class FEATHERS(RoundStrategy):
         courier: Courier,
         *,
         space: SearchSpace | None,
-        description: Mapping[str, object],
+        description: Mapping[str, Any],
         tuner: Tuner,
         nas_rounds: int,
-        rule: str,
+        alternating: Alternating,
         local_epochs: int,
         batch_size: int,
         clip_norm: float | None,
         loss_bound: float,
         seed: int,
         auxiliary_weight: float = 0.0,
-        checkpoints: CheckpointFolder | None = None,
+        **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
         super().__init__(
             network,
             courier,
             space=space,
-            checkpoints=checkpoints,
             stage="retrain" if space is None else "search",
+            **shared,
         )
         self.tuner = tuner
         self.nas_rounds, self.clip_norm, self.seed = nas_rounds, clip_norm, seed
         self.loss_bound = loss_bound
         self.values = {"tuner": tuner.to_json(), "loss": None}
-        self.verb = "train.weights" if space is None else "train.search"
-        self.settings = {
-            "network": description,
-            "split": "train",
-            "rule": rule,
-            "validation_weight": 1.0,
-            "local_epochs": local_epochs,
-            "batch_size": batch_size,
-            "auxiliary_weight": auxiliary_weight,
-        }
+        self.description, self.alternating = dict(description), alternating
+        self.local_epochs, self.batch_size = local_epochs, batch_size
+        self.auxiliary_weight = auxiliary_weight
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Explore where it is time to, then train with the best configuration."""
@@ -100,14 +103,13 @@ class FEATHERS(RoundStrategy):
         if explores(server_round, self.nas_rounds):
             self._explore(server_round, progress=(server_round - 1) / num_rounds)
         best = self.tuner.best()
-        self.states, metrics = self.average(
-            self.ask(
-                self.verb,
-                settings={**self.settings, **self._trial(best)},
-                states=self.states,
-                layouts=self.layouts,
-            )
-        )
+        local, sent = self._local(best), {"states": self.states, "layouts": self.layouts}
+        if isinstance(local, LocalTraining):
+            replies = self.ask("train.weights", Train(local, site=self.site), **sent)
+        else:
+            replies = self.ask("train.search", Search(local, site=self.site), **sent)
+        average, metrics = self.average(replies)
+        self.move(average, best.momentum)
         loss = metrics.get("validation_loss", metrics.get("train_loss"))
         self.values = {"tuner": self.tuner.to_json(), "loss": loss}
         return metrics | {"lr": best.lr, "alpha_lr": best.alpha_lr}
@@ -143,7 +145,7 @@ class FEATHERS(RoundStrategy):
     def _bound(self) -> float:
         """Return M of the next phase."""
         scale = self.tuner.bandit.scale
-        if not self.private or scale == 0:
+        if self.private is None or scale == 0:
             return self.loss_bound
         return min(self.loss_bound, max(LEAST_LOSS_BOUND, BOUND_PER_SCALE * scale))
 
@@ -156,30 +158,87 @@ class FEATHERS(RoundStrategy):
         more: one client's nonsense must not choose.
         """
         layout = Layout.of({"rewards": torch.zeros(len(configurations))})
-        trials = [self._trial(configuration) for configuration in configurations]
-        settings = {**self.settings, "trials": trials, "loss_bound": bound}
+        local = self._local(configurations[0])
+        request = Probe(
+            search=local if isinstance(local, LocalSearch) else None,
+            training=local if isinstance(local, LocalTraining) else None,
+            trials=[Trial(self._sgd(c), c.adam(), c.dropout) for c in configurations],
+            loss_bound=bound,
+            site=self.site,
+        )
         total = torch.zeros(len(configurations), dtype=torch.float64)
         weight, num_clients = 0.0, 0
         for _, reply in self.ask(
-            "train.probe", settings=settings, states=self.states, layouts={"rewards": layout}
+            "train.probe", request, states=self.states, layouts={"rewards": layout}
         ):
             decreases = unpack(reply.states["rewards"], layout)["rewards"].double()
             total += reply.num_examples * decreases.clamp(-bound, bound)
             weight += reply.num_examples
             num_clients += 1
-        sigma = self.private["releases"]["rewards"]["noise_multiplier"] if self.private else 0.0
-        noise = bound * sigma * math.sqrt(num_clients) / weight
+        sigma = self.private.noise_multiplier("rewards") if self.private is not None else None
+        noise = bound * (sigma or 0.0) * math.sqrt(num_clients) / weight
         return (total / weight).tolist(), noise
 
-    def _trial(self, configuration: Configuration) -> dict[str, object]:
-        """Return the settings that a configuration stands for."""
-        return {
-            "weights": asdict(configuration.sgd(self.clip_norm)),
-            "alphas": asdict(configuration.adam()),
-            "drop_path_prob": configuration.dropout,
-        }
+    def _local(self, configuration: Configuration) -> LocalSearch | LocalTraining:
+        """Return what clients do with a configuration."""
+        amount, sgd = self.amount(self.local_epochs, self.batch_size), self._sgd(configuration)
+        if self.space is not None:
+            return LocalSearch(amount, sgd, configuration.adam(), alternating=self.alternating)
+        return LocalTraining(
+            self.description,
+            "train",
+            amount,
+            sgd,
+            self.auxiliary_weight,
+            configuration.dropout,
+        )
+
+    def _sgd(self, configuration: Configuration) -> SGD:
+        return self.client_weights(configuration.sgd(self.clip_norm))
 
 
 def explores(server_round: int, nas_rounds: int) -> bool:
     """Return whether a round, from 1, begins with an exploration."""
     return (server_round - 1) % nas_rounds == 0
+
+
+def releases(
+    server_round: int,
+    num_rounds: int,
+    *,
+    stage: str,
+    nas_rounds: int,
+    most_trials: int,
+    batch_size: int,
+    local_steps: int,
+    norms: Mapping[str, float],
+) -> list[PlannedRelease]:
+    """Return what a round releases of each client, at most: kappa is largest at first.
+
+    Args:
+        server_round: From 1.
+        num_rounds: Rounds of the stage.
+        stage: ``search`` or ``retrain``.
+        nas_rounds: Rounds between two explorations.
+        most_trials: Largest kappa.
+        batch_size: Expected.
+        local_steps: Of a round and of a trial.
+        norms: Clipping norms by kind.
+    """
+    trials = most_trials if explores(server_round, nas_rounds) else 0
+    steps = {"train.search": local_steps, "train.probe": trials * local_steps}
+    states = ("weights", "alphas")
+    if stage == "retrain":
+        steps = {"train.weights": local_steps, "train.probe": trials * local_steps}
+        states = ("weights",)
+    planned = [
+        replace(release, stage=stage)
+        for verb, number in steps.items()
+        if number
+        for release in gradient_releases(
+            dict.fromkeys(states, verb), batch_size=batch_size, steps=number, norms=norms
+        )
+    ]
+    if trials:
+        planned += [rewards_release(stage, "train.probe", trials, norms["rewards"])]
+    return planned

@@ -7,21 +7,33 @@ server averages both with weights N_k / N.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from typing import Unpack
 
-from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.messages import Reply
+from fednas_flwr.exchange.requests import LocalSearch, Search
+from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases
+from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
-from fednas_flwr.strategies.base import RoundStrategy
+from fednas_flwr.strategies.base import RoundStrategy, Shared
 
 
 class FedDARTS(RoundStrategy):
     """FedAvg of DARTS' alternating steps (Seng et al., 2023, FEATHERS, section 4, baseline).
 
-    With ``rule="mixed_level"`` it is FedNAS (He et al., 2020, arXiv 2004.08546, Alg. 1). Clients
-    keep no state between rounds: momentum and Adam's moments start anew each round.
+    With the rule ``mixed_level`` it is FedNAS (He et al., 2020, arXiv 2004.08546, Alg. 1).
+
+    Args:
+        supernet: Newly initialised.
+        courier: Reaches the clients.
+        space: Search space of the supernet.
+        alternating: The clients' steps.
+        local_epochs: Passes over each client's training records per round.
+        batch_size: Records per step.
+        weights: SGD, annealed over the rounds.
+        alphas: Adam.
+        **shared: See :class:`RoundStrategy`.
     """
 
     def __init__(
@@ -30,36 +42,44 @@ class FedDARTS(RoundStrategy):
         courier: Courier,
         *,
         space: SearchSpace,
-        rule: str,
+        alternating: Alternating,
         local_epochs: int,
         batch_size: int,
         weights: SGD,
         alphas: Adam,
-        validation_weight: float = 1.0,
-        checkpoints: CheckpointFolder | None = None,
+        **shared: Unpack[Shared],
     ) -> None:
-        """Take the constants; see ``search.local_search`` for ``rule``."""
-        super().__init__(supernet, courier, space=space, checkpoints=checkpoints)
-        self.weights = weights
-        self.settings = {
-            "rule": rule,
-            "validation_weight": validation_weight,
-            "local_epochs": local_epochs,
-            "batch_size": batch_size,
-            "alphas": asdict(alphas),
-        }
+        """See the class."""
+        super().__init__(supernet, courier, space=space, **shared)
+        self.alternating, self.weights, self.alphas_settings = alternating, weights, alphas
+        self.local_epochs, self.batch_size = local_epochs, batch_size
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Search locally everywhere, average weights, alphas and buffers."""
-        self.states, metrics = self.average(self.search(server_round, num_rounds))
+        average, metrics = self.average(self.search(server_round, num_rounds))
+        self.move(average, self.weights.momentum)
         return metrics
 
     def search(self, server_round: int, num_rounds: int) -> Iterator[tuple[int, Reply]]:
         """Yield every client's weights, alphas and buffers after its local epochs."""
-        weights = asdict(self.weights.at_round(server_round, num_rounds))
-        return self.ask(
-            "train.search",
-            settings={**self.settings, "weights": weights},
-            states=self.states,
-            layouts=self.layouts,
+        local = LocalSearch(
+            self.amount(self.local_epochs, self.batch_size),
+            self.client_weights(self.weights.at_round(server_round, num_rounds)),
+            self.alphas_settings,
+            alternating=self.alternating,
         )
+        request = Search(local, site=self.site)
+        return self.ask("train.search", request, states=self.states, layouts=self.layouts)
+
+
+def releases(
+    server_round: int,
+    num_rounds: int,
+    *,
+    batch_size: int,
+    local_steps: int,
+    norms: Mapping[str, float],
+) -> list[PlannedRelease]:
+    """Return what a round releases of each client: every local step's two gradients."""
+    verbs = dict.fromkeys(("weights", "alphas"), "train.search")
+    return gradient_releases(verbs, batch_size=batch_size, steps=local_steps, norms=norms)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 from torch import nn
 
-from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.requests import LocalTraining, Train
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.settings import SGD
-from fednas_flwr.strategies.base import RoundStrategy
+from fednas_flwr.strategies.base import RoundStrategy, Shared
+
+SPLITS = ("train", "validation")  # what is trained on
 
 
 class FedAvg(RoundStrategy):
@@ -25,7 +28,7 @@ class FedAvg(RoundStrategy):
         weights: SGD, annealed over the rounds.
         auxiliary_weight: Weight of the auxiliary head's loss; 0 without one.
         drop_path_prob: Drop-path probability of the last round; rises linearly from 0.
-        checkpoints: Where the state goes after every round.
+        **shared: See :class:`RoundStrategy`.
     """
 
     def __init__(
@@ -33,35 +36,46 @@ class FedAvg(RoundStrategy):
         network: nn.Module,
         courier: Courier,
         *,
-        description: Mapping[str, object],
+        description: Mapping[str, Any],
         local_epochs: int,
         batch_size: int,
         weights: SGD,
         auxiliary_weight: float = 0.0,
         drop_path_prob: float = 0.0,
-        checkpoints: CheckpointFolder | None = None,
+        **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
-        super().__init__(network, courier, checkpoints=checkpoints, stage="retrain")
-        self.weights = weights
-        self.drop_path_prob = drop_path_prob
-        self.settings = {
-            "network": description,
-            "local_epochs": local_epochs,
-            "batch_size": batch_size,
-            "auxiliary_weight": auxiliary_weight,
-            "split": "train+validation",
-        }
+        super().__init__(network, courier, stage="retrain", **shared)
+        self.description, self.weights = dict(description), weights
+        self.local_epochs, self.batch_size = local_epochs, batch_size
+        self.auxiliary_weight, self.drop_path_prob = auxiliary_weight, drop_path_prob
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train locally everywhere on train and validation records, average the weights."""
-        settings = {
-            **self.settings,
-            "weights": asdict(self.weights.at_round(server_round, num_rounds)),
-            "drop_path_prob": self.drop_path_prob * (server_round - 1) / num_rounds,
-        }
-        replies = self.ask(
-            "train.weights", settings=settings, states=self.states, layouts=self.layouts
+        local = LocalTraining(
+            self.description,
+            "+".join(SPLITS),
+            self.amount(self.local_epochs, self.batch_size),
+            self.client_weights(self.weights.at_round(server_round, num_rounds)),
+            self.auxiliary_weight,
+            self.drop_path_prob * (server_round - 1) / num_rounds,
         )
-        self.states, metrics = self.average(replies)
+        request = Train(local, site=self.site)
+        replies = self.ask("train.weights", request, states=self.states, layouts=self.layouts)
+        average, metrics = self.average(replies)
+        self.move(average, self.weights.momentum)
         return metrics
+
+
+def releases(
+    server_round: int,
+    num_rounds: int,
+    *,
+    batch_size: int,
+    local_steps: int,
+    norm: float,
+    splits: Sequence[str] = SPLITS,
+) -> list[PlannedRelease]:
+    """Return what a round releases of each client: every local step's gradient."""
+    terms = (tuple(splits), batch_size, local_steps, norm)
+    return [PlannedRelease("retrain", "train.weights", "weights", *terms)]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
-from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.messages import Reply
+from fednas_flwr.exchange.requests import LocalTraining, Train
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.exponentiated_gradient import Theta, Trial
 from fednas_flwr.search.settings import Configuration, ThetaSettings
-from fednas_flwr.strategies.base import RoundStrategy
+from fednas_flwr.strategies.base import RoundStrategy, Shared
 
 
 class FedEx(RoundStrategy):
@@ -39,7 +38,7 @@ class FedEx(RoundStrategy):
         auxiliary_weight: Weight of the auxiliary head's loss; 0 without one.
         loss_bound: A client's validation loss counts for at most this much, in nats.
         seed: The run's seed; a client's draw comes from (seed, round, client).
-        checkpoints: Where the state goes after every round.
+        **shared: See :class:`RoundStrategy`.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class FedEx(RoundStrategy):
         network: nn.Module,
         courier: Courier,
         *,
-        description: Mapping[str, object],
+        description: Mapping[str, Any],
         configurations: Sequence[Configuration],
         theta: ThetaSettings,
         local_epochs: int,
@@ -56,22 +55,16 @@ class FedEx(RoundStrategy):
         auxiliary_weight: float,
         loss_bound: float,
         seed: int,
-        checkpoints: CheckpointFolder | None = None,
+        **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
-        super().__init__(network, courier, checkpoints=checkpoints, stage="retrain")
+        super().__init__(network, courier, stage="retrain", **shared)
         self.configurations = list(configurations)
         self.theta = Theta.of(len(self.configurations), theta)
         self.values = {"theta": self.theta.to_json()}
         self.clip_norm, self.loss_bound, self.seed = clip_norm, loss_bound, seed
-        self.settings = {
-            "network": description,
-            "local_epochs": local_epochs,
-            "batch_size": batch_size,
-            "auxiliary_weight": auxiliary_weight,
-            "split": "train",
-            "validates": True,
-        }
+        self.description, self.auxiliary_weight = dict(description), auxiliary_weight
+        self.local_epochs, self.batch_size = local_epochs, batch_size
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Draw a configuration for every client, train, average the weights, move theta."""
@@ -85,8 +78,8 @@ class FedEx(RoundStrategy):
         def observed() -> Iterator[tuple[int, Reply]]:
             for client, reply in self.ask(
                 "train.weights",
-                settings=self.settings,
-                own_settings={c: self._own_settings(index) for c, index in drawn.items()},
+                self._training(self.configurations[0]),
+                own_settings={c: self._training(self.configurations[i]) for c, i in drawn.items()},
                 states=self.states,
                 layouts=self.layouts,
             ):
@@ -102,12 +95,17 @@ class FedEx(RoundStrategy):
             "theta_entropy": self.theta.entropy(),
         }
 
-    def _own_settings(self, index: int) -> dict[str, Any]:
-        configuration = self.configurations[index]
-        return {
-            "weights": asdict(configuration.sgd(self.clip_norm)),
-            "drop_path_prob": configuration.dropout,
-        }
+    def _training(self, configuration: Configuration) -> Train:
+        """Return what a client with a configuration is asked."""
+        local = LocalTraining(
+            self.description,
+            "train",
+            self.amount(self.local_epochs, self.batch_size),
+            configuration.sgd(self.clip_norm),
+            self.auxiliary_weight,
+            configuration.dropout,
+        )
+        return Train(local, validates=True)
 
     def _loss(self, reply: Reply) -> float:
         """Return a client's loss, held to the bound: one client's nonsense must not choose."""

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.messages import Reply
+from fednas_flwr.exchange.requests import Evaluate, TakeGradients
 from fednas_flwr.exchange.states import Packed, Tensors, WeightedAverage
+from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, metrics_release
+from fednas_flwr.search.descent import clip_gradients, make_adam, make_sgd
 from fednas_flwr.search.settings import SGD, Adam
-from fednas_flwr.search.training import clip_gradients, make_adam, make_sgd
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
-from fednas_flwr.strategies.base import RoundStrategy, mean_metrics
+from fednas_flwr.strategies.base import RoundStrategy, Shared, mean_metrics
+from fednas_flwr.verbs import SUPERNET
 
 
 def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
@@ -39,7 +41,7 @@ class FNAS(RoundStrategy):
     The server's optimisers are SGD with momentum for W and Adam for A, as in the public code.
     ``fused`` asks for both gradients in one exchange, at the same W: half the exchanges, a
     deviation from Algorithm 1. With ``private`` this is DP-FNAS, of first order only; then the
-    supernet is not evaluated unless ``releases`` holds ``metrics``.
+    supernet is not evaluated unless metrics are to be released.
 
     Args:
         supernet: Newly initialised.
@@ -54,7 +56,7 @@ class FNAS(RoundStrategy):
         evaluate_every: Rounds between evaluations of the supernet on validation records; 0: never.
         weights: SGD, annealed over the rounds.
         alphas: Adam.
-        checkpoints: Where the state goes after every round.
+        **shared: See :class:`RoundStrategy`; the server's own SGD has the momentum.
     """
 
     def __init__(
@@ -71,10 +73,10 @@ class FNAS(RoundStrategy):
         evaluate_every: int = 0,
         weights: SGD,
         alphas: Adam,
-        checkpoints: CheckpointFolder | None = None,
+        **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
-        super().__init__(supernet, courier, space=space, checkpoints=checkpoints)
+        super().__init__(supernet, courier, space=space, **{**shared, "momentum": "reset"})
         self.order, self.reduce, self.fused = order, reduce, fused
         self.local_steps, self.batch_size = local_steps, batch_size
         self.evaluate_every = evaluate_every
@@ -89,24 +91,26 @@ class FNAS(RoundStrategy):
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """One iteration: gradients of W, step; gradients of A at the new W, step."""
         sgd = self.weights.at_round(server_round, num_rounds)
-        settings = {
-            "step": server_round - 1,
-            "local_steps": self.local_steps,
-            "local_lrs": {"weights": sgd.lr, "alphas": self.alphas_settings.lr},
-            "batch_size": self.batch_size,
-            "order": self.order,
-            "inner_lr": sgd.lr,
-        }
+        request = TakeGradients(
+            step=server_round - 1,
+            local_steps=self.local_steps,
+            local_lrs={"weights": sgd.lr, "alphas": self.alphas_settings.lr},
+            batch_size=None if self.private is not None else self.batch_size,
+            order=self.order,
+            inner_lr=sgd.lr,
+            site=self.site,
+        )
         self._optimizers["weights"].param_groups[0]["lr"] = sgd.lr
         if self.fused:
-            metrics = self._step(("weights", "alphas"), "train.gradients", settings, sgd)
+            metrics = self._step(("weights", "alphas"), "train.gradients", request, sgd)
             return metrics | self._evaluate(server_round, num_rounds)
         before = {"previous_weights": {n: v.clone() for n, v in self.states["weights"].items()}}
-        metrics = self._step(("weights",), "train.weight_gradient", settings | {"order": 1}, sgd)
+        first_order = replace(request, order=1)
+        metrics = self._step(("weights",), "train.weight_gradient", first_order, sgd)
         metrics |= self._step(
             ("alphas",),
             "train.alpha_gradient",
-            settings,
+            request,
             sgd,
             further=before if self.order == 2 else {},
         )
@@ -116,7 +120,7 @@ class FNAS(RoundStrategy):
         self,
         states: tuple[str, ...],
         verb: str,
-        settings: Mapping[str, Any],
+        request: TakeGradients,
         sgd: SGD,
         *,
         further: Mapping[str, Packed] | None = None,
@@ -129,7 +133,7 @@ class FNAS(RoundStrategy):
         names = [*states, "buffers"] if "weights" in states else states
         layouts = {name: self.layouts[name] for name in names if name in self.layouts}
         replies = self.ask(
-            verb, settings=settings, states={**self.states, **(further or {})}, layouts=layouts
+            verb, request, states={**self.states, **(further or {})}, layouts=layouts
         )
         totals: dict[str, Tensor] = {}
         num_examples = 0.0
@@ -161,13 +165,10 @@ class FNAS(RoundStrategy):
         """Evaluate the supernet on the clients' validation records when it is time to."""
         if not evaluates(self.evaluate_every, server_round, num_rounds):
             return {}
-        if self.private and "metrics" not in self.private["releases"]:
+        if self.private is not None and self.private.noise_multiplier("metrics") is None:
             return {}
-        replies = self.ask(
-            "evaluate.model",
-            settings={"network": {"name": "supernet"}, "split": "validation"},
-            states=self.states,
-        )
+        request = Evaluate({"name": SUPERNET}, "validation", site=self.site)
+        replies = self.ask("evaluate.model", request, states=self.states)
         metrics = mean_metrics(reply for _, reply in replies)
         return {f"validation_{name}": value for name, value in metrics.items()}
 
@@ -194,3 +195,24 @@ class FNAS(RoundStrategy):
             }
             if moments:
                 optimizer.state[vector] = moments
+
+
+def releases(
+    server_round: int,
+    num_rounds: int,
+    *,
+    fused: bool,
+    local_steps: int,
+    batch_size: int | None,
+    evaluate_every: int,
+    measures: bool,
+    norms: Mapping[str, float],
+) -> list[PlannedRelease]:
+    """Return what a round releases of each client; with ``measures`` also the supernet's metrics."""
+    verbs = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
+    if fused:
+        verbs = dict.fromkeys(verbs, "train.gradients")
+    planned = gradient_releases(verbs, batch_size=batch_size, steps=local_steps, norms=norms)
+    if measures and evaluates(evaluate_every, server_round, num_rounds):
+        planned += [metrics_release("search", "validation")]
+    return planned

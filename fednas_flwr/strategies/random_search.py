@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
-from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.messages import Reply
-from fednas_flwr.exchange.states import Layout, network_states, pack
+from fednas_flwr.exchange.requests import Evaluate, LocalTraining, Train
+from fednas_flwr.exchange.states import MOMENTS
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.search.settings import SGD, Configuration, Range
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.search_spaces.space import SearchSpace
-from fednas_flwr.strategies.base import RoundStrategy, mean_metrics
+from fednas_flwr.strategies.base import RoundStrategy, Shared, mean_metrics
 
 
 class RandomSearch(RoundStrategy):
@@ -37,7 +37,7 @@ class RandomSearch(RoundStrategy):
         batch_size: Records per step.
         weights: SGD, annealed over the trial rounds.
         ranges: Of the hyper-parameters; None trains all candidates with ``weights``.
-        checkpoints: Where the best candidate so far goes after every round.
+        **shared: See :class:`RoundStrategy`.
     """
 
     def __init__(
@@ -53,19 +53,14 @@ class RandomSearch(RoundStrategy):
         batch_size: int,
         weights: SGD,
         ranges: Mapping[str, Range] | None = None,
-        checkpoints: CheckpointFolder | None = None,
+        **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
-        super().__init__(nn.Module(), courier, space=space, checkpoints=checkpoints)
+        super().__init__(nn.Module(), courier, space=space, **shared)
         self.describe, self.make_network, self.seed = describe, make_network, seed
         self.trial_rounds = trial_rounds
         self.weights, self.ranges = weights, ranges
-        self.settings = {
-            "local_epochs": local_epochs,
-            "batch_size": batch_size,
-            "auxiliary_weight": 0.0,
-            "split": "train",
-        }
+        self.local_epochs, self.batch_size = local_epochs, batch_size
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Draw, train and rank one candidate; keep it if it is the best so far."""
@@ -89,26 +84,24 @@ class RandomSearch(RoundStrategy):
     def _try(self, genotype: Genotype, configuration: Configuration | None) -> dict[str, float]:
         """Return training and validation metrics of one candidate; none without trial rounds."""
         description = self.describe(genotype)
-        tensors = network_states(self.make_network(description))
-        tensors = {name: state for name, state in tensors.items() if state}
-        layouts = {name: Layout.of(state) for name, state in tensors.items()}
-        states = {name: pack(state) for name, state in tensors.items()}
+        layouts, states = self._initial(self.make_network(description))
         sgd = configuration.annealed(self.weights) if configuration else self.weights
         drop_path_prob = configuration.dropout if configuration else 0.0
         metrics: dict[str, float] = {}
         for trial in range(1, self.trial_rounds + 1):
-            settings = {
-                **self.settings,
-                "network": description,
-                "weights": asdict(sgd.at_round(trial, self.trial_rounds)),
-                "drop_path_prob": drop_path_prob * (trial - 1) / self.trial_rounds,
-            }
-            states, metrics = self.average(
-                self.ask("train.weights", settings=settings, states=states, layouts=layouts)
+            local = LocalTraining(
+                description,
+                "train",
+                self.amount(self.local_epochs, self.batch_size),
+                sgd.at_round(trial, self.trial_rounds),
+                0.0,
+                drop_path_prob * (trial - 1) / self.trial_rounds,
             )
+            replies = self.ask("train.weights", Train(local), states=states, layouts=layouts)
+            states, metrics = self.average(replies)
         if self.trial_rounds:
-            settings = {"network": description, "split": "validation"}
-            replies = self.ask("evaluate.model", settings=settings, states=states)
+            states.pop(MOMENTS, None)
+            replies = self.ask("evaluate.model", Evaluate(description, "validation"), states=states)
             validation = mean_metrics(_held(reply) for _, reply in replies)
             metrics |= {f"validation_{name}": value for name, value in validation.items()}
         return metrics

@@ -1,0 +1,225 @@
+"""Gradients of private clients: noised releases of clipped sums over Poisson batches.
+
+Guarantee: every gradient is one release, as booked. A path or a candidate is drawn from the run's
+seed and what was released before, so given it a step is DP-SGD on one network. What lies beside it
+has no gradient whatever the records are: noise is on the path's own weights, by which a record's
+gradient is clipped, and no other moves.
+
+Tensor suffixes: B records, E blocks, O ops, K ops that are computed in a block.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fednas_flwr.clients.admission import gate_of, rehearse, site_of
+from fednas_flwr.clients.client import Client
+from fednas_flwr.data.loaders import Split
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.exchange.messages import Request
+from fednas_flwr.exchange.states import Tensors
+from fednas_flwr.hardware.costs import HardwareLoss
+from fednas_flwr.privacy.clipping import (
+    Relaxation,
+    clipped_alpha_gradient_sum,
+    clipped_gradient_sum,
+)
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.search.descent import Descent, Gradient, trainable_weights
+from fednas_flwr.search.gates import active_gates, alpha_gradient
+from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.search.objective import Output
+from fednas_flwr.search.path_network import PathNetwork, cost_gradient, offered_ops
+from fednas_flwr.search.training import Batch
+from fednas_flwr.search_spaces.mbconv_plan import CELL
+from fednas_flwr.search_spaces.space import Supernet
+
+ClippedSum = Callable[[Tensor, Tensor], Tensors]  # of features [B, ...] and labels [B]
+
+
+class NoisedGradients:
+    """A ``search.descent.Gradients`` of which every gradient is a release.
+
+    Each is first tried on made-up records, by the ``rehearse`` methods; they, and the constructor,
+    read no record.
+
+    Args:
+        client: With a gate.
+        request: What is answered.
+        planned: The plan of each kind of release, of ``weights`` and ``alphas``.
+        steps: Steps of the loop.
+        auxiliary_weight: Of an auxiliary head's loss.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        request: Request,
+        planned: Mapping[str, PlannedRelease],
+        *,
+        steps: int = 1,
+        auxiliary_weight: float = 0.0,
+    ) -> None:
+        """See the class."""
+        self._client, self._header, self._planned = client, request.header, planned
+        self._steps, self._auxiliary_weight = steps, auxiliary_weight
+        self._micro_batch_size = site_of(request).micro_batch_size
+
+    def rehearse_weights(self, network: nn.Module, *chosen: Any) -> None:
+        """Try the weights' gradient; ``chosen`` is all that the server has chosen besides."""
+        computation = partial(self._weight_sum, network.train())
+        rehearse(self._client, computation, self._micro_batch_size, "weights", *chosen)
+
+    def rehearse_alphas(self, supernet: Supernet) -> None:
+        """Try the alphas' gradient."""
+        computation = partial(self._alpha_sum, supernet.train())
+        rehearse(self._client, computation, self._micro_batch_size, "alphas")
+
+    def rehearse_gates(
+        self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None, *chosen: Any
+    ) -> None:
+        """Try the gradient by the gates of some paths, which no drawn ones exceed."""
+        supernet.train()
+        if hardware is not None:
+            if hardware.costs.per_op_EO.shape != supernet.alphas()[CELL].shape:
+                raise ConfigError("refused, the costs of hardware are not of this supernet's ops.")
+            self._cost_gradient(supernet, paths_EK, hardware)
+        computation = partial(self._gate_sum, supernet, paths_EK, hardware)
+        rehearse(self._client, computation, self._micro_batch_size, "gates", *chosen)
+
+    def steps(self) -> Iterator[None]:
+        """Yield as often as was agreed on; each release draws its own records."""
+        yield from repeat(None, self._steps)
+
+    def sums(self, state: str, supernet: Supernet) -> tuple[Tensors, float]:
+        """Return a noised sum of gradients, and the expected batch size that it is divided by."""
+        clipped_sum = {"weights": self._weight_sum, "alphas": self._alpha_sum}[state]
+        sums = self._release(state, partial(clipped_sum, supernet))
+        return sums, gate_of(self._client).expected_batch(self._planned[state])
+
+    def weights(self, network: nn.Module) -> Gradient:
+        """Return the noised mean gradient of the weights that a network computes with."""
+        return self._mean("weights", partial(self._weight_sum, network))
+
+    def alphas(self, supernet: Supernet, rule: Alternating, weights: Descent) -> Gradient:
+        """Return the noised mean gradient of the alphas, of first order (``admission``)."""
+        return self._mean("alphas", partial(self._alpha_sum, supernet))
+
+    def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:
+        """Return the noised gradient [E, O] of the alphas of drawn paths.
+
+        A record's gradient by the gates of the computed ops becomes one by the alphas, is clipped
+        over all blocks and noised. Noise on other ops' alphas is set to zero: post-processing. The
+        gradient of an additive loss's part knows no record and is added after the noise; the
+        multiplicative form is a factor of every record's loss and so is clipped with it.
+        """
+        alphas_EO = supernet.alphas()[CELL]
+        means = self._mean("alphas", partial(self._gate_sum, supernet, paths_EK, hardware))
+        noised_EO = means[CELL].to(alphas_EO)
+        computed_EO = torch.zeros(alphas_EO.shape, dtype=torch.bool).scatter(-1, paths_EK, True)
+        moved_EO = (computed_EO & offered_ops(supernet)).to(alphas_EO.device)
+        return noised_EO.where(moved_EO, 0.0) + self._cost_gradient(supernet, paths_EK, hardware)
+
+    def metrics(self) -> dict[str, float]:
+        """Return nothing: what was seen is not told."""
+        return {}
+
+    def _mean(self, state: str, clipped_sum: ClippedSum) -> Tensors:
+        """Return the noised sum over a Poisson batch, over the batch's expected size."""
+        size = gate_of(self._client).expected_batch(self._planned[state])
+        return {n: total / size for n, total in self._release(state, clipped_sum).items()}
+
+    def _release(self, state: str, clipped_sum: ClippedSum) -> Tensors:
+        """Return one release, on the client's device: the noised sum over a Poisson batch."""
+        client, planned = self._client, self._planned[state]
+        split = client.split("+".join(planned.splits))
+        rows_sum = partial(self._sum_over, split, clipped_sum)
+        sums = gate_of(client).release(planned, self._header, len(split), rows_sum)
+        return {name: total.to(client.device) for name, total in sums.items()}
+
+    def _sum_over(self, split: Split, clipped_sum: ClippedSum, rows: Tensor) -> Tensors:
+        """Return the clipped sum over some rows, of which one micro-batch is in memory at a time."""
+        totals: Tensors = {}
+        for part in torch.split(rows, self._micro_batch_size) if len(rows) else (rows,):
+            sums = clipped_sum(*self._batch(split, part))
+            totals = {name: totals[name] + s for name, s in sums.items()} if totals else sums
+        return totals
+
+    def _batch(self, split: Split, rows: Tensor) -> Batch:
+        """Return the augmented batch of some rows; what is drawn for a record nobody can foresee."""
+        x, y = split.batch(rows, self._client.device)
+        generator = torch.Generator().manual_seed(secrets.randbits(63))
+        return (self._client.augmented(x, generator) if len(rows) else x), y
+
+    def _weight_sum(self, network: nn.Module, x: Tensor, y: Tensor) -> Tensors:
+        """Return the clipped sum of gradients by the weights that a network computes with."""
+        objective, weight = self._client.objective, self._auxiliary_weight
+        return clipped_gradient_sum(
+            network,
+            x,
+            y,
+            loss=partial(objective.plain_losses, auxiliary_weight=weight),
+            parameters=trainable_weights(network),
+            max_norm=self._planned["weights"].max_grad_norm,
+            class_factors=objective.class_factors,
+        )
+
+    def _alpha_sum(self, supernet: Supernet, x: Tensor, y: Tensor) -> Tensors:
+        """Return the clipped sum of gradients by the alphas."""
+        return clipped_alpha_gradient_sum(
+            supernet,
+            x,
+            y,
+            loss=self._client.objective.plain_losses,
+            alphas=supernet.alphas(),
+            max_norm=self._planned["alphas"].max_grad_norm,
+            class_factors=self._client.objective.class_factors,
+        )
+
+    def _gate_sum(
+        self,
+        supernet: Supernet,
+        paths_EK: Tensor,
+        hardware: HardwareLoss | None,
+        x: Tensor,
+        y: Tensor,
+    ) -> Tensors:
+        """Return the clipped sum of gradients by the alphas, through the paths' gates."""
+        alphas, objective = supernet.alphas(), self._client.objective
+        factor = hardware if hardware is not None and hardware.form == "multiplicative" else None
+        gates_EK = active_gates(paths_EK, like=alphas[CELL])
+
+        def losses(output: Output, labels: Tensor) -> Tensor:
+            if isinstance(output, Tensor):
+                return objective.plain_losses(output, labels)
+            assert factor is not None  # whose costs the network returns
+            logits, cost_B = output
+            return factor(objective.plain_losses(logits, labels), cost_B)
+
+        return clipped_alpha_gradient_sum(
+            PathNetwork(supernet, paths_EK, None if factor is None else factor.costs),
+            x,
+            y,
+            loss=losses,
+            alphas=alphas,
+            relaxation=Relaxation(
+                {CELL: gates_EK}, lambda kind, g: alpha_gradient(g, alphas[kind].double(), paths_EK)
+            ),
+            max_norm=self._planned["alphas"].max_grad_norm,
+            class_factors=objective.class_factors,
+        )
+
+    def _cost_gradient(
+        self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None
+    ) -> Tensor:
+        """Return the gradient [E, O] of an additive loss's cost, zeros without one."""
+        if hardware is None or hardware.form != "additive":
+            return torch.zeros_like(supernet.alphas()[CELL])
+        return cost_gradient(hardware, supernet, paths_EK)

@@ -1,0 +1,357 @@
+"""What each verb is given, as one frozen dataclass; on the wire it is JSON.
+
+:func:`decode` is the only way from a message to a request: an unknown or missing key, or a value of
+another type or out of range, is refused before anything else is done. Tensors travel beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.search.proxyless import SampledPaths
+from fednas_flwr.search.settings import (
+    LARGEST,
+    LEAST_LOSS_BOUND,
+    SGD,
+    Adam,
+    DPAware,
+    check_least,
+    check_range,
+)
+from fednas_flwr.typed import parse
+
+LARGEST_MICRO_BATCH = 1024
+MOST_CANDIDATES = 1000
+MOST_TRIALS = 1000
+MOST_STEPS = 10**6
+Description = dict[str, Any]  # what a network is built from, see ``builders.make_network``
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a request to a private site names besides; all other terms are those committed to.
+
+    Attributes:
+        data_set: Id that the site's policy gives the data.
+        micro_batch_size: Records whose gradients are in memory at a time, 1 to 1024.
+    """
+
+    data_set: str
+    micro_batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        _check_whole("micro_batch_size", self.micro_batch_size, LARGEST_MICRO_BATCH)
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How long a client trains.
+
+    Attributes:
+        epochs: Passes over its records, at least 1; None makes ``steps`` steps.
+        steps: Number of steps, 1 to 1e6; None makes ``epochs`` passes.
+        batch_size: Records per step; None takes all or, in private mode, Poisson batches of the
+            expected size that was committed to.
+    """
+
+    epochs: int | None
+    steps: int | None
+    batch_size: int | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if (self.epochs is None) == (self.steps is None):
+            raise ConfigError(
+                f"epochs={self.epochs} with steps={self.steps}: exactly one must be given."
+            )
+        for name, largest in (("epochs", MOST_STEPS), ("steps", MOST_STEPS), ("batch_size", None)):
+            if getattr(self, name) is not None:
+                _check_whole(name, getattr(self, name), largest)
+
+
+@dataclass(frozen=True)
+class LocalSearch:
+    """A local search of a supernet: by ``alternating`` steps, or on sampled ``paths``."""
+
+    amount: Amount
+    weights: SGD
+    alphas: Adam
+    alternating: Alternating | None = None
+    paths: SampledPaths | None = None
+
+    def __post_init__(self) -> None:
+        """Check that it is exactly one of the two."""
+        if (self.alternating is None) == (self.paths is None):
+            raise ConfigError("alternating or paths must be given, and not both.")
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """Training of a network.
+
+    Attributes:
+        network: What it is built from.
+        split: What is trained on, ``train`` or ``train+validation``.
+        amount: How long.
+        weights: SGD.
+        auxiliary_weight: Of an auxiliary head's loss, at least 0.
+        drop_path_prob: From 0 to below 1.
+    """
+
+    network: Description
+    split: str
+    amount: Amount
+    weights: SGD
+    auxiliary_weight: float
+    drop_path_prob: float
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        weight, probability = self.auxiliary_weight, self.drop_path_prob
+        check_range(0 <= weight <= LARGEST, "auxiliary_weight", weight, f"0 to {LARGEST:g}")
+        check_range(0 <= probability < 1, "drop_path_prob", probability, "0 to below 1")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one trial of a probe trains with, in place of what the probe says."""
+
+    weights: SGD
+    alphas: Adam
+    drop_path_prob: float
+
+
+@dataclass(frozen=True)
+class Describe:
+    """``query.describe``."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """``query.commit``: everything that the run means to release."""
+
+    data_set: str
+    releases: tuple[PlannedRelease, ...]
+
+
+@dataclass(frozen=True)
+class MeasureLatency:
+    """``query.latency``: passes of each layer on batches of made-up inputs."""
+
+    batch_size: int
+    passes: int
+    site: Site | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        _check_whole("batch_size", self.batch_size, 1024)
+        check_range(2 <= self.passes <= 1000, "passes", self.passes, "a whole number, 2 to 1000")
+
+
+@dataclass(frozen=True)
+class TakeGradients:
+    """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
+
+    Attributes:
+        step: Number of the exchange, from 0: which batches are taken.
+        local_steps: Steps before the answer, 1 to 1e6.
+        local_lrs: Of those steps, by state.
+        batch_size: See :class:`Amount`.
+        order: Of the alphas' gradient, 1 or 2.
+        inner_lr: Learning rate of the weights' last step, for order 2.
+    """
+
+    step: int
+    local_steps: int
+    local_lrs: dict[str, float]
+    batch_size: int | None
+    order: int
+    inner_lr: float
+    site: Site | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_least(self, "", step=0)
+        check_range(self.order in (1, 2), "order", self.order, "1 or 2")
+        _check_whole("local_steps", self.local_steps, MOST_STEPS)
+        for state, lr in self.local_lrs.items():
+            check_range(0 <= lr <= LARGEST, f"local_lrs.{state}", lr, f"0 to {LARGEST:g}")
+
+
+@dataclass(frozen=True)
+class Search:
+    """``train.search``.
+
+    Attributes:
+        local: What is done.
+        sparse: Whether the reply leaves out tensors that are as they were sent.
+    """
+
+    local: LocalSearch
+    sparse: bool = False
+    site: Site | None = None
+
+
+@dataclass(frozen=True)
+class TrainCandidates:
+    """``train.candidate``.
+
+    Attributes:
+        candidates: For each the column of the op on every edge; 1 to 1000.
+        step: Number of the round, from 0: which batches are taken.
+        local_steps: Of each candidate, 1 to 1e6.
+        batch_size: See :class:`Amount`.
+        weights: SGD.
+        dp_aware: Clipping and noise as a regulariser; None without, and in private mode.
+    """
+
+    candidates: list[list[int]]
+    step: int
+    local_steps: int
+    batch_size: int | None
+    weights: SGD
+    dp_aware: DPAware | None
+    site: Site | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_least(self, "", step=0)
+        _check_whole("local_steps", self.local_steps, MOST_STEPS)
+        _check_number("candidates", self.candidates, MOST_CANDIDATES)
+
+
+@dataclass(frozen=True)
+class RewardCandidates:
+    """``evaluate.candidates``; see :class:`TrainCandidates`."""
+
+    candidates: list[list[int]]
+    site: Site | None = None
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        _check_number("candidates", self.candidates, MOST_CANDIDATES)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """``train.probe``: trials of a local search, or of the training of a network.
+
+    Attributes:
+        search: Of a supernet; None is ``training``.
+        training: Of another network; None is ``search``.
+        trials: What each changes in it; 1 to 1000.
+        loss_bound: M, what a record's decrease of loss counts for at most, in nats.
+    """
+
+    search: LocalSearch | None
+    training: LocalTraining | None
+    trials: list[Trial]
+    loss_bound: float
+    site: Site | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if (self.search is None) == (self.training is None):
+            raise ConfigError("search or training must be given, and not both.")
+        _check_number("trials", self.trials, MOST_TRIALS)
+        least = LEAST_LOSS_BOUND
+        expected = f"{least} to {LARGEST:g}"
+        check_range(least <= self.loss_bound <= LARGEST, "loss_bound", self.loss_bound, expected)
+
+    @property
+    def amount(self) -> Amount:
+        """How long each trial trains."""
+        local = self.search or self.training
+        assert local is not None
+        return local.amount
+
+
+@dataclass(frozen=True)
+class Train:
+    """``train.weights``.
+
+    Attributes:
+        local: What is done.
+        validates: Whether the mean loss on validation records after it is told.
+    """
+
+    local: LocalTraining
+    validates: bool = False
+    site: Site | None = None
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """``evaluate.model``: of a network on one of the splits."""
+
+    network: Description
+    split: str
+    site: Site | None = None
+
+
+@dataclass(frozen=True)
+class Personalise:
+    """``evaluate.personalised``: metrics after local training."""
+
+    local: LocalTraining
+
+
+Settings = (
+    Describe
+    | Commit
+    | MeasureLatency
+    | TakeGradients
+    | Search
+    | TrainCandidates
+    | RewardCandidates
+    | Probe
+    | Train
+    | Evaluate
+    | Personalise
+)
+REQUESTS: dict[str, type[Settings]] = {
+    "query.describe": Describe,
+    "query.commit": Commit,
+    "query.latency": MeasureLatency,
+    "train.weight_gradient": TakeGradients,
+    "train.alpha_gradient": TakeGradients,
+    "train.gradients": TakeGradients,
+    "train.search": Search,
+    "train.candidate": TrainCandidates,
+    "train.probe": Probe,
+    "train.weights": Train,
+    "evaluate.candidates": RewardCandidates,
+    "evaluate.model": Evaluate,
+    "evaluate.personalised": Personalise,
+}
+
+
+def decode(verb: str, values: object) -> Settings:
+    """Return the request of a verb that a message's JSON values say.
+
+    Raises:
+        ConfigError: There is no such verb, or the values are not such a request.
+    """
+    if verb not in REQUESTS:
+        raise unknown_choice("verb", verb, REQUESTS)
+    request: Settings = parse(REQUESTS[verb], values, key="")
+    return request
+
+
+def encode(settings: Settings) -> dict[str, Any]:
+    """Return a request as JSON values."""
+    return asdict(settings)
+
+
+def _check_whole(name: str, value: int, largest: int | None) -> None:
+    expected = "1 or more" if largest is None else f"a whole number from 1 to {largest}"
+    check_range(value >= 1 and (largest is None or value <= largest), name, value, expected)
+
+
+def _check_number(name: str, values: list[Any], most: int) -> None:
+    check_range(1 <= len(values) <= most, f"number of {name}", len(values), f"1 to {most}")

@@ -1,0 +1,158 @@
+"""What a run means to release: one record from the strategy that plans it to the ledger's row.
+
+A strategy states its :class:`PlannedRelease` of every round, the schedule adds them up and
+calibrates their noise, a site keeps them in its ledger, and every release is checked against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fednas_flwr.privacy.renyi import Release, poisson_rate
+from fednas_flwr.verbs import SPLIT_OF
+
+
+@dataclass(frozen=True)
+class PlannedRelease:
+    """One kind of release of a stage: clipped sums over Poisson batches of records, noised.
+
+    Attributes:
+        stage: ``search``, ``retrain`` or ``evaluate``.
+        verb: What the client is asked.
+        kind: ``weights``, ``alphas``, ``rewards`` or ``metrics``.
+        splits: What is read, and nothing else.
+        batch_size: Expected size of a step's batch, above 0; None takes all records.
+        steps: Number of releases.
+        max_grad_norm: R, the norm that each record's contribution is clipped to.
+        noise_multiplier: sigma; the noise has std ``sigma * R``. None is still to be calibrated.
+    """
+
+    stage: str
+    verb: str
+    kind: str
+    splits: tuple[str, ...]
+    batch_size: float | None
+    steps: int
+    max_grad_norm: float
+    noise_multiplier: float | None = None
+
+    @property
+    def key(self) -> str:
+        """Text that tells kinds of release apart; a run has one plan for each."""
+        return release_key(self.stage, self.verb, self.kind, self.splits)
+
+    @property
+    def noise_name(self) -> str:
+        """Name of the privacy setting that gives its noise: its kind's, or ``retrain``."""
+        return "retrain" if self.stage == "retrain" and self.kind == "weights" else self.kind
+
+    def num_records(self, records: Mapping[str, int]) -> int:
+        """Return how many of the declared records, by split, it reads."""
+        return sum(records[split] for split in self.splits)
+
+    def rate(self, records: Mapping[str, int]) -> float:
+        """Return p, the probability at which a client with these declared records draws each."""
+        return poisson_rate(self.batch_size, self.num_records(records))
+
+    def expected_batch(self, records: Mapping[str, int]) -> float:
+        """Return ``p N``, the expected batch, by which sums are divided: a public number."""
+        rate = self.rate(records)
+        return round(rate * self.num_records(records), 9)  # 1 / 49 * 49 < 1
+
+    def release(self, records: Mapping[str, int]) -> Release:
+        """Return what all the steps cost a client with these declared records.
+
+        Raises:
+            ValueError: The noise is not calibrated yet, or a number is out of range.
+        """
+        if self.noise_multiplier is None:
+            raise ValueError(f"the noise of {self.key} is not calibrated yet")
+        return Release(
+            noise_multiplier=self.noise_multiplier,
+            sample_rate=self.rate(records),
+            steps=self.steps,
+        )
+
+
+def release_key(stage: str, verb: str, kind: str, splits: tuple[str, ...]) -> str:
+    """Return :attr:`PlannedRelease.key`."""
+    return f"{stage}/{verb}/{kind}/{'+'.join(splits)}"
+
+
+@dataclass(frozen=True)
+class PrivateStage:
+    """The private terms of one stage.
+
+    Attributes:
+        data_set: Id that the sites' policies give the data.
+        micro_batch_size: Records whose gradients are in memory at a time.
+        local_steps: Noised steps of a local training, in place of epochs.
+        releases: Everything that the stage releases.
+    """
+
+    data_set: str
+    micro_batch_size: int
+    local_steps: int
+    releases: tuple[PlannedRelease, ...] = ()
+
+    def noise_multiplier(self, kind: str) -> float | None:
+        """Return sigma of a kind of release, None if the stage has none of it."""
+        found = [release for release in self.releases if release.kind == kind]
+        return found[0].noise_multiplier if found else None
+
+
+# Given a round, from 1, and the number of rounds: everything that the round releases.
+RoundReleases = Callable[[int, int], list[PlannedRelease]]
+
+
+def gradient_releases(
+    verbs: Mapping[str, str],
+    *,
+    batch_size: float | None,
+    steps: int,
+    norms: Mapping[str, float],
+) -> list[PlannedRelease]:
+    """Return the releases of steps of a supernet, each of which releases every named state.
+
+    Args:
+        verbs: By state, ``weights`` or ``alphas``, the verb.
+        batch_size: Expected.
+        steps: Of each state.
+        norms: Clipping norms by state.
+    """
+    return [
+        PlannedRelease("search", verb, state, (SPLIT_OF[state],), batch_size, steps, norms[state])
+        for state, verb in verbs.items()
+    ]
+
+
+def metrics_release(stage: str, split: str) -> PlannedRelease:
+    """Return the release of loss and accuracy over all records of a split."""
+    return PlannedRelease(stage, "evaluate.model", "metrics", (split,), None, 1, 1.0)
+
+
+def rewards_release(stage: str, verb: str, steps: int, norm: float) -> PlannedRelease:
+    """Return releases of rewards over all validation records."""
+    return PlannedRelease(stage, verb, "rewards", ("validation",), None, steps, norm)
+
+
+def add_up(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:
+    """Return one release of each kind, with the steps of all, in the order of the first of each."""
+    total: dict[str, PlannedRelease] = {}
+    for release in releases:
+        before = total.get(release.key)
+        steps = release.steps + (before.steps if before else 0)
+        total[release.key] = replace(release, steps=steps)
+    return list(total.values())
+
+
+def largest_round(rounds: Sequence[Sequence[PlannedRelease]]) -> list[PlannedRelease]:
+    """Return of each kind the release of the round that has most steps of it."""
+    most: dict[str, PlannedRelease] = {}
+    for releases in rounds:
+        for release in add_up(releases):
+            before = most.get(release.key)
+            if before is None or before.steps < release.steps:
+                most[release.key] = release
+    return list(most.values())

@@ -1,0 +1,199 @@
+"""Exact gradients of the next batches: what clients without privacy train by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, count, repeat
+
+from torch import Tensor, nn
+
+from fednas_flwr.hardware.costs import HardwareLoss
+from fednas_flwr.search.architect import alpha_gradient_sum, second_order_gradient
+from fednas_flwr.search.descent import Descent, Gradient, Tensors
+from fednas_flwr.search.gates import alpha_gradient
+from fednas_flwr.search.local_search import Alternating, exact_alpha_gradient
+from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.search.proxyless import gate_gradient
+from fednas_flwr.search.training import Batch, Tally, weight_gradient, weight_gradient_sum
+from fednas_flwr.search_spaces.mbconv_plan import CELL
+from fednas_flwr.search_spaces.space import Supernet
+
+Passes = Callable[[], Iterator[Batch]]  # begins another pass over some records
+
+
+class ExactGradients:
+    """Mean gradients of batches, a new one of each kind in every step.
+
+    Args:
+        train: Begins a pass over train records.
+        validation: Begins a pass over validation records, of which as many are made as the steps
+            of a pass over the train records need; None where alphas stay.
+        epochs: Passes over the train records; None makes ``steps`` steps instead.
+        steps: Their number, as many passes as they need.
+        objective: Gives losses and hits.
+        auxiliary_weight: Of an auxiliary head's loss.
+
+    Attributes:
+        train_batch: That of the step.
+        train_tally: Of the train batches of the last pass, taken before the steps on them.
+        validation_tally: Of the validation batches likewise.
+    """
+
+    train_batch: Batch
+
+    def __init__(
+        self,
+        train: Passes,
+        validation: Passes | None = None,
+        *,
+        epochs: int | None = 1,
+        steps: int | None = None,
+        objective: Objective = CLASSIFICATION,
+        auxiliary_weight: float = 0.0,
+    ) -> None:
+        """See the class."""
+        self._train, self._validation = train, validation
+        self._epochs, self._steps = epochs, steps
+        self.objective, self.auxiliary_weight = objective, auxiliary_weight
+        self.train_tally, self.validation_tally = Tally(), Tally()
+        self._batches: Iterator[Batch] = iter(())
+        self._validation_batch: Batch | None = None
+
+    def steps(self) -> Iterator[None]:
+        """Yield once for every train batch."""
+        left = self._steps
+        for _ in count() if self._epochs is None else range(self._epochs):
+            self.train_tally, self.validation_tally = Tally(), Tally()
+            if self._validation is not None:
+                self._batches = chain.from_iterable(map(_begin, repeat(self._validation)))
+            for batch in self._train():
+                self.train_batch, self._validation_batch = batch, None
+                yield
+                if left is not None and (left := left - 1) == 0:
+                    return
+
+    @property
+    def validation_batch(self) -> Batch:
+        """The step's validation batch."""
+        if self._validation_batch is None:
+            self._validation_batch = next(self._batches)
+        return self._validation_batch
+
+    def weights(self, network: nn.Module) -> Gradient:
+        """Return the gradient on the step's train batch."""
+        return weight_gradient(
+            network,
+            self.train_batch,
+            self.train_tally,
+            objective=self.objective,
+            auxiliary_weight=self.auxiliary_weight,
+        )
+
+    def alphas(self, supernet: Supernet, rule: Alternating, weights: Descent) -> Gradient:
+        """Return the gradient of the alphas by any rule."""
+        gradient, losses = exact_alpha_gradient(
+            supernet,
+            self.train_batch,
+            self.validation_batch,
+            alternating=rule,
+            weights=weights,
+            objective=self.objective,
+        )
+        self.validation_tally.add(losses)
+        return gradient
+
+    def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:
+        """Return the gradient [E, O] of the alphas on the step's validation batch."""
+        gradients_EK, losses = gate_gradient(
+            supernet, self.validation_batch, paths_EK, hardware=hardware, objective=self.objective
+        )
+        self.validation_tally.add(losses)
+        return alpha_gradient(gradients_EK, supernet.alphas()[CELL], paths_EK)
+
+    def metrics(self) -> dict[str, float]:
+        """Return loss and accuracy on the batches of the last pass."""
+        metrics = {
+            "train_loss": self.train_tally.loss,
+            "train_accuracy": self.train_tally.accuracy,
+        }
+        if self.validation_tally.num_examples:  # none in a warm-up
+            metrics["validation_loss"] = self.validation_tally.loss
+        return metrics
+
+
+@dataclass(frozen=True)
+class LookAhead:
+    """What the second order needs of the weights' last step (DP-FNAS, arXiv 2110.11025, Eq. 5).
+
+    Attributes:
+        previous_weights: W before it, by name.
+        inner_lr: Its learning rate, above 0.
+    """
+
+    previous_weights: Mapping[str, Tensor]
+    inner_lr: float
+
+
+class ExactSums:
+    """Sums of gradients over the next batches: what FNAS' clients return.
+
+    Args:
+        train: The next train batches.
+        validation: The next validation batches.
+        look_ahead: For alphas of second order, whose gradients are of batch means (Eq. 5), times
+            the batch size; None is first order.
+        objective: Gives losses and hits.
+    """
+
+    def __init__(
+        self,
+        train: Iterator[Batch],
+        validation: Iterator[Batch],
+        *,
+        look_ahead: LookAhead | None = None,
+        objective: Objective = CLASSIFICATION,
+    ) -> None:
+        """See the class."""
+        self._train, self._validation = train, validation
+        self._look_ahead, self.objective = look_ahead, objective
+        self._tallies = {"weights": Tally(), "alphas": Tally()}
+
+    def sums(self, state: str, supernet: Supernet) -> tuple[Tensors, float]:
+        """Return the sum of the gradients of ``weights`` or ``alphas`` and the batch size."""
+        if state == "weights":
+            batch = next(self._train)
+            tally = self._tallies["weights"]
+            sums = weight_gradient_sum(supernet, batch, tally, objective=self.objective)
+            return sums, len(batch[1])
+        batch, ahead = next(self._validation), self._look_ahead
+        size = len(batch[1])
+        if ahead is None:
+            sums, losses = alpha_gradient_sum(supernet, batch, objective=self.objective)
+        else:
+            means, losses = second_order_gradient(
+                supernet,
+                weights=ahead.previous_weights,
+                virtual_weights=supernet.weights(),
+                train_batch=next(self._train),
+                validation_batch=batch,
+                inner_lr=ahead.inner_lr,
+                objective=self.objective,
+            )
+            sums = {kind: gradient * size for kind, gradient in means.items()}
+        self._tallies["alphas"].add(losses)
+        return sums, size
+
+    def metrics(self) -> dict[str, float]:
+        """Return loss, and of the weights' batches accuracy, on what was seen."""
+        weights, alphas = self._tallies["weights"], self._tallies["alphas"]
+        metrics: dict[str, float] = {}
+        if weights.num_examples:
+            metrics |= {"train_loss": weights.loss, "train_accuracy": weights.accuracy}
+        if alphas.num_examples:
+            metrics["validation_loss"] = alphas.loss
+        return metrics
+
+
+def _begin(passes: Passes) -> Iterator[Batch]:
+    return passes()

@@ -1,0 +1,68 @@
+"""All verbs: what a client can be asked, and what of its records a reply may carry.
+
+This table is the whole surface on which data can leave a client. In private mode a reply carries
+nothing beside its header, layout digests and number of examples, which are public, but ``releases``
+and ``facts``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SUPERNET = "supernet"  # name of the network that the run's search space gives
+SPLIT_OF = {"alphas": "validation", "weights": "train"}  # what each state's gradient reads
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb.
+
+    Attributes:
+        releases: States and metrics that depend on records: with privacy noised and booked, or
+            computed from what was.
+        facts: Facts that a private reply may carry: they do not depend on records.
+        gradients_of: States whose gradients are returned.
+        of_supernet: Whether it is about the supernet whatever its request says.
+        trains: Whether it returns the model that it was sent, trained.
+        never_private: Whether no noise is defined for what it returns.
+    """
+
+    releases: frozenset[str] = frozenset()
+    facts: frozenset[str] = frozenset()
+    gradients_of: tuple[str, ...] = ()
+    of_supernet: bool = False
+    trains: bool = False
+    never_private: bool = False
+
+    @property
+    def is_public(self) -> bool:
+        """Whether a private reply releases nothing of the records."""
+        return not self.releases
+
+
+_MODEL = frozenset({"weights", "alphas", "moments"})
+_IDENTITY = {
+    *("client", "tag", "hardware", "versions", "input_shape", "feature_names", "class_names"),
+    *("splits", "data_set", "budget", "secure_noise", "spent"),
+}
+VERBS = {
+    "query.describe": Verb(facts=frozenset(_IDENTITY)),
+    "query.commit": Verb(facts=frozenset({"epsilon", "covered_steps"})),
+    "query.latency": Verb(facts=frozenset({"latency"})),  # of layers on made-up inputs
+    "train.weight_gradient": Verb(
+        frozenset({"weights"}), gradients_of=("weights",), of_supernet=True
+    ),
+    "train.alpha_gradient": Verb(frozenset({"alphas"}), gradients_of=("alphas",), of_supernet=True),
+    "train.gradients": Verb(
+        frozenset({"weights", "alphas"}), gradients_of=("weights", "alphas"), of_supernet=True
+    ),
+    # which tensors have changed follows from the released states
+    "train.search": Verb(_MODEL, frozenset({"changed"}), of_supernet=True, trains=True),
+    "train.candidate": Verb(_MODEL - {"alphas"}, of_supernet=True, trains=True),
+    "train.probe": Verb(frozenset({"rewards"})),
+    "train.weights": Verb(_MODEL - {"alphas"}, trains=True),
+    "evaluate.candidates": Verb(frozenset({"rewards"}), of_supernet=True),
+    "evaluate.model": Verb(frozenset({"loss", "accuracy"})),
+    "evaluate.personalised": Verb(frozenset({"loss", "accuracy"}), never_private=True),
+}
+PRIVATE_VERBS = tuple(name for name, verb in VERBS.items() if not verb.never_private)
