@@ -19,6 +19,7 @@ from torch import nn
 
 from fednas_flwr.builders import (
     has_real_sites,
+    load_config,
     make_client,
     make_data,
     make_site_data,
@@ -30,7 +31,7 @@ from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.private_verbs import PRIVATE_VERBS, admit
 from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.clients.verbs import VERBS
-from fednas_flwr.config import Config, dump_config, load_config, site_dataset
+from fednas_flwr.config import Config, dump_config, site_dataset
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import BUDGET_SPENT, decode_request, encode_reply

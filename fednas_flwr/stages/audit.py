@@ -19,7 +19,7 @@ from fednas_flwr.builders import make_client, make_data, supernet_space
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.verbs import SUPERNET
-from fednas_flwr.config import Config, DifferentialPrivacy, GradientSearch
+from fednas_flwr.config import Config, DifferentialPrivacy, FNASSettings
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Header, Request
@@ -57,7 +57,7 @@ def audit_search(config: Config, *, num_canaries: int, confidence: float = 0.95)
         ConfigError: The configuration is not of DP-FNAS, or client 0 has too few records.
     """
     algorithm, privacy = config.algorithm, config.privacy
-    if not isinstance(algorithm, GradientSearch) or not isinstance(privacy, DifferentialPrivacy):
+    if not isinstance(algorithm, FNASSettings) or not isinstance(privacy, DifferentialPrivacy):
         raise ConfigError(f"algorithm={algorithm.name} cannot be audited: set algorithm=dp_fnas.")
     if privacy.weights.noise_multiplier is None:
         raise ConfigError("privacy.weights.noise_multiplier=null: an audit needs the number.")
@@ -75,7 +75,7 @@ def audit_search(config: Config, *, num_canaries: int, confidence: float = 0.95)
 
 def _audit(config: Config, num_canaries: int, confidence: float) -> Audit:
     algorithm, privacy = config.algorithm, config.privacy
-    assert isinstance(algorithm, GradientSearch)
+    assert isinstance(algorithm, FNASSettings)
     assert isinstance(privacy, DifferentialPrivacy)
     data = make_data(config)
     client = make_client(config, 0, data=data, networks={})

@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fednas_flwr.config import (
-    CandidateSearch,
     Config,
     DifferentialPrivacy,
-    FixedNetwork,
-    GradientSearch,
-    HyperparameterSearch,
-    LocalSearch,
+    DPNASSettings,
+    FDNASSettings,
+    FEATHERSSettings,
+    FedAvgSettings,
+    FedDARTSSettings,
+    FNASSettings,
     Noise,
-    PathSearch,
     PrivateRetrain,
 )
 from fednas_flwr.search.bandit import Bandit
@@ -78,7 +78,7 @@ def private_settings(config: Config, schedule: Sequence[Item], stage: str) -> di
     }
     if stage == "retrain":
         return settings | {"local_steps": privacy.retrain.local_steps}
-    local = isinstance(config.algorithm, LocalSearch | PathSearch | HyperparameterSearch)
+    local = isinstance(config.algorithm, FedDARTSSettings | FDNASSettings | FEATHERSSettings)
     return settings | ({"local_steps": privacy.local_steps} if local else {})
 
 
@@ -87,7 +87,7 @@ def _items(config: Config, done: Mapping[str, int]) -> list[Item]:
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     items: list[Item] = []
-    if "search" in config.stages and not isinstance(config.algorithm, FixedNetwork):
+    if "search" in config.stages and not isinstance(config.algorithm, FedAvgSettings):
         items += _search(config, privacy, done.get("search", 0))
     if "retrain" not in config.stages:
         return items
@@ -100,14 +100,14 @@ def _items(config: Config, done: Mapping[str, int]) -> list[Item]:
 def _search(config: Config, privacy: DifferentialPrivacy, done: int) -> list[Item]:
     """Return the releases of the search's rounds that are still to do."""
     algorithm, rounds = config.algorithm, config.rounds - done
-    if isinstance(algorithm, CandidateSearch):
+    if isinstance(algorithm, DPNASSettings):
         return _candidates(algorithm, privacy, done, config.rounds)
-    assert isinstance(algorithm, GradientSearch | LocalSearch | PathSearch | HyperparameterSearch)
+    assert isinstance(algorithm, FNASSettings | FedDARTSSettings | FDNASSettings | FEATHERSSettings)
     terms = {
         "weights": ("weights", ["train"], algorithm.batch_size, privacy.weights),
         "alphas": ("alphas", ["validation"], algorithm.batch_size, privacy.alphas),
     }
-    if isinstance(algorithm, GradientSearch):
+    if isinstance(algorithm, FNASSettings):
         verbs = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
         if algorithm.fused:
             verbs = dict.fromkeys(verbs, "train.gradients")
@@ -121,14 +121,14 @@ def _search(config: Config, privacy: DifferentialPrivacy, done: int) -> list[Ite
             *_metrics(privacy, "search", "validation", measured),
         ]
     rounds_of = dict.fromkeys(terms, rounds)
-    if isinstance(algorithm, PathSearch):  # whose warm-up releases no alphas
+    if isinstance(algorithm, FDNASSettings):  # whose warm-up releases no alphas
         rounds_of["alphas"] -= max(0, algorithm.warm_up_rounds - max(0, done))
     items = [
         _item("search", "train.search", *terms[kind], number * privacy.local_steps)
         for kind, number in rounds_of.items()
         if number > 0
     ]
-    if isinstance(algorithm, HyperparameterSearch):
+    if isinstance(algorithm, FEATHERSSettings):
         trials = _most_trials(algorithm, done, config.rounds)
         steps = trials * privacy.local_steps
         items += [_item("search", "train.probe", *terms[kind], steps) for kind in terms]
@@ -137,7 +137,7 @@ def _search(config: Config, privacy: DifferentialPrivacy, done: int) -> list[Ite
 
 
 def _candidates(
-    algorithm: CandidateSearch, privacy: DifferentialPrivacy, done: int, rounds: int
+    algorithm: DPNASSettings, privacy: DifferentialPrivacy, done: int, rounds: int
 ) -> list[Item]:
     """Return the releases of DPNAS' rounds after ``done``.
 
@@ -158,10 +158,10 @@ def _retraining(config: Config, privacy: DifferentialPrivacy, done: int) -> list
     """Return the releases of the retraining rounds that are still to do."""
     algorithm, rounds = config.algorithm, config.retrain.rounds
     steps = (rounds - done) * privacy.retrain.local_steps
-    splits = ["train"] if isinstance(algorithm, HyperparameterSearch) else RETRAIN_SPLITS
+    splits = ["train"] if isinstance(algorithm, FEATHERSSettings) else RETRAIN_SPLITS
     terms = ("weights", splits, config.retrain.batch_size, privacy.retrain)
     items = [_item("retrain", "train.weights", *terms, steps)]
-    if isinstance(algorithm, HyperparameterSearch):
+    if isinstance(algorithm, FEATHERSSettings):
         trials = _most_trials(algorithm, done, rounds)
         steps = trials * privacy.retrain.local_steps
         items += [_item("retrain", "train.probe", *terms, steps)]
@@ -169,7 +169,7 @@ def _retraining(config: Config, privacy: DifferentialPrivacy, done: int) -> list
     return items
 
 
-def _most_trials(algorithm: HyperparameterSearch, done: int, rounds: int) -> int:
+def _most_trials(algorithm: FEATHERSSettings, done: int, rounds: int) -> int:
     """Return how many trials the rounds after ``done`` can take: kappa is largest at first.
 
     A round to spare, ``done=-1``, is one that explores.

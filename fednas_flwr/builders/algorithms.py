@@ -1,0 +1,238 @@
+"""One entry per algorithm: its settings, its strategies, and what it refuses.
+
+torch and the strategies are imported when one is made, so that settings are checked at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from fednas_flwr.builders import refusals
+from fednas_flwr.config import (
+    AlgorithmSettings,
+    CFDNASSettings,
+    Config,
+    DPNASSettings,
+    FDNASSettings,
+    FEATHERSSettings,
+    FedAvgSettings,
+    FedDARTSSettings,
+    FedExSettings,
+    FNASSettings,
+    RandomSearchSettings,
+)
+from fednas_flwr.search.settings import Configuration
+
+if TYPE_CHECKING:
+    from fednas_flwr.data.datasets import Prepared
+    from fednas_flwr.search.samplers import Sampler
+    from fednas_flwr.search_spaces.space import SearchSpace
+    from fednas_flwr.strategies.base import RoundStrategy
+
+Plan = tuple["Callable[..., RoundStrategy]", dict[str, Any]]  # a class, its own keyword arguments
+
+
+def _fed_avg(config: Config, configuration: Configuration | None) -> Plan:
+    from fednas_flwr.strategies.fedavg import FedAvg
+
+    weights, drop_path_prob = config.retrain.weights, config.retrain.drop_path_prob
+    if configuration is not None:
+        weights, drop_path_prob = configuration.annealed(weights), configuration.dropout
+    return FedAvg, {"weights": weights, "drop_path_prob": drop_path_prob}
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What stands behind a name of ``conf/algorithm``.
+
+    Attributes:
+        settings: The dataclass of its settings; of a :class:`~fednas_flwr.config.GivenNetwork` if
+            it does not search.
+        search: Given configuration, data and search space, returns the strategy's class and the
+            keyword arguments that it takes beside those of every strategy; see
+            :func:`~fednas_flwr.builders.strategies.make_search`. None if it does not search.
+        retraining: The same of the retrain stage, given the configuration and the
+            hyper-parameters that the search has found, None if none.
+        private: Whether it runs with ``privacy=dp``.
+        refuses: Raises ConfigError for settings that exclude each other.
+        trains_supernet: Whether the search's strategy begins from a supernet; else its network
+            has no tensors.
+    """
+
+    settings: type[AlgorithmSettings]
+    search: Callable[[Config, Prepared, SearchSpace], Plan] | None = None
+    retraining: Callable[[Config, Configuration | None], Plan] = _fed_avg
+    private: bool = False
+    refuses: Callable[[Config], None] | None = None
+    trains_supernet: bool = True
+
+
+def own_settings(settings: AlgorithmSettings, *without: str) -> dict[str, Any]:
+    """Return all settings of an algorithm by name, except for ``name`` and those ``without``."""
+    names = (field.name for field in fields(settings))
+    return {name: getattr(settings, name) for name in names if name not in ("name", *without)}
+
+
+def _fed_darts(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
+    from fednas_flwr.strategies.fed_darts import FedDARTS
+
+    return FedDARTS, own_settings(config.algorithm)
+
+
+def _fnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
+    from fednas_flwr.strategies.fnas import FNAS
+
+    return FNAS, own_settings(config.algorithm)
+
+
+def _feathers(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
+    from fednas_flwr.strategies.feathers import FEATHERS
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, FEATHERSSettings)
+    return FEATHERS, {
+        "description": {"name": "supernet"},
+        "local_epochs": algorithm.local_epochs,
+        "batch_size": algorithm.batch_size,
+        "clip_norm": algorithm.clip_norm,
+        **_exploration(config, algorithm),
+    }
+
+
+def _retrain_feathers(config: Config, configuration: Configuration | None) -> Plan:
+    from fednas_flwr.strategies.feathers import FEATHERS
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, FEATHERSSettings)
+    clip_norm = config.retrain.weights.clip_norm
+    return FEATHERS, {"space": None, "clip_norm": clip_norm, **_exploration(config, algorithm)}
+
+
+def _exploration(config: Config, algorithm: FEATHERSSettings) -> dict[str, Any]:
+    """Return what the two stages of FEATHERS have in common."""
+    from fednas_flwr.search.tuner import Tuner
+
+    return {
+        "tuner": Tuner.of(_configurations(config), algorithm.ranges, algorithm.bandit),
+        "nas_rounds": algorithm.nas_rounds,
+        "rule": algorithm.rule,
+        "loss_bound": algorithm.loss_bound,
+        "seed": config.seed,
+    }
+
+
+def _configurations(config: Config) -> list[Configuration]:
+    """Return the given configurations, else those drawn from the run's seed."""
+    from fednas_flwr.randomness import make_generator
+    from fednas_flwr.search.bandit import draw_configurations
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, FEATHERSSettings | FedExSettings)
+    generator = make_generator(config.seed, "configurations")
+    drawn = draw_configurations(algorithm.num_configurations, algorithm.ranges, generator)
+    return algorithm.configurations or drawn
+
+
+def _random_search(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
+    from fednas_flwr.builders.networks import describe_derived, seeded_network, supernet_sizes
+    from fednas_flwr.strategies.random_search import RandomSearch
+
+    own = config.search_space
+    shapes = {"input_shape": list(prepared.input_shape), "num_classes": prepared.num_classes}
+    return RandomSearch, {
+        "describe": lambda genotype: describe_derived(
+            genotype,
+            shapes,
+            sizes=supernet_sizes(own),
+            norm=own.norm,
+            auxiliary=False,
+        ),
+        "make_network": lambda description: seeded_network(config, description),
+        "seed": config.seed,
+        **own_settings(config.algorithm),
+    }
+
+
+def _fdnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
+    from fednas_flwr.builders.hardware import hardware_settings
+    from fednas_flwr.strategies.fdnas import FDNAS
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, FDNASSettings)
+    hardware = hardware_settings(algorithm.hardware, space)
+    return FDNAS, own_settings(algorithm) | {"hardware": hardware}
+
+
+def _cfdnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
+    """Return FDNAS of all clients, with which CFDNAS begins."""
+    algorithm = config.algorithm
+    assert isinstance(algorithm, CFDNASSettings)
+    return _fdnas(replace(config, algorithm=algorithm.search), prepared, space)
+
+
+def _dpnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
+    from fednas_flwr.search_spaces.dp_cells import DPCellSpace
+    from fednas_flwr.strategies.dpnas import DPNAS
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, DPNASSettings)
+    assert isinstance(space, DPCellSpace)  # as the configuration has it
+    return DPNAS, own_settings(algorithm, "controller", "evolution") | {
+        "sampler": make_sampler(config.seed, algorithm, space.choices()),
+        "seed": config.seed,
+    }
+
+
+def make_sampler(seed: int, algorithm: DPNASSettings, choices: Sequence[int]) -> Sampler:
+    """Return what samples candidates, initialised from the run's seed."""
+    from fednas_flwr.randomness import seeded
+    from fednas_flwr.search.controller import Controller
+    from fednas_flwr.search.samplers import Evolution, RandomSampler
+
+    samplers: dict[str, Callable[[], Sampler]] = {
+        "controller": lambda: Controller(choices, algorithm.controller),
+        "evolution": lambda: Evolution(choices, algorithm.evolution),
+        "random": lambda: RandomSampler(choices),
+    }
+    with seeded(seed, "sampler"):
+        return samplers[algorithm.sampler]()
+
+
+def _retrain_fedex(config: Config, configuration: Configuration | None) -> Plan:
+    from fednas_flwr.strategies.fedex import FedEx
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, FedExSettings)
+    return FedEx, {
+        "configurations": _configurations(config),
+        "theta": algorithm.theta,
+        "clip_norm": algorithm.clip_norm,
+        "loss_bound": algorithm.loss_bound,
+        "seed": config.seed,
+    }
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "vanilla_nas": Algorithm(FNASSettings, _fnas, refuses=refusals.of_vanilla_nas),
+    "fnas": Algorithm(FNASSettings, _fnas, refuses=refusals.of_fnas),
+    "dp_fnas": Algorithm(FNASSettings, _fnas, private=True, refuses=refusals.of_dp_fnas),
+    "fed_darts": Algorithm(
+        FedDARTSSettings, _fed_darts, private=True, refuses=refusals.of_mixed_splits
+    ),
+    "fednas": Algorithm(FedDARTSSettings, _fed_darts),
+    "feathers": Algorithm(
+        FEATHERSSettings,
+        _feathers,
+        retraining=_retrain_feathers,
+        private=True,
+        refuses=refusals.of_mixed_splits,
+    ),
+    "fdnas": Algorithm(FDNASSettings, _fdnas, private=True, refuses=refusals.of_fdnas),
+    "cfdnas": Algorithm(CFDNASSettings, _cfdnas, refuses=refusals.of_cfdnas),
+    "dpnas": Algorithm(DPNASSettings, _dpnas, private=True, refuses=refusals.of_dpnas),
+    "random_search": Algorithm(RandomSearchSettings, _random_search, trains_supernet=False),
+    "fedavg": Algorithm(FedAvgSettings, private=True),
+    "fedex": Algorithm(FedExSettings, retraining=_retrain_fedex, refuses=refusals.check_validation),
+}
