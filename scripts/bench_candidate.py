@@ -24,7 +24,7 @@ from bench_overhead import compare, configured
 
 from fednas_flwr.builders import make_client, make_data, supernet_space
 from fednas_flwr.clients.answer import answer
-from fednas_flwr.config import CandidateSearch, Config
+from fednas_flwr.config import Config, DPNASSettings
 from fednas_flwr.exchange.messages import Header, Request
 from fednas_flwr.exchange.states import network_states, pack
 from fednas_flwr.privacy.ledger import SPLITS
@@ -90,7 +90,7 @@ def make_steps(config: Config) -> partial[object]:
         states = {n: pack(s) for n, s in network_states(space.supernet()).items() if n == "weights"}
     generator = make_generator(0, "paths")
     algorithm = config.algorithm
-    assert isinstance(algorithm, CandidateSearch)
+    assert isinstance(algorithm, DPNASSettings)
     settings = {
         "candidates": [space.path(space.random_genotype(generator)) for _ in range(NUM_CANDIDATES)],
         "local_steps": LOCAL_STEPS,

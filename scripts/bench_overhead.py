@@ -27,9 +27,16 @@ import torch
 from flwr.app import Message, RecordDict
 from torch.nn import functional
 
-from fednas_flwr.builders import make_client, make_courier, make_data, make_search, supernet_space
+from fednas_flwr.builders import (
+    make_client,
+    make_courier,
+    make_data,
+    make_search,
+    parse_config,
+    supernet_space,
+)
 from fednas_flwr.cli import compose_tree
-from fednas_flwr.config import Config, LocalSearch, dump_config, parse_config
+from fednas_flwr.config import Config, FedDARTSSettings, dump_config
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
@@ -113,7 +120,7 @@ def bare_search(
 ) -> dict[str, torch.Tensor]:
     """Return the global state after federated DARTS as a plain PyTorch script would write it."""
     settings = config.algorithm
-    assert isinstance(settings, LocalSearch)
+    assert isinstance(settings, FedDARTSSettings)
     alphas = list(supernet.alphas().values())  # type: ignore[operator]
     weights = list(supernet.weights().values())  # type: ignore[operator]
     state = {name: tensor.clone() for name, tensor in supernet.state_dict().items()}

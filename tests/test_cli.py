@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from fednas_flwr import builders, cli
+from fednas_flwr.builders import ALGORITHMS, parse_config
 from fednas_flwr.builders.networks import describe_derived, supernet_sizes
 from fednas_flwr.clients import verbs
-from fednas_flwr.config import ALGORITHMS, parse_config
 from fednas_flwr.evaluation.export import export_safetensors
 from fednas_flwr.privacy.accounting import prv_epsilon
 from fednas_flwr.privacy.ledger import Entry, Ledger

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fednas_flwr.builders import ALGORITHMS, check_combinations, load_config, parse_config
 from fednas_flwr.cli import compose_tree
-from fednas_flwr.config import (
-    Config,
-    conf_folder,
-    dump_config,
-    load_config,
-    parse_config,
-    site_dataset,
-)
+from fednas_flwr.config import Config, GivenNetwork, conf_folder, dump_config, site_dataset
 from fednas_flwr.errors import ConfigError
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
@@ -224,3 +219,26 @@ def test_two_ways_of_sending_less_are_refused() -> None:
         with pytest.raises(ConfigError, match="wire=int8 with sparse=true"):
             parse_config(compose_tree([f"algorithm={algorithm}", *mbconv, f"{key}.sparse=true"]))
         parse_config(compose_tree([f"algorithm={algorithm}", *mbconv, f"{key}.sparse=false"]))
+
+
+def test_every_algorithm_has_one_entry_and_a_file() -> None:
+    files = {path.stem for path in (conf_folder() / "algorithm").glob("*.yaml")} - {"base"}
+    assert files - set(ALGORITHMS) == {"feathers_paper_faithful"}
+    assert set(ALGORITHMS) <= files
+    for name, entry in ALGORITHMS.items():
+        assert (entry.search is None) == issubclass(entry.settings, GivenNetwork), name
+
+
+def test_the_algorithms_own_refusals_come_before_the_general_ones() -> None:
+    config = parse_config(compose_tree(["algorithm=fed_darts", "clients=2"]))
+    with pytest.raises(ConfigError, match="aggregate=median with clients=2"):
+        check_combinations(replace(config, aggregate="median"))
+    fnas = parse_config(compose_tree(["algorithm=fnas", "clients=2"]))
+    with pytest.raises(ConfigError, match="sums of gradients"):
+        check_combinations(replace(fnas, aggregate="median"))
+
+
+def test_fednas_with_privacy_is_told_which_algorithms_there_are() -> None:
+    private = "dp_fnas, fed_darts, feathers, fdnas, dpnas, fedavg"
+    with pytest.raises(ConfigError, match=f"algorithm=fednas is not possible yet: .* {private}."):
+        parse_config(compose_tree(["algorithm=fednas", "privacy=dp", *GROUP]))

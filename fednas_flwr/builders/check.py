@@ -14,7 +14,8 @@ from fednas_flwr.builders.networks import (
     make_network,
     supernet_space,
 )
-from fednas_flwr.config import Config, DifferentialPrivacy, GivenNetwork
+from fednas_flwr.builders.refusals import searches
+from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.data.loaders import make_client_data
 
 
@@ -32,11 +33,7 @@ def check_buildable(config: Config) -> None:
     make_objective(config, prepared.train.class_names, torch.device("cpu"))
     if isinstance(config.privacy, DifferentialPrivacy):
         check_public(config, prepared)
-    if (
-        genotype is None
-        and "search" in config.stages
-        and not isinstance(config.algorithm, GivenNetwork)
-    ):
+    if genotype is None and searches(config):
         space = supernet_space(config, prepared)
         check_hardware(config, space)
         genotype = space.random_genotype(torch.Generator())

@@ -13,6 +13,7 @@ from fednas_flwr.config import Config
 from fednas_flwr.data.datasets import Prepared, prepare
 from fednas_flwr.data.partitioners import load_partition, partition
 from fednas_flwr.data.records import Records
+from fednas_flwr.data.sources import check_sites
 from fednas_flwr.errors import ConfigError
 
 
@@ -50,11 +51,7 @@ def make_site_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
 
     An official test part stays unused: the keyed hash of each record fixes what it is for.
     """
-    if config.dataset.name not in ("npz", "image_folder", "csv"):
-        raise ConfigError(
-            f"partition=sites does not fit dataset.name={config.dataset.name}: use image_folder, "
-            "npz or csv."
-        )
+    check_sites(config.dataset.name)
     prepared = _prepare(config, sites=False, server_test=False)
     return prepared, [np.arange(len(prepared.train))] * config.clients
 

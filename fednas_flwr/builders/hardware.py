@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fednas_flwr.config import ClusterSearch, Config, Hardware, PathSearch
+from fednas_flwr.config import CFDNASSettings, Config, FDNASSettings, Hardware
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.space_costs import space_costs
 from fednas_flwr.hardware.costs import LOSSES, HardwareLoss, HardwareTerms
@@ -68,9 +68,9 @@ def hardware_terms(hardware: Hardware | None, space: SearchSpace) -> HardwareTer
 def _all_hardware(config: Config) -> list[Hardware]:
     """Return what the configuration says of costs, of all groups."""
     algorithm = config.algorithm
-    if isinstance(algorithm, ClusterSearch):
+    if isinstance(algorithm, CFDNASSettings):
         shared = [algorithm.search.hardware] if algorithm.search.hardware else []
         return [*shared, *algorithm.group_hardware.values()]
-    if isinstance(algorithm, PathSearch) and algorithm.hardware is not None:
+    if isinstance(algorithm, FDNASSettings) and algorithm.hardware is not None:
         return [algorithm.hardware]
     return []

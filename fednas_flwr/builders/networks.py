@@ -6,65 +6,28 @@ A network is built from its description, JSON values that also travel to clients
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from fednas_flwr.config import SEARCH_SPACES, Config, GivenNetwork, conf_folder
-from fednas_flwr.config.networks import OwnSizeSpace, SearchSpaceSettings
+from fednas_flwr.builders.spaces import space_entry
+from fednas_flwr.config import CellSpace, Config, GivenNetwork, SearchSpaceSettings, conf_folder
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.randomness import seeded
 from fednas_flwr.search.settings import NORMED_NETWORKS
-from fednas_flwr.search_spaces.darts import DARTSSpace
-from fednas_flwr.search_spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
-from fednas_flwr.search_spaces.mbconv import MBConvSpace
-from fednas_flwr.search_spaces.mbconv_plan import CANDIDATES, SKELETONS
-from fednas_flwr.search_spaces.mlp import MLPSpace
-from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 
 Description = Mapping[str, Any]  # what a network is built from, JSON values only
-
-
-def _mbconv_space(*, skeleton: str, candidates: str, **settings: Any) -> MBConvSpace:
-    """Return the MBConv space with the named skeleton and candidates."""
-    if skeleton not in SKELETONS:
-        raise unknown_choice("search_space.skeleton", skeleton, SKELETONS)
-    if candidates not in CANDIDATES:
-        raise unknown_choice("search_space.candidates", candidates, CANDIDATES)
-    return MBConvSpace(skeleton=SKELETONS[skeleton], candidates=CANDIDATES[candidates], **settings)
-
-
-def _dp_cell_space(
-    kind: type[DPCellSpace], *, widths: Sequence[int], **settings: Any
-) -> DPCellSpace:
-    """Return a space of DPNAS' cells; JSON knows no tuples."""
-    return kind(widths=tuple(widths), **settings)
-
-
-SPACES: dict[str, Callable[..., SearchSpace]] = {
-    "darts": DARTSSpace,
-    **{name: partial(_dp_cell_space, kind) for name, kind in DP_CELL_SPACES.items()},
-    "mbconv": _mbconv_space,
-    "mlp": MLPSpace,
-    "nasbench201": NASBench201Space,
-}
-# The settings of a space that a network's description holds, beside the norm.
-SIZES = {
-    name: tuple(f.name for f in fields(kind) if f.name not in ("name", "norm"))
-    for name, kind in SEARCH_SPACES.items()
-}
 
 
 def make_device(name: str) -> torch.device:
@@ -90,9 +53,7 @@ def make_space(
     **sizes: Any,
 ) -> SearchSpace:
     """Return a search space; ``sizes`` are the other settings of ``conf/search_space``."""
-    if name not in SPACES:
-        raise unknown_choice("search_space.name", name, SPACES)
-    return SPACES[name](
+    return space_entry(name).make(
         input_shape=input_shape,
         num_classes=num_classes,
         norm=norm,
@@ -171,7 +132,7 @@ def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
     """Return the sizes of the derived network: of ``retrain``, or of a space that keeps its own."""
     space, retrain = config.search_space, config.retrain
     sizes = {"channels": retrain.channels, "num_cells": retrain.num_cells}
-    keeps_size = SEARCH_SPACES.get(genotype.space) in get_args(OwnSizeSpace)
+    keeps_size = not issubclass(space_entry(genotype.space).settings, CellSpace)
     if any((value is None) != keeps_size for value in sizes.values()):
         raise ConfigError(
             f"retrain.channels={retrain.channels} with retrain.num_cells={retrain.num_cells} and a "
@@ -191,7 +152,7 @@ def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
 
 def supernet_sizes(space: SearchSpaceSettings) -> dict[str, Any]:
     """Return the settings of a space that a network's description holds, beside the norm."""
-    return {key: getattr(space, key) for key in SIZES[space.name]}
+    return {key: getattr(space, key) for key in space_entry(space.name).sizes}
 
 
 def describe_derived(
@@ -237,7 +198,7 @@ def described_space(description: Description) -> tuple[SearchSpace, Genotype]:
         input_shape=tuple(description["input_shape"]),
         num_classes=description["num_classes"],
         norm=description["norm"],
-        **{key: description[key] for key in SIZES.get(genotype.space, ())},
+        **{key: description[key] for key in space_entry(genotype.space).sizes},
     )
     return space, genotype
 

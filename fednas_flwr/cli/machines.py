@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fednas_flwr.builders import parse_config
 from fednas_flwr.cli.composition import compose_tree
 from fednas_flwr.cli.outcomes import RUN_FAILED
 from fednas_flwr.cli.parsing import Commands, add_command
-from fednas_flwr.config import parse_config
 from fednas_flwr.errors import ConfigError
 
 if TYPE_CHECKING:

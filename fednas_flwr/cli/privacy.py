@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fednas_flwr.builders import parse_config
 from fednas_flwr.cli.composition import compose_tree
 from fednas_flwr.cli.outcomes import RUN_FAILED
 from fednas_flwr.cli.parsing import Commands, add_command
-from fednas_flwr.config import parse_config
 from fednas_flwr.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,9 +95,9 @@ def audit(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print a noise multiplier, rounded up, and what its steps cost by every accountant."""
+    from fednas_flwr.errors import show
     from fednas_flwr.privacy.accounting import calibrate_noise, prv_epsilon, rdp_epsilon
     from fednas_flwr.privacy.gdp import gdp_epsilon
-    from fednas_flwr.privacy.policy import show
     from fednas_flwr.privacy.renyi import Release
     from fednas_flwr.privacy.renyi_filter import filter_epsilon
     from fednas_flwr.reporting.guarantee import epsilon_text

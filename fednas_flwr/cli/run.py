@@ -9,10 +9,11 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from fednas_flwr.builders import parse_config
 from fednas_flwr.cli.composition import compose_tree, expand_sweep
 from fednas_flwr.cli.outcomes import RUN_FAILED, fail
 from fednas_flwr.cli.parsing import Commands, add_command
-from fednas_flwr.config import Config, parse_config
+from fednas_flwr.config import Config
 from fednas_flwr.errors import ConfigError
 
 RUN_HELP = """

@@ -6,8 +6,8 @@ import secrets
 
 import torch
 
-from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.admission import admit, check_fields
+from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.wire import round_reply

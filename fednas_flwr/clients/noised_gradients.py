@@ -145,7 +145,7 @@ class NoisedGradients:
         return {name: total.to(client.device) for name, total in sums.items()}
 
     def _sum_over(self, split: Split, clipped_sum: ClippedSum, rows: Tensor) -> Tensors:
-        """Return the clipped sum over some rows, of which one micro-batch is in memory at a time."""
+        """Return the clipped sum over some rows; one micro-batch is in memory at a time."""
         totals: Tensors = {}
         for part in torch.split(rows, self._micro_batch_size) if len(rows) else (rows,):
             sums = clipped_sum(*self._batch(split, part))
@@ -153,7 +153,7 @@ class NoisedGradients:
         return totals
 
     def _batch(self, split: Split, rows: Tensor) -> Batch:
-        """Return the augmented batch of some rows; what is drawn for a record nobody can foresee."""
+        """Return the augmented batch of some rows; nobody can foresee the draws."""
         x, y = split.batch(rows, self._client.device)
         generator = torch.Generator().manual_seed(secrets.randbits(63))
         return (self._client.augmented(x, generator) if len(rows) else x), y

@@ -25,6 +25,7 @@ from fednas_flwr.privacy.ledger import Entry, Ledger
 from fednas_flwr.privacy.noise import SecureGenerator, add_noise
 from fednas_flwr.privacy.plan import PlannedRelease, release_key
 from fednas_flwr.privacy.policy import Policy, check_planned, check_verb, refused
+from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import Reading, covered_steps
 from fednas_flwr.typed import parse
 
@@ -109,7 +110,7 @@ class ReleaseGate:
             for row in self._ledger.entries(self.allowed.account)
             if row.entry.run != run
         ]
-        releases += map(self._reading, self._planned(run).values())
+        releases += [self._reading(planned) for planned in self._planned(run).values()]
         return {
             name: {
                 split: epsilon if math.isfinite(epsilon) else None
@@ -229,7 +230,7 @@ class ReleaseGate:
             if (planned.stage, planned.verb) == (header.stage, verb)
         }
 
-    def _reading(self, planned: PlannedRelease) -> Reading:
+    def _reading(self, planned: PlannedRelease) -> tuple[Release, tuple[str, ...]]:
         """Return what all steps of a plan release, and which splits they are charged to."""
         charged = self._policy.charged_splits(self.data_set, planned.splits)
         return planned.release(self.allowed.records), charged

@@ -64,7 +64,7 @@ from fednas_flwr.exchange.requests import (
     Train,
     TrainCandidates,
 )
-from fednas_flwr.exchange.states import Layout, Tensors, network_states, unpack
+from fednas_flwr.exchange.states import Layout, network_states, unpack
 from fednas_flwr.hardware.latency import to_json
 from fednas_flwr.search.candidate import (
     Candidate,

@@ -1,4 +1,4 @@
-"""Settings of the algorithms; ``ALGORITHMS`` has the dataclass of every name.
+"""Settings of the algorithms, named as the papers are; ``builders.ALGORITHMS`` has each name's.
 
 Those of a family may stand in a file of their own, as in ``path_searches.py``.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fednas_flwr.config.path_searches import CandidateSearch, ClusterSearch, PathSearch
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.search.settings import (
     LEAST_LOSS_BOUND,
@@ -24,10 +23,23 @@ from fednas_flwr.search.settings import (
 
 
 @dataclass(frozen=True)
-class LocalSearch:
-    """Federated DARTS and FedNAS: local epochs, then averaging."""
+class AlgorithmSettings:
+    """Base of all, and the settings of an algorithm that has none."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class GivenNetwork(AlgorithmSettings):
+    """Base of those that do not search: they train a network that is given by name."""
+
+    network: str
+
+
+@dataclass(frozen=True)
+class FedDARTSSettings(AlgorithmSettings):
+    """Federated DARTS and FedNAS: local epochs, then averaging."""
+
     rule: str
     local_epochs: int
     batch_size: int
@@ -43,10 +55,9 @@ class LocalSearch:
 
 
 @dataclass(frozen=True)
-class GradientSearch:
+class FNASSettings(AlgorithmSettings):
     """Vanilla NAS, FNAS and DP-FNAS: gradient exchanges, two per iteration or one."""
 
-    name: str
     order: int
     reduce: str
     fused: bool
@@ -82,13 +93,12 @@ class GradientSearch:
 
 
 @dataclass(frozen=True)
-class RandomSearch:
+class RandomSearchSettings(AlgorithmSettings):
     """Random search: each round trains one random network a little and ranks it.
 
     With ``ranges`` each network is trained with hyper-parameters drawn from them.
     """
 
-    name: str
     trial_rounds: int
     local_epochs: int
     batch_size: int
@@ -101,10 +111,9 @@ class RandomSearch:
 
 
 @dataclass(frozen=True)
-class HyperparameterSearch:
+class FEATHERSSettings(AlgorithmSettings):
     """FEATHERS: local epochs whose hyper-parameters a bandit chooses."""
 
-    name: str
     rule: str
     local_epochs: int
     batch_size: int
@@ -132,19 +141,14 @@ class HyperparameterSearch:
 
 
 @dataclass(frozen=True)
-class FixedNetwork:
+class FedAvgSettings(GivenNetwork):
     """No search: FedAvg trains a network that is given by name."""
-
-    name: str
-    network: str
 
 
 @dataclass(frozen=True)
-class TunedTraining:
+class FedExSettings(GivenNetwork):
     """FedEx: no search; FedAvg of a given network whose clients draw their hyper-parameters."""
 
-    name: str
-    network: str
     clip_norm: float | None
     loss_bound: float
     theta: ThetaSettings
@@ -157,30 +161,3 @@ class TunedTraining:
         number = self.num_configurations
         check_range(number >= 1, "algorithm.num_configurations", number, "1 or more")
         check_range(self.loss_bound > 0, "algorithm.loss_bound", self.loss_bound, "above 0")
-
-
-ALGORITHMS: dict[str, type] = {
-    "fed_darts": LocalSearch,
-    "fednas": LocalSearch,
-    "fnas": GradientSearch,
-    "vanilla_nas": GradientSearch,
-    "dp_fnas": GradientSearch,
-    "feathers": HyperparameterSearch,
-    "fdnas": PathSearch,
-    "cfdnas": ClusterSearch,
-    "dpnas": CandidateSearch,
-    "random_search": RandomSearch,
-    "fedavg": FixedNetwork,
-    "fedex": TunedTraining,
-}
-GivenNetwork = FixedNetwork | TunedTraining  # these do not search
-Algorithm = (
-    LocalSearch
-    | GradientSearch
-    | HyperparameterSearch
-    | PathSearch
-    | ClusterSearch
-    | CandidateSearch
-    | RandomSearch
-    | GivenNetwork
-)

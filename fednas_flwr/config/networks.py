@@ -11,23 +11,38 @@ NORMS = ("batch", "group")
 
 
 @dataclass(frozen=True)
-class CellSpace:
-    """A search space of repeated cells and the sizes of its supernet."""
+class SearchSpaceSettings:
+    """Base of all; derived networks have the supernet's sizes, except for those of a CellSpace."""
 
     name: str
-    channels: int
-    num_cells: int
     norm: str
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_least(self, "search_space", channels=1, num_cells=1)
+        """Check the norm."""
         if self.norm not in NORMS:
             raise unknown_choice("search_space.norm", self.norm, NORMS)
 
 
 @dataclass(frozen=True)
-class BlockSpace:
+class CellSpace(SearchSpaceSettings):
+    """A search space of repeated cells and its supernet's sizes; ``retrain`` gives the network's.
+
+    Attributes:
+        channels: Of the first cells.
+        num_cells: See the space.
+    """
+
+    channels: int
+    num_cells: int
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_least(self, "search_space", channels=1, num_cells=1)
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class BlockSpace(SearchSpaceSettings):
     """The MBConv space and the sizes of its supernet, which are also those of derived networks.
 
     Attributes:
@@ -36,21 +51,18 @@ class BlockSpace:
         width: Width multiplier.
     """
 
-    name: str
     skeleton: str
     candidates: str
     width: float
-    norm: str
 
     def __post_init__(self) -> None:
         """Check the ranges; ``builders`` knows the names."""
         check_range(0 < self.width <= 16, "search_space.width", self.width, "above 0, to 16")
-        if self.norm not in NORMS:
-            raise unknown_choice("search_space.norm", self.norm, NORMS)
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
-class DPCells:
+class DPCells(SearchSpaceSettings):
     """The DP-friendly space and the sizes of its supernet, also those of derived networks.
 
     Attributes:
@@ -59,25 +71,9 @@ class DPCells:
         activation: Of the head, by name; see ``search_spaces.dp_cells_network.ACTIVATIONS``.
     """
 
-    name: str
     widths: list[int]
     head: int
     activation: str
-    norm: str
-
-    def __post_init__(self) -> None:
-        """Check what the space itself does not."""
-        if self.norm not in NORMS:
-            raise unknown_choice("search_space.norm", self.norm, NORMS)
-
-
-OwnSizeSpace = BlockSpace | DPCells  # derived networks have the supernet's size
-SearchSpaceSettings = CellSpace | OwnSizeSpace
-SEARCH_SPACES: dict[str, type] = {
-    **dict.fromkeys(("darts", "mlp", "nasbench201"), CellSpace),
-    "mbconv": BlockSpace,
-    **dict.fromkeys(("dp_cells", "dp_cells_darts"), DPCells),
-}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fednas_flwr.config.algorithms import AlgorithmSettings
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.search.settings import (
     GATES,
@@ -48,10 +49,9 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class PathSearch:
+class FDNASSettings(AlgorithmSettings):
     """FDNAS: local epochs of ProxylessNAS on sampled paths, then averaging."""
 
-    name: str
     gates: str
     warm_up_rounds: int
     local_epochs: int
@@ -75,7 +75,7 @@ class PathSearch:
 
 
 @dataclass(frozen=True)
-class CandidateSearch:
+class DPNASSettings(AlgorithmSettings):
     """DPNAS: sampled candidates trained with shared weights, and a controller that learns of them.
 
     Attributes:
@@ -88,7 +88,6 @@ class CandidateSearch:
             place.
     """
 
-    name: str
     sampler: str
     trained_candidates: int
     rewarded_candidates: int
@@ -112,7 +111,7 @@ class CandidateSearch:
 
 
 @dataclass(frozen=True)
-class ClusterSearch:
+class CFDNASSettings(AlgorithmSettings):
     """CFDNAS: FDNAS of all clients, then in each group of clients, with its own hardware loss.
 
     Attributes:
@@ -126,13 +125,12 @@ class ClusterSearch:
         search: How clients search.
     """
 
-    name: str
     group_by: str
     num_groups: int | None
     inherit: bool
     group_rounds: int
     group_hardware: dict[str, Hardware]
-    search: PathSearch
+    search: FDNASSettings
 
     def __post_init__(self) -> None:
         """Check the ranges."""

@@ -139,5 +139,11 @@ class DifferentialPrivacy:
             1 <= size <= 1024, "privacy.micro_batch_size", size, "a whole number from 1 to 1024"
         )
 
+    @property
+    def search_norms(self) -> dict[str, float]:
+        """Clipping norms of a search by kind of release."""
+        kinds = ("weights", "alphas", "rewards")
+        return {kind: getattr(self, kind).max_grad_norm for kind in kinds}
+
 
 PRIVACY: dict[str, type] = {"none": NoPrivacy, "dp": DifferentialPrivacy}

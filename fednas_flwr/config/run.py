@@ -1,28 +1,17 @@
-"""All settings of one run, from the composed tree to JSON and back."""
+"""All settings of one run, and their JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from fednas_flwr.config.algorithms import ALGORITHMS, Algorithm
-from fednas_flwr.config.combinations import (
-    check_aggregate,
-    check_algorithm,
-    check_privacy,
-    check_stages,
-    check_wire,
-)
+from fednas_flwr.config.algorithms import AlgorithmSettings
 from fednas_flwr.config.data import Dataset, Partition
-from fednas_flwr.config.networks import SEARCH_SPACES, Retrain, SearchSpaceSettings
-from fednas_flwr.config.parsing import choose_kind
-from fednas_flwr.config.privacy import PRIVACY, DifferentialPrivacy, NoPrivacy
+from fednas_flwr.config.networks import Retrain, SearchSpaceSettings
+from fednas_flwr.config.privacy import DifferentialPrivacy, NoPrivacy
 from fednas_flwr.config.runtime import Runtime
 from fednas_flwr.errors import ConfigError, unknown_choice
-from fednas_flwr.search.settings import check_least, check_range
-from fednas_flwr.typed import parse
+from fednas_flwr.search.settings import MOMENTA, check_least, check_range
 
 STAGES = ("search", "retrain", "evaluate", "export")
 DEVICES = ("auto", "cpu", "cuda")
@@ -43,12 +32,13 @@ class Config:
     ``aggregate`` is how the clients' models are averaged: by examples (mean), or coordinate by
     coordinate (:mod:`fednas_flwr.exchange.robust`); ``trim`` is how many clients trimmed_mean
     leaves out at each end. ``wire`` is what the tensors of replies travel as
-    (:mod:`fednas_flwr.exchange.wire`). ``oversample`` has training repeat the records of rarer
-    classes. ``personalised`` has clients test the trained network again after local epochs of their
-    own.
+    (:mod:`fednas_flwr.exchange.wire`). ``momentum`` says where the momentum of local training goes
+    between requests (:class:`~fednas_flwr.strategies.base.RoundStrategy`). ``oversample`` has
+    training repeat the records of rarer classes. ``personalised`` has clients test the trained
+    network again after local epochs of their own.
     """
 
-    algorithm: Algorithm
+    algorithm: AlgorithmSettings
     dataset: Dataset
     partition: Partition
     search_space: SearchSpaceSettings
@@ -67,6 +57,7 @@ class Config:
     aggregate: str
     trim: int
     wire: str
+    momentum: str
     client_tags: list[str]
     class_factors: dict[str, float]
     oversample: bool
@@ -74,7 +65,7 @@ class Config:
     tensorboard: bool
 
     def __post_init__(self) -> None:
-        """Check single values, then combinations that make no sense together."""
+        """Check single values; ``builders.check_combinations`` knows what excludes what."""
         check_least(self, "", seed=0, threads=1, clients=1, rounds=1)
         if self.device not in DEVICES:
             raise unknown_choice("device", self.device, DEVICES)
@@ -85,6 +76,8 @@ class Config:
         check_least(self, "", trim=1)
         if self.wire not in WIRES:
             raise unknown_choice("wire", self.wire, WIRES)
+        if self.momentum not in MOMENTA:
+            raise unknown_choice("momentum", self.momentum, MOMENTA)
         for stage in self.stages:
             if stage not in STAGES:
                 raise unknown_choice("stages", stage, STAGES)
@@ -98,34 +91,8 @@ class Config:
             )
         for name, factor in self.class_factors.items():
             check_range(0 < factor <= 1, f"class_factors.{name}", factor, "above 0, at most 1")
-        check_privacy(self)
-        check_algorithm(self)
-        check_aggregate(self)
-        check_wire(self)
-        check_stages(self)
-
-
-def parse_config(tree: Mapping[str, Any]) -> Config:
-    """Return the checked configuration of a composed tree.
-
-    Raises:
-        ConfigError: A key is unknown or missing, a value has the wrong type or is out of range,
-            or two settings exclude each other.
-    """
-    hints = {
-        "algorithm": choose_kind(tree, "algorithm", ALGORITHMS),
-        "search_space": choose_kind(tree, "search_space", SEARCH_SPACES),
-        "privacy": choose_kind(tree, "privacy", PRIVACY),
-    }
-    config: Config = parse(Config, tree, key="", hints=hints)
-    return config
 
 
 def dump_config(config: Config) -> str:
-    """Return the configuration as one line of JSON that :func:`load_config` reads back."""
+    """Return the configuration as one line of JSON that ``load_config`` reads back."""
     return json.dumps(asdict(config), sort_keys=True)
-
-
-def load_config(text: str) -> Config:
-    """Return the configuration that :func:`dump_config` wrote."""
-    return parse_config(json.loads(text))

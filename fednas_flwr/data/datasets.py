@@ -15,18 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from fednas_flwr.data.cache import load_or_build
-from fednas_flwr.data.images import (
-    TORCHVISION_SETS,
-    RecordsPair,
-    load_digits,
-    load_image_folder,
-    load_torchvision,
-)
-from fednas_flwr.data.npz import load_npz
+from fednas_flwr.data.images import RecordsPair
 from fednas_flwr.data.records import Records, select_records
-from fednas_flwr.data.sources import find_source, fingerprint, load_sites
+from fednas_flwr.data.sources import DATA_SETS, find_source, fingerprint, load_sites
 from fednas_flwr.data.splits import hash_positions
-from fednas_flwr.data.tables import load_csv
 from fednas_flwr.errors import ConfigError, unknown_choice
 
 __all__ = ["Prepared", "Records", "prepare"]
@@ -37,16 +29,7 @@ _CACHE_VERSION = 1
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
 _SERVER_TEST_SHARE = 0.2
-
-_IMAGE_SETTINGS = {"image_size", "channels", "class_names"}
-_TABLE_SETTINGS = {"label", "id_column", "numeric", "categorical", "categories", "ignore"}
-_SETTINGS: dict[str, set[str]] = {
-    "digits": set(),
-    **{name: {"download"} for name in TORCHVISION_SETS},
-    "npz": {"statistics", *_IMAGE_SETTINGS},
-    "image_folder": _IMAGE_SETTINGS,
-    "csv": {"class_names", "statistics", *_TABLE_SETTINGS},
-}
+_NOT_READ = ("download", "statistics")  # settings that no reader takes
 
 
 @dataclass(frozen=True)
@@ -112,7 +95,7 @@ def prepare(
 
     Args:
         cache: Folder for prepared tensors, made where missing.
-        name: digits, mnist, fashion_mnist, cifar10, cifar100, npz, image_folder or csv.
+        name: One of ``DATA_SETS``.
         root: File (npz, csv) or folder of the source (a csv's may be one); not used by digits.
         download: Whether torchvision may fetch missing files.
         sites: ``root`` holds one folder (image_folder) or file (npz, csv) per client; the
@@ -139,8 +122,9 @@ def prepare(
     Raises:
         ConfigError: A setting that is unknown, missing, without effect, or not met by the data.
     """
-    if name not in _SETTINGS:
-        raise unknown_choice("dataset.name", name, _SETTINGS)
+    if name not in DATA_SETS:
+        raise unknown_choice("dataset.name", name, DATA_SETS)
+    entry = DATA_SETS[name]
     settings = {
         "download": download,
         "image_size": image_size,
@@ -155,7 +139,7 @@ def prepare(
         "statistics": dict(statistics or {}),
     }
     for setting, value in settings.items():
-        if value and setting not in _SETTINGS[name]:
+        if value and setting not in entry.settings:
             raise ConfigError(f"dataset.{setting}={value} has no effect with dataset.name={name}.")
     for setting, limit in (("limit_train", limit_train), ("limit_test", limit_test)):
         if limit is not None and limit < 1:
@@ -166,23 +150,8 @@ def prepare(
         raise ConfigError(f"dataset.image_size={image_size} must be at least 1, or null.")
 
     def read(path: Path) -> RecordsPair:
-        if name == "digits":
-            return load_digits()
-        if name in TORCHVISION_SETS:
-            return load_torchvision(name, root=path, download=False)
-        if name == "csv":
-            return load_csv(
-                path,
-                label=label,
-                id_column=id_column,
-                numeric=numeric,
-                categorical=categorical,
-                categories=categories,
-                ignore=ignore,
-                class_names=class_names,
-            )
-        load = load_npz if name == "npz" else load_image_folder
-        return load(path, image_size=image_size, channels=channels, class_names=class_names)
+        taken = {k: v for k, v in settings.items() if k in entry.settings and k not in _NOT_READ}
+        return entry.read(path, **taken)
 
     def build() -> dict[str, Records]:
         train, test = (load_sites(source, name=name, read=read), None) if sites else read(source)
@@ -202,8 +171,8 @@ def prepare(
 
     source = find_source(name, root=root, download=download, sites=sites)
     choices = [_CACHE_VERSION, name, sites, server_test, limit_train, limit_test]
-    shaping = {k: v for k, v in settings.items() if k not in ("download", "statistics")}
-    files = [] if name == "digits" else fingerprint(name, source)
+    shaping = {k: v for k, v in settings.items() if k not in _NOT_READ}
+    files = fingerprint(name, source) if entry.roots else []
     key = hashlib.blake2b(json.dumps([choices, shaping, files]).encode(), digest_size=10)
     parts = load_or_build(cache / f"{name}-{key.hexdigest()}", build)
     train = parts["train"]

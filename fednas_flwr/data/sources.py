@@ -1,13 +1,79 @@
-"""Where the files of a data set lie, and several sites' files as one set."""
+"""The data sets there are, where their files lie, and several sites' files as one set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from fednas_flwr.data.images import TORCHVISION_SETS, RecordsPair, load_torchvision
+from fednas_flwr.data.images import (
+    TORCHVISION_SETS,
+    RecordsPair,
+    load_digits,
+    load_image_folder,
+    load_torchvision,
+)
+from fednas_flwr.data.npz import load_npz
 from fednas_flwr.data.records import Records, join_sites
+from fednas_flwr.data.tables import load_csv
 from fednas_flwr.errors import ConfigError
+
+_IMAGES = frozenset({"image_size", "channels", "class_names"})
+_TABLES = frozenset({"label", "id_column", "numeric", "categorical", "categories", "ignore"})
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """What stands behind the ``name`` in a file of ``conf/dataset``.
+
+    Attributes:
+        read: Called with the path that :func:`find_source` returns, and with its settings but
+            ``download`` and ``statistics`` as keyword arguments; returns the train part and the
+            official test part, None where there is none.
+        settings: Those of ``conf/dataset/base.yaml`` that have an effect.
+        roots: What ``dataset.root`` may be, ``file`` or ``folder``; empty if it is not needed.
+        sites: Patterns of the sites in a folder, one of which ``read`` then gets; empty if the set
+            cannot be divided by sites.
+        folder: Below the root, with its files.
+    """
+
+    read: Callable[..., RecordsPair]
+    settings: frozenset[str] = frozenset()
+    roots: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()
+    folder: str = ""
+
+
+def _torchvision(name: str) -> DataSet:
+    return DataSet(
+        lambda root: load_torchvision(name, root=root, download=False),
+        frozenset({"download"}),
+        roots=("folder",),
+        folder=TORCHVISION_SETS[name][1],
+    )
+
+
+DATA_SETS: dict[str, DataSet] = {
+    "digits": DataSet(lambda root: load_digits()),
+    **{name: _torchvision(name) for name in TORCHVISION_SETS},
+    "image_folder": DataSet(load_image_folder, _IMAGES, roots=("folder",), sites=("*/",)),
+    "npz": DataSet(load_npz, _IMAGES | {"statistics"}, roots=("file",), sites=("*.npz",)),
+    "csv": DataSet(
+        load_csv,
+        _TABLES | {"class_names", "statistics"},
+        roots=("file", "folder"),
+        sites=("*.csv", "*.csv.gz"),
+    ),
+}
+
+
+def check_sites(name: str) -> None:
+    """Raise ConfigError unless a data set can be divided by sites."""
+    if not DATA_SETS[name].sites:
+        *others, last = (name for name, entry in DATA_SETS.items() if entry.sites)
+        raise ConfigError(
+            f"partition=sites does not fit dataset.name={name}: use {', '.join(others)} or {last}."
+        )
 
 
 def load_sites(root: Path, *, name: str, read: Callable[[Path], RecordsPair]) -> Records:
@@ -15,22 +81,19 @@ def load_sites(root: Path, *, name: str, read: Callable[[Path], RecordsPair]) ->
 
     Args:
         root: One sub-folder per site for image_folder, one file per site for npz and csv.
-        name: image_folder, npz or csv.
+        name: Of a data set that can be divided by sites.
         read: Reads one site.
 
     Raises:
         ConfigError: No sites, sites that do not fit together, or one with its own test part.
     """
-    patterns = {"image_folder": ("*/",), "npz": ("*.npz",), "csv": ("*.csv", "*.csv.gz")}
-    if name not in patterns:
-        raise ConfigError(
-            f"partition=sites does not fit dataset.name={name}: use image_folder, npz or csv."
-        )
-    paths = sorted(path for pattern in patterns[name] for path in root.glob(pattern))
+    check_sites(name)
+    patterns = DATA_SETS[name].sites
+    paths = sorted(path for pattern in patterns for path in root.glob(pattern))
     paths = [path for path in paths if path.name[0] not in "._"]
     if not paths:
         raise ConfigError(
-            f"dataset.root={root} holds no sites: expected {' or '.join(patterns[name])} in it."
+            f"dataset.root={root} holds no sites: expected {' or '.join(patterns)} in it."
         )
     sites: dict[str, Records] = {}
     for path in paths:
@@ -48,13 +111,13 @@ def load_sites(root: Path, *, name: str, read: Callable[[Path], RecordsPair]) ->
 
 def find_source(name: str, *, root: Path | None, download: bool, sites: bool) -> Path:
     """Return the folder or file to read, fetched first where that is asked for."""
-    if name == "digits":
-        return Path()
-    if root is None:
+    entry = DATA_SETS[name]
+    if root is None and entry.roots:
         raise ConfigError(f"dataset={name} needs its place on disk: give dataset.root=<path>.")
-    root = Path(root).expanduser()
-    if name in TORCHVISION_SETS:
-        folder = TORCHVISION_SETS[name][1]
+    root = Path(root or "").expanduser()
+    if not entry.roots:
+        return root
+    if folder := entry.folder:
         if download:
             load_torchvision(name, root=root, download=True)
         if not (root / folder).is_dir():
@@ -63,8 +126,7 @@ def find_source(name: str, *, root: Path | None, download: bool, sites: bool) ->
                 f"holds {folder}> or dataset.download=true."
             )
     else:
-        kinds = ["folder"] if sites or name == "image_folder" else ["file"]
-        kinds += ["folder"] if name == "csv" and not sites else []
+        kinds = ("folder",) if sites else entry.roots
         found = "folder" if root.is_dir() else "file" if root.is_file() else None
         if found not in kinds:
             expected = " or ".join(kinds)
@@ -74,8 +136,7 @@ def find_source(name: str, *, root: Path | None, download: bool, sites: bool) ->
 
 def fingerprint(name: str, source: Path) -> list[tuple[str, int, int]]:
     """Return path, size in bytes and time of change in ns of every source file."""
-    if name in TORCHVISION_SETS:
-        source = source / TORCHVISION_SETS[name][1]
+    source = source / DATA_SETS[name].folder
     files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
     stats = [(path, path.stat()) for path in files]
     return [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in stats]

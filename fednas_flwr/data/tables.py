@@ -23,7 +23,7 @@ _MOST_CATEGORIES = 256
 def load_csv(
     path: Path,
     *,
-    label: str = "last",
+    label: str | None = "last",
     id_column: str | None = None,
     numeric: Sequence[str] = (),
     categorical: Sequence[str] = (),
@@ -39,7 +39,7 @@ def load_csv(
     Args:
         path: A csv file with a header, or a folder with train.csv and optionally test.csv, whose
             columns and classes are those of train.csv; each may be compressed (.gz).
-        label: Name of the label column, or ``last`` for the last one.
+        label: Name of the label column, or ``last`` or None for the last one.
         id_column: Column whose equal values (a patient, a card) must stay in one part; no feature.
         numeric: Numeric features; with ``categorical`` also empty, every column that holds only
             numbers is numeric and every other categorical.
@@ -53,7 +53,7 @@ def load_csv(
     """
     train_path, test_path = _parts(path)
     table = _read_table(train_path)
-    label = table.columns[-1] if label == "last" else label
+    label = table.columns[-1] if label in (None, "last") else label
     train, found = _read_records(
         table,
         train_path,

@@ -119,7 +119,7 @@ def linear_baseline(
     x_test, y_test = arrays([test])
     model = LogisticRegression(max_iter=1000).fit(x.numpy(), y.numpy())
     probabilities = torch.zeros(len(y_test), num_classes, dtype=torch.float64)
-    known = torch.from_numpy(model.predict_proba(x_test.numpy()))
+    known = torch.from_numpy(model.predict_proba(x_test.numpy())).double()
     probabilities[:, torch.from_numpy(model.classes_)] = known
     accuracy = int((probabilities.argmax(1) == y_test).sum()) / len(y_test)
     return {"accuracy": accuracy, **objective.scores(probabilities.clamp(min=1e-300).log(), y_test)}

@@ -19,22 +19,23 @@ from torch import nn
 
 from fednas_flwr.builders import (
     has_real_sites,
+    load_config,
     make_client,
     make_data,
     make_site_data,
     make_site_gate,
 )
+from fednas_flwr.clients.admission import admit
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.audit_trail import AuditTrail
 from fednas_flwr.clients.client import Client
-from fednas_flwr.clients.private_verbs import PRIVATE_VERBS, admit
 from fednas_flwr.clients.release import ReleaseGate
-from fednas_flwr.clients.verbs import VERBS
-from fednas_flwr.config import Config, dump_config, load_config, site_dataset
+from fednas_flwr.config import Config, dump_config, site_dataset
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import BUDGET_SPENT, decode_request, encode_reply
 from fednas_flwr.federation.bundle import CONFIG_KEY
+from fednas_flwr.verbs import VERBS
 
 CLIENT_RAISED = 2  # Flower's code for an exception in a ClientApp
 DATA_PATH = "data-path"
@@ -53,7 +54,7 @@ def make_client_app(config_json: str | None = None) -> ClientApp:
             empty; None reads it from there.
     """
     app = ClientApp()
-    for verb in VERBS | PRIVATE_VERBS:
+    for verb in VERBS:
         category, action = verb.split(".")
         register = {"train": app.train, "evaluate": app.evaluate, "query": app.query}[category]
         register(action)(_handler(config_json))
@@ -63,17 +64,19 @@ def make_client_app(config_json: str | None = None) -> ClientApp:
 def _handler(config_json: str | None) -> Callable[[Message, Context], Message]:
     def handle(message: Message, context: Context) -> Message:
         # Errors whose text the server may read; of a private client's, refusals.
-        safe: tuple[type[Exception], ...] = () if "policy" in context.node_config else (Exception,)
+        private = "policy" in context.node_config
+        safe: tuple[type[Exception], ...] = (ConfigError,) if private else (Exception,)
         keys = sorted(SITE_KEYS & context.node_config.keys())
         site = tuple((key, str(context.node_config[key])) for key in keys)
         trail, verb = _trail(site), message.metadata.message_type
         request = None
         try:
+            request = decode_request(verb, message.content)
+            safe = () if private else safe  # what follows may tell of the site's own files
             text = config_json or str(context.run_config[CONFIG_KEY])
             if "partition-id" not in context.node_config:
                 raise ConfigError("the node's configuration lacks partition-id=<0, 1, ...>.")
             index = int(context.node_config["partition-id"])
-            request = decode_request(verb, message.content)
             trail.asked(request, flower_run=message.metadata.run_id)
             policy = _policy_text(site)
             gate = _gate(text, site, policy)

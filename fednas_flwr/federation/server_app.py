@@ -10,7 +10,8 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fednas_flwr.config import Config, load_config
+from fednas_flwr.builders import load_config
+from fednas_flwr.config import Config
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.federation.bundle import CONFIG_KEY, RESUMED_KEY
 from fednas_flwr.federation.deployment import EventPrinter

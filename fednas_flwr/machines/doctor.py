@@ -177,12 +177,11 @@ def _site_key(folder: Path, settings: Settings) -> str:
 
 def _site_data(folder: Path, settings: Settings) -> str:
     """Return that policy and data settings are right and the data can be read."""
-    from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
     from fednas_flwr.config import site_dataset
     from fednas_flwr.privacy.policy_file import load_policy
 
     site_dataset(folder / "dataset.yaml", cache=str(folder / "state" / "cache"))
-    policy = load_policy(folder / "policy.yaml", verbs=PRIVATE_VERBS)
+    policy = load_policy(folder / "policy.yaml")
     if settings["DATA_SET"] not in policy.data_sets:
         raise Trouble(
             f"DATA_SET={settings['DATA_SET']} is not in policy.yaml, which has "

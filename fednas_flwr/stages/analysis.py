@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fednas_flwr.builders import load_exported, make_device
-from fednas_flwr.builders.searches import make_sampler
-from fednas_flwr.config import CandidateSearch, Config
+from fednas_flwr.builders.algorithms import make_sampler
+from fednas_flwr.config import Config, DPNASSettings
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.cell_analysis import op_shares, variants
 from fednas_flwr.evaluation.export import MODEL_FILE
@@ -107,7 +107,7 @@ def analyse(
 
 def _samples(config: Config) -> dict[str, Any] | None:
     """Return how often each op is on each edge of paths drawn as the search would draw next."""
-    if not isinstance(config.algorithm, CandidateSearch):
+    if not isinstance(config.algorithm, DPNASSettings):
         return None
     checkpoints = CheckpointFolder(Path(str(config.run_dir)) / "checkpoints", warn=print)
     checkpoint = checkpoints.latest("search")

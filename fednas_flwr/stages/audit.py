@@ -18,17 +18,19 @@ from torch.func import functional_call, grad, vmap
 from fednas_flwr.builders import make_client, make_data, supernet_space
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.client import Client
-from fednas_flwr.clients.verbs import SUPERNET
-from fednas_flwr.config import Config, DifferentialPrivacy, GradientSearch
+from fednas_flwr.config import Config, DifferentialPrivacy, FNASSettings
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Header, Request
+from fednas_flwr.exchange.requests import Commit, Site, TakeGradients
 from fednas_flwr.exchange.states import Packed, load_states, network_states, pack
 from fednas_flwr.privacy.audit import AuditResult, audit_steps
 from fednas_flwr.privacy.noise import SecureGenerator
-from fednas_flwr.search.training import make_sgd, record_losses
+from fednas_flwr.search.descent import make_sgd
+from fednas_flwr.search.objective import CLASSIFICATION
 from fednas_flwr.search_spaces.space import Supernet
-from fednas_flwr.stages.schedule import make_schedule, private_settings
+from fednas_flwr.stages.schedule import make_schedule, private_stage
+from fednas_flwr.verbs import SUPERNET
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def audit_search(config: Config, *, num_canaries: int, confidence: float = 0.95)
         ConfigError: The configuration is not of DP-FNAS, or client 0 has too few records.
     """
     algorithm, privacy = config.algorithm, config.privacy
-    if not isinstance(algorithm, GradientSearch) or not isinstance(privacy, DifferentialPrivacy):
+    if not isinstance(algorithm, FNASSettings) or not isinstance(privacy, DifferentialPrivacy):
         raise ConfigError(f"algorithm={algorithm.name} cannot be audited: set algorithm=dp_fnas.")
     if privacy.weights.noise_multiplier is None:
         raise ConfigError("privacy.weights.noise_multiplier=null: an audit needs the number.")
@@ -75,7 +77,7 @@ def audit_search(config: Config, *, num_canaries: int, confidence: float = 0.95)
 
 def _audit(config: Config, num_canaries: int, confidence: float) -> Audit:
     algorithm, privacy = config.algorithm, config.privacy
-    assert isinstance(algorithm, GradientSearch)
+    assert isinstance(algorithm, FNASSettings)
     assert isinstance(privacy, DifferentialPrivacy)
     data = make_data(config)
     client = make_client(config, 0, data=data, networks={})
@@ -87,29 +89,33 @@ def _audit(config: Config, num_canaries: int, confidence: float) -> Audit:
     assert client.gate is not None
     schedule = make_schedule(config, [client.gate.allowed.records], done={})
     run = secrets.token_hex(8)
-    settings = {"data_set": privacy.data_set, "schedule": schedule}
-    committed = answer(client, Request("query.commit", _header(run, 0), settings))
+    commit = Commit(privacy.data_set, tuple(schedule))
+    committed = answer(client, Request("query.commit", _header(run, 0), commit))
 
     rows = train.rows[:num_canaries]
     canaries = replace(train, labels=_mislabelled(train, rows), rows=rows)
-    supernet = client.network(SUPERNET)
+    supernet = client.network({"name": SUPERNET})
     states = {name: pack(tensors) for name, tensors in network_states(supernet).items() if tensors}
     auditor = supernet_space(replace(config, engine="reference"), data[0]).supernet()
     auditor.to(client.device)
     (vector,) = states["weights"].values()
     optimizer = make_sgd([vector], algorithm.weights)
-    private = private_settings(config, schedule, "search")
+    private = private_stage(config, schedule, "search")
     assert private is not None
+    asked = TakeGradients(
+        step=0,
+        local_steps=1,
+        local_lrs={"weights": algorithm.weights.lr},
+        batch_size=None,
+        order=1,
+        inner_lr=algorithm.weights.lr,
+        site=Site(private.data_set, private.micro_batch_size),
+    )
 
     def release(step: int, included: Tensor) -> Tensor:
         rows = torch.cat([canaries.rows[included], train.rows[num_canaries:]])
         own = replace(client.data, train=replace(canaries, rows=rows))
-        request = Request(
-            "train.weight_gradient",
-            _header(run, step + 1),
-            {"local_steps": 1, "local_lrs": {"weights": algorithm.weights.lr}, **private},
-            states,
-        )
+        request = Request("train.weight_gradient", _header(run, step + 1), asked, states)
         reply = answer(replace(client, data=own), request)
         (noised,) = reply.states["weights"].values()
         vector.grad = noised / reply.num_examples
@@ -151,7 +157,7 @@ def _clipped_gradients(
 
     def loss(weights: dict[str, Tensor], record: Tensor, label: Tensor) -> Tensor:
         logits = functional_call(supernet, weights, (record[None],))
-        return record_losses(logits, label[None]).sum()
+        return CLASSIFICATION.plain_losses(logits, label[None]).sum()
 
     gradients = vmap(grad(loss), in_dims=(None, 0, 0), chunk_size=16)(weights, x, y)
     gradients_MD: Tensor = (

@@ -19,7 +19,7 @@ from threading import Lock
 import yaml
 
 from fednas_flwr.builders import check_hardware, supernet_space
-from fednas_flwr.config import ClusterSearch, Config, dump_config
+from fednas_flwr.config import CFDNASSettings, Config, dump_config
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import QuorumError
@@ -89,12 +89,12 @@ def run_groups(
         raise QuorumError(f"every group has failed: {'; '.join(r for r in reasons if r)}")
 
 
-def _algorithm(config: Config) -> ClusterSearch:
-    assert isinstance(config.algorithm, ClusterSearch)
+def _algorithm(config: Config) -> CFDNASSettings:
+    assert isinstance(config.algorithm, CFDNASSettings)
     return config.algorithm
 
 
-def _check_names(algorithm: ClusterSearch, groups: Groups) -> None:
+def _check_names(algorithm: CFDNASSettings, groups: Groups) -> None:
     for name in algorithm.group_hardware:
         if name not in groups:
             raise unknown_choice("algorithm.group_hardware", name, groups)
@@ -114,7 +114,13 @@ def _by_alphas(run: Run, strategy: RoundStrategy) -> Groups:
     if path.exists():
         found: Groups = json.loads(path.read_text())
         return found
-    replies = strategy.search(algorithm.search.weights, warm_up=False, stage="groups")
+    replies = run.courier.ask(
+        "train.search",
+        stage="groups",
+        settings=strategy.request(algorithm.search.weights, warm_up=False),
+        states=strategy.states,
+        layouts=strategy.layouts,
+    )
     return group_by_alphas(replies, strategy.states["alphas"], num_groups=algorithm.num_groups)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from fednas_flwr.builders import load_table, make_device, supernet_space
-from fednas_flwr.config import Config, DifferentialPrivacy, PathSearch
+from fednas_flwr.config import Config, DifferentialPrivacy, FDNASSettings
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.evaluation.space_costs import measure_network, space_costs
@@ -34,7 +34,7 @@ def with_latency(run: Run) -> Config:
     """
     config, path = run.config, run.folder / LATENCY_FILE
     algorithm = config.algorithm
-    if not isinstance(algorithm, PathSearch) or algorithm.hardware is None:
+    if not isinstance(algorithm, FDNASSettings) or algorithm.hardware is None:
         return config
     hardware = algorithm.hardware
     if hardware.unit != "ms" or hardware.table is not None:
@@ -53,7 +53,7 @@ def cost_of(config: Config, prepared: Prepared, genotype: Genotype | None) -> di
     and threads.
     """
     algorithm = config.algorithm
-    if not isinstance(algorithm, PathSearch) or algorithm.hardware is None:
+    if not isinstance(algorithm, FDNASSettings) or algorithm.hardware is None:
         return None
     if genotype is None or "search" not in config.stages:
         return None

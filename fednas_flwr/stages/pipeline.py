@@ -35,7 +35,7 @@ from fednas_flwr.builders import (
     make_search,
     make_server_data,
 )
-from fednas_flwr.config import ClusterSearch, Config, DifferentialPrivacy, GivenNetwork
+from fednas_flwr.config import CFDNASSettings, Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.data.loaders import concat_splits, server_split
 from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.data.splits import SPLITS
@@ -145,7 +145,7 @@ def _run_stages(
 def _run_from_search(run: Run) -> None:
     """Search, retrain, evaluate and export, as far as the configuration says."""
     config = run.config
-    if isinstance(config.algorithm, ClusterSearch):
+    if isinstance(config.algorithm, CFDNASSettings):
         run_groups(run, search=_start_search, run_group=_run_from_search)
         return
     genotype, configuration = _search(run)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from fednas_flwr.config import Config, dump_config, parse_config
+from fednas_flwr.builders import parse_config
+from fednas_flwr.config import Config, dump_config
 from fednas_flwr.errors import ConfigError, MissingSettingError
 from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.runs import CONFIG_FILE, is_complete

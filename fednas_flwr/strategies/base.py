@@ -18,9 +18,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
+from fednas_flwr.errors import unknown_choice
 from fednas_flwr.exchange.checkpoint import Checkpoint, CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
-from fednas_flwr.errors import unknown_choice
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import Amount, Settings, Site
 from fednas_flwr.exchange.robust import TrimmedMean

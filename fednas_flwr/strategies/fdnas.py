@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Unpack
 
 from fednas_flwr.exchange.courier import Courier
-from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import LocalSearch, Search
 from fednas_flwr.hardware.costs import HardwareTerms
 from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases
@@ -62,23 +61,22 @@ class FDNAS(RoundStrategy):
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Search locally everywhere, average weights, alphas and buffers."""
         weights = self.weights.at_round(server_round, num_rounds)
-        replies = self.search(weights, warm_up=server_round <= self.warm_up_rounds)
-        average, metrics = self.average(replies)
+        request = self.request(weights, warm_up=server_round <= self.warm_up_rounds)
+        average, metrics = self.average(
+            self.ask("train.search", request, states=self.states, layouts=self.layouts)
+        )
         self.move(average, self.weights.momentum)
         return metrics
 
-    def search(
-        self, weights: SGD, *, warm_up: bool, stage: str | None = None
-    ) -> Iterator[tuple[int, Reply]]:
-        """Yield every client's weights, alphas and buffers after its local epochs."""
+    def request(self, weights: SGD, *, warm_up: bool) -> Search:
+        """Return what asks for weights, alphas and buffers after a client's local epochs."""
         local = LocalSearch(
             self.amount(self.local_epochs, self.batch_size),
             self.client_weights(weights),
             self.alphas_settings,
             paths=SampledPaths(self.gates, warm_up, self.hardware),
         )
-        request = Search(local, sparse=self.sparse, site=self.site)
-        return self.ask("train.search", request, states=self.states, layouts=self.layouts)
+        return Search(local, sparse=self.sparse, site=self.site)
 
 
 def releases(

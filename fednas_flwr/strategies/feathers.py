@@ -17,6 +17,7 @@ from fednas_flwr.exchange.requests import (
     LocalTraining,
     Probe,
     Search,
+    Settings,
     Train,
     Trial,
 )
@@ -103,12 +104,15 @@ class FEATHERS(RoundStrategy):
         if explores(server_round, self.nas_rounds):
             self._explore(server_round, progress=(server_round - 1) / num_rounds)
         best = self.tuner.best()
-        local, sent = self._local(best), {"states": self.states, "layouts": self.layouts}
+        local = self._local(best)
+        request: Settings
         if isinstance(local, LocalTraining):
-            replies = self.ask("train.weights", Train(local, site=self.site), **sent)
+            verb, request = "train.weights", Train(local, site=self.site)
         else:
-            replies = self.ask("train.search", Search(local, site=self.site), **sent)
-        average, metrics = self.average(replies)
+            verb, request = "train.search", Search(local, site=self.site)
+        average, metrics = self.average(
+            self.ask(verb, request, states=self.states, layouts=self.layouts)
+        )
         self.move(average, best.momentum)
         loss = metrics.get("validation_loss", metrics.get("train_loss"))
         self.values = {"tuner": self.tuner.to_json(), "loss": loss}
@@ -227,10 +231,10 @@ def releases(
     """
     trials = most_trials if explores(server_round, nas_rounds) else 0
     steps = {"train.search": local_steps, "train.probe": trials * local_steps}
-    states = ("weights", "alphas")
+    states = ["weights", "alphas"]
     if stage == "retrain":
         steps = {"train.weights": local_steps, "train.probe": trials * local_steps}
-        states = ("weights",)
+        states = ["weights"]
     planned = [
         replace(release, stage=stage)
         for verb, number in steps.items()

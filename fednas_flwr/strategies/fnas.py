@@ -76,7 +76,8 @@ class FNAS(RoundStrategy):
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
-        super().__init__(supernet, courier, space=space, **{**shared, "momentum": "reset"})
+        shared["momentum"] = "reset"
+        super().__init__(supernet, courier, space=space, **shared)
         self.order, self.reduce, self.fused = order, reduce, fused
         self.local_steps, self.batch_size = local_steps, batch_size
         self.evaluate_every = evaluate_every
@@ -208,7 +209,7 @@ def releases(
     measures: bool,
     norms: Mapping[str, float],
 ) -> list[PlannedRelease]:
-    """Return what a round releases of each client; with ``measures`` also the supernet's metrics."""
+    """Return what a round releases of each client, with ``measures`` metrics, too."""
     verbs = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
     if fused:
         verbs = dict.fromkeys(verbs, "train.gradients")

@@ -27,6 +27,7 @@ class RandomSearch(RoundStrategy):
     what it is retrained with.
 
     Args:
+        network: One without tensors: no supernet is trained.
         courier: Reaches the clients.
         space: Where architectures are drawn from, uniformly.
         describe: Returns what a network of the search's size is built from, see ``builders``.
@@ -42,6 +43,7 @@ class RandomSearch(RoundStrategy):
 
     def __init__(
         self,
+        network: nn.Module,
         courier: Courier,
         *,
         space: SearchSpace,
@@ -56,7 +58,7 @@ class RandomSearch(RoundStrategy):
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
-        super().__init__(nn.Module(), courier, space=space, **shared)
+        super().__init__(network, courier, space=space, **shared)
         self.describe, self.make_network, self.seed = describe, make_network, seed
         self.trial_rounds = trial_rounds
         self.weights, self.ranges = weights, ranges

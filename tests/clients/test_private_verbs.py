@@ -23,7 +23,7 @@ from fednas_flwr.clients.private_verbs import (
     check_fields,
 )
 from fednas_flwr.clients.verbs import VERBS
-from fednas_flwr.config import FixedNetwork, NoPrivacy
+from fednas_flwr.config import FedAvgSettings, NoPrivacy
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import Reply
@@ -744,7 +744,7 @@ def test_the_noised_mean_is_clipped_as_retraining_is_told(make_site):
 def test_a_private_client_never_oversamples_whatever_the_run_says(site_config, prepared, make_site):
     gate = make_site().gate
     config = replace(
-        site_config, privacy=NoPrivacy("none"), algorithm=FixedNetwork("fedavg", "linear")
+        site_config, privacy=NoPrivacy("none"), algorithm=FedAvgSettings("fedavg", "linear")
     )
     config = replace(config, oversample=True)
     data = (prepared, [np.arange(80)])

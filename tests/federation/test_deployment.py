@@ -17,8 +17,8 @@ import pytest
 from flwr.app import Context, RecordDict
 from flwr.common.config import parse_config_args
 
-from fednas_flwr.builders import make_server_data
-from fednas_flwr.config import Config, dump_config, load_config
+from fednas_flwr.builders import load_config, make_server_data
+from fednas_flwr.config import Config, dump_config
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.messages import Header, decode_reply, encode_request

@@ -1,0 +1,379 @@
+"""One entry per algorithm: its settings, its strategies, and what it refuses.
+
+torch and the strategies are imported when one is made, so that settings are checked at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fednas_flwr.builders import refusals
+from fednas_flwr.config import (
+    AlgorithmSettings,
+    CFDNASSettings,
+    Config,
+    DifferentialPrivacy,
+    DPNASSettings,
+    FDNASSettings,
+    FEATHERSSettings,
+    FedAvgSettings,
+    FedDARTSSettings,
+    FedExSettings,
+    FNASSettings,
+    RandomSearchSettings,
+)
+from fednas_flwr.search.settings import Configuration
+
+if TYPE_CHECKING:
+    from fednas_flwr.data.datasets import Prepared
+    from fednas_flwr.privacy.plan import RoundReleases
+    from fednas_flwr.search.samplers import Sampler
+    from fednas_flwr.search_spaces.space import SearchSpace
+    from fednas_flwr.strategies.base import RoundStrategy
+
+Plan = tuple["Callable[..., RoundStrategy]", dict[str, Any]]  # a class, its own keyword arguments
+
+
+def _fed_avg(config: Config, configuration: Configuration | None) -> Plan:
+    from fednas_flwr.strategies.fedavg import FedAvg
+
+    weights, drop_path_prob = config.retrain.weights, config.retrain.drop_path_prob
+    if configuration is not None:
+        weights, drop_path_prob = configuration.annealed(weights), configuration.dropout
+    return FedAvg, {"weights": weights, "drop_path_prob": drop_path_prob}
+
+
+def _fed_avg_releases(config: Config) -> RoundReleases:
+    from fednas_flwr.strategies.fedavg import releases
+
+    own = _privacy(config).retrain
+    return partial(
+        releases,
+        batch_size=config.retrain.batch_size,
+        local_steps=own.local_steps,
+        norm=own.max_grad_norm,
+    )
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What stands behind a name of ``conf/algorithm``.
+
+    Attributes:
+        settings: The dataclass of its settings; of a :class:`~fednas_flwr.config.GivenNetwork` if
+            it does not search.
+        search: Given configuration, data and search space, returns the strategy's class and the
+            keyword arguments that it takes beside those of every strategy; see
+            :func:`~fednas_flwr.builders.strategies.make_search`. None if it does not search.
+        retraining: The same of the retrain stage, given the configuration and the
+            hyper-parameters that the search has found, None if none.
+        search_releases: Given the configuration, returns what a round of the private search
+            releases; None if it has none.
+        retrain_releases: The same of the private retrain stage; None if the algorithm does not run
+            with ``privacy=dp``.
+        refuses: Raises ConfigError for settings that exclude each other.
+        trains_supernet: Whether the search's strategy begins from a supernet; else its network
+            has no tensors.
+    """
+
+    settings: type[AlgorithmSettings]
+    search: Callable[[Config, Prepared, SearchSpace], Plan] | None = None
+    retraining: Callable[[Config, Configuration | None], Plan] = _fed_avg
+    search_releases: Callable[[Config], RoundReleases] | None = None
+    retrain_releases: Callable[[Config], RoundReleases] | None = None
+    refuses: Callable[[Config], None] | None = None
+    trains_supernet: bool = True
+
+
+def own_settings(settings: AlgorithmSettings, *without: str) -> dict[str, Any]:
+    """Return all settings of an algorithm by name, except for ``name`` and those ``without``."""
+    names = (field.name for field in fields(settings))
+    return {name: getattr(settings, name) for name in names if name not in ("name", *without)}
+
+
+def _fed_darts(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
+    from fednas_flwr.search.local_search import Alternating
+    from fednas_flwr.strategies.fed_darts import FedDARTS
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, FedDARTSSettings)
+    alternating = Alternating(algorithm.rule, algorithm.validation_weight)
+    own = own_settings(algorithm, "rule", "validation_weight")
+    return FedDARTS, own | {"alternating": alternating}
+
+
+def _fed_darts_releases(config: Config) -> RoundReleases:
+    from fednas_flwr.strategies.fed_darts import releases
+
+    assert isinstance(config.algorithm, FedDARTSSettings)
+    return partial(releases, batch_size=config.algorithm.batch_size, **_local_terms(config))
+
+
+def _local_terms(config: Config) -> dict[str, Any]:
+    """Return the private terms of a local search."""
+    privacy = _privacy(config)
+    return {"local_steps": privacy.local_steps, "norms": privacy.search_norms}
+
+
+def _privacy(config: Config) -> DifferentialPrivacy:
+    assert isinstance(config.privacy, DifferentialPrivacy)
+    return config.privacy
+
+
+def _fnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
+    from fednas_flwr.strategies.fnas import FNAS
+
+    return FNAS, own_settings(config.algorithm)
+
+
+def _fnas_releases(config: Config) -> RoundReleases:
+    from fednas_flwr.strategies.fnas import releases
+
+    algorithm, privacy = config.algorithm, _privacy(config)
+    assert isinstance(algorithm, FNASSettings)
+    return partial(
+        releases,
+        fused=algorithm.fused,
+        local_steps=algorithm.local_steps,
+        batch_size=algorithm.batch_size,
+        evaluate_every=algorithm.evaluate_every,
+        measures=privacy.metrics_noise_multiplier is not None,
+        norms=privacy.search_norms,
+    )
+
+
+def _feathers(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
+    from fednas_flwr.strategies.feathers import FEATHERS
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, FEATHERSSettings)
+    return FEATHERS, {
+        "description": {"name": "supernet"},
+        "local_epochs": algorithm.local_epochs,
+        "batch_size": algorithm.batch_size,
+        "clip_norm": algorithm.clip_norm,
+        **_exploration(config, algorithm),
+    }
+
+
+def _retrain_feathers(config: Config, configuration: Configuration | None) -> Plan:
+    from fednas_flwr.strategies.feathers import FEATHERS
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, FEATHERSSettings)
+    clip_norm = config.retrain.weights.clip_norm
+    return FEATHERS, {"space": None, "clip_norm": clip_norm, **_exploration(config, algorithm)}
+
+
+def _feathers_releases(config: Config) -> RoundReleases:
+    from fednas_flwr.strategies.feathers import releases
+
+    return partial(releases, **_exploration_terms(config), **_local_terms(config))
+
+
+def _retrain_feathers_releases(config: Config) -> RoundReleases:
+    from fednas_flwr.strategies.feathers import releases
+
+    privacy = _privacy(config)
+    terms = _exploration_terms(config) | {"stage": "retrain"}
+    return partial(
+        releases,
+        **terms | {"batch_size": config.retrain.batch_size},
+        local_steps=privacy.retrain.local_steps,
+        norms={**privacy.search_norms, "weights": privacy.retrain.max_grad_norm},
+    )
+
+
+def _exploration_terms(config: Config) -> dict[str, Any]:
+    """Return what the private terms of both stages of FEATHERS have in common, as the search's."""
+    from fednas_flwr.search.bandit import Bandit
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, FEATHERSSettings)
+    num_arms = len(algorithm.configurations) or algorithm.num_configurations
+    return {
+        "stage": "search",
+        "nas_rounds": algorithm.nas_rounds,
+        "most_trials": Bandit.of(num_arms, algorithm.bandit).num_trials(),
+        "batch_size": algorithm.batch_size,
+    }
+
+
+def _exploration(config: Config, algorithm: FEATHERSSettings) -> dict[str, Any]:
+    """Return what the two stages of FEATHERS have in common."""
+    from fednas_flwr.search.local_search import Alternating
+    from fednas_flwr.search.tuner import Tuner
+
+    return {
+        "tuner": Tuner.of(_configurations(config), algorithm.ranges, algorithm.bandit),
+        "nas_rounds": algorithm.nas_rounds,
+        "alternating": Alternating(algorithm.rule),
+        "loss_bound": algorithm.loss_bound,
+        "seed": config.seed,
+    }
+
+
+def _configurations(config: Config) -> list[Configuration]:
+    """Return the given configurations, else those drawn from the run's seed."""
+    from fednas_flwr.randomness import make_generator
+    from fednas_flwr.search.bandit import draw_configurations
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, FEATHERSSettings | FedExSettings)
+    generator = make_generator(config.seed, "configurations")
+    drawn = draw_configurations(algorithm.num_configurations, algorithm.ranges, generator)
+    return algorithm.configurations or drawn
+
+
+def _random_search(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
+    from fednas_flwr.builders.networks import describe_derived, seeded_network, supernet_sizes
+    from fednas_flwr.strategies.random_search import RandomSearch
+
+    own = config.search_space
+    shapes = {"input_shape": list(prepared.input_shape), "num_classes": prepared.num_classes}
+    return RandomSearch, {
+        "describe": lambda genotype: describe_derived(
+            genotype,
+            shapes,
+            sizes=supernet_sizes(own),
+            norm=own.norm,
+            auxiliary=False,
+        ),
+        "make_network": lambda description: seeded_network(config, description),
+        "seed": config.seed,
+        **own_settings(config.algorithm),
+    }
+
+
+def _fdnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
+    from fednas_flwr.builders.hardware import hardware_terms
+    from fednas_flwr.strategies.fdnas import FDNAS
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, FDNASSettings)
+    hardware = hardware_terms(algorithm.hardware, space)
+    return FDNAS, own_settings(algorithm) | {"hardware": hardware}
+
+
+def _fdnas_releases(config: Config) -> RoundReleases:
+    from fednas_flwr.strategies.fdnas import releases
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, FDNASSettings)
+    rounds, batch_size = algorithm.warm_up_rounds, algorithm.batch_size
+    terms = _local_terms(config)
+    return partial(releases, warm_up_rounds=rounds, batch_size=batch_size, **terms)
+
+
+def _cfdnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
+    """Return FDNAS of all clients, with which CFDNAS begins."""
+    algorithm = config.algorithm
+    assert isinstance(algorithm, CFDNASSettings)
+    return _fdnas(replace(config, algorithm=algorithm.search), prepared, space)
+
+
+def _dpnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
+    from fednas_flwr.search_spaces.dp_cells import DPCellSpace
+    from fednas_flwr.strategies.dpnas import DPNAS
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, DPNASSettings)
+    assert isinstance(space, DPCellSpace)  # as the configuration has it
+    return DPNAS, own_settings(algorithm, "controller", "evolution") | {
+        "sampler": make_sampler(config.seed, algorithm, space.choices()),
+        "seed": config.seed,
+    }
+
+
+def _dpnas_releases(config: Config) -> RoundReleases:
+    from fednas_flwr.strategies.dpnas import releases
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, DPNASSettings)
+    return partial(
+        releases,
+        trained_candidates=algorithm.trained_candidates,
+        warm_up_rounds=algorithm.warm_up_rounds,
+        local_steps=algorithm.local_steps,
+        batch_size=algorithm.batch_size,
+        norms=_privacy(config).search_norms,
+    )
+
+
+def make_sampler(seed: int, algorithm: DPNASSettings, choices: Sequence[int]) -> Sampler:
+    """Return what samples candidates, initialised from the run's seed."""
+    from fednas_flwr.randomness import seeded
+    from fednas_flwr.search.controller import Controller
+    from fednas_flwr.search.samplers import Evolution, RandomSampler
+
+    samplers: dict[str, Callable[[], Sampler]] = {
+        "controller": lambda: Controller(choices, algorithm.controller),
+        "evolution": lambda: Evolution(choices, algorithm.evolution),
+        "random": lambda: RandomSampler(choices),
+    }
+    with seeded(seed, "sampler"):
+        return samplers[algorithm.sampler]()
+
+
+def _retrain_fedex(config: Config, configuration: Configuration | None) -> Plan:
+    from fednas_flwr.strategies.fedex import FedEx
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, FedExSettings)
+    return FedEx, {
+        "configurations": _configurations(config),
+        "theta": algorithm.theta,
+        "clip_norm": algorithm.clip_norm,
+        "loss_bound": algorithm.loss_bound,
+        "seed": config.seed,
+    }
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "vanilla_nas": Algorithm(FNASSettings, _fnas, refuses=refusals.of_vanilla_nas),
+    "fnas": Algorithm(FNASSettings, _fnas, refuses=refusals.of_fnas),
+    "dp_fnas": Algorithm(
+        FNASSettings,
+        _fnas,
+        search_releases=_fnas_releases,
+        retrain_releases=_fed_avg_releases,
+        refuses=refusals.of_dp_fnas,
+    ),
+    "fed_darts": Algorithm(
+        FedDARTSSettings,
+        _fed_darts,
+        search_releases=_fed_darts_releases,
+        retrain_releases=_fed_avg_releases,
+        refuses=refusals.of_mixed_splits,
+    ),
+    "fednas": Algorithm(FedDARTSSettings, _fed_darts),
+    "feathers": Algorithm(
+        FEATHERSSettings,
+        _feathers,
+        retraining=_retrain_feathers,
+        search_releases=_feathers_releases,
+        retrain_releases=_retrain_feathers_releases,
+        refuses=refusals.of_mixed_splits,
+    ),
+    "fdnas": Algorithm(
+        FDNASSettings,
+        _fdnas,
+        search_releases=_fdnas_releases,
+        retrain_releases=_fed_avg_releases,
+        refuses=refusals.of_fdnas,
+    ),
+    "cfdnas": Algorithm(CFDNASSettings, _cfdnas, refuses=refusals.of_cfdnas),
+    "dpnas": Algorithm(
+        DPNASSettings,
+        _dpnas,
+        search_releases=_dpnas_releases,
+        retrain_releases=_fed_avg_releases,
+        refuses=refusals.of_dpnas,
+    ),
+    "random_search": Algorithm(RandomSearchSettings, _random_search, trains_supernet=False),
+    "fedavg": Algorithm(FedAvgSettings, retrain_releases=_fed_avg_releases),
+    "fedex": Algorithm(FedExSettings, retraining=_retrain_fedex, refuses=refusals.check_validation),
+}

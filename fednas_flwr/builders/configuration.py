@@ -1,0 +1,135 @@
+"""From a composed tree or its JSON to one checked :class:`~fednas_flwr.config.Config`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fednas_flwr.builders.algorithms import ALGORITHMS
+from fednas_flwr.builders.refusals import check_validation, searches
+from fednas_flwr.builders.spaces import SEARCH_SPACES
+from fednas_flwr.config import Config, GivenNetwork, NoPrivacy
+from fednas_flwr.config.parsing import choose_kind
+from fednas_flwr.config.privacy import PRIVACY
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.search.settings import NORMED_NETWORKS
+from fednas_flwr.typed import parse
+
+
+def parse_config(tree: Mapping[str, Any]) -> Config:
+    """Return the checked configuration of a composed tree.
+
+    Raises:
+        ConfigError: A key is unknown or missing, a value has the wrong type or is out of range,
+            or two settings exclude each other.
+    """
+    algorithms = {name: entry.settings for name, entry in ALGORITHMS.items()}
+    spaces = {name: entry.settings for name, entry in SEARCH_SPACES.items()}
+    hints = {
+        "algorithm": choose_kind(tree, "algorithm", algorithms),
+        "search_space": choose_kind(tree, "search_space", spaces),
+        "privacy": choose_kind(tree, "privacy", PRIVACY),
+    }
+    config: Config = parse(Config, tree, key="", hints=hints)
+    check_combinations(config)
+    return config
+
+
+def load_config(text: str) -> Config:
+    """Return the configuration that :func:`~fednas_flwr.config.dump_config` wrote."""
+    return parse_config(json.loads(text))
+
+
+def check_combinations(config: Config) -> None:
+    """Raise ConfigError for settings that exclude each other, the algorithm's own first."""
+    refuses = ALGORITHMS[config.algorithm.name].refuses
+    if refuses is not None:
+        refuses(config)
+    _check_privacy(config)
+    _check_aggregate(config)
+    _check_stages(config)
+
+
+def _check_privacy(config: Config) -> None:
+    """Refuse what cannot be private."""
+    if isinstance(config.privacy, NoPrivacy):
+        return
+    if config.oversample:
+        raise ConfigError(
+            "oversample=true with privacy=dp: a record that is drawn several times costs more than "
+            "is booked; set class_factors={<class>: <public factor>} instead."
+        )
+    if config.personalised:
+        raise ConfigError(
+            "personalised=true with privacy=dp: an accuracy after local training without noise is "
+            "an exact function of the records; leave it out."
+        )
+    private = [name for name, entry in ALGORITHMS.items() if entry.retrain_releases]
+    if config.algorithm.name not in private:
+        raise ConfigError(
+            f"privacy=dp with algorithm={config.algorithm.name} is not possible yet: choose one of "
+            f"{', '.join(private)}."
+        )
+    wrong = [key for key, norm in _norms(config).items() if norm != "group"]
+    if wrong:
+        raise ConfigError(
+            "privacy=dp with batch normalisation is not possible, which mixes the records of a "
+            f"batch and leaks its statistics: set {' '.join(f'{key}=group' for key in wrong)}."
+        )
+
+
+def _norms(config: Config) -> dict[str, str]:
+    """Return the settings of norms that the networks of a run have."""
+    algorithm, norms = config.algorithm, {}
+    without_norm = (
+        isinstance(algorithm, GivenNetwork)
+        and algorithm.network not in NORMED_NETWORKS
+        and config.genotype is None
+    )
+    if "retrain" in config.stages and not without_norm:
+        norms["retrain.norm"] = config.retrain.norm
+    if searches(config):
+        norms["search_space.norm"] = config.search_space.norm
+    return norms
+
+
+def _check_aggregate(config: Config) -> None:
+    """Refuse robust averages of too few clients.
+
+    With privacy they are allowed: they only process what has been released. The noise of a median
+    has up to 1.25 times the standard deviation of the mean's.
+    """
+    name, clients = config.aggregate, config.clients
+    if name != "mean" and clients < 3:
+        raise ConfigError(f"aggregate={name} with clients={clients}: expected 3 or more.")
+    fewest = math.ceil(config.runtime.quorum * clients - 1e-9)
+    if name == "trimmed_mean" and fewest <= 2 * config.trim:
+        raise ConfigError(
+            f"trim={config.trim} leaves nothing of the {fewest} replies that runtime.quorum="
+            f"{config.runtime.quorum:g} of clients={clients} lets a round go on with: expected "
+            "fewer than half of them; raise runtime.quorum or lower trim."
+        )
+
+
+def _check_stages(config: Config) -> None:
+    """Refuse stages that lack what they start from, or have it twice."""
+    if config.genotype is not None and searches(config):
+        raise ConfigError(
+            f"genotype={config.genotype} with stages={config.stages}: a genotype replaces the "
+            "search; set stages=[retrain,evaluate,export]."
+        )
+    if searches(config):
+        check_validation(config)
+    elif "retrain" in config.stages and config.genotype is None:
+        if not isinstance(config.algorithm, GivenNetwork):
+            raise ConfigError(
+                f"stages={config.stages} without search: retraining needs a network; set "
+                "genotype=<file> or algorithm=fedavg."
+            )
+    if not {"retrain"} & set(config.stages) and {"evaluate", "export"} & set(config.stages):
+        raise ConfigError(
+            f"stages={config.stages}: evaluate and export need the network that retrain trains; "
+            "add retrain or leave them out."
+        )

@@ -1,0 +1,119 @@
+"""Settings that exclude each other with one algorithm; the entries of ``ALGORITHMS`` name them."""
+
+from __future__ import annotations
+
+from fednas_flwr.config import (
+    BlockSpace,
+    CFDNASSettings,
+    Config,
+    DPCells,
+    FDNASSettings,
+    FEATHERSSettings,
+    FedDARTSSettings,
+    FNASSettings,
+    GivenNetwork,
+    NoPrivacy,
+)
+from fednas_flwr.errors import ConfigError
+
+
+def searches(config: Config) -> bool:
+    """Return whether a run has a search stage."""
+    return "search" in config.stages and not isinstance(config.algorithm, GivenNetwork)
+
+
+def of_fnas(config: Config) -> None:
+    """Refuse robust averages of what is not an average."""
+    if config.aggregate != "mean" and searches(config):
+        raise ConfigError(
+            f"aggregate={config.aggregate} with algorithm={config.algorithm.name}: it adds up sums "
+            "of gradients over batches of different sizes; set aggregate=mean."
+        )
+
+
+def of_vanilla_nas(config: Config) -> None:
+    """Refuse more than one party."""
+    if config.clients != 1:
+        raise ConfigError(
+            f"algorithm=vanilla_nas with clients={config.clients}: vanilla NAS has one party; "
+            "set clients=1 or algorithm=fnas."
+        )
+    of_fnas(config)
+
+
+def of_dp_fnas(config: Config) -> None:
+    """Refuse DP-FNAS without privacy, and of second order."""
+    assert isinstance(config.algorithm, FNASSettings)
+    if isinstance(config.privacy, NoPrivacy):
+        raise ConfigError("algorithm=dp_fnas with privacy=none: set privacy=dp, or use fnas.")
+    if config.algorithm.order != 1:
+        raise ConfigError(
+            f"algorithm.order={config.algorithm.order} with privacy=dp: the second order mixes "
+            "splits and is no sum over records; set algorithm.order=1."
+        )
+    of_fnas(config)
+
+
+def of_mixed_splits(config: Config) -> None:
+    """Refuse private rules whose gradient is of records of two splits."""
+    algorithm = config.algorithm
+    assert isinstance(algorithm, FedDARTSSettings | FEATHERSSettings)
+    if not isinstance(config.privacy, NoPrivacy) and algorithm.rule != "first_order":
+        raise ConfigError(
+            f"algorithm.rule={algorithm.rule} with privacy=dp: it mixes splits; set "
+            "algorithm.rule=first_order."
+        )
+
+
+def of_fdnas(config: Config) -> None:
+    """Refuse other spaces than that of blocks, and two ways of sending less at once."""
+    if searches(config) and not isinstance(config.search_space, BlockSpace):
+        raise ConfigError(
+            f"algorithm={config.algorithm.name} with search_space={config.search_space.name}: "
+            "it samples paths of blocks; set search_space=mbconv retrain=mbconv."
+        )
+    search = config.algorithm
+    if isinstance(search, CFDNASSettings):
+        search = search.search
+    assert isinstance(search, FDNASSettings)
+    if config.wire != "float32" and search.sparse:
+        raise ConfigError(
+            f"wire={config.wire} with sparse=true of algorithm={config.algorithm.name}: rounding "
+            "is of differences to whole states; set one of wire=float32 and sparse=false."
+        )
+
+
+def of_cfdnas(config: Config) -> None:
+    """Refuse what FDNAS does, privacy, and averages that depend on the number of clients."""
+    if not isinstance(config.privacy, NoPrivacy):
+        raise ConfigError(
+            "privacy=dp with algorithm=cfdnas is not possible yet: a client keeps one schedule of "
+            "releases per run, and each group is a run that begins when its group is known; set "
+            "algorithm=fdnas."
+        )
+    if config.aggregate == "trimmed_mean":
+        raise ConfigError(
+            "aggregate=trimmed_mean with algorithm=cfdnas: how many clients a group has is not "
+            "known before; set aggregate=median."
+        )
+    of_fdnas(config)
+
+
+def of_dpnas(config: Config) -> None:
+    """Refuse other spaces than that of DPNAS, and statistics of batches."""
+    space = config.search_space
+    if searches(config) and (not isinstance(space, DPCells) or space.norm != "group"):
+        raise ConfigError(
+            f"algorithm={config.algorithm.name} with search_space={space.name} norm={space.norm}: "
+            "candidates share weights, so that statistics of batches would be other candidates'; "
+            "set search_space=dp_cells search_space.norm=group retrain=dp_cells."
+        )
+
+
+def check_validation(config: Config) -> None:
+    """Refuse clients without validation records, by which a search or FedEx chooses."""
+    if config.dataset.fractions.get("validation") == 0:
+        raise ConfigError(
+            "dataset.fractions.validation=0.0 leaves a search nothing to choose by: expected "
+            "above 0."
+        )

@@ -1,0 +1,127 @@
+"""The strategies of the search and of the retrain stage, made by the entry of the algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fednas_flwr.builders.algorithms import ALGORITHMS, Plan
+from fednas_flwr.builders.networks import (
+    Description,
+    seeded_network,
+    seeded_supernet,
+    supernet_space,
+)
+from fednas_flwr.config import Config
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.exchange.checkpoint import CheckpointFolder
+from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.robust import TrimmedMean
+from fednas_flwr.exchange.states import WeightedAverage
+from fednas_flwr.privacy.plan import PrivateStage, RoundReleases
+from fednas_flwr.search.settings import Configuration
+from fednas_flwr.strategies.base import RoundStrategy
+
+
+def make_search(
+    config: Config,
+    prepared: Prepared,
+    courier: Courier,
+    checkpoints: CheckpointFolder,
+    private: PrivateStage | None = None,
+) -> RoundStrategy:
+    """Return the strategy of the search stage, its supernet initialised from the run's seed.
+
+    Its class is called with the supernet, the courier, ``space``, ``checkpoints`` and the keyword
+    arguments of its own that the algorithm's entry states.
+
+    Args:
+        config: The run's configuration.
+        prepared: Gives shape and number of classes.
+        courier: Reaches the clients.
+        checkpoints: Where the state goes after every round.
+        private: See :class:`RoundStrategy`.
+
+    Raises:
+        ValueError: The algorithm does not search.
+    """
+    entry = ALGORITHMS[config.algorithm.name]
+    if entry.search is None:
+        raise ValueError(f"algorithm={config.algorithm.name} does not search")
+    space = supernet_space(config, prepared)
+    network = seeded_supernet(config, space) if entry.trains_supernet else nn.Module()
+    shared = {"space": space, "checkpoints": checkpoints}
+    plan = entry.search(config, prepared, space)
+    return _make_strategy(config, plan, network, courier, shared, private)
+
+
+def make_retraining(
+    config: Config,
+    description: Description,
+    courier: Courier,
+    checkpoints: CheckpointFolder,
+    private: PrivateStage | None = None,
+    configuration: Configuration | None = None,
+) -> tuple[RoundStrategy, nn.Module]:
+    """Return the strategy of the retrain stage and its network, initialised from the run's seed.
+
+    Args:
+        config: The run's configuration.
+        description: What the network is built from.
+        courier: Reaches the clients.
+        checkpoints: Where the state goes after every round.
+        private: See :class:`RoundStrategy`.
+        configuration: Takes the place of the retrain settings' learning rate, momentum, decay and
+            drop-path probability.
+    """
+    network = seeded_network(config, description)
+    shared = {
+        "description": description,
+        "local_epochs": config.retrain.local_epochs,
+        "batch_size": config.retrain.batch_size,
+        "auxiliary_weight": config.retrain.auxiliary_weight,
+        "checkpoints": checkpoints,
+    }
+    plan = ALGORITHMS[config.algorithm.name].retraining(config, configuration)
+    return _make_strategy(config, plan, network, courier, shared, private), network
+
+
+def search_releases(config: Config) -> RoundReleases:
+    """Return what the rounds of a private run's search release."""
+    releases = ALGORITHMS[config.algorithm.name].search_releases
+    assert releases is not None  # as the configuration has it
+    return releases(config)
+
+
+def retrain_releases(config: Config) -> RoundReleases:
+    """Return what the rounds of a private run's retraining release."""
+    releases = ALGORITHMS[config.algorithm.name].retrain_releases
+    assert releases is not None  # as the configuration has it
+    return releases(config)
+
+
+def _make_strategy(
+    config: Config,
+    plan: Plan,
+    network: nn.Module,
+    courier: Courier,
+    shared: Mapping[str, Any],
+    private: PrivateStage | None,
+) -> RoundStrategy:
+    """Return the planned strategy, told all that is the same for every algorithm."""
+    kind, own = plan
+    terms = {"private": private, "new_average": _averaging(config), "momentum": config.momentum}
+    return kind(network, courier, **shared, **terms, **own)
+
+
+def _averaging(config: Config) -> Callable[[], WeightedAverage | TrimmedMean]:
+    """Return what makes the average of a round's models."""
+    makers: dict[str, Callable[[], WeightedAverage | TrimmedMean]] = {
+        "mean": WeightedAverage,
+        "median": partial(TrimmedMean, None),
+        "trimmed_mean": partial(TrimmedMean, config.trim),
+    }
+    return makers[config.aggregate]
