@@ -72,7 +72,7 @@ class Descent:
         """Take one step along ``gradient``; parameters without one neither move nor decay."""
         for name, parameter in self.parameters.items():
             given = gradient.get(name)
-            parameter.grad = None if given is None else given.to(parameter)
+            parameter.grad = None if given is None else given.to(parameter).contiguous()
         clip_gradients(self.optimizer, self.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()  # to None
