@@ -54,15 +54,17 @@ def prepare_search(
         planned: The plans of ``weights`` and, but in a warm-up, of ``alphas``.
     """
     generator = client.generator(request.header, "search")
-    gradients = _gradients(
-        client, request, local.amount, "train", "validation", planned, generator=generator
-    )
     paths = local.paths
+    warms_up = paths is not None and paths.warm_up
+    validated = None if warms_up else "validation"
+    gradients = _gradients(
+        client, request, local.amount, "train", validated, planned, generator=generator
+    )
     hardware = None if paths is None or paths.hardware is None else paths.hardware.loss()
     if isinstance(gradients, NoisedGradients) and paths is not None:
         largest_EK = largest_paths(supernet, mode=paths.gates)
         gradients.rehearse_weights(PathNetwork(supernet.train(), largest_EK[:, :1]), "path")
-        if not paths.warm_up:
+        if not warms_up:
             chosen = None if hardware is None else (hardware.form, hardware.costs.unit)
             gradients.rehearse_gates(supernet, largest_EK, hardware, paths.gates, chosen)
     elif isinstance(gradients, NoisedGradients):

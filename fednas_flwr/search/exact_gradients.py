@@ -36,11 +36,13 @@ class ExactGradients:
 
     Attributes:
         train_batch: That of the step.
+        validation_batch: Likewise, where there are validation records.
         train_tally: Of the train batches of the last pass, taken before the steps on them.
         validation_tally: Of the validation batches likewise.
     """
 
     train_batch: Batch
+    validation_batch: Batch
 
     def __init__(
         self,
@@ -58,7 +60,6 @@ class ExactGradients:
         self.objective, self.auxiliary_weight = objective, auxiliary_weight
         self.train_tally, self.validation_tally = Tally(), Tally()
         self._batches: Iterator[Batch] = iter(())
-        self._validation_batch: Batch | None = None
 
     def steps(self) -> Iterator[None]:
         """Yield once for every train batch."""
@@ -68,17 +69,12 @@ class ExactGradients:
             if self._validation is not None:
                 self._batches = chain.from_iterable(map(_begin, repeat(self._validation)))
             for batch in self._train():
-                self.train_batch, self._validation_batch = batch, None
+                self.train_batch = batch
+                if self._validation is not None:
+                    self.validation_batch = next(self._batches)
                 yield
                 if left is not None and (left := left - 1) == 0:
                     return
-
-    @property
-    def validation_batch(self) -> Batch:
-        """The step's validation batch."""
-        if self._validation_batch is None:
-            self._validation_batch = next(self._batches)
-        return self._validation_batch
 
     def weights(self, network: nn.Module) -> Gradient:
         """Return the gradient on the step's train batch."""

@@ -12,10 +12,21 @@ from flwr.clientapp import ClientApp
 
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.messages import Reply, decode_request, encode_reply
+from fednas_flwr.exchange.requests import Amount, LocalSearch, Search
 from fednas_flwr.exchange.states import Layout, pack
 from fednas_flwr.federation.grids import InProcessGrid
+from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.search.settings import SGD, Adam
 
 DECLARED = 100
+SEARCH = Search(
+    LocalSearch(
+        Amount(1, None, 8),
+        SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None),
+        Adam(lr=0.01, weight_decay=0.0),
+        alternating=Alternating("first_order"),
+    )
+)
 
 
 def client_tensors(client: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -95,7 +106,11 @@ def federation():
 
         def ask(server_round: int = 1):
             return courier.ask(
-                "train.search", stage="search", server_round=server_round, layouts=layouts
+                "train.search",
+                stage="search",
+                server_round=server_round,
+                settings=SEARCH,
+                layouts=layouts,
             )
 
         return SimpleNamespace(

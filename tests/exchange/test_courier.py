@@ -8,7 +8,10 @@ import pytest
 from flwr.app import RecordDict
 
 from fednas_flwr.exchange.courier import QuorumError
+from fednas_flwr.exchange.requests import Describe
 from fednas_flwr.federation.grids import InProcessGrid
+
+from .conftest import SEARCH
 
 FIRST_NODE = 2  # of client 0
 
@@ -320,7 +323,7 @@ def test_bytes_are_counted_per_client_and_direction(federation):
     counted = federation(3)
     counted.courier.connect(counted.grid)
     states = counted.reply_of(0).states
-    replies = counted.courier.ask("train.search", stage="search", states=states)
+    replies = counted.courier.ask("train.search", stage="search", settings=SEARCH, states=states)
     with pytest.raises(QuorumError, match="were asked for"):  # no layouts, so no states are wanted
         list(replies)
     sent, received = counted.courier.bytes_sent, counted.courier.bytes_received
@@ -336,5 +339,7 @@ def test_a_dismissed_client_is_not_asked_unless_it_is_meant(federation):
     smaller.courier.dismiss(1, "it is late")
     assert smaller.courier.clients == [0, 2]
     assert [client for client, _ in smaller.ask()] == [0, 2]
-    everyone = smaller.courier.ask("query.describe", stage="evaluate", also_left=True)
+    everyone = smaller.courier.ask(
+        "query.describe", stage="evaluate", settings=Describe(), also_left=True
+    )
     assert [client for client, _ in everyone] == [0, 1, 2]

@@ -15,6 +15,8 @@ from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.robust import TrimmedMean
 from fednas_flwr.exchange.states import WeightedAverage
 
+from .conftest import SEARCH
+
 BAD = 1
 
 
@@ -301,7 +303,7 @@ def test_three_strikes_and_a_client_is_asked_no_more(federation):
     assert [event["event"] for event in bad.events] == ["client_failed"] * 2 + ["client_left"]
     assert [event.get("expelled", False) for event in bad.events] == [False, False, True]
     assert bad.events[-1]["reason"].startswith("3 of its replies were refused, the last one for: ")
-    asked_all = bad.courier.ask("train.search", stage="evaluate", also_left=True)
+    asked_all = bad.courier.ask("train.search", stage="evaluate", settings=SEARCH, also_left=True)
     with pytest.raises(QuorumError, match="client 1: 3 of its replies were refused"):
         list(asked_all)  # of the honest ones no layout is asked for, so all are refused
     assert len(asked) == 3

@@ -20,12 +20,13 @@ from fednas_flwr.exchange.messages import (
     payload_bytes,
 )
 
+from .conftest import SEARCH
+
 HEADER = Header("run", "search", 3, 2, 1, "abc")
 STATES = {
     "weights": {"float32": torch.randn(1000), "float64": torch.randn(3).double()},
     "buffers": {"int64": torch.tensor([2**40, -1]), "bool": torch.tensor([True, False])},
 }
-SETTINGS = {"lr": 0.1, "clip": None, "network": {"name": "supernet", "shape": [3, 8, 8]}}
 
 
 def assert_equal_states(left, right):
@@ -37,9 +38,9 @@ def assert_equal_states(left, right):
 
 
 def test_a_request_survives():
-    content = encode_request(HEADER, SETTINGS, encode_states(STATES))
+    content = encode_request(HEADER, SEARCH, encode_states(STATES))
     request = decode_request("train.search", content)
-    assert (request.verb, request.header, request.settings) == ("train.search", HEADER, SETTINGS)
+    assert (request.verb, request.header, request.settings) == ("train.search", HEADER, SEARCH)
     assert_equal_states(request.states, STATES)
 
 
@@ -80,7 +81,7 @@ def test_nothing_is_pickled(monkeypatch):
     for name in ("dumps", "loads", "dump", "load"):
         monkeypatch.setattr(pickle, name, refuse)
     content = encode_reply(HEADER, Reply(1, states=STATES))
-    request = encode_request(HEADER, SETTINGS, encode_states(STATES))
+    request = encode_request(HEADER, SEARCH, encode_states(STATES))
     for message in (content, request):
         for record in message.array_records.values():
             for array in record.values():

@@ -20,6 +20,8 @@ from fednas_flwr.exchange.states import Layout, pack
 from fednas_flwr.exchange.wire import BLOCK, SCALES, restore_vector, round_reply, round_vector
 from fednas_flwr.federation.grids import InProcessGrid
 
+from .conftest import SEARCH
+
 HEADER = Header("run", "search", 1, 1, 0, "n")
 LENGTH = 2 * BLOCK + 3
 ROUNDED = ["float16", "int8"]
@@ -104,7 +106,7 @@ def test_a_trained_model_is_sent_as_a_difference(wire: str) -> None:
                 near[name][key] = near[name][key] + 1e-3 * tensor
     reply = reply_of(near)
     for verb, base in (("train.search", sent), ("train.weight_gradient", None)):
-        request = Request(verb, HEADER, states=sent)
+        request = Request(verb, HEADER, SEARCH, states=sent)
         rounded = round_reply(reply, request, wire=wire, generator=generator_of(3))
         found = accepted(rounded, wire, base)
         error = (found.states["weights"]["float32"] - reply.states["weights"]["float32"]).abs()
@@ -121,7 +123,7 @@ def test_what_travels_is_a_half_and_a_quarter() -> None:
     tensors = {"weights": {"a": torch.randn(10**5)}}
     whole = payload_bytes(encode_reply(HEADER, reply_of(tensors)))
     for wire, share in (("float16", 0.5), ("int8", 0.25)):
-        request = Request("train.search", HEADER)
+        request = Request("train.search", HEADER, SEARCH)
         rounded = round_reply(reply_of(tensors), request, wire=wire, generator=generator_of(1))
         assert payload_bytes(encode_reply(HEADER, rounded)) < (share + 0.005) * whole
 
@@ -151,7 +153,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_rounding_is_refused(name: str) -> None:
     damage, words = HOSTILE[name]
-    request = Request("train.weight_gradient", HEADER)
+    request = Request("train.weight_gradient", HEADER, SEARCH)
     good = round_reply(reply_of(made(0)), request, wire="int8", generator=generator_of(1))
     accepted(good, "int8", None)
     weights = damage(dict(good.states["weights"]))
@@ -163,7 +165,7 @@ def test_a_diverged_model_is_refused_as_it_would_be_unrounded() -> None:
     for value in (torch.nan, torch.inf):
         tensors = made(0)
         tensors["weights"]["a"][5] = value
-        request = Request("train.weight_gradient", HEADER)
+        request = Request("train.weight_gradient", HEADER, SEARCH)
         for wire in ROUNDED:
             reply = round_reply(reply_of(tensors), request, wire=wire, generator=generator_of(1))
             with pytest.raises(ReplyError, match="not finite"):

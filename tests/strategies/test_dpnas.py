@@ -34,9 +34,9 @@ def searched(compose_config, federate):
         tensors = (strategy.named_arrays().to_torch_state_dict(), strategy.sampler.tensors())
         return [{name: tensor.clone() for name, tensor in named.items()} for named in tensors]
 
-    def told(verb, *, settings, **arguments):
-        federation.asked.append((verb, settings["candidates"]))
-        return ask(verb, settings=settings, **arguments)
+    def told(verb, settings, **arguments):
+        federation.asked.append((verb, settings.candidates))
+        return ask(verb, settings, **arguments)
 
     def remembered(server_round, num_rounds):
         metrics = run_round(server_round, num_rounds)
@@ -137,9 +137,9 @@ def test_a_liar_cannot_claim_more_than_all_right_and_a_median_does_not_hear_it(
     strategy, honest = federation.strategy, []
     ask = strategy.ask
 
-    def told(verb, **arguments):
+    def told(verb, settings, **arguments):
         rewards = []
-        for client, reply in ask(verb, **arguments):
+        for client, reply in ask(verb, settings, **arguments):
             if verb == "evaluate.candidates":
                 ((dtype, vector),) = reply.states["rewards"].items()
                 rewards.append(vector)

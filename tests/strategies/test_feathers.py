@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from fednas_flwr import builders
-from fednas_flwr.clients.verbs import VERBS
+from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.metrics import evaluate
 from fednas_flwr.exchange.messages import Header, Request
+from fednas_flwr.exchange.requests import Amount, Probe, Search, Trial
 from fednas_flwr.exchange.states import load_states
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.bandit import Bandit, draw_configurations
-from fednas_flwr.search.settings import Range
+from fednas_flwr.search.settings import Adam, Range
 
 SETTINGS = [
     *("algorithm=feathers", "algorithm.num_configurations=6", "algorithm.nas_rounds=2"),
@@ -56,7 +57,7 @@ def of_verb(federation, verb):
 def test_explorations_alternate_with_search(searched):
     assert [event["round"] for event in explored(searched)] == [1, 3]
     assert len(of_verb(searched, "train.search")) == ROUNDS
-    tried = [len(a["settings"]["trials"]) for a, _ in of_verb(searched, "train.probe")]
+    tried = [len(a["settings"].trials) for a, _ in of_verb(searched, "train.probe")]
     assert tried == [event["kappa"] for event in explored(searched)]
     assert max(tried) > 1
 
@@ -76,7 +77,7 @@ def test_trials_and_search_start_from_the_same_state(searched):
     for state, packed in trials["states"].items():
         for dtype, vector in packed.items():
             assert torch.equal(search["states"][state][dtype], vector)
-    tried = [str(trial["weights"]) for trial in trials["settings"]["trials"]]
+    tried = [str(trial.weights) for trial in trials["settings"].trials]
     assert len(set(tried)) == len(tried)
 
 
@@ -92,17 +93,21 @@ def test_trials_side_by_side_give_what_they_give_in_sequence(compose_config, fed
         described = builders.describe_network(config, federation.data[0], genotype)
         strategy, _ = builders.make_retraining(config, described, federation.courier, None)
     assert strategy.stage == stage
-    trials = [strategy._trial(configuration) for configuration in strategy.tuner.configurations[:3]]
-    trials[1] = trials[1] | {"drop_path_prob": 0.5}
+    chosen = strategy.tuner.configurations[:3]
+    local = strategy._local(chosen[0])
+    trials = [Trial(c.sgd(strategy.clip_norm), c.adam(), c.dropout) for c in chosen]
+    trials[1] = replace(trials[1], drop_path_prob=0.5)
 
     def rewards(chosen):
         header = Header("test", stage, 1, 1, client.index, "nonce")
-        settings = strategy.settings | {"trials": chosen, "loss_bound": 5.0}
+        own = {"search": local, "training": None}
+        if stage == "retrain":
+            own = {"search": None, "training": local}
+        probe = Probe(**own, trials=chosen, loss_bound=5.0)
         with torch.random.fork_rng():
             torch.manual_seed(3)
-            reply = VERBS["train.probe"](
-                client, Request("train.probe", header, settings, strategy.states)
-            )
+            request = Request("train.probe", header, probe, strategy.states)
+            reply = ANSWERS["train.probe"](client, request, probe)
         assert set(reply.states) == {"rewards"}
         assert not reply.metrics
         return reply.states["rewards"]["float32"].tolist()
@@ -141,12 +146,15 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
     decreases, sizes = [], []
     for client in searched.clients:
         header = Header("test", "search", 1, 1, client.index, "nonce")
-        settings = {**arguments["settings"], **arguments["settings"]["trials"][0]}
-        request = Request("train.search", header, settings, arguments["states"])
-        assert settings["batch_size"] == 32
+        probe = arguments["settings"]
+        local = replace(
+            probe.search, weights=probe.trials[0].weights, alphas=probe.trials[0].alphas
+        )
+        request = Request("train.search", header, Search(local), arguments["states"])
+        assert local.amount == Amount(1, None, 32)
         supernet = client.network({"name": "supernet"}, arguments["states"])
         before = loss_of(client, supernet)
-        reply = VERBS["train.search"](client, request)
+        reply = ANSWERS["train.search"](client, request, request.settings)
         load_states(supernet, reply.states)
         after = loss_of(client, supernet)
         decreases.append(before - after)
@@ -169,26 +177,24 @@ def test_the_best_configuration_searches(searched):
     best = {event["round"]: drawn[event["best"]] for event in explored(searched)}
     for arguments, _ in of_verb(searched, "train.search"):
         chosen = best[1 if arguments["server_round"] < 3 else 3]
-        assert arguments["settings"]["weights"]["lr"] == chosen.lr
-        assert arguments["settings"]["weights"]["min_lr"] == chosen.lr
-        assert arguments["settings"]["alphas"] == {
-            "lr": chosen.alpha_lr,
-            "weight_decay": chosen.alpha_weight_decay,
-        }
+        local = arguments["settings"].local
+        assert local.weights.lr == chosen.lr
+        assert local.weights.min_lr == chosen.lr
+        assert local.alphas == Adam(lr=chosen.alpha_lr, weight_decay=chosen.alpha_weight_decay)
 
 
 def test_nonsense_from_a_client_does_not_choose(compose_config, federate, monkeypatch):
     federation = federate(compose_config(*SETTINGS))
     bound = federation.config.algorithm.loss_bound
-    honest = VERBS["train.probe"]
+    honest = ANSWERS["train.probe"]
 
-    def lying(client, request):
-        reply = honest(client, request)
+    def lying(client, request, asked):
+        reply = honest(client, request, asked)
         (rewards,) = reply.states["rewards"].values()
         wild = {"rewards": {"float32": torch.full_like(rewards, 1e15)}}
         return replace(reply, states=wild) if client.index else reply
 
-    monkeypatch.setitem(VERBS, "train.probe", lying)
+    monkeypatch.setitem(ANSWERS, "train.probe", lying)
     federation.strategy.start(federation.grid, num_rounds=1)
     assert all(abs(r) <= bound for e in explored(federation) for r in e["rewards"].values())
 

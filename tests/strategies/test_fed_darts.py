@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -11,9 +10,10 @@ import torch
 from torch.nn import functional as F
 
 from fednas_flwr.builders import supernet_space
-from fednas_flwr.clients.verbs import VERBS
+from fednas_flwr.clients.answer import answer
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.exchange.messages import Header, Request
+from fednas_flwr.exchange.requests import Amount, LocalSearch, Search
 from fednas_flwr.randomness import make_generator, seeded
 
 ROUNDS = 2
@@ -104,9 +104,15 @@ def test_oversampling_repeats_records_and_counts_them_once(compose_config, feder
         federation = federate(config)
         client, strategy = federation.clients[1], federation.strategy
         header = Header("test", "search", 1, 1, client.index, "nonce")
-        settings = {**strategy.settings, "weights": asdict(strategy.weights)}
-        request = Request("train.search", header, settings, strategy.states)
-        replies.append(VERBS["train.search"](client, request))
+        local = LocalSearch(
+            Amount(config.algorithm.local_epochs, None, config.algorithm.batch_size),
+            strategy.weights,
+            strategy.alphas_settings,
+            alternating=strategy.alternating,
+        )
+        replies.append(
+            answer(client, Request("train.search", header, Search(local), strategy.states))
+        )
     labels = client.data.train.labels[client.data.train.rows].bincount()
     assert labels.min() < labels.max()
     epoch = client.epoch(client.data.train, batch_size=16, generator=torch.Generator())

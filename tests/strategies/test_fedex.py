@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import torch
 
 from fednas_flwr.builders import make_retraining, supernet_space
 from fednas_flwr.cli import main
-from fednas_flwr.clients.verbs import VERBS
+from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.metrics import evaluate
 from fednas_flwr.exchange.messages import Header, Request
@@ -74,12 +74,12 @@ def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(prepared):
             arm = theta.draw(make_generator(config.seed, "theta", number, client.index))
             drawn_ever.add(arm)
             own = asked["own_settings"][client.index]
-            assert own["weights"] == asdict(configurations[arm].sgd(5.0))
-            assert own["drop_path_prob"] == configurations[arm].dropout
+            assert own.local.weights == configurations[arm].sgd(5.0)
+            assert own.local.drop_path_prob == configurations[arm].dropout
             header = Header("test", "retrain", number, 1, client.index, "nonce")
-            request = Request("train.weights", header, asked["settings"] | own, asked["states"])
+            request = Request("train.weights", header, own, asked["states"])
             torch.manual_seed(0)
-            reply = VERBS["train.weights"](client, request)
+            reply = ANSWERS["train.weights"](client, request, own)
             network = client.network(NETWORK, reply.states)
             loss = evaluate(network, client.data.validation, client.device).loss
             assert reply.metrics["validation_loss"] == pytest.approx(loss)
@@ -114,15 +114,15 @@ def test_resume_after_round_1_gives_equal_tensors(prepared, tmp_path):
 
 
 def test_a_client_without_validation_records_speaks_for_no_configuration(prepared, monkeypatch):
-    honest = VERBS["train.weights"]
+    honest = ANSWERS["train.weights"]
 
-    def lacking(client, request):
+    def lacking(client, request, asked):
         validation = client.data.validation
         kept = validation.rows if client.index == 1 else validation.rows[:0]
         data = replace(client.data, validation=replace(validation, rows=kept))
-        return honest(replace(client, data=data), request)
+        return honest(replace(client, data=data), request, asked)
 
-    monkeypatch.setitem(VERBS, "train.weights", lacking)
+    monkeypatch.setitem(ANSWERS, "train.weights", lacking)
     federation = prepared()
     federation.strategy.start(federation.grid, num_rounds=1)
     (event,) = (event for event in federation.events if event["event"] == "round")
@@ -132,17 +132,17 @@ def test_a_client_without_validation_records_speaks_for_no_configuration(prepare
 
 @pytest.mark.parametrize("nonsense", [math.nan, -1e30, None])
 def test_nonsense_from_a_client_counts_at_most_the_bound(prepared, monkeypatch, nonsense):
-    honest = VERBS["train.weights"]
+    honest = ANSWERS["train.weights"]
 
-    def lying(client, request):
-        reply = honest(client, request)
+    def lying(client, request, asked):
+        reply = honest(client, request, asked)
         if client.index:
             return reply
         metrics = {n: v for n, v in reply.metrics.items() if n != "validation_loss"}
         told = {} if nonsense is None else {"validation_loss": nonsense}
         return replace(reply, metrics=metrics | told)
 
-    monkeypatch.setitem(VERBS, "train.weights", lying)
+    monkeypatch.setitem(ANSWERS, "train.weights", lying)
     federation = prepared()
     federation.strategy.start(federation.grid, num_rounds=1)
     theta = federation.strategy.values["theta"]

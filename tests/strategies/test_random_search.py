@@ -51,7 +51,7 @@ def test_the_candidate_of_best_validation_accuracy_is_derived(searched):
 
 def test_no_candidate_is_chosen_or_trained_on_test_records(searched):
     splits = {
-        (verb, arguments["settings"]["split"])
+        (verb, getattr(arguments["settings"], "local", arguments["settings"]).split)
         for verb, arguments in searched.asked
         if verb != "query.describe"
     }
@@ -60,7 +60,7 @@ def test_no_candidate_is_chosen_or_trained_on_test_records(searched):
 
 def test_the_accuracy_is_the_pooled_one_of_the_trained_candidate(searched):
     _, arguments = searched.asked[-1]
-    network = make_network(arguments["settings"]["network"])
+    network = make_network(arguments["settings"].network)
     from fednas_flwr.exchange.states import load_states
 
     load_states(network, arguments["states"])
@@ -124,7 +124,7 @@ def test_hyper_parameters_are_drawn_tried_and_retrained_with(compose_config, fed
 
     def recording(verb, **arguments):
         if verb == "train.weights":
-            trained.append(arguments["settings"])
+            trained.append(arguments["settings"].local)
         return ask(verb, **arguments)
 
     federation.courier.ask = recording
@@ -134,13 +134,13 @@ def test_hyper_parameters_are_drawn_tried_and_retrained_with(compose_config, fed
         generator = make_generator(config.seed, "random_search", number)
         federation.strategy.space.random_genotype(generator)
         drawn += draw_configurations(1, config.algorithm.ranges, generator)
-    assert [s["weights"]["lr"] for s in trained] == [c.lr for c in drawn]
-    assert [s["weights"]["momentum"] for s in trained] == [c.momentum for c in drawn]
+    assert [local.weights.lr for local in trained] == [c.lr for c in drawn]
+    assert [local.weights.momentum for local in trained] == [c.momentum for c in drawn]
     best = drawn[accuracies(federation).index(max(accuracies(federation)))]
     found = federation.strategy.configuration()
     assert found == best
     strategy, _ = make_retraining(
-        config, trained[0]["network"], federation.courier, None, configuration=found
+        config, trained[0].network, federation.courier, None, configuration=found
     )
     assert strategy.weights == replace(
         config.retrain.weights,
