@@ -149,7 +149,7 @@ def site_of(request: Request) -> Site:
     """
     site: Site | None = getattr(request.settings, "site", None)
     if site is None:
-        raise ConfigError(f"refused: {request.verb} must name the site's data set.")
+        raise refused("data_sets", "data set", None, "an id that this site's policy gives")
     return site
 
 

@@ -27,7 +27,11 @@ Schedule = list[PlannedRelease]
 
 
 def make_schedule(
-    config: Config, records: Sequence[Mapping[str, int]], *, done: Mapping[str, int]
+    config: Config,
+    records: Sequence[Mapping[str, int]],
+    *,
+    done: Mapping[str, int],
+    spare: bool = False,
 ) -> Schedule:
     """Return every kind of release of a run, in order.
 
@@ -35,6 +39,8 @@ def make_schedule(
         config: With ``privacy=dp``.
         records: Each client's declared number of records by split.
         done: Rounds of each stage that a checkpoint covers.
+        spare: Whether the largest round of each stage counts once more. The noise is calibrated for
+            that: a round that was interrupted is released, and booked, twice.
 
     Raises:
         ConfigError: What comes before costs more than the target epsilon.
@@ -45,14 +51,13 @@ def make_schedule(
         **{name: getattr(privacy, name).noise_multiplier for name in CALIBRATED},
         "metrics": privacy.metrics_noise_multiplier,
     }
-    # For the whole run, also when it is resumed, and with a round to spare in each stage: a round
-    # that was interrupted is released, and booked, twice.
+    # for the whole run, also when it is resumed
     whole = _planned(config, done={}, spare=True)
     for name in CALIBRATED:
         own = [release for release in whole if release.noise_name == name]
         if own and sigmas[name] is None:
             sigmas[name] = calibrated(privacy, name, own, _with_noise(whole, sigmas), records)
-    return _with_noise(_planned(config, done=done, spare=False), sigmas)
+    return _with_noise(_planned(config, done=done, spare=spare), sigmas)
 
 
 def private_stage(

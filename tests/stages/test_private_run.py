@@ -20,24 +20,46 @@ from fednas_flwr.cli import main
 from fednas_flwr.clients import release
 from fednas_flwr.clients.audit_trail import verify_trail
 from fednas_flwr.clients.client import Augmentation
-from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
+from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.config import dump_config
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError
+from fednas_flwr.exchange.requests import (
+    Amount,
+    Commit,
+    Describe,
+    Evaluate,
+    LocalSearch,
+    LocalTraining,
+    MeasureLatency,
+    Personalise,
+    Probe,
+    RewardCandidates,
+    Search,
+    Site,
+    TakeGradients,
+    Train,
+    TrainCandidates,
+    Trial,
+)
 from fednas_flwr.federation import client_app
 from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
 from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.gdp import gdp_epsilon
 from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import filter_epsilon
 from fednas_flwr.reporting.events import EventLog, read_events
-from fednas_flwr.search.training import make_adam, make_sgd
+from fednas_flwr.search.descent import make_adam, make_sgd
+from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.stages.pipeline import run_stages
 from fednas_flwr.stages.run_folder import create_run_folder, open_run_folder
-from fednas_flwr.stages.schedule import make_schedule, private_settings
+from fednas_flwr.stages.schedule import make_schedule, private_stage
+from fednas_flwr.verbs import PRIVATE_VERBS
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 DP = [
@@ -349,9 +371,9 @@ def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optim
     fed.courier.connect(fed.grid)
     records = [facts["splits"] for facts in fed.courier.facts.values()]
     schedule = make_schedule(config, records, done={})
-    settings = {"data_set": "records", "schedule": schedule}
-    list(fed.courier.ask("query.commit", stage="commit", settings=settings))
-    private = private_settings(config, schedule, "search")
+    commit = Commit("records", tuple(schedule))
+    list(fed.courier.ask("query.commit", stage="commit", settings=commit))
+    private = private_stage(config, schedule, "search")
     strategy = builders.make_search(config, fed.data[0], fed.courier, None, private)
     plain = builders.supernet_space(config, fed.data[0]).supernet()
     strategy.load_into(plain)
@@ -503,14 +525,14 @@ def test_a_client_that_tells_a_nonsensical_epsilon_is_not_asked_again(
 def test_a_client_that_keeps_a_needed_fact_to_itself_does_not_stop_the_run(
     start, tmp_path, monkeypatch, fact
 ):
-    def describe(client, request):
-        reply = told(client, request)
+    def describe(client, request, asked):
+        reply = told(client, request, asked)
         if client.index == 1:
             reply = replace(reply, facts={k: v for k, v in reply.facts.items() if k != fact})
         return reply
 
-    told = PRIVATE_VERBS["query.describe"]
-    monkeypatch.setitem(PRIVATE_VERBS, "query.describe", describe)
+    told = ANSWERS["query.describe"]
+    monkeypatch.setitem(ANSWERS, "query.describe", describe)
     run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
     assert run.error is None
     (event,) = named(run.events, "privacy_spent")
@@ -566,13 +588,21 @@ def real_sites(tmp_path, made_data):
     return equip
 
 
+ADAM = Adam(lr=0.01, weight_decay=0.0)
+SGD_1 = SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None)
+LOCAL = LocalSearch(Amount(None, 1, None), SGD_1, ADAM, alternating=Alternating("first_order"))
+GRADIENT = TakeGradients(0, 1, {"weights": 0.1}, None, 1, 0.1)
+SUPERNET = {"name": "supernet"}
+TRAINING = LocalTraining({"name": "x"}, "train", Amount(None, 1, None), SGD_1, 0.0, 0.0)
 ASKED_WITHOUT_PRIVACY = {
-    "train.search": "rule data_sets",
-    "train.probe": "do not fit train.probe",
-    "train.candidate": "do not fit train.candidate",
-    "train.weight_gradient": "rule data_sets",
-    "train.weights": "do not fit train.weights",
-    "evaluate.model": "rule data_sets",
+    "train.search": Search(LOCAL),
+    "train.probe": Probe(LOCAL, None, [Trial(SGD_1, ADAM, 0.0)], 1.0),
+    "train.candidate": TrainCandidates([[0]], 0, 1, None, SGD_1, None),
+    "train.weight_gradient": GRADIENT,
+    "train.weights": Train(TRAINING),
+    "evaluate.candidates": RewardCandidates([[0]]),
+    "evaluate.model": Evaluate(SUPERNET, "validation"),
+    "query.latency": MeasureLatency(1, 2),
 }
 
 
@@ -587,15 +617,15 @@ def test_a_site_with_a_policy_refuses_a_run_without_privacy(start, compose_confi
     courier = builders.make_courier(config, run="run")
     courier.connect(grid)
     assert "class_counts" not in courier.facts[0]
-    settings = {"local_steps": 1, "network": {"name": "supernet"}, "split": "validation"}
-    for verb, words in ASKED_WITHOUT_PRIVACY.items():
-        given = {} if verb == "train.weights" else settings
-        with pytest.raises(QuorumError, match=words):
+    for verb, given in ASKED_WITHOUT_PRIVACY.items():
+        with pytest.raises(QuorumError, match="rule data_sets: data set=None"):
             list(courier.ask(verb, stage="search", settings=given))
-    terms = {"noise_multiplier": 1.0, "batch_size": 8, "max_grad_norm": 1.0}
-    settings |= {"data_set": "records", "releases": {"weights": terms}}
-    with pytest.raises(QuorumError, match="rule committed values: commitment=None"):
-        list(courier.ask("train.weight_gradient", stage="search", settings=settings))
+    last = Personalise(TRAINING)
+    with pytest.raises(QuorumError, match="private verb=evaluate.personalised is unknown"):
+        list(courier.ask("evaluate.personalised", stage="search", settings=last))
+    named = replace(GRADIENT, site=SITE)
+    with pytest.raises(QuorumError, match="rule committed values: release=search/train.weight_gra"):
+        list(courier.ask("train.weight_gradient", stage="search", settings=named))
 
 
 def test_an_error_that_is_no_refusal_keeps_its_text_at_the_site(
@@ -637,32 +667,49 @@ def test_errors_while_a_real_site_opens_its_data_keep_their_text_there(
     assert "4711" in capsys.readouterr().err
 
 
-SIGMA_0 = {"noise_multiplier": 0.0, "batch_size": 8, "max_grad_norm": 1.0}
-PLACE = {"stage": "search", "verb": "train.weight_gradient", "kind": "weights", "splits": ["train"]}
+SITE = Site("records", 64)
+PLANNED = PlannedRelease(
+    "search", "train.weight_gradient", "weights", ("train",), 8, 2, 1.0, noise_multiplier=1.0
+)
+ASKED = replace(GRADIENT, site=SITE)
+NORMED = {"name": "mobilenet_v2"}
+
+
+def committed(**changes):
+    return Commit("records", (replace(PLANNED, **changes),))
+
+
+def training(**changes):
+    return Train(replace(TRAINING, **changes), site=SITE)
+
+
 WITHOUT_DATA = [
-    ("train.search", {}, "rule verbs: verb=train.search"),
-    ("query.commit", {"data_set": "other"}, "rule data_sets: data set=other"),
-    ("query.commit", {"schedule": [PLACE | SIGMA_0 | {"steps": 1}]}, "noise_multiplier=0.0, not"),
-    ("train.gradients", {}, "rule verbs: verb=train.gradients"),
-    ("train.weight_gradient", {"data_set": "other"}, "rule data_sets: data set=other"),
-    ("train.weight_gradient", {"order": 2}, "rule first order only: order=2"),
-    ("train.weight_gradient", {"local_steps": 3}, "rule committed values: steps=3"),
-    ("train.weight_gradient", {"releases": {"weights": SIGMA_0}}, "noise_multiplier=0.0, not"),
+    ("train.search", Search(LOCAL, site=SITE), "rule verbs: verb=train.search"),
+    ("query.commit", replace(committed(), data_set="other"), "rule data_sets: data set=other"),
+    ("query.commit", committed(noise_multiplier=0.0), "noise_multiplier=0.0, not"),
+    ("query.commit", committed(noise_multiplier=None), "noise_multiplier=None, not"),
+    ("query.commit", committed(splits=("train", "train")), r"splits=\['train', 'train'\], not"),
+    ("query.commit", committed(splits=("wards",)), r"splits=\['wards'\], not"),
+    ("query.commit", Commit("records", (PLANNED, PLANNED)), "holds a kind of release twice"),
+    ("query.commit", committed(batch_size="8"), "batch_size=8 has the wrong type"),
+    ("train.gradients", ASKED, "rule verbs: verb=train.gradients"),
     (
         "train.weight_gradient",
-        {"releases": {"weights": SIGMA_0 | {"noise_multiplier": 2.0}}},
-        "noise_multiplier=2.0, not the committed 1.0",
+        replace(ASKED, site=Site("other")),
+        "rule data_sets: data set=other",
     ),
-    ("evaluate.model", {"split": "test"}, "rule noised releases only: release=None"),
-    ("train.weights", {"split": "train"}, "rule committed values: commitment=None"),
-    ("train.weights", {"network": {"name": "derived", "norm": "batch"}}, "rule no batch_norm"),
-    ("evaluate.model", {"network": {"name": "mobilenet_v2"}}, "rule no batch_norm"),
-    (
-        "evaluate.model",
-        {"network": {"name": "mobilenet_v2", "norm": "batch"}},
-        "rule no batch_norm",
-    ),
-    ("train.weights", {"network": ["derived"]}, "do not fit train.weights"),
+    ("train.weight_gradient", replace(ASKED, order=2), "rule first order only: order=2"),
+    ("train.weight_gradient", replace(ASKED, local_steps=3), "rule committed values: steps=3"),
+    ("train.weight_gradient", replace(ASKED, batch_size=8), "batches are those committed to"),
+    ("train.weight_gradient", Evaluate(SUPERNET, "train", SITE), "is unknown|is missing"),
+    ("evaluate.model", Evaluate(SUPERNET, "test", SITE), "committed values: release=search/evalu"),
+    ("train.weights", training(), "rule committed values: release=search/train.weights"),
+    ("train.weights", training(amount=Amount(1, None, None)), "takes steps, each of them booked"),
+    ("train.weights", replace(training(), validates=True), "would tell a loss without noise"),
+    ("train.weights", training(network={"name": "derived", "norm": "batch"}), "rule no batch_norm"),
+    ("evaluate.model", Evaluate(NORMED, "train", SITE), "rule no batch_norm"),
+    ("evaluate.model", Evaluate(NORMED | {"norm": "batch"}, "train", SITE), "rule no batch_norm"),
+    ("train.weights", training(network=["derived"]), "local.network=.* has the wrong type"),
 ]
 BATCH_NORM = ["algorithm=fnas", "stages=[search]", "search_space.norm=batch"]
 
@@ -676,10 +723,7 @@ def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
     grid = real_sites(config, verbs=[*verbs, "train.weights", "evaluate.model"])
     courier = builders.make_courier(config, run="run")
     courier.connect(grid)
-    terms = SIGMA_0 | {"noise_multiplier": 1.0}
-    asked = {"data_set": "records", "local_steps": 1, "split": "train", "network": {"name": "x"}}
-    asked |= {"schedule": [PLACE | terms | {"steps": 2}], "releases": {"weights": terms}}
-    list(courier.ask("query.commit", stage="commit", settings=asked))
+    list(courier.ask("query.commit", stage="commit", settings=committed()))
 
     opened = []
 
@@ -690,21 +734,21 @@ def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
     monkeypatch.setattr(client_app, "make_site_data", make_data)
     for kept in (client_app._gate, client_app._client, client_app._data):
         kept.cache_clear()
-    for verb, change, words in WITHOUT_DATA:
+    for verb, asked, words in WITHOUT_DATA:
         with pytest.raises(QuorumError, match=words):
-            list(courier.ask(verb, stage="search", settings=asked | change))
+            list(courier.ask(verb, stage="search", settings=asked))
     normalising = make_client_app(dump_config(compose_config(*BATCH_NORM, *REAL_SITES)))
     theirs = InProcessGrid(normalising, 1)
     for node, context in grid._contexts.items():
         theirs._contexts[node].node_config |= context.node_config
-    courier._grid, about = theirs, {"network": {"name": "supernet"}}
-    for verb in ("train.weight_gradient", "evaluate.model"):
+    courier._grid, about = theirs, Evaluate(SUPERNET, "train", SITE)
+    for verb, asked in (("train.weight_gradient", ASKED), ("evaluate.model", about)):
         with pytest.raises(QuorumError, match="rule no batch_norm"):
-            list(courier.ask(verb, stage="search", settings=asked | about))
+            list(courier.ask(verb, stage="search", settings=asked))
     courier._grid = grid
     assert opened == []
     with pytest.raises(QuorumError, match="an error at the site"):  # what is allowed needs them
-        list(courier.ask("train.weight_gradient", stage="search", settings=asked))
+        list(courier.ask("train.weight_gradient", stage="search", settings=ASKED))
     assert opened == [1]
     assert "4711" in capsys.readouterr().err
 
@@ -756,7 +800,7 @@ def test_a_running_site_keeps_to_what_its_policy_says_now(
         write_policy(path.parent.parent, 0, verbs=["query.commit"])
     words = "an error at the site" if broken else "rule verbs: verb=query.describe"
     with pytest.raises(QuorumError, match=words):
-        list(courier.ask("query.describe", stage="search"))
+        list(courier.ask("query.describe", stage="search", settings=Describe()))
     assert not broken or "cannot be read" in capsys.readouterr().err
 
 
@@ -827,7 +871,7 @@ def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
         courier = builders.make_courier(config, run="run")
         courier.connect(grid)
         with pytest.raises(QuorumError, match="rule data_sets"):
-            list(courier.ask("query.commit", stage="commit", settings={"data_set": "other"}))
+            list(courier.ask("query.commit", stage="commit", settings=Commit("other", ())))
         assert start(*SEARCH, *REAL_SITES, grid=grid).error is None
         path = tmp_path / name / "ledger" / "audit.jsonl"
         assert verify_trail(path)[0] == len(trail_of(path))

@@ -13,7 +13,7 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.privacy.renyi import Release, poisson_rate
 from fednas_flwr.privacy.renyi_filter import RenyiFilter, filter_epsilon
 from fednas_flwr.search.bandit import Bandit
-from fednas_flwr.stages.schedule import make_schedule, private_settings
+from fednas_flwr.stages.schedule import make_schedule, private_stage
 
 RECORDS = [
     {"train": 4000, "validation": 3000, "test": 900},
@@ -29,7 +29,7 @@ GIVEN = "privacy.retrain.noise_multiplier=3.5"  # calibrating takes a second
 
 def steps_by_kind(config, done=None):
     return {
-        (item["stage"], item["verb"], item["kind"]): item["steps"]
+        (item.stage, item.verb, item.kind): item.steps
         for item in make_schedule(config, RECORDS, done=done or {})
     }
 
@@ -78,28 +78,27 @@ def test_as_many_steps_as_the_rounds_still_to_do_take(compose_config, overrides,
 def test_every_release_names_splits_and_terms_and_each_stage_is_told_its_own(compose_config):
     config = compose_config(*DP_FNAS, GIVEN, "privacy.metrics_noise_multiplier=20")
     schedule = make_schedule(config, RECORDS, done={})
-    splits = {(i["stage"], i["kind"]): i["splits"] for i in schedule}
+    splits = {(i.stage, i.kind): i.splits for i in schedule}
     assert splits == {
-        ("search", "weights"): ["train"],
-        ("search", "alphas"): ["validation"],
-        ("search", "metrics"): ["validation"],
-        ("retrain", "weights"): ["train", "validation"],
-        ("evaluate", "metrics"): ["test"],
+        ("search", "weights"): ("train",),
+        ("search", "alphas"): ("validation",),
+        ("search", "metrics"): ("validation",),
+        ("retrain", "weights"): ("train", "validation"),
+        ("evaluate", "metrics"): ("test",),
     }
     for stage, kinds in {
         "search": {"weights", "alphas", "metrics"},
         "retrain": {"weights"},
         "evaluate": {"metrics"},
     }.items():
-        settings = private_settings(config, schedule, stage)
-        assert settings["data_set"] == "records"
-        assert set(settings["releases"]) == kinds
-        for item in schedule:
-            if item["stage"] == stage:
-                terms = settings["releases"][item["kind"]]
-                assert terms == {term: item[term] for term in terms}
-                assert len(terms) == 3
-    assert private_settings(compose_config("algorithm=fnas"), [], "search") is None
+        terms = private_stage(config, schedule, stage)
+        assert terms.data_set == "records"
+        assert {item.kind for item in terms.releases} == kinds
+        assert list(terms.releases) == [item for item in schedule if item.stage == stage]
+        for item in terms.releases:
+            assert terms.noise_multiplier(item.kind) == item.noise_multiplier
+        assert terms.noise_multiplier("rewards") is None
+    assert private_stage(compose_config("algorithm=fnas"), [], "search") is None
 
 
 def test_retraining_gets_the_least_noise_with_which_every_split_keeps_the_target(compose_config):
@@ -107,18 +106,18 @@ def test_retraining_gets_the_least_noise_with_which_every_split_keeps_the_target
     target = 5.0
     given = [f"privacy.epsilon={target}", "privacy.metrics_noise_multiplier=20"]
     config = compose_config(*DP_FNAS, *given)
-    schedule = make_schedule(config, RECORDS, done={"search": -1, "retrain": -1})
+    schedule = make_schedule(config, RECORDS, done={}, spare=True)
     spent = []
     for declared in RECORDS:
         for split in ("train", "validation"):
             releases = []
             for item in schedule:
-                if split in item["splits"]:
-                    size, records = item["batch_size"], sum(declared[s] for s in item["splits"])
+                if split in item.splits:
+                    size, records = item.batch_size, sum(declared[s] for s in item.splits)
                     rate = 1.0 if size is None else size / records
-                    sigma = item["noise_multiplier"]
+                    sigma = item.noise_multiplier
                     releases.append(
-                        Release(noise_multiplier=sigma, sample_rate=rate, steps=item["steps"])
+                        Release(noise_multiplier=sigma, sample_rate=rate, steps=item.steps)
                     )
             budget = RenyiFilter(epsilon=target, delta=1e-5)
             for release in releases:  # step by step, as the ledger books them
@@ -138,12 +137,12 @@ def test_retraining_gets_the_least_noise_with_which_every_split_keeps_the_target
 def test_a_resumed_run_retrains_with_the_noise_that_it_began_with(compose_config):
     config = compose_config(*DP_FNAS)
     sigmas = [
-        make_schedule(config, RECORDS[:1], done=done)[-1]["noise_multiplier"]
+        make_schedule(config, RECORDS[:1], done=done)[-1].noise_multiplier
         for done in ({}, {"search": 6, "retrain": 4})
     ]
     assert len(set(sigmas)) == 1
     given = compose_config(*DP_FNAS, GIVEN)
-    assert make_schedule(given, RECORDS, done={})[-1]["noise_multiplier"] == 3.5
+    assert make_schedule(given, RECORDS, done={})[-1].noise_multiplier == 3.5
 
 
 NULL = [f"privacy.{state}.noise_multiplier=null" for state in ("weights", "alphas")]
@@ -155,9 +154,9 @@ def cost(schedule, split):
     for declared in RECORDS:
         releases = []
         for item in schedule:
-            if split in item["splits"]:
-                rate = poisson_rate(item["batch_size"], sum(declared[s] for s in item["splits"]))
-                releases.append(Release(item["noise_multiplier"], rate, item["steps"]))
+            if split in item.splits:
+                rate = poisson_rate(item.batch_size, sum(declared[s] for s in item.splits))
+                releases.append(Release(item.noise_multiplier, rate, item.steps))
         costs.append(filter_epsilon(releases, 1e-5))
     return max(costs)
 
@@ -168,18 +167,18 @@ def test_noise_of_a_search_that_is_not_given_keeps_its_share_of_the_target(compo
     given = ["privacy.epsilon=6", "privacy.search_share=0.4"]
     given.append(f"privacy.metrics_noise_multiplier={metrics}")
     config = compose_config(*DP_FNAS, *NULL, *given)
-    schedule = make_schedule(config, RECORDS, done={"search": -1, "retrain": -1})
-    search = [item for item in schedule if item["stage"] == "search"]
+    schedule = make_schedule(config, RECORDS, done={}, spare=True)
+    search = [item for item in schedule if item.stage == "search"]
     for split in ("train", "validation"):
         assert 0.99 * 2.4 < cost(search, split) <= 2.4
     both = max(cost(schedule, split) for split in ("train", "validation"))
     assert 0.98 * 6 < both <= 6
     resumed = make_schedule(config, RECORDS, done={"search": 3})
     for item, again in zip(search, resumed, strict=False):
-        assert item["noise_multiplier"] == again["noise_multiplier"]
+        assert item.noise_multiplier == again.noise_multiplier
 
     alone = compose_config(*DP_FNAS, *NULL, *given, "stages=[search]")
-    schedule = make_schedule(alone, RECORDS, done={"search": -1})
+    schedule = make_schedule(alone, RECORDS, done={}, spare=True)
     for split in ("train", "validation"):
         assert 0.99 * 6 < cost(schedule, split) <= 6
 
@@ -188,9 +187,9 @@ def test_noise_can_have_an_epsilon_of_its_own(compose_config):
     """Each kind alone then costs that, as the papers count; the run costs more."""
     own = [f"privacy.{kind}.epsilon=2" for kind in ("weights", "alphas", "retrain")]
     config = compose_config(*DP_FNAS, *NULL, *own, "privacy.epsilon=100")
-    schedule = make_schedule(config, RECORDS, done={"search": -1, "retrain": -1})
+    schedule = make_schedule(config, RECORDS, done={}, spare=True)
     for item in schedule:
-        assert 0.99 * 2 < max(cost([item], split) for split in item["splits"]) <= 2
+        assert 0.99 * 2 < max(cost([item], split) for split in item.splits) <= 2
     assert 2.02 < max(cost(schedule, split) for split in ("train", "validation")) < 4
     with pytest.raises(ConfigError, match=r"noise_multiplier=1.0 with epsilon=2.0: .* one of them"):
         compose_config(*DP_FNAS, "privacy.weights.epsilon=2")
@@ -198,7 +197,7 @@ def test_noise_can_have_an_epsilon_of_its_own(compose_config):
 
 def test_noise_that_can_or_cannot_be_calibrated(compose_config):
     fixed = compose_config(*DP_FNAS, *NULL, GIVEN, "algorithm=fedavg", "algorithm.network=linear")
-    assert [item["stage"] for item in make_schedule(fixed, RECORDS, done={})] == ["retrain"]
+    assert [item.stage for item in make_schedule(fixed, RECORDS, done={})] == ["retrain"]
     dear = compose_config(*DP_FNAS, *NULL, GIVEN, "privacy.metrics_noise_multiplier=0.2")
     with pytest.raises(ConfigError, match="epsilon=8: metrics alone cost .* of 4 on the v.* for a"):
         make_schedule(dear, RECORDS, done={})
@@ -226,7 +225,7 @@ TRIALS = 3  # round(1.5 ln 8)
     [
         ({}, (5, 4), (3, 2)),
         ({"search": 2, "retrain": 3}, (3, 1), (2, 0)),
-        ({"search": -1, "retrain": -1}, (6, 5), (4, 3)),  # calibration: an interrupted one to spare
+        (None, (6, 5), (4, 3)),  # calibration: an interrupted one to spare
     ],
 )
 def test_every_step_of_every_trial_of_feathers_is_committed_to(
@@ -234,8 +233,8 @@ def test_every_step_of_every_trial_of_feathers_is_committed_to(
 ):
     noises = [f"privacy.{k}.noise_multiplier=2" for k in ("weights", "alphas", "rewards")]
     config = compose_config(*FEATHERS, *noises, GIVEN)
-    schedule = make_schedule(config, RECORDS, done=done)
-    found = {(i["stage"], i["verb"], i["kind"], *i["splits"]): i["steps"] for i in schedule}
+    schedule = make_schedule(config, RECORDS, done=done or {}, spare=done is None)
+    found = {(i.stage, i.verb, i.kind, *i.splits): i.steps for i in schedule}
     search, retrain = (TRIALS * number for number in phases)
     expected = {
         ("search", "train.search", "weights", "train"): 3 * rounds[0],
@@ -249,17 +248,17 @@ def test_every_step_of_every_trial_of_feathers_is_committed_to(
     }
     assert found == {place: steps for place, steps in expected.items() if steps}
     for stage, local_steps in (("search", 3), ("retrain", 4)):
-        assert private_settings(config, schedule, stage)["local_steps"] == local_steps
+        assert private_stage(config, schedule, stage).local_steps == local_steps
 
 
 def test_feathers_shares_the_target_between_rewards_and_the_rest(compose_config):
     given = ["privacy.epsilon=4", "privacy.rewards_share=0.25", "privacy.search_share=0.5"]
     config = compose_config(*FEATHERS, *NULL, *given)
-    schedule = make_schedule(config, RECORDS, done={"search": -1, "retrain": -1})
-    rewards = [item for item in schedule if item["kind"] == "rewards"]
-    assert len({item["noise_multiplier"] for item in rewards}) == 1
+    schedule = make_schedule(config, RECORDS, done={}, spare=True)
+    rewards = [item for item in schedule if item.kind == "rewards"]
+    assert len({item.noise_multiplier for item in rewards}) == 1
     assert 0.99 * 1 < cost(rewards, "validation") <= 1
-    search = [item for item in schedule if item["stage"] == "search"]
+    search = [item for item in schedule if item.stage == "search"]
     assert 0.99 * 2 < cost(search, "train") <= 2
     for split in ("train", "validation"):  # which retraining does not read
         assert 0.98 * 4 < cost(schedule, split) <= 4
@@ -277,7 +276,7 @@ def test_the_bandit_of_the_fraud_experiment_sees_through_the_noise_of_its_budget
     config = parse_config(compose_tree(overrides))
     records = {"train": 1625, "validation": 406, "test": 0}
     schedule = make_schedule(config, [records] * config.clients, done={})
-    sigma = next(i["noise_multiplier"] for i in schedule if i["kind"] == "rewards")
+    sigma = next(i.noise_multiplier for i in schedule if i.kind == "rewards")
     total = math.sqrt(config.clients) / (config.clients * records["validation"])
     noise = config.algorithm.loss_bound * sigma * total  # of the clients' mean
     generator = torch.Generator().manual_seed(1)
@@ -294,8 +293,8 @@ def test_the_bandit_of_the_fraud_experiment_sees_through_the_noise_of_its_budget
 def test_rewards_take_all_that_given_noise_of_alphas_leaves(compose_config):
     given = ["privacy.epsilon=4", "privacy.rewards_share=0.01", "privacy.alphas.noise_multiplier=2"]
     config = compose_config(*FEATHERS, *given)
-    schedule = make_schedule(config, RECORDS, done={"search": -1, "retrain": -1})
-    alphas = [item for item in schedule if item["kind"] == "alphas"]
+    schedule = make_schedule(config, RECORDS, done={}, spare=True)
+    alphas = [item for item in schedule if item.kind == "alphas"]
     assert 0.04 < cost(alphas, "validation")
     assert 0.98 * 4 < cost(schedule, "validation") <= 4
 
@@ -315,15 +314,15 @@ DPNAS = [
         ({"search": 1}, 30, 5, 20),
         ({"search": 5, "retrain": 2}, 6, 2, 10),
         ({"search": 6}, 0, 0, 20),
-        ({"search": -1, "retrain": -1}, 42, 7, 25),  # to spare: a round that teaches and chooses
+        (None, 42, 7, 25),  # to spare: a round that teaches and chooses
     ],
 )
 def test_every_step_on_a_candidate_and_every_vector_of_rewards_is_committed_to(
     compose_config, done, steps, measured, retrained
 ):
     config = compose_config(*DPNAS, GIVEN, "privacy.rewards.noise_multiplier=20")
-    schedule = make_schedule(config, RECORDS, done=done)
-    found = {(i["stage"], i["verb"], i["kind"], *i["splits"]): i["steps"] for i in schedule}
+    schedule = make_schedule(config, RECORDS, done=done or {}, spare=done is None)
+    found = {(i.stage, i.verb, i.kind, *i.splits): i.steps for i in schedule}
     expected = {
         ("search", "train.candidate", "weights", "train"): steps,
         ("search", "evaluate.candidates", "rewards", "validation"): measured,
@@ -335,8 +334,8 @@ def test_every_step_on_a_candidate_and_every_vector_of_rewards_is_committed_to(
 def test_dpnas_shares_the_target_between_rewards_steps_and_retraining(compose_config):
     given = ["privacy.epsilon=6", "privacy.search_share=0.5", "privacy.rewards_share=0.25"]
     config = compose_config(*DPNAS, *NULL, *given)
-    schedule = make_schedule(config, RECORDS, done={"search": -1, "retrain": -1})
-    search = [item for item in schedule if item["stage"] == "search"]
+    schedule = make_schedule(config, RECORDS, done={}, spare=True)
+    search = [item for item in schedule if item.stage == "search"]
     assert 0.99 * 3 < cost(search, "train") <= 3
     assert 0.99 * 1.5 < cost(search, "validation") <= 1.5  # rewards alone
     both = [cost(schedule, split) for split in ("train", "validation")]
