@@ -1,25 +1,44 @@
 """Federated neural architecture search on Flower: one network from data that never moves.
 
-The command ``fednas`` runs everything; from Python, :func:`load_network` gives back the network
-that a run trained.
+The command ``fednas`` runs everything, and so does :func:`run` of what :func:`compose` returns;
+:func:`load_network` gives back the network that a run trained.
 """
 
 import os
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 # Flower asks the environment while it is imported: no telemetry unless the user turns it on.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load_network"]
+__all__ = [
+    "Algorithm",
+    "Result",
+    "__version__",
+    "compose",
+    "load_network",
+    "register_algorithm",
+    "register_data_set",
+    "register_search_space",
+    "run",
+]
 
 if TYPE_CHECKING:
-    from fednas_flwr.builders import load_network
+    from fednas_flwr.api import (
+        Result,
+        compose,
+        register_algorithm,
+        register_data_set,
+        register_search_space,
+        run,
+    )
+    from fednas_flwr.builders import Algorithm, load_network
 
 
 def __getattr__(name: str) -> object:
-    if name == "load_network":  # importing torch takes seconds: only those who ask for it pay
-        from fednas_flwr.builders import load_network
-
-        return load_network
+    """Import what is asked for; torch takes seconds, and is imported when a run begins."""
+    if name in __all__:
+        module = "builders" if name in ("Algorithm", "load_network") else "api"
+        return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,7 +35,7 @@ from fednas_flwr.builders import (
     parse_config,
     supernet_space,
 )
-from fednas_flwr.cli import compose_tree
+from fednas_flwr.composition import compose_tree
 from fednas_flwr.config import Config, FedDARTSSettings, dump_config
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.exchange.checkpoint import CheckpointFolder

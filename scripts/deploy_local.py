@@ -29,9 +29,9 @@ from loopback import RESTART_S, SITES, Machines, free_ports, until
 from sklearn.datasets import load_digits
 
 from fednas_flwr.builders import parse_config
-from fednas_flwr.cli import compose_tree
 from fednas_flwr.cli import main as fednas
 from fednas_flwr.clients.audit_trail import verify_trail
+from fednas_flwr.composition import compose_tree
 from fednas_flwr.config import DifferentialPrivacy
 from fednas_flwr.machines.provision import Deployment
 from fednas_flwr.privacy.ledger import Ledger

@@ -13,7 +13,7 @@ from hypothesis import settings
 
 from fednas_flwr import builders
 from fednas_flwr.builders import parse_config
-from fednas_flwr.cli import compose_tree
+from fednas_flwr.composition import compose_tree
 from fednas_flwr.config import Config, dump_config
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier

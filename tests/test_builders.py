@@ -12,7 +12,7 @@ import torch
 
 from fednas_flwr import builders
 from fednas_flwr.builders import parse_config
-from fednas_flwr.cli import compose_tree
+from fednas_flwr.composition import compose_tree
 from fednas_flwr.config import Config, Dataset, conf_folder
 from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.errors import ConfigError

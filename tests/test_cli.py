@@ -20,6 +20,7 @@ from fednas_flwr import builders, cli
 from fednas_flwr.builders import ALGORITHMS, parse_config
 from fednas_flwr.builders.networks import describe_derived, supernet_sizes
 from fednas_flwr.clients import verbs
+from fednas_flwr.composition import compose_tree
 from fednas_flwr.evaluation.export import export_safetensors
 from fednas_flwr.privacy.accounting import prv_epsilon
 from fednas_flwr.privacy.ledger import Entry, Ledger
@@ -213,7 +214,7 @@ def test_a_run_of_a_version_without_a_setting_is_not_resumed(
     key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dp = ("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group")
-    tree = cli.compose_tree(dp)
+    tree = compose_tree(dp)
     *parents, last = key.split(".")
     node = tree
     for part in parents:
@@ -485,7 +486,7 @@ def test_tables_are_rendered_from_the_results_beside_the_readme(
 
 def exported(folder: Path, *overrides: str) -> None:
     """Export a network of the smallest genotype for 8x8 images, as a run does."""
-    config = parse_config(cli.compose_tree([*overrides, "algorithm=fdnas", "retrain=mbconv"]))
+    config = parse_config(compose_tree([*overrides, "algorithm=fdnas", "retrain=mbconv"]))
     shapes = {"input_shape": (1, 8, 8), "num_classes": 10}
     space = builders.make_space(**asdict(config.search_space), **shapes)
     description = describe_derived(

@@ -17,6 +17,8 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.typed import parse
 
+UNREGISTERED = "; one of your own must be registered first, in each process and at each site"
+
 
 def parse_config(tree: Mapping[str, Any]) -> Config:
     """Return the checked configuration of a composed tree.
@@ -28,8 +30,8 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     algorithms = {name: entry.settings for name, entry in ALGORITHMS.items()}
     spaces = {name: entry.settings for name, entry in SEARCH_SPACES.items()}
     hints = {
-        "algorithm": choose_kind(tree, "algorithm", algorithms),
-        "search_space": choose_kind(tree, "search_space", spaces),
+        "algorithm": choose_kind(tree, "algorithm", algorithms, hint=UNREGISTERED),
+        "search_space": choose_kind(tree, "search_space", spaces, hint=UNREGISTERED),
         "privacy": choose_kind(tree, "privacy", PRIVACY),
     }
     config: Config = parse(Config, tree, key="", hints=hints)

@@ -53,13 +53,19 @@ def make_space(
     **sizes: Any,
 ) -> SearchSpace:
     """Return a search space; ``sizes`` are the other settings of ``conf/search_space``."""
-    return space_entry(name).make(
+    space = space_entry(name).make(
         input_shape=input_shape,
         num_classes=num_classes,
         norm=norm,
         engine=engine,
         **sizes,
     )
+    if space.name != name:
+        raise ConfigError(
+            f"search_space={name} makes a space that is called {space.name}, and its genotypes "
+            "would name that one: give its class the name under which it is registered."
+        )
+    return space
 
 
 def supernet_space(config: Config, prepared: Prepared) -> SearchSpace:
@@ -132,7 +138,7 @@ def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
     """Return the sizes of the derived network: of ``retrain``, or of a space that keeps its own."""
     space, retrain = config.search_space, config.retrain
     sizes = {"channels": retrain.channels, "num_cells": retrain.num_cells}
-    keeps_size = not issubclass(space_entry(genotype.space).settings, CellSpace)
+    keeps_size = space_entry(genotype.space).settings is not CellSpace
     if any((value is None) != keeps_size for value in sizes.values()):
         raise ConfigError(
             f"retrain.channels={retrain.channels} with retrain.num_cells={retrain.num_cells} and a "

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 from fednas_flwr import __version__
 from fednas_flwr.cli import machines, privacy, results, run
-from fednas_flwr.cli.composition import compose_tree
 from fednas_flwr.cli.outcomes import RUN_FAILED, STOPPED, USER_ERROR, fail
 
-__all__ = ["RUN_FAILED", "STOPPED", "USER_ERROR", "compose_tree", "main"]
+__all__ = ["RUN_FAILED", "STOPPED", "USER_ERROR", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fednas_flwr.builders import parse_config
-from fednas_flwr.cli.composition import compose_tree
+from fednas_flwr.api import compose
 from fednas_flwr.cli.outcomes import RUN_FAILED
 from fednas_flwr.cli.parsing import Commands, add_command
 from fednas_flwr.errors import ConfigError
@@ -66,7 +65,7 @@ def add_commands(commands: Commands) -> None:
 
 def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
     """Measure the composed search space, and how well the table predicts three networks of it."""
-    config = parse_config(compose_tree(overrides))
+    config = compose(*overrides)
     for name, value, least in (
         ("batch-size", options.batch_size, 1),
         ("passes", options.passes, 2),

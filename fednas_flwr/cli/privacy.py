@@ -11,8 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fednas_flwr.builders import parse_config
-from fednas_flwr.cli.composition import compose_tree
+from fednas_flwr.api import compose
 from fednas_flwr.cli.outcomes import RUN_FAILED
 from fednas_flwr.cli.parsing import Commands, add_command
 from fednas_flwr.errors import ConfigError
@@ -76,7 +75,7 @@ def add_commands(commands: Commands) -> None:
 
 def audit(options: argparse.Namespace, overrides: list[str]) -> int:
     """Audit the composed private search; exit code 1 when it tells more than it claims."""
-    config = parse_config(compose_tree(overrides))
+    config = compose(*overrides)
     from fednas_flwr.stages.audit import audit_search
 
     audit = audit_search(config, num_canaries=options.canaries)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from fednas_flwr.api import run
 from fednas_flwr.cli.parsing import Commands, add_command
-from fednas_flwr.cli.run import execute
 from fednas_flwr.errors import ConfigError
 
 
@@ -79,7 +79,7 @@ def analyse_run(options: argparse.Namespace, overrides: list[str]) -> int:
     variants = prepare_variants(config)
     for folder in variants if options.retrain else ():
         if not is_complete(folder):
-            execute(open_run_folder(str(folder)), resumed=True)
+            run(folder, quiet=False)
     print_analysis(
         analyse(config, runs=runs, variant_folders=variants, batch_size=options.batch_size)
     )

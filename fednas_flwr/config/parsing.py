@@ -16,10 +16,12 @@ def conf_folder() -> Path:
     return packaged if packaged.is_dir() else package.parent / "conf"
 
 
-def choose_kind(tree: Mapping[str, Any], group: str, kinds: Mapping[str, type]) -> type:
-    """Return the dataclass that a group's name stands for."""
+def choose_kind(
+    tree: Mapping[str, Any], group: str, kinds: Mapping[str, type], *, hint: str = ""
+) -> type:
+    """Return the dataclass that a group's name stands for; ``hint`` ends an error's sentence."""
     settings = tree.get(group)
     name = settings.get("name") if isinstance(settings, Mapping) else settings
     if not isinstance(name, str) or name not in kinds:
-        raise unknown_choice(group, name, kinds)
+        raise ConfigError(f"{str(unknown_choice(group, name, kinds)).removesuffix('.')}{hint}.")
     return kinds[name]

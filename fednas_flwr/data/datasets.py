@@ -6,6 +6,7 @@ a test set declared public that the server holds. How clients divide ``train`` i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 from fednas_flwr.data.cache import load_or_build
 from fednas_flwr.data.images import RecordsPair
 from fednas_flwr.data.records import Records, select_records
-from fednas_flwr.data.sources import DATA_SETS, find_source, fingerprint, load_sites
+from fednas_flwr.data.sources import DATA_SETS, digest_records, find_source, fingerprint, load_sites
 from fednas_flwr.data.splits import hash_positions
 from fednas_flwr.errors import ConfigError, unknown_choice
 
@@ -149,6 +150,7 @@ def prepare(
     if image_size is not None and image_size < 1:
         raise ConfigError(f"dataset.image_size={image_size} must be at least 1, or null.")
 
+    @functools.cache
     def read(path: Path) -> RecordsPair:
         taken = {k: v for k, v in settings.items() if k in entry.settings and k not in _NOT_READ}
         return entry.read(path, **taken)
@@ -172,7 +174,9 @@ def prepare(
     source = find_source(name, root=root, download=download, sites=sites)
     choices = [_CACHE_VERSION, name, sites, server_test, limit_train, limit_test]
     shaping = {k: v for k, v in settings.items() if k not in _NOT_READ}
-    files = fingerprint(name, source) if entry.roots else []
+    files: object = fingerprint(name, source) if entry.roots else []
+    if entry.by_content:
+        files = digest_records(read(source))
     key = hashlib.blake2b(json.dumps([choices, shaping, files]).encode(), digest_size=10)
     parts = load_or_build(cache / f"{name}-{key.hexdigest()}", build)
     train = parts["train"]

@@ -6,7 +6,7 @@ Nothing is normalised here, and nothing is unpickled.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +18,7 @@ from fednas_flwr.errors import ConfigError
 def load_npz(
     path: Path, *, image_size: int | None, channels: int | None, class_names: Sequence[str]
 ) -> RecordsPair:
-    """Return the train and test parts of an npz file; its arrays take one of two forms.
-
-    Plain: ``x_train``, ``y_train`` and optionally ``x_test``, ``y_test``, with ``x`` uint8
-    ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]``, or numbers ``[N, F]`` for a table.
-    Encoded: ``train_bytes``, ``train_off``, ``y_train`` and optionally the same with ``test`` or
-    ``val``; image ``i`` is the JPEG or PNG in ``bytes[off[i]:off[i + 1]]``.
+    """Return the train and test parts of an npz file, see :func:`records_from_npz`.
 
     Args:
         path: The file.
@@ -43,23 +38,57 @@ def load_npz(
         raise ConfigError(
             f"dataset.root={path} cannot be read as an .npz file of plain arrays: {error}."
         ) from error
+    return records_from_npz(
+        arrays,
+        origin=str(path),
+        image_size=image_size,
+        channels=channels,
+        class_names=class_names,
+    )
+
+
+def records_from_npz(
+    arrays: Mapping[str, np.ndarray],
+    *,
+    origin: str,
+    image_size: int | None = None,
+    channels: int | None = None,
+    class_names: Sequence[str] = (),
+) -> RecordsPair:
+    """Return the train and test parts in named arrays, which take one of two forms.
+
+    Plain: ``x_train``, ``y_train`` and optionally ``x_test``, ``y_test``, with ``x`` uint8
+    ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]``, or numbers ``[N, F]`` for a table.
+    Encoded: ``train_bytes``, ``train_off``, ``y_train`` and optionally the same with ``test`` or
+    ``val``; image ``i`` is the JPEG or PNG in ``bytes[off[i]:off[i + 1]]``.
+
+    Args:
+        arrays: By name.
+        origin: Where they come from, for messages.
+        image_size: See :func:`load_npz`.
+        channels: See there.
+        class_names: See there.
+
+    Raises:
+        ConfigError: The arrays are not of this form.
+    """
 
     def read(part: str) -> tuple[np.ndarray, list[bytes] | None, np.ndarray]:
-        labels = _whole_labels(arrays[f"y_{part}"], path=path, part=part)
+        labels = _whole_labels(arrays[f"y_{part}"], origin=origin, part=part)
         if f"x_{part}" in arrays:
             features, contents = arrays[f"x_{part}"], None
-            features = _channels_first(features, path=path)
+            features = _channels_first(features, origin=origin)
         else:
-            contents = _cut(arrays[f"{part}_bytes"], arrays[f"{part}_off"], path=path)
+            contents = _cut(arrays[f"{part}_bytes"], arrays[f"{part}_off"], origin=origin)
             features = decode_images(
                 len(contents),
-                lambda i: (f"image {i} of {path}, part {part}", contents[i]),
+                lambda i: (f"image {i} of {origin}, part {part}", contents[i]),
                 image_size=image_size,
                 channels=channels,
             )
         if len(features) != len(labels) or len(labels) == 0:
             raise ConfigError(
-                f"{path} holds {len(features)} records and {len(labels)} labels in its part "
+                f"{origin} holds {len(features)} records and {len(labels)} labels in its part "
                 f"{part}: it needs as many labels as records, at least one."
             )
         return features, contents, labels
@@ -71,7 +100,7 @@ def load_npz(
     ]
     if "train" not in present:
         raise ConfigError(
-            f"{path} holds the arrays {', '.join(arrays)}: it needs x_train and y_train, or "
+            f"{origin} holds the arrays {', '.join(arrays)}: it needs x_train and y_train, or "
             "train_bytes, train_off and y_train."
         )
     read_parts = [read(part) for part in present[:2]]
@@ -79,30 +108,30 @@ def load_npz(
     names = tuple(class_names) or tuple(str(i) for i in range(num_classes))
     if num_classes > len(names):
         raise ConfigError(
-            f"{path} has the label {num_classes - 1}, but dataset.class_names names only "
+            f"{origin} has the label {num_classes - 1}, but dataset.class_names names only "
             f"{len(names)} classes."
         )
     parts = [records_from_arrays(x, y, names, contents=contents) for x, contents, y in read_parts]
     return parts[0], parts[1] if len(parts) == 2 else None
 
 
-def _whole_labels(labels: np.ndarray, *, path: Path, part: str) -> np.ndarray:
+def _whole_labels(labels: np.ndarray, *, origin: str, part: str) -> np.ndarray:
     """Return the labels as int64 ``[N]`` after checking that they are class numbers."""
     whole = labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer)
     if not whole or (len(labels) and int(labels.min()) < 0):
         raise ConfigError(
-            f"y_{part} in {path} is {labels.dtype} of shape {labels.shape}: expected the class "
+            f"y_{part} in {origin} is {labels.dtype} of shape {labels.shape}: expected the class "
             "numbers 0, 1, ... as one integer per record."
         )
     return labels.astype(np.int64)
 
 
-def _channels_first(images: np.ndarray, *, path: Path) -> np.ndarray:
+def _channels_first(images: np.ndarray, *, origin: str) -> np.ndarray:
     """Return uint8 ``[N, C, H, W]``, or float32 ``[N, F]`` for a table."""
     if images.ndim == 2 and images.dtype.kind in "fiu":
         rows = images.astype(np.float32)
         if np.isinf(rows).any():
-            raise ConfigError(f"{path} holds infinite features: replace or remove them.")
+            raise ConfigError(f"{origin} holds infinite features: replace or remove them.")
         return rows
     if images.dtype == np.uint8 and images.ndim == 3:
         return images[:, None]
@@ -111,18 +140,18 @@ def _channels_first(images: np.ndarray, *, path: Path) -> np.ndarray:
         if first != last:
             return images if first else images.transpose(0, 3, 1, 2)
     raise ConfigError(
-        f"{path} holds features {images.dtype} of shape {images.shape}: expected uint8 images "
+        f"{origin} holds features {images.dtype} of shape {images.shape}: expected uint8 images "
         "[N, H, W], [N, H, W, C] or [N, C, H, W] with 1 or 3 channels, or a table [N, F]."
     )
 
 
-def _cut(joined: np.ndarray, offsets: np.ndarray, *, path: Path) -> list[bytes]:
+def _cut(joined: np.ndarray, offsets: np.ndarray, *, origin: str) -> list[bytes]:
     """Return the images' bytes ``joined[offsets[i]:offsets[i + 1]]``."""
     ends = offsets.astype(np.int64)
     valid = joined.dtype == np.uint8 and len(ends) > 1 and ends[0] >= 0
     if not valid or (np.diff(ends) <= 0).any() or ends[-1] > len(joined):
         raise ConfigError(
-            f"the offsets in {path} do not cut its bytes into images: expected N + 1 ascending "
+            f"the offsets in {origin} do not cut its bytes into images: expected N + 1 ascending "
             "numbers, image i being the uint8 bytes[off[i]:off[i + 1]]."
         )
     data = joined.tobytes()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from fednas_flwr.data.images import (
     TORCHVISION_SETS,
@@ -35,6 +39,7 @@ class DataSet:
         sites: Patterns of the sites in a folder, one of which ``read`` then gets; empty if the set
             cannot be divided by sites.
         folder: Below the root, with its files.
+        by_content: Whether the records decide if a cached copy is the same, and not the files.
     """
 
     read: Callable[..., RecordsPair]
@@ -42,6 +47,7 @@ class DataSet:
     roots: tuple[str, ...] = ()
     sites: tuple[str, ...] = ()
     folder: str = ""
+    by_content: bool = False
 
 
 def _torchvision(name: str) -> DataSet:
@@ -140,3 +146,19 @@ def fingerprint(name: str, source: Path) -> list[tuple[str, int, int]]:
     files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
     stats = [(path, path.stat()) for path in files]
     return [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+
+
+def digest_records(parts: RecordsPair) -> str:
+    """Return the blake2b-128, in hex, of all that the parts of a data set hold."""
+    digest = hashlib.blake2b(digest_size=16)
+    for records in parts:
+        if records is None:
+            continue
+        arrays = [records.features.numpy(), records.labels.numpy(), records.ids]
+        arrays += [values.astype(np.str_) for values in records.columns.values()]
+        names = (records.class_names, list(records.columns), records.feature_names)
+        shapes = [(str(array.dtype), array.shape) for array in arrays]
+        digest.update(json.dumps([names, records.num_numeric, shapes]).encode())
+        for array in arrays:
+            digest.update(array.tobytes())
+    return digest.hexdigest()

@@ -25,6 +25,7 @@ from fednas_flwr.builders import (
     make_site_data,
     make_site_gate,
 )
+from fednas_flwr.builders.registration import Entry, registered, restore
 from fednas_flwr.clients.admission import admit
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.audit_trail import AuditTrail
@@ -53,16 +54,19 @@ def make_client_app(config_json: str | None = None) -> ClientApp:
         config_json: The run's configuration, for runtimes in which Flower's run configuration is
             empty; None reads it from there.
     """
-    app = ClientApp()
+    app, entries = ClientApp(), registered()
     for verb in VERBS:
         category, action = verb.split(".")
         register = {"train": app.train, "evaluate": app.evaluate, "query": app.query}[category]
-        register(action)(_handler(config_json))
+        register(action)(_handler(config_json, entries))
     return app
 
 
-def _handler(config_json: str | None) -> Callable[[Message, Context], Message]:
+def _handler(
+    config_json: str | None, entries: Mapping[str, Mapping[str, Entry]]
+) -> Callable[[Message, Context], Message]:
     def handle(message: Message, context: Context) -> Message:
+        restore(entries)
         # Errors whose text the server may read; of a private client's, refusals.
         private = "policy" in context.node_config
         safe: tuple[type[Exception], ...] = (ConfigError,) if private else (Exception,)

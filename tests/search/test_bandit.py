@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.cli import compose_tree
+from fednas_flwr.composition import compose_tree
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.bandit import Bandit

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fednas_flwr.builders import parse_config
-from fednas_flwr.cli import compose_tree
+from fednas_flwr.composition import compose_tree
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.privacy.renyi import Release, poisson_rate
 from fednas_flwr.privacy.renyi_filter import RenyiFilter, filter_epsilon

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
@@ -68,13 +69,26 @@ def expand_sweep(overrides: Sequence[str]) -> dict[str, list[str]]:
     return jobs
 
 
+def add_choice(group: str, name: str, tree: Mapping[str, Any]) -> None:
+    """Let ``group=name`` choose a tree, as if it were a file ``conf/<group>/<name>.yaml``.
+
+    Raises:
+        ConfigError: There is such a file, or the name has been given before.
+    """
+    if name in _groups()[group]:
+        raise ConfigError(f"{group}={name} exists: choose another name for your own.")
+    ConfigStore.instance().store(group=group, name=name, node=dict(tree))
+
+
 def _groups() -> dict[str, set[str]]:
     """Return the groups of conf/ and the names that each offers; ``base`` is no choice."""
+    added = ConfigStore.instance().repo
     return {
         folder.name: {
             path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml")
         }
         - {"base"}
+        | {file.removesuffix(".yaml") for file in added.get(folder.name, {})}
         for folder in conf_folder().iterdir()
         if folder.is_dir()
     }

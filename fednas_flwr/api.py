@@ -1,0 +1,302 @@
+"""The Python door: compose a configuration, run it, register what is your own.
+
+``run(compose("algorithm=fed_darts", "rounds=2"))`` does what ``fednas run algorithm=fed_darts
+rounds=2`` does, by the same code.
+
+torch is imported when a run begins.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from fednas_flwr.builders import (
+    ALGORITHMS,
+    Algorithm,
+    SpaceEntry,
+    check_combinations,
+    parse_config,
+)
+from fednas_flwr.composition import add_choice, compose_tree
+from fednas_flwr.config import AlgorithmSettings, CellSpace, Config, SearchSpaceSettings
+from fednas_flwr.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import nn
+
+    from fednas_flwr.data.images import RecordsPair
+    from fednas_flwr.reporting.events import Listener
+    from fednas_flwr.search_spaces.genotype import Genotype
+    from fednas_flwr.search_spaces.space import SearchSpace
+    from fednas_flwr.strategies.base import RoundStrategy
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has left in its folder.
+
+    Attributes:
+        folder: The run folder, with ``model.onnx``, ``report.html`` and all else.
+    """
+
+    folder: Path
+
+    @cached_property
+    def network(self) -> nn.Module:
+        """The trained network, on the CPU, in evaluation mode; ConfigError if none is exported."""
+        from fednas_flwr.builders import load_network
+
+        return load_network(self.folder)
+
+    @cached_property
+    def genotype(self) -> Genotype | None:
+        """The architecture that was searched or given; None of a network that is given by name."""
+        from fednas_flwr.search_spaces.genotype import load_genotype
+        from fednas_flwr.stages.run_folder import GENOTYPE_FILE
+
+        path = self.folder / GENOTYPE_FILE
+        return load_genotype(path) if path.exists() else None
+
+    @cached_property
+    def scores(self) -> dict[str, Any]:
+        """What the evaluation found: ``central``, ``linear``, ``clients`` and ``personalised``.
+
+        ``central`` has loss, accuracy and F1 on the server's test set, ``linear`` those of logistic
+        regression; None where they were not measured. ``clients`` and ``personalised`` have a dict
+        for each client. Empty if the run has not been evaluated.
+        """
+        from fednas_flwr.reporting.runs import read_run
+
+        event = read_run(self.folder).last("evaluated") or {}
+        return {
+            name: event[name]
+            for name in ("central", "linear", "clients", "personalised")
+            if name in event
+        }
+
+
+def compose(*overrides: str) -> Config:
+    """Return the checked configuration of ``conf/`` with overrides, as ``fednas run`` takes them.
+
+    Raises:
+        ConfigError: An override is malformed, a value is wrong, or two exclude each other.
+
+    Example:
+        >>> compose("algorithm=fed_darts", "rounds=2").rounds
+        2
+    """
+    return parse_config(compose_tree(overrides))
+
+
+def run(
+    config: Config | str | Path,
+    *,
+    strategy: type[RoundStrategy] | None = None,
+    listeners: Iterable[Listener] = (),
+    quiet: bool = True,
+) -> Result:
+    """Search, retrain, evaluate, export and report, and return what came of it.
+
+    A ``strategy`` is called as the algorithm's own class would be: with the supernet, the courier,
+    ``space``, ``checkpoints`` and the keyword arguments of the algorithm, which for fed_darts, fnas
+    and their like are its settings. A class whose constructor is that of
+    :class:`~fednas_flwr.strategies.base.RoundStrategy`, or takes no more, gets the first four
+    only, and the run then has none of the algorithm's settings.
+
+    Args:
+        config: What :func:`compose` returns; or the folder of a run to continue, whose own
+            configuration is then used.
+        strategy: Takes the place of the algorithm's search strategy, also to continue a run that
+            was started with it. Not with ``runtime=deployment``, whose server does not know it.
+        listeners: Called with every event.
+        quiet: False shows what ``fednas run`` shows.
+
+    Raises:
+        ConfigError: Settings, data, device or folder do not allow it; no folder has been made.
+        QuorumError: Too few clients answered.
+    """
+    from fednas_flwr.stages.run_folder import check_whole, create_run_folder, open_run_folder
+
+    resumed = not isinstance(config, Config)
+    if isinstance(config, Config):
+        if strategy is not None:
+            config = _with_strategy(config, strategy)
+        check([config])
+        config = create_run_folder(config)
+    else:
+        if strategy is not None:
+            _register_again(strategy, Path(config).expanduser())
+        config = open_run_folder(str(config))
+        check_whole(config)
+    execute(config, resumed=resumed, listeners=listeners, quiet=quiet)
+    return Result(Path(str(config.run_dir)))
+
+
+def check(configs: Iterable[Config]) -> None:
+    """Raise ConfigError for what settings, files, data or device rule out, in the same order."""
+    from fednas_flwr.stages.run_folder import check_free
+
+    configs = list(configs)
+    for config in configs:
+        check_combinations(config)
+        check_free(config)
+    from fednas_flwr.builders import check_buildable
+
+    for config in configs:
+        if config.runtime.name != "deployment":  # data and genotype lie on other machines
+            check_buildable(config)
+
+
+def execute(
+    config: Config, *, resumed: bool, listeners: Iterable[Listener] = (), quiet: bool = False
+) -> None:
+    """Run a configuration whose folder exists, unless quiet with a display and a closing table."""
+    if quiet:
+        from fednas_flwr.federation.launch import launch
+
+        launch(config, listeners=listeners, resumed=resumed)
+        return
+    print(f"run folder: {config.run_dir}", flush=True)
+    from fednas_flwr.reporting.progress import ProgressDisplay, print_summary
+
+    try:
+        with ProgressDisplay() as display:
+            from fednas_flwr.federation.launch import launch
+
+            launch(config, listeners=[display, *listeners], resumed=resumed)
+    except KeyboardInterrupt:
+        print(f"\nTo go on: fednas run resume={config.run_dir}", file=sys.stderr)
+        raise
+    print_summary(Path(str(config.run_dir)))
+
+
+def register_algorithm(
+    name: str, algorithm: Algorithm, *, defaults: Mapping[str, Any] | None = None
+) -> None:
+    """Let ``algorithm=<name>`` choose an algorithm of your own, in this process and its workers.
+
+    Args:
+        name: Letters, digits and underscores.
+        algorithm: Its entry; ``settings`` is a frozen dataclass derived from
+            :class:`~fednas_flwr.config.AlgorithmSettings`.
+        defaults: The value of every setting, as a file of ``conf/algorithm`` gives them; with
+            ``{"defaults": ["fed_darts"], ...}`` those of ``fed_darts`` besides.
+
+    Raises:
+        ConfigError: The name exists.
+
+    Example:
+        ``register_algorithm("mine", Algorithm(MySettings, lambda config, prepared, space:
+        (MyStrategy, {"mu": config.algorithm.mu})), defaults={"mu": 0.1})``
+    """
+    _register("algorithm", name, algorithm, defaults or {})
+
+
+def register_search_space(
+    name: str,
+    make: Callable[..., SearchSpace],
+    *,
+    settings: type[SearchSpaceSettings] = CellSpace,
+    defaults: Mapping[str, Any],
+) -> None:
+    """Let ``search_space=<name>`` choose a space of your own, in this process and its workers.
+
+    Args:
+        name: Letters, digits and underscores; also the ``name`` of the space that is made.
+        make: Called with ``input_shape``, ``num_classes``, ``norm``, ``engine`` and the settings
+            but the name, as keyword arguments; a space's class will do.
+        settings: A frozen dataclass derived from
+            :class:`~fednas_flwr.config.SearchSpaceSettings`; unless it is ``CellSpace``, derived
+            networks have the supernet's sizes, and ``retrain.channels`` and ``retrain.num_cells``
+            are null.
+        defaults: The value of every setting, as a file of ``conf/search_space`` gives them.
+
+    Raises:
+        ConfigError: The name exists.
+    """
+    _register("search_space", name, SpaceEntry(settings, make), defaults)
+
+
+def register_data_set(
+    name: str,
+    data: Mapping[str, np.ndarray] | Callable[..., RecordsPair],
+    *,
+    settings: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Let ``dataset=<name>`` choose records of your own, in this process and its workers.
+
+    Args:
+        name: Letters, digits and underscores.
+        data: Arrays as an npz file has them, ``x_train``, ``y_train`` and optionally ``x_test``,
+            ``y_test``; or a reader, called with the path ``dataset.root`` and ``settings`` as
+            keyword arguments, which returns train and test :class:`~fednas_flwr.data.Records`,
+            the latter None where there are none.
+        settings: Names of the ``dataset`` settings that a reader takes; arrays take
+            ``class_names`` and, of a table, ``statistics``.
+        defaults: What differs from ``conf/dataset/base.yaml``.
+
+    Raises:
+        ConfigError: The name exists.
+    """
+    from fednas_flwr.data.npz import records_from_npz
+    from fednas_flwr.data.sources import DataSet
+
+    if isinstance(data, Mapping):
+
+        def read(path: Path, **given: Any) -> RecordsPair:
+            return records_from_npz(data, origin=f"dataset={name}", **given)
+
+        entry = DataSet(read, frozenset({"class_names", "statistics"}), by_content=True)
+    else:
+        entry = DataSet(data, frozenset(settings), by_content=True)
+    _register("dataset", name, entry, {"defaults": ["base"], **(defaults or {})})
+
+
+def _register(group: str, name: str, entry: Any, defaults: Mapping[str, Any]) -> None:
+    from fednas_flwr.builders.registration import register
+
+    register(group, name, entry)
+    add_choice(group, name, {**defaults, "name": name})
+
+
+def _with_strategy(config: Config, strategy: type[RoundStrategy]) -> Config:
+    """Return a configuration with a registered strategy as its algorithm."""
+    from fednas_flwr.builders.registration import register_strategy
+
+    if config.runtime.name == "deployment":
+        raise ConfigError(
+            f"runtime=deployment with strategy={strategy.__name__}: the machine of the SuperLink "
+            "runs the fednas_flwr that is installed there and has no such class; set "
+            "runtime=inline or runtime=ray."
+        )
+    if "search" not in config.stages:
+        raise ConfigError(
+            f"stages={config.stages} with strategy={strategy.__name__}: it is for the search; add "
+            "search, or leave it out."
+        )
+    name = register_strategy(strategy, config.algorithm.name.partition(".")[0])
+    if ALGORITHMS[name].settings is AlgorithmSettings:
+        return replace(config, algorithm=AlgorithmSettings(name))
+    return replace(config, algorithm=replace(config.algorithm, name=name))
+
+
+def _register_again(strategy: type[RoundStrategy], folder: Path) -> None:
+    """Register the strategy of the run in a folder, if it holds one."""
+    from fednas_flwr.builders.registration import register_strategy
+    from fednas_flwr.reporting.runs import CONFIG_FILE
+
+    if not (folder / CONFIG_FILE).is_file():
+        return
+    found = yaml.safe_load((folder / CONFIG_FILE).read_text())["algorithm"]["name"]
+    name = register_strategy(strategy, found.partition(".")[0])
+    if name != found:
+        raise ConfigError(f"{folder} holds a run of algorithm={found}, which is not {name}.")

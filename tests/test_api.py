@@ -1,0 +1,545 @@
+"""From Python: a run with one's own strategy, algorithm, search space and data set."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hydra.core.config_store import ConfigStore
+
+import fednas_flwr
+from fednas_flwr import (
+    Algorithm,
+    Result,
+    compose,
+    load_network,
+    register_algorithm,
+    register_data_set,
+    register_search_space,
+    run,
+)
+from fednas_flwr.builders import make_courier, make_data
+from fednas_flwr.builders.algorithms import own_settings
+from fednas_flwr.builders.registration import OWN, TABLES
+from fednas_flwr.config import (
+    AlgorithmSettings,
+    FedDARTSSettings,
+    GivenNetwork,
+    SearchSpaceSettings,
+    dump_config,
+)
+from fednas_flwr.data.images import records_from_arrays
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.exchange.courier import QuorumError
+from fednas_flwr.federation.client_app import make_client_app
+from fednas_flwr.federation.grids import InProcessGrid
+from fednas_flwr.reporting.events import read_events
+from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
+from fednas_flwr.strategies.base import RoundStrategy
+from fednas_flwr.strategies.fed_darts import FedDARTS
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _only_here() -> Iterator[None]:
+    """Forget what a test has registered."""
+    before = {group: set(table) for group, table in TABLES.items()}
+    yield
+    for group, table in TABLES.items():
+        for name in set(table) - before[group]:
+            del table[name], OWN[group][name]
+            ConfigStore.instance().repo.get(group, {}).pop(f"{name}.yaml", None)
+
+
+class LateAlphas(FedDARTS):
+    """Federated DARTS whose alphas rest in the first round."""
+
+    rest = 1
+
+    def run_round(self, server_round: int, num_rounds: int) -> dict[str, float]:
+        alphas = self.states["alphas"]
+        metrics = super().run_round(server_round, num_rounds)
+        if server_round <= self.rest:
+            self.states["alphas"] = alphas
+        return dict(metrics)
+
+
+class Resting(RoundStrategy):
+    """No search at all, and no settings."""
+
+    def run_round(self, server_round: int, num_rounds: int) -> dict[str, float]:
+        return {"rested": float(server_round)}
+
+
+@dataclass(frozen=True)
+class LateSettings(FedDARTSSettings):
+    """Those of federated DARTS, and how long alphas rest."""
+
+    rest: int
+
+
+class LateDARTS(LateAlphas):
+    """:class:`LateAlphas` with a setting."""
+
+    def __init__(self, supernet, courier, *, rest, **settings) -> None:
+        super().__init__(supernet, courier, **settings)
+        self.rest = rest
+
+
+def make_late(config, prepared, space):
+    return LateDARTS, own_settings(config.algorithm)
+
+
+LATE = {"defaults": ["fed_darts"], "rest": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Small201(NASBench201Space):
+    """NAS-Bench-201 at other sizes."""
+
+    name: ClassVar[str] = "small201"
+    channels: int = 3
+
+
+@pytest.fixture
+def tiny(tiny_overrides: list[str], tmp_path: Path) -> list[str]:
+    return [*tiny_overrides, "clients=2", f"run_dir={tmp_path / 'run'}"]
+
+
+def alphas_by_round(folder: Path) -> list[dict[str, list[list[float]]]]:
+    return [e["alphas"] for e in read_events(folder / "events.jsonl") if e["event"] == "alphas"]
+
+
+def stages_of(folder: Path) -> list[str]:
+    events = read_events(folder / "events.jsonl")
+    return [event["stage"] for event in events if event["event"] == "stage_finished"]
+
+
+def check_whole(result: Result) -> None:
+    """Check that a run went through all its stages."""
+    assert stages_of(result.folder) == ["search", "derive", "retrain", "evaluate", "export"]
+    assert (result.folder / "report.html").is_file()
+    assert (result.folder / "model.onnx").is_file()
+
+
+def equal_networks(left: torch.nn.Module, right: torch.nn.Module) -> bool:
+    states = left.state_dict(), right.state_dict()
+    return states[0].keys() == states[1].keys() and all(
+        torch.equal(tensor, states[1][name]) for name, tensor in states[0].items()
+    )
+
+
+def test_the_readmes_example_is_short_and_makes_a_whole_run(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = (b for b in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "class " in b)
+    assert len(code.splitlines()) <= 15
+    (tmp_path / "own.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "own.py"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    check_whole(Result(folder))
+    assert folder.name.endswith("_fed_darts.LateAlphas_digits")
+    assert done.stdout.startswith("Genotype(space='nasbench201'")
+    assert str(folder) in done.stdout
+    first, second, third, _ = alphas_by_round(folder)
+    assert first == second != third
+
+
+def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys) -> None:
+    result = run(compose(*tiny))
+    assert capsys.readouterr().out == ""
+    check_whole(result)
+    assert result.folder == tmp_path / "run"
+    assert not result.network.training
+    assert {p.device.type for p in result.network.parameters()} == {"cpu"}
+    assert result.network(torch.zeros(2, 3, 8, 8)).shape == (2, 3)
+    assert result.genotype is not None
+    assert result.genotype.space == "nasbench201"
+    (evaluated,) = (
+        e for e in read_events(result.folder / "events.jsonl") if e["event"] == "evaluated"
+    )
+    assert result.scores == {key: evaluated[key] for key in result.scores}
+    assert set(result.scores) == {"central", "linear", "clients", "personalised"}
+    assert result.scores["central"]["num_examples"] == 30
+    command = [*tiny[:-1], f"run_dir={tmp_path / 'command'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fednas_flwr.cli", "run", *command], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert equal_networks(result.network, load_network(tmp_path / "command"))
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run(compose(*tiny))
+    again = run(result.folder, quiet=False)  # nothing is left to do
+    assert "run folder: " in capsys.readouterr().out
+    assert equal_networks(result.network, again.network)
+
+
+def test_a_run_without_network_or_genotype_says_so(tiny) -> None:
+    searched = run(compose(*tiny, "stages=[search]"))
+    assert searched.scores == {}
+    with pytest.raises(ConfigError, match="has not reached its export"):
+        _ = searched.network
+    (folder := searched.folder / "given").mkdir()
+    given = run(compose(*tiny, "algorithm=fedavg", "algorithm.network=linear", f"run_dir={folder}"))
+    assert given.genotype is None
+    assert given.network(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
+
+
+def test_mistakes_from_python_leave_no_folder(tiny, tmp_path) -> None:
+    config = compose(*tiny)
+    for change, words in (
+        ({"aggregate": "median"}, "aggregate=median with clients=2"),
+        ({"clients": 500}, "clients=500"),
+        ({"genotype": "none.json", "stages": ["retrain"]}, "none.json cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run(replace(config, **change))
+    with pytest.raises(ConfigError, match="expected a subclass of RoundStrategy"):
+        run(config, strategy=len)  # type: ignore[arg-type]
+    mbconv = ["search_space=mbconv", "retrain=mbconv"]
+    for other in (["algorithm=fedavg"], ["algorithm=cfdnas", *mbconv]):
+        given = replace(config, algorithm=compose(*other).algorithm)
+        with pytest.raises(ConfigError, match="the place of one search; set algorithm=fed_darts"):
+            run(given, strategy=LateAlphas)
+    with pytest.raises(ConfigError, match="stages=.'retrain'. with strategy=LateAlphas"):
+        run(replace(config, stages=["retrain"], genotype="g.json"), strategy=LateAlphas)
+    deployed = compose(*tiny, "runtime=deployment", "runtime.superlink=site")
+    with pytest.raises(ConfigError, match="runtime=deployment with strategy=LateAlphas"):
+        run(deployed, strategy=LateAlphas)
+    with pytest.raises(ConfigError, match="give the folder of a run"):
+        run(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="give the folder of a run"):
+        run(tmp_path / "nowhere", strategy=LateAlphas)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_strategy_is_interrupted_and_continued(tiny, tmp_path) -> None:
+    whole = run(compose(*tiny, "rounds=3"), strategy=LateAlphas)
+    check_whole(whole)
+    first, second, third = alphas_by_round(whole.folder)
+    assert second != third
+    stored = yaml.safe_load((whole.folder / "config.yaml").read_text())["algorithm"]
+    assert (stored["name"], stored["rule"]) == ("fed_darts.LateAlphas", "first_order")
+    plain = run(compose(*tiny, "rounds=3", f"run_dir={tmp_path / 'plain'}"))
+    assert alphas_by_round(plain.folder)[0] != first
+
+    def stop(event: dict[str, object]) -> None:
+        if event["event"] == "round":
+            raise KeyboardInterrupt
+
+    folder = tmp_path / "broken"
+    with pytest.raises(KeyboardInterrupt):
+        run(compose(*tiny, "rounds=3", f"run_dir={folder}"), strategy=LateAlphas, listeners=[stop])
+    command = [sys.executable, "-m", "fednas_flwr.cli", "run", f"resume={folder}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "algorithm=fed_darts.LateAlphas is unknown" in done.stderr
+    assert "one of your own must be registered first" in done.stderr
+    with pytest.raises(ConfigError, match=r"fed_darts.LateAlphas, which is not own.Resting"):
+        run(folder, strategy=Resting)
+    continued = run(folder, strategy=LateAlphas)
+    assert alphas_by_round(folder)[-2:] == [second, third]
+    assert equal_networks(whole.network, continued.network)
+
+
+def test_a_strategy_without_settings_has_none_in_the_configuration(tiny) -> None:
+    result = run(compose(*tiny), strategy=Resting)
+    check_whole(result)
+    stored = yaml.safe_load((result.folder / "config.yaml").read_text())["algorithm"]
+    assert stored == {"name": "own.Resting"}
+    rounds = [e for e in read_events(result.folder / "events.jsonl") if e["event"] == "round"]
+    assert [e["metrics"]["rested"] for e in rounds if e["stage"] == "search"] == [1.0, 2.0]
+    groups = ["search_space.norm=group", "retrain.norm=group"]
+    with pytest.raises(ConfigError, match=r"algorithm=own.Resting is not possible yet"):
+        run(compose(*tiny, "privacy=dp", *groups), strategy=Resting)
+
+
+def test_a_strategy_that_releases_what_its_algorithm_does_can_be_private(tiny, tmp_path) -> None:
+    private = ["privacy=dp", "privacy.test_seed=1", "privacy.epsilon=100", "tensorboard=false"]
+    groups = ["search_space.norm=group", "retrain.norm=group"]
+    result = run(compose(*tiny, *private, *groups), strategy=LateAlphas)
+    check_whole(result)
+    first, second = alphas_by_round(result.folder)
+    assert first != second
+
+
+def test_an_algorithm_of_ones_own_has_settings_and_defaults(tiny) -> None:
+    with pytest.raises(ConfigError, match="algorithm=late_darts is unknown"):
+        compose("algorithm=late_darts")
+    register_algorithm("late_darts", Algorithm(LateSettings, make_late), defaults=LATE)
+    config = compose("algorithm=late_darts")
+    fed_darts = own_settings(compose("algorithm=fed_darts").algorithm)
+    assert own_settings(config.algorithm) == fed_darts | {"rest": 2}
+    for override, words in {
+        "algorithm=late_dart": r"choose one of .*late_darts.*nearest: late_darts",
+        "algorithm.rset=1": r"algorithm.rset is no setting.*algorithm.rest",
+        "algorithm.rest=soon": "algorithm.rest=soon has the wrong type: expected a whole number",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            compose("algorithm=late_darts", override)
+    result = run(compose(*tiny, "algorithm=late_darts", "rounds=3"))
+    check_whole(result)
+    first, second, third = alphas_by_round(result.folder)
+    assert first == second != third
+
+
+def test_names_that_exist_or_cannot_be_written_are_refused() -> None:
+    entry = Algorithm(LateSettings, make_late)
+    for name in ("fed_darts", "feathers_paper_faithful"):
+        with pytest.raises(ConfigError, match=f"algorithm={name} exists"):
+            register_algorithm(name, entry, defaults=LATE)
+        assert compose(f"algorithm={name}")
+    register_algorithm("late", entry, defaults=LATE)
+    with pytest.raises(ConfigError, match="algorithm=late exists"):
+        register_algorithm("late", entry, defaults=LATE)
+    with pytest.raises(ConfigError, match="search_space=mlp exists"):
+        register_search_space("mlp", Small201, defaults={})
+    with pytest.raises(ConfigError, match="dataset=digits exists"):
+        register_data_set("digits", {})
+    with pytest.raises(ConfigError, match="expected letters, digits and underscores"):
+        register_algorithm("my darts", entry)
+    for wrong in (Algorithm(AlgorithmSettings), Algorithm(GivenNetwork, make_late)):
+        with pytest.raises(ConfigError, match="needs either search=<maker> or settings"):
+            register_algorithm("wrong", wrong)
+
+
+def test_a_baseline_of_ones_own_is_no_search(tiny) -> None:
+    register_algorithm("line", Algorithm(GivenNetwork), defaults={"network": "linear"})
+    result = run(compose(*tiny, "algorithm=line"))
+    assert result.genotype is None
+    assert stages_of(result.folder) == ["derive", "retrain", "evaluate", "export"]
+
+
+def test_a_search_space_of_ones_own(tiny) -> None:
+    sizes = {"channels": 3, "num_cells": 1, "norm": "batch"}
+    register_search_space("small201", Small201, defaults=sizes)
+    kept = [text for text in tiny if not text.startswith("search_space.")]
+    result = run(compose(*kept, "search_space=small201"))
+    check_whole(result)
+    assert result.genotype is not None
+    assert result.genotype.space == "small201"
+    assert equal_networks(result.network, load_network(result.folder))
+    register_search_space("misnamed", Small201, defaults=sizes)
+    with pytest.raises(ConfigError, match="search_space=misnamed makes a space .* small201"):
+        run(compose(*kept, "search_space=misnamed", f"run_dir={result.folder / 'misnamed'}"))
+    assert not (result.folder / "misnamed").exists()
+
+
+@dataclass(frozen=True)
+class WidthSettings(SearchSpaceSettings):
+    """One number, from which all sizes follow."""
+
+    width: int
+
+
+def make_wide(*, width: int, **settings):
+    sizes = {"channels": 2 * width, "num_cells": 1}
+    return dataclasses.make_dataclass(
+        "Wide", [], bases=(Small201,), namespace={"name": "wide"}, frozen=True, kw_only=True
+    )(**sizes, **settings)
+
+
+def test_a_search_space_with_settings_of_its_own_gives_its_networks_size(tiny) -> None:
+    register_search_space(
+        "wide", make_wide, settings=WidthSettings, defaults={"width": 2, "norm": "batch"}
+    )
+    kept = [t for t in tiny if not t.startswith(("search_space.", "retrain.channels"))]
+    with pytest.raises(ConfigError, match="its networks have the supernet's size"):
+        run(compose(*kept, "search_space=wide"))
+    null = ["retrain.channels=null", "retrain.num_cells=null"]
+    result = run(compose(*kept, "search_space=wide", *null))
+    check_whole(result)
+    sizes = {len(p) for p in result.network.parameters() if p.dim() == 4}
+    assert sizes == {4, 8, 16}
+
+
+def made_arrays(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 2, 60)
+    images = rng.integers(0, 120, (60, 1, 8, 8))
+    images[labels == 1] += 100
+    images = images.astype(np.uint8)
+    return {"x_train": images[:40], "y_train": labels[:40]} | {
+        "x_test": images[40:],
+        "y_test": labels[40:],
+    }
+
+
+def test_a_data_set_of_arrays(tiny) -> None:
+    register_data_set("own_images", made_arrays(0), defaults={"crop_padding": 1})
+    kept = [text for text in tiny if not text.startswith(("dataset=", "dataset.root"))]
+    config = compose(*kept, "dataset=own_images", "dataset.class_names=[dark,bright]")
+    assert (config.dataset.crop_padding, config.dataset.flip) == (1, False)
+    result = run(config)
+    check_whole(result)
+    assert result.scores["central"]["num_examples"] == 20
+    prepared, parts = make_data(config)
+    assert prepared.train.class_names == ("dark", "bright")
+    assert sorted(np.concatenate(parts)) == list(range(40))
+    with pytest.raises(ConfigError, match="partition=sites does not fit dataset.name=own_images"):
+        make_data(compose(*kept, "dataset=own_images", "partition=sites"))
+
+
+def test_other_records_under_the_same_name_are_not_taken_from_the_cache(tiny) -> None:
+    kept = [text for text in tiny if not text.startswith(("dataset=", "dataset.root"))]
+    trains = []
+    for seed in (0, 1, 0):
+        TABLES["dataset"].pop("changing", None)
+        ConfigStore.instance().repo.get("dataset", {}).pop("changing.yaml", None)
+        register_data_set("changing", made_arrays(seed))
+        trains.append(make_data(compose(*kept, "dataset=changing"))[0].train.features)
+    assert not torch.equal(trains[0], trains[1])
+    assert torch.equal(trains[0], trains[2])
+
+
+def test_a_data_set_with_a_reader(tiny, tmp_path) -> None:
+    np.save(tmp_path / "images.npy", made_arrays(0)["x_train"])
+
+    def read(root: Path, *, class_names: list[str]):
+        images = np.load(root / "images.npy")
+        labels = (images.mean(axis=(1, 2, 3)) > 100).astype(np.int64)
+        return records_from_arrays(images, labels, tuple(class_names) or ("0", "1")), None
+
+    register_data_set("read", read, settings=["class_names"])
+    kept = [text for text in tiny if not text.startswith(("dataset=", "dataset.root"))]
+    kept += ["dataset=read", f"dataset.root={tmp_path}"]
+    prepared, _ = make_data(compose(*kept, "dataset.class_names=[a,b]"))
+    assert prepared.train.class_names == ("a", "b")
+    assert prepared.server_test is not None
+    with pytest.raises(ConfigError, match="dataset.label=y has no effect with dataset.name=read"):
+        make_data(compose(*kept, "dataset.label=y"))
+
+
+def test_a_site_without_the_registration_refuses_and_says_so(tiny) -> None:
+    register_algorithm("late_darts", Algorithm(LateSettings, make_late), defaults=LATE)
+    config = compose(*tiny, "algorithm=late_darts")
+    text = dump_config(config)
+    del TABLES["algorithm"]["late_darts"], OWN["algorithm"]["late_darts"]
+    grid = InProcessGrid(make_client_app(text), config.clients)
+    with pytest.raises(QuorumError) as caught:
+        make_courier(config, run="run").connect(grid)
+    assert "algorithm=late_darts is unknown: choose one of" in str(caught.value)
+    assert "must be registered first, in each process and at each site" in str(caught.value)
+
+
+def test_importing_composing_and_mistakes_need_no_torch() -> None:
+    code = (
+        "import sys, fednas_flwr\n"
+        "from fednas_flwr import compose, run, register_algorithm, Algorithm\n"
+        "from fednas_flwr.config import AlgorithmSettings\n"
+        "compose('algorithm=feathers', 'rounds=2')\n"
+        "print(sorted({'torch', 'flwr', 'sklearn', 'ray'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, fednas_flwr; print('hydra' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "False\n"
+    for name in fednas_flwr.__all__:
+        assert getattr(fednas_flwr, name)
+    with pytest.raises(AttributeError, match="has no attribute 'walk'"):
+        _ = fednas_flwr.walk
+
+
+SCRIPT = """
+from __future__ import annotations  # the workers must know what the texts of types mean
+
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from fednas_flwr import (
+    Algorithm, compose, register_algorithm, register_data_set, register_search_space, run
+)
+from fednas_flwr.builders.algorithms import own_settings
+from fednas_flwr.config import AlgorithmSettings, SearchSpaceSettings
+from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
+from fednas_flwr.strategies.fed_darts import FedDARTS
+
+
+@dataclass(frozen=True)
+class OwnSettings(AlgorithmSettings):
+    rule: str
+    local_epochs: int
+    batch_size: int
+    validation_weight: float
+    weights: SGD
+    alphas: Adam
+
+
+@dataclass(frozen=True)
+class OwnSizes(SearchSpaceSettings):
+    channels: int
+    depth: int | None
+
+
+class OwnSpace(NASBench201Space):
+    name: ClassVar[str] = "own_space"
+
+
+def make_space(*, depth, **settings):
+    return OwnSpace(num_cells=1, **settings)
+
+
+if __name__ == "__main__":
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, 60)
+    images = (rng.integers(0, 120, (60, 1, 8, 8)) + 100 * labels[:, None, None, None])
+    register_data_set("own_data", {"x_train": images.astype(np.uint8), "y_train": labels})
+    sizes = {"channels": 4, "norm": "batch", "depth": None}
+    register_search_space("own_space", make_space, settings=OwnSizes, defaults=sizes)
+    register_algorithm(
+        "own",
+        Algorithm(OwnSettings, lambda config, prepared, space: (
+            FedDARTS, own_settings(config.algorithm)
+        )),
+        defaults={"defaults": ["fed_darts"]},
+    )
+    own = ["algorithm=own", "search_space=own_space", "dataset=own_data"]
+    result = run(compose(*own, *sys.argv[1:]))
+    print(result.genotype.space)
+"""
+
+
+@pytest.mark.ray
+def test_rays_workers_know_what_is_registered(tiny, tmp_path) -> None:
+    (tmp_path / "own.py").write_text(SCRIPT)
+    replaced = ("dataset=", "dataset.root", "search_space.", "retrain.channels")
+    kept = [text for text in tiny[:-1] if not text.startswith(replaced)]
+    kept += ["retrain.channels=null", "retrain.num_cells=null"]
+    for runtime in ("inline", "ray"):
+        command = [*kept, f"runtime={runtime}", f"run_dir={tmp_path / runtime}"]
+        done = subprocess.run(
+            [sys.executable, "own.py", *command], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "own_space\n"
+    register_search_space("own_space", make_wide, defaults={})  # to load what the scripts made
+    models = [
+        (tmp_path / runtime / "model.safetensors").read_bytes() for runtime in ("inline", "ray")
+    ]
+    assert models[0] == models[1]
