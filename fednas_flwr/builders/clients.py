@@ -20,11 +20,11 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
+from fednas_flwr.files import write_atomically
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.policy import Policy
 from fednas_flwr.privacy.policy_file import load_policy, parse_policy
-from fednas_flwr.reporting.files import write_text
 
 # What a private site's node names: its data, how to read it and its id; rules, books, secrets.
 PRIVATE_SITE_KEYS = (
@@ -174,7 +174,7 @@ def _simulated_policy(
         text = yaml.safe_dump({"data_sets": {privacy.data_set: section}}, sort_keys=False)
         parse_policy(text, verbs=PRIVATE_VERBS, origin="privacy")
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
+        write_atomically(path, text)
     return load_policy(path, verbs=PRIVATE_VERBS)
 
 

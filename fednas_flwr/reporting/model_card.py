@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from fednas_flwr.files import write_atomically
 from fednas_flwr.reporting import guarantee
 from fednas_flwr.reporting.compare import markdown_table
 from fednas_flwr.reporting.events import Event
-from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.runs import Run, read_run
 from fednas_flwr.reporting.texts import cost, privacy_notes, settings_text
 from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent, score
@@ -30,7 +30,9 @@ def write_model_card(run_folder: Path) -> Path:
         _limits(run),
         _privacy(run),
     ]
-    return write_text(run_folder / "MODEL_CARD.md", "\n\n".join(filter(None, sections)) + "\n")
+    return write_atomically(
+        run_folder / "MODEL_CARD.md", "\n\n".join(filter(None, sections)) + "\n"
+    )
 
 
 def _name(run: Run, group: str) -> str:

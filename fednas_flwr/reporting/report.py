@@ -13,9 +13,9 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from fednas_flwr.files import write_atomically
 from fednas_flwr.reporting import exploration, guarantee, plots, texts
 from fednas_flwr.reporting.cells import cell_svg
-from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.page import SCRIPT, STYLE, TEMPLATE
 from fednas_flwr.reporting.runs import CONFIG_FILE, Run, read_run
 from fednas_flwr.reporting.units import DASH
@@ -82,7 +82,7 @@ def write_report(run_folder: Path) -> Path:
     context["sections"] = _sections(context)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     html = environment.from_string(TEMPLATE).render(context)
-    return write_text(run_folder / "report.html", html)
+    return write_atomically(run_folder / "report.html", html)
 
 
 def _json(value: object) -> Markup:
