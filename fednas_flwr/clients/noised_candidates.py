@@ -23,7 +23,6 @@ from torch import Tensor
 
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.noised_training import (
-    LARGEST_MICRO_BATCH,
     gate_of,
     noised_sum,
     numbers,
@@ -34,6 +33,7 @@ from fednas_flwr.clients.release import Admission
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Request
 from fednas_flwr.exchange.states import Tensors
+from fednas_flwr.names import LARGEST_MICRO_BATCH
 from fednas_flwr.privacy.clipping import clipped_gradient_sum
 from fednas_flwr.privacy.policy import show
 from fednas_flwr.search.candidate import Candidate, all_alike

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.noised_training import (
-    LARGEST_MICRO_BATCH,
     SPLIT_OF,
     noised_sum,
     numbers,
@@ -39,6 +38,7 @@ from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.messages import Request
 from fednas_flwr.exchange.states import Tensors
 from fednas_flwr.hardware.costs import HardwareLoss, hardware_loss
+from fednas_flwr.names import LARGEST_MICRO_BATCH
 from fednas_flwr.privacy.clipping import (
     Relaxation,
     clipped_alpha_gradient_sum,

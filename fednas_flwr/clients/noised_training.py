@@ -22,6 +22,7 @@ from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Request
 from fednas_flwr.exchange.states import Tensors
+from fednas_flwr.names import LARGEST_MICRO_BATCH
 from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.policy import show
 from fednas_flwr.search.settings import SGD, Adam
@@ -36,7 +37,6 @@ from fednas_flwr.search.training import (
 from fednas_flwr.search_spaces.space import Supernet
 
 SPLIT_OF = {"alphas": "validation", "weights": "train"}  # what each state's gradient reads
-LARGEST_MICRO_BATCH = 1024
 LARGEST_NUMBER = 1e30  # of rates and weights that a request gives: fits float32
 
 

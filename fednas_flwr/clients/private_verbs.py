@@ -42,6 +42,7 @@ from fednas_flwr.clients.verbs import STATES_OF, SUPERNET, identity, latency, re
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.states import Tensors, network_states
+from fednas_flwr.names import BATCH
 from fednas_flwr.privacy.policy import show
 from fednas_flwr.search.settings import LEAST_LOSS_BOUND, NORMED_NETWORKS
 from fednas_flwr.search.training import periodic_gradients
@@ -411,8 +412,8 @@ def _means_batch_norm(request: Request, supernet_norm: str | None) -> bool:
     described = SUPERNET if searches else request.settings["network"]
     name = described.get("name", SUPERNET["name"])
     if name == SUPERNET["name"]:
-        return supernet_norm == "batch"
-    return described.get("norm", "batch" if name in NORMED_NETWORKS else None) == "batch"
+        return supernet_norm == BATCH
+    return described.get("norm", BATCH if name in NORMED_NETWORKS else None) == BATCH
 
 
 def _has_batch_norm(network: nn.Module) -> bool:

@@ -20,8 +20,7 @@ from torch import Tensor
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Header, Request
 from fednas_flwr.exchange.states import Tensors
-from fednas_flwr.privacy.accounting import epsilon_per_split, prv_epsilon, rdp_epsilon
-from fednas_flwr.privacy.gdp import gdp_epsilon
+from fednas_flwr.privacy.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.ledger import Entry, Ledger
 from fednas_flwr.privacy.noise import SecureGenerator, add_noise
 from fednas_flwr.privacy.policy import (
@@ -35,8 +34,6 @@ from fednas_flwr.privacy.policy import (
 )
 from fednas_flwr.privacy.renyi import poisson_rate
 from fednas_flwr.privacy.renyi_filter import Reading, covered_steps
-
-ACCOUNTANTS = {"prv": prv_epsilon, "rdp": rdp_epsilon, "gdp": gdp_epsilon}
 
 
 @dataclass(frozen=True)

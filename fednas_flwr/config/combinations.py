@@ -17,6 +17,7 @@ from fednas_flwr.config.networks import BlockSpace, DPCells
 from fednas_flwr.config.path_searches import CandidateSearch, ClusterSearch, PathSearch
 from fednas_flwr.config.privacy import NoPrivacy
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import GROUP
 from fednas_flwr.search.settings import NORMED_NETWORKS
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def check_privacy(config: Config) -> None:
                 f"algorithm.rule={algorithm.rule} with privacy=dp: it mixes splits; set "
                 "algorithm.rule=first_order."
             )
-    wrong = [key for key, norm in _norms(config).items() if norm != "group"]
+    wrong = [key for key, norm in _norms(config).items() if norm != GROUP]
     if wrong:
         raise ConfigError(
             "privacy=dp with batch normalisation is not possible, which mixes the records of a "
@@ -101,7 +102,7 @@ def check_algorithm(config: Config) -> None:
             )
     if _searches(config) and isinstance(config.algorithm, CandidateSearch):
         space = config.search_space
-        if not isinstance(space, DPCells) or space.norm != "group":
+        if not isinstance(space, DPCells) or space.norm != GROUP:
             raise ConfigError(
                 f"algorithm=dpnas with search_space={space.name} norm={space.norm}: candidates "
                 "share weights, so that statistics of batches would be other candidates'; set "

@@ -21,12 +21,11 @@ from fednas_flwr.config.parsing import choose_kind, parse
 from fednas_flwr.config.privacy import PRIVACY, DifferentialPrivacy, NoPrivacy
 from fednas_flwr.config.runtime import Runtime
 from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.names import ENGINES
 from fednas_flwr.search.settings import check_least, check_range
 
 STAGES = ("search", "retrain", "evaluate", "export")
 DEVICES = ("auto", "cpu", "cuda")
-ENGINES = ("fast", "reference")
-
 WIRES = ("float32", "float16", "int8")
 AGGREGATES = ("mean", "median", "trimmed_mean")
 

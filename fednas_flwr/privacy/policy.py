@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.privacy.ledger import SPLITS
+from fednas_flwr.names import LARGEST_NOISE_MULTIPLIER, SPLITS
 from fednas_flwr.privacy.noise import noise_range
 from fednas_flwr.privacy.renyi import Release
 
@@ -24,7 +24,6 @@ PUBLIC_VERBS = (
 NEVER_PRIVATE = ("evaluate.personalised",)  # accuracy after training without noise
 
 # Beyond these float arithmetic, not privacy, would decide what a release hides.
-LARGEST_NOISE_MULTIPLIER = 1e6
 LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
 LEAST_SAMPLE_RATE = 1e-9
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
+from fednas_flwr.names import GDP, PRV, RDP
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.units import DASH
 
@@ -44,7 +45,7 @@ GIVEN_GENOTYPE = (
     "The genotype was given: if it was searched on records of these clients, that search's privacy "
     "is not part of this statement."
 )
-ACCOUNTANTS = {"prv": "PRV", "rdp": "RDP", "gdp": "GDP (approximation, no bound)"}
+ACCOUNTANTS = {PRV: "PRV", RDP: "RDP", GDP: "GDP (approximation, no bound)"}
 _MEASURED_BY_CLIENTS = ("train_", "validation_")
 
 
@@ -73,7 +74,7 @@ def overall(event: Event) -> tuple[float | None, float]:
         (3.1, 1e-05)
     """
     clients = event["clients"]
-    prv = {str(place): largest(c["epsilon"].get("prv")) for place, c in enumerate(clients)}
+    prv = {str(place): largest(c["epsilon"].get(PRV)) for place, c in enumerate(clients)}
     delta = max((client["budget"]["delta"] for client in clients), default=0.0)
     return (largest(prv) if prv else None), delta
 
@@ -193,14 +194,14 @@ def client_table(
     """
     clients = event["clients"]
     parts = list(dict.fromkeys(part for client in clients for part in client["records"]))
-    splits = [s for s in parts if any(s in (c["epsilon"].get("prv") or {}) for c in clients)]
+    splits = [s for s in parts if any(s in (c["epsilon"].get(PRV) or {}) for c in clients)]
     head = ["client", f"records: {' / '.join(parts)}"]
     head += [*(f"epsilon, {split} (PRV)" for split in splits), "epsilon (PRV)"]
-    head += [f"epsilon, {ACCOUNTANTS[name]}" for name in ("rdp", "gdp")]
+    head += [f"epsilon, {ACCOUNTANTS[name]}" for name in (RDP, GDP)]
     head += ["delta", "spent of budget (filter)", "noise"]
     rows = []
     for client in clients:
-        prv = client["epsilon"].get("prv") or {}
+        prv = client["epsilon"].get(PRV) or {}
         budget = client["budget"]
         sizes = [f"{client['records'][p]:,}" if p in client["records"] else DASH for p in parts]
         row = [str(client["client"]), " / ".join(sizes)]

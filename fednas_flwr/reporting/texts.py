@@ -7,6 +7,7 @@ from collections import Counter
 from datetime import datetime
 from typing import Any
 
+from fednas_flwr.names import SPLITS
 from fednas_flwr.reporting import guarantee
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.guarantee import TEST_SEED, UNIT, epsilon_text, overall, warning_text
@@ -172,9 +173,8 @@ def privacy_notes(run: Run) -> list[str]:
 
 def split_rows(partition: dict[str, Any]) -> list[list[str]]:
     """Return client, sizes of its parts, and their sum as table rows."""
-    parts = ("train", "validation", "test")
     return [
-        [str(client), *(f"{split[part]:,}" for part in parts), f"{sum(split[p] for p in parts):,}"]
+        [str(client), *(f"{split[s]:,}" for s in SPLITS), f"{sum(split[s] for s in SPLITS):,}"]
         for client, split in enumerate(partition.get("splits") or [])
     ]
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fednas_flwr.clients.release import ACCOUNTANTS
 from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.gate import check_facts
-from fednas_flwr.privacy.accounting import epsilon_per_split
+from fednas_flwr.names import PRV
+from fednas_flwr.privacy.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.stages.calibration import Item, draw_rate, release_of
 
 NEEDED_FACTS = ("splits", "budget", "secure_noise")  # that every client must tell of itself
@@ -50,7 +50,7 @@ def commit(
         facts = courier.facts[client]
         try:
             check_facts(reply.facts, needed=("epsilon", "covered_steps"))
-            missing = sorted(committed - set(reply.facts["epsilon"]["prv"]))
+            missing = sorted(committed - set(reply.facts["epsilon"][PRV]))
             if missing:
                 raise ReplyError(f"does not say its epsilon of {', '.join(missing)}")
         except ReplyError as error:
@@ -96,7 +96,7 @@ def _search_epsilon(
     """Return what the search alone costs a client's worst split, by PRV; None is infinite."""
     search = [item for item in schedule if item["stage"] == "search"]
     releases = [(release_of(item, declared), item["splits"]) for item in search]
-    by_split = epsilon_per_split(releases, delta, ACCOUNTANTS["prv"])
+    by_split = epsilon_per_split(releases, delta, ACCOUNTANTS[PRV])
     epsilon = max(by_split.values(), default=0.0)
     return epsilon if math.isfinite(epsilon) else None
 

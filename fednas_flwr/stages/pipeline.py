@@ -38,7 +38,6 @@ from fednas_flwr.builders import (
 from fednas_flwr.config import ClusterSearch, Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.data.loaders import concat_splits, server_split
 from fednas_flwr.data.partitioners import save_partition
-from fednas_flwr.data.splits import SPLITS
 from fednas_flwr.errors import ReplyError
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
 from fednas_flwr.evaluation.metrics import evaluate, linear_baseline
@@ -47,6 +46,7 @@ from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.gate import check_facts
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
+from fednas_flwr.names import SPLITS
 from fednas_flwr.reporting.events import EventLog, read_events
 from fednas_flwr.reporting.runs import EVENTS_FILE
 from fednas_flwr.search.settings import Configuration
