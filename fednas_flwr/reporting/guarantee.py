@@ -37,6 +37,10 @@ RESUMED = (
     "The run was resumed: the table of releases holds what was to be released from then on. What "
     "was released before counts as booked before, and a round that was repeated counts twice."
 )
+NOT_ALL = (
+    "Not all of it was released: the run did not reach all of its rounds, or a client left. "
+    "Epsilon counts all of it."
+)
 SIMULATED = (
     "The clients were simulated on one machine: each had a policy and a ledger of its own, "
     "but whoever ran the simulation saw all records."
@@ -116,8 +120,8 @@ def search_text(config: Mapping[str, Any], event: Event | None) -> str:
         costs = {str(place): client["search_epsilon"] for place, client in enumerate(told)}
         epsilon, delta = largest(costs), overall(event)[1]
         return (
-            f"private: by itself it costs ({epsilon_text(epsilon)}, {delta:g}) {UNIT}, the largest "
-            "of the clients; it is part of the run's epsilon"
+            f"private: by itself it costs at most ({epsilon_text(epsilon)}, {delta:g}) {UNIT}, the "
+            "largest of the clients; it is part of the run's epsilon"
         )
     algorithm, stages = config.get("algorithm"), config.get("stages") or ["search"]
     if not isinstance(algorithm, dict) or "dp_aware" not in algorithm or "search" not in stages:
@@ -167,9 +171,9 @@ def is_secure(client: Event) -> bool:
 
 
 def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the table of what is released: one row per entry of the schedule."""
+    """Return head and rows of the table of what clients committed to release, by kind."""
     head = ["stage", "verb", "splits", "noise multiplier", "clipping norm"]
-    head += ["expected batch", "rate p", "steps"]
+    head += ["expected batch", "rate p", "steps, at most"]
     rows = [
         [
             *(release["stage"], release["verb"], ", ".join(release["splits"])),

@@ -74,6 +74,8 @@ def write_report(run_folder: Path) -> Path:
         "groups": texts.group_rows(run),
         "failures": texts.failure_rows(run),
         "failure_text": texts.failure_text(run),
+        "answered_text": texts.answered_text(run),
+        "origin": "found" if run.rounds("search") else "given",
         "warnings": Counter(str(e["message"]) for e in run.of_kind("warning")).most_common(),
         "figures": figures,
         "figures_json": _json(figures),
@@ -168,7 +170,7 @@ def _privacy(run: Run) -> dict[str, Any]:
         spent = run.privacy_spent()
         tables = [  # name, how many columns of words come first, head, rows
             (
-                "What is released" + resumed * ", since the run was resumed",
+                "What is released, at most" + resumed * ", since the run was resumed",
                 3,
                 *guarantee.release_table(event),
             ),

@@ -78,6 +78,8 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     """
     torch.set_num_threads(config.threads)
     circumstances = _circumstances()
+    if config.runtime.name == "inline":  # elsewhere every client's process chooses its own
+        circumstances["device"] = str(make_device(config.device))
     with log.attempt(resumed=resumed, circumstances=circumstances):
         _run_stages(config, grid, log, circumstances, resumed=resumed)
 
@@ -114,6 +116,7 @@ def _run_stages(
         class_names=list(prepared.train.class_names),
         counts=counts if told else None,
         splits=splits,
+        clients=sorted(courier.facts),
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
     checkpoints = CheckpointFolder(
