@@ -69,12 +69,13 @@ def expand_sweep(overrides: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _groups() -> dict[str, set[str]]:
-    """Return the groups of conf/ and the names that each offers; ``base`` is no choice."""
+    """Return the groups of conf/ and the names that each offers; ``_<name>`` is no choice."""
     return {
         folder.name: {
-            path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml")
+            path.relative_to(folder).with_suffix("").as_posix()
+            for path in folder.rglob("*.yaml")
+            if not path.name.startswith("_")
         }
-        - {"base"}
         for folder in conf_folder().iterdir()
         if folder.is_dir()
     }
