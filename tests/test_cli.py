@@ -351,7 +351,7 @@ def cells(output: str) -> list[list[str]]:
 
 
 def test_calibrate_prints_noise_that_keeps_the_target(capsys: pytest.CaptureFixture[str]) -> None:
-    """METHODS.md, section 3: sigma 1 at (.05, 10 steps) is GDP .75, PRV 1.66, RDP 2.16."""
+    """Sigma 1 at (.05, 10 steps) is GDP .75, PRV 1.66 (dp-accounting), RDP 2.16, filter 2.33."""
     given = ["calibrate", "--delta", "1e-5", "--rate", ".05", "--steps", "10"]
     assert cli.main([*given, "--epsilon", "1.6605"]) == 0
     sigma, *epsilons = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""The verbs of private mode: what leaves is a noised, booked release, or public (DESIGN.md, 4.4).
+"""The verbs of private mode: nothing leaves but noised releases, booked before, and public facts.
 
 ``PUBLIC_FACTS`` and ``RELEASES`` list every field of a reply, and :func:`check_fields` stops any
 other. :func:`admit` refuses without network or records what the policy does not allow. Each verb

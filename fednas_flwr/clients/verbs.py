@@ -1,4 +1,4 @@
-"""The verbs: every way in which something of a client's data can leave it (DESIGN.md, section 3).
+"""The verbs: every way in which something of a client's data can leave it.
 
 Each takes the client and the request and returns the reply; none keeps anything between calls.
 ``answer`` calls them; in private mode those of ``private_verbs`` take their place.

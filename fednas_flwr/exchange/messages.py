@@ -64,7 +64,7 @@ class Request:
     """What a client is given.
 
     Attributes:
-        verb: One of the verbs of DESIGN.md, section 3, e.g. ``train.search``.
+        verb: What is asked, the name of one of ``clients.verbs.VERBS``, e.g. ``train.search``.
         header: See :class:`Header`.
         settings: Arguments of the verb, JSON values only.
         states: Packed tensors by state: ``weights``, ``alphas``, ``buffers``.

@@ -1,8 +1,9 @@
 """What a site allows, as a dataclass, and the check of every request against it.
 
-The client's side of rule 5 of DESIGN.md: ``policy_file`` reads the file, :func:`check_request`
-refuses a request before any data is read. Nothing here counts what was spent or how many steps a
-run has taken: a request that passes still needs a reservation in the ledger.
+The client decides, whatever the server asks: ``policy_file`` reads the site's file, and
+:func:`check_request` refuses a request, with the rule that it breaks, before any data is read.
+Nothing here counts what was spent or how many steps a run has taken: a request that passes still
+needs a reservation in the ledger.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Asked:
 
     Attributes:
         data_set: Id that the request names.
-        verb: One of the verbs of DESIGN.md, section 3.
+        verb: What is asked, e.g. ``train.search``.
         release: Terms of the noised release; None for the verbs that release nothing.
         num_values: Number of values of each step; 1 while nobody knows.
         order: Order of the alpha gradient.
@@ -117,8 +118,9 @@ class Policy:
     def charged_splits(self, data_set: str, splits: tuple[str, ...]) -> tuple[str, ...]:
         """Return the splits that a release which reads ``splits`` must be booked on.
 
-        Where several data sets share an account, a record may be in different splits of them; only
-        charging every split is sound then (METHODS.md, section 3).
+        Where several data sets share an account, a record may be in different splits of them. The
+        client's epsilon is that of its worst split, which counts all that such a record has paid
+        only if every release is charged to every split.
         """
         accounts = [allowed.account for allowed in self.data_sets.values()]
         shared = accounts.count(self.data_sets[data_set].account) > 1
