@@ -81,13 +81,14 @@ def add_choice(group: str, name: str, tree: Mapping[str, Any]) -> None:
 
 
 def _groups() -> dict[str, set[str]]:
-    """Return the groups of conf/ and the names that each offers; ``base`` is no choice."""
+    """Return the groups of conf/ and the names that each offers; ``_<name>`` is no choice."""
     added = ConfigStore.instance().repo
     return {
         folder.name: {
-            path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml")
+            path.relative_to(folder).with_suffix("").as_posix()
+            for path in folder.rglob("*.yaml")
+            if not path.name.startswith("_")
         }
-        - {"base"}
         | {file.removesuffix(".yaml") for file in added.get(folder.name, {})}
         for folder in conf_folder().iterdir()
         if folder.is_dir()

@@ -27,7 +27,7 @@ from fednas_flwr.clients.answer import answer
 from fednas_flwr.config import Config, DPNASSettings
 from fednas_flwr.exchange.messages import Header, Request
 from fednas_flwr.exchange.states import network_states, pack
-from fednas_flwr.privacy.ledger import SPLITS
+from fednas_flwr.names import SPLITS
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.stages.schedule import make_schedule, private_settings
 

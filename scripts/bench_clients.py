@@ -31,8 +31,10 @@ SETTINGS = {
         "algorithm.nas_rounds=1000",  # the counted rounds explore nothing
     ),
     "fedavg": (
-        *("experiment=feathers_fashion_mnist", "algorithm=fedavg", "stages=[retrain]"),
-        *("algorithm.network=mobilenet_v2", f"retrain.rounds={ROUNDS}"),
+        *("algorithm=fedavg", "algorithm.network=mobilenet_v2", "stages=[retrain]"),
+        *("dataset=fashion_mnist", "dataset.limit_train=2000", "dataset.limit_test=2000"),
+        *("dataset.fractions={train:0.8,validation:0.2,test:0.0}", "retrain=small"),
+        *("retrain.batch_size=32", f"retrain.rounds={ROUNDS}"),
     ),
 }
 CHILD = """

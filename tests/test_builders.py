@@ -48,6 +48,7 @@ def test_files_build_on_embedded_data(overrides: str) -> None:
 EXPERIMENTS = sorted(
     path.relative_to(conf_folder() / "experiment").with_suffix("").as_posix()
     for path in (conf_folder() / "experiment").rglob("*.yaml")
+    if not path.name.startswith("_")
 )
 
 

@@ -64,7 +64,9 @@ MISTAKES = {  # overrides: what the sentence must say
     "dataset.categories.smoker=[a]": ["dataset.categories={smoker: ...}"],
     "algorithm=fed_dart": ["algorithm=fed_dart", "fed_darts, fedavg,", "(nearest: fed_darts)"],
     "dataset=mnst": ["dataset=mnst", "(nearest: mnist)"],
-    "dataset=base": ["dataset=base is unknown", "csv, digits"],
+    "dataset=_base": ["dataset=_base is unknown", "csv, digits"],
+    "experiment=_small_fashion_mnist": ["experiment=_small_fashion_mnist is unknown", "fnas/"],
+    "experiment=small_fashion_mnist": ["experiment=small_fashion_mnist is", "/fashion_mnist)."],
     "experiment=fnas/fashion": ["experiment=fnas/fashion is", "(nearest: fnas/fashion_mnist)"],
     "algorithm.name=fnas": ["algorithm.name=fnas", "write algorithm=<name>"],
     "rounds=many": ["rounds=many", "a whole number"],
@@ -350,7 +352,7 @@ def cells(output: str) -> list[list[str]]:
 
 
 def test_calibrate_prints_noise_that_keeps_the_target(capsys: pytest.CaptureFixture[str]) -> None:
-    """METHODS.md, section 3: sigma 1 at (.05, 10 steps) is GDP .75, PRV 1.66, RDP 2.16."""
+    """Sigma 1 at (.05, 10 steps) is GDP .75, PRV 1.66 (dp-accounting), RDP 2.16, filter 2.33."""
     given = ["calibrate", "--delta", "1e-5", "--rate", ".05", "--steps", "10"]
     assert cli.main([*given, "--epsilon", "1.6605"]) == 0
     sigma, *epsilons = capsys.readouterr().out.splitlines()

@@ -33,8 +33,25 @@ def all_choices() -> list[str]:
         f"{path.relative_to(folder).parts[0]}="
         + path.relative_to(folder / path.relative_to(folder).parts[0]).with_suffix("").as_posix()
         for path in folder.rglob("*.yaml")
-        if path.parent != folder and path.stem != "base"
+        if path.parent != folder and not path.name.startswith("_")
     )
+
+
+def test_a_base_is_no_choice_and_every_base_has_one() -> None:
+    """A file whose name begins with an underscore is refused, and is a default of another one."""
+    folder = conf_folder()
+    bases = [path for path in folder.rglob("_*.yaml")]
+    assert len(bases) == 6
+    texts = [path.read_text(encoding="utf-8") for path in folder.rglob("*.yaml")]
+    for path in bases:
+        group, *rest = path.relative_to(folder).with_suffix("").parts
+        name = "/".join(rest)
+        assert any(f"[{name}]" in text or f"- /{group}/{name}\n" in text for text in texts)
+        with pytest.raises(
+            ConfigError, match=f"^{group}={name} is unknown: choose one of "
+        ) as told:
+            compose_tree([f"{group}={name}"])
+        assert " _" not in str(told.value)
 
 
 @pytest.fixture(scope="module")

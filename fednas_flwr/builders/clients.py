@@ -19,11 +19,11 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
+from fednas_flwr.files import write_atomically
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.policy import Policy
 from fednas_flwr.privacy.policy_file import load_policy, parse_policy
-from fednas_flwr.reporting.files import write_text
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.verbs import PRIVATE_VERBS
 
@@ -178,7 +178,7 @@ def _simulated_policy(
         text = yaml.safe_dump({"data_sets": {privacy.data_set: section}}, sort_keys=False)
         parse_policy(text, origin="privacy")
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
+        write_atomically(path, text)
     return load_policy(path)
 
 

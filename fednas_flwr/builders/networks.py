@@ -22,6 +22,7 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.names import FAST
 from fednas_flwr.randomness import seeded
 from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
@@ -49,7 +50,7 @@ def make_space(
     input_shape: tuple[int, ...],
     num_classes: int,
     norm: str,
-    engine: str = "fast",
+    engine: str = FAST,
     **sizes: Any,
 ) -> SearchSpace:
     """Return a search space; ``sizes`` are the other settings of ``conf/search_space``."""

@@ -74,9 +74,9 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
             raise ConfigError(f"--{name} must be at least {least}, got {value}.")
     from fednas_flwr.builders import make_device, make_space
     from fednas_flwr.evaluation.space_costs import measure_space, space_costs
+    from fednas_flwr.files import write_atomically
     from fednas_flwr.hardware.latency import to_json
     from fednas_flwr.randomness import make_generator
-    from fednas_flwr.reporting.files import write_text
 
     space = _timed(
         make_space(
@@ -94,7 +94,7 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
         passes=options.passes,
         genotypes=[space.random_genotype(generator) for _ in range(3)],
     )
-    write_text(options.output, to_json(table))
+    write_atomically(options.output, to_json(table))
     costs = space_costs(space, table)
     print(
         f"{len(table.timings)} layers on {table.machine}, {table.threads} thread(s), batch "

@@ -15,6 +15,7 @@ from fednas_flwr.api import compose
 from fednas_flwr.cli.outcomes import RUN_FAILED
 from fednas_flwr.cli.parsing import Commands, add_command
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, RDP
 
 if TYPE_CHECKING:
     from fednas_flwr.privacy.ledger import Ledger, Row
@@ -50,8 +51,8 @@ def add_commands(commands: Commands) -> None:
         parser.add_argument(f"--{name}", type=kind, required=True, help=meaning)
     parser.add_argument(
         "--accountant",
-        choices=("prv", "rdp", "filter"),
-        default="prv",
+        choices=(PRV, RDP, "filter"),
+        default=PRV,
         help="whose epsilon keeps the target; a site's budget lasts by filter (default: prv)",
     )
     ledger = commands.add_parser("ledger", help="what a site has booked of its privacy budgets")
@@ -101,11 +102,11 @@ def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
     from fednas_flwr.privacy.renyi_filter import filter_epsilon
     from fednas_flwr.reporting.guarantee import epsilon_text
 
-    if not 1e-3 <= options.epsilon <= 1e6:
+    if not LEAST_EPSILON <= options.epsilon <= LARGEST_EPSILON:
         raise ConfigError(f"--epsilon must be from .001 to 1e6, got {options.epsilon:g}.")
     if not 1 <= options.steps <= MOST_STEPS:
         raise ConfigError(f"--steps must be from 1 to {MOST_STEPS:,}, got {show(options.steps)}.")
-    accountants = {"prv": prv_epsilon, "rdp": rdp_epsilon, "filter": filter_epsilon}
+    accountants = {PRV: prv_epsilon, RDP: rdp_epsilon, "filter": filter_epsilon}
     try:
         least = calibrate_noise(
             target_epsilon=options.epsilon,

@@ -34,7 +34,6 @@ from fednas_flwr.privacy.clipping import (
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.descent import Descent, Gradient, trainable_weights
 from fednas_flwr.search.gates import active_gates, alpha_gradient
-from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.objective import Output
 from fednas_flwr.search.path_network import PathNetwork, cost_gradient, offered_ops
 from fednas_flwr.search.training import Batch
@@ -108,7 +107,9 @@ class NoisedGradients:
         """Return the noised mean gradient of the weights that a network computes with."""
         return self._mean("weights", partial(self._weight_sum, network))
 
-    def alphas(self, supernet: Supernet, rule: Alternating, weights: Descent) -> Gradient:
+    def alphas(
+        self, supernet: Supernet, weights: Descent, *, rule: str, validation_weight: float
+    ) -> Gradient:
         """Return the noised mean gradient of the alphas, of first order (``admission``)."""
         return self._mean("alphas", partial(self._alpha_sum, supernet))
 

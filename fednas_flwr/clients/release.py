@@ -19,8 +19,7 @@ from torch import Tensor
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Header
 from fednas_flwr.exchange.states import Tensors
-from fednas_flwr.privacy.accounting import epsilon_per_split, prv_epsilon, rdp_epsilon
-from fednas_flwr.privacy.gdp import gdp_epsilon
+from fednas_flwr.privacy.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.ledger import Entry, Ledger
 from fednas_flwr.privacy.noise import SecureGenerator, add_noise
 from fednas_flwr.privacy.plan import PlannedRelease, release_key
@@ -28,8 +27,6 @@ from fednas_flwr.privacy.policy import Policy, check_planned, check_verb, refuse
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import Reading, covered_steps
 from fednas_flwr.typed import parse
-
-ACCOUNTANTS = {"prv": prv_epsilon, "rdp": rdp_epsilon, "gdp": gdp_epsilon}
 
 
 class ReleaseGate:

@@ -95,7 +95,7 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
 
     Args:
         path: A YAML file of ``dataset`` settings; what it leaves out is as in
-            ``conf/dataset/base.yaml``.
+            ``conf/dataset/_base.yaml``.
         cache: Where prepared records go.
 
     Raises:
@@ -107,7 +107,7 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
         raise ConfigError(f"the site's dataset settings {path} cannot be read: {error}.") from error
     if not isinstance(given, Mapping):
         raise ConfigError(f"the site's dataset settings {path} must be a mapping: name: npz, ...")
-    base = yaml.safe_load((conf_folder() / "dataset" / "base.yaml").read_text(encoding="utf-8"))
+    base = yaml.safe_load((conf_folder() / "dataset" / "_base.yaml").read_text(encoding="utf-8"))
     dataset: Dataset = parse(Dataset, {**base, "cache": cache, **given}, key="dataset", hints={})
     if dataset.limit_train is not None:
         raise ConfigError(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fednas_flwr.errors import unknown_choice
+from fednas_flwr.names import NORMS
 from fednas_flwr.search.settings import SGD, check_least, check_range
-
-NORMS = ("batch", "group")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fednas_flwr.errors import unknown_choice
+from fednas_flwr.errors import ConfigError, unknown_choice
 
 
 def conf_folder() -> Path:

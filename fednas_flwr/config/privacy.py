@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import LARGEST_EPSILON, LARGEST_MICRO_BATCH, LEAST_EPSILON
 from fednas_flwr.search.settings import check_least, check_range
 
 
@@ -112,7 +113,7 @@ class DifferentialPrivacy:
     def __post_init__(self) -> None:
         """Check the ranges."""
         check_range(
-            1e-3 <= self.epsilon <= 1e6,
+            LEAST_EPSILON <= self.epsilon <= LARGEST_EPSILON,
             "privacy.epsilon",
             self.epsilon,
             "a number from .001 to 1e6",
@@ -136,7 +137,10 @@ class DifferentialPrivacy:
             "above 0, or null",
         )
         check_range(
-            1 <= size <= 1024, "privacy.micro_batch_size", size, "a whole number from 1 to 1024"
+            1 <= size <= LARGEST_MICRO_BATCH,
+            "privacy.micro_batch_size",
+            size,
+            f"a whole number from 1 to {LARGEST_MICRO_BATCH}",
         )
 
     @property

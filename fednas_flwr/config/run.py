@@ -11,12 +11,11 @@ from fednas_flwr.config.networks import Retrain, SearchSpaceSettings
 from fednas_flwr.config.privacy import DifferentialPrivacy, NoPrivacy
 from fednas_flwr.config.runtime import Runtime
 from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.names import ENGINES
 from fednas_flwr.search.settings import MOMENTA, check_least, check_range
 
 STAGES = ("search", "retrain", "evaluate", "export")
 DEVICES = ("auto", "cpu", "cuda")
-ENGINES = ("fast", "reference")
-
 WIRES = ("float32", "float16", "int8")
 AGGREGATES = ("mean", "median", "trimmed_mean")
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from fednas_flwr.data.records import Records
+from fednas_flwr.files import sync
 
 _ATTEMPTS = 3
 
@@ -62,7 +63,7 @@ def _write(folder: Path, parts: Mapping[str, Records]) -> None:
         index = unfinished / "index.json"
         index.write_text(json.dumps({"sizes": sizes, "parts": described}), encoding="utf-8")
         for path in (*unfinished.iterdir(), unfinished):
-            _flush(path)
+            sync(path)
         os.rename(unfinished, folder)
     except OSError:
         # Renaming on a full folder fails: another process was first, with the same content.
@@ -114,12 +115,3 @@ def _discard(folder: Path) -> None:
         except FileNotFoundError:
             pass  # another process removed it first
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    """Bring a file's or folder's content to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

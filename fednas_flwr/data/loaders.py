@@ -17,8 +17,9 @@ from torch.nn import functional
 
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.records import Records
-from fednas_flwr.data.splits import SPLITS, assign_splits
+from fednas_flwr.data.splits import assign_splits
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import SPLITS
 from fednas_flwr.randomness import make_generator
 
 

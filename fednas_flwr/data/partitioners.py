@@ -10,7 +10,6 @@ flwr-datasets takes several seconds, which the default run should not pay. Main 
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 
 from fednas_flwr.data.records import Records
 from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.files import write_atomically
 from fednas_flwr.randomness import derive_seed
 
 PARTITIONS = ("iid", "dirichlet", "label_groups", "quantity", "column", "sites")
@@ -101,10 +101,7 @@ def partition(
 
 def save_partition(path: Path, parts: Sequence[np.ndarray]) -> None:
     """Write the partition as JSON, ``{"clients": [[index, ...], ...]}``, in one step."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    text = json.dumps({"clients": [part.tolist() for part in parts]})
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)
+    write_atomically(path, json.dumps({"clients": [part.tolist() for part in parts]}))
 
 
 def load_partition(path: Path) -> list[np.ndarray]:

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from fednas_flwr.errors import ConfigError
-
-SPLITS = ("train", "validation", "test")
+from fednas_flwr.names import SPLITS
 
 
 def hash_positions(ids: np.ndarray, *, key: bytes) -> np.ndarray:

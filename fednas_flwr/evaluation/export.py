@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from fednas_flwr.files import replacing
+
 MODEL_FILE = "model.safetensors"
 ONNX_FILE = "model.onnx"
 METADATA_KEY = "fednas_network"
@@ -22,9 +24,8 @@ def export_safetensors(network: nn.Module, description: Mapping[str, Any], folde
     """Write all tensors and, as metadata, the description that ``builders.make_network`` takes."""
     path = folder / MODEL_FILE
     tensors = {name: t.detach().cpu().contiguous() for name, t in network.state_dict().items()}
-    temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary, metadata={METADATA_KEY: json.dumps(description)})
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata={METADATA_KEY: json.dumps(description)})
     return path
 
 
@@ -48,8 +49,7 @@ def export_onnx(
     path = folder / ONNX_FILE
     network = network.cpu().eval()
     example = torch.randn(4, *input_shape, generator=torch.Generator().manual_seed(0))
-    temporary = path.with_suffix(".tmp")
-    try:
+    with replacing(path) as temporary:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the exporter announces its age and constant shapes
             torch.onnx.export(
@@ -72,7 +72,4 @@ def export_onnx(
             raise RuntimeError(
                 f"ONNX differs from torch by {float(difference.max())}; not exported."
             )
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path, float(difference.max())

@@ -9,7 +9,8 @@ from functools import partial
 from torch import nn
 
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.search_spaces.operations import Norm, check_norm, make_norm
+from fednas_flwr.names import Norm
+from fednas_flwr.search_spaces.operations import check_norm, make_norm
 
 
 def torchvision_network(

@@ -1,15 +1,14 @@
 """The state of a stage after every round, on disk so that a killed run continues bit by bit.
 
 A checkpoint is two files: ``<stage>-<round>.safetensors`` and, written after it,
-``<stage>-<round>.json`` with the tensors' hash. Each is written to a temporary file, synced and
-renamed. A checkpoint whose hashes do not fit is passed over for the one before it.
+``<stage>-<round>.json`` with the tensors' hash. A checkpoint whose hashes do not fit is passed over
+for the one before it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from typing import Any
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
+
+from fednas_flwr.files import write_atomically
 
 KEEP = 3  # checkpoints of a stage kept on disk
 
@@ -31,21 +32,6 @@ class Checkpoint:
     round: int
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write ``path`` whole or not at all: temporary file, sync, rename, sync of the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 class CheckpointFolder:

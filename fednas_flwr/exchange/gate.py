@@ -21,11 +21,10 @@ from fednas_flwr.exchange.messages import BUDGET_SPENT, Header, Reply, decode_re
 from fednas_flwr.exchange.states import Layout, Packed, fill_unchanged
 from fednas_flwr.exchange.wire import restore
 from fednas_flwr.hardware.latency import from_json
+from fednas_flwr.names import ACCOUNTANTS, SPLITS
 
 LARGEST_TABLE = 2**20  # characters: some 5,000 layers
 MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
-_SPLITS = {"train", "validation", "test"}
-_ACCOUNTANTS = {"prv", "rdp", "gdp"}
 
 
 def accept_reply(
@@ -157,7 +156,7 @@ def _declared(values: object) -> bool:
     """Return whether these are numbers of records by split."""
     return (
         isinstance(values, dict)
-        and set(values) == _SPLITS
+        and set(values) == set(SPLITS)
         and _counts(list(values.values()))
         and max(values.values()) <= MAX_EXAMPLES
     )
@@ -170,11 +169,11 @@ def _epsilon(value: object) -> bool:
 
 def _epsilons(values: object) -> bool:
     """Return whether these are epsilons by accountant, of the same splits by each."""
-    if not isinstance(values, dict) or set(values) != _ACCOUNTANTS:
+    if not isinstance(values, dict) or set(values) != set(ACCOUNTANTS):
         return False
     by_split = list(values.values())
     return all(isinstance(epsilons, dict) for epsilons in by_split) and all(
-        set(epsilons) == set(by_split[0]) <= _SPLITS and all(map(_epsilon, epsilons.values()))
+        set(epsilons) == set(by_split[0]) <= set(SPLITS) and all(map(_epsilon, epsilons.values()))
         for epsilons in by_split
     )
 

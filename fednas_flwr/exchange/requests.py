@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.names import LARGEST_MICRO_BATCH
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
@@ -24,7 +25,6 @@ from fednas_flwr.search.settings import (
 )
 from fednas_flwr.typed import parse
 
-LARGEST_MICRO_BATCH = 1024
 MOST_CANDIDATES = 1000
 MOST_TRIALS = 1000
 MOST_STEPS = 10**6

@@ -36,9 +36,9 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import BUDGET_SPENT, decode_request, encode_reply
 from fednas_flwr.federation.bundle import CONFIG_KEY
+from fednas_flwr.federation.flower import CLIENT_RAISED
 from fednas_flwr.verbs import VERBS
 
-CLIENT_RAISED = 2  # Flower's code for an exception in a ClientApp
 DATA_PATH = "data-path"
 # What a site sets for itself with `flower-supernode --node-config`; it overrules the server.
 SITE_KEYS = {

@@ -1,8 +1,4 @@
-"""A Flower Grid whose clients run in this process, one after the other: ``runtime=inline``.
-
-It sets two things that Flower keeps internal, a message's id and the identity of the task; both are
-covered by the contract tests, and flwr is pinned to its minor version.
-"""
+"""A Flower Grid whose clients run in this process, one after the other: ``runtime=inline``."""
 
 from __future__ import annotations
 
@@ -12,10 +8,10 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
+
+from fednas_flwr.federation import flower
 
 SERVER_NODE_ID = 1
-CLIENT_RAISED = 2  # Flower's code for an exception in a ClientApp
 
 
 class InProcessGrid(Grid):
@@ -31,7 +27,7 @@ class InProcessGrid(Grid):
 
     def __init__(self, client_app: ClientApp, num_clients: int) -> None:
         """See the class."""
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, SERVER_NODE_ID
+        flower.begin_task(SERVER_NODE_ID)
         self._client_app = client_app
         self._run = Run.create_empty(run_id=1)
         self._messages: dict[str, Message] = {}
@@ -77,7 +73,7 @@ class InProcessGrid(Grid):
         for message in messages:
             self._num_messages += 1
             message_id = str(self._num_messages)
-            message.metadata.__dict__["_message_id"] = message_id
+            flower.set_message_id(message, message_id)
             self._messages[message_id] = message
             ids.append(message_id)
         return ids
@@ -103,4 +99,4 @@ class InProcessGrid(Grid):
             return self._client_app(message, context)
         except Exception as error:  # as Flower's other runtimes do
             reason = f"{type(error).__name__}: {error}"
-            return Message(Error(CLIENT_RAISED, reason), reply_to=message)
+            return Message(Error(flower.CLIENT_RAISED, reason), reply_to=message)

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from flwr.app import Context, Message
+from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fednas_flwr.config import Config, dump_config
 from fednas_flwr.errors import unknown_choice
+from fednas_flwr.federation import flower
 from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.deployment import deploy
 from fednas_flwr.federation.grids import InProcessGrid
@@ -62,14 +63,7 @@ def _launch_ray(config: Config, listeners: Iterable[Listener], resumed: bool) ->
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        pull = grid.pull_messages
-
-        def pull_unless_stopped(message_ids: Iterable[str]) -> Iterable[Message]:
-            if stops:
-                raise stops[0]
-            return pull(message_ids)
-
-        grid.pull_messages = pull_unless_stopped  # type: ignore[method-assign]
+        flower.stop_pulling(grid, stops)
         try:
             serve(config, grid, listeners=listeners, resumed=resumed)
         except BaseException as error:
@@ -97,7 +91,7 @@ def _launch_ray(config: Config, listeners: Iterable[Listener], resumed: bool) ->
             backend_config=backend_config,
         )
     except BaseException as error:
-        stops.append(error.__cause__ or error)  # else the server waits for its clients in vain
+        stops.append(error.__cause__ or error)
         ended.wait(timeout=SERVER_ENDS_S)
         raise stops[0] from None
     if errors:

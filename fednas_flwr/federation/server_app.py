@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from fednas_flwr.config import Config
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.federation.bundle import CONFIG_KEY, RESUMED_KEY
 from fednas_flwr.federation.deployment import EventPrinter
+from fednas_flwr.federation.flower import told_reconnections
 from fednas_flwr.reporting.events import EventLog, Listener
 from fednas_flwr.reporting.model_card import write_model_card
 from fednas_flwr.reporting.report import write_report
@@ -23,7 +23,6 @@ from fednas_flwr.reporting.tensorboard import TensorBoardWriter
 from fednas_flwr.stages.pipeline import run_stages
 from fednas_flwr.stages.run_folder import create_run_folder, occupied
 
-RECONNECTED = "Connection successful after %.2f seconds and %s tries."  # as Flower logs it
 AWAY_S = 5.0  # of the SuperLink, before it is worth a word
 
 app = ServerApp()
@@ -80,16 +79,9 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
 def telling_reconnections(log: EventLog) -> Iterator[None]:
     """Write a warning when the SuperLink is reached again, which Flower does not tell otherwise."""
 
-    def tell(record: logging.LogRecord) -> bool:
-        if record.msg == RECONNECTED and isinstance(record.args, tuple):
-            away_s = float(str(record.args[0]))
-            if away_s >= AWAY_S:
-                log.emit("warning", message=f"the SuperLink was away for {away_s:.0f} s")
-        return True
+    def tell(away_s: float) -> None:
+        if away_s >= AWAY_S:
+            log.emit("warning", message=f"the SuperLink was away for {away_s:.0f} s")
 
-    flower = logging.getLogger("flwr")
-    flower.addFilter(tell)
-    try:
+    with told_reconnections(tell):
         yield
-    finally:
-        flower.removeFilter(tell)

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from logging import INFO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flwr.common.args import add_args_flwr_app_common, try_obtain_flwr_app_token
 from flwr.common.logger import log
 from flwr.supercore.tls import validate_and_resolve_root_certificates
 from flwr.supernode.runtime import run_clientapp
 
+from fednas_flwr.federation import flower
 from fednas_flwr.federation.bundle import check_bundle
 
 if TYPE_CHECKING:
@@ -38,13 +38,8 @@ def main() -> None:
         AttributeError: This Flower has no such function to be replaced: better no answer than an
             answer by the bundle's code.
     """
-    for name, own in {
-        "install_from_fab": _refuse_other_code,
-        "get_load_client_app_fn": _own_app,
-    }.items():
-        getattr(run_clientapp, name)
-        setattr(run_clientapp, name, own)
-    _finish_only_with_a_reply()
+    flower.answer_with(_load_own_app, check_bundle)
+    flower.finish_only_with_a_reply()
     parser = argparse.ArgumentParser(description="Answer one message of a SuperNode.")
     parser.add_argument("--runtime-api-address", required=True)
     add_args_flwr_app_common(parser)
@@ -60,40 +55,11 @@ def main() -> None:
     )
 
 
-def _finish_only_with_a_reply() -> None:
-    """Let a process that is stopped look like one that was killed.
+def _load_own_app(fab_id: str, fab_version: str, fab_hash: str) -> Callable[..., Message]:
+    """Return the installed app, whatever Flower was told to load."""
+    from fednas_flwr.federation.client_app import app
 
-    Flower's SuperNode answers in the place of the latter after a minute. The former reports that it
-    has finished, and the SuperNode would wait for its reply, and take no other message, for ever.
-    """
-    push, finish = run_clientapp.push_message, run_clientapp.push_task_output
-    replied = threading.Event()
-
-    def push_and_note(client: Any, message: Any, context: Any) -> None:
-        push(client, message, context)
-        replied.set()
-
-    def finish_if_replied(client: Any, context: Any, sub_status: str, details: str) -> None:
-        if replied.is_set():
-            finish(client, context, sub_status, details)
-
-    run_clientapp.push_message = push_and_note
-    run_clientapp.push_task_output = finish_if_replied
-
-
-def _refuse_other_code(fab: bytes, *, skip_prompt: bool) -> None:
-    check_bundle(fab)
-
-
-def _own_app(**_: object) -> Callable[[str, str, str], Callable[..., Message]]:
-    """Return what gives Flower the installed app, whatever it was told to load."""
-
-    def load(fab_id: str, fab_version: str, fab_hash: str) -> Callable[..., Message]:
-        from fednas_flwr.federation.client_app import app
-
-        return partial(_answer, app)
-
-    return load
+    return partial(_answer, app)
 
 
 def _answer(app: ClientApp, message: Message, context: Context) -> Message:

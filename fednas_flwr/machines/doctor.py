@@ -17,12 +17,12 @@ from pathlib import Path
 
 import fednas_flwr
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.federation import flower
 from fednas_flwr.machines import links
 from fednas_flwr.machines.links import Trouble
 from fednas_flwr.machines.provision import SERVER_FILE, SITE_FILE
 
 LEAST_FREE_GB, SCARCE_FREE_GB = 0.5, 5.0
-FLWR = "1.41."  # the versions that we know, see pyproject.toml
 NODE_KEY = Path("state") / "node.key"
 
 
@@ -96,8 +96,10 @@ Settings = Mapping[str, str]
 def _versions(folder: Path, settings: Settings) -> str:
     """Return the versions that must agree between server and sites."""
     flwr = importlib.metadata.version("flwr")
-    if not flwr.startswith(FLWR):
-        raise Trouble(f"flwr {flwr} is installed: install fednas_flwr anew, which needs {FLWR}x.")
+    if not flwr.startswith(f"{flower.VERSION}."):
+        raise Trouble(
+            f"flwr {flwr} is installed: install fednas_flwr anew, which needs {flower.VERSION}.x."
+        )
     torch = importlib.metadata.version("torch")
     return (
         f"fednas_flwr {fednas_flwr.__version__}, flwr {flwr}, torch {torch}, Python "

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import ipaddress
 import ssl
-import time
 from collections.abc import Callable
 from logging import WARNING
 from typing import Any
 
 import uvicorn
 from flwr.common.logger import log
-from flwr.server.superlink.linkstate import InMemoryLinkState, LinkState, SqlLinkState
+from flwr.server.superlink.linkstate import InMemoryLinkState, SqlLinkState
 from flwr.superlink.cli import flower_superlink
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fednas_flwr.federation import flower
 
 FLEET, RUNTIME, HEALTH = "/v1/fleet/", "/v1/runtime/", "/health"
 AWAY_S = 5.0  # server apps ask for replies many times within this
@@ -84,25 +85,6 @@ def is_loopback(address: str) -> bool:
     return (mapped or parsed).is_loopback
 
 
-def let_be_missed(state: type[LinkState]) -> None:
-    """Make nodes that come back wait until they have been away for ``AWAY_S``.
-
-    A SuperNode keeps the messages that it has taken in memory: when it ends, they stay unanswered.
-    Flower gives a server app an error in their place if it asks while the node is away. A node that
-    is started again at once, as by ``systemctl restart``, would be waited for until the deadline.
-    """
-    activate = state.activate_node
-
-    def activate_node(self: LinkState, node_id: int, heartbeat_interval: float) -> bool:
-        for node in self.get_node_info(node_ids=[node_id]):
-            away_s = time.time() - node.online_until  # below 0: not away; 0 was never on-line
-            if node.online_until and 0 <= away_s < AWAY_S:
-                time.sleep(AWAY_S - away_s)
-        return activate(self, node_id, heartbeat_interval)
-
-    state.activate_node = activate_node  # type: ignore[method-assign]
-
-
 def _log_refusal(path: str, peer: str, status: int) -> None:
     """Say of an answer that is an error what it means for the node."""
     if status == 401:
@@ -133,14 +115,13 @@ def _log_handshake(
 
 def main() -> None:
     """Run ``flower-superlink`` behind the guard; whoever comes back is missed first."""
-    run = uvicorn.run
 
-    def run_guarded(*, app: Starlette, **settings: Any) -> None:
+    def serve(run: Callable[..., None], *, app: Starlette, **settings: Any) -> None:
         run(Guard(app, paths_for_all(app)), ssl_context_factory=_context, **settings)
 
-    uvicorn.run = run_guarded  # type: ignore[assignment]
+    flower.guard_superlink(serve)
     for state in (SqlLinkState, InMemoryLinkState):
-        let_be_missed(state)
+        flower.let_be_missed(state, AWAY_S)
     flower_superlink()
 
 

@@ -12,8 +12,9 @@ import time
 from typing import Any
 
 from flwr.supercore.object_store import ObjectStore
-from flwr.supernode import start_client_internal
 from flwr.supernode.cli import flower_supernode
+
+from fednas_flwr.federation import flower
 
 PATIENCE_S = 60.0  # for one piece, from a process on the same machine
 
@@ -54,12 +55,7 @@ def main() -> None:
     Raises:
         AttributeError: This Flower sends replies in another way.
     """
-    push = start_client_internal._push_messages
-
-    def push_or_give_up(*, object_store: ObjectStore, **arguments: Any) -> None:
-        push(object_store=ImpatientStore(object_store), **arguments)  # type: ignore[arg-type]
-
-    start_client_internal._push_messages = push_or_give_up  # type: ignore[assignment]
+    flower.give_up_replies(ImpatientStore)
     flower_supernode()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 
+from fednas_flwr.names import GDP, PRV, RDP
 from fednas_flwr.privacy.gdp import gdp_epsilon
 from fednas_flwr.privacy.renyi import (
     Release,
@@ -150,6 +151,9 @@ def epsilon_per_split(
         for split in set(splits):
             read.setdefault(split, []).append(release)
     return {split: accountant(releases, delta) for split, releases in read.items()}
+
+
+ACCOUNTANTS: dict[str, Accountant] = {PRV: prv_epsilon, RDP: rdp_epsilon, GDP: gdp_epsilon}
 
 
 def calibrate_noise(

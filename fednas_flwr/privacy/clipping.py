@@ -48,14 +48,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.privacy.record_gradients import (
-    Group,
-    Loss,
-    differentiate,
-    losses_of,
-    record_gradients,
-    refuse_batch_norm,
-)
+from fednas_flwr.privacy.record_gradients import record_gradients, refuse_batch_norm
+from fednas_flwr.privacy.record_losses import Group, Loss, differentiate, losses_of
 
 COLUMNS = 8192  # of gradients that are turned into float64 at a time
 SMALLEST_MAX_NORM = 1e-100  # squares of much smaller numbers vanish in float64

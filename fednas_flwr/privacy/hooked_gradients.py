@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.privacy.record_gradients import (
+from fednas_flwr.privacy.record_losses import (
     Group,
     Loss,
     RecordGradients,

@@ -37,11 +37,11 @@ from pathlib import Path
 from typing import Any
 
 from fednas_flwr.errors import BudgetExceededError, ConfigError, unknown_choice
+from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.mark import Mark, connect, damaged, equal, plain_errors
 from fednas_flwr.privacy.renyi import Release, renyi_divergence
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
 
-SPLITS = ("train", "validation", "test")
 _COLUMNS = (
     "sequence, time, account, data_set, run, stage, round, verb, splits, noise_multiplier, "
     "sample_rate, steps, run_steps, committed_steps"

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fednas_flwr.errors import ConfigError, DamagedError
+from fednas_flwr.files import replacing, sync
 
 _KEY_BYTES = 32
 _SCHEMA = "CREATE TABLE IF NOT EXISTS mark (sequence INTEGER, mac TEXT, seal TEXT)"
@@ -152,7 +153,7 @@ def make_folder(folder: Path) -> None:
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        _sync_folder(folder.parent)
+        sync(folder.parent)
 
 
 def damaged(what: str) -> DamagedError:
@@ -188,14 +189,9 @@ def _code(error: Exception) -> int:
 
 def _create_key(path: Path) -> None:
     """Write a new key, whole or not at all."""
-    new = path.with_name(path.name + ".new")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(secrets.token_hex(_KEY_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(new, path)
-    _sync_folder(path.parent)
+    with replacing(path) as temporary:
+        temporary.touch(mode=0o600)
+        temporary.write_text(secrets.token_hex(_KEY_BYTES), encoding="ascii")
 
 
 def _read_key(path: Path) -> bytes:
@@ -214,12 +210,3 @@ def _read_key(path: Path) -> bytes:
     if len(key) != _KEY_BYTES:
         raise ConfigError(f"{path} is no key: expected {2 * _KEY_BYTES} hexadecimal digits.")
     return key
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring a folder's list of files to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

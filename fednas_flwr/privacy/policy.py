@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.privacy.ledger import SPLITS
+from fednas_flwr.names import LARGEST_NOISE_MULTIPLIER, SPLITS
 from fednas_flwr.privacy.noise import noise_range
 from fednas_flwr.privacy.plan import PlannedRelease
 
 # Beyond these float arithmetic, not privacy, would decide what a release hides.
-LARGEST_NOISE_MULTIPLIER = 1e6
 LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
 LEAST_SAMPLE_RATE = 1e-9
 
@@ -57,8 +56,9 @@ class Policy:
     def charged_splits(self, data_set: str, splits: tuple[str, ...]) -> tuple[str, ...]:
         """Return the splits that a release which reads ``splits`` must be booked on.
 
-        Where several data sets share an account, a record may be in different splits of them; only
-        charging every split is sound then (METHODS.md, section 3).
+        Where several data sets share an account, a record may be in different splits of them. The
+        client's epsilon is that of its worst split, which counts all that such a record has paid
+        only if every release is charged to every split.
         """
         accounts = [allowed.account for allowed in self.data_sets.values()]
         shared = accounts.count(self.data_sets[data_set].account) > 1

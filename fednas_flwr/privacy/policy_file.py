@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from fednas_flwr.errors import ConfigError, show, unknown_choice
-from fednas_flwr.privacy.ledger import SPLITS
+from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.policy import (
     LARGEST_GRAD_NORM,
     DataSetPolicy,

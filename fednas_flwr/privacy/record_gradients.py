@@ -10,7 +10,7 @@ Tensor suffix: B records of a batch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.layers import conv2d, group_norm, linear
-
-Loss = Callable[[Tensor, Tensor], Tensor]  # (output of the module, labels [B]) -> losses [B]
-# Names of parameters of one shape, and their gradients, joined along dim 1, [B, ...].
-Group = tuple[list[str], Tensor]
-RecordGradients = Callable[[Tensor, Tensor], list[Group]]  # of features [B, ...] and labels [B]
+from fednas_flwr.privacy.record_losses import (
+    Group,
+    Loss,
+    RecordGradients,
+    differentiate,
+    losses_of,
+)
 
 
 class RecordWeights:
@@ -94,23 +96,6 @@ def record_gradients(
     from fednas_flwr.privacy.hooked_gradients import from_hooks
 
     return from_hooks(module, parameters, loss)
-
-
-def differentiate(losses_B: Tensor, by: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradient of the losses' sum by each tensor that it depends on."""
-    if not losses_B.requires_grad:
-        return {}
-    gradients = torch.autograd.grad(losses_B.sum(), list(by.values()), allow_unused=True)
-    return {n: g for n, g in zip(by, gradients, strict=True) if g is not None}
-
-
-def losses_of(output: Tensor, y_B: Tensor, loss: Loss) -> Tensor:
-    """Return the losses [B]; raises ValueError if the loss returns anything else."""
-    losses_B = loss(output, y_B)
-    if losses_B.shape != (len(y_B),):
-        shape = tuple(losses_B.shape)
-        raise ValueError(f"the loss must be one number per record, [{len(y_B)}], got {shape}")
-    return losses_B
 
 
 def refuse_batch_norm(module: nn.Module) -> None:

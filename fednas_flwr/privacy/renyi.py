@@ -15,8 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 
 # Above the rounding of the quadrature and of a million additions, so that no sum is too small.
+from fednas_flwr.names import LARGEST_NOISE_MULTIPLIER, LEAST_NOISE_MULTIPLIER
+
 _ROUNDING = 1 + 1e-9
 _MAX_POINTS = 2**15
+_RANGES = (
+    ("noise_multiplier", LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER),
+    ("sample_rate", 0.0, 1.0),
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Release:
 
     def __post_init__(self) -> None:
         """Refuse values that are no such mechanism; requests come from outside."""
-        for name, low, high in (("noise_multiplier", 1e-3, 1e6), ("sample_rate", 0.0, 1.0)):
+        for name, low, high in _RANGES:
             value = getattr(self, name)
             real = isinstance(value, int | float) and not isinstance(value, bool)
             if not (real and low <= value <= high and value > 0):

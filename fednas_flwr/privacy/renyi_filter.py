@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from fednas_flwr.errors import BudgetExceededError
+from fednas_flwr.names import LARGEST_EPSILON, LEAST_EPSILON
 from fednas_flwr.privacy.renyi import (
     Release,
     check_delta,
@@ -25,7 +26,6 @@ from fednas_flwr.privacy.renyi import (
 
 Reading = tuple[Release, Collection[str]]  # a release, and the splits that it reads
 _CACHED_STEPS = 256
-_EPSILON_LIMITS = (1e-3, 1e6)
 
 
 def default_orders(*, epsilon: float, delta: float) -> tuple[float, ...]:
@@ -98,8 +98,9 @@ class RenyiFilter:
     ) -> None:
         """Check the budget and start, or go on from ``totals``."""
         check_delta(delta)
-        if not _EPSILON_LIMITS[0] <= epsilon <= _EPSILON_LIMITS[1]:
-            raise ValueError(f"epsilon must be in {_EPSILON_LIMITS}, got {epsilon!r}.")
+        if not LEAST_EPSILON <= epsilon <= LARGEST_EPSILON:
+            limits = (LEAST_EPSILON, LARGEST_EPSILON)
+            raise ValueError(f"epsilon must be in {limits}, got {epsilon!r}.")
         self.epsilon, self.delta = float(epsilon), float(delta)
         self.orders = tuple(
             default_orders(epsilon=epsilon, delta=delta) if orders is None else orders
@@ -252,7 +253,7 @@ def filter_epsilon(releases: Sequence[Release], delta: float) -> float:
         return True
 
     merged = merge_releases(releases)
-    low, high = _EPSILON_LIMITS
+    low, high = LEAST_EPSILON, LARGEST_EPSILON
     if not lasts(high):
         return math.inf
     while high > 1.001 * low:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.accounting import epsilon_per_split
-from fednas_flwr.privacy.ledger import SPLITS, Row
+from fednas_flwr.privacy.ledger import Row
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.reporting.files import write_text
+from fednas_flwr.files import write_atomically
 from fednas_flwr.reporting.guarantee import TEST_SEED, warning_text
 from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE, Run, read_run
 from fednas_flwr.reporting.units import DASH, mean_and_deviation
@@ -158,9 +158,9 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     return [
-        write_text(folder / "compare.csv", _csv(comparison)),
-        write_text(folder / "compare.md", _markdown(comparison)),
-        write_text(folder / "compare.json", _json(comparison)),
+        write_atomically(folder / "compare.csv", _csv(comparison)),
+        write_atomically(folder / "compare.md", _markdown(comparison)),
+        write_atomically(folder / "compare.json", _json(comparison)),
     ]
 
 

@@ -132,6 +132,12 @@ def latest_rounds(events: Iterable[Event], stage: str) -> list[Event]:
     return [rounds[number] for number in sorted(rounds)]
 
 
+def clients_of(partition: Event) -> list[int]:
+    """Return the clients that a ``partition`` event tells of; runs of older versions name none."""
+    rows = partition.get("splits") or partition.get("counts") or []
+    return partition.get("clients") or list(range(len(rows)))
+
+
 def _ends_with_newline(path: Path) -> bool:
     with path.open("rb") as file:
         size = file.seek(0, 2)

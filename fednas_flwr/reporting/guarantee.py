@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
+from fednas_flwr.names import GDP, PRV, RDP
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.units import DASH
 
@@ -36,6 +37,10 @@ RESUMED = (
     "The run was resumed: the table of releases holds what was to be released from then on. What "
     "was released before counts as booked before, and a round that was repeated counts twice."
 )
+NOT_ALL = (
+    "Not all of it was released: the run did not reach all of its rounds, or a client left. "
+    "Epsilon counts all of it."
+)
 SIMULATED = (
     "The clients were simulated on one machine: each had a policy and a ledger of its own, "
     "but whoever ran the simulation saw all records."
@@ -44,7 +49,7 @@ GIVEN_GENOTYPE = (
     "The genotype was given: if it was searched on records of these clients, that search's privacy "
     "is not part of this statement."
 )
-ACCOUNTANTS = {"prv": "PRV", "rdp": "RDP", "gdp": "GDP (approximation, no bound)"}
+ACCOUNTANTS = {PRV: "PRV", RDP: "RDP", GDP: "GDP (approximation, no bound)"}
 _MEASURED_BY_CLIENTS = ("train_", "validation_")
 
 
@@ -73,7 +78,7 @@ def overall(event: Event) -> tuple[float | None, float]:
         (3.1, 1e-05)
     """
     clients = event["clients"]
-    prv = {str(place): largest(c["epsilon"].get("prv")) for place, c in enumerate(clients)}
+    prv = {str(place): largest(c["epsilon"].get(PRV)) for place, c in enumerate(clients)}
     delta = max((client["budget"]["delta"] for client in clients), default=0.0)
     return (largest(prv) if prv else None), delta
 
@@ -115,8 +120,8 @@ def search_text(config: Mapping[str, Any], event: Event | None) -> str:
         costs = {str(place): client["search_epsilon"] for place, client in enumerate(told)}
         epsilon, delta = largest(costs), overall(event)[1]
         return (
-            f"private: by itself it costs ({epsilon_text(epsilon)}, {delta:g}) {UNIT}, the largest "
-            "of the clients; it is part of the run's epsilon"
+            f"private: by itself it costs at most ({epsilon_text(epsilon)}, {delta:g}) {UNIT}, the "
+            "largest of the clients; it is part of the run's epsilon"
         )
     algorithm, stages = config.get("algorithm"), config.get("stages") or ["search"]
     if not isinstance(algorithm, dict) or "dp_aware" not in algorithm or "search" not in stages:
@@ -166,9 +171,9 @@ def is_secure(client: Event) -> bool:
 
 
 def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the table of what is released: one row per entry of the schedule."""
+    """Return head and rows of the table of what clients committed to release, by kind."""
     head = ["stage", "verb", "splits", "noise multiplier", "clipping norm"]
-    head += ["expected batch", "rate p", "steps"]
+    head += ["expected batch", "rate p", "steps, at most"]
     rows = [
         [
             *(release["stage"], release["verb"], ", ".join(release["splits"])),
@@ -193,14 +198,14 @@ def client_table(
     """
     clients = event["clients"]
     parts = list(dict.fromkeys(part for client in clients for part in client["records"]))
-    splits = [s for s in parts if any(s in (c["epsilon"].get("prv") or {}) for c in clients)]
+    splits = [s for s in parts if any(s in (c["epsilon"].get(PRV) or {}) for c in clients)]
     head = ["client", f"records: {' / '.join(parts)}"]
     head += [*(f"epsilon, {split} (PRV)" for split in splits), "epsilon (PRV)"]
-    head += [f"epsilon, {ACCOUNTANTS[name]}" for name in ("rdp", "gdp")]
+    head += [f"epsilon, {ACCOUNTANTS[name]}" for name in (RDP, GDP)]
     head += ["delta", "spent of budget (filter)", "noise"]
     rows = []
     for client in clients:
-        prv = client["epsilon"].get("prv") or {}
+        prv = client["epsilon"].get(PRV) or {}
         budget = client["budget"]
         sizes = [f"{client['records'][p]:,}" if p in client["records"] else DASH for p in parts]
         row = [str(client["client"]), " / ".join(sizes)]

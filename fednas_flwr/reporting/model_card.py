@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+from fednas_flwr.files import write_atomically
 from fednas_flwr.reporting import guarantee
 from fednas_flwr.reporting.compare import markdown_table
 from fednas_flwr.reporting.events import Event
-from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.runs import Run, read_run
-from fednas_flwr.reporting.texts import cost, privacy_notes, settings_text
+from fednas_flwr.reporting.texts import NUMBERS, cost, privacy_notes, settings_text, title
 from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent, score
 
 SETTINGS = ("algorithm", "search_space", "retrain", "privacy")
@@ -30,7 +30,9 @@ def write_model_card(run_folder: Path) -> Path:
         _limits(run),
         _privacy(run),
     ]
-    return write_text(run_folder / "MODEL_CARD.md", "\n\n".join(filter(None, sections)) + "\n")
+    return write_atomically(
+        run_folder / "MODEL_CARD.md", "\n\n".join(filter(None, sections)) + "\n"
+    )
 
 
 def _name(run: Run, group: str) -> str:
@@ -41,10 +43,8 @@ def _name(run: Run, group: str) -> str:
 def _heading(run: Run) -> str:
     numbers = run.numbers()
     text = (
-        f"# {_name(run, 'algorithm')} on {_name(run, 'dataset')}\n\n"
-        f"A classifier whose architecture was searched for by several clients together "
-        f"(search space {_name(run, 'search_space')}) and whose weights they then trained "
-        "together; their records stayed with them. Made by fednas_flwr."
+        f"# {title(run)}\n\n{_origin(run)} The records stayed with the clients. "
+        "Made by fednas_flwr."
     )
     if numbers["num_parameters"] is not None:
         text += f"\n\n{count(numbers['num_parameters'])} parameters"
@@ -57,6 +57,26 @@ def _heading(run: Run) -> str:
     if run.status != "completed":
         text += f"\n\n**The run is {run.status}**{': ' + run.reason if run.reason else ''}."
     return text
+
+
+def _origin(run: Run) -> str:
+    """Return what was searched for and trained, as far as the run came."""
+    if run.of_kind("groups"):
+        return "Classifiers of groups of clients: the folder of each group has a card of its own."
+    searched = (
+        f"searched for by several clients together (search space {_name(run, 'search_space')})"
+    )
+    trained = bool(run.rounds("retrain"))
+    if run.rounds("search"):
+        if not trained:
+            return f"An architecture {searched}; its weights were not trained."
+        return (
+            f"A classifier whose architecture was {searched} and whose weights they then trained "
+            "together."
+        )
+    if not trained:
+        return "Nothing was searched for or trained."
+    return "A classifier of a given architecture, whose weights several clients trained together."
 
 
 def _data(run: Run) -> str:
@@ -78,16 +98,15 @@ def _data(run: Run) -> str:
 
 
 def _training(run: Run) -> str:
-    if not run.config:
+    settings = run.settings
+    if not settings:
         return ""
     rows = [
         [f"{group}.{key}" if key else group, text]
         for group in SETTINGS
-        for key, text in _flat(run.settings.get(group))
+        for key, text in _flat(settings.get(group))
     ]
-    rows += [
-        [key, str(run.config[key])] for key in ("clients", "rounds", "seed") if key in run.config
-    ]
+    rows += [[label, str(settings[key])] for key, label in NUMBERS.items() if settings.get(key)]
     started = run.last("run_started") or {}
     versions = started.get("versions") or {}
     made = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -145,8 +164,7 @@ def _limits(run: Run) -> str:
     lines = [
         "## Limits",
         "",
-        "- It was evaluated only on data like its training data, with the seed above; another seed "
-        "gives another architecture and another accuracy.",
+        _seed_limit(run),
         "- Inputs must be prepared as in training (size, channels, normalisation).",
     ]
     known = [client["accuracy"] for client in run.client_results()]
@@ -157,6 +175,16 @@ def _limits(run: Run) -> str:
             f"{percent(min(known))} to {percent(max(known))}{noised}."
         )
     return "\n".join(lines)
+
+
+def _seed_limit(run: Run) -> str:
+    if run.last("evaluated") is None:
+        return "- It was not evaluated."
+    architecture = "another architecture and " if run.rounds("search") else ""
+    return (
+        "- It was evaluated only on data like its training data, with the seed above; another seed "
+        f"gives {architecture}another accuracy."
+    )
 
 
 def _privacy(run: Run) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from fednas_flwr.reporting.events import Event
+from fednas_flwr.reporting.events import Event, clients_of
 
 Figure = dict[str, Any]
 
@@ -80,7 +80,7 @@ def partition(event: Event) -> Figure | None:
     if not counts or not names:
         return None
     by_class = [list(column) for column in zip(*counts, strict=True)]
-    clients = [str(client) for client in range(len(counts))]
+    clients = [str(client) for client in clients_of(event)]
     trace = {
         "type": "heatmap",
         "x": clients,

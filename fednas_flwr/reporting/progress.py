@@ -33,6 +33,7 @@ from fednas_flwr.reporting.guarantee import (
     warning_text,
 )
 from fednas_flwr.reporting.runs import Run, read_run
+from fednas_flwr.reporting.texts import STAGES
 from fednas_flwr.reporting.units import DASH, count, duration, percent, score
 
 RECENT_ROUNDS = 10
@@ -221,7 +222,7 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         ("linear model, F1", score(numbers["linear_f1"])),
         ("parameters", count(numbers["num_parameters"])),
         ("multiply-adds", count(numbers["multiply_adds"])),
-        *((f"time of {name}", duration(stages[name])) for name in stages if name in TIMED_STAGES),
+        *((f"time of {name}", duration(stages[name])) for name in stages if name in STAGES),
         ("client failures", count(len(run.failures()))),
         ("clients that left", count(left or None)),
         ("(epsilon, delta)", overall_text(privacy) if privacy else DASH),
@@ -238,9 +239,6 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     report = run_folder / "report.html"
     if report.exists():
         console.print(Text(f"report: {report}"), soft_wrap=True, highlight=False)
-
-
-TIMED_STAGES = ("search", "retrain")
 
 
 class _TimeLeft(ProgressColumn):

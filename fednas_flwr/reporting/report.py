@@ -1,11 +1,15 @@
 """report.html: one run on one page that needs no network and no server.
 
 `write_report` reads the run folder alone, so it can be called at any time, also for a run that
-failed or still goes on: what the run did not reach has no section.
+failed or still goes on: what the run did not reach has no section. The page's template, style and
+script are the files of ``page/``. The template is rendered with autoescape; only the style, the
+script, plotly.js, the figures' JSON and the cells' SVG are put in as they are, and none of them
+holds text that a client wrote.
 """
 
 import json
 from collections import Counter
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +17,9 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from fednas_flwr.files import write_atomically
 from fednas_flwr.reporting import exploration, guarantee, plots, texts
 from fednas_flwr.reporting.cells import cell_svg
-from fednas_flwr.reporting.files import write_text
-from fednas_flwr.reporting.page import SCRIPT, STYLE, TEMPLATE
 from fednas_flwr.reporting.runs import CONFIG_FILE, Run, read_run
 from fednas_flwr.reporting.units import DASH
 
@@ -71,18 +74,25 @@ def write_report(run_folder: Path) -> Path:
         "groups": texts.group_rows(run),
         "failures": texts.failure_rows(run),
         "failure_text": texts.failure_text(run),
+        "answered_text": texts.answered_text(run),
+        "origin": "found" if run.rounds("search") else "given",
         "warnings": Counter(str(e["message"]) for e in run.of_kind("warning")).most_common(),
         "figures": figures,
         "figures_json": _json(figures),
         "alphas_json": _json({"rounds": alphas["rounds"], "kinds": steps}),
-        "style": Markup(STYLE),
-        "script": Markup(SCRIPT),
+        "style": Markup(_read_part("style.css")),
+        "script": Markup(_read_part("script.js")),
         "plotly": Markup(get_plotlyjs()),
     }
     context["sections"] = _sections(context)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    html = environment.from_string(TEMPLATE).render(context)
-    return write_text(run_folder / "report.html", html)
+    html = environment.from_string(_read_part("report.html.j2")).render(context)
+    return write_atomically(run_folder / "report.html", html)
+
+
+def _read_part(name: str) -> str:
+    """Return a file of ``page/``: template, style or script."""
+    return (resources.files("fednas_flwr.reporting") / "page" / name).read_text(encoding="utf-8")
 
 
 def _json(value: object) -> Markup:
@@ -160,7 +170,7 @@ def _privacy(run: Run) -> dict[str, Any]:
         spent = run.privacy_spent()
         tables = [  # name, how many columns of words come first, head, rows
             (
-                "What is released" + resumed * ", since the run was resumed",
+                "What is released, at most" + resumed * ", since the run was resumed",
                 3,
                 *guarantee.release_table(event),
             ),

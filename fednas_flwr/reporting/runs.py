@@ -17,6 +17,8 @@ from fednas_flwr.reporting.guarantee import overall
 
 CONFIG_FILE = "config.yaml"
 EVENTS_FILE = "events.jsonl"
+STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
+NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
 METRICS = (
     "central_accuracy",
     "central_f1",
@@ -86,14 +88,63 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The configuration as it took effect: private retraining counts steps, not epochs."""
-        retrain, privacy = self.config.get("retrain"), self.config.get("privacy")
-        if not (self.is_private and isinstance(retrain, dict) and isinstance(privacy, dict)):
-            return self.config
-        taken = {key: value for key, value in retrain.items() if key != "local_epochs"}
-        taken["expected_batch_size"] = taken.pop("batch_size", None)
-        taken["local_steps"] = (privacy.get("retrain") or {}).get("local_steps")
-        return self.config | {"retrain": taken}
+        """The configuration as it took effect.
+
+        What only stages read that the run does not have is left out. Private training counts noised
+        steps of an expected batch, not epochs. Hyper-parameters that were searched for are not
+        those of the configuration. Rounds and clients are those that the events tell of.
+        """
+        config = dict(self.config)
+        algorithm = config.get("algorithm")
+        algorithm = algorithm if isinstance(algorithm, dict) else {}
+        stages = config.get("stages") or ["search", *STAGES_AFTER]
+        searches = "search" in stages and "network" not in algorithm
+        for key in () if searches else ("search_space", "rounds"):
+            config.pop(key, None)
+        if "network" in algorithm and config.get("genotype"):
+            config["algorithm"] = {k: v for k, v in algorithm.items() if k != "network"}
+        elif not searches and "network" not in algorithm:
+            config.pop("algorithm", None)
+        if "retrain" not in stages:
+            config.pop("retrain", None)
+        if isinstance(config.get("retrain"), dict):
+            config["retrain"] = _chosen(config["retrain"], algorithm, self.last("derived") or {})
+            if "rounds" in config["retrain"]:
+                planned = config["retrain"]["rounds"]
+                config["retrain"] |= {"rounds": self._done("retrain", planned)}
+        if "rounds" in config:
+            config["rounds"] = self._done("search", config["rounds"])
+        if "clients" in config:
+            config["clients"] = self._clients_text(config["clients"])
+        return self._in_steps(config) if self.is_private else config
+
+    def _in_steps(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return settings with the steps that private clients take in place of epochs."""
+        privacy = config.get("privacy")
+        privacy = privacy if isinstance(privacy, dict) else {}
+        for group, terms in (("algorithm", privacy), ("retrain", privacy.get("retrain") or {})):
+            if isinstance(config.get(group), dict):
+                taken = {k: v for k, v in config[group].items() if k not in NOT_PRIVATE}
+                if "local_epochs" in config[group]:
+                    taken["local_steps"] = terms.get("local_steps")
+                if "batch_size" in taken:
+                    taken["expected_batch_size"] = taken.pop("batch_size")
+                config[group] = taken
+        return config
+
+    def _done(self, stage: str, planned: int) -> int | str:
+        """Return a stage's number of rounds: ``2 of 5`` where the run has not reached all."""
+        done = len(self.rounds(stage))
+        return done if done == planned else f"{done} of {planned}"
+
+    def _clients_text(self, planned: int) -> int | str:
+        """Return how many clients took part, and how many of them left."""
+        names = {event["stage"] for event in self.of_kind("round")}
+        seen = {c for n in names for e in self.rounds(n) for c in e.get("clients") or {}}
+        told = len(seen) or len((self.last("partition") or {}).get("splits") or [])
+        left = len(self.departures())
+        text = f"{told} of {planned}" if told != planned else str(planned)
+        return f"{text}, {left} left before the end" if left else text
 
     @property
     def privacy(self) -> Event | None:
@@ -214,6 +265,19 @@ class Run:
             events = [e for e in events if (e["stage"], e["round"]) not in redone]
             events += [e for e in attempt if e["event"] == kind]
         return events
+
+
+def _chosen(retrain: dict[str, Any], algorithm: dict[str, Any], derived: Event) -> dict[str, Any]:
+    """Return retraining's settings without those whose place searched hyper-parameters took."""
+    if "num_configurations" in algorithm:  # they change from round to round
+        left = {k: v for k, v in retrain.items() if k not in ("weights", "drop_path_prob")}
+        return left | {"hyperparameters": f"chosen by {algorithm.get('name')} in every round"}
+    found = derived.get("configuration")
+    if not found:
+        return dict(retrain)
+    weights = retrain.get("weights") or {}
+    taken = {key: found[key] for key in ("lr", "momentum", "weight_decay") if key in found}
+    return retrain | {"weights": weights | taken, "drop_path_prob": found.get("dropout")}
 
 
 def is_complete(run_folder: Path) -> bool:

@@ -31,8 +31,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fednas_flwr.files import write_atomically
 from fednas_flwr.reporting.compare import markdown_table
-from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.units import DASH, duration, mean_and_deviation
 
 RUN_FIELDS = {"settings", "group", "seed", "commit", "machine", "seconds", "metrics"}
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check:
         print(f"{options.readme}: its tables differ from {options.results}: render them anew.")
         return 1
-    write_text(options.readme, rendered)
+    write_atomically(options.readme, rendered)
     return 0
 
 
@@ -171,7 +171,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 @contextmanager

@@ -7,8 +7,9 @@ from collections import Counter
 from datetime import datetime
 from typing import Any
 
+from fednas_flwr.names import SPLITS
 from fednas_flwr.reporting import guarantee
-from fednas_flwr.reporting.events import Event
+from fednas_flwr.reporting.events import Event, clients_of
 from fednas_flwr.reporting.guarantee import TEST_SEED, UNIT, epsilon_text, overall, warning_text
 from fednas_flwr.reporting.runs import Run
 from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent, score
@@ -23,11 +24,20 @@ GROUPS = {
     "privacy": "privacy",
     "runtime": "runtime",
 }
+NUMBERS = {
+    "genotype": "given genotype",
+    "clients": "clients",
+    "rounds": "search rounds",
+    "seed": "seed",
+}
 NOISED_TEXT = (
     "Clients added noise to what they measured, so it can be below 0, or an accuracy above 100 %."
 )
 SHOWN = {  # what a reader asks first; all settings stand in the configuration
-    "algorithm": ("rule", "reduce", "sampler", "local_epochs", "local_steps", "batch_size"),
+    "algorithm": (
+        *("network", "rule", "reduce", "sampler", "local_epochs", "batch_size"),
+        *("local_steps", "expected_batch_size"),  # private
+    ),
     "search_space": (
         *("channels", "num_cells", "skeleton", "candidates", "width"),
         *("widths", "head", "activation", "norm"),
@@ -49,7 +59,9 @@ def title(run: Run) -> str:
     """Return the page's title: algorithm and data, else the folder's name."""
     if not run.config:
         return f"Run {run.folder.resolve().name}"
-    return f"{_name(run.config, 'algorithm')} on {_name(run.config, 'dataset')}"
+    settings = run.settings
+    what = _name(settings, "algorithm") if "algorithm" in settings else "Given genotype"
+    return f"{what} on {_name(settings, 'dataset')}"
 
 
 def started_text(run: Run) -> str:
@@ -80,7 +92,7 @@ def tiles(run: Run) -> list[dict[str, str]]:
     unit = TEST_SEED if privacy and warning_text(privacy) else f"at delta {delta:g}, {UNIT}"
     parties = Counter(failure["client"] for failure in run.failures())
     left = len(run.departures())
-    troubles = [f"by {len(parties)} clients"] if parties else []
+    troubles = [f"by {len(parties)} client{'s' if len(parties) > 1 else ''}"] if parties else []
     troubles += [f"{left} client{'s' if left > 1 else ''} left"] if left else []
     tiles = [
         ("Test accuracy", percent(central), f"server's test set, {count(examples)} records"),
@@ -94,14 +106,14 @@ def tiles(run: Run) -> list[dict[str, str]]:
         ),
         ("Linear model", percent(linear), gain),
         ("Epsilon", epsilon_text(epsilon) if privacy else DASH, unit),
-        ("Parameters", count(numbers["num_parameters"]), "of the derived network"),
+        ("Parameters", count(numbers["num_parameters"]), "of the network"),
         ("Multiply-adds", count(numbers["multiply_adds"]), "for one example"),
         ("Time", duration(run.total_seconds()), "all stages"),
         ("Traffic", num_bytes(None if traffic is None else traffic * 1e6), "both directions"),
         (
             "Failures",
             str(sum(parties.values())),
-            ", ".join(troubles) or "every client answered",
+            ", ".join(troubles) or answered_text(run),
         ),
     ]
     keys = ("label", "value", "note")
@@ -128,16 +140,14 @@ def facts(run: Run) -> list[tuple[str, str]]:
     """Return name and value of everything that says what was run."""
     config, started = run.settings, run.last("run_started") or {}
     versions = started.get("versions") or {}
+    searched = guarantee.search_text(config, run.privacy)
     facts = [
         *((label, settings_text(config, key)) for key, label in GROUPS.items() if key in config),
-        *(
-            (key, str(config[key]))
-            for key in ("clients", "rounds", "seed", "device")
-            if key in config
-        ),
-        ("the search was", guarantee.search_text(config, run.privacy)),
+        *((label, str(config[key])) for key, label in NUMBERS.items() if config.get(key)),
+        ("the search was", searched if run.rounds("search") else ""),
         ("commit", str(started.get("commit") or "")),
         ("machine", str(started.get("machine") or "")),
+        ("device", str(started.get("device") or "")),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("folder", str(run.folder.resolve())),
     ]
@@ -165,17 +175,33 @@ def privacy_notes(run: Run) -> list[str]:
     resumed = len(run.of_kind("privacy")) > 1
     return [
         *([guarantee.RESUMED] if resumed else []),
+        *([guarantee.NOT_ALL] if run.privacy is not None and not _released_all(run) else []),
         *([guarantee.SIMULATED] if simulated else []),
         *([guarantee.GIVEN_GENOTYPE] if run.config.get("genotype") else []),
     ]
 
 
+def _released_all(run: Run) -> bool:
+    """Return whether the run has reached all rounds of its stages, with all clients."""
+    stages = {event["stage"]: event["rounds"] for event in run.of_kind("stage_started")}
+    committed = {release["stage"] for release in (run.privacy or {}).get("schedule", [])}
+    reached = [
+        len(run.rounds(stage)) == stages.get(stage) for stage in STAGES if stage in committed
+    ]
+    return run.status == "completed" and all(reached) and not run.departures()
+
+
+def answered_text(run: Run) -> str:
+    """Return what a run without failures says of its clients' answers."""
+    any_round = any(run.rounds(stage) for stage in STAGES) or run.of_kind("groups")
+    return "every client answered" if any_round else "no round has finished"
+
+
 def split_rows(partition: dict[str, Any]) -> list[list[str]]:
     """Return client, sizes of its parts, and their sum as table rows."""
-    parts = ("train", "validation", "test")
     return [
-        [str(client), *(f"{split[part]:,}" for part in parts), f"{sum(split[p] for p in parts):,}"]
-        for client, split in enumerate(partition.get("splits") or [])
+        [str(client), *(f"{split[s]:,}" for s in SPLITS), f"{sum(split[s] for s in SPLITS):,}"]
+        for client, split in zip(clients_of(partition), partition.get("splits") or [], strict=True)
     ]
 
 

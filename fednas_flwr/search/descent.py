@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from torch import Tensor, nn
 from fednas_flwr.hardware.costs import HardwareLoss
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search_spaces.space import Supernet
-
-if TYPE_CHECKING:
-    from fednas_flwr.search.local_search import Alternating
 
 Tensors = dict[str, Tensor]  # name -> tensor
 Gradient = Mapping[str, Tensor | None]  # name -> gradient; None or no entry: the step leaves it out
@@ -38,13 +35,16 @@ class Gradients(Protocol):
         What is drawn or computed for a step is the same however often it is asked.
         """
 
-    def alphas(self, supernet: Supernet, rule: Alternating, weights: Descent) -> Gradient:
-        """Return the gradient of a supernet's alphas by a rule, on validation records.
+    def alphas(
+        self, supernet: Supernet, weights: Descent, *, rule: str, validation_weight: float
+    ) -> Gradient:
+        """Return the gradient of a supernet's alphas, on validation records.
 
         Args:
             supernet: Its weights are at the point before the weights' step.
-            rule: Which gradient.
             weights: The weights' own step, which the second order looks ahead by.
+            rule: Which gradient, one of ``settings.RULES``.
+            validation_weight: Weight of the validation loss under ``mixed_level``.
         """
 
     def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:

@@ -12,7 +12,7 @@ from fednas_flwr.hardware.costs import HardwareLoss
 from fednas_flwr.search.architect import alpha_gradient_sum, second_order_gradient
 from fednas_flwr.search.descent import Descent, Gradient, Tensors
 from fednas_flwr.search.gates import alpha_gradient
-from fednas_flwr.search.local_search import Alternating, exact_alpha_gradient
+from fednas_flwr.search.local_search import exact_alpha_gradient
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.search.proxyless import gate_gradient
 from fednas_flwr.search.training import Batch, Tally, weight_gradient, weight_gradient_sum
@@ -86,13 +86,16 @@ class ExactGradients:
             auxiliary_weight=self.auxiliary_weight,
         )
 
-    def alphas(self, supernet: Supernet, rule: Alternating, weights: Descent) -> Gradient:
+    def alphas(
+        self, supernet: Supernet, weights: Descent, *, rule: str, validation_weight: float
+    ) -> Gradient:
         """Return the gradient of the alphas by any rule."""
         gradient, losses = exact_alpha_gradient(
             supernet,
             self.train_batch,
             self.validation_batch,
-            alternating=rule,
+            rule=rule,
+            validation_weight=validation_weight,
             weights=weights,
             objective=self.objective,
         )

@@ -57,7 +57,13 @@ def alternate(
     assert descents.alphas is not None
     supernet.train()
     for _ in gradients.steps():
-        descents.alphas.step(gradients.alphas(supernet, alternating, descents.weights))
+        gradient = gradients.alphas(
+            supernet,
+            descents.weights,
+            rule=alternating.rule,
+            validation_weight=alternating.validation_weight,
+        )
+        descents.alphas.step(gradient)
         descents.weights.step(gradients.weights(supernet))
 
 
@@ -66,7 +72,8 @@ def exact_alpha_gradient(
     train_batch: Batch,
     validation_batch: Batch,
     *,
-    alternating: Alternating,
+    rule: str,
+    validation_weight: float,
     weights: Descent,
     objective: Objective,
 ) -> tuple[dict[str, Tensor], Tensor]:
@@ -76,19 +83,20 @@ def exact_alpha_gradient(
         supernet: At the point before the weights' step.
         train_batch: What the weights step on next.
         validation_batch: What the alphas step on.
-        alternating: The rule.
+        rule: One of ``RULES``.
+        validation_weight: Weight of the validation loss under ``mixed_level``.
         weights: Gives the virtual step of ``second_order`` its constants and its momentum.
         objective: Gives the losses.
     """
-    if alternating.rule == "first_order":
+    if rule == "first_order":
         sums, losses = alpha_gradient_sum(supernet, validation_batch, objective=objective)
         return {kind: g / len(validation_batch[1]) for kind, g in sums.items()}, losses
-    if alternating.rule == "mixed_level":
+    if rule == "mixed_level":
         return mixed_level_gradient(
             supernet,
             train_batch=train_batch,
             validation_batch=validation_batch,
-            validation_weight=alternating.validation_weight,
+            validation_weight=validation_weight,
             objective=objective,
         )
     (constants,) = weights.optimizer.param_groups

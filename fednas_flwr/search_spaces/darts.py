@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import BATCH, FAST, REFERENCE, Engine, Norm
 from fednas_flwr.search_spaces.cell_graph import CellGraphSpace
 from fednas_flwr.search_spaces.darts_network import NODES, OPS, DARTSBody, DARTSNetwork
 from fednas_flwr.search_spaces.darts_wide import WideDARTSBody
 from fednas_flwr.search_spaces.genotype import Genotype
-from fednas_flwr.search_spaces.operations import Norm, check_norm
-from fednas_flwr.search_spaces.space import Engine, Supernet, check_engine, check_sizes
+from fednas_flwr.search_spaces.operations import check_norm
+from fednas_flwr.search_spaces.space import Supernet, check_engine, check_sizes
 
-BODIES = {"fast": WideDARTSBody, "reference": DARTSBody}
+BODIES = {FAST: WideDARTSBody, REFERENCE: DARTSBody}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +45,8 @@ class DARTSSpace(CellGraphSpace):
     num_classes: int
     channels: int = 16
     num_cells: int = 8
-    norm: Norm = "batch"
-    engine: Engine = "fast"
+    norm: Norm = BATCH
+    engine: Engine = FAST
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fednas_flwr.names import Norm
 from fednas_flwr.search_spaces.cell_graph import candidate_edges
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.operations import (
     FactorizedReduce,
     MixedOp,
-    Norm,
     add_all,
     channels_last,
     depthwise_separable,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.names import FAST, GROUP, Engine, Norm
 from fednas_flwr.search_spaces import darts_network
 from fednas_flwr.search_spaces.cell_graph import CELL, WholeGraphSpace
 from fednas_flwr.search_spaces.dp_cells_network import (
@@ -25,9 +26,8 @@ from fednas_flwr.search_spaces.dp_cells_network import (
     DPCellNetwork,
 )
 from fednas_flwr.search_spaces.genotype import Genotype
-from fednas_flwr.search_spaces.operations import Norm, check_norm
+from fednas_flwr.search_spaces.operations import check_norm
 from fednas_flwr.search_spaces.space import (
-    Engine,
     Supernet,
     check_engine,
     check_sizes,
@@ -62,8 +62,8 @@ class DPCellSpace(WholeGraphSpace):
     widths: tuple[int, ...] = (32, 32, 64)
     head: int = 128
     activation: str = "tanh"
-    norm: Norm = "group"
-    engine: Engine = "fast"
+    norm: Norm = GROUP
+    engine: Engine = FAST
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from fednas_flwr.names import Norm
 from fednas_flwr.search_spaces import darts_network
 from fednas_flwr.search_spaces.cell_graph import CELL, candidate_edges
-from fednas_flwr.search_spaces.operations import Norm, add_all, drop_path, make_norm
+from fednas_flwr.search_spaces.operations import add_all, drop_path, make_norm
 
 NODES = range(1, 6)  # K = 5 internal nodes; node 0 is the cell's input
 EDGES = candidate_edges(NODES)

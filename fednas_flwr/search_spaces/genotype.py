@@ -8,12 +8,12 @@ form (:func:`from_json`); whether the ops and edges belong to a space is that sp
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.files import write_atomically
 
 FORMAT = "fednas-genotype"
 VERSION = 1
@@ -107,15 +107,7 @@ def from_json(text: str, *, origin: str = "genotype") -> Genotype:
 
 def save_genotype(path: Path, genotype: Genotype) -> None:
     """Write the genotype to ``path`` at once: a crash leaves the old file or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(to_json(genotype))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, to_json(genotype))
 
 
 def load_genotype(path: Path) -> Genotype:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.names import BATCH, FAST, Engine, Norm
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.mbconv_network import MBConvNetwork
 from fednas_flwr.search_spaces.mbconv_plan import (
@@ -31,9 +32,8 @@ from fednas_flwr.search_spaces.mbconv_plan import (
     Skeleton,
     make_plan,
 )
-from fednas_flwr.search_spaces.operations import Norm, check_norm
+from fednas_flwr.search_spaces.operations import check_norm
 from fednas_flwr.search_spaces.space import (
-    Engine,
     Supernet,
     check_alphas,
     check_cells,
@@ -69,8 +69,8 @@ class MBConvSpace:
     skeleton: Skeleton = SKELETONS["fdnas"]
     candidates: tuple[str, ...] = CANDIDATES["fdnas"]
     width: float = 1.0
-    norm: Norm = "batch"
-    engine: Engine = "fast"
+    norm: Norm = BATCH
+    engine: Engine = FAST
 
     def __post_init__(self) -> None:
         """Refuse what cannot be built, or offers no choice."""

@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from fednas_flwr.names import Norm
 from fednas_flwr.search_spaces.mbconv_plan import CELL, ZERO, Layer, Plan
-from fednas_flwr.search_spaces.operations import Norm, channels_last, drop_path, make_norm
+from fednas_flwr.search_spaces.operations import channels_last, drop_path, make_norm
 
 
 def make_layer(layer: Layer, *, norm: Norm) -> nn.Module:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import BATCH, FAST, Engine, Norm
 from fednas_flwr.search_spaces.cell_graph import CellGraphSpace
 from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.mlp_network import NODES, OPS, MLPBody, MLPNetwork
-from fednas_flwr.search_spaces.operations import Norm, check_norm
-from fednas_flwr.search_spaces.space import Engine, Supernet, check_engine, check_sizes
+from fednas_flwr.search_spaces.operations import check_norm
+from fednas_flwr.search_spaces.space import Supernet, check_engine, check_sizes
 
 LEAST_WIDTH = 8  # half of a reduction cell's half: 2 units, the fewest that a layer norm leaves
 
@@ -46,8 +47,8 @@ class MLPSpace(CellGraphSpace):
     num_classes: int
     channels: int = 32
     num_cells: int = 3
-    norm: Norm = "batch"
-    engine: Engine = "fast"
+    norm: Norm = BATCH
+    engine: Engine = FAST
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""

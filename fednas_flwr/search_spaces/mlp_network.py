@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fednas_flwr.names import GROUP, Norm
 from fednas_flwr.search_spaces.cell_graph import candidate_edges
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
-from fednas_flwr.search_spaces.operations import Norm, discrete_states
+from fednas_flwr.search_spaces.operations import discrete_states
 from fednas_flwr.search_spaces.wide_operations import node_states
 
 OPS = ("none", "skip_connect", "dense_relu", "dense_tanh", "narrow_relu", "narrow_tanh")
@@ -37,7 +38,7 @@ def make_norm(width: int, *, layers: int = 1, norm: Norm, affine: bool) -> nn.Mo
     Group norm over one group is layer norm. More groups, as images have, would leave of a group of
     two units without pixels only which is larger.
     """
-    if norm == "group":
+    if norm == GROUP:
         return nn.GroupNorm(layers, layers * width, affine=affine)
     return nn.BatchNorm1d(layers * width, affine=affine)
 

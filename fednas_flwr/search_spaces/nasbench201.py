@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import BATCH, FAST, REFERENCE, Engine, Norm
 from fednas_flwr.search_spaces.cell_graph import CELL, WholeGraphSpace
 from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.nasbench201_network import (
@@ -21,15 +22,14 @@ from fednas_flwr.search_spaces.nasbench201_network import (
     NASBench201Network,
 )
 from fednas_flwr.search_spaces.nasbench201_wide import WideNASBench201Body
-from fednas_flwr.search_spaces.operations import Norm, check_norm
+from fednas_flwr.search_spaces.operations import check_norm
 from fednas_flwr.search_spaces.space import (
-    Engine,
     Supernet,
     check_engine,
     check_sizes,
 )
 
-BODIES = {"fast": WideNASBench201Body, "reference": NASBench201Body}
+BODIES = {FAST: WideNASBench201Body, REFERENCE: NASBench201Body}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ class NASBench201Space(WholeGraphSpace):
     num_classes: int
     channels: int = 16
     num_cells: int = 5
-    norm: Norm = "batch"
-    engine: Engine = "fast"
+    norm: Norm = BATCH
+    engine: Engine = FAST
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fednas_flwr.names import Norm
 from fednas_flwr.search_spaces.cell_graph import CELL, candidate_edges
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.operations import (
     MixedOp,
-    Norm,
     add_all,
     channels_last,
     discrete_states,

@@ -13,23 +13,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fednas_flwr.errors import unknown_choice
+from fednas_flwr.names import GROUP, NORMS, Norm
 from fednas_flwr.search_spaces.genotype import Edge
 
-Norm = Literal["batch", "group"]
 MAX_GROUPS = 8
 
 
 def check_norm(norm: str) -> None:
-    """Raise ConfigError unless ``norm`` is ``batch`` or ``group``."""
-    if norm not in ("batch", "group"):
-        raise unknown_choice("search_space.norm", norm, ("batch", "group"))
+    """Raise ConfigError unless ``norm`` is one of ``NORMS``."""
+    if norm not in NORMS:
+        raise unknown_choice("search_space.norm", norm, NORMS)
 
 
 def num_groups(channels: int, *, most: int = MAX_GROUPS) -> int:
@@ -49,7 +48,7 @@ def make_norm(
     channels: int, *, norm: Norm, affine: bool, most_groups: int = MAX_GROUPS
 ) -> nn.Module:
     """Return batch normalisation, or group normalisation with :func:`num_groups` groups."""
-    if norm == "group":
+    if norm == GROUP:
         return nn.GroupNorm(num_groups(channels, most=most_groups), channels, affine=affine)
     return nn.BatchNorm2d(channels, affine=affine)
 

@@ -10,20 +10,18 @@ Tensor suffixes: B batch, E edges of a cell, O ops.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.names import ENGINES
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.wide_operations import Stack
 
 ALPHA_STD = 1e-3
 AXES = {"images": ("channels", "height", "width"), "tables": ("features",)}
-
-Engine = Literal["fast", "reference"]
-ENGINES = ("fast", "reference")
 
 
 class Alphas(nn.Module):

@@ -21,9 +21,9 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.cell_analysis import op_shares, variants
 from fednas_flwr.evaluation.export import MODEL_FILE
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
+from fednas_flwr.files import write_atomically
 from fednas_flwr.hardware.latency import machine_name, time_modules
 from fednas_flwr.randomness import make_generator
-from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.runs import CONFIG_FILE, Run, is_complete, read_run
 from fednas_flwr.search_spaces.dp_cells import DP_CELL_SPACES
 from fednas_flwr.search_spaces.dp_cells_network import EDGES
@@ -101,7 +101,9 @@ def analyse(
         "inference": _inference(config, batch_size),
     }
     folder = Path(str(config.run_dir))
-    write_text(folder / ANALYSIS_FILE, json.dumps(analysis, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(
+        folder / ANALYSIS_FILE, json.dumps(analysis, indent=1, ensure_ascii=False) + "\n"
+    )
     return analysis
 
 

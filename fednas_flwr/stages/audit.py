@@ -24,6 +24,7 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Header, Request
 from fednas_flwr.exchange.requests import Commit, Site, TakeGradients
 from fednas_flwr.exchange.states import Packed, load_states, network_states, pack
+from fednas_flwr.names import PRV, REFERENCE
 from fednas_flwr.privacy.audit import AuditResult, audit_steps
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.search.descent import make_sgd
@@ -96,7 +97,7 @@ def _audit(config: Config, num_canaries: int, confidence: float) -> Audit:
     canaries = replace(train, labels=_mislabelled(train, rows), rows=rows)
     supernet = client.network({"name": SUPERNET})
     states = {name: pack(tensors) for name, tensors in network_states(supernet).items() if tensors}
-    auditor = supernet_space(replace(config, engine="reference"), data[0]).supernet()
+    auditor = supernet_space(replace(config, engine=REFERENCE), data[0]).supernet()
     auditor.to(client.device)
     (vector,) = states["weights"].values()
     optimizer = make_sgd([vector], algorithm.weights)
@@ -136,7 +137,7 @@ def _audit(config: Config, num_canaries: int, confidence: float) -> Audit:
         delta=client.gate.allowed.delta,
         confidence=confidence,
     )
-    return Audit(result, claim=committed.facts["epsilon"]["prv"]["train"])
+    return Audit(result, claim=committed.facts["epsilon"][PRV]["train"])
 
 
 def _clipped_gradients(

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fednas_flwr.clients.release import ACCOUNTANTS
 from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.gate import check_facts
 from fednas_flwr.exchange.requests import Commit
-from fednas_flwr.privacy.accounting import epsilon_per_split
+from fednas_flwr.names import PRV
+from fednas_flwr.privacy.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.plan import PlannedRelease
 
 NEEDED_FACTS = ("splits", "budget", "secure_noise")  # that every client must tell of itself
@@ -52,7 +52,7 @@ def commit(
         facts = courier.facts[client]
         try:
             check_facts(reply.facts, needed=("epsilon", "covered_steps"))
-            missing = sorted(committed - set(reply.facts["epsilon"]["prv"]))
+            missing = sorted(committed - set(reply.facts["epsilon"][PRV]))
             if missing:
                 raise ReplyError(f"does not say its epsilon of {', '.join(missing)}")
         except ReplyError as error:
@@ -99,7 +99,7 @@ def _search_epsilon(
     """Return what the search alone costs a client's worst split, by PRV; None is infinite."""
     search = [planned for planned in schedule if planned.stage == "search"]
     releases = [(planned.release(declared), planned.splits) for planned in search]
-    by_split = epsilon_per_split(releases, delta, ACCOUNTANTS["prv"])
+    by_split = epsilon_per_split(releases, delta, ACCOUNTANTS[PRV])
     epsilon = max(by_split.values(), default=0.0)
     return epsilon if math.isfinite(epsilon) else None
 

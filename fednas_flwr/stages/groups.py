@@ -24,8 +24,8 @@ from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.states import Packed
+from fednas_flwr.files import write_atomically
 from fednas_flwr.reporting.events import Event, EventLog
-from fednas_flwr.reporting.files import write_text
 from fednas_flwr.reporting.model_card import write_model_card
 from fednas_flwr.reporting.report import write_report
 from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE, read_run
@@ -75,7 +75,7 @@ def run_groups(
     if groups is None:
         assert strategy is not None  # as the configuration has it
         groups = _by_alphas(run, strategy)
-    write_text(run.folder / GROUPS_FILE, json.dumps(groups, indent=2) + "\n")
+    write_atomically(run.folder / GROUPS_FILE, json.dumps(groups, indent=2) + "\n")
     run.log.emit("groups", group_by=algorithm.group_by, groups=groups)
     states = None if strategy is None else strategy.states
     run_one = partial(_run_one, run, states=states, run_group=run_group, turn=Lock())
@@ -136,7 +136,7 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / CONFIG_FILE).exists():
         text = yaml.safe_dump(json.loads(dump_config(config)), sort_keys=False)
-        write_text(folder / CONFIG_FILE, text)
+        write_atomically(folder / CONFIG_FILE, text)
     log = EventLog(folder / EVENTS_FILE, [partial(_tell, run.log, name)])
     return replace(
         run,

@@ -16,8 +16,8 @@ from fednas_flwr.evaluation.space_costs import measure_network, space_costs
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.gate import check_facts
 from fednas_flwr.exchange.requests import MeasureLatency, Site
+from fednas_flwr.files import write_atomically
 from fednas_flwr.hardware.latency import LatencyTable, from_json, median_table, to_json
-from fednas_flwr.reporting.files import write_text
 from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.stages.run import Run
@@ -41,7 +41,7 @@ def with_latency(run: Run) -> Config:
         return config
     if not path.exists():
         with run.stage("latency"):
-            write_text(path, to_json(_ask(run)))
+            write_atomically(path, to_json(_ask(run)))
     hardware = replace(hardware, table=str(path))
     return replace(config, algorithm=replace(algorithm, hardware=hardware))
 

@@ -38,7 +38,6 @@ from fednas_flwr.builders import (
 from fednas_flwr.config import CFDNASSettings, Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.data.loaders import concat_splits, server_split
 from fednas_flwr.data.partitioners import save_partition
-from fednas_flwr.data.splits import SPLITS
 from fednas_flwr.errors import ReplyError
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
 from fednas_flwr.evaluation.metrics import evaluate, linear_baseline
@@ -56,6 +55,7 @@ from fednas_flwr.exchange.requests import (
 )
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
+from fednas_flwr.names import SPLITS
 from fednas_flwr.reporting.events import EventLog, read_events
 from fednas_flwr.reporting.runs import EVENTS_FILE
 from fednas_flwr.search.settings import Configuration
@@ -87,6 +87,8 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     """
     torch.set_num_threads(config.threads)
     circumstances = _circumstances()
+    if config.runtime.name == "inline":  # elsewhere every client's process chooses its own
+        circumstances["device"] = str(make_device(config.device))
     with log.attempt(resumed=resumed, circumstances=circumstances):
         _run_stages(config, grid, log, circumstances, resumed=resumed)
 
@@ -123,6 +125,7 @@ def _run_stages(
         class_names=list(prepared.train.class_names),
         counts=counts if told else None,
         splits=splits,
+        clients=sorted(courier.facts),
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
     checkpoints = CheckpointFolder(

@@ -15,7 +15,7 @@ import yaml
 from fednas_flwr.builders import parse_config
 from fednas_flwr.config import Config, dump_config
 from fednas_flwr.errors import ConfigError, MissingSettingError
-from fednas_flwr.reporting.files import write_text
+from fednas_flwr.files import write_atomically
 from fednas_flwr.reporting.runs import CONFIG_FILE, is_complete
 
 GENOTYPE_FILE = "genotype.json"
@@ -51,7 +51,7 @@ def create_run_folder(config: Config) -> Config:
         stem = f"{_now()}_{config.algorithm.name}_{config.dataset.name}"
         file = _first_free(RUNS.resolve() / stem) / CONFIG_FILE
     config = replace(config, run_dir=str(file.parent))
-    write_text(file, yaml.safe_dump(json.loads(dump_config(config)), sort_keys=False))
+    write_atomically(file, yaml.safe_dump(json.loads(dump_config(config)), sort_keys=False))
     return config
 
 

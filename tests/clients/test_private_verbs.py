@@ -9,12 +9,6 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch.nn import functional
-
-from fednas_flwr import builders
-from fednas_flwr.clients import release
 from fednas_flwr.clients.private_verbs import (
     METRICS_NORM,
     PRIVATE_VERBS,
@@ -22,6 +16,12 @@ from fednas_flwr.clients.private_verbs import (
     RELEASES,
     check_fields,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from fednas_flwr import builders
+from fednas_flwr.clients import release
 from fednas_flwr.clients.verbs import VERBS
 from fednas_flwr.config import FedAvgSettings, NoPrivacy
 from fednas_flwr.data.loaders import Split

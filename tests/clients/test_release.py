@@ -129,7 +129,7 @@ def test_rows_name_what_was_read_and_both_splits_pay_for_a_release_that_reads_bo
 
 
 def test_epsilon_is_what_other_runs_booked_and_this_one_promised_by_split_and_accountant(make_site):
-    """By hand, from METHODS.md section 3; a second run on the same ledger adds up."""
+    """By hand: releases compose per split that they read, over all runs on the same ledger."""
     items = [i for i in schedule(steps=7) if i["verb"] in ("train.gradients", "train.weights")]
     site = make_site(committed=items)
     site.ask("train.gradients")

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from fednas_flwr.data import splits
 from fednas_flwr.data.splits import assign_splits, hash_positions
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import SPLITS
 
 FRACTIONS = {"train": 0.5, "validation": 0.3, "test": 0.2}
 MANY = np.array([f"record {i}".encode() for i in range(20_000)])
@@ -20,7 +21,7 @@ def shares(draw):
     parts = [draw(st.integers(0, 10)) for _ in range(3)]
     total = sum(parts) or 1
     parts = [part / total for part in parts] if sum(parts) else [1.0, 0.0, 0.0]
-    return dict(zip(splits.SPLITS, parts, strict=True))
+    return dict(zip(SPLITS, parts, strict=True))
 
 
 @given(kept=some_ids, others=some_ids, key=keys, fractions=shares(), data=st.data())
@@ -35,7 +36,7 @@ def test_other_records_never_move_a_record(kept, others, key, fractions, data):
 def test_duplicates_share_a_part_and_empty_parts_stay_empty(ids, key, fractions):
     parts = _parts(ids + ids, key, fractions)
     assert parts[: len(ids)] == parts[len(ids) :]
-    assert all(fractions[splits.SPLITS[part]] > 0 for part in parts)
+    assert all(fractions[SPLITS[part]] > 0 for part in parts)
 
 
 @given(ids=some_ids, key=keys)
@@ -64,7 +65,7 @@ def test_rounded_fractions_send_nothing_to_a_part_without_a_share():
     late = np.array([b"record 2012903"])
     assert hash_positions(late, key=b"key")[0] > 1 - 2e-7
     for shares, part in [((1 - 5e-7, 0, 0), 0), ((0.5, 0.5 - 5e-7, 0), 1), ((0.5, 0.2, 0.3), 2)]:
-        fractions = dict(zip(splits.SPLITS, shares, strict=True))
+        fractions = dict(zip(SPLITS, shares, strict=True))
         assert assign_splits(late, key=b"key", fractions=fractions).tolist() == [part]
 
 

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 
 import pytest
 import torch
 
-from fednas_flwr.exchange.checkpoint import Checkpoint, CheckpointFolder, write_atomically
+from fednas_flwr.exchange.checkpoint import Checkpoint, CheckpointFolder
+from fednas_flwr.files import write_atomically
 
 
 def checkpoint(number, stage="search"):
@@ -113,26 +113,6 @@ def test_the_header_holds_the_hash_of_the_tensors_and_its_own(folder):
     data = (folder.path / "search-000001.safetensors").read_bytes()
     assert json.loads(body)["tensors_sha256"] == hashlib.sha256(data).hexdigest()
     assert b"pickle" not in data
-
-
-@pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_the_old_content(step, tmp_path, monkeypatch):
-    path = tmp_path / "state"
-    write_atomically(path, b"old")
-
-    def fail(*_):
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        if step == "fsync":
-            patch.setattr(os, "fsync", fail)
-        else:
-            patch.setattr("pathlib.Path.replace", fail)
-        with pytest.raises(OSError, match="disk full"):
-            write_atomically(path, b"new and longer")
-    assert path.read_bytes() == b"old"
-    write_atomically(path, b"new")
-    assert path.read_bytes() == b"new"
 
 
 def test_a_kill_between_the_two_files_costs_one_round(folder, monkeypatch, warnings):

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy import policy_file
 from fednas_flwr.privacy.policy import (
     NEVER_PRIVATE,
     PUBLIC_VERBS,
-    SPLITS,
     Asked,
     Commitment,
     DataSetPolicy,

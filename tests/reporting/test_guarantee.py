@@ -106,7 +106,11 @@ def test_the_rate_is_that_of_the_clients(
     schedule = [_release(), _release(**release)]
     head, (_, row) = guarantee.release_table({"schedule": schedule, "clients": clients})
     cells = dict(zip(head, row, strict=True))
-    assert (cells["expected batch"], cells["rate p"], cells["steps"]) == (batch, rate, "1,200")
+    assert (cells["expected batch"], cells["rate p"], cells["steps, at most"]) == (
+        batch,
+        rate,
+        "1,200",
+    )
     assert (cells["noise multiplier"], cells["clipping norm"]) == ("1.25", "0.5")
 
 
@@ -141,9 +145,11 @@ def test_the_kind_of_search_and_its_own_epsilon_are_told() -> None:
         _client(1, {"train": 4.0}, search_epsilon=0.9),
     ]
     event = {"clients": clients, "schedule": [_release()]}
-    assert "private: by itself it costs (1.24, 1e-05)" in guarantee.search_text(aware, event)
+    assert "private: by itself it costs at most (1.24, 1e-05)" in guarantee.search_text(
+        aware, event
+    )
     clients[1]["search_epsilon"] = None  # infinite
-    assert "costs (∞, 1e-05)" in guarantee.search_text(aware, event)
+    assert "costs at most (∞, 1e-05)" in guarantee.search_text(aware, event)
     assert guarantee.search_text({"algorithm": {"name": "fedavg"}}, None) == ""
     assert guarantee.search_text(aware | {"stages": ["retrain"]}, None) == ""
     event["schedule"] = [_release(stage="retrain")]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from plotly.offline import get_plotlyjs
 
+from fednas_flwr.reporting import texts
 from fednas_flwr.reporting.events import EventLog
 from fednas_flwr.reporting.report import write_report
 from fednas_flwr.reporting.runs import read_run
@@ -175,7 +176,7 @@ def test_the_page_of_a_private_run(make_run: Callable[..., Path]) -> None:
         "declared by the clients",
         "Client 1 left the run. Dropped replies",
         "left the run: its budget has ended",
-        "by 1 clients, 1 client left",
+        "by 1 client, 1 client left",
     ):
         assert part in text
     assert "Linear model" not in text
@@ -217,6 +218,62 @@ def test_a_resumed_private_run_says_that_its_table_holds_the_rest(
         log.emit("run_started", resumed=True)
         log.emit("privacy", schedule=rest, clients=accepted["clients"])
     text = Page(write_report(folder)).text
-    assert "What is released, since the run was resumed" in text
+    assert "What is released, at most, since the run was resumed" in text
     assert "counts as booked before" in " ".join(text.split())
     assert "1,200" not in text
+
+
+def test_a_run_that_stopped_early_tells_how_far_it_came(make_run: Callable[..., Path]) -> None:
+    folder = make_run("run", private=True, until="search")
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    kept = [e for e in events if not (e["event"] == "round" and e["round"] == 3)]
+    (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in kept))
+    shown = dict(texts.facts(read_run(folder)))
+    assert shown["search rounds"] == "2 of 3"
+    assert shown["retraining"] == "rounds 0 of 2"
+    assert shown["clients"] == "3, 1 left before the end"
+    page = " ".join(Page(write_report(folder)).text.split())
+    assert "Not all of it was released" in page
+    assert "Search, 2 of 3 rounds" in page
+
+
+def test_a_run_without_a_round_does_not_praise_its_clients(make_run: Callable[..., Path]) -> None:
+    folder = make_run("run", until="start")
+    text = Page(write_report(folder)).text
+    assert "every client answered" not in text
+    assert text.count("no round has finished") == 2
+    shown = dict(texts.facts(read_run(folder)))
+    assert (shown["clients"], shown["search rounds"]) == ("0 of 3", "0 of 3")
+
+
+@pytest.mark.parametrize("stage", ["search", "start"])
+def test_a_search_that_did_not_run_was_not_private(
+    make_run: Callable[..., Path], stage: str
+) -> None:
+    folder = make_run("run", until=stage)
+    config = (folder / "config.yaml").read_text()
+    aware = "dp_aware: {max_grad_norm: 0.1, noise_multiplier: 0.2}"
+    (folder / "config.yaml").write_text(config.replace("alpha_lr: 3e-4", aware))
+    shown = dict(texts.facts(read_run(folder)))
+    assert ("the search was" in shown) == (stage == "search")
+
+
+def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(
+    make_run: Callable[..., Path],
+) -> None:
+    folder = make_run("run", until="start")
+    splits = [{"train": 20, "validation": 5, "test": 5}] * 2
+    with EventLog(folder / "events.jsonl") as log:
+        log.emit(
+            "partition",
+            class_names=["zero", "one"],
+            counts=[[10, 20], [5, 5]],
+            splits=splits,
+            clients=[0, 2],
+            server_test=0,
+        )
+    run = read_run(folder)
+    assert [row[0] for row in texts.split_rows(run.last("partition") or {})] == ["0", "2"]
+    assert dict(texts.facts(run))["clients"] == "2 of 3"
+    figures = json.loads(Page(write_report(folder)).scripts[0])
+    assert figures["partition"]["data"][0]["x"] == ["0", "2"]

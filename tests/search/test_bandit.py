@@ -226,7 +226,7 @@ ALPHA, SIGMA, DELTA = 0.4, 0.2, 0.01
 
 
 def test_theorem_2_corrected():
-    """|alpha r - mu| <= (1 - alpha)|mu| + 3 alpha sigma with probability .997 (METHODS.md)."""
+    """|alpha r - mu| <= (1 - alpha)|mu| + 3 alpha sigma with probability .997: r starts at 0."""
     generator, inside, draws = make_generator(1, "theorem 2"), 0, 20_000
     for mu in (-1.0, 0.0, 0.3, 2.0):
         noise = torch.randn(draws, generator=generator, dtype=torch.float64)
@@ -245,7 +245,7 @@ def test_theorem_2_corrected():
     st.floats(-2, 2), st.floats(-2, 2), st.floats(0.1, 1.0), st.lists(st.floats(-1, 1), max_size=20)
 )
 def test_theorem_3_corrected(estimate, mean, retention, drifts):
-    """|rho^k r_j - mu_{j+k}| <= |rho^k r_j - mu_j| + k delta (METHODS.md)."""
+    """|rho^k r_j - mu_{j+k}| <= |rho^k r_j - mu_j| + k delta: the mean drifts by delta a phase."""
     constants = replace(SETTINGS, retention=retention)
     bandit = Bandit(constants, torch.tensor([estimate, 0.0], dtype=torch.float64))
     later = mean

@@ -1,0 +1,195 @@
+"""All that is changed in Flower, or relied on although it is internal to it: one function a line.
+
+Each function takes effect in the process that calls it. It raises AttributeError where Flower has
+no longer what it replaces: better no process than one without its protection. flwr is pinned to
+the minor version ``VERSION``, for which all this was written and is tested.
+
+=========================  =============================================  =========================
+function                   replaces or sets, of Flower 1.41               because else
+=========================  =============================================  =========================
+guard_superlink            ``uvicorn.run``, as ``flower-superlink``       whoever reaches the port
+                           calls it                                       may start runs
+let_be_missed              ``LinkState.activate_node``                    what a restarted node lost
+                                                                          is waited for till the
+                                                                          deadline
+give_up_replies            ``start_client_internal._push_messages``       a client process that ends
+                                                                          in mid-reply blocks its
+                                                                          SuperNode for ever
+answer_with                ``run_clientapp.install_from_fab`` and         a site executes the code
+                           ``.get_load_client_app_fn``                    that comes with a run
+finish_only_with_a_reply   ``run_clientapp.push_message`` and             a client process that is
+                           ``.push_task_output``                          stopped blocks its
+                                                                          SuperNode for ever
+stop_pulling               ``Grid.pull_messages`` of one grid             a server waits for clients
+                                                                          of a Ray that has stopped
+begin_task                 ``TaskIdentity``, which Flower's processes     messages cannot be made in
+                           set                                            a process of our own
+set_message_id             ``Metadata._message_id``, which a grid sets    replies name no request
+told_reconnections         reads the log message ``_RECONNECTED``         nobody learns that the
+                                                                          SuperLink was away
+=========================  =============================================  =========================
+
+``machines.links`` speaks to a SuperLink by Flower's own client, ``machines.client_process`` calls
+``run_clientapp`` and ``federation.deployment`` the command ``flwr``: they change nothing. Nothing
+is imported here before it is needed: a site starts a process for every message.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from flwr.common.constant import ErrorCode
+
+if TYPE_CHECKING:
+    from flwr.app import Message
+    from flwr.server.superlink.linkstate import LinkState
+    from flwr.serverapp import Grid
+
+VERSION = "1.41"
+CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION  # of a reply
+_RECONNECTED = "Connection successful after %.2f seconds and %s tries."
+
+
+def guard_superlink(serve: Callable[..., None]) -> None:
+    """Have ``serve(run, app=..., ...)`` called in place of ``uvicorn.run(app=..., ...)``."""
+    import uvicorn
+
+    _wrap(uvicorn, "run", lambda run: lambda **settings: serve(run, **settings))
+
+
+def let_be_missed(state: type[LinkState], away_s: float) -> None:
+    """Make nodes that come back wait until they have been away for ``away_s``.
+
+    A SuperNode keeps the messages that it has taken in memory: when it ends, they stay unanswered.
+    Flower gives a server app an error in their place if it asks while the node is away. A node that
+    is started again at once, as by ``systemctl restart``, would be waited for until the deadline.
+    """
+
+    def waiting(activate: Callable[..., bool]) -> Callable[..., bool]:
+        def activate_node(self: LinkState, node_id: int, heartbeat_interval: float) -> bool:
+            for node in self.get_node_info(node_ids=[node_id]):
+                been_away_s = time.time() - node.online_until  # below 0: not away; 0: never on-line
+                if node.online_until and 0 <= been_away_s < away_s:
+                    time.sleep(away_s - been_away_s)
+            return activate(self, node_id, heartbeat_interval)
+
+        return activate_node
+
+    _wrap(state, "activate_node", waiting)
+
+
+def give_up_replies(make_store: Callable[[Any], Any]) -> None:
+    """Have a SuperNode read replies through ``make_store(<its object store>)``."""
+    from flwr.supernode import start_client_internal
+
+    def through(push: Callable[..., None]) -> Callable[..., None]:
+        return lambda *, object_store, **arguments: push(
+            object_store=make_store(object_store), **arguments
+        )
+
+    _wrap(start_client_internal, "_push_messages", through)
+
+
+def answer_with(
+    load_app: Callable[[str, str, str], Callable[..., Message]], check: Callable[[bytes], None]
+) -> None:
+    """Have a client process answer by ``load_app``, whatever it is told to install and load.
+
+    Args:
+        load_app: Given id, version and hash of a run's bundle, returns the app.
+        check: Raises for a bundle that is refused.
+    """
+    from flwr.supernode.runtime import run_clientapp
+
+    _wrap(run_clientapp, "install_from_fab", lambda _: lambda fab, *, skip_prompt: check(fab))
+    _wrap(run_clientapp, "get_load_client_app_fn", lambda _: lambda **__: load_app)
+
+
+def finish_only_with_a_reply() -> None:
+    """Let a client process that is stopped look like one that was killed.
+
+    Flower's SuperNode answers in the place of the latter after a minute. The former reports that it
+    has finished, and the SuperNode would wait for its reply, and take no other message, for ever.
+    """
+    from flwr.supernode.runtime import run_clientapp
+
+    replied = threading.Event()
+
+    def noting(push: Callable[..., None]) -> Callable[..., None]:
+        def push_and_note(client: Any, message: Any, context: Any) -> None:
+            push(client, message, context)
+            replied.set()
+
+        return push_and_note
+
+    def finishing(finish: Callable[..., None]) -> Callable[..., None]:
+        def finish_if_replied(client: Any, context: Any, sub_status: str, details: str) -> None:
+            if replied.is_set():
+                finish(client, context, sub_status, details)
+
+        return finish_if_replied
+
+    _wrap(run_clientapp, "push_message", noting)
+    _wrap(run_clientapp, "push_task_output", finishing)
+
+
+def stop_pulling(grid: Grid, stops: list[BaseException]) -> None:
+    """Have ``grid`` raise the first of ``stops``, once there is one, and look for no more replies.
+
+    Flower's simulation ends when Ray fails, but its grid goes on saying that no reply is there yet.
+    """
+
+    def stopping(pull: Callable[..., Iterable[Message]]) -> Callable[..., Iterable[Message]]:
+        def pull_unless_stopped(message_ids: Iterable[str]) -> Iterable[Message]:
+            if stops:
+                raise stops[0]
+            return pull(message_ids)
+
+        return pull_unless_stopped
+
+    _wrap(grid, "pull_messages", stopping)
+
+
+def begin_task(node_id: int) -> None:
+    """Say that this process is task 1 of run 1 at a node: messages take their sender from it."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    _wrap(TaskIdentity, "_task_id", lambda _: 1)
+    _wrap(TaskIdentity, "_run_id", lambda _: 1)
+    _wrap(TaskIdentity, "_node_id", lambda _: node_id)
+
+
+def set_message_id(message: Message, message_id: str) -> None:
+    """Give a message the id that its reply will name."""
+    _wrap(message.metadata, "_message_id", lambda _: message_id)
+
+
+@contextmanager
+def told_reconnections(tell: Callable[[float], None]) -> Iterator[None]:
+    """Call ``tell`` with the seconds that the SuperLink was away whenever it is reached again."""
+
+    def read(record: logging.LogRecord) -> bool:
+        if record.msg == _RECONNECTED and isinstance(record.args, tuple):
+            tell(float(str(record.args[0])))
+        return True
+
+    flower = logging.getLogger("flwr")
+    flower.addFilter(read)
+    try:
+        yield
+    finally:
+        flower.removeFilter(read)
+
+
+def _wrap(owner: object, name: str, make: Callable[[Any], Any]) -> None:
+    """Set an attribute of ``owner`` to what ``make`` returns for the present one.
+
+    Raises:
+        AttributeError: There is none: this is another Flower.
+    """
+    setattr(owner, name, make(getattr(owner, name)))

@@ -1,0 +1,24 @@
+"""Names and ranges that packages beside each other share, each written once.
+
+A name with one user, or whose users stand above one another, belongs to the lowest of them; here
+stands what is in conf/, in a request and in a report alike. Free of torch, to load at once.
+"""
+
+from typing import Literal, get_args
+
+SPLITS = ("train", "validation", "test")  # the parts of a client's records
+
+Norm = Literal["batch", "group"]  # how a network normalises
+NORMS: tuple[Norm, Norm] = get_args(Norm)
+BATCH, GROUP = NORMS
+
+Engine = Literal["fast", "reference"]  # how a supernet is computed, to the same result
+ENGINES: tuple[Engine, Engine] = get_args(Engine)
+FAST, REFERENCE = ENGINES
+
+# How epsilon is computed from a schedule: numerically, by Renyi divergences, by a central limit.
+PRV, RDP, GDP = ACCOUNTANTS = ("prv", "rdp", "gdp")
+
+LEAST_EPSILON, LARGEST_EPSILON = 1e-3, 1e6  # of a budget and of a target
+LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER = 1e-3, 1e6
+LARGEST_MICRO_BATCH = 1024  # records whose gradients are held at a time

@@ -1,0 +1,29 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from fednas_flwr.names import ACCOUNTANTS, ENGINES, NORMS, SPLITS
+from fednas_flwr.privacy import accounting
+from fednas_flwr.reporting import guarantee
+
+PACKAGE = Path(__file__).parents[1] / "fednas_flwr"
+
+
+def test_every_accountant_computes_and_is_shown():
+    assert tuple(accounting.ACCOUNTANTS) == tuple(guarantee.ACCOUNTANTS) == ACCOUNTANTS
+
+
+def test_no_other_module_lists_the_names_again():
+    lists = [
+        re.compile(r",\s*".join(f'"{name}"' for name in names))
+        for names in (SPLITS, NORMS, ENGINES, ACCOUNTANTS)
+    ]
+    modules = [path for path in PACKAGE.rglob("*.py") if path.name != "names.py"]
+    assert [path for path in modules for names in lists if names.search(path.read_text())] == []
+
+
+def test_settings_are_checked_without_loading_torch_or_numpy():
+    program = "import sys, fednas_flwr.config\nprint(sorted({'numpy', 'torch'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
