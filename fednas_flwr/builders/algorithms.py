@@ -100,8 +100,9 @@ def _fed_darts(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
 
     algorithm = config.algorithm
     assert isinstance(algorithm, FedDARTSSettings)
-    alternating = Alternating(algorithm.rule, algorithm.validation_weight)
-    own = own_settings(algorithm, "rule", "validation_weight")
+    terms = ("rule", "validation_weight", "proximal")
+    alternating = Alternating(*(getattr(algorithm, term) for term in terms))
+    own = own_settings(algorithm, *terms)
     return FedDARTS, own | {"alternating": alternating}
 
 
@@ -342,12 +343,15 @@ ALGORITHMS: dict[str, Algorithm] = {
         retrain_releases=_fed_avg_releases,
         refuses=refusals.of_dp_fnas,
     ),
-    "fed_darts": Algorithm(
-        FedDARTSSettings,
-        _fed_darts,
-        search_releases=_fed_darts_releases,
-        retrain_releases=_fed_avg_releases,
-        refuses=refusals.of_mixed_splits,
+    **dict.fromkeys(
+        ("fed_darts", "fedprox_darts"),
+        Algorithm(
+            FedDARTSSettings,
+            _fed_darts,
+            search_releases=_fed_darts_releases,
+            retrain_releases=_fed_avg_releases,
+            refuses=refusals.of_mixed_splits,
+        ),
     ),
     "fednas": Algorithm(FedDARTSSettings, _fed_darts),
     "feathers": Algorithm(

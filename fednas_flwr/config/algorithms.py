@@ -44,6 +44,7 @@ class FedDARTSSettings(AlgorithmSettings):
     local_epochs: int
     batch_size: int
     validation_weight: float
+    proximal: float
     weights: SGD
     alphas: Adam
 
@@ -51,7 +52,7 @@ class FedDARTSSettings(AlgorithmSettings):
         """Check the ranges."""
         if self.rule not in RULES:
             raise unknown_choice("algorithm.rule", self.rule, RULES)
-        check_least(self, "algorithm", local_epochs=1, batch_size=1)
+        check_least(self, "algorithm", local_epochs=1, batch_size=1, proximal=0)
 
 
 @dataclass(frozen=True)

@@ -31,16 +31,20 @@ class Alternating:
     Attributes:
         rule: Of the alphas' gradient, one of ``RULES``.
         validation_weight: Weight of the validation loss under ``mixed_level``, at least 0.
+        proximal: mu, at least 0: the weights' loss has ``(mu / 2) ||w - w_0||^2`` added, w_0 being
+            those that the search began with (FedProx: Li et al. 2020, arXiv 1812.06127, Eq. 2). It
+            reads no record, so that it costs no privacy.
     """
 
     rule: str
     validation_weight: float = 1.0
+    proximal: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         if self.rule not in RULES:
             raise unknown_choice("rule", self.rule, RULES)
-        check_least(self, "", validation_weight=0)
+        check_least(self, "", validation_weight=0, proximal=0)
 
 
 def alternate(
@@ -56,6 +60,8 @@ def alternate(
     """
     assert descents.alphas is not None
     supernet.train()
+    held = supernet.weights() if alternating.proximal else {}
+    start = {name: weight.detach().clone() for name, weight in held.items()}
     for _ in gradients.steps():
         gradient = gradients.alphas(
             supernet,
@@ -64,7 +70,11 @@ def alternate(
             validation_weight=alternating.validation_weight,
         )
         descents.alphas.step(gradient)
-        descents.weights.step(gradients.weights(supernet))
+        by_weights = dict(gradients.weights(supernet))
+        for name, at_start in start.items():
+            pull = alternating.proximal * (held[name].detach() - at_start)
+            by_weights[name] = pull if (own := by_weights[name]) is None else own + pull
+        descents.weights.step(by_weights)
 
 
 def exact_alpha_gradient(
