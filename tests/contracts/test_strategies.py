@@ -15,6 +15,7 @@ from fednas_flwr.search_spaces.genotype import to_json
 
 SETTINGS = {
     "fed_darts": [],
+    "fedprox_darts": ["algorithm.proximal=0.1"],
     "fednas": [],
     "fnas": ["algorithm.batch_size=16"],
     "vanilla_nas": ["clients=1", "algorithm.batch_size=16"],
