@@ -116,13 +116,22 @@ class SearchSpace(Protocol):
         """Return a newly initialised supernet; draws from torch's global generator."""
 
     def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
-        """Return the architecture that the alphas stand for; ties go to the lowest index."""
+        """Return the architecture that the alphas stand for; ties go to the lowest index.
+
+        It is never degenerate.
+        """
 
     def random_genotype(self, generator: torch.Generator) -> Genotype:
         """Return a genotype drawn uniformly from those that ``derive`` can return."""
 
+    def is_degenerate(self, genotype: Genotype) -> bool:
+        """Return whether nothing in the cells can be trained, see ``degenerate``."""
+
     def check(self, genotype: Genotype) -> None:
-        """Raise ConfigError unless the genotype belongs to this space, in its canonical order."""
+        """Raise ConfigError unless the genotype belongs to this space, in its canonical order.
+
+        Degenerate ones do: a user may train one.
+        """
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> nn.Module:
         """Return the newly initialised discrete network of the space's sizes, to be trained.
