@@ -105,6 +105,10 @@ class SearchSpace(Protocol):
         """The name users choose the space by; the ``space`` of its genotypes."""
 
     @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one example."""
+
+    @property
     def ops(self) -> tuple[str, ...]:
         """Names of the candidate ops, in the order of an alpha row."""
 
@@ -137,7 +141,8 @@ class SearchSpace(Protocol):
         """Return the newly initialised discrete network of the space's sizes, to be trained.
 
         Its forward returns logits; in train mode with an auxiliary head a pair, logits and
-        auxiliary logits. A trainer sets its attribute ``drop_path_prob``.
+        auxiliary logits. A trainer sets its attribute ``drop_path_prob``. Its method ``chain()``
+        returns the modules that compute one after the other, from the stem to the last cell.
         """
 
 
