@@ -98,7 +98,7 @@ def main() -> None:
                         "commit": commit(),
                         "machine": machine_name(torch.device("cpu")),
                         "seconds": time.monotonic() - started,
-                        "metrics": compare(scored, scores, table, draws=draws, seed=options.seed),
+                        "metrics": metrics,
                     },
                 )
 
