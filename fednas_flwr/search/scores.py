@@ -6,10 +6,10 @@ reads data, so that a server can rank architectures alone and no client spends a
 one ranking.
 
 ``AZ_NAS`` is what we recommend: of the published scores its rank correlation on NAS-Bench-201 is
-the highest, after 12 epochs (.58, synflow .36; ``scripts/results/scores.json``) as in its paper after
-200, and of 250 cells it seldom chooses a bad one. No score is best everywhere: among good cells
-none knows more, and by 12 epochs the average choice of NASWOT is better. Nothing here was tuned on
-a table.
+the highest, after 12 epochs (.58, synflow .36; ``scripts/results/scores.json``) as in its paper
+after 200, and of 250 cells it seldom chooses a bad one. No score is best everywhere: among good
+cells none knows more, and by 12 epochs the average choice of NASWOT is better. Nothing here
+was tuned on a table.
 
 Tensor suffixes: B batch, C channels, H height, W width, P positions (batch and pixels), N networks.
 """
