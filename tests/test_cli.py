@@ -78,7 +78,7 @@ MISTAKES = {  # overrides: what the sentence must say
     "retrain.weights.lr=.inf": ["retrain.weights.lr=.inf", "a number"],
     "rounds=0": ["rounds=0", "1 or more"],
     "retrain.weights.lr=-1": ["retrain.weights.lr=-1", "above 0"],
-    "algorithm.alphas.lr=-1": ["algorithm.alphas.lr=-1", "0 or more"],
+    "algorithm.alphas.lr=-1": ["algorithm.alphas.lr=-1", "0 to 1e+30"],
     "runtime.quorum=2": ["runtime.quorum=2.0", "above 0, at most 1"],
     "device=gpu": ["device=gpu", "auto, cpu, cuda", "(nearest: cpu)"],
     "retrain.norm=bach": ["retrain.norm=bach", "(nearest: batch)"],
@@ -243,10 +243,10 @@ def test_resume_of_a_finished_run_adds_nothing(
 def test_first_clients_error_is_on_top(
     tiny_overrides: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(client, request):
+    def broken(client, request, asked):
         raise ZeroDivisionError(f"disk {client.index} is full")
 
-    monkeypatch.setitem(verbs.VERBS, "train.search", broken)
+    monkeypatch.setitem(verbs.ANSWERS, "train.search", broken)
     assert cli.main(["run", *tiny_overrides]) == cli.RUN_FAILED
     output = capsys.readouterr()
     assert output.err.startswith("fednas: QuorumError: client 0: ZeroDivisionError: disk 0 is full")
@@ -261,12 +261,12 @@ def test_sweep_goes_on_after_a_failing_job_and_says_so(
 ) -> None:
     search = verbs.search
 
-    def broken_for_seed_2(client, request):
+    def broken_for_seed_2(client, request, asked):
         if client.seed == 2:
             raise ZeroDivisionError("disk is full")
-        return search(client, request)
+        return search(client, request, asked)
 
-    monkeypatch.setitem(verbs.VERBS, "train.search", broken_for_seed_2)
+    monkeypatch.setitem(verbs.ANSWERS, "train.search", broken_for_seed_2)
     sweep = ["-m", "seed=1,2,3", "stages=[search]", "clients=2", "rounds=1", "run_dir=sweep"]
     assert cli.main(["run", *tiny_overrides, *sweep]) == cli.RUN_FAILED
     output = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Commands that read what runs have left: report, compare, analyse, tables."""
+"""Commands that read what runs have left: report, compare, analyse, lookup, tables."""
 
 from __future__ import annotations
 
@@ -31,6 +31,20 @@ def add_commands(commands: Commands) -> None:
     )
     parser.add_argument("--retrain", action="store_true", help="train the changed cells, too")
     parser.add_argument("--batch-size", type=int, default=1, help="of inference (default: 1)")
+    parser = add_command(
+        commands,
+        "lookup",
+        lookup,
+        help="published accuracy of found NAS-Bench-201 cells",
+    )
+    parser.add_argument("run_folders", type=Path, nargs="+", help="run folders or sweeps")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        required=True,
+        help="CSV (also compressed) or Parquet file with a column of cells, as "
+        "|op~0|+|op~0|op~1|+|op~0|op~1|op~2|, and columns of accuracies",
+    )
     parser = add_command(
         commands, "tables", tables, help="render README tables from scripts/results"
     )
@@ -84,6 +98,21 @@ def analyse_run(options: argparse.Namespace, overrides: list[str]) -> int:
         analyse(config, runs=runs, variant_folders=variants, batch_size=options.batch_size)
     )
     print(Path(str(config.run_dir)) / ANALYSIS_FILE)
+    return 0
+
+
+def lookup(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Print what a table says of the cells that runs have found."""
+    from fednas_flwr.reporting.compare import run_folders
+    from fednas_flwr.reporting.lookup import print_lookup, read_table
+    from fednas_flwr.reporting.runs import EVENTS_FILE, read_run
+
+    folders = run_folders(options.run_folders)
+    table = read_table(options.table)
+    for folder in folders:
+        if not (folder / EVENTS_FILE).is_file():
+            raise ConfigError(f"{folder} has no genotype to look up: its run has not begun.")
+    print_lookup(table, [read_run(folder) for folder in folders])
     return 0
 
 

@@ -110,7 +110,7 @@ def compare_runs(folders: Iterable[Path]) -> Comparison:
     """
     members: dict[str, dict[Any, Run]] = {}
     not_counted = []
-    for folder in _run_folders(folders):
+    for folder in run_folders(folders):
         run, reason = _finished(folder)
         if run is not None:
             key = json.dumps(_flat_settings(run.config), sort_keys=True, default=str)
@@ -164,8 +164,12 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     ]
 
 
-def _run_folders(folders: Iterable[Path]) -> list[Path]:
-    """Return all run folders, each once: those with a configuration or events in them."""
+def run_folders(folders: Iterable[Path]) -> list[Path]:
+    """Return all run folders in or below some folders, each once.
+
+    Raises:
+        ConfigError: A folder does not exist, or there is no run in it.
+    """
     found: dict[Path, Path] = {}
     for folder in folders:
         if not folder.is_dir():

@@ -11,12 +11,19 @@ Tensor suffixes: E edges, O ops.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.search_spaces.degenerate import (
+    first_trained,
+    has_weights,
+    nearest_trained,
+    routes,
+)
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.space import check_alphas, check_cells, check_op
 
@@ -109,6 +116,8 @@ class CellGraphSpace:
 
         Every node keeps the two incoming edges whose best op other than ``none`` has the largest
         softmax weight, each with that op. Ties go to the lowest op and the lowest source.
+        Deviation: if none of these ops has weights, the edge on which it costs the least
+        log-probability takes its strongest op that has (``degenerate.nearest_trained``).
 
         Raises:
             ValueError: If kinds or shapes are wrong or an alpha is not finite.
@@ -118,21 +127,50 @@ class CellGraphSpace:
             kind: strongest_edges(alphas[kind], ops=self.ops, nodes=self.nodes)
             for kind in self.cell_kinds
         }
-        return Genotype(space=self.name, cells=cells)
+        genotype = Genotype(space=self.name, cells=cells)
+        return self._nearest(genotype, alphas) if self.is_degenerate(genotype) else genotype
 
     def random_genotype(self, generator: torch.Generator) -> Genotype:
-        """Return a uniform genotype: two distinct sources per node, any op but ``none`` on each."""
-        cells = {
-            kind: random_edges(generator, ops=self.ops, nodes=self.nodes)
-            for kind in self.cell_kinds
-        }
-        return Genotype(space=self.name, cells=cells)
+        """Return a uniform genotype that is not degenerate.
+
+        That is two distinct sources per node and any op but ``none`` on each, drawn anew while no
+        op has weights.
+        """
+
+        def draw() -> Genotype:
+            cells = {
+                kind: random_edges(generator, ops=self.ops, nodes=self.nodes)
+                for kind in self.cell_kinds
+            }
+            return Genotype(space=self.name, cells=cells)
+
+        return first_trained(draw, self.is_degenerate)
+
+    def is_degenerate(self, genotype: Genotype) -> bool:
+        """Return whether no op of any cell has weights; every op lies on a route."""
+        cells = genotype.cells.values()
+        return not any(has_weights(edges, outputs=self.nodes) for edges in cells)
 
     def check(self, genotype: Genotype) -> None:
-        """Raise ConfigError unless the genotype is one that :meth:`derive` can return."""
+        """Raise ConfigError unless the genotype has the form that :meth:`derive` returns."""
         check_cells(genotype, space=self.name, kinds=self.cell_kinds)
         for kind, edges in genotype.cells.items():
             check_edges(edges, kind=kind, ops=self.ops, nodes=self.nodes)
+
+    def _nearest(self, genotype: Genotype, alphas: Mapping[str, Tensor]) -> Genotype:
+        """Return the genotype with the op of one edge changed to one that has weights."""
+        kept = [(kind, edge) for kind in self.cell_kinds for edge in genotype.cells[kind]]
+        candidates = candidate_edges(self.nodes)
+        path = nearest_trained(
+            [alphas[k].detach().tolist()[candidates.index((e.source, e.target))] for k, e in kept],
+            [self.ops.index(edge.op) for _, edge in kept],
+            ops=self.ops,
+            routes=[[index] for index in range(len(kept))],
+        )
+        cells: dict[str, tuple[Edge, ...]] = dict.fromkeys(self.cell_kinds, ())
+        for (kind, edge), op in zip(kept, path, strict=True):
+            cells[kind] += (replace(edge, op=self.ops[op]),)
+        return Genotype(space=self.name, cells=cells)
 
 
 class WholeGraphSpace:
@@ -144,11 +182,13 @@ class WholeGraphSpace:
         name: The name users choose the space by.
         ops: Names of the ops on every edge.
         nodes: The nodes of the cell that are no inputs.
+        outputs: The nodes that the cell's output is made of.
     """
 
     name: ClassVar[str]
     ops: ClassVar[tuple[str, ...]]
     nodes: ClassVar[range]
+    outputs: ClassVar[range]
 
     @property
     def cell_kinds(self) -> dict[str, int]:
@@ -158,22 +198,35 @@ class WholeGraphSpace:
     def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
         """Return the genotype with the op of the largest alpha on every edge, ``none`` included.
 
-        Ties go to the lowest op.
+        Ties go to the lowest op. Where these ops are degenerate, the most likely ops that are not
+        take their place (``degenerate.nearest_trained``).
 
         Raises:
             ValueError: If kinds or shapes are wrong or an alpha is not finite.
         """
         num_ops = len(self.ops)
         check_alphas(alphas, num_edges=self.cell_kinds, num_ops=num_ops)
+        rows = alphas[CELL].detach().tolist()
         # max() keeps the first of equals, which torch.argmax does not promise.
-        return self.genotype(
-            max(range(num_ops), key=row.__getitem__) for row in alphas[CELL].detach().tolist()
-        )
+        path = [max(range(num_ops), key=row.__getitem__) for row in rows]
+        genotype = self.genotype(path)
+        if not self.is_degenerate(genotype):
+            return genotype
+        ways = routes(candidate_edges(self.nodes), outputs=self.outputs)
+        return self.genotype(nearest_trained(rows, path, ops=self.ops, routes=ways))
 
     def random_genotype(self, generator: torch.Generator) -> Genotype:
-        """Return one of all cells, each with the same probability."""
+        """Return one of all cells that are not degenerate, each with the same probability."""
         shape = (len(candidate_edges(self.nodes)),)
-        return self.genotype(torch.randint(len(self.ops), shape, generator=generator).tolist())
+
+        def draw() -> Genotype:
+            return self.genotype(torch.randint(len(self.ops), shape, generator=generator).tolist())
+
+        return first_trained(draw, self.is_degenerate)
+
+    def is_degenerate(self, genotype: Genotype) -> bool:
+        """Return whether no op with weights lies on a route from the input to the output."""
+        return not has_weights(genotype.cells[CELL], outputs=self.outputs)
 
     @classmethod
     def genotype(cls, path: Iterable[int]) -> Genotype:

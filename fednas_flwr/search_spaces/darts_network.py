@@ -136,6 +136,10 @@ class DARTSNetwork(nn.Module):
         logits: Tensor = self.classifier(last.mean(dim=(2, 3)))
         return logits if auxiliary_logits is None else (logits, auxiliary_logits)
 
+    def chain(self) -> list[nn.Module]:
+        """Return the stem and the cells, in the order of computation."""
+        return [self.stem, *self.cells]
+
 
 class AuxiliaryHead(nn.Module):
     """The second classifier of DARTS networks, for feature maps of any size.

@@ -56,6 +56,7 @@ class DPCellSpace(WholeGraphSpace):
     name: ClassVar[str] = "dp_cells"
     ops: ClassVar[tuple[str, ...]] = OPS
     nodes: ClassVar[range] = NODES
+    outputs: ClassVar[range] = NODES
 
     input_shape: tuple[int, ...]
     num_classes: int

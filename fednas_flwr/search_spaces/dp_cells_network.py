@@ -145,6 +145,10 @@ class DPCellNetwork(nn.Module):
         logits: Tensor = self.head(x)
         return logits
 
+    def chain(self) -> list[nn.Module]:
+        """Return the stem and the cells, in the order of computation."""
+        return [self.stem, *self.blocks]
+
     def checked_path(self, path: Sequence[int]) -> list[int]:
         """Return a path as a list.
 

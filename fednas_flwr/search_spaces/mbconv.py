@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.names import BATCH, FAST, Engine, Norm
+from fednas_flwr.search_spaces.degenerate import WEIGHTLESS, first_trained, nearest_trained
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.mbconv_network import MBConvNetwork
 from fednas_flwr.search_spaces.mbconv_plan import (
@@ -135,7 +136,8 @@ class MBConvSpace:
     def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
         """Return the genotype with the op of the largest alpha in every block that it offers.
 
-        Ties go to the lowest op.
+        Ties go to the lowest op. If this is ``zero`` in every block, the block in which it costs
+        the least log-probability takes its likeliest other op.
 
         Raises:
             ValueError: If kinds or shapes are wrong or an alpha is not finite.
@@ -143,17 +145,34 @@ class MBConvSpace:
         check_alphas(alphas, num_edges=self.cell_kinds, num_ops=len(self.ops))
         rows = alphas[CELL].detach().tolist()
         # max() keeps the first of equals, which torch.argmax does not promise.
-        return self.genotype(
+        path = [
             max(offered, key=row.__getitem__)
             for row, offered in zip(rows, self.offered, strict=True)
-        )
+        ]
+        genotype = self.genotype(path)
+        if self.is_degenerate(genotype):  # so every block offers every op
+            ways = [[block] for block in range(len(path))]
+            return self.genotype(nearest_trained(rows, path, ops=self.ops, routes=ways))
+        return genotype
 
     def random_genotype(self, generator: torch.Generator) -> Genotype:
-        """Return any genotype with the same probability."""
-        return self.genotype(
-            offered[int(torch.randint(len(offered), (), generator=generator))]
-            for offered in self.offered
-        )
+        """Return any genotype that is not degenerate with the same probability."""
+
+        def draw() -> Genotype:
+            return self.genotype(
+                offered[int(torch.randint(len(offered), (), generator=generator))]
+                for offered in self.offered
+            )
+
+        return first_trained(draw, self.is_degenerate)
+
+    def is_degenerate(self, genotype: Genotype) -> bool:
+        """Return whether every block is ``zero``.
+
+        A block that changes the size or the channels does not offer it, and most skeletons have
+        such a block.
+        """
+        return all(edge.op in WEIGHTLESS for edge in genotype.cells[CELL])
 
     @property
     def offered(self) -> list[list[int]]:
@@ -171,7 +190,7 @@ class MBConvSpace:
         return [self.ops.index(edge.op) for edge in genotype.cells[CELL]]
 
     def check(self, genotype: Genotype) -> None:
-        """Raise ConfigError unless the genotype is one that :meth:`derive` can return."""
+        """Raise ConfigError unless the genotype has the form that :meth:`derive` returns."""
         check_cells(genotype, space=self.name, kinds=self.cell_kinds)
         edges, blocks = genotype.cells[CELL], self.plan.blocks
         for edge in edges:

@@ -84,6 +84,10 @@ class MBConvNetwork(nn.Module):
         logits: Tensor = self.after(x)
         return logits
 
+    def chain(self) -> list[nn.Module]:
+        """Return the stem, the first block, the searchable blocks and the head's convolution."""
+        return [*self.before, *self.blocks, self.after[0]]
+
 
 class Block(nn.Module):
     """One searchable block: the candidate ops between two feature maps, plus the input if it fits.

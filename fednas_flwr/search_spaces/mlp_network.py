@@ -96,6 +96,10 @@ class MLPNetwork(nn.Module):
         logits: Tensor = self.classifier(last)
         return logits
 
+    def chain(self) -> list[nn.Module]:
+        """Return the cells, in the order of computation."""
+        return list(self.cells)
+
 
 class MLPBody(nn.Module):
     """Search cells and classifier."""

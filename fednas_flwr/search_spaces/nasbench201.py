@@ -49,6 +49,7 @@ class NASBench201Space(WholeGraphSpace):
     name: ClassVar[str] = "nasbench201"
     ops: ClassVar[tuple[str, ...]] = OPS
     nodes: ClassVar[range] = NODES
+    outputs: ClassVar[range] = NODES[-1:]
 
     input_shape: tuple[int, ...]
     num_classes: int

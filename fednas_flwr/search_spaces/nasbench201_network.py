@@ -89,6 +89,14 @@ class NASBench201Network(nn.Module):
         logits: Tensor = self.skeleton(x, self.drop_path_prob if self.training else 0.0)
         return logits
 
+    def chain(self) -> list[nn.Module]:
+        """Return the stem, the cells and the residual blocks, in the order of computation."""
+        blocks: list[nn.Module] = [self.skeleton.stem]
+        for index, stage in enumerate(self.skeleton.stages):
+            blocks += [self.skeleton.reductions[index]] if index > 0 else []
+            blocks += stage.children()
+        return blocks
+
 
 class NASBench201Body(nn.Module):
     """The fixed network with all ops on all edges of its cells."""

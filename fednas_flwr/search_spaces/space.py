@@ -103,6 +103,10 @@ class SearchSpace(Protocol):
         """The name users choose the space by; the ``space`` of its genotypes."""
 
     @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one example."""
+
+    @property
     def ops(self) -> tuple[str, ...]:
         """Names of the candidate ops, in the order of an alpha row."""
 
@@ -114,19 +118,29 @@ class SearchSpace(Protocol):
         """Return a newly initialised supernet; draws from torch's global generator."""
 
     def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
-        """Return the architecture that the alphas stand for; ties go to the lowest index."""
+        """Return the architecture that the alphas stand for; ties go to the lowest index.
+
+        It is never degenerate.
+        """
 
     def random_genotype(self, generator: torch.Generator) -> Genotype:
         """Return a genotype drawn uniformly from those that ``derive`` can return."""
 
+    def is_degenerate(self, genotype: Genotype) -> bool:
+        """Return whether nothing in the cells can be trained, see ``degenerate``."""
+
     def check(self, genotype: Genotype) -> None:
-        """Raise ConfigError unless the genotype belongs to this space, in its canonical order."""
+        """Raise ConfigError unless the genotype belongs to this space, in its canonical order.
+
+        Degenerate ones do: a user may train one.
+        """
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> nn.Module:
         """Return the newly initialised discrete network of the space's sizes, to be trained.
 
         Its forward returns logits; in train mode with an auxiliary head a pair, logits and
-        auxiliary logits. A trainer sets its attribute ``drop_path_prob``.
+        auxiliary logits. A trainer sets its attribute ``drop_path_prob``. Its method ``chain()``
+        returns the modules that compute one after the other, from the stem to the last cell.
         """
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypedDict
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -356,7 +356,11 @@ class RoundStrategy(Strategy):
         if self.space is None or "alphas" not in self.states or (server_round % every and not last):
             return
         alphas = {kind: alpha.tolist() for kind, alpha in self.alphas().items()}
-        self.courier.emit("alphas", round=server_round, ops=list(self.space.ops), alphas=alphas)
+        derived = self.space.derive(self.alphas()).cells
+        cells = {kind: [asdict(edge) for edge in edges] for kind, edges in derived.items()}
+        self.courier.emit(
+            "alphas", round=server_round, ops=list(self.space.ops), alphas=alphas, cells=cells
+        )
 
     def _save(self, server_round: int) -> None:
         if self.checkpoints is None:

@@ -250,7 +250,10 @@ def test_derive_is_deterministic_and_ties_go_to_the_lowest_index(space):
         "dp_cells": "none",
         "dp_cells_darts": "none",
     }[space.name]
-    assert {edge.op for edges in genotype.cells.values() for edge in edges} == {lowest}
+    ops = [edge.op for edges in genotype.cells.values() for edge in edges]
+    # Where all of the lowest were degenerate, one edge has the lowest op with weights.
+    repaired = 0 if space.name == "mbconv" else 1
+    assert ops.count(lowest) == len(ops) - repaired
 
 
 def test_derive_refuses_wrong_alphas(space):

@@ -22,6 +22,7 @@ from fednas_flwr.config import Config, dump_config
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.messages import Header, decode_reply, encode_request
+from fednas_flwr.exchange.requests import Describe
 from fednas_flwr.federation import deployment, server_app
 from fednas_flwr.federation.bundle import CONFIG_KEY, write_bundle
 from fednas_flwr.federation.client_app import make_client_app, site_config
@@ -345,7 +346,7 @@ def describe(config: Config, node_config: dict[str, str | int]) -> dict:
     grid = InProcessGrid(make_client_app(dump_config(config)), 1)
     (context,) = grid._contexts.values()
     context.node_config |= node_config
-    content = encode_request(Header("run", "connect", 0, 1, 0, "n"), {}, {})
+    content = encode_request(Header("run", "connect", 0, 1, 0, "n"), Describe(), {})
     message = grid.create_message(content, "query.describe", context.node_id, "")
     (reply,) = grid.send_and_receive([message])
     if reply.has_error():

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from fednas_flwr.builders import check_buildable, load_network
 from fednas_flwr.cli import USER_ERROR, main
-from fednas_flwr.clients.verbs import VERBS
+from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.reporting.events import read_events
@@ -99,12 +99,12 @@ def test_groups_go_on_from_the_supernet_of_all_clients(whole, run):
 
 
 def test_inline_groups_run_where_ctrl_c_reaches_them(run, monkeypatch):
-    def interrupted(client, request):
+    def interrupted(client, request, asked):
         assert threading.current_thread() is threading.main_thread()
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
 
-    monkeypatch.setitem(VERBS, "train.search", interrupted)
+    monkeypatch.setitem(ANSWERS, "train.search", interrupted)
     others = signal.signal(signal.SIGINT, signal.default_int_handler)  # Flower's, after other tests
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -114,14 +114,14 @@ def test_inline_groups_run_where_ctrl_c_reaches_them(run, monkeypatch):
 
 
 def test_a_group_without_its_quorum_ends_with_the_reason_and_the_other_goes_on(run, monkeypatch):
-    honest = VERBS["train.search"]
+    honest = ANSWERS["train.search"]
 
-    def failing(client, request):
-        if client.index == 3 and "hardware" in request.settings and request.settings["hardware"]:
+    def failing(client, request, asked):
+        if client.index == 3 and asked.local.paths.hardware is not None:
             raise ValueError("the disk is full")
-        return honest(client, request)
+        return honest(client, request, asked)
 
-    monkeypatch.setitem(VERBS, "train.search", failing)
+    monkeypatch.setitem(ANSWERS, "train.search", failing)
     broken = run(HARDWARE, "runtime.quorum=1.0")
     assert broken.error is None
     finished = {event["group"]: event for event in named(broken.events, "group_finished")}
