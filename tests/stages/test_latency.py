@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.exchange.gate import LARGEST_TABLE, check_facts
 from fednas_flwr.exchange.messages import Reply
@@ -59,7 +60,7 @@ def whole(run, refused, reachable):
     """A run whose clients answer with that table: another one could have another range."""
     text = (refused.folder / "latency.json").read_text()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(VERBS, "query.latency", lambda *_: Reply(1, facts={"latency": text}))
+        patch.setitem(ANSWERS, "query.latency", lambda *_: Reply(1, facts={"latency": text}))
         return run(reachable)
 
 
@@ -78,7 +79,7 @@ def test_a_target_in_ms_is_held_against_tables_of_the_clients(whole, reachable):
 
 def test_a_resumed_run_does_not_ask_again(whole, run, monkeypatch):
     before = (whole.folder / "latency.json").read_text()
-    monkeypatch.delitem(VERBS, "query.latency")
+    monkeypatch.delitem(ANSWERS, "query.latency")
     again = run(None, resume=whole.folder)
     assert again.error is None
     assert (whole.folder / "latency.json").read_text() == before
@@ -87,11 +88,11 @@ def test_a_resumed_run_does_not_ask_again(whole, run, monkeypatch):
 def test_a_hostile_table_is_dropped_and_counts_for_the_quorum(whole, run, reachable, monkeypatch):
     text = (whole.folder / "latency.json").read_text()
 
-    def answers(client, request):
+    def answers(client, request, asked):
         wrong = client.index == 1
         return Reply(1, facts={"latency": text.replace("0.", "-0.") if wrong else text})
 
-    monkeypatch.setitem(VERBS, "query.latency", answers)
+    monkeypatch.setitem(ANSWERS, "query.latency", answers)
     found = run(reachable, "runtime.quorum=0.6")
     assert (found.folder / "latency.json").read_text() == text
     (failed,) = named(found, "client_failed")
