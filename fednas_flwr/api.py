@@ -24,7 +24,7 @@ from fednas_flwr.builders import (
     check_combinations,
     parse_config,
 )
-from fednas_flwr.composition import add_choice, compose_tree
+from fednas_flwr.composition import add_choice, compose_tree, given_settings
 from fednas_flwr.config import AlgorithmSettings, CellSpace, Config, SearchSpaceSettings
 from fednas_flwr.errors import ConfigError
 
@@ -93,7 +93,7 @@ def compose(*overrides: str) -> Config:
         >>> compose("algorithm=fed_darts", "rounds=2").rounds
         2
     """
-    return parse_config(compose_tree(overrides))
+    return parse_config(compose_tree(overrides), given=given_settings(overrides))
 
 
 def run(
@@ -242,7 +242,7 @@ def register_data_set(
             the latter None where there are none.
         settings: Names of the ``dataset`` settings that a reader takes; arrays take
             ``class_names`` and, of a table, ``statistics``.
-        defaults: What differs from ``conf/dataset/base.yaml``.
+        defaults: What differs from ``conf/dataset/_base.yaml``.
 
     Raises:
         ConfigError: The name exists.
@@ -258,7 +258,7 @@ def register_data_set(
         entry = DataSet(read, frozenset({"class_names", "statistics"}), by_content=True)
     else:
         entry = DataSet(data, frozenset(settings), by_content=True)
-    _register("dataset", name, entry, {"defaults": ["base"], **(defaults or {})})
+    _register("dataset", name, entry, {"defaults": ["_base"], **(defaults or {})})
 
 
 def _register(group: str, name: str, entry: Any, defaults: Mapping[str, Any]) -> None:

@@ -44,6 +44,11 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     return dict(tree)
 
 
+def given_settings(overrides: Sequence[str]) -> list[str]:
+    """Return the dotted names of the settings that overrides set."""
+    return [text.partition("=")[0] for text in overrides]
+
+
 def expand_sweep(overrides: Sequence[str]) -> dict[str, list[str]]:
     """Return the jobs of a sweep, the last key fastest: overrides by the name of the job."""
     choices = []

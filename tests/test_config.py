@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fednas_flwr import compose
 from fednas_flwr.builders import ALGORITHMS, check_combinations, load_config, parse_config
 from fednas_flwr.composition import compose_tree
 from fednas_flwr.config import Config, GivenNetwork, conf_folder, dump_config, site_dataset
@@ -259,3 +260,22 @@ def test_fednas_with_privacy_is_told_which_algorithms_there_are() -> None:
     private = "dp_fnas, fed_darts, feathers, fdnas, dpnas, fedavg"
     with pytest.raises(ConfigError, match=f"algorithm=fednas is not possible yet: .* {private}."):
         parse_config(compose_tree(["algorithm=fednas", "privacy=dp", *GROUP]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["algorithm.local_epochs=7"], "algorithm.local_epochs has no effect with privacy=dp"),
+        (["retrain.local_epochs=1"], "set privacy.retrain.local_steps"),
+        (["algorithm=dpnas", "algorithm.dp_aware=null"], "algorithm.dp_aware has no effect"),
+    ],
+)
+def test_a_setting_that_a_private_run_does_not_read_is_refused_when_it_is_given(
+    overrides: list[str], sentence: str
+) -> None:
+    private = ["privacy=dp", "search_space.norm=group", "retrain.norm=group"]
+    if overrides[0] == "algorithm=dpnas":
+        private += ["search_space=dp_cells", "retrain=dp_cells"]
+    with pytest.raises(ConfigError, match=sentence):
+        compose(*private, *overrides)
+    compose(*private, *(text for text in overrides if text.startswith("algorithm=")))

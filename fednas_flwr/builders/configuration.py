@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fednas_flwr.builders.algorithms import ALGORITHMS
@@ -20,12 +20,16 @@ from fednas_flwr.typed import parse
 UNREGISTERED = "; one of your own must be registered first, in each process and at each site"
 
 
-def parse_config(tree: Mapping[str, Any]) -> Config:
+def parse_config(tree: Mapping[str, Any], *, given: Collection[str] = ()) -> Config:
     """Return the checked configuration of a composed tree.
+
+    Args:
+        tree: Groups of settings.
+        given: Dotted names of settings that the user has set, and that must have an effect.
 
     Raises:
         ConfigError: A key is unknown or missing, a value has the wrong type or is out of range,
-            or two settings exclude each other.
+            two settings exclude each other, or one that was given has no effect.
     """
     algorithms = {name: entry.settings for name, entry in ALGORITHMS.items()}
     spaces = {name: entry.settings for name, entry in SEARCH_SPACES.items()}
@@ -36,6 +40,7 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     }
     config: Config = parse(Config, tree, key="", hints=hints)
     check_combinations(config)
+    check_effect(config, given)
     return config
 
 
@@ -52,6 +57,25 @@ def check_combinations(config: Config) -> None:
     _check_privacy(config)
     _check_aggregate(config)
     _check_stages(config)
+
+
+def check_effect(config: Config, given: Collection[str]) -> None:
+    """Raise ConfigError for the first setting that was given and has no effect on the run."""
+    for setting, reason in _without_effect(config).items():
+        if setting in given:
+            raise ConfigError(f"{setting} has no effect with {reason}")
+
+
+def _without_effect(config: Config) -> dict[str, str]:
+    """Return settings that a run does not read, with what overrules each and what to do."""
+    if isinstance(config.privacy, NoPrivacy):
+        return {}
+    steps = "privacy=dp, whose clients take noised steps: remove it, and set"
+    return {
+        "algorithm.local_epochs": f"{steps} privacy.local_steps.",
+        "retrain.local_epochs": f"{steps} privacy.retrain.local_steps.",
+        "algorithm.dp_aware": "privacy=dp, whose noise takes its place: remove it.",
+    }
 
 
 def _check_privacy(config: Config) -> None:

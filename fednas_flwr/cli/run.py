@@ -12,7 +12,7 @@ from fednas_flwr import api
 from fednas_flwr.builders import parse_config
 from fednas_flwr.cli.outcomes import RUN_FAILED, fail
 from fednas_flwr.cli.parsing import Commands, add_command
-from fednas_flwr.composition import compose_tree, expand_sweep
+from fednas_flwr.composition import compose_tree, expand_sweep, given_settings
 from fednas_flwr.config import Config
 from fednas_flwr.errors import ConfigError
 
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     configs = {}
     for name, job in jobs.items():
         tree = compose_tree(job)
-        configs[name] = parse_config(tree)
+        configs[name] = parse_config(tree, given=given_settings(job))
         if options.cfg:
             print(
                 OmegaConf.to_yaml(OmegaConf.create(tree)), end="---\n" if options.multirun else ""
