@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -26,10 +25,11 @@ from fednas_flwr.builders import make_client, make_data, supernet_space
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.config import Config, DPNASSettings
 from fednas_flwr.exchange.messages import Header, Request
+from fednas_flwr.exchange.requests import Site, TrainCandidates
 from fednas_flwr.exchange.states import network_states, pack
 from fednas_flwr.names import SPLITS
 from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.stages.schedule import make_schedule, private_settings
+from fednas_flwr.stages.schedule import make_schedule, private_stage
 
 LIMIT = 1.3
 NUM_CANDIDATES, LOCAL_STEPS, NUM_RECORDS = 6, 2, 2000
@@ -91,20 +91,23 @@ def make_steps(config: Config) -> partial[object]:
     generator = make_generator(0, "paths")
     algorithm = config.algorithm
     assert isinstance(algorithm, DPNASSettings)
-    settings = {
-        "candidates": [space.path(space.random_genotype(generator)) for _ in range(NUM_CANDIDATES)],
-        "local_steps": LOCAL_STEPS,
-        "batch_size": algorithm.batch_size,
-        "weights": asdict(algorithm.weights),
-        "dp_aware": None,
-        "step": 0,
-    }
-    header = Header("bench", "search", 1, 1, 0, "nonce")
+    header, site = Header("bench", "search", 1, 1, 0, "nonce"), None
     if client.gate is not None:
         records = {split: client.gate.num_records([split]) for split in SPLITS}
         schedule = make_schedule(config, [records], done={})
-        client.gate.commit(header, schedule)
-        settings |= private_settings(config, schedule, "search") or {}
+        client.gate.commit(header.run, schedule)
+        private = private_stage(config, schedule, "search")
+        assert private is not None
+        site = Site(private.data_set, private.micro_batch_size)
+    settings = TrainCandidates(
+        [space.path(space.random_genotype(generator)) for _ in range(NUM_CANDIDATES)],
+        step=0,
+        local_steps=LOCAL_STEPS,
+        batch_size=algorithm.batch_size if site is None else None,
+        weights=algorithm.weights,
+        dp_aware=None,
+        site=site,
+    )
     return partial(answer, client, Request("train.candidate", header, settings, states))
 
 

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.search.descent import Descent, Descents, Gradient, Gradients
+from fednas_flwr.search.exact_gradients import ExactGradients, Passes
 from fednas_flwr.search.gates import draw_paths
 from fednas_flwr.search.proxyless import (
-    alpha_step,
+    SampledPaths,
     make_alpha_optimizer,
     make_weight_optimizer,
-    weight_step,
+    search_paths,
 )
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
@@ -79,8 +81,10 @@ def make_steps(
     """Return the steps; each is given a seed, by which all of a repeat draw the same paths."""
     with seeded(0, "bench"):
         supernet = space.supernet().train()
-    weight_optimizer = make_weight_optimizer(supernet, WEIGHTS)
-    alpha_optimizer = make_alpha_optimizer(supernet, Adam(1e-3, 0.0))
+    descents = Descents(
+        Descent(supernet.weights(), make_weight_optimizer(supernet, WEIGHTS)),
+        Descent(supernet.alphas(), make_alpha_optimizer(supernet, Adam(1e-3, 0.0))),
+    )
     alphas = supernet.alphas()["blocks"].detach().clone()
 
     def derived(seed: int) -> Step:
@@ -100,29 +104,23 @@ def make_steps(
         return step
 
     def weights(seed: int) -> Step:
-        def step() -> None:
-            weight_step(
-                supernet,
-                batch,
-                warm_up=True,
-                clip_norm=None,
-                optimizer=weight_optimizer,
-                generator=make_generator(seed, "bench"),
-            )
-
+        step = one_step(ExactGradients, SampledPaths("two", True, None), seed)
         step()
         return step
 
     def by_gates(mode: str) -> Callable[[int], Step]:
-        return lambda seed: (
-            lambda: alpha_step(
-                supernet,
-                batch,
-                mode=mode,
-                hardware=None,
-                optimizer=alpha_optimizer,
-                generator=make_generator(seed, "bench"),
-            )
+        return lambda seed: one_step(AlphasOnly, SampledPaths(mode, False, None), seed)
+
+    def one_step(
+        source: Callable[[Passes, Passes], Gradients], paths: SampledPaths, seed: int
+    ) -> Step:
+        return lambda: search_paths(
+            supernet,
+            source(lambda: iter([batch]), lambda: iter([batch])),
+            descents,
+            paths,
+            hardware=None,
+            generator=make_generator(seed, "bench"),
         )
 
     return {
@@ -131,6 +129,14 @@ def make_steps(
         "alpha step, two": by_gates("two"),
         "alpha step, full": by_gates("full"),
     }
+
+
+class AlphasOnly(ExactGradients):
+    """Those of the alphas: weights have none, so that nothing is computed for their step."""
+
+    def weights(self, network: nn.Module) -> Gradient:
+        """Return none."""
+        return {}
 
 
 def print_ratios(number: int, steps: dict[str, Callable[[int], Step]], repeats: int) -> None:

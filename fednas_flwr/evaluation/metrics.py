@@ -12,6 +12,7 @@ from fednas_flwr.data.loaders import Split
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 
 BATCH_SIZE = 256  # of evaluation; the result does not depend on it but for rounding
+UNSEEN = -1e300  # logit of a class without training records: its log odds are all the same
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,10 @@ def linear_baseline(
     x, y = arrays(train)
     x_test, y_test = arrays([test])
     model = LogisticRegression(max_iter=1000).fit(x.numpy(), y.numpy())
-    probabilities = torch.zeros(len(y_test), num_classes, dtype=torch.float64)
-    known = torch.from_numpy(model.predict_proba(x_test.numpy())).double()
-    probabilities[:, torch.from_numpy(model.classes_)] = known
-    accuracy = int((probabilities.argmax(1) == y_test).sum()) / len(y_test)
-    return {"accuracy": accuracy, **objective.scores(probabilities.clamp(min=1e-300).log(), y_test)}
+    decisions = torch.from_numpy(model.decision_function(x_test.numpy())).double()
+    if decisions.dim() == 1:  # of two classes those of the second
+        decisions = torch.stack([torch.zeros_like(decisions), decisions], 1)
+    logits = torch.full((len(y_test), num_classes), UNSEEN, dtype=torch.float64)
+    logits[:, torch.from_numpy(model.classes_)] = decisions
+    accuracy = int(objective.hits(logits, y_test).sum()) / len(y_test)
+    return {"accuracy": accuracy, **objective.scores(logits, y_test)}

@@ -69,7 +69,10 @@ class Descent:
     clip_norm: float | None = None
 
     def step(self, gradient: Gradient) -> None:
-        """Take one step along ``gradient``; parameters without one neither move nor decay."""
+        """Take one step along ``gradient``; parameters without one neither move nor decay.
+
+        Its tensors are the descent's own from here on: clipping scales them in place.
+        """
         for name, parameter in self.parameters.items():
             given = gradient.get(name)
             parameter.grad = None if given is None else given.to(parameter).contiguous()

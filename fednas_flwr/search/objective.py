@@ -76,7 +76,7 @@ class Objective:
         """
         found = {"f1": f1(labels, logits.argmax(1), num_classes=logits.shape[1])}
         if len(torch.unique(labels)) > 1 and bool(logits.isfinite().all()):
-            found["auroc"] = auroc(labels, logits.double().softmax(1))
+            found["auroc"] = auroc(labels, logits.double())
         return found
 
 
@@ -97,19 +97,24 @@ def f1(labels: Tensor, predictions: Tensor, *, num_classes: int) -> float:
     return float(f1_score(labels, predictions, average=average, zero_division=0.0))
 
 
-def auroc(labels: Tensor, probabilities: Tensor) -> float:
+def auroc(labels: Tensor, logits: Tensor) -> float:
     """Return the area under the ROC curve, in [0, 1]: of two classes that of the last one.
 
-    Of more, the plain mean over those that occur, each against the rest.
+    Of more, the plain mean over those that occur, each against the rest. Records are ranked by
+    their log odds: those above 36 nats all have a probability that rounds to 1, and rounding would
+    order equal ones.
 
     Args:
         labels: int64 [N], of at least two classes.
-        probabilities: [N, classes], finite.
+        logits: float64 [N, classes], finite.
     """
     from sklearn.metrics import roc_auc_score
 
-    classes = [1] if probabilities.shape[1] == 2 else torch.unique(labels).tolist()
-    areas = [float(roc_auc_score(labels == c, probabilities[:, c])) for c in classes]
+    classes = [1] if logits.shape[1] == 2 else torch.unique(labels).tolist()
+    areas = []
+    for c in classes:
+        rest = torch.cat([logits[:, :c], logits[:, c + 1 :]], dim=1)
+        areas.append(float(roc_auc_score(labels == c, logits[:, c] - rest.logsumexp(1))))
     return sum(areas) / len(areas)
 
 

@@ -8,7 +8,17 @@ from torch import nn
 
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.evaluation import metrics
-from fednas_flwr.evaluation.metrics import evaluate, f1, linear_baseline
+from fednas_flwr.evaluation.metrics import Metrics, evaluate, linear_baseline, record_losses
+from fednas_flwr.search.objective import Objective, f1
+
+
+def share_of_pairs(labels: list[bool], ranks: list[float]) -> float:
+    """The share of pairs, of a record of a class and another, ranked right; ties count half."""
+    own = [rank for label, rank in zip(labels, ranks, strict=True) if label]
+    rest = [rank for label, rank in zip(labels, ranks, strict=True) if not label]
+    right = sum((a > b) + (a == b) / 2 for a in own for b in rest)
+    return right / (len(own) * len(rest))
+
 
 CPU = torch.device("cpu")
 
@@ -49,7 +59,8 @@ def test_evaluate_equals_a_loop_over_single_examples(network: nn.Module) -> None
     assert result.accuracy == hits / 300
     assert result.num_examples == 300
     assert result.as_dict() == {"loss": result.loss, "accuracy": result.accuracy}
-    assert result.as_json() == {**result.as_dict(), "num_examples": 300, "f1": None}
+    no_scores = {"f1": None, "auroc": None}
+    assert result.as_json() == {**result.as_dict(), "num_examples": 300, **no_scores}
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -108,18 +119,95 @@ def test_f1_is_counted_from_the_networks_predictions(network: nn.Module) -> None
         hits = int(((predictions == c) & (y == c)).sum())
         said, there = int((predictions == c).sum()), int((y == c).sum())
         per_class.append(2 * hits / (said + there))
-    assert evaluate(network, split, CPU, with_f1=True).f1 == pytest.approx(np.mean(per_class))
+    assert evaluate(network, split, CPU, with_scores=True).f1 == pytest.approx(np.mean(per_class))
 
 
-@pytest.mark.parametrize(
-    ("num_classes", "labels", "predictions", "expected"),
-    [
-        (2, [0, 0, 0, 1, 1], [0, 0, 1, 1, 0], 0.5),  # of class 1 alone: 2 TP / (2 TP + FP + FN)
-        (2, [0, 0, 1], [0, 0, 0], 0.0),
-        (2, [0, 1, 1], [0, 1, 1], 1.0),
-        (3, [0, 0, 1, 2], [0, 0, 2, 2], (1 + 0 + 2 / 3) / 3),
-    ],
-)
-def test_f1_of_cases_counted_by_hand(num_classes, labels, predictions, expected) -> None:
-    found = f1(torch.tensor(labels), torch.tensor(predictions), num_classes=num_classes)
-    assert found == pytest.approx(expected)
+def test_the_area_is_counted_from_the_networks_probabilities(network: nn.Module) -> None:
+    split = make_split(list(range(300)))
+    x, y = split.batch(torch.arange(300), CPU)
+    with torch.no_grad():
+        p = network.eval()(x).double().softmax(1)
+    areas = [share_of_pairs((y == c).tolist(), p[:, c].tolist()) for c in range(3)]
+    found = evaluate(network, split, CPU, with_scores=True)
+    assert found.auroc == pytest.approx(np.mean(areas))
+    assert 0.0 < found.auroc < 1.0
+    plain = evaluate(network, split, CPU)
+    assert found == Metrics(plain.loss, plain.accuracy, 300, f1=found.f1, auroc=found.auroc)
+    assert found.as_dict() == plain.as_dict()  # what clients send has no scores
+
+
+def test_of_two_classes_the_scores_are_those_of_the_last(network: nn.Module) -> None:
+    """Class 2 against 1, by a network of two outputs; rows of class 0 are left out."""
+    split = make_split(list(range(600)))
+    rows = split.rows[split.labels[split.rows] > 0]
+    split = Split(split.features, split.labels - 1, rows, split.mean, split.std)
+    network[3] = nn.Linear(16, 2)
+    x, y = split.batch(torch.arange(len(rows)), CPU)
+    with torch.no_grad():
+        logits = network.eval()(x)
+    said = logits.argmax(1)
+    hits = int(((said == 1) & (y == 1)).sum())
+    found = evaluate(network, split, CPU, with_scores=True)
+    assert found.f1 == pytest.approx(2 * hits / (int(said.sum()) + int(y.sum())))
+    margins = (logits[:, 1] - logits[:, 0]).tolist()
+    assert found.auroc == pytest.approx(share_of_pairs((y == 1).tolist(), margins))
+
+
+def test_records_of_one_class_have_no_area(network: nn.Module) -> None:
+    labels = make_split([]).labels
+    split = make_split(torch.where(labels == 1)[0].tolist())
+    found = evaluate(network, split, CPU, with_scores=True)
+    assert found.auroc is None
+    assert found.f1 is not None
+    assert found.as_json()["auroc"] is None
+
+
+def test_scores_do_not_depend_on_batches(
+    network: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = evaluate(network, make_split(list(range(50))), CPU, with_scores=True)
+    monkeypatch.setattr(metrics, "BATCH_SIZE", 7)
+    parts = evaluate(network, make_split(list(range(50))), CPU, with_scores=True)
+    assert (parts.f1, parts.auroc) == (whole.f1, whole.auroc)
+
+
+def test_measured_losses_are_without_class_factors(network: nn.Module) -> None:
+    split, weighed = make_split(list(range(60))), Objective(torch.tensor([1.0, 0.1, 0.2]))
+    found = evaluate(network, split, CPU, objective=weighed)
+    assert found == evaluate(network, split, CPU)
+    losses = record_losses(network, split, CPU)
+    assert (losses.dtype, losses.shape) == (torch.float64, (60,))
+    assert found.loss == pytest.approx(losses.mean().item(), rel=1e-6)
+
+
+def test_the_linear_baseline_scores_classes_it_has_never_seen_as_ties() -> None:
+    """Class 1 is in no training record: every record of it has the same score for it."""
+    made = make_split(list(range(300)))
+    seen = made.rows[made.labels[made.rows] != 1]
+    train = Split(made.features, made.labels, seen, made.mean, made.std)
+    test = make_split(list(range(300, 600)))
+    x, y = (torch.cat(part) for part in zip(train.batch(torch.arange(len(seen)), CPU), strict=True))
+    model = LogisticRegression(max_iter=1000).fit(x.flatten(1).numpy(), y.numpy())
+    x_test, y_test = test.batch(torch.arange(300), CPU)
+    p = model.predict_proba(x_test.flatten(1).numpy())
+    scores = linear_baseline([train], test, num_classes=3)
+    area = {
+        c: share_of_pairs((y_test == c).tolist(), p[:, column].tolist())
+        for column, c in enumerate((0, 2))
+    }
+    assert min(area.values()) > 0.6
+    assert scores["auroc"] == pytest.approx((area[0] + 0.5 + area[2]) / 3, rel=1e-12)
+    predictions = torch.from_numpy(model.predict(x_test.flatten(1).numpy()))
+    assert scores["accuracy"] == int((predictions == y_test).sum()) / 300
+    assert scores["f1"] == f1(y_test, predictions, num_classes=3)
+
+
+def test_the_linear_baseline_ranks_records_whose_probabilities_are_zero_and_one() -> None:
+    """Features so far apart that the probabilities underflow."""
+    features = torch.tensor([[-1.0], [1.0]] * 20 + [[-1e4], [1e4], [2e4], [-2e4]])
+    labels = torch.tensor([0, 1] * 20 + [0, 1, 0, 1])
+    train = Split(features, labels, torch.arange(40), (0.0,), (1.0,))
+    test = Split(features, labels, torch.arange(40, 44), (0.0,), (1.0,))
+    scores = linear_baseline([train], test, num_classes=2)
+    assert scores["auroc"] == 0.25  # of four pairs of a 1 and a 0 only (1e4, -1e4) is right
+    assert scores["accuracy"] == 0.5

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.hardware.costs import Costs, HardwareLoss, sum_costs
+from fednas_flwr.hardware.costs import Costs, HardwareLoss, HardwareTerms, sum_costs
 
 ROWS = [[("a", 3.0), ("b", 5.0), None], [("a", 2.0), ("c", 1.5), ("d", 0.25)]]
 NETWORKS = list(itertools.product([0, 1], [0, 1, 2]))
@@ -78,6 +80,33 @@ def test_what_cannot_be_reached_is_refused_with_the_range(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         loss(costs, **changes)
+
+
+@pytest.mark.parametrize("form", ["additive", "multiplicative"])
+def test_a_loss_travels_as_json_and_is_the_same_again(costs: Costs, form: str) -> None:
+    sent = loss(costs, form=form, target=5.5, scale=0.7, exponent=0.3)
+    terms = HardwareTerms.of(sent)
+    assert terms.per_op == [[3.0, 5.0, None], [2.0, 1.5, 0.25]]
+    arrived = HardwareTerms(**json.loads(json.dumps(asdict(terms), allow_nan=False)))
+    assert arrived == terms
+    again = arrived.loss()
+    own = ("target", "unit", "form", "scale", "exponent")
+    assert [getattr(again, name) for name in own] == [5.5, "ms", form, 0.7, 0.3]
+    assert (again.costs.unit, again.costs.fixed) == (costs.unit, costs.fixed)
+    assert again.costs.per_op_EO.dtype == torch.float64
+    torch.testing.assert_close(
+        again.costs.per_op_EO, costs.per_op_EO, rtol=0, atol=0, equal_nan=True
+    )
+    task, cost = torch.tensor(2.0), torch.tensor(7.0)
+    assert torch.equal(again(task, cost), sent(task, cost))
+
+
+def test_terms_that_make_no_loss_are_refused(costs: Costs) -> None:
+    terms = HardwareTerms.of(loss(costs))
+    with pytest.raises(ConfigError, match=r"hardware\.target=99 ms cannot be reached"):
+        replace(terms, target=99.0).loss()
+    with pytest.raises(ConfigError, match=r"hardware\.target=6 ms cannot be reached.*cost inf"):
+        replace(terms, per_op=[[None] * 3, [2.0, 1.5, 0.25]]).loss()
 
 
 def test_logarithms_need_costs_above_one() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from fednas_flwr.privacy.clipping import clipped_gradient_sum
 from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search.candidate import Candidate, train_candidates
+from fednas_flwr.search.candidate import Candidate, ClippedGradients, train_candidates
+from fednas_flwr.search.descent import Descent
+from fednas_flwr.search.exact_gradients import ExactGradients
+from fednas_flwr.search.objective import CLASSIFICATION
 from fednas_flwr.search.settings import DPAware
-from fednas_flwr.search.training import record_losses
 from fednas_flwr.search_spaces import DARTSSpace, DPCellSpace
 
 SPACE = DPCellSpace(input_shape=(2, 6, 5), num_classes=3, widths=(4, 4, 8), head=8)
@@ -29,15 +32,18 @@ def test_clipped_sum_equals_a_loop_over_records(name):
     x = torch.randn(5, *SPACE.input_shape, generator=generator, dtype=torch.float64)
     y = torch.randint(3, (5,), generator=generator)
     gradients = [
-        torch.autograd.grad(
-            record_losses(candidate(x[i, None]), y[i, None]).sum(), weights.values()
-        )
+        torch.autograd.grad(F.cross_entropy(candidate(x[i, None]), y[i, None]), weights.values())
         for i in range(5)
     ]
     norms = [torch.cat([g.reshape(-1) for g in record]).norm() for record in gradients]
     max_norm = float(torch.stack(norms).median())  # some are clipped, some are not
     sums = clipped_gradient_sum(
-        candidate, x, y, loss=record_losses, parameters=weights, max_norm=max_norm
+        candidate,
+        x,
+        y,
+        loss=CLASSIFICATION.plain_losses,
+        parameters=weights,
+        max_norm=max_norm,
     )
     scales = [min(1.0, max_norm / float(norm)) for norm in norms]
     assert min(scales) < 1 == max(scales)
@@ -63,23 +69,21 @@ def test_candidates_are_trained_one_after_the_other(dp_aware):
         for _ in range(4)
     ]
     constants = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-    tally = train_candidates(
-        supernet,
-        list(PATHS.values()),
-        iter(batches),
-        steps=2,
-        optimizer=torch.optim.SGD(supernet.weights().values(), **constants),
-        clip_norm=None,
-        dp_aware=dp_aware,
-        generator=noise,
+    gradients = (
+        ExactGradients(lambda: iter(batches), epochs=None, steps=4)
+        if dp_aware is None
+        else ClippedGradients(lambda: iter(batches), steps=4, dp_aware=dp_aware, generator=noise)
     )
+    weights = supernet.weights()
+    descent = Descent(weights, torch.optim.SGD(weights.values(), **constants))
+    train_candidates(supernet, list(PATHS.values()), gradients, descent, steps=2)
     sgd, norms = torch.optim.SGD(twin.weights().values(), **constants), []
     for position, (x, y) in enumerate(batches):
         candidate = Candidate(twin, list(PATHS.values())[position // 2])
         weights = list(candidate.weights().values())
         total = [torch.zeros_like(weight) for weight in weights]
         for i in range(3):
-            loss = record_losses(candidate(x[i, None]), y[i, None]).sum()
+            loss = F.cross_entropy(candidate(x[i, None]), y[i, None])
             record = torch.autograd.grad(loss, weights)
             norms.append(torch.cat([g.reshape(-1) for g in record]).norm().item())
             scale = 1.0 if dp_aware is None else min(1.0, dp_aware.max_grad_norm / norms[-1])
@@ -92,7 +96,7 @@ def test_candidates_are_trained_one_after_the_other(dp_aware):
             weight.grad = gradient / 3
         sgd.step()
     assert max(norms) > 0.05
-    assert tally.num_examples == 12
+    assert gradients.train_tally.num_examples == 12
     for name, weight in supernet.weights().items():
         torch.testing.assert_close(weight, twin.weights()[name], rtol=1e-9, atol=1e-12, msg=name)
 

@@ -1,4 +1,4 @@
-"""Local epochs against explicit loops: an alpha step, then a weight step, batch by batch."""
+"""Alternating steps against explicit loops: an alpha step, then a weight step, batch by batch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.architect import mixed_level_gradient, second_order_gradient
-from fednas_flwr.search.local_search import search_epoch
+from fednas_flwr.search.descent import Descent, Descents, make_adam, make_sgd
+from fednas_flwr.search.exact_gradients import ExactGradients
+from fednas_flwr.search.local_search import Alternating, alternate
 from fednas_flwr.search.settings import SGD, Adam
-from fednas_flwr.search.training import make_adam, make_sgd
 
 WEIGHTS = SGD(0.3, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
 ALPHAS = Adam(0.05, weight_decay=1e-3)
@@ -20,16 +21,15 @@ EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
 
 def search(net, train, validation, rule, alphas=ALPHAS, validation_weight=0.5):
-    return search_epoch(
-        net,
-        iter(train),
-        iter(validation),
-        rule=rule,
-        validation_weight=validation_weight,
-        weight_settings=WEIGHTS,
-        weight_optimizer=make_sgd(net.weights().values(), WEIGHTS),
-        alpha_optimizer=make_adam(net.alphas().values(), alphas),
+    """Search for one pass over ``train``; return where the gradients came from."""
+    gradients = ExactGradients(lambda: iter(train), lambda: iter(validation))
+    own, others = net.weights(), net.alphas()
+    descents = Descents(
+        Descent(own, make_sgd(own.values(), WEIGHTS), WEIGHTS.clip_norm),
+        Descent(others, make_adam(others.values(), alphas)),
     )
+    alternate(net, gradients, descents, Alternating(rule, validation_weight))
+    return gradients
 
 
 def explicit(net, train, validation, rule):
@@ -79,20 +79,21 @@ def explicit(net, train, validation, rule):
 
 
 @pytest.mark.parametrize("rule", ["first_order", "second_order", "mixed_level"])
-def test_an_epoch_equals_an_explicit_loop(rule, net, batch):
+def test_a_pass_equals_an_explicit_loop(rule, net, batch):
     train = [batch(6, seed) for seed in range(4)]
     validation = [batch(5, 10 + seed) for seed in range(6)]  # more than are needed
     twin = copy.deepcopy(net)
     start = copy.deepcopy(net)
-    train_tally, validation_tally = search(net, train, validation, rule)
+    gradients = search(net, train, validation, rule)
     losses = explicit(twin, train, validation, rule)
     for (name, mine), (_, other), (_, old) in zip(
         net.named_parameters(), twin.named_parameters(), start.named_parameters(), strict=True
     ):
         torch.testing.assert_close(mine, other, **EXACT)
         assert (mine - old).abs().max() > 1e-3, name
-    assert train_tally.loss == pytest.approx(sum(losses) / 4)
-    assert (train_tally.num_examples, validation_tally.num_examples) == (24, 20)
+    seen = gradients.train_tally, gradients.validation_tally
+    assert seen[0].loss == pytest.approx(sum(losses) / 4)
+    assert tuple(tally.num_examples for tally in seen) == (24, 20)
 
 
 def test_the_rules_differ(net, batch):

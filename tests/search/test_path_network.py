@@ -18,6 +18,7 @@ from fednas_flwr.privacy.clipping import (
 )
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.search.gates import active_gates, alpha_gradient, draw_paths
+from fednas_flwr.search.objective import CLASSIFICATION
 from fednas_flwr.search.path_network import (
     PathNetwork,
     cost_gradient,
@@ -26,7 +27,6 @@ from fednas_flwr.search.path_network import (
     offered_ops,
 )
 from fednas_flwr.search.proxyless import gate_gradient, uniform_alphas
-from fednas_flwr.search.training import record_losses
 from fednas_flwr.search_spaces import DARTSSpace
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.search_spaces.mbconv_plan import Skeleton
@@ -94,7 +94,12 @@ def test_weights_of_a_path_are_clipped_as_those_of_its_derived_network(seed, sup
     norm = sorted(lengths)[3]  # some are clipped, some are not
     expected, _ = clip_to(gradients, norm)
     sums = clipped_gradient_sum(
-        network, *records, loss=record_losses, parameters=own, max_norm=norm, micro_batch_size=4
+        network,
+        *records,
+        loss=CLASSIFICATION.plain_losses,
+        parameters=own,
+        max_norm=norm,
+        micro_batch_size=4,
     )
     assert list(sums) == list(own)
     for found, wanted in zip(sums.values(), expected, strict=True):
@@ -117,8 +122,8 @@ def test_alphas_are_clipped_by_record_through_the_gates(mode, hardware, supernet
 
         def losses(output, labels):
             if hardware is None:
-                return record_losses(output, labels)
-            return hardware(record_losses(output[0], labels), output[1])
+                return CLASSIFICATION.plain_losses(output, labels)
+            return hardware(CLASSIFICATION.plain_losses(output[0], labels), output[1])
 
         found = clipped_alpha_gradient_sum(
             PathNetwork(supernet, drawn, None if hardware is None else COSTS),

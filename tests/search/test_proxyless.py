@@ -12,14 +12,16 @@ from torch.nn import functional as F
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.hardware.costs import Costs, HardwareLoss
 from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.search.descent import Descent, Descents
+from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.gates import alpha_gradient, draw_paths
 from fednas_flwr.search.proxyless import (
-    alpha_step,
+    SampledPaths,
     gate_gradient,
     make_alpha_optimizer,
     make_weight_optimizer,
-    proxyless_epoch,
-    weight_step,
+    search_paths,
+    uniform_alphas,
 )
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search_spaces.mbconv import NEVER, MBConvSpace
@@ -56,30 +58,50 @@ def batches(count, start=0):
         yield x, torch.randint(3, (5,), generator=generator)
 
 
-def search(supernet, *, steps=4, mode="two", warm_up=False, hardware=None):
-    return proxyless_epoch(
-        supernet,
-        batches(steps),
-        batches(steps + 2, start=100),
-        mode=mode,
-        warm_up=warm_up,
-        hardware=hardware,
-        clip_norm=WEIGHTS.clip_norm,
-        weight_optimizer=make_weight_optimizer(supernet, WEIGHTS),
-        alpha_optimizer=make_alpha_optimizer(supernet, ALPHAS),
-        generator=make_generator(0, "paths"),
+class AlphasOnly(ExactGradients):
+    """Those of the alphas alone, so that nothing of a weight step may be seen."""
+
+    def weights(self, network):
+        return {}
+
+
+def descents_of(supernet, alphas=ALPHAS):
+    return Descents(
+        Descent(supernet.weights(), make_weight_optimizer(supernet, WEIGHTS), WEIGHTS.clip_norm),
+        Descent(supernet.alphas(), make_alpha_optimizer(supernet, alphas)),
     )
 
 
-def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet):
-    """Nesterov SGD with clipping on the path's own network; all else stays as it is."""
-    optimizer, generator = make_weight_optimizer(supernet, WEIGHTS), make_generator(0, "paths")
+def search(supernet, *, steps=4, mode="two", warm_up=False, hardware=None):
+    """Search for one pass; return where the gradients came from."""
+    gradients = ExactGradients(lambda: batches(steps), lambda: batches(steps + 2, start=100))
+    search_paths(
+        supernet,
+        gradients,
+        descents_of(supernet),
+        SampledPaths(mode, warm_up, None),
+        hardware=hardware,
+        generator=make_generator(0, "paths"),
+    )
+    return gradients
+
+
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet, warm_up):
+    """Nesterov SGD with clipping on the path's own network; all else stays as it is.
+
+    The alphas have a learning rate of zero and so stay, too.
+    """
+    descents, generator = descents_of(supernet, Adam(0.0, 0.0)), make_generator(0, "paths")
     again = make_generator(0, "paths")
     momenta = {}
     alphas = supernet.alphas()["blocks"]
     for batch in batches(5):
         before = copy.deepcopy(supernet.state_dict())
-        path = draw_paths(alphas, mode="one", generator=again)[:, 0].tolist()
+        if not warm_up:
+            draw_paths(alphas, mode="two", generator=again)  # of the alpha step
+        drawn_from = uniform_alphas(alphas) if warm_up else alphas
+        path = draw_paths(drawn_from, mode="one", generator=again)[:, 0].tolist()
         network = SPACE.network(SPACE.genotype(path)).double()
         network.load_state_dict({name: before[f"body.{name}"] for name in network.state_dict()})
         sgd = torch.optim.SGD(
@@ -95,32 +117,34 @@ def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet):
         for name, weight in network.named_parameters():
             momenta[name] = sgd.state[weight]["momentum_buffer"]
 
-        _, losses = weight_step(
-            supernet,
-            batch,
-            warm_up=False,
-            clip_norm=1.0,
-            optimizer=optimizer,
-            generator=generator,
-        )
-        assert losses.mean().item() == pytest.approx(loss.item())
+        gradients = ExactGradients(lambda batch=batch: iter([batch]), lambda: batches(1, start=100))
+        paths = SampledPaths("two", warm_up, None)
+        search_paths(supernet, gradients, descents, paths, hardware=None, generator=generator)
+        assert gradients.train_tally.loss == pytest.approx(loss.item())
         trained = network.state_dict()
         for name, tensor in supernet.state_dict().items():
             expected = trained.get(name.removeprefix("body."), before[name])
             torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-12)
 
 
+def alpha_step(supernet, batch, descents, mode, generator):
+    """One step of the alphas on a validation batch."""
+    gradients = AlphasOnly(lambda: batches(1, start=100), lambda: iter([batch]))
+    paths = SampledPaths(mode, False, None)
+    search_paths(supernet, gradients, descents, paths, hardware=None, generator=generator)
+    assert gradients.validation_tally.num_examples == len(batch[1])
+
+
 def test_alpha_steps_move_only_sampled_probabilities(supernet):
-    optimizer, generator = make_alpha_optimizer(supernet, ALPHAS), make_generator(0, "paths")
+    descents, generator = descents_of(supernet), make_generator(0, "paths")
     again = make_generator(0, "paths")
     weights = copy.deepcopy(supernet.weights())
     alphas = supernet.alphas()["blocks"]
     for batch in batches(20):
         before = alphas.detach().clone()
         pairs = draw_paths(alphas, mode="two", generator=again)
-        alpha_step(
-            supernet, batch, mode="two", hardware=None, optimizer=optimizer, generator=generator
-        )
+        alpha_step(supernet, batch, descents, "two", generator)
+        draw_paths(alphas, mode="one", generator=again)  # of the weight step
         sampled = torch.zeros(3, 4, dtype=torch.bool).scatter(1, pairs, True)
         change = alphas.softmax(-1) - before.softmax(-1)
         assert change[~sampled].abs().max() < 1e-15
@@ -134,15 +158,14 @@ def test_a_full_alpha_step_is_adams_on_the_gate_gradient(supernet):
     alphas = supernet.alphas()["blocks"]
     twin = alphas.detach().clone().requires_grad_()
     adam = torch.optim.Adam([twin], lr=0.01, betas=(0.0, 0.999))
-    optimizer, generator = make_alpha_optimizer(supernet, ALPHAS), make_generator(0, "paths")
+    descents, generator = descents_of(supernet), make_generator(0, "paths")
     again = make_generator(0, "paths")
     for batch in batches(3):
         paths = draw_paths(twin, mode="full", generator=again)
         twin.grad = alpha_gradient(gate_gradient(supernet, batch, paths)[0], twin, paths)
         adam.step()
-        alpha_step(
-            supernet, batch, mode="full", hardware=None, optimizer=optimizer, generator=generator
-        )
+        alpha_step(supernet, batch, descents, "full", generator)
+        draw_paths(twin, mode="one", generator=again)  # of the weight step
         torch.testing.assert_close(alphas.detach(), twin.detach(), rtol=1e-10, atol=1e-13)
 
 
@@ -174,10 +197,11 @@ def test_a_low_target_makes_cheap_ops_likely(supernet):
 
 
 @pytest.mark.parametrize("mode", ["two", "full"])
-def test_an_epoch_counts_both_splits_and_trains_both_states(supernet, mode):
+def test_a_pass_counts_both_splits_and_trains_both_states(supernet, mode):
     before = copy.deepcopy(supernet.state_dict())
-    train, validation = search(supernet, mode=mode)
-    assert (train.num_examples, validation.num_examples) == (20, 20)
+    gradients = search(supernet, mode=mode)
+    seen = gradients.train_tally, gradients.validation_tally
+    assert tuple(tally.num_examples for tally in seen) == (20, 20)
     changed = {
         n for n, tensor in supernet.state_dict().items() if not torch.equal(tensor, before[n])
     }
@@ -189,8 +213,9 @@ def test_warm_up_trains_uniform_paths_and_no_alphas(supernet):
     with torch.no_grad():
         alphas[:, 0] = 100.0  # else the only path
     before = copy.deepcopy(supernet.state_dict())
-    train, validation = search(supernet, steps=20, warm_up=True)
-    assert (train.num_examples, validation.num_examples) == (100, 0)
+    gradients = search(supernet, steps=20, warm_up=True)
+    seen = gradients.train_tally, gradients.validation_tally
+    assert tuple(tally.num_examples for tally in seen) == (100, 0)
     after = supernet.state_dict()
     assert torch.equal(after["alphas.blocks"], before["alphas.blocks"])
     for op in SPACE.ops[:3]:
@@ -203,6 +228,6 @@ def test_momentum_of_zero_has_no_nesterov(supernet):
     assert make_weight_optimizer(supernet, plain).defaults["nesterov"] is False
 
 
-def test_an_unknown_mode_is_named_with_the_nearest(supernet):
-    with pytest.raises(ConfigError, match=r"algorithm\.gates=too is unknown.*nearest: two"):
-        search(supernet, mode="too")
+def test_an_unknown_mode_is_named_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"gates=too is unknown.*nearest: two"):
+        SampledPaths("too", False, None)

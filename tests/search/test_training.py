@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -8,21 +9,26 @@ from torch import nn
 from torch.nn import functional as F
 
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.search.settings import SGD, Adam
-from fednas_flwr.search.training import (
-    Tally,
+from fednas_flwr.search.descent import (
+    Descent,
     clip_gradients,
     make_adam,
     make_sgd,
-    periodic_gradients,
-    record_losses,
-    train_epoch,
+    train,
     trainable_weights,
-    weight_gradient_sum,
 )
+from fednas_flwr.search.exact_gradients import ExactGradients
+from fednas_flwr.search.objective import Objective
+from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.search.training import Tally, periodic_gradients, weight_gradient_sum
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 PLAIN = SGD(0.1, 0.1, momentum=0.0, weight_decay=0.0, clip_norm=None)
+
+
+def exact(batches, **settings):
+    """Gradients of one pass over the batches."""
+    return ExactGradients(lambda: iter(batches), **settings)
 
 
 def test_the_learning_rate_falls_along_a_cosine():
@@ -48,10 +54,13 @@ def test_the_learning_rate_falls_along_a_cosine():
     [
         ({"lr": 0.0}, "weights.lr=0.0"),
         ({"lr": float("nan")}, "weights.lr=nan"),
+        ({"lr": 1e31}, r"weights.lr=1e\+31"),
         ({"min_lr": 0.2}, "weights.min_lr=0.2"),
         ({"momentum": 1.0}, "weights.momentum=1.0"),
         ({"weight_decay": -1e-4}, "weights.weight_decay=-0.0001"),
+        ({"weight_decay": float("inf")}, "weights.weight_decay=inf"),
         ({"clip_norm": 0.0}, "weights.clip_norm=0.0"),
+        ({"clip_norm": float("inf")}, "weights.clip_norm=inf"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes, message):
@@ -137,12 +146,12 @@ def test_three_steps_equal_a_loop_of_sgd(net, batch):
         assert moved.abs().max() > 1e-3
 
 
-def test_an_epoch_is_sgd_with_momentum_decay_and_clipping(net, batch):
+def test_a_pass_is_sgd_with_momentum_decay_and_clipping(net, batch):
     settings = SGD(0.4, 0.0, momentum=0.9, weight_decay=0.1, clip_norm=0.05)
     batches = [batch(6, seed) for seed in range(4)]
     start = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
-    optimizer = make_sgd(net.weights().values(), settings)
-    tally = train_epoch(net, iter(batches), optimizer=optimizer, clip_norm=settings.clip_norm)
+    optimizer, gradients = make_sgd(net.weights().values(), settings), exact(batches)
+    train(net, gradients, Descent(net.weights(), optimizer, settings.clip_norm))
     trained = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     net.load_state_dict(start)
     velocity = {name: torch.zeros_like(weight) for name, weight in net.weights().items()}
@@ -150,19 +159,19 @@ def test_an_epoch_is_sgd_with_momentum_decay_and_clipping(net, batch):
     for x, y in batches:
         loss = F.cross_entropy(net(x), y)
         losses.append(loss.item())
-        gradients = torch.autograd.grad(loss, list(net.weights().values()))
-        norm = torch.cat([g.reshape(-1) for g in gradients]).norm()
+        found = torch.autograd.grad(loss, list(net.weights().values()))
+        norm = torch.cat([g.reshape(-1) for g in found]).norm()
         assert norm > settings.clip_norm
         with torch.no_grad():
-            for (name, weight), gradient in zip(net.weights().items(), gradients, strict=True):
+            for (name, weight), gradient in zip(net.weights().items(), found, strict=True):
                 clipped = gradient * settings.clip_norm / (norm + 1e-6)
                 velocity[name] = 0.9 * velocity[name] + clipped + 0.1 * weight
                 weight -= 0.4 * velocity[name]
     for name, weight in net.named_parameters():
         torch.testing.assert_close(trained[name], weight.detach(), rtol=1e-9, atol=1e-10)
         assert torch.equal(trained[name], start[name]) == name.startswith("a.")
-    assert tally.loss == pytest.approx(sum(losses) / 4)
-    assert tally.num_examples == 24
+    assert gradients.train_tally.loss == pytest.approx(sum(losses) / 4)
+    assert gradients.train_tally.num_examples == 24
 
 
 def test_the_auxiliary_head_counts_by_its_weight():
@@ -176,21 +185,17 @@ def test_the_auxiliary_head_counts_by_its_weight():
 
     torch.manual_seed(1)
     net, x, y = TwoHeads(), torch.randn(5, 4).double(), torch.tensor([0, 1, 2, 0, 1])
+    start = copy.deepcopy(net.main)
     expected = {}
     for head, weight in (("main", 1.0), ("side", 0.4)):
         layer = getattr(net, head)
         (gradient,) = torch.autograd.grad(F.cross_entropy(layer(x), y), layer.weight)
         expected[head] = layer.weight.detach() - 0.1 * weight * gradient
-    tally = train_epoch(
-        net,
-        iter([(x, y)]),
-        optimizer=make_sgd(net.parameters(), PLAIN),
-        clip_norm=None,
-        auxiliary_weight=0.4,
-    )
+    gradients = exact([(x, y)], auxiliary_weight=0.4)
+    train(net, gradients, Descent(dict(net.named_parameters()), make_sgd(net.parameters(), PLAIN)))
     for head, weight in expected.items():
         torch.testing.assert_close(getattr(net, head).weight.detach(), weight, **EXACT)
-    assert tally.loss > 0
+    assert gradients.train_tally.loss == pytest.approx(F.cross_entropy(start(x), y).item())
 
 
 @pytest.mark.parametrize(("clip_norm", "expected"), [(None, 5.0), (10.0, 5.0), (0.5, 0.5)])
@@ -223,9 +228,10 @@ def test_class_factors_weigh_the_losses_of_records():
             for row, y, f in zip(logits, labels, factors[labels], strict=True)
         ]
     )
-    torch.testing.assert_close(record_losses(logits, labels, factors), expected)
+    objective = Objective(factors)
+    torch.testing.assert_close(objective.losses(logits, labels), expected)
     net = nn.Linear(4, 3)
     x = torch.randn(6, 4)
-    sums = weight_gradient_sum(net, (x, labels), Tally(), class_factors=factors)
-    (record_losses(net(x), labels) * factors[labels]).sum().backward()
+    sums = weight_gradient_sum(net, (x, labels), Tally(), objective=objective)
+    (F.cross_entropy(net(x), labels, reduction="none") * factors[labels]).sum().backward()
     torch.testing.assert_close(sums["weight"], net.weight.grad)

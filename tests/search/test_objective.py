@@ -1,0 +1,202 @@
+"""Losses against log-softmax by hand, scores against counts of records and of pairs."""
+
+from __future__ import annotations
+
+import ast
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import fednas_flwr
+from fednas_flwr.search.objective import CLASSIFICATION, Objective, f1, heads
+
+FACTORS = torch.tensor([1.0, 0.25, 0.5], dtype=torch.float64)
+
+
+@pytest.fixture
+def outputs():
+    """Logits [7, 3], those of an auxiliary head, and labels."""
+    generator = torch.Generator().manual_seed(0)
+    logits, auxiliary = torch.randn(2, 7, 3, generator=generator, dtype=torch.float64)
+    return logits, auxiliary, torch.tensor([0, 1, 2, 2, 1, 0, 1])
+
+
+def by_hand(logits, labels):
+    """Each record's cross-entropy [B]."""
+    return torch.stack(
+        [-row.log_softmax(0)[label] for row, label in zip(logits, labels, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("factors", [None, FACTORS], ids=["plain", "factors"])
+def test_losses_carry_their_classes_factors_and_plain_ones_do_not(factors, outputs):
+    logits, auxiliary, labels = outputs
+    objective, plain = Objective(factors), by_hand(logits, labels)
+    own = torch.ones(7).double() if factors is None else factors[labels]
+    torch.testing.assert_close(objective.losses(logits, labels), own * plain)
+    torch.testing.assert_close(objective.plain_losses(logits, labels), plain)
+    both = objective.plain_losses((logits, auxiliary), labels, 0.4)
+    torch.testing.assert_close(both, plain + 0.4 * by_hand(auxiliary, labels))
+    torch.testing.assert_close(objective.plain_losses((logits, auxiliary), labels), plain)
+
+
+def test_record_factors_are_those_of_the_labels():
+    labels = torch.tensor([2, 0, 1, 1])
+    assert Objective(FACTORS).record_factors(labels).tolist() == [0.5, 1.0, 0.25, 0.25]
+    assert CLASSIFICATION.record_factors(labels) is None
+
+
+@pytest.mark.parametrize("factors", [None, FACTORS], ids=["plain", "factors"])
+def test_the_mean_loss_counts_the_auxiliary_head_and_the_losses_are_of_the_logits(factors, outputs):
+    logits, auxiliary, labels = outputs
+    own = torch.ones(7).double() if factors is None else factors[labels]
+    expected = (own * by_hand(logits, labels)).sum() / 7  # not over the sum of the factors
+    further = (own * by_hand(auxiliary, labels)).sum() / 7
+    objective = Objective(factors)
+    for output, weight, total in (
+        (logits, 0.4, expected),
+        ((logits, auxiliary), 0.4, expected + 0.4 * further),
+        ((logits, auxiliary), 0.0, expected),
+    ):
+        mean, losses = objective.mean_loss(output, labels, weight)
+        torch.testing.assert_close(mean, total)
+        torch.testing.assert_close(losses, own * by_hand(logits, labels))
+
+
+def test_the_mean_loss_is_differentiable_in_both_heads(outputs):
+    logits, auxiliary, labels = (o.clone() for o in outputs)
+    leaves = [logits.requires_grad_(), auxiliary.requires_grad_()]
+    mean, _ = Objective(FACTORS).mean_loss((logits, auxiliary), labels, 0.4)
+    found = torch.autograd.grad(mean, leaves)
+    error = [(leaf.softmax(1) - F.one_hot(labels, 3)).detach() for leaf in leaves]
+    factors = FACTORS[labels][:, None] / 7
+    torch.testing.assert_close(found[0], factors * error[0])
+    torch.testing.assert_close(found[1], 0.4 * factors * error[1])
+
+
+def test_hits_and_heads(outputs):
+    logits, auxiliary, _ = outputs
+    best = torch.tensor([row.tolist().index(max(row.tolist())) for row in logits])
+    assert CLASSIFICATION.hits(logits, best).tolist() == [True] * 7
+    assert CLASSIFICATION.hits(logits, (best + 1) % 3).tolist() == [False] * 7
+    assert heads(logits)[0] is logits
+    assert heads(logits)[1] is None
+    assert heads((logits, auxiliary)) == (logits, auxiliary)
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "labels", "predictions", "expected"),
+    [
+        (2, [0, 0, 0, 1, 1], [0, 0, 1, 1, 0], 0.5),  # of class 1 alone: 2 TP / (2 TP + FP + FN)
+        (2, [0, 0, 1], [0, 0, 0], 0.0),
+        (2, [0, 1, 1], [0, 1, 1], 1.0),
+        (3, [0, 0, 1, 2], [0, 0, 2, 2], (1 + 0 + 2 / 3) / 3),
+    ],
+)
+def test_f1_of_cases_counted_by_hand(num_classes, labels, predictions, expected):
+    found = f1(torch.tensor(labels), torch.tensor(predictions), num_classes=num_classes)
+    assert found == pytest.approx(expected)
+
+
+def pairs_ranked_right(labels, ranks):
+    """The share of pairs of a record of a class and another whose ranks agree; ties count half.
+
+    Args:
+        labels: Whether each record is of the class.
+        ranks: By which records are ordered.
+    """
+    own = [rank for label, rank in zip(labels, ranks, strict=True) if label]
+    rest = [rank for label, rank in zip(labels, ranks, strict=True) if not label]
+    right = sum((a > b) + (a == b) / 2 for a in own for b in rest)
+    return right / (len(own) * len(rest))
+
+
+def slow_scores(logits, labels):
+    """F1 and AUROC counted record by record and pair by pair, in Python's numbers."""
+    rows, classes = logits.tolist(), range(logits.shape[1])
+    predictions = [row.index(max(row)) for row in rows]
+    per_class = {}
+    for c in classes:
+        hits = sum(p == y == c for p, y in zip(predictions, labels, strict=True))
+        said, there = predictions.count(c), labels.count(c)
+        per_class[c] = 2 * hits / (said + there) if said + there else None
+    p = {c: [math.exp(row[c]) / math.fsum(map(math.exp, row)) for row in rows] for c in classes}
+    areas = {
+        c: pairs_ranked_right([y == c for y in labels], p[c])
+        for c in classes
+        if 0 < labels.count(c) < len(labels)
+    }
+    if len(classes) == 2:
+        return {"f1": per_class[1] or 0.0, "auroc": areas.get(1)}
+    counted = [value for value in per_class.values() if value is not None]
+    return {
+        "f1": math.fsum(counted) / len(counted),
+        "auroc": math.fsum(areas.values()) / len(areas) if areas else None,
+    }
+
+
+@given(st.data())
+def test_scores_equal_slow_counts(data):
+    """Records repeat few rows of logits, wherever they stand, so that there are ties."""
+    num_classes, size = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 40))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 100)))
+    kinds = torch.randn(5, num_classes, generator=generator)
+    logits = kinds[data.draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))]
+    labels = data.draw(st.lists(st.integers(0, num_classes - 1), min_size=size, max_size=size))
+    expected = slow_scores(logits, labels)
+    found = CLASSIFICATION.scores(logits, torch.tensor(labels))
+    assert found["f1"] == pytest.approx(expected["f1"])
+    assert found.get("auroc") == (
+        None if expected["auroc"] is None else pytest.approx(expected["auroc"])
+    )
+    assert set(found) <= {"f1", "auroc"}
+
+
+@pytest.mark.parametrize("num_classes", [2, 3])
+def test_of_one_class_alone_there_is_no_area(num_classes):
+    logits = torch.eye(num_classes)[[0, 1, 1]]
+    assert CLASSIFICATION.scores(logits, torch.tensor([1, 1, 1])).keys() == {"f1"}
+
+
+@pytest.mark.parametrize("wild", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_has_no_area(wild):
+    logits, labels = torch.tensor([[0.0, 1.0], [2.0, wild], [1.0, 0.0]]), torch.tensor([0, 1, 1])
+    scores = CLASSIFICATION.scores(logits, labels)
+    assert scores.keys() == {"f1"}
+    assert 0 <= scores["f1"] <= 1
+    tame = logits.nan_to_num(3.0, 3.0, -3.0)
+    assert CLASSIFICATION.scores(tame, labels).keys() == {"f1", "auroc"}
+
+
+@pytest.mark.parametrize("num_classes", [2, 3])
+def test_confident_records_are_ranked_where_probabilities_round_to_one(num_classes):
+    """Logits 40 and more apart have a probability of 1.0 in float64; their order still counts."""
+    logits = torch.full((4, num_classes), -1e3)
+    logits[:, 0], logits[:, 1] = 0.0, torch.tensor([40.0, 50.0, 60.0, 70.0])
+    assert len(logits.double().softmax(1)[:, 1].unique()) == 1
+    for labels, area in (([0, 0, 1, 1], 1.0), ([1, 1, 0, 0], 0.0), ([0, 1, 0, 1], 0.75)):
+        assert CLASSIFICATION.scores(logits, torch.tensor(labels))["auroc"] == area
+
+
+def test_losses_and_predictions_are_computed_here_alone():
+    """No other module of the package calls a classification loss, or argmax over classes."""
+    losses = {"cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "CrossEntropyLoss"}
+    package = Path(fednas_flwr.__file__).parent
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        for call in calls:
+            name = ast.unparse(call.func)
+            over_classes = name.endswith("argmax") and any(
+                ast.unparse(dim) in ("1", "-1")
+                for dim in (*call.args, *(k.value for k in call.keywords))
+            )
+            if name.split(".")[-1] in losses or over_classes:
+                found.setdefault(path.relative_to(package).as_posix(), []).append(ast.unparse(call))
+    assert len(found.pop("search/objective.py")) >= 5
+    assert found == {}
