@@ -152,14 +152,15 @@ def make_networks(config, prepared):
         supernet = space.supernet()
         description = builders.describe_network(config, prepared, space.derive(supernet.alphas()))
         derived = builders.make_network(description)
+    both = {"supernet": supernet, "derived": derived}
     states = {
-        name: {
-            **{kind: pack(state) for kind, state in network_states(network).items() if state},
-            MOMENTS: pack(no_moments(network)),
-        }
-        for name, network in (("supernet", supernet), ("derived", derived))
+        name: {kind: pack(state) for kind, state in network_states(network).items() if state}
+        for name, network in both.items()
     }
-    return SimpleNamespace(description=description, states=states, space=space)
+    moments = {name: pack(no_moments(network)) for name, network in both.items()}
+    return SimpleNamespace(
+        description=description, states=states, moments=moments, space=space, **both
+    )
 
 
 @pytest.fixture(scope="session")
@@ -191,8 +192,7 @@ def cells_supernet(cells_config, prepared):
 @pytest.fixture(scope="session")
 def cells(cells_supernet):
     """The shared weights of candidates."""
-    weights = network_states(cells_supernet)["weights"]
-    return {"weights": pack(weights), MOMENTS: pack(no_moments(cells_supernet))}
+    return {"weights": pack(network_states(cells_supernet)["weights"])}
 
 
 @pytest.fixture(scope="session")
@@ -212,7 +212,14 @@ def images(prepared):
 
 @pytest.fixture
 def make_site(
-    site_config, prepared, networks, cells_config, cells, divided_labels, tmp_path
+    site_config,
+    prepared,
+    networks,
+    cells_config,
+    cells_supernet,
+    cells,
+    divided_labels,
+    tmp_path,
 ) -> Callable[..., SimpleNamespace]:
     """``make_site(...)``: a site that has kept a schedule; ``site.ask(verb, **changes)`` asks it.
 
@@ -294,10 +301,14 @@ def make_site(
             values = json.loads(json.dumps(encode(asked(verb))))
             for path, value in changes.items():
                 put(values, path, value)
-            states = networks.states["derived" if verb == "train.weights" else "supernet"]
-            states = cells if verb in CANDIDATES else states
-            kept = {n: s for n, s in states.items() if releases and (moments or n != MOMENTS)}
-            return received(verb, Header(run, stage, 1, 1, 0, "nonce"), values, kept)
+            name = "derived" if verb == "train.weights" else "supernet"
+            states = cells if verb in CANDIDATES else networks.states[name]
+            if moments and verb in CANDIDATES:
+                states = states | {MOMENTS: pack(no_moments(cells_supernet))}
+            elif moments:
+                states = states | {MOMENTS: networks.moments[name]}
+            header = Header(run, stage, 1, 1, 0, "nonce")
+            return received(verb, header, values, states if releases else {})
 
         def ask(verb: str, **changes: Any) -> Reply:
             return answers(request(verb, **changes))

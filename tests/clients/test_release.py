@@ -185,7 +185,7 @@ def test_a_request_that_the_ledger_refuses_reads_no_record(make_site, no_record)
 @pytest.mark.parametrize(
     "asked",
     [
-        {"verb": "train.gradient"},
+        {"verb": "train.weights"},
         {"kind": "alphas"},
         {"splits": ("validation",)},
         {"splits": ("train", "validation")},
@@ -287,7 +287,7 @@ def test_a_schedule_that_reads_a_split_without_declared_records_is_refused(make_
     site = make_site(policy={"fractions": fractions}, committed=[])
     words = "rule records: validation has no declared record"
     plans = [p for p in schedule() if p.splits == ("validation",)]
-    assert len(plans) == 6
+    assert len(plans) == 7
     for planned in plans:
         assert words in refused(site, planned)
 
