@@ -52,10 +52,10 @@ def unknown_choice(what: str, value: object, allowed: Iterable[str]) -> ConfigEr
         >>> print(unknown_choice("algorithm", "fed_dart", ["fed_darts", "fnas"]))
         algorithm=fed_dart is unknown: choose one of fed_darts, fnas (nearest: fed_darts).
     """
-    names = sorted(allowed)
-    nearest = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    names, given = sorted(allowed), show(value)
+    nearest = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
     hint = f" (nearest: {nearest[0]})" if nearest else ""
-    return ConfigError(f"{what}={value} is unknown: choose one of {', '.join(names)}{hint}.")
+    return ConfigError(f"{what}={given} is unknown: choose one of {', '.join(names)}{hint}.")
 
 
 def show(value: object) -> str:

@@ -17,6 +17,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from fednas_flwr.errors import ConfigError, MissingSettingError, show, unknown_choice
 
 MISSING = "???"  # Hydra's value for what the user must give
+# Above these no computation can use a number; a whole one could not even be written in a sentence.
+LARGEST = {int: 2**63 - 1, float: sys.float_info.max}
 
 
 def parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any] | None = None) -> Any:
@@ -77,16 +79,12 @@ def _convert(key: str, hint: Any, value: Any) -> Any:
     if origin in (list, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
         return origin(_convert(f"{key}[{i}]", arguments[0], item) for i, item in enumerate(value))
     if origin is dict and isinstance(value, Mapping):
-        return {str(k): _convert(f"{key}.{k}", arguments[1], item) for k, item in value.items()}
-    number = type(value) in (int, float)
-    if hint is float and number and abs(value) <= sys.float_info.max:  # NaN is not
-        return float(value)
-    if (
-        hint is not float
-        and origin is None
-        and isinstance(value, hint)
-        and (number or hint is not int)
-    ):
+        items = value.items()
+        return {str(k): _convert(f"{key}.{show(k)}", arguments[1], item) for k, item in items}
+    if type(value) in (int, float) and hint in LARGEST:
+        if abs(value) <= LARGEST[hint] and (hint is float or type(value) is int):  # NaN is not
+            return hint(value)
+    elif origin is None and hint not in LARGEST and isinstance(value, hint):
         return value
     raise ConfigError(f"{key}={show(value)} has the wrong type: expected {_type_name(hint)}.")
 

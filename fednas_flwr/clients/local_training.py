@@ -7,6 +7,7 @@ private client, and return what then trains the network in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -65,11 +66,12 @@ def prepare_search(
         largest_EK = largest_paths(supernet, mode=paths.gates)
         gradients.rehearse_weights(PathNetwork(supernet.train(), largest_EK[:, :1]), "path")
         if not warms_up:
-            chosen = None if hardware is None else (hardware.form, hardware.costs.unit)
-            gradients.rehearse_gates(supernet, largest_EK, hardware, paths.gates, chosen)
+            gradients.rehearse_gates(supernet, largest_EK, hardware, asdict(paths))
     elif isinstance(gradients, NoisedGradients):
         gradients.rehearse_weights(supernet)
         gradients.rehearse_alphas(supernet)
+
+    sent = sent_moments(request, supernet)
 
     def search() -> tuple[Descents, dict[str, float]]:
         nesterov, beta = (False, 0.5) if paths is None else (True, 0.0)
@@ -81,7 +83,7 @@ def prepare_search(
                 local.weights.clip_norm,
             ),
             Descent(alphas, make_adam(alphas.values(), local.alphas, beta=beta)),
-            sent_moments(request, supernet),
+            sent,
         )
         if paths is None:
             assert local.alternating is not None
@@ -119,12 +121,14 @@ def prepare_training(
     if isinstance(gradients, NoisedGradients):
         gradients.rehearse_weights(network, local.network, local.drop_path_prob)
 
+    sent = sent_moments(request, network)
+
     def train_weights() -> tuple[Descents, dict[str, float]]:
         network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
         weights = trainable_weights(network)
         optimizer = make_sgd(weights.values(), local.weights)
         descent = Descent(weights, optimizer, local.weights.clip_norm)
-        descents = Descents(descent, sent=sent_moments(request, network))
+        descents = Descents(descent, sent=sent)
         train(network, gradients, descent)
         return descents, gradients.metrics()
 

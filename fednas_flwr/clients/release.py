@@ -159,6 +159,7 @@ class ReleaseGate:
             ConfigError: The run has not committed to it, or a rule is broken; the sentence names
                 it.
         """
+        self.check_verb(verb, self.data_set)
         key = release_key(header.stage, verb, kind, splits)
         planned = self._planned(header.run).get(key)
         if planned is None:

@@ -22,16 +22,24 @@ from fednas_flwr.search.descent import Descents, no_moments
 
 
 def network_states_of(request: Request) -> dict[str, Packed]:
-    """Return the states of a request that are a network's own."""
-    own = ("weights", "alphas", "buffers")
-    return {name: state for name, state in request.states.items() if name in own}
+    """Return the states of a request that its network is to have: all but those beside it."""
+    beside = (MOMENTS, "previous_weights")
+    return {name: state for name, state in request.states.items() if name not in beside}
 
 
 def sent_moments(request: Request, network: nn.Module) -> Tensors:
-    """Return the optimisers' moments that a request carries, by name; none if it does not."""
+    """Return the optimisers' moments that a request carries, by name; none if it does not.
+
+    Raises:
+        ValueError: They are not of this network, or Adam cannot go on from their numbers of steps.
+    """
     if MOMENTS not in request.states:
         return {}
-    return unpack(request.states[MOMENTS], Layout.of(no_moments(network)))
+    moments = unpack(request.states[MOMENTS], Layout.of(no_moments(network)))
+    for name, tensor in moments.items():
+        if name.startswith("alphas.step.") and not tensor.item() >= 0:
+            raise ValueError(f"{name}={tensor.item()}: a number of steps is 0 or more")
+    return moments
 
 
 def trained_states(

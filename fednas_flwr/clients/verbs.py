@@ -193,7 +193,11 @@ def search(client: Client, request: Request, asked: Search) -> Reply:
     """
     with before_reading(request):
         supernet = request_supernet(client, request)
-        run = prepare_search(client, request, asked.local, supernet, _plan(client, request))
+        own = {name for name, state in network_states(supernet).items() if state}
+        if asked.sparse and not own <= set(request.states):
+            raise ValueError(f"sparse=True needs the states {', '.join(sorted(own))}")
+        planned = _plan(client, request, supernet)
+        run = prepare_search(client, request, asked.local, supernet, planned)
     descents, metrics = run()
     states = trained_states(supernet, descents)
     reply = make_reply(_num_train(client), states, metrics)
@@ -205,10 +209,11 @@ def train_paths(client: Client, request: Request, asked: TrainCandidates) -> Rep
 
     In private mode they follow from the releases; those beside all paths are as they were sent.
     """
-    sgd, paths, planned = asked.weights, asked.candidates, _plan(client, request)
+    sgd, paths = asked.weights, asked.candidates
     gradients: Gradients
     with before_reading(request):
         supernet = request_supernet(client, request).train()
+        planned = _plan(client, request, supernet)
         for path in paths:
             Candidate(supernet, path)
         if client.gate is not None:
@@ -229,11 +234,12 @@ def train_paths(client: Client, request: Request, asked: TrainCandidates) -> Rep
 
 def reward_candidates(client: Client, request: Request, asked: RewardCandidates) -> Reply:
     """``evaluate.candidates``: each candidate's accuracy on validation records, as ``rewards``."""
-    supernet, split = request_supernet(client, request), client.data.validation
-    if client.gate is not None:
-        with before_reading(request):
+    with before_reading(request):
+        supernet, split = request_supernet(client, request), client.data.validation
+        if client.gate is not None:
             planned = admit(client.gate, request, supernet)["rewards"]
             release = prepare_rewards(client, request.header, planned, supernet, asked.candidates)
+    if client.gate is not None:
         rewards = {"rewards": {"rewards": release()}}
         return make_reply(client.gate.expected_batch(planned), rewards)
     measured = [
@@ -375,12 +381,9 @@ def request_supernet(client: Client, request: Request) -> Supernet:
     return network
 
 
-def _plan(client: Client, request: Request, network: torch.nn.Module | None = None) -> Plan:
+def _plan(client: Client, request: Request, network: torch.nn.Module) -> Plan:
     """Return the plan of each kind of release of a private client's request; empty without."""
-    if client.gate is None:
-        return {}
-    network = request_supernet(client, request) if network is None else network
-    return admit(client.gate, request, network)
+    return {} if client.gate is None else admit(client.gate, request, network)
 
 
 def _num_train(client: Client) -> int:

@@ -92,7 +92,7 @@ def _outputs(
     """Yield logits and labels by batch, in evaluation mode; the network's mode is restored."""
     was_training = network.training
     network.eval()
-    for indices in torch.split(torch.arange(len(split)), BATCH_SIZE):
+    for indices in torch.split(torch.arange(len(split)), BATCH_SIZE) if len(split) else ():
         x, y = split.batch(indices, device)
         yield network(x), y
     network.train(was_training)

@@ -24,6 +24,7 @@ from fednas_flwr.search.settings import (
     check_range,
 )
 from fednas_flwr.typed import parse
+from fednas_flwr.verbs import SPLIT_OF
 
 MOST_CANDIDATES = 1000
 MOST_TRIALS = 1000
@@ -112,9 +113,9 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        weight, probability = self.auxiliary_weight, self.drop_path_prob
+        weight = self.auxiliary_weight
         check_range(0 <= weight <= LARGEST, "auxiliary_weight", weight, f"0 to {LARGEST:g}")
-        check_range(0 <= probability < 1, "drop_path_prob", probability, "0 to below 1")
+        _check_drop_path(self.drop_path_prob)
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,10 @@ class Trial:
     weights: SGD
     alphas: Adam
     drop_path_prob: float
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        _check_drop_path(self.drop_path_prob)
 
 
 @dataclass(frozen=True)
@@ -160,10 +165,10 @@ class TakeGradients:
     Attributes:
         step: Number of the exchange, from 0: which batches are taken.
         local_steps: Steps before the answer, 1 to 1e6.
-        local_lrs: Of those steps, by state.
+        local_lrs: Of those steps, by state; from 0.
         batch_size: See :class:`Amount`.
         order: Of the alphas' gradient, 1 or 2.
-        inner_lr: Learning rate of the weights' last step, for order 2.
+        inner_lr: Learning rate of the weights' last step, for order 2; above 0.
     """
 
     step: int
@@ -179,7 +184,11 @@ class TakeGradients:
         check_least(self, "", step=0)
         check_range(self.order in (1, 2), "order", self.order, "1 or 2")
         _check_whole("local_steps", self.local_steps, MOST_STEPS)
+        above = f"above 0, to {LARGEST:g}"
+        check_range(0 < self.inner_lr <= LARGEST, "inner_lr", self.inner_lr, above)
         for state, lr in self.local_lrs.items():
+            if state not in SPLIT_OF:
+                raise unknown_choice("local_lrs", state, SPLIT_OF)
             check_range(0 <= lr <= LARGEST, f"local_lrs.{state}", lr, f"0 to {LARGEST:g}")
 
 
@@ -346,6 +355,10 @@ def decode(verb: str, values: object) -> Settings:
 def encode(settings: Settings) -> dict[str, Any]:
     """Return a request as JSON values."""
     return asdict(settings)
+
+
+def _check_drop_path(probability: float) -> None:
+    check_range(0 <= probability < 1, "drop_path_prob", probability, "0 to below 1")
 
 
 def _check_whole(name: str, value: int, largest: int | None) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,16 +13,42 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from flwr.app import ConfigRecord, RecordDict
 
 from fednas_flwr import builders
 from fednas_flwr.clients.answer import answer
-from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
 from fednas_flwr.data.loaders import ClientData, Split
-from fednas_flwr.exchange.messages import Header, Reply, Request
-from fednas_flwr.exchange.states import network_states, pack
+from fednas_flwr.exchange import messages
+from fednas_flwr.exchange.messages import Header, Reply, Request, decode_request, encode_states
+from fednas_flwr.exchange.requests import (
+    Amount,
+    Commit,
+    Describe,
+    Evaluate,
+    LocalSearch,
+    LocalTraining,
+    MeasureLatency,
+    Personalise,
+    Probe,
+    RewardCandidates,
+    Search,
+    Settings,
+    Site,
+    TakeGradients,
+    Train,
+    TrainCandidates,
+    Trial,
+    encode,
+)
+from fednas_flwr.exchange.states import MOMENTS, network_states, pack
 from fednas_flwr.privacy.noise import SecureGenerator
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.randomness import seeded
 from fednas_flwr.search.candidate import Candidate
+from fednas_flwr.search.descent import no_moments
+from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.verbs import PRIVATE_VERBS
 
 RECORDS = {"train": 40, "validation": 20, "test": 12}  # declared: not what the data holds
 POLICY = {
@@ -37,24 +64,25 @@ POLICY = {
     "test_seed": False,
 }
 SIZES = ("norm=group", "channels=2", "num_cells=1")
-TERMS = {"noise_multiplier": 1.5, "batch_size": 8, "max_grad_norm": 0.5}
+TERMS = {"noise_multiplier": 1.5, "batch_size": 8.0, "max_grad_norm": 0.5}
 METRICS = {"noise_multiplier": 4.0, "batch_size": None, "max_grad_norm": 1.0}
 TERMS_OF = {"weights": TERMS, "alphas": TERMS, "rewards": METRICS, "metrics": METRICS}
-SEARCHED = {"weights": ["train"], "alphas": ["validation"]}
+SEARCHED = {"weights": ("train",), "alphas": ("validation",)}
 # What each verb with releases is asked: stage, splits by kind of release.
 ASKED = {
-    "train.weight_gradient": ("search", {"weights": ["train"]}),
-    "train.alpha_gradient": ("search", {"alphas": ["validation"]}),
+    "train.weight_gradient": ("search", {"weights": ("train",)}),
+    "train.alpha_gradient": ("search", {"alphas": ("validation",)}),
     "train.gradients": ("search", SEARCHED),
     "train.search": ("search", SEARCHED),
-    "train.candidate": ("search", {"weights": ["train"]}),
-    "train.probe": ("search", SEARCHED | {"rewards": ["validation"]}),
-    "train.weights": ("retrain", {"weights": ["train", "validation"]}),
-    "evaluate.candidates": ("search", {"rewards": ["validation"]}),
-    "evaluate.model": ("search", {"metrics": ["validation"]}),
+    "train.candidate": ("search", {"weights": ("train",)}),
+    "train.probe": ("search", SEARCHED | {"rewards": ("validation",)}),
+    "train.weights": ("retrain", {"weights": ("train", "validation")}),
+    "evaluate.candidates": ("search", {"rewards": ("validation",)}),
+    "evaluate.model": ("search", {"metrics": ("validation",)}),
 }
-STEP = {"lr": 0.1, "min_lr": 0.0, "momentum": 0.9, "weight_decay": 0.01, "clip_norm": 5.0}
-TRIAL = {"weights": STEP, "alphas": {"lr": 0.01, "weight_decay": 0.0}, "drop_path_prob": 0.0}
+STEP = SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.01, clip_norm=5.0)
+TRIAL = Trial(STEP, Adam(lr=0.01, weight_decay=0.0), drop_path_prob=0.0)
+ONE_STEP = Amount(epochs=None, steps=1, batch_size=None)
 LOSS_BOUND = 0.5
 # Paths of the space dp_cells: one that a step of trains, some that are rewarded. The weights are
 # set so that DIVIDED says class 0 of some records and class 1 of the others.
@@ -63,17 +91,42 @@ CANDIDATES = {
     "train.candidate": [[*range(4, 10), 4, 3, 5, 4, 1, 2, 5, 6, 7]],
     "evaluate.candidates": [[5] * 15, DIVIDED, [4, 3, 3] * 5],
 }
+GONE = object()  # as the new value of a key: the key is taken out
 
 
-def schedule(steps: int = 50, **changes: Any) -> list[dict[str, Any]]:
-    """Return one item for every kind of release of every verb."""
+def schedule(steps: int = 50, **changes: Any) -> list[PlannedRelease]:
+    """Return the plan of every kind of release of every verb."""
     return [
-        {"stage": stage, "verb": verb, "kind": kind, "splits": splits, "steps": steps}
-        | TERMS_OF[kind]
-        | changes
+        replace(PlannedRelease(stage, verb, kind, splits, steps=steps, **TERMS_OF[kind]), **changes)
         for verb, (stage, kinds) in ASKED.items()
         for kind, splits in kinds.items()
     ]
+
+
+def put(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set a key of nested settings: where its name is nearest to the top, or at a dotted path.
+
+    A name that is nowhere becomes a new key at the top.
+    """
+    *outer, name = path.split(".")
+    for key in outer:
+        values = values[key]
+    places = level = [values]
+    while level and not any(name in place for place in level):
+        level = [v for place in level for v in place.values() if isinstance(v, dict)]
+    for place in [p for p in level if name in p] or places:
+        place[name] = value
+        if value is GONE:
+            del place[name]
+
+
+def received(
+    verb: str, header: Header, values: object, states: Mapping[str, Any] | None = None
+) -> Request:
+    """Return the request that a site decodes from a message with any JSON values as settings."""
+    text = json.dumps({"header": asdict(header), "settings": values}, default=asdict)
+    content = {messages.HEADER: ConfigRecord({messages.JSON: text})}
+    return decode_request(verb, RecordDict({**content, **encode_states(states or {})}))
 
 
 @pytest.fixture(scope="session")
@@ -99,11 +152,15 @@ def make_networks(config, prepared):
         supernet = space.supernet()
         description = builders.describe_network(config, prepared, space.derive(supernet.alphas()))
         derived = builders.make_network(description)
+    both = {"supernet": supernet, "derived": derived}
     states = {
         name: {kind: pack(state) for kind, state in network_states(network).items() if state}
-        for name, network in (("supernet", supernet), ("derived", derived))
+        for name, network in both.items()
     }
-    return SimpleNamespace(description=description, states=states, space=space)
+    moments = {name: pack(no_moments(network)) for name, network in both.items()}
+    return SimpleNamespace(
+        description=description, states=states, moments=moments, space=space, **both
+    )
 
 
 @pytest.fixture(scope="session")
@@ -155,10 +212,19 @@ def images(prepared):
 
 @pytest.fixture
 def make_site(
-    site_config, prepared, networks, cells_config, cells, divided_labels, tmp_path
+    site_config,
+    prepared,
+    networks,
+    cells_config,
+    cells_supernet,
+    cells,
+    divided_labels,
+    tmp_path,
 ) -> Callable[..., SimpleNamespace]:
-    """``make_site(...)``: a site that has kept a schedule; ``site.ask(verb, **settings)`` asks it.
+    """``make_site(...)``: a site that has kept a schedule; ``site.ask(verb, **changes)`` asks it.
 
+    Every request goes through its message; a change replaces a key of its settings, see
+    :func:`put`, by any value. With ``moments`` those of the optimisers travel beside the model.
     ``policy`` changes the site's policy, ``records`` are the rows it holds (all) and ``hold`` edits
     its splits, ``folder`` is an older site's, ``test_seed`` makes its draws repeatable, and
     ``committed`` is the schedule.
@@ -168,7 +234,7 @@ def make_site(
     def make(
         *,
         policy: dict[str, Any] | None = None,
-        committed: list[dict[str, Any]] | None = None,
+        committed: list[PlannedRelease] | None = None,
         records: Any = None,
         hold: Callable[[ClientData], ClientData] | None = None,
         folder: Path | None = None,
@@ -205,39 +271,44 @@ def make_site(
             client.gate._generator = SecureGenerator(test_seed)
         site = SimpleNamespace(client=client, of_cells=of_cells, gate=client.gate, folder=folder)
 
-        def request(verb: str, *, run: str = "run", **changes: Any) -> Request:
-            stage, kinds = ASKED.get(verb, ("commit", {}))
-            settings: dict[str, Any] = {"data_set": "ward", "schedule": schedule()}
-            if kinds:
-                settings = {
-                    "data_set": "ward",
-                    "releases": {kind: dict(TERMS_OF[kind]) for kind in kinds},
-                    "micro_batch_size": 64,
-                    "local_steps": 1,
-                }
-            if verb == "train.search":
-                settings |= TRIAL
-            if verb in CANDIDATES:
-                settings |= {"candidates": CANDIDATES[verb], "weights": STEP}
-            if verb == "train.probe":
-                network = {"name": "supernet"}
-                settings |= {"network": network, "trials": [TRIAL], "loss_bound": LOSS_BOUND}
-            if "gradient" in verb:
-                settings |= {"order": 1, "local_lrs": {"weights": 0.1, "alphas": 0.1}}
-            if verb == "train.weights":
-                settings |= {
-                    "network": networks.description,
-                    "split": "train+validation",
-                    "weights": asdict(site_config.retrain.weights),
-                    "drop_path_prob": 0.0,
-                    "auxiliary_weight": 0.0,
-                }
-            if verb == "evaluate.model":
-                settings |= {"network": {"name": "supernet"}, "split": "validation"}
-            states = networks.states["derived" if verb == "train.weights" else "supernet"]
-            states = cells if verb in CANDIDATES else states
+        def asked(verb: str) -> Settings:
+            """Return what a verb is given unless a test changes it: one step of each release."""
+            here = Site("ward", micro_batch_size=64)
+            search = LocalSearch(ONE_STEP, STEP, TRIAL.alphas, Alternating("first_order"))
+            split = "train+validation"
+            local = LocalTraining(networks.description, split, ONE_STEP, STEP, 0.0, 0.0)
+            lrs = {"weights": 0.1, "alphas": 0.1}
+            settings: dict[str, Settings] = {
+                "query.describe": Describe(),
+                "query.commit": Commit("ward", tuple(schedule())),
+                "query.latency": MeasureLatency(batch_size=1, passes=2, site=here),
+                "train.search": Search(search, site=here),
+                "train.probe": Probe(search, None, [TRIAL], LOSS_BOUND, here),
+                "train.candidate": TrainCandidates(
+                    CANDIDATES["train.candidate"], 0, 1, None, STEP, None, here
+                ),
+                "train.weights": Train(local, site=here),
+                "evaluate.candidates": RewardCandidates(CANDIDATES["evaluate.candidates"], here),
+                "evaluate.model": Evaluate({"name": "supernet"}, "validation", here),
+                "evaluate.personalised": Personalise(local),
+            }
+            return settings.get(verb) or TakeGradients(0, 1, lrs, None, 1, 0.1, here)
+
+        def request(
+            verb: str, *, run: str = "run", moments: bool = False, **changes: Any
+        ) -> Request:
+            stage, releases = ASKED.get(verb, ("commit", {}))
+            values = json.loads(json.dumps(encode(asked(verb))))
+            for path, value in changes.items():
+                put(values, path, value)
+            name = "derived" if verb == "train.weights" else "supernet"
+            states = cells if verb in CANDIDATES else networks.states[name]
+            if moments and verb in CANDIDATES:
+                states = states | {MOMENTS: pack(no_moments(cells_supernet))}
+            elif moments:
+                states = states | {MOMENTS: networks.moments[name]}
             header = Header(run, stage, 1, 1, 0, "nonce")
-            return Request(verb, header, settings | changes, states if kinds else {})
+            return received(verb, header, values, states if releases else {})
 
         def ask(verb: str, **changes: Any) -> Reply:
             return answers(request(verb, **changes))
@@ -247,9 +318,9 @@ def make_site(
 
         site.ask, site.request, site.answer = ask, request, answers
         site.rows = lambda: [row.entry for row in client.gate._ledger.entries()]
-        site.commit = lambda **changes: ask("query.commit", schedule=schedule(**changes))
+        site.commit = lambda **changes: ask("query.commit", releases=schedule(**changes))
         if committed != []:  # without the reply's epsilon, which takes half a second
-            client.gate.commit(request("query.commit").header, committed or schedule())
+            client.gate.commit("run", committed or schedule())
         return site
 
     return make

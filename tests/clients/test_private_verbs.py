@@ -3,64 +3,67 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 import torch
-from fednas_flwr.clients.private_verbs import (
-    METRICS_NORM,
-    PRIVATE_VERBS,
-    PUBLIC_FACTS,
-    RELEASES,
-    check_fields,
-)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
 from fednas_flwr import builders
 from fednas_flwr.clients import release
-from fednas_flwr.clients.verbs import VERBS
+from fednas_flwr.clients.admission import check_fields
+from fednas_flwr.clients.noised_measures import METRICS_NORM
+from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.config import FedAvgSettings, NoPrivacy
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import Reply
-from fednas_flwr.exchange.states import load_states, network_states, pack
+from fednas_flwr.exchange.requests import REQUESTS, LocalTraining, encode
+from fednas_flwr.exchange.states import MOMENTS, Layout, load_states, network_states, pack, unpack
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.search.descent import no_moments
+from fednas_flwr.search.objective import Objective
+from fednas_flwr.search.settings import Adam
+from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
 
 from .conftest import (
     ASKED,
     CANDIDATES,
+    GONE,
     LOSS_BOUND,
     METRICS,
+    ONE_STEP,
     RECORDS,
     STEP,
     TERMS,
     TERMS_OF,
     TRIAL,
+    put,
+    received,
     schedule,
 )
 
 RELEASING = sorted(ASKED)
+MOVING = ["train.candidate", "train.search", "train.weights"]  # with their optimisers' moments
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
 BOTH = RECORDS["train"] + RECORDS["validation"]
-
-
-def everything(verb):
-    """Return releases over all records at p = 1, so that only noise is drawn."""
-    return {kind: TERMS_OF[kind] | {"batch_size": None} for kind in ASKED[verb][1]}
+EVERYTHING = schedule(batch_size=None)  # over all records at p = 1, so that only noise is drawn
 
 
 def sums(reply, verb):
     """Return what was released of each state, as the noised sum that it was."""
     vectors = {n: torch.cat([v.double() for v in s.values()]) for n, s in reply.states.items()}
     if verb == "train.weights":  # one step: w - lr * (sum / B + decay * w)
-        return {n: vector * (BOTH / STEP["lr"]) for n, vector in vectors.items()}
+        return {n: vector * (BOTH / STEP.lr) for n, vector in vectors.items()}
     if verb == "train.search":  # likewise; Adam's first step does not tell the size of a gradient
-        return {"weights": vectors["weights"] * (RECORDS["train"] / STEP["lr"])}
+        return {"weights": vectors["weights"] * (RECORDS["train"] / STEP.lr)}
     if verb == "train.candidate":
-        return {"weights": vectors["weights"] * (RECORDS["train"] / STEP["lr"])}
+        return {"weights": vectors["weights"] * (RECORDS["train"] / STEP.lr)}
     if verb == "train.probe":
         return {"rewards": vectors["rewards"] * (RECORDS["validation"] / LOSS_BOUND)}
     if verb == "evaluate.candidates":  # one vector of three
@@ -93,13 +96,27 @@ def without_last(name):
 
 
 def test_every_verb_has_its_fields_listed_and_all_others_are_refused(make_site):
-    assert set(PRIVATE_VERBS) == set(PUBLIC_FACTS) | set(RELEASES)
-    assert set(ASKED) == set(RELEASES)
-    assert all(verb.startswith("query.") for verb in {*PUBLIC_FACTS} - {"train.search"})
+    assert set(VERBS) == set(ANSWERS) == set(REQUESTS)
+    assert set(PRIVATE_VERBS) == set(VERBS) - {"evaluate.personalised"}
+    releasing = {verb for verb in PRIVATE_VERBS if not VERBS[verb].is_public}
+    assert set(ASKED) == releasing
+    assert all(verb.startswith("query.") for verb in {*PRIVATE_VERBS} - releasing)
+    assert [verb for verb in ASKED if VERBS[verb].facts] == ["train.search"]
+    assert VERBS["train.search"].facts == {"changed"}
     site = make_site()
-    for verb in {*VERBS, "evaluate.personalised", ""} - set(PRIVATE_VERBS):
+    for verb in {*VERBS} - set(PRIVATE_VERBS):
         with pytest.raises(ConfigError, match="private verb"):
             site.ask(verb)
+    for verb in ("", "train.all"):
+        with pytest.raises(ConfigError, match=f"verb={verb} is unknown"):
+            site.ask(verb)
+
+
+def test_no_private_verb_may_return_what_is_neither_noised_nor_follows_from_what_is():
+    released = {"weights", "alphas", "moments", "rewards", "loss", "accuracy"}
+    assert set().union(*(VERBS[verb].releases for verb in PRIVATE_VERBS)) == released
+    told = {fact for verb in PRIVATE_VERBS for fact in VERBS[verb].facts}
+    assert not told & {"class_counts", "num_examples", "records", "labels"}
 
 
 @pytest.mark.parametrize(
@@ -118,20 +135,23 @@ def test_a_field_that_is_on_no_list_cannot_leave(reply):
 
 def test_unreleased_fields_do_not_move_when_a_record_is_added_removed_or_replaced(make_site):
     held = [np.arange(80), np.arange(79), np.array([0, *range(2, 80)]), np.arange(30)]
-    items = schedule(steps=2)
-    sites = [make_site(records=rows, committed=items) for rows in held]
+    plan = schedule(steps=2)
+    sites = [make_site(records=rows, committed=plan) for rows in held]
     assert len({tuple(map(len, vars(site.client.data).values())) for site in sites}) >= 3
-    for verb in [*(v for v in PRIVATE_VERBS if v != "query.latency"), "query.describe"]:
-        asked = {"run": "second", "schedule": items[:1]} if verb == "query.commit" else {}
-        replies = [unreleased(site.ask(verb, **asked)) for site in sites]
+    asked = [(verb, {}) for verb in (*PRIVATE_VERBS, "query.describe") if verb != "query.latency"]
+    asked += [(verb, {"moments": True}) for verb in MOVING]
+    for verb, changes in asked:
+        again = {"run": "second", "releases": plan[:1]} if verb == "query.commit" else changes
+        replies = [unreleased(site.ask(verb, **again)) for site in sites]
         assert all(reply == replies[0] for reply in replies), verb
         fields, states, metrics = replies[0]
-        assert set(fields["facts"]) <= PUBLIC_FACTS.get(verb, set())
-        assert {*states, *metrics} == RELEASES.get(verb, set())
+        assert set(fields["facts"]) <= VERBS[verb].facts
+        expected = VERBS[verb].releases - (set() if changes else {MOMENTS})
+        assert {*states, *metrics} == expected
         expected = dict.fromkeys(("train.search", "train.candidate"), RECORDS["train"])
         measured = ("train.probe", "evaluate.model", "evaluate.candidates")
         expected |= dict.fromkeys(measured, RECORDS["validation"]) | {"train.weights": BOTH}
-        expected = dict.fromkeys(PUBLIC_FACTS, sum(RECORDS.values())) | expected
+        expected |= dict.fromkeys(("query.describe", "query.commit"), sum(RECORDS.values()))
         assert fields["num_examples"] == expected.get(verb, TERMS["batch_size"])
 
 
@@ -139,12 +159,11 @@ def test_unreleased_fields_do_not_move_when_a_record_is_added_removed_or_replace
 def test_a_record_moves_what_is_released_by_the_clipping_norm_at_most(verb, make_site):
     """The same noise on neighbouring data: the difference is what one record contributes."""
     _, kinds = ASKED[verb]
-    items = [i | {"batch_size": None} for i in schedule() if i["verb"] == verb]
+    plan = [p for p in EVERYTHING if p.verb == verb]
     for name in {split for splits in kinds.values() for split in splits}:
-        made = {"committed": items, "test_seed": b"7"}
-        asked = {"releases": everything(verb), "weights": STEP}
+        made = {"committed": plan, "test_seed": b"7"}
         pair = [
-            sums(make_site(hold=hold, **made).ask(verb, **asked), verb)
+            sums(make_site(hold=hold, **made).ask(verb), verb)
             for hold in (None, without_last(name))
         ]
         for kind in pair[0]:
@@ -164,9 +183,8 @@ def test_a_record_moves_what_is_released_by_the_clipping_norm_at_most(verb, make
 
 @pytest.mark.parametrize("verb", RELEASING)
 def test_two_answers_to_the_same_request_differ_by_new_noise_of_the_booked_scale(verb, make_site):
-    site = make_site(committed=[i | {"batch_size": None} for i in schedule()])
-    asked = {"releases": everything(verb), "weights": STEP}
-    first, second = (sums(site.ask(verb, **asked), verb) for _ in range(2))
+    site = make_site(committed=EVERYTHING)
+    first, second = (sums(site.ask(verb), verb) for _ in range(2))
     for kind, one in first.items():
         noise = (one - second[kind]) / math.sqrt(2)
         if verb == "train.candidate":  # weights beside its path have none
@@ -181,18 +199,16 @@ def test_two_answers_to_the_same_request_differ_by_new_noise_of_the_booked_scale
 
 def test_the_noise_does_not_depend_on_the_runs_seed(make_site):
     """Two sites that are equal to the last byte of their configuration draw different noise."""
-    asked = {"releases": everything("train.weight_gradient")}
-    items = [i | {"batch_size": None} for i in schedule()]
     states = []
     for _ in range(2):
         torch.manual_seed(0)
-        reply = make_site(committed=items).ask("train.weight_gradient", **asked)
+        reply = make_site(committed=EVERYTHING).ask("train.weight_gradient")
         states.append(reply.states["weights"]["float32"])
     assert (states[0] == states[1]).float().mean() < 0.01
 
 
 def test_what_a_verb_returns_is_checked_before_it_leaves(make_site, monkeypatch):
-    monkeypatch.setitem(PRIVATE_VERBS, "train.weights", lambda *_: Reply(1, metrics={"loss": 1.0}))
+    monkeypatch.setitem(ANSWERS, "train.weights", lambda *_: Reply(1, metrics={"loss": 1.0}))
     with pytest.raises(RuntimeError, match="must not return"):
         make_site().ask("train.weights")
 
@@ -201,11 +217,10 @@ def test_what_a_verb_returns_is_checked_before_it_leaves(make_site, monkeypatch)
 def test_drop_path_and_augmentation_are_drawn_anew_and_not_from_the_runs_seed(
     drawn, make_site, without_noise
 ):
-    site = make_site(committed=[i | {"batch_size": None} for i in schedule()])
+    site = make_site(committed=EVERYTHING)
     if drawn == "crops":
         site.client.augmentation.__dict__["crop_padding"] = 2
     asked = {"drop_path_prob": 0.5} if drawn == "drop-path" else {}
-    asked |= {"releases": everything("train.weights"), "weights": STEP}
     _, *replies = (site.ask("train.weights", **asked) for _ in range(3))  # the first rehearses
     vectors = [reply.states["weights"]["float32"] for reply in replies]
     assert torch.equal(*vectors) == (drawn == "nothing")
@@ -260,12 +275,10 @@ def test_gradients_are_clipped_sums_at_the_same_point_over_local_steps(
     steps, make_site, networks, without_noise
 ):
     lrs = {"weights": 2.0, "alphas": 1.0}
-    given = everything("train.gradients")
-    given["alphas"] |= {"max_grad_norm": (small := 0.004)}
-    items = [i for i in schedule(batch_size=None) if i["verb"] == "train.gradients"]
-    items = [i | given[i["kind"]] for i in items]
-    site = make_site(committed=items, records=np.arange(40))
-    asked = {"releases": given, "local_steps": steps, "local_lrs": lrs, "micro_batch_size": 7}
+    weights, alphas = (p for p in EVERYTHING if p.verb == "train.gradients")
+    plan = [weights, replace(alphas, max_grad_norm=(small := 0.004))]
+    site = make_site(committed=plan, records=np.arange(40))
+    asked = {"local_steps": steps, "local_lrs": lrs, "micro_batch_size": 7}
     reply = site.ask("train.gradients", **asked)
     assert without_noise == [(SIGMA, NORM), (SIGMA, small)] * steps
     assert [row.splits for row in site.rows()] == [("train",), ("validation",)] * steps
@@ -293,10 +306,8 @@ def test_gradients_are_clipped_sums_at_the_same_point_over_local_steps(
 def test_retraining_is_dp_sgd_with_momentum_over_train_and_validation(
     make_site, networks, without_noise
 ):
-    items = [i | {"batch_size": None} for i in schedule()]
-    site = make_site(committed=items, records=np.arange(40))
-    asked = {"releases": everything("train.weights"), "local_steps": 3, "weights": STEP}
-    reply = site.ask("train.weights", **asked)
+    site = make_site(committed=EVERYTHING, records=np.arange(40))
+    reply = site.ask("train.weights", steps=3, clip_norm=None)
     assert without_noise == [(SIGMA, NORM)] * 3
     assert [row.splits for row in site.rows()] == [("train", "validation")] * 3
     network = builders.make_network(networks.description)
@@ -320,11 +331,9 @@ FACTORS = torch.tensor([0.2, 1.0, 0.6])
 def test_private_search_alternates_clipped_steps_of_alphas_and_weights(
     factors, make_site, networks, without_noise
 ):
-    items = [i | {"batch_size": None} for i in schedule()]
-    site = make_site(committed=items, records=np.arange(40))
-    site.client.__dict__["class_factors"] = factors
-    asked = {"releases": everything("train.search"), "local_steps": 2}
-    reply = site.ask("train.search", **asked)
+    site = make_site(committed=EVERYTHING, records=np.arange(40))
+    site.client.__dict__["objective"] = Objective(factors)
+    reply = site.ask("train.search", steps=2)
     assert without_noise == [(SIGMA, NORM)] * 4
     assert [row.splits for row in site.rows()] == [("validation",), ("train",)] * 2
     assert reply.num_examples == RECORDS["train"]
@@ -358,12 +367,11 @@ def test_a_probe_releases_the_clipped_decrease_of_each_trial(
     factors, make_site, networks, without_noise
 ):
     """Trials start from the same states and are booked like the search that they are."""
-    items = [i | {"batch_size": None} for i in schedule()]
-    site = make_site(committed=items, records=np.arange(40))
-    site.client.__dict__["class_factors"] = factors
-    slow = TRIAL | {"weights": STEP | {"lr": 1e-6}, "alphas": {"lr": 0.0, "weight_decay": 0.0}}
-    asked = {"releases": everything("train.probe"), "local_steps": 2}
-    reply = site.ask("train.probe", trials=[slow, TRIAL, slow], loss_bound=(bound := 0.01), **asked)
+    site = make_site(committed=EVERYTHING, records=np.arange(40))
+    site.client.__dict__["objective"] = Objective(factors)
+    slow = replace(TRIAL, weights=replace(STEP, lr=1e-6), alphas=Adam(0.0, 0.0))
+    asked = {"trials": [slow, TRIAL, slow], "loss_bound": (bound := 0.01), "steps": 2}
+    reply = site.ask("train.probe", **asked)
     trial = [(SIGMA, NORM)] * 4 + [(METRICS["noise_multiplier"], METRICS["max_grad_norm"])]
     assert without_noise == trial * 3
     splits = [*[("validation",), ("train",)] * 2, ("validation",)]
@@ -388,26 +396,31 @@ def test_a_probe_releases_the_clipped_decrease_of_each_trial(
     assert rewarded == pytest.approx(mean, rel=1e-4)
 
 
-def derived_probe(make_site, networks, *, split):
-    """Return a site that keeps to training on a split, and a request for a trial that does."""
+def derived_probe(make_site, networks, *, committed, split):
+    """Return a site that keeps to training on a split, and how to ask for a trial that does."""
     terms = {"stage": "retrain", "verb": "train.probe", "steps": 50}
-    items = [
-        terms | {"kind": "weights", "splits": split.split("+")} | TERMS,
-        terms | {"kind": "rewards", "splits": ["validation"]} | METRICS,
+    plan = [
+        PlannedRelease(kind="weights", splits=tuple(committed.split("+")), **terms, **TERMS),
+        PlannedRelease(kind="rewards", splits=("validation",), **terms, **METRICS),
     ]
-    site = make_site(committed=items)
-    releases = {"weights": TERMS, "rewards": METRICS}
-    asked = {"network": networks.description, "split": split, "auxiliary_weight": 0.0}
-    request = site.request("train.probe", releases=releases, local_steps=2, **asked)
-    header = replace(request.header, stage="retrain")
-    return site, replace(request, header=header, states=networks.states["derived"])
+    site = make_site(committed=plan)
+    steps = replace(ONE_STEP, steps=2)
+    training = LocalTraining(networks.description, "train", steps, STEP, 0.0, 0.0)
+
+    def ask():
+        values = asdict(training) | {"split": split}
+        request = site.request("train.probe", search=None, training=values)
+        header = replace(request.header, stage="retrain")
+        return site.answer(replace(request, header=header, states=networks.states["derived"]))
+
+    return site, ask
 
 
 @pytest.mark.parametrize("split", ["train", "test", "train+validation"])
 def test_trials_of_a_derived_network_read_what_is_booked_and_nothing_else(
     split, make_site, networks, monkeypatch
 ):
-    site, request = derived_probe(make_site, networks, split=split)
+    site, ask = derived_probe(make_site, networks, committed=split, split=split)
     data, read, batch = vars(site.client.data), set(), Split.batch
 
     def noted(records, indices, device):
@@ -415,7 +428,7 @@ def test_trials_of_a_derived_network_read_what_is_booked_and_nothing_else(
         return batch(records, indices, device)
 
     monkeypatch.setattr(Split, "batch", noted)
-    assert set(site.answer(request).states) == {"rewards"}
+    assert set(ask().states) == {"rewards"}
     booked = {*split.split("+"), "validation"}
     assert read <= {row for name in booked for row in data[name].rows.tolist()}
     assert all(read & set(data[name].rows.tolist()) for name in booked)
@@ -426,10 +439,9 @@ def test_trials_of_a_derived_network_read_what_is_booked_and_nothing_else(
 def test_trials_that_train_on_another_split_than_the_committed_are_refused(
     split, make_site, networks, no_record
 ):
-    site, request = derived_probe(make_site, networks, split="train")
-    request = replace(request, settings=request.settings | {"split": split})
-    with pytest.raises(ConfigError, match="commitment=None|do not fit train.probe"):
-        site.answer(request)
+    site, ask = derived_probe(make_site, networks, committed="train", split=split)
+    with pytest.raises(ConfigError, match="rule committed values: release=|split=None has the wro"):
+        ask()
     assert site.rows() == []
 
 
@@ -461,7 +473,7 @@ def test_losses_and_accuracies_are_sums_of_bounded_terms_over_declared_records(
 def test_weights_that_blow_up_the_loss_release_bounded_sums(bad, make_site, without_noise):
     site = make_site()
     for verb in RELEASING:
-        request = site.request(verb, weights=STEP)
+        request = site.request(verb)
         states = {n: {d: v.clone() for d, v in s.items()} for n, s in request.states.items()}
         states["weights"]["float32"][::7] = bad
         reply = site.answer(replace(request, states=states))
@@ -476,6 +488,63 @@ def test_weights_that_blow_up_the_loss_release_bounded_sums(bad, make_site, with
             assert all(v.isfinite().all() for v in reply.states[next(iter(reply.states))].values())
 
 
+# --- the optimisers' moments, which travel with a model
+
+
+@pytest.mark.parametrize("verb", MOVING)
+def test_moments_follow_from_what_is_released(verb, make_site, networks, monkeypatch):
+    """After one step each is a function of the release, of the weights that were sent and of it."""
+    noised = []
+
+    def noted(total, generator, *, real=release.add_noise, **terms):
+        noised.append(real(total, generator, **terms))
+        return noised[-1]
+
+    monkeypatch.setattr(release, "add_noise", noted)
+    site = make_site(committed=EVERYTHING)
+    request = site.request(verb, moments=True, clip_norm=None)
+    reply = site.answer(request)
+    own = {"train.weights": networks.derived, "train.search": networks.supernet}
+    network = own.get(verb) or site.of_cells.network({"name": "supernet"})
+    layout = Layout.of(no_moments(network))
+    sent, moments = (unpack(part.states[MOMENTS], layout) for part in (request, reply))
+    assert reply.digests[MOMENTS] == layout.digest
+    assert all(not tensor.any() for tensor in sent.values())
+    weights = unpack(request.states["weights"], Layout.of(network_states(network)["weights"]))
+    after = unpack(reply.states["weights"], Layout.of(network_states(network)["weights"]))
+    moved = [n for n in weights if not torch.equal(weights[n], after[n])]
+    size = BOTH if verb == "train.weights" else RECORDS["train"]
+    buffers = {n: moments[f"weights.momentum_buffer.{n}"] for n in weights}
+    expected = noised[-1].float() / size + STEP.weight_decay * flat(weights[n] for n in moved)
+    torch.testing.assert_close(flat(buffers[n] for n in moved), expected, rtol=1e-5, atol=1e-7)
+    assert not any(buffers[n].any() for n in {*weights} - {*moved})
+    if verb == "train.search":
+        gradient = noised[0].float() / RECORDS["validation"]
+        first, second = (
+            flat(v for n, v in moments.items() if n.startswith(f"alphas.{moment}."))
+            for moment in ("exp_avg", "exp_avg_sq")
+        )
+        torch.testing.assert_close(first, 0.5 * gradient)
+        torch.testing.assert_close(second, 0.001 * gradient**2)
+        steps = [v for n, v in moments.items() if n.startswith("alphas.step.")]
+        assert {v.item() for v in steps} == {1.0}
+
+
+@pytest.mark.parametrize("verb", MOVING)
+def test_a_search_with_moments_goes_on_where_the_last_request_ended(verb, make_site, without_noise):
+    """Two requests of one step each are one request of two."""
+    site = make_site(committed=EVERYTHING)
+    steps = "local_steps" if verb == "train.candidate" else "steps"
+    whole = site.answer(site.request(verb, moments=True, **{steps: 2}))
+    request = site.request(verb, moments=True)
+    for _ in range(2):
+        reply = site.answer(request)
+        request = replace(request, states=dict(request.states) | dict(reply.states))
+    assert set(reply.states) == set(whole.states)
+    for name, packed in whole.states.items():
+        assert torch.equal(reply.states[name]["float32"], packed["float32"]), name
+
+
 # --- hostile requests
 
 
@@ -483,88 +552,140 @@ def test_weights_that_blow_up_the_loss_release_bounded_sums(bad, make_site, with
     ("verb", "change", "words"),
     [
         ("train.weights", {"data_set": "other"}, "rule data_sets: data set=other"),
-        ("train.weights", {"data_set": None}, "rule data_sets"),
-        ("query.commit", {"data_set": "other"}, "rule data_sets"),
-        ("query.commit", {"data_set": None}, "rule data_sets"),
+        ("train.weights", {"data_set": None}, "site.data_set=None has the wrong type"),
+        ("train.weights", {"site": None}, "train.weights must name the site's data set"),
+        ("query.latency", {"site": None}, "query.latency must name the site's data set"),
+        ("query.commit", {"data_set": "other"}, "rule data_sets: data set=other"),
+        ("query.commit", {"data_set": None}, "data_set=None has the wrong type"),
         ("train.gradients", {"order": 2}, "rule first order only: order=2"),
-        ("train.weights", {"raw_metrics": True}, "rule no raw_metrics"),
-        ("evaluate.model", {"raw_metrics": 1}, "rule no raw_metrics"),
-        ("train.weights", {"oversampling": True}, "rule no oversampling"),
-        ("train.weights", {"releases": {}}, "rule noised releases only: release=None"),
-        ("train.weights", {"releases": {"alphas": TERMS}}, "rule noised releases only"),
-        ("train.gradients", {"releases": {"weights": TERMS}}, "rule noised releases only"),
+        ("train.search", {"rule": "second_order"}, "rule first order only: rule=second_order"),
+        ("train.search", {"rule": "mixed_level"}, "rule first order only: rule=mixed_level"),
+        ("train.probe", {"rule": "mixed_level"}, "rule first order only: rule=mixed_level"),
+        ("train.weights", {"raw_metrics": True}, "setting=raw_metrics is unknown"),
+        ("evaluate.model", {"raw_metrics": 1}, "setting=raw_metrics is unknown"),
+        ("train.weights", {"oversampling": True}, "setting=oversampling is unknown"),
+        ("train.weights", {"validates": True}, "validates=True would tell a loss without noise"),
         ("train.gradients", {"local_steps": 51}, "rule committed values: steps=51"),
-        ("train.gradients", {"local_steps": 0}, "rule largest_steps"),
-        ("train.weights", {"local_steps": math.inf}, "rule largest_steps"),
-        ("train.weights", {"split": "test"}, "rule committed values: commitment=None"),
-        ("train.weights", {"split": "train"}, "rule committed values: commitment=None"),
-        ("evaluate.model", {"split": "train"}, "rule committed values: commitment=None"),
-        ("evaluate.model", {"split": "train+validation"}, "commitment=None"),
+        ("train.gradients", {"local_steps": 0}, "local_steps=0 is out of range"),
+        ("train.weights", {"steps": 51}, "rule committed values: steps=51"),
+        ("train.weights", {"steps": math.inf}, "local.amount.steps=inf has the wrong type"),
+        ("train.weights", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
+        ("train.search", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
+        ("train.probe", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
+        ("train.weights", {"epochs": 1}, "local.amount.epochs=1 with steps=1: exactly one"),
+        ("train.weights", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
+        ("train.search", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
+        ("train.probe", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
+        ("train.gradients", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
+        ("train.candidate", {"batch_size": 8}, "dp_aware and batch_size must be null"),
+        (
+            "train.candidate",
+            {"dp_aware": {"max_grad_norm": 1.0, "noise_multiplier": 1.0}},
+            "dp_aware and batch_size must be null",
+        ),
+        ("train.weights", {"split": "test"}, "rule committed values: release=retrain/train.we"),
+        ("train.weights", {"split": "train"}, "rule committed values: release="),
+        ("train.weights", {"split": "validation+train"}, "rule committed values: release="),
+        ("evaluate.model", {"split": "train"}, "rule committed values: release="),
+        ("evaluate.model", {"split": "train+validation"}, "rule committed values: release="),
         ("evaluate.model", {"network": {"name": "nothing"}}, "do not fit evaluate.model"),
-        ("train.weights", {"weights": STEP | {"lr": math.nan}}, "lr=nan is no number"),
-        ("train.weights", {"weights": STEP | {"lr": 0}}, "weights.lr=0.0 is out of range"),
-        ("train.search", {"weights": STEP | {"lr": 0}}, "weights.lr=0.0 is out of range"),
-        ("train.probe", {"trials": 3 * [TRIAL], "local_steps": 17}, "committed values: steps=51"),
+        ("train.weights", {"lr": math.nan}, "local.weights.lr=nan has the wrong type"),
+        ("train.weights", {"lr": 1e31}, "local.weights.lr=1e.31 is out of range"),
+        ("train.weights", {"lr": 0}, "weights.lr=0.0 is out of range"),
+        ("train.search", {"local.weights.lr": 0}, "weights.lr=0.0 is out of range"),
+        ("train.probe", {"trials": 3 * [TRIAL], "steps": 17}, "committed values: steps=51"),
         ("train.probe", {"trials": 51 * [TRIAL]}, "committed values: steps=51"),
-        ("train.probe", {"trials": [TRIAL, {}]}, "do not fit train.probe"),
-        ("train.probe", {"trials": []}, "trials=.* are not 1 to 1000"),
-        ("train.probe", {"trials": {"x": 1}}, "trials=.* are not 1 to 1000"),
-        ("train.probe", {"local_steps": True}, "local_steps=True is not"),
-        ("train.probe", {"loss_bound": 9e-4}, "loss_bound=0.0009 is not 0.001 or more"),
-        ("train.probe", {"loss_bound": 5e-324}, "loss_bound=5e-324 is not"),
-        ("train.probe", {"trials": [TRIAL | {"split": "test"}]}, "may set nothing but alphas, d"),
-        ("train.probe", {"trials": [TRIAL | {"local_steps": 9}]}, "may set nothing but"),
-        ("train.probe", {"trials": [TRIAL | {"network": {"name": "x"}}]}, "may set nothing but"),
-        ("train.probe", {"trials": ["weights"]}, "a trial=weights may set nothing but"),
-        ("train.probe", {"loss_bound": math.nan}, "loss_bound=nan is no number"),
+        ("train.probe", {"trials": 1001 * [TRIAL]}, "number of trials=1001 is out of range"),
+        ("train.probe", {"trials": [TRIAL, {}]}, r"trials\[1\].weights is missing"),
+        ("train.probe", {"trials": []}, "number of trials=0 is out of range: expected 1 to 1000"),
+        ("train.probe", {"trials": {"x": 1}}, "trials={'x': 1} has the wrong type"),
+        ("train.probe", {"steps": True}, "search.amount.steps=True has the wrong type"),
+        ("train.probe", {"loss_bound": 9e-4}, "loss_bound=0.0009 is out of range: expected 0.001"),
+        ("train.probe", {"loss_bound": 5e-324}, "loss_bound=5e-324 is out of range"),
+        *(
+            ("train.probe", {"trials": [asdict(TRIAL) | change]}, "setting=trials.* is unknown")
+            for change in ({"split": "test"}, {"steps": 9}, {"network": {"name": "x"}})
+        ),
+        (
+            "train.probe",
+            {"trials": [TRIAL, asdict(TRIAL) | {"drop_path_prob": 1.0}]},
+            r"trials\[1\].drop_path_prob=1.0 is out of range",
+        ),
+        ("train.probe", {"trials": ["weights"]}, "must be a group of settings"),
+        ("train.probe", {"loss_bound": math.nan}, "loss_bound=nan has the wrong type"),
+        ("train.probe", {"search": None}, "search or training must be given, and not both"),
+        ("train.search", {"alternating": None}, "alternating or paths must be given, and not both"),
         ("train.candidate", {"candidates": 51 * [[5] * 15]}, "committed values: steps=51"),
         ("train.candidate", {"candidates": 3 * [[5] * 15], "local_steps": 17}, "steps=51"),
-        ("train.candidate", {"candidates": []}, "candidates=.* are not a list of 1 to 1000"),
+        ("train.candidate", {"candidates": []}, "number of candidates=0 is out of range"),
         ("train.candidate", {"candidates": [[5] * 16]}, "a path must be 15 columns of ops"),
-        ("evaluate.candidates", {"candidates": 1001 * [[5] * 15]}, "not a list of 1 to 1000"),
-        ("evaluate.candidates", {"candidates": {"a": 1}}, "not a list of 1 to 1000"),
+        ("evaluate.candidates", {"candidates": 1001 * [[5] * 15]}, "number of candidates=1001 is"),
+        ("evaluate.candidates", {"candidates": {"a": 1}}, "candidates={'a': 1} has the wrong type"),
     ],
 )
 def test_requests_outside_the_rules_are_refused_before_data_is_read(
     verb, change, words, make_site, no_record
 ):
     site = make_site()
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as refusal:
         site.ask(verb, **change)
+    assert len(str(refusal.value)) < 250
     assert site.rows() == []
 
 
-OTHER_TERMS = [
-    ("noise_multiplier", 0, "rule least_noise_multiplier"),
-    ("noise_multiplier", 0.0999, "rule least_noise_multiplier"),
-    ("noise_multiplier", 1.4, "rule committed values: noise_multiplier=1.4"),
-    ("noise_multiplier", 1.6, "rule committed values"),
-    ("max_grad_norm", math.inf, "rule largest_grad_norm"),
-    ("max_grad_norm", 0.6, "rule committed values: max_grad_norm=0.6"),
-    ("batch_size", 9, "rule committed values: sample_rate"),
-    ("batch_size", None, "rule committed values: sample_rate=1.0"),
-    *((term, bad, f"rule .*: {name}=|do not fit") for term, name in {
-        "noise_multiplier": "noise_multiplier",
-        "max_grad_norm": "max_grad_norm",
-        "batch_size": "sample_rate",
-    }.items() for bad in (math.nan, "1", True, [1], 10**400, -1)),
-]  # fmt: skip
+TERM_KEYS = ["releases", "schedule", *(f"{key}_of" for key in TERMS), "sample_rate", "sigma"]
 
 
-def test_terms_other_than_the_committed_are_refused_by_every_verb(make_site, no_record):
-    site = make_site()
-    for verb, (_, kinds) in ASKED.items():
-        for term, value, words in OTHER_TERMS:
-            for kind in kinds:
-                given = {k: dict(TERMS_OF[k]) for k in kinds}
-                given[kind][term] = value
-                all_records = TERMS_OF[kind] is METRICS and value == 10**400
-                if given[kind] == TERMS_OF[kind] or all_records:
-                    continue
-                with pytest.raises(ConfigError, match=words) as refusal:
-                    site.ask(verb, releases=given)
-                assert len(str(refusal.value)) < 250
+def test_a_request_can_name_no_terms_of_its_own(make_site, no_record):
+    """Wherever in it they stand; what is noised are the terms that were committed to."""
+    site = make_site(committed=EVERYTHING)
+    terms = {kind: TERMS | {"noise_multiplier": 0.1} for kind in TERMS_OF}
+    for verb in ASKED:
+        places = groups(encode(site.request(verb).settings))
+        assert ("site",) in places
+        assert len(places) > (3 if verb in ("train.search", "train.probe", "train.weights") else 1)
+        for place in places:
+            for key in (*TERM_KEYS, "noise_multiplier", "max_grad_norm"):
+                path = ".".join((*place, key))
+                with pytest.raises(ConfigError, match=f"setting={path} is unknown"):
+                    site.ask(verb, **{path: terms})
     assert site.rows() == []
+
+
+def groups(values, path=()):
+    """Return the paths of all groups of settings, the free description of a network left out."""
+    found = [path]
+    for key, value in values.items():
+        if isinstance(value, dict) and key not in ("network", "local_lrs"):
+            found += groups(value, (*path, key))
+    return found
+
+
+def test_every_verb_refuses_what_its_run_has_not_committed_to(make_site, no_record):
+    """A kind, a stage, a split, a number of steps, a run, and a plan of nothing."""
+    for verb, (stage, kinds) in ASKED.items():
+        for kind in kinds:
+            others = [p for p in schedule() if (p.verb, p.kind) != (verb, kind)]
+            (own,) = (p for p in schedule() if (p.verb, p.kind) == (verb, kind))
+            for plan in (
+                others,
+                [*others, replace(own, stage="evaluate")],
+                [*others, replace(own, splits=("test",))],
+                [*others, replace(own, splits=(*own.splits, "test"))],
+                [*others, replace(own, kind="gradients")],
+            ):
+                site = make_site(committed=plan)
+                key = f"release={stage}/{verb}/{kind}/"
+                with pytest.raises(ConfigError, match=f"rule committed values: {key}"):
+                    site.ask(verb)
+                assert site.rows() == []
+        site = make_site()
+        for header in ({"run": "another"}, {"stage": "evaluate"}):
+            request = site.request(verb)
+            request = replace(request, header=replace(request.header, **header))
+            with pytest.raises(ConfigError, match="rule committed values: release="):
+                site.answer(request)
+        assert site.rows() == []
 
 
 def test_batch_norm_is_refused_before_data_is_read(make_site, networks, no_record):
@@ -586,7 +707,11 @@ def test_batch_norm_is_refused_before_data_is_read(make_site, networks, no_recor
     assert site.rows() == []
 
 
-TRAPS = [  # requests that could fail on some records and not on others
+TRAPS = [  # requests that could fail on some records and not on others, and sound ones
+    *((verb, {}) for verb in RELEASING),
+    *((verb, {"moments": True}) for verb in MOVING),
+    ("train.search", {"sparse": True, "moments": True}),
+    ("train.probe", {"trials": [TRIAL, TRIAL], "steps": 2}),
     ("evaluate.model", {"network": {"num_classes": 2}}),
     ("train.weights", {"network": {"num_classes": 2}}),
     ("train.weights", {"network": {"input_shape": [1, 8, 8]}}),
@@ -594,122 +719,224 @@ TRAPS = [  # requests that could fail on some records and not on others
     ("train.weights", {"drop_path_prob": "x"}),
     ("train.weights", {"drop_path_prob": 1}),
     ("train.weights", {"auxiliary_weight": "x"}),
+    ("train.weights", {"auxiliary_weight": -1}),
     ("train.weights", {"micro_batch_size": "x"}),
     ("train.alpha_gradient", {"micro_batch_size": 0}),
+    ("train.alpha_gradient", {"micro_batch_size": 1025}),
     ("train.alpha_gradient", {"local_lrs": {"alphas": "x"}}),
+    ("train.alpha_gradient", {"local_lrs": {}}),
+    ("train.alpha_gradient", {"local_lrs": {"weights": 0.1}}),
+    ("train.alpha_gradient", {"local_lrs": {"alphas": 0.1, "betas": 0.1}}),
+    ("train.alpha_gradient", {"inner_lr": -1}),
     ("train.search", {"alphas": {"lr": "x", "weight_decay": 0.0}}),
+    ("train.search", {"validation_weight": -1}),
     ("train.candidate", {"candidates": [[5] * 15, [10] * 15]}),
     ("train.candidate", {"weights": {}}),
     ("evaluate.candidates", {"candidates": [[5] * 14]}),
     ("train.probe", {"loss_bound": "x"}),
-    ("train.probe", {"trials": [TRIAL, TRIAL | {"weights": {}}]}),
+    ("train.probe", {"trials": [TRIAL, asdict(TRIAL) | {"weights": {}}]}),
+    ("train.probe", {"trials": [TRIAL, asdict(TRIAL) | {"drop_path_prob": 2.0}]}),
 ]
+
+
+def only(choose):
+    def edit(data):
+        splits = vars(data)
+        return replace(data, **{n: replace(s, rows=choose(s, s.rows)) for n, s in splits.items()})
+
+    return edit
+
+
+HELD = {
+    "all": None,
+    "none": only(lambda split, rows: rows[:0]),
+    "one": only(lambda split, rows: rows[:1]),
+    "no record of the last class": only(lambda split, rows: rows[split.labels[rows] < 2]),
+}
 
 
 @pytest.mark.parametrize(("verb", "change"), TRAPS)
 def test_whether_a_request_fails_does_not_depend_on_the_records(verb, change, make_site, networks):
     """An error would be a release: that there is a record of a class, or any record at all."""
-
-    def only(choose):
-        def edit(data):
-            splits = vars(data)
-            return replace(
-                data, **{n: replace(s, rows=choose(s, s.rows)) for n, s in splits.items()}
-            )
-
-        return edit
-
-    held = {
-        "all": None,
-        "none": only(lambda split, rows: rows[:0]),
-        "one": only(lambda split, rows: rows[:1]),
-        "no record of the last class": only(lambda split, rows: rows[split.labels[rows] < 2]),
-    }
     outcomes = {}
-    for name, hold in held.items():
-        site = make_site(hold=hold, committed=[i | {"batch_size": None} for i in schedule()])
-        asked = copy.deepcopy(change) | {"releases": everything(verb)}
+    for name, hold in HELD.items():
+        site = make_site(hold=hold, committed=EVERYTHING)
+        asked, states = copy.deepcopy(change), None
         if "network" in asked:
             asked["network"] = networks.description | asked["network"]
             network = builders.make_network(asked["network"])
-        else:
-            network = None
-        request = site.request(verb, **asked)
-        if network is not None:
-            request = replace(request, states={"weights": pack(dict(network.named_parameters()))})
+            states = {"weights": pack(dict(network.named_parameters()))}
         try:
+            request = site.request(verb, **asked)
+            request = request if states is None else replace(request, states=states)
             outcomes[name] = unreleased(site.answer(request))
         except ConfigError as error:
             outcomes[name] = str(error), len(site.rows())
     assert all(outcome == outcomes["all"] for outcome in outcomes.values()), outcomes
 
 
+def edited(name, edit):
+    """Return an edit of a request's states that changes a copy of one."""
+
+    def change(states):
+        return {**states, name: edit({d: v.clone() for d, v in states[name].items()})}
+
+    return change
+
+
+def with_steps(value):
+    """Return an edit of moments of a supernet that sets the number of steps of the alphas."""
+
+    def edit(packed, supernet):
+        moments = unpack(packed, Layout.of(no_moments(supernet)))
+        for moment, tensor in moments.items():
+            if moment.startswith("alphas.step."):
+                tensor.fill_(value)
+        return packed
+
+    return edit
+
+
+def misfits(name):
+    """Return edits that make a state one of another network."""
+    return {
+        f"short {name}": edited(name, lambda s: {d: v[:-1] for d, v in s.items()}),
+        f"double {name}": edited(name, lambda s: {"float64": s["float32"].double()}),
+        f"empty {name}": edited(name, lambda s: {}),
+    }
+
+
+MISFITS = misfits("weights") | {
+    "a state of no network": lambda states: {**states, "rows": states["weights"]},
+    "buffers": lambda states: {**states, "buffers": {"float32": torch.zeros(3)}},
+}
+
+
+@pytest.mark.parametrize(
+    ("verb", "edit"),
+    [
+        *((verb, edit) for verb in RELEASING for edit in MISFITS),
+        *((verb, edit) for verb in MOVING for edit in misfits(MOMENTS)),
+    ],
+)
+def test_states_that_do_not_fit_are_refused_before_data_is_read(verb, edit, make_site, no_record):
+    site = make_site(committed=EVERYTHING)
+    request = site.request(verb, moments="moments" in edit)
+    states = (MISFITS | misfits(MOMENTS))[edit](request.states)
+    with pytest.raises(ConfigError, match=f"do not fit {verb}: ValueError"):
+        site.answer(replace(request, states=states))
+    assert site.rows() == []
+
+
+@pytest.mark.parametrize("steps", [-1.0, -7.0, -math.inf, math.nan])
+def test_moments_of_a_number_of_steps_that_adam_cannot_go_on_from_are_refused(
+    steps, make_site, networks, no_record
+):
+    site = make_site(committed=EVERYTHING)
+    request = site.request("train.search", moments=True)
+    edit = edited(MOMENTS, lambda packed: with_steps(steps)(packed, networks.supernet))
+    request = replace(request, states=edit(request.states))
+    with pytest.raises(ConfigError, match="do not fit train.search: ValueError: .*steps"):
+        site.answer(request)
+    assert site.rows() == []
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30, 1e-30])
+@pytest.mark.parametrize("verb", MOVING)
+def test_wild_moments_are_stepped_from_and_booked_as_ever(verb, bad, make_site):
+    site = make_site(committed=EVERYTHING)
+    client = site.of_cells if verb in CANDIDATES else site.client
+    request = site.request(verb, moments=True)
+    name = request.settings.local.network if verb == "train.weights" else {"name": "supernet"}
+    layout = Layout.of(no_moments(client.network(name)))
+    for sign in (1, -1):
+
+        def wild(packed, sign=sign):
+            for moment, tensor in unpack(packed, layout).items():
+                if not moment.startswith("alphas.step."):
+                    tensor.fill_(sign * bad)
+            return packed
+
+        reply = site.answer(replace(request, states=edited(MOMENTS, wild)(request.states)))
+        assert set(reply.states) == VERBS[verb].releases
+    assert len(site.rows()) == 2 * len(ASKED[verb][1])
+
+
+def test_a_sparse_reply_needs_the_states_that_it_is_told_against(make_site, no_record):
+    site = make_site(committed=EVERYTHING)
+    for missing in ("weights", "alphas"):
+        request = site.request("train.search", sparse=True)
+        states = {name: state for name, state in request.states.items() if name != missing}
+        with pytest.raises(ConfigError, match=f"do not fit train.search: .*{missing}"):
+            site.answer(replace(request, states=states))
+    assert site.rows() == []
+
+
 JUNK = [None, True, False, "1", "", [], [1], {}, math.nan, math.inf, -math.inf, 0, -1, -0.0]
 JUNK += [1e-300, 1e300, 10**400, 2**63, 0.5, 1, 1.0, 2, 8, 1.5, 4.0, "train", "validation"]
-KEYS = {
-    **{(term,): JUNK for term in ("data_set", "local_steps", "micro_batch_size", "order")},
-    **{(term,): JUNK for term in ("releases", "local_lrs", "weights", "network", "split")},
-    **{(term,): JUNK for term in ("drop_path_prob", "auxiliary_weight", "schedule")},
-    **{(term,): JUNK for term in ("trials", "loss_bound", "alphas")},
-    ("candidates",): [*JUNK, [[0] * 14], [[10] * 15], [[1.0] * 15], [["5"] * 15], ["5" * 15]],
-    **{(flag,): [True, False, 0, 1, None, "no"] for flag in ("oversampling", "raw_metrics")},
-    **{("releases", kind): JUNK for kind in ("weights", "alphas", "metrics")},
-    **{
-        ("releases", kind, term): JUNK
-        for kind in ("weights", "alphas", "metrics")
-        for term in TERMS
-    },
-    **{("local_lrs", state): JUNK for state in ("weights", "alphas")},
-    **{("weights", term): JUNK for term in STEP},
-    **{("network", term): [None, "x", 0, -1, 2.5, [], {}] for term in ("channels", "num_cells")},
-    **{("network", term): JUNK for term in ("genotype", "norm", "input_shape", "num_classes")},
+JUNK += [GONE]
+JUNK_OF = {
+    "candidates": [*JUNK, [[0] * 14], [[10] * 15], [[1.0] * 15], [["5"] * 15], ["5" * 15]],
+    **dict.fromkeys(("channels", "num_cells"), [None, "x", 0, -1, 2.5, [], {}, GONE]),
 }
-changes = st.sampled_from(sorted(KEYS)).flatmap(
-    lambda path: st.tuples(st.just(path), st.sampled_from([*KEYS[path], "gone"]))
-)
+ADDED = ["oversampling", "raw_metrics", "releases", "schedule", "noise_multiplier", "terms"]
 
 
-def changed(settings, path, value):
-    """Return settings with one nested value replaced or taken out."""
-    settings, place = copy.deepcopy(settings), path[-1]
-    inner = settings
-    for key in path[:-1]:
-        inner = inner.get(key) if isinstance(inner, dict) else None
-    if isinstance(inner, dict):
-        inner[place] = value
-        if value == "gone":
-            del inner[place]
-    return settings
+def paths_of(values, path=()):
+    """Return the dotted paths of all keys of nested settings."""
+    found = []
+    for key, value in values.items():
+        found.append((*path, key))
+        if isinstance(value, dict) and key != "genotype":
+            found += paths_of(value, (*path, key))
+    return found
+
+
+def num_releases(verb, values):
+    """Return how many states are noised per measure, how often, and how many measures follow."""
+    steps = {
+        "train.search": lambda: values["local"]["amount"]["steps"],
+        "train.weights": lambda: values["local"]["amount"]["steps"],
+        "train.probe": lambda: values["search"]["amount"]["steps"],
+        "train.candidate": lambda: values["local_steps"] * len(values["candidates"]),
+        "evaluate.model": lambda: 0,
+        "evaluate.candidates": lambda: 0,
+    }
+    states = [kind for kind in ASKED[verb][1] if TERMS_OF[kind] is TERMS]
+    return len(states) * steps.get(verb, lambda: values["local_steps"])()
 
 
 @settings(
-    max_examples=40,
+    max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_any_settings_lead_to_a_refusal_or_to_as_many_rows_as_releases(data, hostile):
     site, noised, read = hostile
     verb = data.draw(st.sampled_from(RELEASING))
-    request = site.request(verb, weights=STEP)
-    for path, value in data.draw(st.lists(changes, min_size=1, max_size=2)):
-        request = replace(request, settings=changed(request.settings, path, value))
+    sound = site.request(verb)
+    values = json.loads(json.dumps(encode(sound.settings)))
+    for _ in range(data.draw(st.integers(1, 2))):
+        path = data.draw(st.sampled_from(sorted([*paths_of(values), *((key,) for key in ADDED)])))
+        value = data.draw(st.sampled_from(JUNK_OF.get(path[-1], JUNK)))
+        if value is not GONE or path[-1] not in ADDED:
+            put(values, ".".join(path), value)
     before = len(site.rows())
     noised.clear(), read.clear()
     try:
+        request = received(verb, sound.header, values, sound.states)
         reply = site.answer(request)
     except (ConfigError, BudgetExceededError):
         assert (noised, read) == ([], [])
         assert len(site.rows()) == before
     else:
-        steps = 1 if verb.startswith("evaluate.") else request.settings["local_steps"]
-        states = [kind for kind in ASKED[verb][1] if TERMS_OF[kind] is TERMS]
-        once = len(ASKED[verb][1]) - len(states)  # metrics or rewards
-        assert len(noised) == steps * len(states) + once
+        steps = num_releases(verb, values)
+        once = sum(TERMS_OF[kind] is METRICS for kind in ASKED[verb][1])
+        assert len(noised) == steps + once
         assert len(site.rows()) == before + len(noised)
         for term in ("noise_multiplier", "max_grad_norm"):
-            expected = [TERMS[term]] * (steps * len(states)) + [METRICS[term]] * once
-            assert [call[term] for call in noised] == expected
-        assert {*reply.states, *reply.metrics} == RELEASES[verb]
+            assert [call[term] for call in noised] == [TERMS[term]] * steps + [METRICS[term]] * once
+        assert {*reply.states, *reply.metrics} == VERBS[verb].releases - {MOMENTS}
 
 
 @pytest.fixture
@@ -733,9 +960,9 @@ def hostile(make_site, monkeypatch):
 
 def test_the_noised_mean_is_clipped_as_retraining_is_told(make_site):
     site = make_site()
-    plain = {"lr": 0.1, "min_lr": 0.0, "momentum": 0.0, "weight_decay": 0.0}
     for clip_norm, moved in ((0.01, 0.001), (0.02, 0.002)):
-        request = site.request("train.weights", weights=plain | {"clip_norm": clip_norm})
+        plain = replace(STEP, momentum=0.0, weight_decay=0.0, clip_norm=clip_norm)
+        request = site.request("train.weights", weights=plain)
         (after,) = site.answer(request).states["weights"].values()
         (before,) = request.states["weights"].values()
         assert (after - before).norm() == pytest.approx(moved, rel=1e-3)

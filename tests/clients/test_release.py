@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
 
 from fednas_flwr.errors import BudgetExceededError, ConfigError
+from fednas_flwr.exchange.messages import Header
 from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.gdp import gdp_epsilon
 from fednas_flwr.privacy.noise import SecureGenerator
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.renyi import Release
 
-from .conftest import RECORDS, TERMS, schedule
+from .conftest import ASKED, RECORDS, TERMS, schedule
 
 STD = TERMS["noise_multiplier"] * TERMS["max_grad_norm"]
 
 
-def admit(site, verb="train.weight_gradient", kind="weights", splits=("train",)):
-    return site.gate.admit(site.request(verb), kind, splits=splits)
+HEADER = Header("run", "search", 1, 1, 0, "nonce")
+
+
+def admit(site, verb="train.weight_gradient", kind="weights", splits=("train",), **asked):
+    return site.gate.admit(HEADER, verb, kind, splits=splits, **asked)
+
+
+def release(gate, planned, num_records, clipped_sum):
+    return gate.release(planned, HEADER, num_records, clipped_sum)
 
 
 def zeros(rows):
@@ -34,7 +45,7 @@ def test_a_release_is_the_sum_over_a_poisson_batch_plus_noise_of_std_sigma_times
         return {"a": torch.full((200, 100), 3.0), "b": torch.arange(5.0)}
 
     records = 20_000
-    released = site.gate.release(admit(site), records, total)
+    released = release(site.gate, admit(site), records, total)
     assert {name: tuple(t.shape) for name, t in released.items()} == {"a": (200, 100), "b": (5,)}
     noise = released["a"].double() - 3.0  # 20,000 values: six standard errors
     assert abs(noise.mean()) < 6 * STD / math.sqrt(noise.numel())
@@ -49,7 +60,7 @@ def test_a_release_is_the_sum_over_a_poisson_batch_plus_noise_of_std_sigma_times
 
 def test_an_empty_batch_releases_pure_noise_and_is_booked_like_any_other(make_site):
     site = make_site()
-    released = site.gate.release(admit(site), 0, zeros)["a"]
+    released = release(site.gate, admit(site), 0, zeros)["a"]
     assert released.std() == pytest.approx(STD, rel=0.03)
     assert len(site.rows()) == 1
 
@@ -58,11 +69,9 @@ def test_the_batch_size_that_the_server_divides_by_is_the_expected_one_exactly(m
     fractions = {"train": 0.49, "validation": 0.51, "test": 0.0}
     policy = {"records": 100, "fractions": fractions}
     for size, expected in ((1, 1.0), (8, 8.0), (1000, 49.0), (None, 49.0)):
-        items = [item for item in schedule(batch_size=size) if item["verb"] == "train.gradients"]
-        site = make_site(policy=policy, committed=items)
-        terms = {"weights": TERMS | {"batch_size": size}}
-        request = site.request("train.gradients", releases=terms)
-        assert site.gate.admit(request, "weights", splits=("train",)).batch_size == expected
+        plan = [p for p in schedule(batch_size=size) if p.verb == "train.gradients"]
+        site = make_site(policy=policy, committed=plan)
+        assert site.gate.expected_batch(admit(site, "train.gradients")) == expected
 
 
 def test_first_reserved_then_drawn_then_read_then_noised(make_site, monkeypatch):
@@ -75,7 +84,7 @@ def test_first_reserved_then_drawn_then_read_then_noised(make_site, monkeypatch)
     noted(site.gate._ledger, "reserve")
     noted(SecureGenerator, "poisson_mask")
     noted(SecureGenerator, "normal")
-    site.gate.release(admit(site), 30, lambda rows: (order.append("read"), zeros(rows))[1])
+    release(site.gate, admit(site), 30, lambda rows: (order.append("read"), zeros(rows))[1])
     assert order == ["reserve", "poisson_mask", "read", "normal"]
 
 
@@ -86,7 +95,7 @@ def test_masks_and_noise_are_new_for_every_step_retry_and_reopened_site(make_sit
     drawn = []
     for gate in (site.gate, site.gate, again.gate):
         batches = []
-        noise = gate.release(admit(site), 64, lambda r, b=batches: (b.append(r), zeros(r))[1])
+        noise = release(gate, admit(site), 64, lambda r, b=batches: (b.append(r), zeros(r))[1])
         drawn.append((tuple(batches[0].tolist()), noise["a"]))
     assert len({rows for rows, _ in drawn}) == 3
     for (_, a), (_, b) in ((drawn[0], drawn[1]), (drawn[0], drawn[2])):
@@ -96,7 +105,7 @@ def test_masks_and_noise_are_new_for_every_step_retry_and_reopened_site(make_sit
 
 def test_a_test_seed_repeats_the_draws_is_marked_and_needs_a_policy_that_allows_it(make_site):
     sites = [make_site(test_seed=b"1") for _ in range(2)]
-    noise = [site.gate.release(admit(site), 64, zeros)["a"] for site in sites]
+    noise = [release(site.gate, admit(site), 64, zeros)["a"] for site in sites]
     assert torch.equal(*noise)
     assert [site.gate.is_secure for site in sites] == [False, False]
     strict = make_site()
@@ -130,11 +139,11 @@ def test_rows_name_what_was_read_and_both_splits_pay_for_a_release_that_reads_bo
 
 def test_epsilon_is_what_other_runs_booked_and_this_one_promised_by_split_and_accountant(make_site):
     """By hand: releases compose per split that they read, over all runs on the same ledger."""
-    items = [i for i in schedule(steps=7) if i["verb"] in ("train.gradients", "train.weights")]
-    site = make_site(committed=items)
+    plan = [p for p in schedule(steps=7) if p.verb in ("train.gradients", "train.weights")]
+    site = make_site(committed=plan)
     site.ask("train.gradients")
-    site.ask("train.weights", local_steps=2)
-    epsilon = site.ask("query.commit", run="second", schedule=items).facts["epsilon"]
+    site.ask("train.weights", steps=2)
+    epsilon = site.ask("query.commit", run="second", releases=plan).facts["epsilon"]
     sigma = TERMS["noise_multiplier"]
     both = Release(noise_multiplier=sigma, sample_rate=8 / 60, steps=7 + 2)
     by_hand = {
@@ -151,17 +160,16 @@ def test_noise_that_could_not_be_added_is_refused_before_anything_is_booked(
     make_site, no_record, verb
 ):
     """The networks have about a thousand weights."""
-    terms = TERMS | {"noise_multiplier": 9e5}
     site = make_site(committed=schedule(noise_multiplier=9e5))
     with pytest.raises(ConfigError, match="rule noise grid: noise_multiplier=900000.0, not"):
-        site.ask(verb, releases={"weights": terms, "alphas": terms})
+        site.ask(verb)
     assert site.rows() == []
 
 
 def test_data_sets_that_share_a_budget_pay_on_every_split(make_site):
     for account, splits in (("own", ("train",)), ("other", ("train", "validation", "test"))):
         site = make_site(policy={"account": account})
-        site.gate.release(admit(site), 30, zeros)
+        release(site.gate, admit(site), 30, zeros)
         (row,) = site.rows()
         assert (row.account, row.splits) == (account, splits)
 
@@ -174,10 +182,29 @@ def test_a_request_that_the_ledger_refuses_reads_no_record(make_site, no_record)
     assert site.rows() == []
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"verb": "train.weights"},
+        {"kind": "alphas"},
+        {"splits": ("validation",)},
+        {"splits": ("train", "validation")},
+        {"splits": ()},
+        {"header": replace(HEADER, stage="retrain")},
+        {"header": replace(HEADER, run="another")},
+    ],
+)
+def test_what_a_run_has_not_committed_to_is_refused(make_site, asked):
+    site = make_site()
+    terms = {"header": HEADER, "verb": "train.weight_gradient", "kind": "weights"}
+    with pytest.raises(ConfigError, match="rule committed values: release="):
+        site.gate.admit(**{**terms, "splits": ("train",), **asked})
+
+
 def test_a_budget_ends_the_releases_and_is_never_overspent(make_site):
     site, released = make_site(policy={"epsilon": 4.0}), []
     with pytest.raises(BudgetExceededError):
-        released.extend(site.gate.release(admit(site), 30, zeros) for _ in range(50))
+        released.extend(release(site.gate, admit(site), 30, zeros) for _ in range(50))
     assert len(site.rows()) == len(released) > 0
     assert 3.0 < site.gate.spent() <= 4.0
     releases = [row.release for row in site.rows()]
@@ -191,37 +218,109 @@ def test_a_run_keeps_to_its_first_schedule_and_to_its_steps(make_site):
     site.commit(steps=2)  # the same again, as a retried message brings it
     again = make_site(folder=site.folder, committed=[])
     for gate in (site.gate, again.gate):
-        gate.release(admit(site), 30, zeros)
+        release(gate, admit(site), 30, zeros)
     with pytest.raises(ConfigError, match="committed to 2 steps"):
-        site.gate.release(admit(site), 30, zeros)
+        release(site.gate, admit(site), 30, zeros)
     with pytest.raises(ConfigError, match="rule committed values: steps=3"):
         site.ask("train.gradients", local_steps=3)
+    with pytest.raises(ConfigError, match="rule committed values: steps=0, not 1 to at most the"):
+        admit(site, steps=0)
     assert len(site.rows()) == 2
+
+
+def refused(site, *releases):
+    """Return the sentence with which a site refuses to commit to a plan; it keeps nothing."""
+    with pytest.raises(ConfigError) as refusal:
+        site.ask("query.commit", releases=releases)
+    with pytest.raises(ConfigError, match="rule committed values: release=.*, not one in the run"):
+        site.ask("train.weight_gradient")
+    return str(refusal.value)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"noise_multiplier": 0}, "rule least_noise_multiplier"),
+        ({"noise_multiplier": 0}, "rule least_noise_multiplier: noise_multiplier=0.0, not 0.1"),
         ({"noise_multiplier": 0.05}, "rule least_noise_multiplier"),
-        ({"noise_multiplier": math.nan}, "rule least_noise_multiplier"),
-        ({"max_grad_norm": math.inf}, "rule largest_grad_norm"),
-        ({"max_grad_norm": True}, "rule largest_grad_norm"),
-        ({"batch_size": 0}, "rule sample_rate"),
-        ({"batch_size": math.nan}, "rule sample_rate"),
-        ({"batch_size": math.inf}, "rule sample_rate"),
-        ({"batch_size": "8"}, "rule sample_rate"),
-        ({"steps": 1001}, "rule largest_steps"),
-        ({"steps": 1e3}, "rule largest_steps"),
-        ({"splits": []}, "rule records"),
-        ({"splits": ["train", "train"]}, "expected different ones"),
-        ({"splits": "train"}, "do not fit query.commit"),
-        ({"splits": ["secret"]}, "do not fit query.commit"),
+        ({"noise_multiplier": -0.0}, "rule least_noise_multiplier"),
+        ({"noise_multiplier": 1e7}, "rule least_noise_multiplier"),
+        ({"noise_multiplier": None}, "rule least_noise_multiplier: noise_multiplier=None"),
+        ({"max_grad_norm": 2.1}, "rule largest_grad_norm: max_grad_norm=2.1, not 1e-06 to 2.0"),
+        ({"max_grad_norm": 1e-7}, "rule largest_grad_norm"),
+        ({"max_grad_norm": None}, "max_grad_norm=None has the wrong type"),
+        ({"batch_size": 0}, "rule sample_rate: batch_size=0.0"),
+        ({"batch_size": -8}, "rule sample_rate: batch_size=-8.0"),
+        ({"batch_size": 1e-300}, "rule sample_rate: sample_rate="),
+        ({"steps": 1001}, "rule largest_steps: steps=1001, not 1 to 1000"),
+        ({"steps": 0}, "rule largest_steps"),
+        ({"steps": -1}, "rule largest_steps"),
+        ({"steps": 2**62}, "rule largest_steps"),
+        ({"steps": 1e3}, "steps=1000.0 has the wrong type: expected a whole number"),
+        ({"splits": []}, "rule splits"),
+        ({"splits": ["train", "train"]}, "rule splits: .*, not different ones of train, validat"),
+        ({"splits": "train"}, "splits=train has the wrong type: expected a list"),
+        ({"splits": ["secret"]}, "rule splits: splits=.'secret'."),
+        ({"splits": [5]}, "splits.0.=5 has the wrong type: expected text"),
+        *(
+            ({term: value}, f"{term}=.* has the wrong type: expected a")
+            for term in ("noise_multiplier", "max_grad_norm", "batch_size", "steps")
+            for value in (math.nan, math.inf, -math.inf, 10**400, True, "8", [1], {})
+        ),
     ],
 )
 def test_a_schedule_outside_the_policy_is_refused_and_nothing_is_kept(make_site, change, words):
     site = make_site(committed=[])
-    with pytest.raises(ConfigError, match=words):
-        site.ask("query.commit", schedule=[*schedule()[1:], schedule()[0] | change])
-    with pytest.raises(ConfigError, match="rule committed values: commitment=None"):
-        site.ask("train.weight_gradient")
+    first, *others = map(asdict, schedule())
+    sentence = refused(site, *others, first | change)
+    assert re.search(words, sentence)
+    assert len(sentence) < 250
+
+
+def test_a_schedule_in_which_a_kind_of_release_stands_twice_is_refused(make_site):
+    first, *others = schedule()
+    twice = [first, *others, replace(first, noise_multiplier=3.0)]
+    assert "twice" in refused(make_site(committed=[]), *twice)
+
+
+def test_a_schedule_that_reads_a_split_without_declared_records_is_refused(make_site):
+    fractions = {"train": 0.8, "validation": 0.0, "test": 0.2}
+    site = make_site(policy={"fractions": fractions}, committed=[])
+    words = "rule records: validation has no declared record"
+    plans = [p for p in schedule() if p.splits == ("validation",)]
+    assert len(plans) == 7
+    for planned in plans:
+        assert words in refused(site, planned)
+
+
+@pytest.mark.parametrize("key", [field.name for field in fields(PlannedRelease)])
+def test_a_planned_release_with_a_key_missing_or_too_many_is_refused(make_site, key):
+    site = make_site(committed=[])
+    (item, *others) = map(asdict, schedule())
+    without = {name: value for name, value in item.items() if name != key}
+    assert f"releases[0].{key} is missing" in refused(site, without, *others)
+    assert f"releases[0].{key}_ is unknown" in refused(site, item | {f"{key}_": 1}, *others)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rule"),
+    [
+        ({"least_noise_multiplier": 4.5}, "least_noise_multiplier"),
+        ({"largest_grad_norm": 0.4}, "largest_grad_norm"),
+        ({"largest_steps": 49}, "largest_steps"),
+        ({"verbs": ["query.describe"]}, "verbs"),
+        ({"secure_noise": True, "test_seed": False}, "secure_noise"),
+    ],
+)
+def test_a_policy_that_was_tightened_since_refuses_what_a_run_has_committed_to(
+    make_site, no_record, policy, rule
+):
+    site = make_site()
+    tight = make_site(folder=site.folder, policy=policy, committed=[])
+    if rule == "secure_noise":
+        tight.gate._generator = SecureGenerator(b"1")
+    for verb in ASKED:
+        with pytest.raises(ConfigError, match=f"rule {rule}"):
+            tight.ask(verb)
+    with pytest.raises(ConfigError, match=f"rule {rule}"):
+        tight.commit()
+    assert tight.rows() == []

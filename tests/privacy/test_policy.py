@@ -1,5 +1,6 @@
 import doctest
 import math
+import sys
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,25 +11,20 @@ from hypothesis import strategies as st
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy import policy_file
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import (
-    NEVER_PRIVATE,
-    PUBLIC_VERBS,
-    Asked,
-    Commitment,
+    SPLITS,
     DataSetPolicy,
     Policy,
-    check_commitment,
-    check_request,
+    check_planned,
+    check_verb,
 )
 from fednas_flwr.privacy.policy_file import load_policy, parse_policy, template
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
+from fednas_flwr.typed import parse as parse_typed
+from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
 
-VERBS = (
-    *("query.describe", "query.commit", "query.latency", "train.weight_gradient"),
-    *("train.alpha_gradient", "train.weights", "train.search", "train.probe", "evaluate.model"),
-    "evaluate.personalised",
-)
 WARD = {
     "epsilon": 3.0,
     "delta": 1e-5,
@@ -45,144 +41,165 @@ WARD = {
 
 def parse(**changes):
     sections = {"ward": {**WARD, **changes}}
-    return parse_policy(yaml.safe_dump({"data_sets": sections}), verbs=VERBS, origin="site.yaml")
+    return parse_policy(yaml.safe_dump({"data_sets": sections}), origin="site.yaml")
 
 
 POLICY = parse()
-TERMS = Commitment(noise_multiplier=1.0, sample_rate=0.1, steps=1000, max_grad_norm=0.5)
-STEP = replace(TERMS, steps=1)
-ASKED = Asked(data_set="ward", verb="train.search", release=STEP)
+WARD_SET = POLICY.data_sets["ward"]
+PLANNED = PlannedRelease(
+    stage="search",
+    verb="train.search",
+    kind="weights",
+    splits=("train",),
+    batch_size=60.0,
+    steps=1000,
+    max_grad_norm=0.5,
+    noise_multiplier=1.0,
+)
+SECURE = {"secure_noise": True, "test_seed": False}
+
+
+def check_asked(policy, verb="train.search", *, data_set="ward", **randomness):
+    return check_verb(policy, data_set, verb, **SECURE | randomness)
+
+
+def plan(allowed, num_values=1, **terms):
+    """Check a planned release as it comes in: its JSON values are parsed first."""
+    planned = parse_typed(PlannedRelease, asdict(PLANNED) | terms, key="releases[0]")
+    check_planned(allowed, planned, num_values=num_values)
+    return planned
 
 
 def test_what_the_policy_allows_passes():
-    assert check_request(POLICY, ASKED, committed=TERMS) is POLICY.data_sets["ward"]
-    assert check_request(POLICY, replace(ASKED, release=TERMS), committed=TERMS)
-    describe = Asked(data_set="ward", verb="query.describe", release=None)
-    assert check_request(POLICY, describe, committed=None) is POLICY.data_sets["ward"]
-    assert check_commitment(POLICY, "ward", TERMS) is POLICY.data_sets["ward"]
-    edge = Commitment(noise_multiplier=0.8, sample_rate=1, steps=5000, max_grad_norm=1)
-    assert check_request(POLICY, replace(ASKED, release=edge), committed=edge)
+    assert check_asked(POLICY) is WARD_SET
+    assert check_asked(POLICY, "query.describe") is WARD_SET
+    assert plan(WARD_SET) == PLANNED
+    edge = {"noise_multiplier": 0.8, "batch_size": None, "steps": 5000, "max_grad_norm": 1}
+    assert plan(WARD_SET, **edge, splits=["train", "validation", "test"])
+    assert plan(WARD_SET, batch_size=1e300)
+    assert plan(WARD_SET, batch_size=6.1e-7)
 
 
 LIMITS = {
-    "noise_multiplier": ("least_noise_multiplier", "0.8 to 1000000.0"),
-    "max_grad_norm": ("largest_grad_norm", "1e-06 to 1.0"),
-    "sample_rate": ("sample_rate", "1e-09 to 1"),
-    "steps": ("largest_steps", "1 to 5000"),
+    "noise_multiplier": ("least_noise_multiplier: noise_multiplier=", "0.8 to 1000000.0"),
+    "max_grad_norm": ("largest_grad_norm: max_grad_norm=", "1e-06 to 1.0"),
+    "batch_size": ("sample_rate: batch_size=", "above 0, or null for all records"),
+    "steps": ("largest_steps: steps=", "1 to 5000"),
 }
 HOSTILE = [
-    *((term, value) for term in LIMITS for value in (math.nan, math.inf, -math.inf, -1, 0)),
-    *((term, value) for term in LIMITS for value in (None, "1", True, [1], 10**400, 1 + 1j)),
-    *(("noise_multiplier", value) for value in (0.0, -0.0, 0.7999999, 1e-300, 1e7)),
+    *((term, value) for term in LIMITS for value in (-1, 0)),
+    *(("noise_multiplier", value) for value in (None, 0.0, -0.0, 0.7999999, 1e-300, 1e7, 1e300)),
     *(("max_grad_norm", value) for value in (1.0000001, 1e300, 1e-7)),
-    *(("sample_rate", value) for value in (1.0000001, 1e-300)),
-    *(("steps", value) for value in (5001, 1.0, 2**63)),
+    *(("batch_size", value) for value in (-0.0, -1e300)),
+    *(("steps", value) for value in (5001, 2**62)),
 ]
+NO_NUMBER = [math.nan, math.inf, -math.inf, "1", True, False, [1], {}, 10**400, -(10**400), 1 + 1j]
 
 
 @pytest.mark.parametrize(("term", "value"), HOSTILE)
 def test_hostile_terms_are_refused_naming_rule_value_and_limit(term, value):
     rule, limit = LIMITS[term]
-    terms = replace(TERMS, **{term: value})
-    checks = (
-        lambda: check_commitment(POLICY, "ward", terms),
-        lambda: check_request(POLICY, replace(ASKED, release=terms), committed=terms),
-        lambda: check_request(POLICY, replace(ASKED, release=terms), committed=TERMS),
-        lambda: check_request(POLICY, ASKED, committed=terms),
-    )
-    for check in checks:
-        with pytest.raises(ConfigError) as refusal:
-            check()
-        assert f"rule {rule}: {term}=" in str(refusal.value)
-        assert limit in str(refusal.value)
-        assert len(str(refusal.value)) < 250
-
-
-def test_noise_that_its_grid_cannot_hold_is_refused_naming_value_and_limit():
-    wide = replace(ASKED, release=replace(STEP, noise_multiplier=5000.0), num_values=10**6)
-    many = replace(TERMS, noise_multiplier=5000.0)
-    with pytest.raises(ConfigError, match=r"rule noise grid: noise_multiplier=5000.0, not .* 4.19"):
-        check_request(POLICY, wide, committed=many)
-    assert check_request(POLICY, replace(wide, num_values=10**5), committed=many)
-    crowd = parse(records=10**8)
-    for check in (
-        lambda: check_commitment(crowd, "ward", TERMS),
-        lambda: check_request(crowd, ASKED, committed=TERMS),
-    ):
-        with pytest.raises(ConfigError, match="rule noise grid: noise_multiplier=1.0, not 2.98 to"):
-            check()
-    assert check_commitment(crowd, "ward", replace(TERMS, noise_multiplier=3.0))
+    with pytest.raises(ConfigError) as refusal:
+        plan(WARD_SET, **{term: value})
+    assert f"refused by the policy, rule {rule}" in str(refusal.value)
+    assert limit in str(refusal.value)
+    assert len(str(refusal.value)) < 250
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("term", "value"),
     [
-        ({"noise_multiplier": 1.1}, "noise_multiplier=1.1, not the committed 1.0"),
-        ({"noise_multiplier": 0.9}, "noise_multiplier=0.9, not the committed 1.0"),
-        ({"sample_rate": 0.2}, "sample_rate=0.2, not the committed 0.1"),
-        ({"sample_rate": 0.05}, "sample_rate=0.05, not the committed 0.1"),
-        ({"max_grad_norm": 0.4}, "max_grad_norm=0.4, not the committed 0.5"),
-        ({"steps": 1001}, "steps=1001, not at most the committed 1000"),
+        *((term, value) for term in LIMITS for value in NO_NUMBER),
+        *(("steps", value) for value in (1.0, 1e3, None, 2**63)),
+        ("max_grad_norm", None),
     ],
 )
-def test_other_values_than_the_committed_are_refused(change, words):
-    with pytest.raises(ConfigError, match=f"rule committed values: {words}"):
-        check_request(POLICY, replace(ASKED, release=replace(STEP, **change)), committed=TERMS)
+def test_what_is_no_number_is_refused_naming_the_term(term, value):
+    with pytest.raises(ConfigError) as refusal:
+        plan(WARD_SET, **{term: value})
+    assert str(refusal.value).startswith(f"releases[0].{term}=")
+    assert "has the wrong type: expected a" in str(refusal.value)
+    assert len(str(refusal.value)) < 250
+
+
+@pytest.mark.parametrize("term", LIMITS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_in_no_range_is_refused_also_where_nothing_was_parsed(term, value):
+    rule, limit = LIMITS[term]
+    with pytest.raises(ConfigError, match=f"rule {rule}") as refusal:
+        check_planned(WARD_SET, replace(PLANNED, **{term: value}))
+    assert limit in str(refusal.value)
+
+
+def test_a_rate_too_small_to_book_is_refused_naming_rule_value_and_limit():
+    for size in (1e-300, 5e-324, 5.9e-7):
+        with pytest.raises(ConfigError, match=r"rule sample_rate: sample_rate=.*, not 1e-09 to 1"):
+            plan(WARD_SET, batch_size=size)
+
+
+@pytest.mark.parametrize(
+    "splits", [[], ["train", "train"], ["secret"], ["train", "secret"], ["train+validation"], [""]]
+)
+def test_splits_other_than_the_sites_are_refused_naming_the_rule(splits):
+    with pytest.raises(ConfigError, match="rule splits: splits=.*, not different ones of train"):
+        plan(WARD_SET, splits=splits)
+
+
+def test_a_split_without_declared_records_is_refused_naming_it():
+    fractions = {"train": 0.8, "validation": 0.2, "test": 0.0}
+    allowed = parse(fractions=fractions).data_sets["ward"]
+    with pytest.raises(ConfigError, match="rule records: test has no declared record"):
+        plan(allowed, splits=["test"])
+    assert plan(allowed, splits=["test", "train"])
+
+
+def test_noise_that_its_grid_cannot_hold_is_refused_naming_value_and_limit():
+    with pytest.raises(ConfigError, match=r"rule noise grid: noise_multiplier=5000.0, not .* 4.19"):
+        plan(WARD_SET, noise_multiplier=5000.0, num_values=10**6)
+    assert plan(WARD_SET, noise_multiplier=5000.0, num_values=10**5)
+    crowd = parse(records=10**8).data_sets["ward"]
+    with pytest.raises(ConfigError, match="rule noise grid: noise_multiplier=1.0, not 2.98 to"):
+        plan(crowd)
+    assert plan(crowd, noise_multiplier=3.0)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"data_set": "ward-2"}, "rule data_sets: data set=ward-2"),
+        ({"data_set": "Ward"}, "rule data_sets"),
+        ({"data_set": ""}, "rule data_sets: data set=, not an id"),
         ({"data_set": None}, "rule data_sets: data set=None"),
-        ({"data_set": ["ward"]}, "rule data_sets"),
         ({"verb": "train.alpha_gradient"}, "rule verbs: verb=train.alpha_gradient"),
         ({"verb": "evaluate.personalised"}, "rule verbs"),
         ({"verb": "eval"}, "rule verbs"),
         ({"verb": 10 * "train.search "}, "rule verbs"),
-        ({"verb": {}}, "rule verbs"),
-        ({"order": 2}, "rule first order only: order=2"),
-        ({"order": True}, "rule first order only"),
-        ({"order": 1.0}, "rule first order only"),
-        ({"batch_norm": True}, "rule no batch_norm: batch_norm=True"),
-        ({"batch_norm": 0}, "rule no batch_norm"),
-        ({"oversampling": True}, "rule no oversampling: oversampling=True"),
-        ({"raw_metrics": True}, "rule no raw_metrics: raw_metrics=True"),
-        ({"raw_metrics": None}, "rule no raw_metrics"),
+        ({"verb": None}, "rule verbs"),
         ({"secure_noise": False}, "rule secure_noise: secure_noise=False"),
-        ({"secure_noise": 1}, "rule secure_noise"),
         ({"test_seed": True}, "rule test_seed: test_seed=True"),
-        ({"test_seed": 0}, "rule test_seed"),
-        ({"release": None}, "rule noised releases only: release=None"),
-        ({"verb": "query.describe"}, "rule noised releases only"),
     ],
 )
 def test_every_other_rule_is_named(change, words):
-    with pytest.raises(ConfigError, match=words):
-        check_request(POLICY, replace(ASKED, **change), committed=TERMS)
-
-
-def test_the_first_request_needs_a_commitment():
-    with pytest.raises(ConfigError, match="rule committed values: commitment=None"):
-        check_request(POLICY, ASKED, committed=None)
+    with pytest.raises(ConfigError, match=words) as refusal:
+        check_asked(POLICY, **change)
+    assert len(str(refusal.value)) < 250
 
 
 def test_a_refusal_does_not_tell_the_sites_other_data_sets():
     with pytest.raises(ConfigError) as refusal:
-        check_request(POLICY, replace(ASKED, data_set="war"), committed=TERMS)
+        check_asked(POLICY, data_set="war")
     assert "ward" not in str(refusal.value)
 
 
 def test_test_seed_and_insecure_noise_only_where_the_site_says_so():
     relaxed = parse(secure_noise=False, test_seed=True)
     for change in ({"test_seed": True}, {"secure_noise": False}):
-        assert check_request(relaxed, replace(ASKED, **change), committed=TERMS)
-    for change in ({"test_seed": 1}, {"secure_noise": None}):
+        assert check_asked(relaxed, **change)
         with pytest.raises(ConfigError):
-            check_request(relaxed, replace(ASKED, **change), committed=TERMS)
+            check_asked(POLICY, **change)
 
 
-# --- no request outside the policy passes
+# --- nothing outside the policy passes
 
 numbers = st.one_of(
     st.floats(allow_nan=True),
@@ -190,10 +207,9 @@ numbers = st.one_of(
     st.floats(1e-9, 2),
 )
 counts = st.one_of(st.integers(-2, 12), st.sampled_from([1.0, True, None, 10**30]))
-terms = st.builds(
-    Commitment, noise_multiplier=numbers, sample_rate=numbers, steps=counts, max_grad_norm=numbers
+hostile_terms = st.fixed_dictionaries(
+    {"noise_multiplier": numbers, "batch_size": numbers, "steps": counts, "max_grad_norm": numbers}
 )
-flags = st.sampled_from([False, False, False, True, 0, 1, None, "no"])
 data_set_policies = st.builds(
     DataSetPolicy,
     data_set=st.just("a"),
@@ -203,86 +219,76 @@ data_set_policies = st.builds(
     least_noise_multiplier=st.sampled_from([0.001, 0.5, 0.8, 2.0]),
     largest_grad_norm=st.sampled_from([1e-6, 0.5, 1.0, 10.0]),
     largest_steps=st.integers(1, 10),
-    verbs=st.frozensets(st.sampled_from(sorted(set(VERBS) - set(NEVER_PRIVATE)))),
+    verbs=st.frozensets(st.sampled_from(sorted(PRIVATE_VERBS))),
     records=st.just({"train": 1, "validation": 0, "test": 0}),
+    fractions=st.just({"train": 1.0, "validation": 0.0, "test": 0.0}),
     secure_noise=st.booleans(),
     test_seed=st.booleans(),
 )
 
 
-def is_inside(allowed, asked, committed):
-    """The rules once more, as one list."""
-
-    def fine(terms):
-        values = (terms.noise_multiplier, terms.sample_rate, terms.max_grad_norm)
-        return (
-            all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-            and type(terms.steps) is int
-            and 1 <= terms.steps <= allowed.largest_steps
-            and allowed.least_noise_multiplier <= terms.noise_multiplier <= 1e6
-            and 1e-9 <= terms.sample_rate <= 1
-            and 1e-6 <= terms.max_grad_norm <= allowed.largest_grad_norm
-        )
-
-    release = asked.release
+def is_inside(allowed, terms):
+    """The rules once more, as one list; of one declared record any batch of 1 or more is all."""
+    size = terms["batch_size"]
+    values = [terms["noise_multiplier"], terms["max_grad_norm"], *([] if size is None else [size])]
     return (
-        asked.data_set == "a"
-        and asked.verb in allowed.verbs
-        and repr(asked.order) == "1"
-        and [asked.batch_norm, asked.oversampling, asked.raw_metrics].count(False) == 3
-        and all(repr(f) == "False" for f in (asked.batch_norm, asked.oversampling))
-        and repr(asked.raw_metrics) == "False"
-        and repr(asked.secure_noise) in ("True",) + ("False",) * (not allowed.secure_noise)
-        and repr(asked.test_seed) in ("False",) + ("True",) * allowed.test_seed
-        and (
-            release is None
-            if asked.verb in PUBLIC_VERBS
-            else release is not None
-            and committed is not None
-            and fine(release)
-            and fine(committed)
-            and replace(release, steps=1) == replace(committed, steps=1)
-            and release.steps <= committed.steps
-        )
+        all(type(v) in (int, float) and abs(v) <= sys.float_info.max for v in values)
+        and type(terms["steps"]) is int
+        and 1 <= terms["steps"] <= allowed.largest_steps
+        and allowed.least_noise_multiplier <= terms["noise_multiplier"] <= 1e6
+        and (size is None or size >= 1e-9)
+        and 1e-6 <= terms["max_grad_norm"] <= allowed.largest_grad_norm
+        and terms["splits"] in (["train"], ["train", "test"])
     )
 
 
 @settings(max_examples=200)
 @given(data=st.data(), allowed=data_set_policies)
-def test_no_request_outside_the_policy_passes_and_none_inside_is_refused(data, allowed):
-    good = st.builds(
-        Commitment,
-        noise_multiplier=st.just(allowed.least_noise_multiplier * 1.5),
-        sample_rate=st.floats(0.001, 1),
-        steps=st.integers(1, allowed.largest_steps),
-        max_grad_norm=st.just(allowed.largest_grad_norm),
+def test_no_plan_outside_the_policy_passes_and_none_inside_is_refused(data, allowed):
+    good = st.fixed_dictionaries(
+        {
+            "noise_multiplier": st.just(allowed.least_noise_multiplier * 1.5),
+            "batch_size": st.one_of(st.floats(0.001, 2), st.none()),
+            "steps": st.integers(1, allowed.largest_steps),
+            "max_grad_norm": st.just(allowed.largest_grad_norm),
+        }
     )
-    committed = data.draw(st.one_of(good, good, terms, st.none()))
-    release = data.draw(
-        st.one_of(st.just(committed and replace(committed, steps=1)), good, terms, st.none())
-    )
-    hostile = {
-        "data_set": st.sampled_from(["b", "A", "", None]),
-        "verb": st.sampled_from([*VERBS, "x", None]),
-        "order": st.sampled_from([2, 0, True, 1.0]),
-        **dict.fromkeys(["batch_norm", "oversampling", "raw_metrics"], flags),
-        **dict.fromkeys(["secure_noise", "test_seed"], flags),
-    }
-    changed = data.draw(st.sets(st.sampled_from(sorted(hostile)), max_size=2))
-    asked = Asked(
-        data_set="a",
-        verb=data.draw(st.sampled_from(sorted(allowed.verbs) or ["x"])),
-        release=release,
-    )
-    asked = replace(asked, **{field: data.draw(hostile[field]) for field in sorted(changed)})
+    splits = [["train"], ["train"], ["train", "test"], ["test"], [], ["x"], ["train", "train"]]
+    terms, others = data.draw(good), data.draw(hostile_terms)
+    for term in data.draw(st.sets(st.sampled_from(sorted(others)), max_size=2)):
+        terms[term] = others[term]
+    terms["splits"] = data.draw(st.sampled_from(splits))
     try:
-        check_request(Policy({"a": allowed}), asked, committed=committed)
-        passed = True
+        planned = plan(allowed, **terms)
     except ConfigError:
-        passed = False
-    assert passed == is_inside(allowed, asked, committed)
-    if passed and release is not None:  # and the ledger can book it
-        Release(release.noise_multiplier, release.sample_rate, release.steps)
+        planned = None
+    assert (planned is not None) == is_inside(allowed, terms)
+    if planned is not None:  # and the ledger can book it
+        assert isinstance(planned.release(allowed.records), Release)
+
+
+@given(
+    allowed=data_set_policies,
+    data_set=st.sampled_from(["a", "a", "a", "b", "A", ""]),
+    verb=st.sampled_from([*VERBS, "x", ""]),
+    secure_noise=st.booleans(),
+    test_seed=st.booleans(),
+)
+def test_no_verb_outside_the_policy_passes_and_none_inside_is_refused(
+    allowed, data_set, verb, secure_noise, test_seed
+):
+    inside = (
+        data_set == "a"
+        and verb in allowed.verbs
+        and (secure_noise or not allowed.secure_noise)
+        and (allowed.test_seed or not test_seed)
+    )
+    policy = Policy({"a": allowed})
+    try:
+        found = check_verb(policy, data_set, verb, secure_noise=secure_noise, test_seed=test_seed)
+    except ConfigError:
+        found = None
+    assert found is (allowed if inside else None)
 
 
 # --- the file
@@ -303,7 +309,7 @@ def test_every_key_of_the_file_arrives():
 def test_the_template_is_a_policy_and_explains_every_key(tmp_path):
     path = tmp_path / "policy.yaml"
     path.write_text(template())
-    (section,) = load_policy(path, verbs=VERBS).data_sets.values()
+    (section,) = load_policy(path).data_sets.values()
     assert section.secure_noise
     assert not section.test_seed
     for key in asdict(section):
@@ -322,7 +328,7 @@ def test_a_total_is_shared_out_by_public_fractions():
 def test_numbers_may_be_written_without_a_point():
     text = yaml.safe_dump({"data_sets": {"ward": WARD}}).replace("1.0e-05", "1e-5")
     assert "delta: 1e-5" in text
-    assert parse_policy(text, verbs=VERBS) == POLICY
+    assert parse_policy(text) == POLICY
 
 
 @pytest.mark.parametrize(
@@ -378,7 +384,7 @@ def test_each_mistake_is_one_sentence(change, words):
 def test_a_missing_key_is_named(key):
     section = {name: value for name, value in WARD.items() if name != key}
     with pytest.raises(ConfigError, match=f"data_sets.ward lacks {key}"):
-        parse_policy(yaml.safe_dump({"data_sets": {"ward": section}}), verbs=VERBS)
+        parse_policy(yaml.safe_dump({"data_sets": {"ward": section}}))
 
 
 @pytest.mark.parametrize(
@@ -400,7 +406,7 @@ def test_a_missing_key_is_named(key):
 )
 def test_a_file_of_another_form_is_one_sentence(text, words):
     with pytest.raises(ConfigError, match=words) as mistake:
-        parse_policy(text, verbs=VERBS)
+        parse_policy(text)
     assert "\n" not in str(mistake.value)
 
 
@@ -408,13 +414,13 @@ def test_an_unreadable_file_is_one_sentence(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff")
     for name in ("missing", "bytes", "."):
         with pytest.raises(ConfigError, match="cannot be read"):
-            load_policy(tmp_path / name, verbs=VERBS)
+            load_policy(tmp_path / name)
 
 
 def test_overlapping_data_sets_share_one_budget_and_pay_on_every_split():
     def both(**changes):
         sections = {"a": {**WARD, "account": "b"}, "b": {**WARD, **changes}, "c": WARD}
-        return parse_policy(yaml.safe_dump({"data_sets": sections}), verbs=VERBS)
+        return parse_policy(yaml.safe_dump({"data_sets": sections}))
 
     policy = both()
     assert [policy.data_sets[name].account for name in "abc"] == ["b", "b", "c"]

@@ -1,0 +1,244 @@
+"""Frozen dataclasses from trees of plain values: what is taken, and what is refused how."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fednas_flwr.errors import ConfigError, MissingSettingError
+from fednas_flwr.typed import MISSING, parse
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    lr: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ConfigError(f"lr={self.lr} is out of range: expected above 0.")
+        if self.steps < 0:
+            raise ConfigError(f"optimizer.steps={self.steps} is out of range: expected 0 or more.")
+
+
+@dataclass(frozen=True)
+class Network:
+    name: str
+    deep: bool
+    optimizer: Optimizer
+    maybe: Optimizer | None
+    limit: float | None
+    paths: list[list[int]]
+    costs: list[list[float | None]]
+    splits: tuple[str, ...]
+    stages: tuple[Optimizer, ...]
+    rates: dict[str, float]
+    description: dict[str, Any]
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    """Return what parses to :data:`NETWORK`, as JSON gives it, with some keys changed."""
+    return {
+        "name": "cell",
+        "deep": True,
+        "optimizer": {"lr": 0.5, "steps": 3},
+        "maybe": None,
+        "limit": None,
+        "paths": [[1, 2], []],
+        "costs": [[None, 1.5]],
+        "splits": ["train", "test"],
+        "stages": [{"lr": 1, "steps": 0}],
+        "rates": {"weights": 1},
+        "description": {"shape": [3, 8, 8], "deep": None},
+    } | changes
+
+
+NETWORK = Network(
+    name="cell",
+    deep=True,
+    optimizer=Optimizer(0.5, 3),
+    maybe=None,
+    limit=None,
+    paths=[[1, 2], []],
+    costs=[[None, 1.5]],
+    splits=("train", "test"),
+    stages=(Optimizer(1.0, 0),),
+    rates={"weights": 1.0},
+    description={"shape": [3, 8, 8], "deep": None},
+)
+
+
+def refused(**changes: Any) -> str:
+    """Return the sentence with which changed values are refused, inside ``net`` and at the top."""
+    sentences = []
+    for key in ("net", ""):
+        with pytest.raises(ConfigError) as refusal:
+            parse(Network, values(**changes), key=key)
+        sentences.append(str(refusal.value))
+    inside, at_the_top = sentences
+    assert inside == f"net.{at_the_top}"
+    assert len(inside) < 250
+    assert inside.endswith(".")
+    assert "\n" not in inside
+    return at_the_top
+
+
+def test_a_tree_of_plain_values_becomes_the_dataclasses_that_it_means():
+    assert parse(Network, values(), key="") == NETWORK
+    assert parse(Network, asdict(NETWORK), key="") == NETWORK
+
+
+def test_whole_numbers_become_floats_and_nothing_else_is_converted():
+    parsed = parse(Network, values(limit=2**53, rates={"a": -3}, costs=[[7]]), key="")
+    found = [parsed.limit, *parsed.rates.values(), parsed.costs[0][0], parsed.stages[0].lr]
+    assert found == [2.0**53, -3.0, 7.0, 1.0]
+    assert {type(value) for value in found} == {float}
+    assert type(parse(Network, values(), key="").paths[0][0]) is int
+
+
+def test_what_may_be_none_may_also_be_given():
+    parsed = parse(Network, values(maybe={"lr": 2.0, "steps": 1}, limit=0.25), key="")
+    assert (parsed.maybe, parsed.limit) == (Optimizer(2.0, 1), 0.25)
+
+
+@pytest.mark.parametrize("key", sorted(values()))
+def test_a_missing_key_is_named(key):
+    given = values()
+    del given[key]
+    with pytest.raises(MissingSettingError, match=f"^net.{key} is missing") as refusal:
+        parse(Network, given, key="net")
+    assert refusal.value.key == f"net.{key}"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"nam": "x"}, "setting=nam is unknown: choose one of .* .nearest: name"),
+        ({5: "x"}, "setting=5 is unknown"),
+        ({"optimizer": {"lr": 1.0, "steps": 1, "lrr": 1}}, "setting=optimizer.lrr is unknown"),
+        ({"maybe": {"lr": 1.0}}, "maybe.steps is missing"),
+        ({"stages": [{"lr": 1.0, "steps": 1}, {"lr": 1.0}]}, r"stages\[1\].steps is missing"),
+        ({"x" * 10**5: 1}, "setting=x{80} is unknown"),
+    ],
+)
+def test_unknown_and_missing_keys_are_named_wherever_they_are(change, sentence):
+    given = {str(key) if key == "x" else key: value for key, value in values().items()} | change
+    with pytest.raises(ConfigError, match=f"^{sentence}") as refusal:
+        parse(Network, given, key="")
+    assert len(str(refusal.value)) < 400
+
+
+HUGE = 10**400
+NUMBER, WHOLE, TEXT = "expected a number", "expected a whole number", "expected text"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        *(({"limit": bad}, f"limit={bad} has the wrong type: {NUMBER}") for bad in
+          (math.nan, math.inf, -math.inf, True, "0.5", [], {}, b"1", 1 + 1j)),
+        ({"limit": HUGE}, f"limit=an integer of more than 30 digits has the wrong type: {NUMBER}"),
+        ({"limit": -HUGE}, f"limit=an integer of more than 30 digits has the wrong type: {NUMBER}"),
+        ({"name": 5}, f"name=5 has the wrong type: {TEXT}"),
+        ({"name": None}, f"name=None has the wrong type: {TEXT}"),
+        ({"name": ["cell"]}, f"name=['cell'] has the wrong type: {TEXT}"),
+        ({"deep": 1}, "deep=1 has the wrong type: expected true or false"),
+        ({"deep": "true"}, "deep=true has the wrong type: expected true or false"),
+        ({"deep": None}, "deep=None has the wrong type: expected true or false"),
+        ({"optimizer": None}, "optimizer=None must be a group of settings"),
+        ({"optimizer": [1]}, "optimizer=[1] must be a group of settings"),
+        ({"maybe": 5}, "maybe=5 must be a group of settings"),
+        ({"optimizer": {"lr": "x", "steps": 1}}, f"optimizer.lr=x has the wrong type: {NUMBER}"),
+        *(({"optimizer": {"lr": 1, "steps": bad}},
+           f"optimizer.steps={bad} has the wrong type: {WHOLE}") for bad in
+          (1.0, math.nan, True, "1", None, [1], 2**63, -(2**63))),
+        ({"optimizer": {"lr": 1, "steps": HUGE}},
+         f"optimizer.steps=an integer of more than 30 digits has the wrong type: {WHOLE}"),
+        ({"paths": 5}, "paths=5 has the wrong type: expected a list such as [a list such as"),
+        ({"paths": "12"}, "paths=12 has the wrong type: expected a list"),
+        ({"paths": {"0": [1]}}, "paths={'0': [1]} has the wrong type: expected a list"),
+        ({"paths": [[1], 2]}, "paths[1]=2 has the wrong type: expected a list"),
+        ({"paths": [[1], "2"]}, "paths[1]=2 has the wrong type: expected a list"),
+        ({"paths": [[1, 2.0]]}, f"paths[0][1]=2.0 has the wrong type: {WHOLE}"),
+        ({"paths": [[1, None]]}, f"paths[0][1]=None has the wrong type: {WHOLE}"),
+        ({"costs": [[None, math.nan]]}, f"costs[0][1]=nan has the wrong type: {NUMBER}"),
+        ({"costs": [None]}, "costs[0]=None has the wrong type: expected a list"),
+        ({"splits": "train"}, "splits=train has the wrong type: expected a list"),
+        ({"splits": ["train", 5]}, f"splits[1]=5 has the wrong type: {TEXT}"),
+        ({"splits": None}, "splits=None has the wrong type: expected a list"),
+        ({"stages": [{"lr": 1, "steps": 1}, None]}, "stages[1]=None must be a group of settings"),
+        ({"stages": [{"lr": 1, "steps": None}]},
+         f"stages[0].steps=None has the wrong type: {WHOLE}"),
+        ({"rates": [1]}, "rates=[1] has the wrong type: expected a mapping"),
+        ({"rates": {"a": "1"}}, f"rates.a=1 has the wrong type: {NUMBER}"),
+        ({"rates": {"a" * 10**5: "1"}}, f"rates.{'a' * 80}=1 has the wrong type: {NUMBER}"),
+        ({"description": None}, "description=None has the wrong type: expected a mapping"),
+        ({"description": []}, "description=[] has the wrong type: expected a mapping"),
+        ({"name": ["x" * 1000] * 1000}, "name=['xxxxxxxxxxxx...xxxxxxxxxxxxx', "),
+        ({"deep": "x" * 1000}, f"deep={'x' * 80} has the wrong type: expected true or false"),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_type_is_refused_in_one_short_sentence(change, sentence):
+    assert refused(**change).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"), [("limit", "a number"), ("optimizer", "a group of settings")]
+)
+def test_what_only_the_user_can_give_is_asked_for(key, expected):
+    with pytest.raises(ConfigError, match=f"^net.{key} must be given: net.{key}=<{expected}>.$"):
+        parse(Network, values(**{key: MISSING}), key="net")
+
+
+@pytest.mark.parametrize("given", [None, 5, "x", [], [1], (1,), math.nan])
+def test_what_is_no_mapping_at_all_is_refused(given):
+    with pytest.raises(ConfigError, match="^net=.* must be a group of settings"):
+        parse(Network, given, key="net")
+
+
+def test_what_a_dataclass_refuses_is_told_with_the_whole_key():
+    """Its sentence begins with the name of a field, or with the last part of the key."""
+    low = {"lr": 0, "steps": 1}
+    assert refused(optimizer=low).startswith("optimizer.lr=0.0 is out of range")
+    assert refused(maybe=low).startswith("maybe.lr=0.0 is out of range")
+    assert refused(stages=[low]).startswith("stages[0].lr=0.0 is out of range")
+    less = {"lr": 1, "steps": -1}
+    assert refused(optimizer=less).startswith("optimizer.steps=-1 is out of range")
+
+
+def test_hints_overrule_a_type_of_the_dataclass():
+    hints = {"description": Optimizer}
+    given = values(description={"lr": 1.0, "steps": 2})
+    assert parse(Network, given, key="", hints=hints).description == Optimizer(1.0, 2)
+    with pytest.raises(ConfigError, match="description.lr is missing"):
+        parse(Network, values(description={}), key="", hints=hints)
+
+
+trees = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(HUGE),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*values(), "lr", "steps", "x"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(data=st.data())
+def test_any_tree_is_parsed_or_refused_with_a_config_error(data):
+    changed = data.draw(st.dictionaries(st.sampled_from(sorted(values())), trees, max_size=2))
+    given = data.draw(st.one_of(trees, st.just(values(**changed))))
+    try:
+        parsed = parse(Network, given, key="net")
+    except ConfigError as error:
+        sentence, parsed = str(error), None
+    if parsed is None:
+        assert len(sentence) < 400
+    else:
+        assert parse(Network, asdict(parsed), key="net") == parsed
+        assert all(math.isfinite(rate) for rate in parsed.rates.values())
