@@ -28,6 +28,7 @@ NOT_SETTINGS = ("seed", "run_dir", "resume")
 COLUMNS: dict[str, tuple[str, float, int | None]] = {  # metric: title, scale, decimals
     "central_accuracy": ("test accuracy (%)", 100, 1),
     "central_f1": ("test F1", 1, 3),
+    "central_auroc": ("test AUROC", 1, 3),
     "client_accuracy": ("mean client accuracy (%)", 100, 1),
     "personalised_accuracy": ("after local training (%)", 100, 1),
     "num_parameters": ("parameters (M)", 1e-6, None),

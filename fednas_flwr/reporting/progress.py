@@ -215,11 +215,13 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     rows = [
         ("network, server's test set", percent(numbers["central_accuracy"])),
         ("network, F1 on it", score(numbers["central_f1"])),
+        ("network, AUROC on it", score(numbers["central_auroc"])),
         (f"network, mean over clients{noised}", percent(numbers["client_accuracy"])),
         ("the same after local training", percent(numbers["personalised_accuracy"])),
         *group_accuracies(run),
         ("linear model", percent(numbers["linear_accuracy"])),
         ("linear model, F1", score(numbers["linear_f1"])),
+        ("linear model, AUROC", score(numbers["linear_auroc"])),
         ("parameters", count(numbers["num_parameters"])),
         ("multiply-adds", count(numbers["multiply_adds"])),
         *((f"time of {name}", duration(stages[name])) for name in stages if name in STAGES),

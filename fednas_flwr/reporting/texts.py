@@ -86,6 +86,9 @@ def tiles(run: Run) -> list[dict[str, str]]:
     linear_f1 = numbers["linear_f1"]
     f1_note = "of two classes the last one's, of more the mean"
     f1_note += "" if linear_f1 is None else f"; linear model {score(linear_f1)}"
+    linear_auroc = numbers["linear_auroc"]
+    auroc_note = "likewise"
+    auroc_note += "" if linear_auroc is None else f"; linear model {score(linear_auroc)}"
     num_clients = len(run.client_results())
     traffic = numbers["traffic_mb"]
     epsilon, delta = overall(privacy) if privacy else (None, 0.0)
@@ -97,6 +100,7 @@ def tiles(run: Run) -> list[dict[str, str]]:
     tiles = [
         ("Test accuracy", percent(central), f"server's test set, {count(examples)} records"),
         ("Test F1", score(numbers["central_f1"]), f1_note),
+        ("Test AUROC", score(numbers["central_auroc"]), auroc_note),
         ("Mean over clients", percent(mean_client), f"{noised}test parts of {num_clients} clients"),
         ("Predicted cost", *cost(run)),
         (

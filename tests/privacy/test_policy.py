@@ -13,7 +13,6 @@ from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy import policy_file
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import (
-    SPLITS,
     DataSetPolicy,
     Policy,
     check_planned,
