@@ -24,6 +24,7 @@ from fednas_flwr.config import (
     FedExSettings,
     FNASSettings,
     RandomSearchSettings,
+    ZeroCostSettings,
 )
 from fednas_flwr.search.settings import Configuration
 
@@ -249,6 +250,35 @@ def _random_search(config: Config, prepared: Prepared, space: SearchSpace) -> Pl
     }
 
 
+def _zero_cost(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
+    from fednas_flwr.builders.hardware import latency_of
+    from fednas_flwr.search.scores import measure
+    from fednas_flwr.search.zero_cost import Limits
+    from fednas_flwr.strategies.zero_cost import ZeroCost
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, ZeroCostSettings)
+    limits = algorithm.limits
+    return ZeroCost, {
+        "score": lambda genotype: measure(space, genotype, algorithm.scores, seed=config.seed),
+        "draws": algorithm.draws,
+        "evolution": algorithm.evolution,
+        "limits": Limits(
+            parameters=limits.parameters,
+            multiply_adds=limits.multiply_adds,
+            latency_ms=limits.latency_ms,
+        ),
+        "latency_ms": None if limits.table is None else latency_of(space, limits.table),
+        "seed": config.seed,
+    }
+
+
+def _no_releases(config: Config) -> RoundReleases:
+    from fednas_flwr.strategies.zero_cost import releases
+
+    return releases
+
+
 def _fdnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
     from fednas_flwr.builders.hardware import hardware_terms
     from fednas_flwr.strategies.fdnas import FDNAS
@@ -378,6 +408,14 @@ ALGORITHMS: dict[str, Algorithm] = {
         refuses=refusals.of_dpnas,
     ),
     "random_search": Algorithm(RandomSearchSettings, _random_search, trains_supernet=False),
+    "zero_cost": Algorithm(
+        ZeroCostSettings,
+        _zero_cost,
+        search_releases=_no_releases,
+        retrain_releases=_fed_avg_releases,
+        refuses=refusals.of_zero_cost,
+        trains_supernet=False,
+    ),
     "fedavg": Algorithm(FedAvgSettings, retrain_releases=_fed_avg_releases),
     "fedex": Algorithm(FedExSettings, retraining=_retrain_fedex, refuses=refusals.check_validation),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from fednas_flwr.config import CFDNASSettings, Config, FDNASSettings, Hardware
@@ -10,6 +11,7 @@ from fednas_flwr.evaluation.space_costs import space_costs
 from fednas_flwr.hardware.costs import LOSSES, HardwareLoss, HardwareTerms
 from fednas_flwr.hardware.latency import LatencyTable
 from fednas_flwr.hardware.latency import from_json as latency_from_json
+from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.search_spaces.space import SearchSpace
 
@@ -63,6 +65,21 @@ def hardware_terms(hardware: Hardware | None, space: SearchSpace) -> HardwareTer
             exponent=hardware.exponent,
         )
     )
+
+
+def latency_of(space: SearchSpace, table: str) -> Callable[[Genotype], float]:
+    """Return what predicts the latency in ms of a genotype's network, by a table in a file.
+
+    Raises:
+        ConfigError: The file is no table, or the space has no latency.
+    """
+    if not isinstance(space, MBConvSpace):
+        raise ConfigError(
+            f"algorithm.limits.table={table} with search_space={space.name}: a latency table is "
+            "for mbconv only; set limits of parameters or multiply_adds."
+        )
+    costs = space_costs(space, read_table(Path(table)))
+    return lambda genotype: costs.of_path(space.path(genotype))
 
 
 def _all_hardware(config: Config) -> list[Hardware]:

@@ -13,8 +13,9 @@ from fednas_flwr.config import (
     FNASSettings,
     GivenNetwork,
     NoPrivacy,
+    ZeroCostSettings,
 )
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, unknown_choice
 
 
 def searches(config: Config) -> bool:
@@ -117,3 +118,13 @@ def check_validation(config: Config) -> None:
             "dataset.fractions.validation=0.0 leaves a search nothing to choose by: expected "
             "above 0."
         )
+
+
+def of_zero_cost(config: Config) -> None:
+    """Refuse scores that do not exist."""
+    from fednas_flwr.search.scores import SCORES
+
+    assert isinstance(config.algorithm, ZeroCostSettings)
+    for name in config.algorithm.scores:
+        if name not in SCORES:
+            raise unknown_choice("algorithm.scores", name, SCORES)

@@ -15,6 +15,7 @@ from fednas_flwr.config.algorithms import (
     FNASSettings,
     GivenNetwork,
     RandomSearchSettings,
+    ZeroCostSettings,
 )
 from fednas_flwr.config.data import Dataset, site_dataset
 from fednas_flwr.config.networks import BlockSpace, CellSpace, DPCells, SearchSpaceSettings
@@ -48,5 +49,6 @@ __all__ = [
     "SearchSpaceSettings",
     "conf_folder",
     "dump_config",
+    "ZeroCostSettings",
     "site_dataset",
 ]

@@ -15,6 +15,7 @@ from fednas_flwr.search.settings import (
     Adam,
     BanditSettings,
     Configuration,
+    EvolutionSettings,
     Range,
     ThetaSettings,
     check_least,
@@ -109,6 +110,56 @@ class RandomSearchSettings(AlgorithmSettings):
     def __post_init__(self) -> None:
         """Check the ranges."""
         check_least(self, "algorithm", trial_rounds=0, local_epochs=1, batch_size=1)
+
+
+@dataclass(frozen=True)
+class NetworkLimits:
+    """What a network that is found may cost; null is without limit.
+
+    Attributes:
+        parameters: Most parameters.
+        multiply_adds: Most multiply-adds of one example.
+        latency_ms: Highest latency by ``table``, a file of ``fednas latency measure``.
+        table: See ``latency_ms``.
+    """
+
+    parameters: int | None
+    multiply_adds: int | None
+    latency_ms: float | None
+    table: str | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for key in ("parameters", "multiply_adds", "latency_ms"):
+            value = getattr(self, key)
+            check_range(value is None or value > 0, f"limits.{key}", value, "above 0, or null")
+        if (self.latency_ms is None) != (self.table is None):
+            raise ConfigError(
+                f"limits.latency_ms={self.latency_ms} with limits.table={self.table}: a limit of "
+                "latency needs a table, and a table is for that only."
+            )
+
+
+@dataclass(frozen=True)
+class ZeroCostSettings(AlgorithmSettings):
+    """Data-free search on the server alone.
+
+    Attributes:
+        scores: Names out of ``search.scores.SCORES``.
+        draws: Architectures per round.
+        evolution: Null draws all at random.
+        limits: What a network may cost.
+    """
+
+    scores: list[str]
+    draws: int
+    evolution: EvolutionSettings | None
+    limits: NetworkLimits
+
+    def __post_init__(self) -> None:
+        """Check the ranges; ``search.scores`` knows the names."""
+        check_least(self, "algorithm", draws=1)
+        check_range(bool(self.scores), "algorithm.scores", self.scores, "at least one score")
 
 
 @dataclass(frozen=True)
