@@ -88,7 +88,7 @@ def test_limits_hold(searched, compose_config, federate):
     free = sorted(count_parameters(space.network(s.genotype)) for s in searched.strategy.pool())
     most = free[len(free) // 2]
     limits = f"parameters: {most}, multiply_adds: null, latency_ms: null, table: null"
-    federation = federate(compose_config(*SEARCH, "algorithm.limits={%s}" % limits))
+    federation = federate(compose_config(*SEARCH, f"algorithm.limits={{{limits}}}"))
     federation.strategy.start(federation.grid, num_rounds=2)
     found = [count_parameters(space.network(s.genotype)) for s in federation.strategy.pool()]
     assert max(found) <= most < max(free)
