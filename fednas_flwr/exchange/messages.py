@@ -119,13 +119,20 @@ def decode_request(verb: str, content: RecordDict) -> Request:
     """Return the request in a message's content.
 
     Raises:
-        ConfigError: It is not one, see :func:`~fednas_flwr.exchange.requests.decode`.
+        ConfigError: It is not one, see :func:`~fednas_flwr.exchange.requests.decode`, or not of the
+            form that :func:`encode_request` writes.
     """
-    text = _read_json(content)
+    try:
+        text = _read_json(content)
+        json.dumps(text, ensure_ascii=False).encode()  # else no sentence about it could be sent
+        states = _decode_states(content)
+    except Exception as error:  # whatever a server can send, as in decode_reply
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ConfigError(f"refused, a malformed request: {reason}.") from error
     if not isinstance(text, dict) or set(text) != {"header", "settings"}:
         raise ConfigError("refused: a request has a header and settings, and nothing else.")
     header: Header = parse(Header, text["header"], key="header")
-    return Request(verb, header, decode(verb, text["settings"]), _decode_states(content))
+    return Request(verb, header, decode(verb, text["settings"]), states)
 
 
 def encode_reply(header: Header, reply: Reply) -> RecordDict:

@@ -70,9 +70,10 @@ class Amount:
             raise ConfigError(
                 f"epochs={self.epochs} with steps={self.steps}: exactly one must be given."
             )
-        for name, largest in (("epochs", MOST_STEPS), ("steps", MOST_STEPS), ("batch_size", None)):
+        for name in ("epochs", "steps"):
             if getattr(self, name) is not None:
-                _check_whole(name, getattr(self, name), largest)
+                _check_whole(name, getattr(self, name), MOST_STEPS)
+        _check_batch_size(self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,7 @@ class TakeGradients:
         """Check the ranges."""
         check_least(self, "", step=0)
         check_range(self.order in (1, 2), "order", self.order, "1 or 2")
+        _check_batch_size(self.batch_size)
         _check_whole("local_steps", self.local_steps, MOST_STEPS)
         above = f"above 0, to {LARGEST:g}"
         check_range(0 < self.inner_lr <= LARGEST, "inner_lr", self.inner_lr, above)
@@ -231,6 +233,7 @@ class TrainCandidates:
         """Check the ranges."""
         check_least(self, "", step=0)
         _check_whole("local_steps", self.local_steps, MOST_STEPS)
+        _check_batch_size(self.batch_size)
         _check_number("candidates", self.candidates, MOST_CANDIDATES)
 
 
@@ -361,9 +364,12 @@ def _check_drop_path(probability: float) -> None:
     check_range(0 <= probability < 1, "drop_path_prob", probability, "0 to below 1")
 
 
-def _check_whole(name: str, value: int, largest: int | None) -> None:
-    expected = "1 or more" if largest is None else f"a whole number from 1 to {largest}"
-    check_range(value >= 1 and (largest is None or value <= largest), name, value, expected)
+def _check_batch_size(size: int | None) -> None:
+    check_range(size is None or size >= 1, "batch_size", size, "1 or more, or null")
+
+
+def _check_whole(name: str, value: int, largest: int) -> None:
+    check_range(1 <= value <= largest, name, value, f"a whole number from 1 to {largest}")
 
 
 def _check_number(name: str, values: list[Any], most: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -300,7 +301,7 @@ def make_site(
             stage, releases = ASKED.get(verb, ("commit", {}))
             values = json.loads(json.dumps(encode(asked(verb))))
             for path, value in changes.items():
-                put(values, path, value)
+                put(values, path, copy.deepcopy(value))
             name = "derived" if verb == "train.weights" else "supernet"
             states = cells if verb in CANDIDATES else networks.states[name]
             if moments and verb in CANDIDATES:

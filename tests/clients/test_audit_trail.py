@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from fednas_flwr.cli import main
 from fednas_flwr.clients.audit_trail import AuditTrail, verify_trail
 from fednas_flwr.errors import DamagedError
 from fednas_flwr.exchange.messages import Header, Reply, Request
+from fednas_flwr.exchange.requests import RewardCandidates, Site, encode
 
-REQUEST = Request("train.search", Header("run", "search", 1, 1, 0, "n"), settings={"lr": 0.5})
+ASKED = RewardCandidates([[123, 4711]], Site("ward"))
+REQUEST = Request("evaluate.candidates", Header("run", "search", 1, 1, 0, "n"), ASKED)
 
 
 def written(path: Path, exchanges: int = 2) -> list[bytes]:
@@ -24,7 +27,7 @@ def written(path: Path, exchanges: int = 2) -> list[bytes]:
     for _ in range(exchanges):
         trail.asked(REQUEST, flower_run=7)
         trail.released(REQUEST, Reply(123.0, metrics={"loss": 4711.0}), gate=None)
-    trail.refused("train.search", REQUEST, "ConfigError")
+    trail.refused("evaluate.candidates", REQUEST, "ConfigError")
     return path.read_bytes().splitlines(keepends=True)
 
 
@@ -34,6 +37,9 @@ def test_lines_say_what_was_asked_and_no_values(tmp_path: Path) -> None:
     assert [line["number"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line.get("superlink") for line in lines] == ["fl.example.org:8000", None] * 2 + [None]
     assert lines[1]["metrics"] == ["loss"]
+    assert {line["verb"] for line in lines} == {"evaluate.candidates"}
+    settings = json.dumps(encode(ASKED), sort_keys=True).encode()
+    assert lines[0]["settings_sha256"] == hashlib.sha256(settings).hexdigest()
     for line in lines:
         told = {k: v for k, v in line.items() if k not in ("previous", "settings_sha256", "time")}
         assert "4711" not in str(told)
@@ -43,6 +49,23 @@ def test_lines_say_what_was_asked_and_no_values(tmp_path: Path) -> None:
     assert number == 5
     assert main(["ledger", "trail", str(tmp_path / "site" / "audit.jsonl")]) == 0
     assert len(last) == 64
+
+
+def test_noise_of_what_left_is_what_the_run_has_committed_to(make_site, tmp_path: Path) -> None:
+    """Only of the kinds of release that the reply carries."""
+    site, path = make_site(), tmp_path / "audit.jsonl"
+    trail = AuditTrail(path)
+    expected = {
+        "train.search": {"alphas": 1.5, "weights": 1.5},
+        "train.probe": {"rewards": 4.0},
+        "evaluate.model": {"metrics": 4.0},
+        "query.describe": {},
+    }
+    for verb in expected:
+        trail.released(site.request(verb), site.ask(verb), gate=site.gate)
+    told = [json.loads(line) for line in path.read_bytes().splitlines()]
+    assert {line["verb"]: line["noise_multipliers"] for line in told} == expected
+    assert told[-1]["epsilon_spent"] == site.gate.spent() > told[0]["epsilon_spent"] > 0
 
 
 @pytest.fixture(scope="module")

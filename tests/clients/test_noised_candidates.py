@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,11 +18,10 @@ from fednas_flwr.search.candidate import Candidate
 from .conftest import DIVIDED, METRICS, RECORDS, STEP, TERMS, schedule
 
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
-EVERYTHING = [i | {"batch_size": None} for i in schedule()]
+EVERYTHING = schedule(batch_size=None)
 PATHS = [[*range(4, 10), 4, 3, 5, 4, 1, 2, 5, 6, 7], DIVIDED, [3] * 15]
 ASKED = {
-    "releases": {"weights": TERMS | {"batch_size": None}},
-    "weights": STEP | {"clip_norm": None},
+    "weights": replace(STEP, clip_norm=None),
     "local_steps": 2,
     "candidates": PATHS,
 }
@@ -57,7 +57,7 @@ def test_steps_are_clipped_sums_of_one_path_after_the_other(site, supernet, tota
     reply = site.ask("train.candidate", **ASKED)
     supernet.double().train()
     start = torch.cat([w.detach().reshape(-1) for w in supernet.weights().values()])
-    constants = {"lr": STEP["lr"], "momentum": STEP["momentum"], "weight_decay": 0.01}
+    constants = {"lr": STEP.lr, "momentum": STEP.momentum, "weight_decay": 0.01}
     sgd = torch.optim.SGD(supernet.weights().values(), **constants)
     train, norms = site.client.data.train, []
     for path in PATHS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -15,28 +15,24 @@ from fednas_flwr.clients import release
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.space_costs import space_costs
 from fednas_flwr.exchange.states import load_states
-from fednas_flwr.hardware.costs import HardwareLoss, loss_settings
+from fednas_flwr.hardware.costs import HardwareLoss, HardwareTerms
 from fednas_flwr.hardware.latency import from_json
 from fednas_flwr.search.gates import alpha_gradient, draw_paths, rescale
 from fednas_flwr.search.path_network import PathNetwork
-from fednas_flwr.search.proxyless import gate_gradient, uniform_alphas
+from fednas_flwr.search.proxyless import SampledPaths, gate_gradient, uniform_alphas
+from fednas_flwr.search.settings import Adam
 
-from .conftest import RECORDS, TERMS, make_networks, schedule
+from .conftest import RECORDS, STEP, TERMS, make_networks, schedule
 
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
-ALL = {"weights": TERMS | {"batch_size": None}, "alphas": TERMS | {"batch_size": None}}
-SGD = {"lr": 0.1, "min_lr": 0.0, "momentum": 0.9, "weight_decay": 0.01, "clip_norm": None}
-ASKED = {
-    "gates": "two",
-    "warm_up": False,
-    "hardware": None,
-    "weights": SGD,
-    "alphas": {"lr": 0.05, "weight_decay": 0.0},
-    "releases": ALL,
-    "local_steps": 2,
+LOCAL = {
+    "alternating": None,
+    "paths": asdict(SampledPaths(gates="two", warm_up=False, hardware=None)),
+    "weights": replace(STEP, clip_norm=None),
+    "alphas": Adam(lr=0.05, weight_decay=0.0),
+    "steps": 2,
 }
-
-EVERYTHING = [i | {"batch_size": None} for i in schedule() if i["verb"] == "train.search"]
+EVERYTHING = [p for p in schedule(batch_size=None) if p.verb == "train.search"]
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +55,7 @@ def ask(make_site, networks):
 
     def asked(hold=None, **settings):
         site = make_site(committed=EVERYTHING, hold=hold, records=np.arange(40), test_seed=b"7")
-        return site, site.ask("train.search", **(ASKED | settings))
+        return site, site.ask("train.search", **(LOCAL | settings))
 
     return asked
 
@@ -156,7 +152,7 @@ def test_private_path_search_is_clipped_steps_of_one_network(
     mode, form, warm_up, ask, networks, totals
 ):
     loss = None if form is None else hardware(networks, form)
-    given = None if loss is None else loss_settings(loss)
+    given = None if loss is None else HardwareTerms.of(loss)
     site, reply = ask(gates=mode, hardware=given, warm_up=warm_up)
     state = {"float32": networks.states["supernet"]["alphas"]["float32"]}
     twin = searched(site, networks, mode=mode, loss=loss, warm_up=warm_up)
@@ -175,7 +171,7 @@ def test_private_path_search_is_clipped_steps_of_one_network(
 
 def test_noise_is_on_the_paths_own_weights_and_on_computed_alphas_alone(ask, networks):
     for mode in ("two", "full"):
-        _, reply = ask(gates=mode, local_steps=1, weights=SGD | {"weight_decay": 0.0})
+        _, reply = ask(gates=mode, steps=1, weights=replace(STEP, weight_decay=0.0))
         supernet = networks.space.supernet()
         load_states(supernet, networks.states["supernet"])
         before = copy.deepcopy(supernet.state_dict())
@@ -205,8 +201,8 @@ def without_last(name):
 
 @pytest.mark.parametrize("form", [None, "additive", "multiplicative"])
 def test_a_record_moves_what_is_released_by_the_clipping_norm_at_most(form, ask, networks, totals):
-    given = None if form is None else loss_settings(hardware(networks, form))
-    asked = {"hardware": given, "local_steps": 1, "gates": "full"}
+    given = None if form is None else HardwareTerms.of(hardware(networks, form))
+    asked = {"hardware": given, "steps": 1, "gates": "full"}
     released = {}
     for hold in (None, "train", "validation"):
         totals.clear()
@@ -234,8 +230,19 @@ COSTLY |= {"fixed": 0.5}
         },
         {"hardware": COSTLY | {"per_op": [[1.0] * 7] * 6, "target": 3.0, "scale": "x"}},
         {"hardware": "x"},
+        {"hardware": COSTLY | {"per_op": [[1.0] * 7] * 6, "target": 3.0}},
+        {"hardware": COSTLY | {"per_op": [[1.0] * 7, [1.0]], "target": 3.0}},
+        {"hardware": COSTLY | {"per_op": [[0.1] * 7] * 6, "target": 1.1, "form": "x"}},
+        {"hardware": COSTLY | {"per_op": [["0.1"] * 7] * 6, "target": 1.1}},
+        {"hardware": COSTLY | {"per_op": [[math.nan] * 7] * 6, "target": 1.1}},
+        {"hardware": COSTLY | {"per_op": [[0.1] * 7] * 6, "target": 1.1, "further": 1}},
         {"alphas": {"lr": "x", "weight_decay": 0.0}},
-        {"warm_up": True, "releases": {}},
+        {"warm_up": None},
+        {"warm_up": 1},
+        {"paths": None},
+        {"alternating": {"rule": "first_order", "validation_weight": 1.0}},
+        {"batch_size": 8},
+        {"steps": None, "epochs": 1},
         {"micro_batch_size": 0},
     ],
 )
@@ -248,7 +255,7 @@ def test_whether_a_request_fails_does_not_depend_on_the_records(change, make_sit
     sentences = []
     for site in (make_site(committed=EVERYTHING), make_site(committed=EVERYTHING, hold=none)):
         with pytest.raises(ConfigError) as error:
-            site.ask("train.search", **(ASKED | change))
+            site.ask("train.search", **(LOCAL | change))
         assert site.rows() == []
         sentences.append(str(error.value))
     assert sentences[0] == sentences[1]
@@ -258,7 +265,7 @@ def test_whether_a_request_fails_does_not_depend_on_the_records(change, make_sit
 def test_wild_alphas_draw_paths_and_book_as_ever(value, make_site, networks):
     for columns in (slice(None), slice(0, 3), slice(3, 7)):
         site = make_site(committed=EVERYTHING)
-        request = site.request("train.search", **ASKED)
+        request = site.request("train.search", **LOCAL)
         alphas = request.states["alphas"]["float32"].clone().view(6, 7)
         alphas[:, columns] = value
         states = {**request.states, "alphas": {"float32": alphas.flatten()}}
