@@ -28,8 +28,8 @@ from fednas_flwr.privacy.renyi import Release
 #
 # A claim holds at every delta, and a few thousand runs say most at a large one. However many steps
 # a mechanism has, its noise is such that their composition has the claim of one step at 1. For
-# speed every call noises the sums of ten runs, a row each; no two values share noise.
-DELTA, CONFIDENCE, NUM_RUNS, RUNS_PER_CALL = 0.1, 1 - 1e-5, 8000, 10
+# speed every call noises the sums of a hundred runs, a row each; no two values share noise.
+DELTA, CONFIDENCE, NUM_RUNS, RUNS_PER_CALL = 0.1, 1 - 1e-5, 8000, 100
 NORM = 0.5
 CANARY = 2  # the coordinate in which its gradient lies
 World = list[Tensor]  # the sum of every step before noise, [runs, 3]
@@ -79,7 +79,9 @@ def clip_after_sum(world: World, generator: SecureGenerator, sigma: float) -> li
 
 
 def reused_noise(world: World, generator: SecureGenerator, sigma: float) -> list[Tensor]:
-    noise = generator.normal(tuple(world[0].shape), std=sigma * NORM)
+    noise = add_noise(
+        torch.zeros_like(world[0]), generator, noise_multiplier=sigma, max_grad_norm=NORM
+    )
     return [s + noise for s in world]
 
 
