@@ -96,8 +96,11 @@ def audit(options: argparse.Namespace, overrides: list[str]) -> int:
             f"{finding.claim:.3g}. Without any noise this audit shows {finding.largest:.3g}."
         )
         if finding.shows_half is not None:
-            often = "nearly always" if finding.shows_half else "not always"
-            print(f"  Half the noise, or twice the clipping norm, {often} shows above the claim.")
+            share = "999" if finding.shows_half else "fewer than 999"
+            print(
+                f"  A client with half its noise, or twice its clipping norm, fails in {share} of "
+                "1,000 such audits."
+            )
     print(f"All at delta {audit.delta:g}; the bounds hold with confidence {audit.confidence:.4g}.")
     if any(finding.refutes for finding in audit.findings):
         print("fednas: the audit refutes the claim.", file=sys.stderr)

@@ -39,6 +39,7 @@ from fednas_flwr.privacy.gdp import gaussian_epsilon
 from fednas_flwr.privacy.noise import SecureGenerator
 
 MARGIN = 0.3  # of epsilon, by which an audit should be able to show more than is claimed
+SHOWN = 0.999  # probability with which half the noise should be refuted
 
 
 @dataclass(frozen=True, eq=False)
@@ -457,7 +458,7 @@ def audit_steps(
         added = step_scores(step, included.clone()).detach().to("cpu", torch.float64)
         if added.shape != (num_canaries,):
             raise ValueError(
-                f"step {step} needs [{num_canaries}] scores, got {tuple(added.shape)}."
+                f"step {step} needs scores [{num_canaries}], got {tuple(added.shape)}."
             )
         scores += added
     return audit_one_run(
@@ -549,8 +550,8 @@ class ManyRunsPlan:
     Attributes:
         runs_per_world: Releases with the canary, and as many without.
         largest: The largest bound that they can give: with all answers right.
-        shows_half: Whether half the noise, or twice the sensitivity, is refuted in 99 of 100
-            audits.
+        shows_half: Whether half the noise, or twice the sensitivity, is refuted with probability
+            ``SHOWN``.
     """
 
     runs_per_world: int
@@ -574,30 +575,34 @@ def plan_many_runs(
         delta: That of the claim.
         confidence: Strictly between 0 and 1.
     """
-
-    def bound(runs: int, margins: tuple[float, float] | None) -> float:
-        hits, alarms = runs, 0
-        if margins is not None:
-            hits = int(stats.binom.ppf(0.005, runs, stats.norm.cdf(margins[0])))
-            alarms = int(stats.binom.isf(0.005, runs, stats.norm.sf(margins[1])))
-        return gaussian_epsilon_lower_bound(
-            true_positives=hits,
-            false_negatives=runs - hits,
-            false_positives=alarms,
-            true_negatives=runs - alarms,
-            delta=delta,
-            confidence=confidence,
-        )
-
     apart = 1 / noise_multiplier
-    needed = gaussian_epsilon(1.01 * apart, delta)
+
+    def shows(runs: int, margins: tuple[float, float]) -> bool:
+        """Whether a client is refuted whose means lie so many ``apart`` from the threshold."""
+        counts = np.arange(runs + 1)
+        low, high = (
+            stats.norm.ppf(limit)
+            for limit in _rate_limits(counts, runs, counts, runs, confidence=confidence)
+        )
+        # With so many hits, fewer alarms than this refute.
+        alarms = np.searchsorted(high, low - 1.001 * apart)
+        hits = stats.binom.pmf(counts, runs, stats.norm.cdf(margins[0] * apart))
+        rate = stats.norm.sf(margins[1] * apart)
+        return bool(hits @ stats.binom.cdf(alarms - 1, runs, rate) > SHOWN)
+
     runs = 100
     while True:
-        shows_half = all(
-            bound(runs, (a * apart, b * apart)) > needed for a, b in ((1.0, 1.0), (1.5, 0.5))
-        )
+        shows_half = shows(runs, (1.0, 1.0)) and shows(runs, (1.5, 0.5))
         if shows_half or runs == most_runs // 2:
-            return ManyRunsPlan(runs, bound(runs, None), shows_half)
+            largest = gaussian_epsilon_lower_bound(
+                true_positives=runs,
+                false_negatives=0,
+                false_positives=0,
+                true_negatives=runs,
+                delta=delta,
+                confidence=confidence,
+            )
+            return ManyRunsPlan(runs, largest, shows_half)
         runs = min(math.ceil(1.1 * runs), most_runs // 2)
 
 

@@ -63,7 +63,7 @@ class Finding:
         epsilon: The lower bound.
         claim: The epsilon that is claimed of the same releases.
         largest: The largest bound that this setting could have given: of a client without noise.
-        shows_half: Whether a client with half its noise would have failed, in 99 of 100 audits;
+        shows_half: Whether a client with half its noise would have failed, in 999 of 1,000 audits;
             None where it is not expected to.
     """
 
