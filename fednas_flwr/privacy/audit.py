@@ -21,7 +21,7 @@ Guarantee:
     differ by one canary, added or removed. Each bound by itself: whoever runs several audits and
     reports the largest must divide ``1 - confidence`` by their number.
 
-Tensor suffixes: M canaries, D values of one release.
+Tensor suffix: M canaries.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def gaussian_epsilon_lower_bound(
         ...     true_positives=900, false_negatives=100, false_positives=100, true_negatives=900,
         ...     delta=1e-5, confidence=0.95,
         ... )
-        >>> round(bound, 1)  # mu is 2.4, of 2.56
-        13.7
+        >>> round(bound, 1)  # of the 13.6 that mu = 2.56 has
+        12.2
     """
     _check(delta, confidence)
     counts = (true_positives, false_negatives, false_positives, true_negatives)
