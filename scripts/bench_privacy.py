@@ -1,27 +1,31 @@
-"""Cost of the private steps, over non-private ones and Opacus hooks, and of the bookkeeping.
+"""Cost of noise, of the private steps over non-private ones and Opacus hooks, of the bookkeeping.
 
-    python scripts/bench_privacy.py [--repeats 11]
+    python scripts/bench_privacy.py [--repeats 11] [--noise-only]
 
 Times and ratios are those of ``bench_step.py``, at its two small sizes. Bookkeeping is what a run
-adds to its steps: masks, noise, the ledger's reservations, and the accountants' numbers.
+adds to its steps: masks, noise, the ledger's reservations, and the accountants' numbers. Noise, an
+exact discrete Gaussian, stands beside the one of Box and Muller (1958), rounded, that it replaced.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import statistics
 import tempfile
 import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
 from bench_step import CELLS_201, SIZES, S, Space, make_steps, measure, summary
 
 from fednas_flwr.privacy.accounting import epsilon_per_split, prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.gdp import gdp_epsilon
 from fednas_flwr.privacy.ledger import Entry, Ledger
-from fednas_flwr.privacy.noise import SecureGenerator, add_noise
+from fednas_flwr.privacy.noise import SecureGenerator, _Keystream, add_noise
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.randomness import seeded
 
@@ -32,14 +36,20 @@ RATIOS = (
     ("private alphas", "opacus alphas"),
 )
 NUM_STEPS = 5000
+NUM_VALUES = 2_000_000
 
 
 def main() -> None:
     """Measure all sizes and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=11)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--noise-only", action="store_true", help="measure noise and end")
+    options = parser.parse_args()
+    repeats = options.repeats
     torch.set_num_threads(1)
+    measure_noise(repeats)
+    if options.noise_only:
+        return
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     for title, (space, batch_size) in SIZES.items():
         if space not in (S, CELLS_201):
@@ -52,6 +62,42 @@ def main() -> None:
             paired = [a / b for a, b in zip(times[upper], times[lower], strict=True)]
             print(f"  {upper + ' / ' + lower:<34} {summary(paired, 2)}")
         measure_bookkeeping(space, times)
+
+
+def measure_noise(repeats: int) -> None:
+    """Time both kinds of noise in turns; print CPU seconds per million values and their ratio."""
+    generator, seconds = SecureGenerator(), {"Box and Muller": [], "discrete Gaussian": []}
+    for _ in range(repeats + 1):  # the first one warms up
+        for name, draw in (
+            ("Box and Muller", lambda: box_muller(NUM_VALUES, sigma=2**24)),
+            (
+                "discrete Gaussian",
+                lambda: generator.discrete_gaussian((NUM_VALUES,), sigma=2**24 + 1),
+            ),
+        ):
+            start = time.process_time()
+            draw()
+            seconds[name].append((time.process_time() - start) / NUM_VALUES * 1e6)
+    old, new = (times[1:] for times in seconds.values())
+    print(f"noise; CPU ms per million values, median [quartiles] of {repeats}")
+    for name, times in (("Box and Muller", old), ("discrete Gaussian", new)):
+        print(f"  {name:<34} {summary([1e3 * s for s in times], 0)}")
+    ratios = [b / a for a, b in zip(old, new, strict=True)]
+    print(f"  {'discrete Gaussian / Box and Muller':<34} {summary(ratios, 1)}")
+
+
+def box_muller(count: int, *, sigma: int) -> torch.Tensor:
+    """Return rounded Gaussians from a 64-bit radius and a 53-bit angle: not exact."""
+    values, stream = torch.empty(count, dtype=torch.float64), _Keystream(os.urandom(32))
+    for chunk in values.split(2**15):
+        half = len(chunk) // 2
+        words = stream.words(2 * half)
+        radius = torch.from_numpy((words[:half] + 0.5) * 2.0**-64).log_().mul_(-2).sqrt_()
+        angle = torch.from_numpy((words[half:] >> np.uint64(11)) * (2 * math.pi * 2.0**-53))
+        torch.mul(radius, angle.cos(), out=chunk[:half])
+        torch.mul(radius, angle.sin_(), out=chunk[half:])
+        chunk.mul_(sigma).round_()
+    return values
 
 
 def measure_bookkeeping(space: Space, times: dict[str, list[float]]) -> None:

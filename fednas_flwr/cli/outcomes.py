@@ -10,6 +10,7 @@ from fednas_flwr.errors import ConfigError, DamagedError
 
 RUN_FAILED = 1
 USER_ERROR = 2
+INCONCLUSIVE = 3  # of `fednas audit`
 STOPPED = 128 + signal.SIGINT
 
 

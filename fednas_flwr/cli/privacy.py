@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fednas_flwr.api import compose
-from fednas_flwr.cli.outcomes import RUN_FAILED
+from fednas_flwr.cli.outcomes import INCONCLUSIVE, RUN_FAILED
 from fednas_flwr.cli.parsing import Commands, add_command
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, RDP
@@ -35,10 +35,19 @@ def add_commands(commands: Commands) -> None:
         "audit",
         audit,
         help="plant canaries in a private search and bound its epsilon from below",
-        epilog="Takes the overrides of `fednas run`; rounds is the number of audited steps.",
+        epilog=(
+            "Takes the overrides of `fednas run`; rounds is the largest number of steps of the\n"
+            "one run. Exit codes: 0 where no bound is above its claim and each could have been, 1\n"
+            "where one is above, 3 where one could not have been: inconclusive."
+        ),
         takes_overrides=True,
     )
-    parser.add_argument("--canaries", type=int, default=100, help="default: %(default)d")
+    parser.add_argument(
+        "--confidence",
+        type=float,
+        default=0.99,
+        help="with which all bounds hold together (default: %(default)g)",
+    )
     parser = add_command(
         commands, "calibrate", calibrate, help="the least noise that keeps an epsilon"
     )
@@ -75,21 +84,35 @@ def add_commands(commands: Commands) -> None:
 
 
 def audit(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Audit the composed private search; exit code 1 when it tells more than it claims."""
+    """Audit the composed private search; say what it showed and what it could have shown."""
     config = compose(*overrides)
     from fednas_flwr.stages.audit import audit_search
 
-    audit = audit_search(config, num_canaries=options.canaries)
-    result = audit.result
-    print(
-        f"{config.rounds} steps, {options.canaries} canaries: {result.num_right} of "
-        f"{result.num_guesses} guesses right.\n"
-        f"epsilon is at least {result.epsilon:.3g} (delta {result.delta:g}, confidence "
-        f"{result.confidence:.0%}); claimed: {audit.claim:.3g}."
-    )
-    if result.epsilon > audit.claim:
+    audit = audit_search(config, confidence=options.confidence)
+    for finding in audit.findings:
+        print(
+            f"{finding.seen}.\n"
+            f"  epsilon is at least {finding.epsilon:.3g} {finding.assumption}; claimed: "
+            f"{finding.claim:.3g}. Without any noise this audit shows {finding.largest:.3g}."
+        )
+        if finding.shows_half is not None:
+            share = "999" if finding.shows_half else "fewer than 999"
+            print(
+                f"  A client with half its noise, or twice its clipping norm, fails in {share} of "
+                "1,000 such audits."
+            )
+    print(f"All at delta {audit.delta:g}; the bounds hold with confidence {audit.confidence:.4g}.")
+    if any(finding.refutes for finding in audit.findings):
         print("fednas: the audit refutes the claim.", file=sys.stderr)
         return RUN_FAILED
+    if not all(finding.is_conclusive for finding in audit.findings):
+        print(
+            "fednas: inconclusive: a wrong claim could have passed. Fewer rounds, more noise, a "
+            "smaller rate or a lower --confidence let an audit show more than is claimed.",
+            file=sys.stderr,
+        )
+        return INCONCLUSIVE
+    print("The audit does not refute the claim.")
     return 0
 
 

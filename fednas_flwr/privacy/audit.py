@@ -2,11 +2,15 @@
 
 Accounting says how much a mechanism may leak if it is built as booked; an audit attacks the built
 one and shows, at a stated confidence, how much it does leak. A bound above the claim is a bug; one
-below it proves nothing but that this attack was no better. Two kinds:
+below it proves nothing but that this attack was no better, and nothing at all where the largest
+bound that so many runs or canaries could give is below the claim. Three kinds:
 
 * many runs with and without one canary, :func:`audit_many_runs`: nearly tight, for tests;
+* the same of few runs, :func:`gaussian_epsilon_lower_bound`, which assumes that noise is Gaussian;
 * one run with many canaries, each included by a coin of its own, :func:`audit_steps`: for a real
-  training, e.g. ``fednas audit``. Weaker: a few canaries cannot show a large epsilon.
+  training. Weaker: a few canaries cannot show a large epsilon.
+
+:func:`plan_one_run` and :func:`plan_many_runs` choose sizes by what can be shown.
 
 Not for choosing noise, and no substitute for an accountant. Nothing here knows how a mechanism is
 built; noise and coins come from the client's own generator.
@@ -17,7 +21,7 @@ Guarantee:
     differ by one canary, added or removed. Each bound by itself: whoever runs several audits and
     reports the largest must divide ``1 - confidence`` by their number.
 
-Tensor suffixes: M canaries, D values of one release.
+Tensor suffix: M canaries.
 """
 
 from __future__ import annotations
@@ -31,7 +35,11 @@ import torch
 from scipy import stats  # type: ignore[import-untyped,unused-ignore]
 from torch import Tensor
 
+from fednas_flwr.privacy.gdp import gaussian_epsilon
 from fednas_flwr.privacy.noise import SecureGenerator
+
+MARGIN = 0.3  # of epsilon, by which an audit should be able to show more than is claimed
+SHOWN = 0.999  # probability with which half the noise should be refuted
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +130,64 @@ def epsilon_lower_bound(
         confidence=confidence,
     )
     return float(bounds[0])
+
+
+def gaussian_epsilon_lower_bound(
+    *,
+    true_positives: int,
+    false_negatives: int,
+    false_positives: int,
+    true_negatives: int,
+    delta: float,
+    confidence: float,
+) -> float:
+    """Return a lower bound on epsilon that **assumes Gaussian noise**.
+
+    If the two worlds are N(0, 1) and N(mu, 1), then ``mu >= Phi^-1(t) - Phi^-1(f)`` for the rates
+    of any test (Dong, Roth and Su 2019, arXiv 1905.02383), and mu gives epsilon exactly. With t and
+    f as in :func:`epsilon_lower_bound`: Nasr et al. (2023), arXiv 2302.07956, section 5.3. Of some
+    hundred runs it shows nearly all of an epsilon that the bound for any mechanism cannot show of
+    millions, since it knows the tails that no run has reached.
+
+    A bound above the claim refutes what is claimed whichever way: the noise is not Gaussian, or
+    there is too little of it. One below says nothing of mechanisms with other noise.
+
+    Args:
+        true_positives: As of :func:`epsilon_lower_bound`, and so are all others.
+        false_negatives: Runs with the canary that the test called "out".
+        false_positives: Runs without the canary that it called "in".
+        true_negatives: Runs without the canary that it called "out".
+        delta: Above 0 and below 1.
+        confidence: Strictly between 0 and 1.
+
+    Raises:
+        ValueError: As of :func:`epsilon_lower_bound`, or delta is 0.
+
+    Example:
+        >>> bound = gaussian_epsilon_lower_bound(
+        ...     true_positives=900, false_negatives=100, false_positives=100, true_negatives=900,
+        ...     delta=1e-5, confidence=0.95,
+        ... )
+        >>> round(bound, 1)  # of the 13.6 that mu = 2.56 has
+        12.2
+    """
+    _check(delta, confidence)
+    counts = (true_positives, false_negatives, false_positives, true_negatives)
+    positives, negatives = true_positives + false_negatives, false_positives + true_negatives
+    if delta == 0 or min(counts) < 0 or positives == 0 or negatives == 0:
+        raise ValueError(
+            f"delta must be above 0 and counts at least 0, with a run in each world, got "
+            f"delta={delta!r} and {counts}."
+        )
+    low, high = _rate_limits(
+        np.array([true_positives]),
+        positives,
+        np.array([false_positives]),
+        negatives,
+        confidence=confidence,
+    )
+    mu = float(stats.norm.ppf(low[0]) - stats.norm.ppf(high[0]))
+    return gaussian_epsilon(mu, delta) if mu > 0 else 0.0
 
 
 def audit_many_runs(present: Tensor, absent: Tensor, *, delta: float, confidence: float) -> float:
@@ -340,8 +406,7 @@ def audit_one_run(
 
 
 def audit_steps(
-    release: Callable[[int, Tensor], Tensor],
-    canary_gradients: Callable[[int], Tensor],
+    step_scores: Callable[[int, Tensor], Tensor],
     *,
     generator: SecureGenerator,
     num_steps: int,
@@ -353,20 +418,19 @@ def audit_steps(
 ) -> AuditResult:
     """Audit a whole run by canaries: toss coins, watch every release, guess, and bound epsilon.
 
-    A canary's score is ``sum over steps of <release, its gradient>``, as in the white-box audit of
-    Steinke et al. (2023), arXiv 2305.08846: the server's view, with every release seen.
-    The mechanism is abstract, so that the real path of a client can be put in its place.
+    A canary's score is the sum of its scores in all steps: best ``<release, its gradient>``, as in
+    the white-box audit of Steinke et al. (2023), arXiv 2305.08846: the server's view, with every
+    release seen. The mechanism is abstract, so that the real path of a client can be put in its
+    place.
 
-    The score is good where canaries are nearly orthogonal to each other and to the records' own
-    gradients, and have gradients of one norm, best the clipping norm; elsewhere the bound is still
-    valid, but lower. With n canaries in few dimensions each is noise to the others.
+    The score is good where canaries are orthogonal to each other and to the records' own gradients,
+    and have gradients of one norm, best the clipping norm; elsewhere the bound is still valid, but
+    lower. With n canaries in few dimensions each is noise to the others.
 
     Args:
-        release: Called with the step (0, 1, ...) and which canaries are included (bool [M], the
-            same in every step); returns the noised sum of the step [D], as the server sees it.
-        canary_gradients: Called with the step, before its release; returns the clipped
-            contribution [M, D] of every canary, included or not, as far as the auditor knows it. It
-            may depend on earlier releases, as it does on the weights.
+        step_scores: Called with the step (0, 1, ...) and which canaries are included (bool [M], the
+            same in every step), by which it may choose the records of the mechanism and nothing
+            else; returns every canary's score of the step's release [M].
         generator: Tosses the coins.
         num_steps: At least 1.
         num_canaries: M, at least 1.
@@ -382,7 +446,7 @@ def audit_steps(
         ValueError: A number is out of range (before the first release), a shape is not as said, or
             a value is not finite.
 
-    Guarantee: that of :func:`audit_one_run`; ``canary_gradients`` must not know the coins.
+    Guarantee: that of :func:`audit_one_run`.
     """
     _check(delta, confidence)
     _check_guesses(num_canaries, guesses_in, guesses_out)
@@ -391,14 +455,12 @@ def audit_steps(
     included = generator.poisson_mask(num_canaries, probability=0.5)
     scores = torch.zeros(num_canaries, dtype=torch.float64)
     for step in range(num_steps):
-        gradients_MD = canary_gradients(step).detach().to("cpu", torch.float64)
-        release_D = release(step, included.clone()).detach().to("cpu", torch.float64)
-        if release_D.dim() != 1 or gradients_MD.shape != (num_canaries, len(release_D)):
+        added = step_scores(step, included.clone()).detach().to("cpu", torch.float64)
+        if added.shape != (num_canaries,):
             raise ValueError(
-                f"step {step} needs canary gradients [{num_canaries}, D] and a release [D], got "
-                f"{tuple(gradients_MD.shape)} and {tuple(release_D.shape)}."
+                f"step {step} needs scores [{num_canaries}], got {tuple(added.shape)}."
             )
-        scores += gradients_MD @ release_D
+        scores += added
     return audit_one_run(
         scores,
         included,
@@ -407,6 +469,141 @@ def audit_steps(
         delta=delta,
         confidence=confidence,
     )
+
+
+@dataclass(frozen=True)
+class OneRunPlan:
+    """Sizes of an audit of one run by canaries.
+
+    Attributes:
+        num_steps: Releases of the run.
+        num_canaries: M.
+        guesses_in: Of :func:`audit_one_run`.
+        guesses_out: Of :func:`audit_one_run`.
+        largest: The bound if all guesses are right, which no run can exceed.
+    """
+
+    num_steps: int
+    num_canaries: int
+    guesses_in: int
+    guesses_out: int
+    largest: float
+
+
+def plan_one_run(
+    claim: Callable[[int], float],
+    *,
+    sample_rate: float,
+    most_steps: int,
+    most_canaries: int,
+    delta: float,
+    confidence: float,
+) -> OneRunPlan:
+    """Return the longest audit of one run that can show more than is claimed.
+
+    Guesses are so many that without any noise all of them are right, in 98 of 100 runs at least:
+    a canary is then seen if a batch has drawn it. Absence is guessed only if all are drawn. More
+    steps claim more and draw more; steps are halved until as few canaries as will do, in powers of
+    2, can show ``MARGIN`` more than is claimed. If none can, the plan is the best one of 1 step.
+
+    Args:
+        claim: The epsilon at ``delta`` that is claimed of a number of steps.
+        sample_rate: Of each record in each step; the canaries share it.
+        most_steps: At least 1.
+        most_canaries: At least 64. More than some ``(1 - confidence) / delta`` show less.
+        delta: That of the claim.
+        confidence: Strictly between 0 and 1.
+    """
+
+    def plan(steps: int, canaries: int) -> OneRunPlan:
+        drawn = 1 - (1 - sample_rate) ** steps
+        guesses_in = int(stats.binom.ppf(0.005, canaries, drawn / 2))
+        guesses_out = guesses_in if sample_rate == 1 else 0
+        number = guesses_in + guesses_out
+        largest = 0.0
+        if number:
+            largest = one_run_epsilon(
+                num_canaries=canaries,
+                num_guesses=number,
+                num_right=number,
+                delta=delta,
+                confidence=confidence,
+            )
+        return OneRunPlan(steps, canaries, max(guesses_in, 1), guesses_out, largest)
+
+    steps = most_steps
+    while True:
+        plans = [plan(steps, 2**power) for power in range(6, most_canaries.bit_length())]
+        needed = claim(steps) + MARGIN
+        enough = [plan for plan in plans if plan.largest >= needed]
+        if enough:
+            return enough[0]
+        if steps == 1:
+            return max(plans, key=lambda plan: plan.largest)
+        steps //= 2
+
+
+@dataclass(frozen=True)
+class ManyRunsPlan:
+    """Size of an audit of many single releases with and without one canary.
+
+    Attributes:
+        runs_per_world: Releases with the canary, and as many without.
+        largest: The largest bound that they can give: with all answers right.
+        shows_half: Whether half the noise, or twice the sensitivity, is refuted with probability
+            ``SHOWN``.
+    """
+
+    runs_per_world: int
+    largest: float
+    shows_half: bool
+
+
+def plan_many_runs(
+    *, noise_multiplier: float, most_runs: int, delta: float, confidence: float
+) -> ManyRunsPlan:
+    """Return the least number of releases with which half the noise is refuted, if it is allowed.
+
+    By :func:`gaussian_epsilon_lower_bound`, with the threshold half-way between the worlds. Half
+    the noise moves it as many standard deviations away from both means as a whole world is
+    from the other now. A sum that is clipped in place of its records, which a canary turns round,
+    leaves it where it is from one mean and moves the other away by three times as much.
+
+    Args:
+        noise_multiplier: s, as claimed; the worlds are 1 / s standard deviations apart.
+        most_runs: Of both worlds together, at least 200.
+        delta: That of the claim.
+        confidence: Strictly between 0 and 1.
+    """
+    apart = 1 / noise_multiplier
+
+    def shows(runs: int, margins: tuple[float, float]) -> bool:
+        """Whether a client is refuted whose means lie so many ``apart`` from the threshold."""
+        counts = np.arange(runs + 1)
+        low, high = (
+            stats.norm.ppf(limit)
+            for limit in _rate_limits(counts, runs, counts, runs, confidence=confidence)
+        )
+        # With so many hits, fewer alarms than this refute.
+        alarms = np.searchsorted(high, low - 1.001 * apart)
+        hits = stats.binom.pmf(counts, runs, stats.norm.cdf(margins[0] * apart))
+        rate = stats.norm.sf(margins[1] * apart)
+        return bool(hits @ stats.binom.cdf(alarms - 1, runs, rate) > SHOWN)
+
+    runs = 100
+    while True:
+        shows_half = shows(runs, (1.0, 1.0)) and shows(runs, (1.5, 0.5))
+        if shows_half or runs == most_runs // 2:
+            largest = gaussian_epsilon_lower_bound(
+                true_positives=runs,
+                false_negatives=0,
+                false_positives=0,
+                true_negatives=runs,
+                delta=delta,
+                confidence=confidence,
+            )
+            return ManyRunsPlan(runs, largest, shows_half)
+        runs = min(math.ceil(1.1 * runs), most_runs // 2)
 
 
 def _epsilon_bounds(
@@ -419,17 +616,34 @@ def _epsilon_bounds(
     confidence: float,
 ) -> np.ndarray:
     """Return the bound of :func:`epsilon_lower_bound` for arrays of counts."""
+    low, high = _rate_limits(
+        true_positives, num_positives, false_positives, num_negatives, confidence=confidence
+    )
+    ratio = np.maximum((low - delta) / high, (1 - high - delta) / (1 - low))
+    bounds: np.ndarray = np.log(np.maximum(ratio, 1.0))
+    return bounds
+
+
+def _rate_limits(
+    true_positives: np.ndarray,
+    num_positives: int,
+    false_positives: np.ndarray,
+    num_negatives: int,
+    *,
+    confidence: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return Clopper and Pearson's limits: the true positive rate's lower, the false one's upper.
+
+    Both hold together with probability ``confidence``. By quantiles of beta distributions, with
+    their ends set by hand.
+    """
     miss = (1 - confidence) / 2
-    # Clopper and Pearson's limits by quantiles of beta distributions, with their ends set by hand.
     least = np.maximum(true_positives, 1)
     low = stats.beta.ppf(miss, least, num_positives - least + 1)
     low = np.where(true_positives == 0, 0.0, low)
     most = np.minimum(false_positives, num_negatives - 1)
     high = stats.beta.isf(miss, most + 1, num_negatives - most)
-    high = np.where(false_positives == num_negatives, 1.0, high)
-    ratio = np.maximum((low - delta) / high, (1 - high - delta) / (1 - low))
-    bounds: np.ndarray = np.log(np.maximum(ratio, 1.0))
-    return bounds
+    return low, np.where(false_positives == num_negatives, 1.0, high)
 
 
 def _check(delta: float, confidence: float = 0.5) -> None:

@@ -37,7 +37,14 @@ def gdp_epsilon(releases: Sequence[Release], delta: float) -> float:
         if exponent > 700:
             return math.inf
         squares += release.sample_rate**2 * release.steps * math.expm1(exponent)
-    mu = math.sqrt(squares)
+    return gaussian_epsilon(math.sqrt(squares), delta)
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Return the epsilon at ``delta`` of telling N(0, 1) from N(mu, 1): no approximation.
+
+    Dong, Roth and Su (2019), arXiv 1905.02383, Corollary 2.13.
+    """
     if mu == 0 or _gdp_delta(0.0, mu) <= delta:
         return 0.0
     low, high = 0.0, 1.0

@@ -1,191 +1,315 @@
-"""An empirical check of a private search: what one run really tells about planted records.
+"""An empirical check of a private search: what its releases really tell about planted records.
 
-Canaries, mislabelled records of client 0, are in its train part or not by the toss of a coin. The
-real verb answers every step; the auditor, who sees what the server sees, guesses the coins, and the
-number of right guesses bounds epsilon from below (``privacy.audit``).
+The real verb of client 0 answers every request; the auditor, who sees what the server sees, plants
+canaries with gradients of its making (``canaries.py``) and guesses which of them are there. Two
+audits, each with the most that it could have shown:
+
+* **one run, many canaries** (Steinke, Nasr and Jagielski 2023): the composed search's own steps and
+  rate. Its bound assumes nothing about the mechanism and is low: a client without noise or without
+  clipping is caught, one with half its noise is not.
+* **many runs, one canary** (Nasr et al. 2023): single releases of two records that pull apart, all
+  drawn. Its bound is tight for Gaussian noise, which it assumes: half the noise is caught, and
+  so is a sum that is clipped in place of its records.
+
+Main function: :func:`audit_search`.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, vmap
 
-from fednas_flwr.builders import make_client, make_data, supernet_space
+from fednas_flwr.builders import make_client, make_data
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.client import Client
 from fednas_flwr.config import Config, DifferentialPrivacy, FNASSettings
-from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Header, Request
 from fednas_flwr.exchange.requests import Commit, Site, TakeGradients
-from fednas_flwr.exchange.states import Packed, load_states, network_states, pack
-from fednas_flwr.names import PRV, REFERENCE
-from fednas_flwr.privacy.audit import AuditResult, audit_steps
+from fednas_flwr.exchange.states import Layout, network_states, pack, unpack
+from fednas_flwr.names import PRV
+from fednas_flwr.privacy.accounting import prv_epsilon
+from fednas_flwr.privacy.audit import (
+    audit_steps,
+    gaussian_epsilon_lower_bound,
+    plan_many_runs,
+    plan_one_run,
+)
 from fednas_flwr.privacy.noise import SecureGenerator
-from fednas_flwr.search.descent import make_sgd
-from fednas_flwr.search.objective import CLASSIFICATION
+from fednas_flwr.privacy.renyi import Release, poisson_rate
 from fednas_flwr.search_spaces.space import Supernet
-from fednas_flwr.stages.schedule import make_schedule, private_stage
+from fednas_flwr.stages.canaries import LAYER, Canaries, beside, direction, with_canaries
+from fednas_flwr.stages.schedule import make_schedule
 from fednas_flwr.verbs import SUPERNET
+
+MOST_STEPS = 20  # of the one run: more take time, and claim more than can be shown
+MOST_CANARIES = 4096
+MOST_RUNS = 20_000
+NUM_RECORDS = 64  # real ones, beside the many canaries
+LARGE, SMALL = 1e5, 1e3  # gradients before clipping: both far above the network's own
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one of the two audits found.
+
+    Attributes:
+        seen: What was done and guessed, for people.
+        assumption: What the bound takes for granted, for people.
+        epsilon: The lower bound.
+        claim: The epsilon that is claimed of the same releases.
+        largest: The largest bound that this setting could have given: of a client without noise.
+        shows_half: Whether a client with half its noise would have failed, in 999 of 1,000 audits;
+            None where it is not expected to.
+    """
+
+    seen: str
+    assumption: str
+    epsilon: float
+    claim: float
+    largest: float
+    shows_half: bool | None = None
+
+    @property
+    def refutes(self) -> bool:
+        """Whether the claim is refuted."""
+        return self.epsilon > self.claim
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether a wrong claim could have been refuted."""
+        return self.largest > self.claim and self.shows_half is not False
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What an audit found.
+    """What both audits found.
 
     Attributes:
-        result: Guesses and the lower bound on epsilon.
-        claim: The epsilon of the client's train part for the audited steps, at the same delta.
+        findings: Of the one run, and of the many runs.
+        delta: Of all bounds and claims.
+        confidence: With which all bounds hold together.
     """
 
-    result: AuditResult
-    claim: float
+    findings: tuple[Finding, ...]
+    delta: float
+    confidence: float
 
 
-def audit_search(config: Config, *, num_canaries: int, confidence: float = 0.95) -> Audit:
-    """Run the weight steps of a private search on client 0 and guess who was in.
+def audit_search(config: Config, *, confidence: float = 0.99) -> Audit:
+    """Audit the weight steps of a private search on client 0.
+
+    Numbers of steps, canaries and runs follow from what is claimed: as many as it takes to show
+    more, up to the constants of this module.
 
     Args:
-        config: With ``algorithm=dp_fnas``; ``rounds`` is the number of steps. The search runs in a
-            temporary folder and books nothing on real budgets.
-        num_canaries: How many train records become canaries; half of them are guessed about.
-        confidence: With which the bound holds.
+        config: With ``algorithm=dp_fnas``; the one run has at most ``rounds`` steps. Ledgers are in
+            a temporary folder: nothing is booked on real budgets.
+        confidence: With which all bounds hold together, strictly between 0 and 1.
 
     Raises:
-        ConfigError: The configuration is not of DP-FNAS, or client 0 has too few records.
+        ConfigError: The configuration is not of DP-FNAS or gives no noise multiplier, or the
+            confidence is out of range.
     """
     algorithm, privacy = config.algorithm, config.privacy
     if not isinstance(algorithm, FNASSettings) or not isinstance(privacy, DifferentialPrivacy):
         raise ConfigError(f"algorithm={algorithm.name} cannot be audited: set algorithm=dp_fnas.")
-    if privacy.weights.noise_multiplier is None:
+    sigma = privacy.weights.noise_multiplier
+    if sigma is None:
         raise ConfigError("privacy.weights.noise_multiplier=null: an audit needs the number.")
-    with tempfile.TemporaryDirectory() as folder:
-        config = replace(
-            config,
-            algorithm=replace(algorithm, fused=False, local_steps=1, evaluate_every=0),
-            privacy=replace(privacy, epsilon=1e5, sites=None, metrics_noise_multiplier=None),
-            run_dir=folder,
-            stages=["search"],
-            genotype=None,
-        )
-        return _audit(config, num_canaries, confidence)
-
-
-def _audit(config: Config, num_canaries: int, confidence: float) -> Audit:
-    algorithm, privacy = config.algorithm, config.privacy
-    assert isinstance(algorithm, FNASSettings)
-    assert isinstance(privacy, DifferentialPrivacy)
-    data = make_data(config)
-    client = make_client(config, 0, data=data, networks={})
-    train = client.data.train
-    if not 4 <= num_canaries <= len(train):
-        raise ConfigError(
-            f"canaries={num_canaries}: expected 4 to {len(train)}, the train records of client 0."
-        )
-    assert client.gate is not None
-    schedule = make_schedule(config, [client.gate.allowed.records], done={})
-    run = secrets.token_hex(8)
-    commit = Commit(privacy.data_set, tuple(schedule))
-    committed = answer(client, Request("query.commit", _header(run, 0), commit))
-
-    rows = train.rows[:num_canaries]
-    canaries = replace(train, labels=_mislabelled(train, rows), rows=rows)
-    supernet = client.network({"name": SUPERNET})
-    states = {name: pack(tensors) for name, tensors in network_states(supernet).items() if tensors}
-    auditor = supernet_space(replace(config, engine=REFERENCE), data[0]).supernet()
-    auditor.to(client.device)
-    (vector,) = states["weights"].values()
-    optimizer = make_sgd([vector], algorithm.weights)
-    private = private_stage(config, schedule, "search")
-    assert private is not None
-    asked = TakeGradients(
-        step=0,
-        local_steps=1,
-        local_lrs={"weights": algorithm.weights.lr},
-        batch_size=None,
-        order=1,
-        inner_lr=algorithm.weights.lr,
-        site=Site(private.data_set, private.micro_batch_size),
+    if not 0 < confidence < 1:
+        raise ConfigError(f"confidence={confidence:g}: expected a number between 0 and 1.")
+    algorithm = replace(algorithm, fused=False, local_steps=1, evaluate_every=0)
+    privacy = replace(
+        privacy, epsilon=1e6, alphas=privacy.weights, sites=None, metrics_noise_multiplier=None
     )
+    config = replace(config, stages=["search"], genotype=None, wire="float32")
+    each = (1 + confidence) / 2  # of two bounds
+    with tempfile.TemporaryDirectory() as folder:
+        one, many = (
+            replace(
+                config,
+                run_dir=str(Path(folder, name)),
+                algorithm=replace(algorithm, batch_size=batch_size),
+                privacy=replace(privacy, micro_batch_size=micro_batch_size),
+            )
+            for name, batch_size, micro_batch_size in (
+                ("one", algorithm.batch_size, privacy.micro_batch_size),
+                ("many", None, 2),  # all records, of which there are two at most
+            )
+        )
+        findings = (
+            _audit_one_run(one, sigma, algorithm.batch_size, each),
+            _audit_many_runs(many, sigma, each),
+        )
+    return Audit(findings, delta=privacy.delta, confidence=confidence)
 
-    def release(step: int, included: Tensor) -> Tensor:
-        rows = torch.cat([canaries.rows[included], train.rows[num_canaries:]])
-        own = replace(client.data, train=replace(canaries, rows=rows))
-        request = Request("train.weight_gradient", _header(run, step + 1), asked, states)
-        reply = answer(replace(client, data=own), request)
-        (noised,) = reply.states["weights"].values()
-        vector.grad = noised / reply.num_examples
-        optimizer.step()
-        return noised
 
-    result = audit_steps(
-        release,
-        lambda step: _decorrelated(
-            _clipped_gradients(client, auditor, states, canaries, privacy),
-            ridge=0.1 * privacy.weights.max_grad_norm**2,
-        ),
-        generator=SecureGenerator(),
-        num_steps=config.rounds,
-        num_canaries=num_canaries,
-        guesses_in=num_canaries // 4,
-        guesses_out=num_canaries // 4,
-        delta=client.gate.allowed.delta,
+def _audit_one_run(
+    config: Config, sigma: float, batch_size: int | None, confidence: float
+) -> Finding:
+    """Guess about many canaries of one run, beside which there are real records."""
+    client, delta = _client(config)
+    assert client.gate is not None
+    rate = poisson_rate(batch_size, client.gate.num_records(("train",)))
+    plan = plan_one_run(
+        lambda steps: prv_epsilon([Release(sigma, rate, steps)], delta),
+        sample_rate=rate,
+        most_steps=min(config.rounds, MOST_STEPS),
+        most_canaries=MOST_CANARIES,
+        delta=delta,
         confidence=confidence,
     )
-    return Audit(result, claim=committed.facts["epsilon"][PRV]["train"])
-
-
-def _clipped_gradients(
-    client: Client,
-    supernet: Supernet,
-    states: dict[str, Packed],
-    canaries: Split,
-    privacy: DifferentialPrivacy,
-) -> Tensor:
-    """Return every canary's clipped gradient of the weights at the server's state, [M, D].
-
-    By torch.func, and so without the code that is audited.
-    """
-    load_states(supernet, states)
-    supernet.train()
-    weights = {name: weight.detach() for name, weight in supernet.weights().items()}
-    x, y = canaries.batch(torch.arange(len(canaries)), client.device)
-
-    def loss(weights: dict[str, Tensor], record: Tensor, label: Tensor) -> Tensor:
-        logits = functional_call(supernet, weights, (record[None],))
-        return CLASSIFICATION.plain_losses(logits, label[None]).sum()
-
-    gradients = vmap(grad(loss), in_dims=(None, 0, 0), chunk_size=16)(weights, x, y)
-    gradients_MD: Tensor = (
-        torch.cat([g.flatten(1) for g in gradients.values()], dim=1).double().cpu()
+    canaries = Canaries(range(plan.num_canaries), [LARGE] * plan.num_canaries)
+    planted = _Planted(config, client, canaries, num_records=NUM_RECORDS, num_steps=plan.num_steps)
+    result = audit_steps(
+        lambda step, included: planted.release(included),
+        generator=SecureGenerator(),
+        num_steps=plan.num_steps,
+        num_canaries=plan.num_canaries,
+        guesses_in=plan.guesses_in,
+        guesses_out=plan.guesses_out,
+        delta=delta,
+        confidence=confidence,
     )
-    scales_M1 = privacy.weights.max_grad_norm / gradients_MD.norm(dim=1, keepdim=True)
-    return gradients_MD.mul_(scales_M1.clamp(max=1.0))
+    return Finding(
+        f"one run of {plan.num_steps} step{'s' * (plan.num_steps > 1)} at rate {rate:.3g}, "
+        f"{plan.num_canaries} canaries: {result.num_right} of {result.num_guesses} guesses right",
+        "for any mechanism",
+        epsilon=result.epsilon,
+        claim=planted.claim,
+        largest=plan.largest,
+    )
 
 
-def _decorrelated(gradients_MD: Tensor, *, ridge: float) -> Tensor:
-    """Return vectors [M, D] whose products with a sum of gradients estimate which are in it.
+def _audit_many_runs(config: Config, sigma: float, confidence: float) -> Finding:
+    """Tell whether a canary is there, from releases in which one other record pulls against it.
 
-    Ridge regression, ``(G G' + ridge I)^-1 G``: gradients of one network are much alike, and the
-    product with one of them tells little more than how many canaries are in.
+    Where records are clipped the two cancel out. Where their sum is, the canary, being much larger,
+    turns it round.
     """
-    gram_MM = gradients_MD @ gradients_MD.T
-    gram_MM.diagonal().add_(ridge)
-    vectors_MD: Tensor = torch.linalg.solve(gram_MM, gradients_MD)
-    return vectors_MD
+    client, delta = _client(config)
+    plan = plan_many_runs(
+        noise_multiplier=sigma, most_runs=MOST_RUNS, delta=delta, confidence=confidence
+    )
+    runs, canaries = plan.runs_per_world, Canaries([0, 0], [LARGE, -SMALL])
+    planted = _Planted(config, client, canaries, num_records=0, num_steps=2 * runs)
+    told = {True: 0, False: 0}
+    for _ in range(runs):
+        for present in told:
+            score = float(planted.release(torch.tensor([present, True]))[0])
+            told[present] += score > -0.5 * planted.contribution
+    epsilon = gaussian_epsilon_lower_bound(
+        true_positives=told[True],
+        false_negatives=runs - told[True],
+        false_positives=told[False],
+        true_negatives=runs - told[False],
+        delta=delta,
+        confidence=confidence,
+    )
+    return Finding(
+        f"{2 * runs} runs of 1 step at rate 1: one canary is seen in {told[True]} of {runs} runs "
+        f"that have it, and in {told[False]} of {runs} that do not",
+        "if the noise is Gaussian",
+        epsilon=epsilon,
+        claim=prv_epsilon([Release(sigma, 1.0, 1)], delta),
+        largest=plan.largest,
+        shows_half=plan.shows_half,
+    )
 
 
-def _mislabelled(split: Split, rows: Tensor) -> Tensor:
-    """Return the labels with those of some rows moved on by one class."""
-    labels = split.labels.clone()
-    labels[rows] = (labels[rows] + 1) % (int(labels.max()) + 1)
-    return labels
+def _client(config: Config) -> tuple[Client, float]:
+    """Return client 0 and its delta."""
+    client = make_client(config, 0, data=make_data(config), networks={})
+    assert client.gate is not None
+    return client, client.gate.allowed.delta
 
 
-def _header(run: str, server_round: int) -> Header:
-    return Header(run, "search", server_round, 1, 0, secrets.token_hex(8))
+class _Planted:
+    """A client with canaries in its network and in its train part, in one committed run.
+
+    Attributes:
+        claim: The epsilon of all its steps that the client answers to the commitment.
+        contribution: The norm of a canary's clipped gradient.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        client: Client,
+        canaries: Canaries,
+        *,
+        num_records: int,
+        num_steps: int,
+    ) -> None:
+        """Plant, and commit to ``num_steps``."""
+        privacy, gate, classes = config.privacy, client.gate, len(client.class_names)
+        assert isinstance(privacy, DifferentialPrivacy)
+        assert gate is not None
+        self._client = replace(
+            client,
+            make_network=lambda described: with_canaries(
+                client.make_network(described), canaries, num_classes=classes
+            ),
+            networks={},
+        )
+        network = self._client.network({"name": SUPERNET})
+        assert isinstance(network, Supernet)
+        states = {name: tensors for name, tensors in network_states(network).items() if tensors}
+        self._states = {name: pack(tensors) for name, tensors in states.items()}
+        self._layout = Layout.of(states["weights"])
+
+        train, factors = client.data.train, [1.0] * classes
+        if client.objective.class_factors is not None:
+            factors = client.objective.class_factors.tolist()
+        x = torch.zeros(1, *train.features.shape[1:], device=client.device)
+        label, self._direction_C = direction(network.train(), x, factors=factors)
+        self.contribution = factors[label] * privacy.weights.max_grad_norm
+        self._columns, self._num_records = canaries.columns, min(num_records, len(train))
+        self._train = beside(
+            train, num_records=num_records, num_marks=len(canaries.columns), label=label
+        )
+
+        config = replace(config, rounds=num_steps)
+        schedule = make_schedule(config, [gate.allowed.records], done={})
+        planned = tuple(release for release in schedule if release.kind == "weights")
+        self._settings = TakeGradients(
+            step=0,
+            local_steps=1,
+            local_lrs={"weights": 1.0},
+            batch_size=None,
+            order=1,
+            inner_lr=1.0,
+            site=Site(privacy.data_set, privacy.micro_batch_size),
+        )
+        self._run, self._round = secrets.token_hex(8), 0
+        commitment = Commit(privacy.data_set, planned)
+        answered = answer(self._client, Request("query.commit", self._header(), commitment))
+        claim = answered.facts["epsilon"][PRV]["train"]
+        self.claim = math.inf if claim is None else claim
+
+    def release(self, included: Tensor) -> Tensor:
+        """Return the products of one noised sum with every canary's direction [M].
+
+        Args:
+            included: Which canaries are in the train part, bool [M].
+        """
+        self._round += 1
+        kept = torch.cat([torch.ones(self._num_records, dtype=torch.bool), included])
+        train = replace(self._train, rows=self._train.rows[kept])
+        client = replace(self._client, data=replace(self._client.data, train=train))
+        reply = answer(
+            client,
+            Request("train.weight_gradient", self._header(), self._settings, self._states),
+        )
+        noised_CK = unpack(reply.states["weights"], self._layout)[LAYER].double()
+        return (self._direction_C @ noised_CK)[list(self._columns)]
+
+    def _header(self) -> Header:
+        return Header(self._run, "search", self._round, 1, 0, secrets.token_hex(8))

@@ -83,9 +83,9 @@ def test_first_reserved_then_drawn_then_read_then_noised(make_site, monkeypatch)
 
     noted(site.gate._ledger, "reserve")
     noted(SecureGenerator, "poisson_mask")
-    noted(SecureGenerator, "normal")
+    noted(SecureGenerator, "discrete_gaussian")
     release(site.gate, admit(site), 30, lambda rows: (order.append("read"), zeros(rows))[1])
-    assert order == ["reserve", "poisson_mask", "read", "normal"]
+    assert order == ["reserve", "poisson_mask", "read", "discrete_gaussian"]
 
 
 def test_masks_and_noise_are_new_for_every_step_retry_and_reopened_site(make_site):

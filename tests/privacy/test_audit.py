@@ -13,14 +13,19 @@ from torch import Tensor, nn
 
 from fednas_flwr.privacy.accounting import prv_epsilon
 from fednas_flwr.privacy.audit import (
+    ManyRunsPlan,
     audit_many_runs,
     audit_one_run,
     audit_steps,
     epsilon_lower_bound,
+    gaussian_epsilon_lower_bound,
     one_run_epsilon,
     one_run_p_value,
+    plan_many_runs,
+    plan_one_run,
 )
 from fednas_flwr.privacy.clipping import clipped_gradient_sum
+from fednas_flwr.privacy.gdp import gaussian_epsilon
 from fednas_flwr.privacy.noise import SecureGenerator, add_noise
 from fednas_flwr.privacy.renyi import Release
 
@@ -28,8 +33,8 @@ from fednas_flwr.privacy.renyi import Release
 #
 # A claim holds at every delta, and a few thousand runs say most at a large one. However many steps
 # a mechanism has, its noise is such that their composition has the claim of one step at 1. For
-# speed every call noises the sums of ten runs, a row each; no two values share noise.
-DELTA, CONFIDENCE, NUM_RUNS, RUNS_PER_CALL = 0.1, 1 - 1e-5, 8000, 10
+# speed every call noises the sums of a hundred runs, a row each; no two values share noise.
+DELTA, CONFIDENCE, NUM_RUNS, RUNS_PER_CALL = 0.1, 1 - 1e-5, 8000, 100
 NORM = 0.5
 CANARY = 2  # the coordinate in which its gradient lies
 World = list[Tensor]  # the sum of every step before noise, [runs, 3]
@@ -79,7 +84,9 @@ def clip_after_sum(world: World, generator: SecureGenerator, sigma: float) -> li
 
 
 def reused_noise(world: World, generator: SecureGenerator, sigma: float) -> list[Tensor]:
-    noise = generator.normal(tuple(world[0].shape), std=sigma * NORM)
+    noise = add_noise(
+        torch.zeros_like(world[0]), generator, noise_multiplier=sigma, max_grad_norm=NORM
+    )
     return [s + noise for s in world]
 
 
@@ -443,13 +450,13 @@ def audited_steps(sigma: float) -> float:
     def gradients(step: int) -> Tensor:
         return NORM * torch.from_numpy(rotation).roll(step, 0)[:NUM_CANARIES]
 
-    def release(step: int, included: Tensor) -> Tensor:
+    def scores(step: int, included: Tensor) -> Tensor:
         sums = gradients(step)[included].sum(0)
-        return add_noise(sums, generator, noise_multiplier=sigma, max_grad_norm=NORM)
+        released = add_noise(sums, generator, noise_multiplier=sigma, max_grad_norm=NORM)
+        return gradients(step) @ released
 
     result = audit_steps(
-        release,
-        gradients,
+        scores,
         generator=generator,
         num_steps=NUM_STEPS,
         num_canaries=NUM_CANARIES,
@@ -472,19 +479,17 @@ def test_one_run_catches_noise_that_is_far_below_what_is_booked() -> None:
     assert audited_steps(0.1) > booked > 0.5
 
 
-def test_every_step_is_scored_against_its_own_canaries() -> None:
+def test_scores_of_all_steps_are_added_up() -> None:
     seen: list[tuple[int, list[bool]]] = []
-    scales = (1.0, 10.0)
 
-    def release(step: int, included: Tensor) -> Tensor:
+    def scores(step: int, included: Tensor) -> Tensor:
         seen.append((step, included.tolist()))
-        kept = scales[step] * included.double()
+        kept = (1.0, 10.0)[step] * included.double()
         included.zero_()  # its copy: the coins are not touched
         return kept
 
     result = audit_steps(
-        release,
-        lambda step: scales[step] * torch.eye(20),
+        scores,
         generator=SecureGenerator(test_seed=b"1"),
         num_steps=2,
         num_canaries=20,
@@ -495,9 +500,158 @@ def test_every_step_is_scored_against_its_own_canaries() -> None:
     )
     assert [step for step, _ in seen] == [0, 1]
     assert seen[0][1] == seen[1][1] == result.included.tolist()
-    assert result.scores.tolist() == (101.0 * result.included).tolist()
+    assert result.scores.tolist() == (11.0 * result.included).tolist()
     assert 0 < int(result.included.sum()) < 20
     assert result.num_right == 2
+
+
+# The bound that assumes Gaussian noise.
+
+
+@functools.cache
+def gaussian_bound(hits: int, alarms: int, runs: int, delta: float, confidence: float) -> float:
+    return gaussian_epsilon_lower_bound(
+        true_positives=hits,
+        false_negatives=runs - hits,
+        false_positives=alarms,
+        true_negatives=runs - alarms,
+        delta=delta,
+        confidence=confidence,
+    )
+
+
+def test_gaussian_bound_of_a_million_runs_is_the_epsilon_of_the_gaussian_mechanism() -> None:
+    runs = 10_000_000
+    for sigma in (0.5, 1.0, 4.0):
+        hits, alarms = (round(runs * stats.norm.cdf(sign / 2 / sigma)) for sign in (1, -1))
+        epsilon = prv_epsilon([Release(sigma, 1.0, 1)], 1e-5)
+        assert 0.97 * epsilon < gaussian_bound(hits, alarms, runs, 1e-5, 0.99) < epsilon
+
+
+@pytest.mark.parametrize("sigma", [0.7, 3.0])
+def test_gaussian_bound_is_wrong_as_seldom_as_it_says(sigma: float) -> None:
+    """Exact, over all counts of 60 runs in each world."""
+    runs, epsilon = 60, gaussian_epsilon(1 / sigma, 1e-3)
+    hits = stats.binom.pmf(np.arange(runs + 1), runs, stats.norm.cdf(0.5 / sigma))
+    wrong = sum(
+        hits[i] * hits[runs - j]
+        for i in range(runs + 1)
+        for j in range(runs + 1)
+        if gaussian_bound(i, j, runs, 1e-3, 0.8) > epsilon
+    )
+    assert 1e-4 < wrong <= 0.2
+
+
+def test_gaussian_bound_at_its_ends() -> None:
+    assert gaussian_bound(50, 50, 100, 1e-5, 0.95) == 0
+    assert gaussian_bound(0, 100, 100, 1e-5, 0.95) == 0
+    assert math.isfinite(gaussian_bound(100, 0, 100, 1e-5, 0.95))
+    assert gaussian_bound(90, 10, 100, 1e-5, 0.95) > counted(90, 10, 100, 1e-5, 0.95)
+    for delta, hits in ((0.0, 5), (1e-5, 11)):
+        with pytest.raises(ValueError, match="delta must be above 0 and counts"):
+            gaussian_bound(hits, 0, 10, delta, 0.9)
+
+
+# How large an audit must be.
+
+
+def one_run_plan(sigma: float, rate: float, *, most_steps: int, confidence: float = 0.995):
+    return plan_one_run(
+        lambda steps: prv_epsilon([Release(sigma, rate, steps)], 1e-5),
+        sample_rate=rate,
+        most_steps=most_steps,
+        most_canaries=4096,
+        delta=1e-5,
+        confidence=confidence,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rate", "most_steps", "steps"),
+    [(1.0, 1.0, 20, 1), (4.0, 1.0, 20, 20), (2.0, 1.0, 7, 3), (1.0, 0.03, 20, 20)],
+)
+def test_one_run_has_as_many_steps_as_can_be_refuted(
+    sigma: float, rate: float, most_steps: int, steps: int
+) -> None:
+    plan = one_run_plan(sigma, rate, most_steps=most_steps)
+    assert plan.num_steps == steps
+    assert plan.largest > prv_epsilon([Release(sigma, rate, steps)], 1e-5) + 0.29
+    assert (plan.guesses_out == plan.guesses_in) == (rate == 1)
+    assert plan.guesses_in > 0
+
+
+@pytest.mark.parametrize(("sigma", "rate", "most_steps"), [(1.0, 1.0, 1), (1.0, 0.03, 20)])
+def test_without_noise_all_guesses_of_a_planned_run_are_right(
+    sigma: float, rate: float, most_steps: int
+) -> None:
+    """And the bound is the one that was said to be the largest."""
+    plan, generator = one_run_plan(sigma, rate, most_steps=most_steps), SecureGenerator(b"3")
+
+    def scores(step: int, included: Tensor) -> Tensor:
+        drawn = generator.poisson_mask(plan.num_canaries, probability=rate)
+        return (drawn & included).double()
+
+    result = audit_steps(
+        scores,
+        generator=generator,
+        num_steps=plan.num_steps,
+        num_canaries=plan.num_canaries,
+        guesses_in=plan.guesses_in,
+        guesses_out=plan.guesses_out,
+        delta=1e-5,
+        confidence=0.995,
+    )
+    assert result.num_right == result.num_guesses
+    assert result.epsilon == plan.largest
+
+
+@pytest.mark.parametrize(("sigma", "rate"), [(0.5, 1.0), (0.7, 1.0), (1.0, 1e-5)])
+def test_a_run_that_cannot_show_what_is_claimed_is_planned_as_such(
+    sigma: float, rate: float
+) -> None:
+    plan = one_run_plan(sigma, rate, most_steps=4)
+    assert plan.num_steps == 1
+    assert plan.largest < prv_epsilon([Release(sigma, rate, 1)], 1e-5) + 0.3
+    assert plan.guesses_in >= 1
+
+
+def many_runs(sigma: float, confidence: float = 0.995, most_runs: int = 20_000) -> ManyRunsPlan:
+    return plan_many_runs(
+        noise_multiplier=sigma, most_runs=most_runs, delta=1e-5, confidence=confidence
+    )
+
+
+@pytest.mark.parametrize("sigma", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize("margins", [(1.0, 1.0), (1.5, 0.5)], ids=["half noise", "clipped sum"])
+def test_planned_runs_refute_half_the_noise_in_999_of_1000_audits(
+    sigma: float, margins: tuple[float, float]
+) -> None:
+    """Simulated; and the honest one, margins of a half, passes."""
+    plan, random = many_runs(sigma), np.random.default_rng(0)
+    claimed = prv_epsilon([Release(sigma, 1.0, 1)], 1e-5)
+    assert plan.shows_half
+    assert plan.largest > 1.5 * claimed
+
+    def refuted(margins: tuple[float, float]) -> int:
+        rates = (stats.norm.cdf(margins[0] / sigma), stats.norm.sf(margins[1] / sigma))
+        counts = random.binomial(plan.runs_per_world, rates, (2000, 2)).tolist()
+        return sum(
+            gaussian_bound(hits, alarms, plan.runs_per_world, 1e-5, 0.995) > claimed
+            for hits, alarms in counts
+        )
+
+    assert refuted(margins) >= 1990
+    assert refuted((0.5, 0.5)) <= 2
+
+
+def test_more_runs_than_allowed_are_not_planned() -> None:
+    for sigma in (30.0, 0.1):
+        plan = many_runs(sigma)
+        assert (plan.runs_per_world, plan.shows_half) == (10_000, False)
+    assert many_runs(1.0, most_runs=200) == ManyRunsPlan(
+        100, many_runs(1.0, most_runs=200).largest, False
+    )
+    assert many_runs(1.0, confidence=0.9).runs_per_world < many_runs(1.0).runs_per_world
 
 
 # What is refused.
@@ -564,10 +718,9 @@ def test_scores_that_cannot_be_are_refused() -> None:
 
 
 def test_steps_that_cannot_be_are_refused() -> None:
-    def audit(num_steps: int, gradients: Tensor, release: Tensor) -> None:
+    def audit(num_steps: int, scores: Tensor) -> None:
         audit_steps(
-            lambda step, included: release,
-            lambda step: gradients,
+            lambda step, included: scores,
             generator=SecureGenerator(),
             num_steps=num_steps,
             num_canaries=4,
@@ -577,15 +730,11 @@ def test_steps_that_cannot_be_are_refused() -> None:
             confidence=0.9,
         )
 
-    audit(1, torch.eye(4), torch.zeros(4))
+    audit(1, torch.zeros(4))
     with pytest.raises(ValueError, match="num_steps"):
-        audit(0, torch.eye(4), torch.zeros(4))
-    for gradients, release in (
-        (torch.eye(3), torch.zeros(3)),
-        (torch.eye(4), torch.zeros(3)),
-        (torch.eye(4), torch.zeros(4, 4)),
-    ):
-        with pytest.raises(ValueError, match="step 0 needs"):
-            audit(1, gradients, release)
+        audit(0, torch.zeros(4))
+    for scores in (torch.zeros(3), torch.zeros(4, 4)):
+        with pytest.raises(ValueError, match=r"step 0 needs scores \[4\]"):
+            audit(1, scores)
     with pytest.raises(ValueError, match="finite"):
-        audit(1, torch.eye(4), torch.full((4,), math.inf))
+        audit(1, torch.full((4,), math.inf))

@@ -6,6 +6,7 @@ import pickle
 import select
 import threading
 import warnings
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
+from fednas_flwr.privacy.discrete_gaussian import KERNEL_STD
 from fednas_flwr.privacy.noise import (
     SecureGenerator,
     _Keystream,
@@ -28,6 +30,10 @@ def seeded() -> SecureGenerator:
     return SecureGenerator(test_seed=SEEDED)
 
 
+def normals(generator: SecureGenerator, count: int) -> torch.Tensor:
+    return generator.discrete_gaussian((count,), sigma=2**24) / 2**24
+
+
 def test_the_keystream_is_aes_of_a_counter() -> None:
     # FIPS 197, appendix C.3: the cipher itself, then blocks 0, 1, 2, ... through another mode.
     key = bytes(range(32))
@@ -39,20 +45,6 @@ def test_the_keystream_is_aes_of_a_counter() -> None:
     stream = _Keystream(key)
     got = np.concatenate([stream.words(count) for count in (2, 6, 8)])
     assert got.astype("<u8").tobytes() == expected
-
-
-def test_normals_follow_from_the_keystream_by_box_and_muller(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(os, "urandom", lambda count: bytes(range(count)))
-    got = SecureGenerator().normal((6,), std=2.0)
-    words = [int(word) for word in _Keystream(bytes(range(32))).words(6)]
-    expected = []
-    for turn in (math.cos, math.sin):
-        for first, second in zip(words[:3], words[3:], strict=True):
-            radius = math.sqrt(-2 * math.log((first + 0.5) / 2**64))
-            expected.append(2.0 * radius * turn(2 * math.pi * (second >> 11) / 2**53))
-    assert got.tolist() == pytest.approx(expected, abs=noise_grid(2.0))
 
 
 def test_masks_compare_the_whole_word(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +62,8 @@ def test_a_word_at_the_threshold_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_normals_are_normal() -> None:
-    values = seeded().normal((500, 2000), std=3.0).numpy().ravel() / 3.0
+    sigma = 3 * 2**24 - 1
+    values = seeded().discrete_gaussian((500, 2000), sigma=sigma).numpy().ravel() / sigma
     assert stats.kstest(values[:200_000], "norm").pvalue > 1e-3
     count = len(values)
     assert abs(values.mean()) < 4 / math.sqrt(count)
@@ -84,33 +77,34 @@ def test_normals_are_normal() -> None:
 
 
 def test_secure_draws_have_the_right_moments() -> None:
-    values = SecureGenerator().normal((100_001,), std=0.5)
-    assert values.dtype == torch.float64
-    assert abs(float(values.mean())) < 6 * 0.5 / math.sqrt(1e5)
-    assert float(values.var()) == pytest.approx(0.25, rel=6 * math.sqrt(2e-5))
+    drawn = SecureGenerator().discrete_gaussian((100_001,), sigma=1000)
+    assert drawn.dtype == torch.int64
+    values = drawn.double()
+    assert abs(float(values.mean())) < 6 * 1000 / math.sqrt(1e5)
+    assert float(values.var()) == pytest.approx(1e6, rel=6 * math.sqrt(2e-5))
 
 
 def test_draws_do_not_depend_on_one_another() -> None:
     generator = seeded()
-    draws = torch.stack([generator.normal((65_536,), std=1.0) for _ in range(6)])
+    draws = torch.stack([normals(generator, 65_536) for _ in range(6)])
     limit = 4.5 / math.sqrt(65_536)
     between = torch.corrcoef(torch.cat([draws, draws.abs()])).fill_diagonal_(0)
     assert float(between.abs().max()) < limit
     flat = draws.reshape(-1)
-    # Lags, among them those between the cosine and the sine half of a chunk (2^14).
+    # Lags, among them those of the blocks.
     for lag in (1, 2, 3, 64, 2**14, 2**15, 2**16):
         for x in (flat, flat.abs() - flat.abs().mean(), flat.square() - 1):
             a, b = x[:-lag], x[lag:]
             correlation = float((a * b).mean() / x.square().mean())
             assert abs(correlation) < 4.5 / math.sqrt(len(a))
     for size in (1, 2, 3, 32_767, 32_768, 32_769, 65_537):
-        values = generator.normal((size,), std=1.0)
+        values = normals(generator, size)
         assert values.shape == (size,)
         assert len(values.unique()) > 0.99 * size
 
 
 def test_low_bits_of_the_noise_are_even() -> None:
-    cells = (seeded().normal((100_000,), std=1.0) / noise_grid(1.0)).to(torch.int64)
+    cells = seeded().discrete_gaussian((100_000,), sigma=2**24)
     for bit in range(16):
         ones = int(((cells >> bit) & 1).sum())
         assert abs(ones - 50_000) < 4.5 * math.sqrt(25_000)
@@ -123,9 +117,11 @@ def test_noise_lies_on_a_grid_fine_enough_for_its_std(std: float) -> None:
     grid = noise_grid(std)
     assert 2**-25 <= grid / std <= 2**-24
     assert math.frexp(grid)[0] == 0.5
-    cells = seeded().normal((1000,), std=std) / grid
+    noise = add_noise(torch.zeros(1000), seeded(), noise_multiplier=1.0, max_grad_norm=std)
+    cells = noise / grid
     assert torch.equal(cells, cells.round())
     assert cells.unique().numel() > 990
+    assert 0.9 * std < float(noise.std()) < 1.1 * std
 
 
 @pytest.mark.parametrize(("probability", "count"), [(0.01, 500_000), (0.37, 200_000)])
@@ -158,33 +154,33 @@ def test_masks_at_their_ends() -> None:
 @pytest.mark.parametrize("std", [0.0, -1.0, math.nan, math.inf, 1e-101])
 def test_noise_that_would_be_none_is_refused(std: float) -> None:
     with pytest.raises(ValueError, match="std must be"):
-        SecureGenerator().normal((3,), std=std)
+        add_noise(torch.zeros(3), SecureGenerator(), noise_multiplier=1.0, max_grad_norm=std)
 
 
 def test_shapes() -> None:
     generator = SecureGenerator()
-    assert generator.normal((), std=1.0).shape == ()
-    assert generator.normal((0, 3), std=1.0).shape == (0, 3)
-    assert generator.normal((3, 5, 7), std=1.0).shape == (3, 5, 7)
+    assert generator.discrete_gaussian((), sigma=2**24).shape == ()
+    assert generator.discrete_gaussian((0, 3), sigma=2**24).shape == (0, 3)
+    assert generator.discrete_gaussian((3, 5, 7), sigma=2**24).shape == (3, 5, 7)
 
 
 def test_only_a_test_seed_repeats() -> None:
-    assert torch.equal(seeded().normal((9,), std=1.0), seeded().normal((9,), std=1.0))
+    assert torch.equal(normals(seeded(), 9), normals(seeded(), 9))
     one, two = seeded(), seeded()
     for generator in (one, two):
         generator.poisson_mask(5, probability=0.5)
-    assert torch.equal(one.normal((9,), std=1.0), two.normal((9,), std=1.0))
-    assert not torch.equal(one.normal((9,), std=1.0), seeded().normal((9,), std=1.0))
-    other = SecureGenerator(test_seed=b"another").normal((9,), std=1.0)
-    assert not torch.equal(other, seeded().normal((9,), std=1.0))
+    second = normals(one, 9)
+    assert torch.equal(second, normals(two, 9))
+    assert not torch.equal(second, normals(seeded(), 9))
+    assert not torch.equal(normals(SecureGenerator(test_seed=b"another"), 9), normals(seeded(), 9))
     assert not seeded().is_secure
     assert not SecureGenerator(test_seed=b"").is_secure
     assert SecureGenerator().is_secure
     state = torch.get_rng_state()
     torch.manual_seed(0)
-    first = SecureGenerator().normal((9,), std=1.0)
+    first = SecureGenerator().discrete_gaussian((9,), sigma=2**24)
     torch.manual_seed(0)
-    assert not torch.equal(first, SecureGenerator().normal((9,), std=1.0))
+    assert not torch.equal(first, SecureGenerator().discrete_gaussian((9,), sigma=2**24))
     torch.set_rng_state(state)
 
 
@@ -199,7 +195,7 @@ def test_no_key_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Keystream, "__init__", recorded)
     for generator in (SecureGenerator(), seeded()):
         for _ in range(50):
-            generator.normal((2,), std=1.0)
+            generator.discrete_gaussian((2,), sigma=2**24)
             generator.poisson_mask(2, probability=0.5)
     assert len(set(keys)) == len(keys) == 200
     assert {len(key) for key in keys} == {32}
@@ -211,7 +207,7 @@ def test_threads_draw_different_noise() -> None:
 
         def draw(source: SecureGenerator = generator, into: list[bytes] = drawn) -> None:
             for _ in range(50):
-                into.append(source.normal((4,), std=1.0).numpy().tobytes())
+                into.append(source.discrete_gaussian((4,), sigma=2**24).numpy().tobytes())
 
         threads = [threading.Thread(target=draw) for _ in range(8)]
         for thread in threads:
@@ -242,11 +238,11 @@ def forked(draw) -> bytes:
 
 def test_a_forked_process_draws_its_own_noise() -> None:
     generator = SecureGenerator()
-    generator.normal((3,), std=1.0)
+    generator.discrete_gaussian((3,), sigma=2**24)
 
     def draw() -> bytes:
         mask = generator.poisson_mask(256, probability=0.5).numpy().tobytes()
-        return generator.normal((16,), std=1.0).numpy().tobytes() + mask
+        return generator.discrete_gaussian((16,), sigma=2**24).numpy().tobytes() + mask
 
     drawn = [forked(draw), forked(draw), draw()]
     assert [len(part) for part in drawn] == [16 * 8 + 256] * 3
@@ -259,17 +255,17 @@ def test_a_test_seed_does_not_survive_a_fork() -> None:
 
     def draw() -> bytes:
         try:
-            generator.normal((3,), std=1.0)
+            generator.discrete_gaussian((3,), sigma=2**24)
         except RuntimeError as error:
             return str(error).encode()
         return b"drew"
 
     assert forked(draw) == b"a test seed would repeat its draws in a forked process."
-    generator.normal((3,), std=1.0)  # the parent goes on
+    generator.discrete_gaussian((3,), sigma=2**24)  # the parent goes on
 
 
 def _draw_into(queue, generator: SecureGenerator) -> None:
-    queue.put(generator.normal((16,), std=1.0).tolist())
+    queue.put(generator.discrete_gaussian((16,), sigma=2**24).tolist())
 
 
 def test_worker_processes_draw_different_noise() -> None:
@@ -283,7 +279,7 @@ def test_worker_processes_draw_different_noise() -> None:
     drawn = [queue.get() for _ in workers]
     for worker in workers:
         worker.join(20)
-    drawn.append(generator.normal((16,), std=1.0).tolist())
+    drawn.append(generator.discrete_gaussian((16,), sigma=2**24).tolist())
     assert len({tuple(part) for part in drawn}) == 4
 
 
@@ -319,24 +315,46 @@ def test_added_noise_hides_the_low_bits_of_the_total() -> None:
     assert torch.equal(same[0], same[1])
 
 
-@pytest.mark.parametrize(("noise_multiplier", "count"), [(1.0, 10), (0.9999999, 9), (30.0, 4096)])
+@pytest.mark.parametrize(
+    ("noise_multiplier", "count"), [(1.0, 10), (0.9999999, 9), (30.0, 4096), (1.0, 10**6), (1e6, 1)]
+)
+@pytest.mark.parametrize("norm", [0.25, 0.3, 1e-5])
 def test_noise_is_enlarged_by_what_rounding_adds_to_the_sensitivity(
-    noise_multiplier: float, count: int, monkeypatch: pytest.MonkeyPatch
+    noise_multiplier: float, count: int, norm: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In fractions: (sigma^2 - 4^2) grid^2 covers the multiplier times the rounded sensitivity."""
     asked = []
     generator = seeded()
-    original = generator.normal
+    original = generator.discrete_gaussian
 
-    def recorded(shape: tuple[int, ...], *, std: float) -> torch.Tensor:
-        asked.append(std)
-        return original(shape, std=std)
+    def recorded(shape: tuple[int, ...], *, sigma: int) -> torch.Tensor:
+        asked.append(sigma)
+        return original(shape, sigma=sigma)
 
-    monkeypatch.setattr(generator, "normal", recorded)
-    norm = 0.25
+    monkeypatch.setattr(generator, "discrete_gaussian", recorded)
     add_noise(torch.zeros(count), generator, noise_multiplier=noise_multiplier, max_grad_norm=norm)
-    sensitivity = norm + math.sqrt(count) * noise_grid(asked[0])
-    assert asked[0] >= noise_multiplier * sensitivity
-    assert asked[0] <= noise_multiplier * (norm + 4 * math.sqrt(count) * noise_grid(asked[0]))
+    (sigma,) = asked
+    cells = Fraction(norm) / Fraction(noise_grid(noise_multiplier * norm))
+    root = Fraction(math.nextafter(math.sqrt(count), math.inf))
+    needed = Fraction(noise_multiplier) * (cells + root)
+    assert sigma**2 - KERNEL_STD**2 >= needed**2
+    assert sigma <= needed * (1 + Fraction(1, 2**50)) + 2
+
+
+def test_neighbouring_totals_are_rounded_apart_by_no_more_than_is_covered() -> None:
+    """The worst case: one total just below the middle of every cell, the other just above."""
+    count, norm = 10_000, 1.0
+    grid = noise_grid(1.0)
+    step = norm / math.sqrt(count) / grid  # in cells, of each value
+    below = torch.full((count,), 0.5 - (step - math.floor(step)) / 2, dtype=torch.float64) * grid
+    above = below + step * grid
+    assert float((above - below).norm()) == pytest.approx(norm, rel=1e-9)
+    noised = [
+        add_noise(t, SecureGenerator(test_seed=b"same"), noise_multiplier=1.0, max_grad_norm=norm)
+        for t in (below, above)
+    ]
+    moved = float((noised[1] - noised[0]).norm())
+    assert norm < moved <= norm + math.sqrt(count) * grid
 
 
 @pytest.mark.parametrize("norm", [1e-6, 0.3, 1.0, 1e30])

@@ -1,0 +1,53 @@
+"""The command `fednas` with a fault built into the client: python faulty_client.py FAULT audit ...
+
+Only the process that this is run in is faulty.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from fednas_flwr.cli import main
+from fednas_flwr.clients import noised_training, release
+
+add_noise, clipped_gradient_sum = release.add_noise, noised_training.clipped_gradient_sum
+
+
+def no_noise(total: Tensor, *_: Any, **__: Any) -> Tensor:
+    return total
+
+
+def half_noise(total: Tensor, generator: Any, **terms: float) -> Tensor:
+    terms["noise_multiplier"] /= 2
+    return add_noise(total, generator, **terms)
+
+
+def noise_of_a_clipped_sum(total: Tensor, generator: Any, **terms: float) -> Tensor:
+    scale = min(1.0, terms["max_grad_norm"] / float(total.norm()))
+    return add_noise(total * scale, generator, **terms)
+
+
+def unclipped_sum(*arguments: Any, **terms: Any) -> dict[str, Tensor]:
+    return clipped_gradient_sum(*arguments, **terms | {"max_norm": 1e30})
+
+
+FAULTS = {
+    "honest": {},
+    "no noise": {(release, "add_noise"): no_noise},
+    "half the noise": {(release, "add_noise"): half_noise},
+    "no clipping": {(noised_training, "clipped_gradient_sum"): unclipped_sum},
+    "clipping after the sum": {
+        (noised_training, "clipped_gradient_sum"): unclipped_sum,
+        (release, "add_noise"): noise_of_a_clipped_sum,
+    },
+}
+
+
+if __name__ == "__main__":
+    for (module, name), mutant in FAULTS[sys.argv[1]].items():
+        assert hasattr(module, name)
+        setattr(module, name, mutant)
+    sys.exit(main(sys.argv[2:]))
