@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from fednas_flwr.cli import main
-from fednas_flwr.clients import noised_training, release
+from fednas_flwr.clients import noised_gradients, release
 
-add_noise, clipped_gradient_sum = release.add_noise, noised_training.clipped_gradient_sum
+add_noise, clipped_gradient_sum = release.add_noise, noised_gradients.clipped_gradient_sum
 
 
 def no_noise(total: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -38,9 +38,9 @@ FAULTS = {
     "honest": {},
     "no noise": {(release, "add_noise"): no_noise},
     "half the noise": {(release, "add_noise"): half_noise},
-    "no clipping": {(noised_training, "clipped_gradient_sum"): unclipped_sum},
+    "no clipping": {(noised_gradients, "clipped_gradient_sum"): unclipped_sum},
     "clipping after the sum": {
-        (noised_training, "clipped_gradient_sum"): unclipped_sum,
+        (noised_gradients, "clipped_gradient_sum"): unclipped_sum,
         (release, "add_noise"): noise_of_a_clipped_sum,
     },
 }
