@@ -261,6 +261,15 @@ def test_whether_a_request_fails_does_not_depend_on_the_records(change, make_sit
     assert sentences[0] == sentences[1]
 
 
+def test_everything_that_the_server_says_of_costs_is_rehearsed(make_site, networks):
+    site = make_site(committed=EVERYTHING)
+    loss = hardware(networks, "multiplicative")
+    for scale in (0.5, 0.5, 2.0):
+        given = HardwareTerms.of(replace(loss, scale=scale))
+        site.ask("train.search", **LOCAL | {"hardware": given, "steps": 1})
+    assert sum('"gates"' in key.partition("{")[0] for key in site.client.rehearsed) == 2
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1e30, 1e30])
 def test_wild_alphas_draw_paths_and_book_as_ever(value, make_site, networks):
     for columns in (slice(None), slice(0, 3), slice(3, 7)):
