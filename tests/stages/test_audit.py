@@ -13,13 +13,13 @@ import torch
 
 from fednas_flwr.builders import make_client, make_data
 from fednas_flwr.cli.outcomes import INCONCLUSIVE, RUN_FAILED
-from fednas_flwr.clients.verbs import SUPERNET
 from fednas_flwr.data.loaders import Split, augment
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.privacy.clipping import clipped_gradient_sum
-from fednas_flwr.search.training import record_losses
+from fednas_flwr.search.objective import CLASSIFICATION
 from fednas_flwr.stages.audit import audit_search
 from fednas_flwr.stages.canaries import LAYER, MARK, Canaries, beside, direction, with_canaries
+from fednas_flwr.verbs import SUPERNET
 
 FAULTY_CLIENT = Path(__file__).with_name("faulty_client.py")
 FAULTS = ("no noise", "half the noise", "no clipping", "clipping after the sum")
@@ -148,7 +148,7 @@ def test_a_canarys_clipped_gradient_is_the_crafted_one(compose_config, space, en
     data = make_data(config)
     client = make_client(config, 0, data=data, networks={})
     canaries = Canaries([0, 1, 1], [1e5, 1e5, -1e3])
-    supernet = with_canaries(client.network(SUPERNET), canaries, num_classes=3).train()
+    supernet = with_canaries(client.network({"name": SUPERNET}), canaries, num_classes=3).train()
     x = torch.zeros(1, 3, 8, 8)
     label, direction_C = direction(supernet, x, factors=[1.0, 1.0, 1.0])
     assert supernet(x).argmin() == label
@@ -163,7 +163,12 @@ def test_a_canarys_clipped_gradient_is_the_crafted_one(compose_config, space, en
     def summed(rows):
         x, y = split.batch(torch.tensor(rows), "cpu")
         return clipped_gradient_sum(
-            supernet, x, y, loss=record_losses, parameters=supernet.weights(), max_norm=0.25
+            supernet,
+            x,
+            y,
+            loss=CLASSIFICATION.plain_losses,
+            parameters=supernet.weights(),
+            max_norm=0.25,
         )
 
     for row, column, sign in ((10, 0, 1), (11, 1, 1), (12, 1, -1)):
