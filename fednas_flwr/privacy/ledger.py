@@ -30,7 +30,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -116,7 +116,7 @@ class Row:
     run_steps: int
 
 
-class Ledger:
+class Ledger(AbstractContextManager["Ledger"]):
     """A site's ledger; any number of processes and threads may have it open at once.
 
     Args:
@@ -158,10 +158,6 @@ class Ledger:
             except BaseException:
                 self._mark.close()
                 raise
-
-    def __enter__(self) -> Ledger:
-        """Return the ledger itself."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Close the files."""

@@ -10,11 +10,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -22,7 +21,7 @@ Listener = Callable[[Event], None]
 STOPPED = {KeyboardInterrupt: "stopped by Ctrl-C", SystemExit: "the server's process was stopped"}
 
 
-class EventLog:
+class EventLog(AbstractContextManager["EventLog"]):
     """Appends events to a file and hands each one to the listeners.
 
     A line is written with one flushed call, so that a killed process leaves at most one torn line,
@@ -90,16 +89,7 @@ class EventLog:
         """Close the file; emitting afterwards raises ValueError."""
         self._file.close()
 
-    def __enter__(self) -> Self:
-        """Return the log itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the file."""
         self.close()
 
