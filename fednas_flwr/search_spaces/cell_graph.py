@@ -25,7 +25,7 @@ from fednas_flwr.search_spaces.degenerate import (
     routes,
 )
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
-from fednas_flwr.search_spaces.space import check_alphas, check_cells, check_op
+from fednas_flwr.search_spaces.space import SpaceShape, check_alphas, check_cells, check_op
 
 KEPT = 2  # edges into a node
 CELL = "cell"  # the kind of cell, where there is only one
@@ -93,7 +93,7 @@ def check_edges(edges: Sequence[Edge], *, kind: str, ops: tuple[str, ...], nodes
         )
 
 
-class CellGraphSpace:
+class CellGraphSpace(SpaceShape):
     """The way from alphas to a genotype of spaces with a normal and a reduction cell.
 
     Attributes:
@@ -102,7 +102,6 @@ class CellGraphSpace:
         nodes: The nodes of a cell that are no inputs.
     """
 
-    name: ClassVar[str]
     ops: ClassVar[tuple[str, ...]]
     nodes: ClassVar[range]
 
@@ -173,7 +172,7 @@ class CellGraphSpace:
         return Genotype(space=self.name, cells=cells)
 
 
-class WholeGraphSpace:
+class WholeGraphSpace(SpaceShape):
     """The way from alphas to a genotype of spaces with one kind of cell, all of whose edges stay.
 
     Each edge has one op, which may be ``none``.
@@ -185,7 +184,6 @@ class WholeGraphSpace:
         outputs: The nodes that the cell's output is made of.
     """
 
-    name: ClassVar[str]
     ops: ClassVar[tuple[str, ...]]
     nodes: ClassVar[range]
     outputs: ClassVar[range]
