@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from fednas_flwr.builders import make_client, make_data, supernet_space
+from fednas_flwr.builders.clients import make_client
+from fednas_flwr.builders.data import make_data
+from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.client import Client
 from fednas_flwr.config import Config, DifferentialPrivacy, FNASSettings

@@ -20,7 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from fednas_flwr import builders
+from fednas_flwr.builders.clients import make_client
+from fednas_flwr.builders.networks import make_network
 from fednas_flwr.clients import release
 from fednas_flwr.clients.verbs import VERBS
 from fednas_flwr.config import FedAvgSettings, NoPrivacy
@@ -299,7 +300,7 @@ def test_retraining_is_dp_sgd_with_momentum_over_train_and_validation(
     reply = site.ask("train.weights", **asked)
     assert without_noise == [(SIGMA, NORM)] * 3
     assert [row.splits for row in site.rows()] == [("train", "validation")] * 3
-    network = builders.make_network(networks.description)
+    network = make_network(networks.description)
     load_states(network, networks.states["derived"])
     network.double().train()
     parameters = list(network.parameters())
@@ -570,9 +571,7 @@ def test_terms_other_than_the_committed_are_refused_by_every_verb(make_site, no_
 def test_batch_norm_is_refused_before_data_is_read(make_site, networks, no_record):
     site = make_site()
     description = networks.description | {"norm": "batch"}
-    states = {
-        n: pack(s) for n, s in network_states(builders.make_network(description)).items() if s
-    }
+    states = {n: pack(s) for n, s in network_states(make_network(description)).items() if s}
     for verb, split in (("train.weights", "train+validation"), ("evaluate.model", "validation")):
         request = site.request(verb, network=description, split=split)
         with pytest.raises(ConfigError, match="rule no batch_norm"):
@@ -631,7 +630,7 @@ def test_whether_a_request_fails_does_not_depend_on_the_records(verb, change, ma
         asked = copy.deepcopy(change) | {"releases": everything(verb)}
         if "network" in asked:
             asked["network"] = networks.description | asked["network"]
-            network = builders.make_network(asked["network"])
+            network = make_network(asked["network"])
         else:
             network = None
         request = site.request(verb, **asked)
@@ -748,5 +747,5 @@ def test_a_private_client_never_oversamples_whatever_the_run_says(site_config, p
     )
     config = replace(config, oversample=True)
     data = (prepared, [np.arange(80)])
-    assert builders.make_client(config, 0, data=data, networks={}).oversample
-    assert not builders.make_client(config, 0, data=data, networks={}, gate=gate).oversample
+    assert make_client(config, 0, data=data, networks={}).oversample
+    assert not make_client(config, 0, data=data, networks={}, gate=gate).oversample
