@@ -36,7 +36,7 @@ class EventLog(AbstractContextManager["EventLog"]):
     def __init__(self, path: Path, listeners: Iterable[Listener] = ()) -> None:
         """Open the file for appending."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        torn = path.exists() and not _ends_with_newline(path)
+        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = path.open("ab")
         if torn:
             self._file.write(b"\n")
@@ -126,15 +126,6 @@ def clients_of(partition: Event) -> list[int]:
     """Return the clients that a ``partition`` event tells of; runs of older versions name none."""
     rows = partition.get("splits") or partition.get("counts") or []
     return partition.get("clients") or list(range(len(rows)))
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        if size == 0:
-            return True
-        file.seek(size - 1)
-        return file.read(1) == b"\n"
 
 
 def _plain(value: Any) -> Any:

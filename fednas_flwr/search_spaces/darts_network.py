@@ -26,11 +26,11 @@ from fednas_flwr.search_spaces.operations import (
     FactorizedReduce,
     MixedOp,
     Sizes,
-    add_all,
     channels_last,
     depthwise_separable,
     discrete_states,
     make_norm,
+    mixed_states,
     relu_conv_norm,
 )
 
@@ -64,25 +64,14 @@ def make_operation(op: str, channels: int, *, stride: int, norm: Norm, affine: b
             return nn.Identity()
         case "skip_connect":
             return FactorizedReduce(channels, channels, norm=norm, affine=affine)
-        case "sep_conv_3x3" | "sep_conv_5x5":
+        case "sep_conv_3x3" | "sep_conv_5x5" | "dil_conv_3x3" | "dil_conv_5x5":
             convolution = functools.partial(
-                depthwise_separable,
-                channels,
-                kernel_size=int(op[-1]),
-                dilation=1,
-                norm=norm,
-                affine=affine,
+                depthwise_separable, channels, kernel_size=int(op[-1]), norm=norm, affine=affine
             )
-            return nn.Sequential(*convolution(stride=stride), *convolution(stride=1))
-        case "dil_conv_3x3" | "dil_conv_5x5":
-            return depthwise_separable(
-                channels,
-                kernel_size=int(op[-1]),
-                stride=stride,
-                dilation=2,
-                norm=norm,
-                affine=affine,
-            )
+            if op.startswith("dil"):
+                return convolution(stride=stride, dilation=2)
+            both = (*convolution(stride=stride, dilation=1), *convolution(stride=1, dilation=1))
+            return nn.Sequential(*both)
         case _:
             raise ValueError(f"expected one of {', '.join(OPS[1:])}, got {op}")
     return nn.Sequential(pool, make_norm(channels, norm=norm, affine=False))
@@ -212,18 +201,9 @@ class SearchCell(nn.Module):
 
     def forward(self, before: Tensor, last: Tensor, weights_EO: Tensor) -> Tensor:
         """Return [B, 4 C, H, W] from the outputs of the two cells before."""
-        states = [self.preprocess0(before), self.preprocess1(last)]
-        for node in NODES:
-            states.append(
-                add_all(
-                    edge(states[source], weights_EO[..., index, :])
-                    for index, ((source, target), edge) in enumerate(
-                        zip(EDGES, self.edges, strict=True)
-                    )
-                    if target == node
-                )
-            )
-        return torch.cat(states[2:], dim=1)
+        inputs = [self.preprocess0(before), self.preprocess1(last)]
+        states = mixed_states(inputs, EDGES, self.edges, weights_EO)
+        return torch.cat(states[len(inputs) :], dim=1)
 
 
 class _DiscreteCell(nn.Module):

@@ -20,10 +20,10 @@ from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.operations import (
     MixedOp,
     Sizes,
-    add_all,
     channels_last,
     discrete_states,
     make_norm,
+    mixed_states,
     relu_conv_norm,
 )
 
@@ -173,18 +173,7 @@ class SearchCell(nn.Module):
 
     def forward(self, x: Tensor, weights_EO: Tensor) -> Tensor:
         """Return a tensor shaped like ``x``."""
-        states = [x]
-        for node in NODES:
-            states.append(
-                add_all(
-                    edge(states[source], weights_EO[..., index, :])
-                    for index, ((source, target), edge) in enumerate(
-                        zip(EDGES, self.edges, strict=True)
-                    )
-                    if target == node
-                )
-            )
-        return states[-1]
+        return mixed_states([x], EDGES, self.edges, weights_EO)[-1]
 
 
 class _DiscreteCell(nn.Module):

@@ -208,6 +208,25 @@ def discrete_states(
     return states
 
 
+def mixed_states(
+    inputs: Sequence[Tensor],
+    edges: Sequence[tuple[int, int]],
+    ops: Iterable[nn.Module],
+    weights_EO: Tensor,
+) -> list[Tensor]:
+    """Return the states of a cell's inputs and nodes, all edges with their mixed ops."""
+    states, wiring = list(inputs), list(zip(edges, ops, strict=True))
+    for node in range(len(inputs), edges[-1][1] + 1):
+        states.append(
+            add_all(
+                op(states[source], weights_EO[..., index, :])
+                for index, ((source, target), op) in enumerate(wiring)
+                if target == node
+            )
+        )
+    return states
+
+
 class MixedOp(nn.Module):
     """One edge of a supernet: ``sum_o w_o * op_o(x)`` (Liu et al. 2019, Eq. 2) without ``none``."""
 
