@@ -25,6 +25,7 @@ from fednas_flwr.search_spaces.degenerate import (
     routes,
 )
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
+from fednas_flwr.search_spaces.operations import Sizes
 from fednas_flwr.search_spaces.space import SpaceShape, check_alphas, check_cells, check_op
 
 KEPT = 2  # edges into a node
@@ -100,10 +101,26 @@ class CellGraphSpace(SpaceShape):
         name: The name users choose the space by.
         ops: Names of the ops on every edge; the first is ``none``.
         nodes: The nodes of a cell that are no inputs.
+        channels: Of the supernet's first cells.
+        num_cells: Cells of the supernet.
     """
 
     ops: ClassVar[tuple[str, ...]]
     nodes: ClassVar[range]
+
+    channels: int
+    num_cells: int
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be built."""
+        super().__post_init__()
+        self.check_sizes("channels", "num_cells")
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of its networks."""
+        shape = (self.input_shape[0], self.num_classes)
+        return Sizes(*shape, self.channels, self.num_cells, self.norm)
 
     @property
     def cell_kinds(self) -> dict[str, int]:

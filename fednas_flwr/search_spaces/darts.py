@@ -15,7 +15,6 @@ from fednas_flwr.search_spaces.cell_graph import CellGraphSpace
 from fednas_flwr.search_spaces.darts_network import NODES, OPS, DARTSBody, DARTSNetwork
 from fednas_flwr.search_spaces.darts_wide import WideDARTSBody
 from fednas_flwr.search_spaces.genotype import Genotype
-from fednas_flwr.search_spaces.operations import Sizes
 from fednas_flwr.search_spaces.space import Supernet
 
 BODIES = {FAST: WideDARTSBody, REFERENCE: DARTSBody}
@@ -47,18 +46,11 @@ class DARTSSpace(CellGraphSpace):
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""
         super().__post_init__()
-        self.check_sizes("channels", "num_cells")
         if self.num_cells < 3:
             raise ConfigError(
                 f"num_cells must be at least 3 for darts, got {self.num_cells}: with fewer there "
                 "is no normal cell; set search_space.num_cells and retrain.num_cells."
             )
-
-    @property
-    def sizes(self) -> Sizes:
-        """The sizes of its networks."""
-        shape = (self.input_shape[0], self.num_classes)
-        return Sizes(*shape, self.channels, self.num_cells, self.norm)
 
     def supernet(self) -> Supernet:
         """Return a newly initialised supernet; its norms have no affine part.

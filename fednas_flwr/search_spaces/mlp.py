@@ -14,7 +14,6 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.search_spaces.cell_graph import CellGraphSpace
 from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.mlp_network import NODES, OPS, MLPBody, MLPNetwork
-from fednas_flwr.search_spaces.operations import Sizes
 from fednas_flwr.search_spaces.space import Supernet
 
 LEAST_WIDTH = 8  # half of a reduction cell's half: 2 units, the fewest that a layer norm leaves
@@ -49,18 +48,11 @@ class MLPSpace(CellGraphSpace):
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""
         super().__post_init__()
-        self.check_sizes("channels", "num_cells")
         if self.channels < LEAST_WIDTH:
             raise ConfigError(
                 f"channels must be at least {LEAST_WIDTH} for mlp, got {self.channels}: a norm "
                 "over one unit leaves nothing of it."
             )
-
-    @property
-    def sizes(self) -> Sizes:
-        """The sizes of its networks."""
-        shape = (self.input_shape[0], self.num_classes)
-        return Sizes(*shape, self.channels, self.num_cells, self.norm)
 
     def supernet(self) -> Supernet:
         """Return a newly initialised supernet; its norms have no affine part.

@@ -239,11 +239,8 @@ class RoundStrategy(Strategy):
             if central is not None:
                 result.evaluate_metrics_serverapp[0] = central
         for server_round in range(first, num_rounds + 1):
-            started, sent, received = (
-                time.monotonic(),
-                self.courier.bytes_sent,
-                self.courier.bytes_received,
-            )
+            started = time.monotonic()
+            sent, received = self.courier.bytes_sent, self.courier.bytes_received
             self._round, self._phase, self._client_metrics = server_round, 0, {}
             metrics = dict(self.run_round(server_round, num_rounds)) | self._alpha_metrics()
             if evaluate_fn is not None:
