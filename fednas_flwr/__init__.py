@@ -33,12 +33,13 @@ if TYPE_CHECKING:
         register_search_space,
         run,
     )
-    from fednas_flwr.builders import Algorithm, load_network
+    from fednas_flwr.builders.algorithms import Algorithm
+    from fednas_flwr.builders.networks import load_network
 
 
 def __getattr__(name: str) -> object:
     """Import what is asked for; torch takes seconds, and is imported when a run begins."""
     if name in __all__:
-        module = "builders" if name in ("Algorithm", "load_network") else "api"
-        return getattr(import_module(f"{__name__}.{module}"), name)
+        homes = {"Algorithm": "builders.algorithms", "load_network": "builders.networks"}
+        return getattr(import_module(f"{__name__}.{homes.get(name, 'api')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,13 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from fednas_flwr.builders import (
-    ALGORITHMS,
-    Algorithm,
-    SpaceEntry,
-    check_combinations,
-    parse_config,
-)
+from fednas_flwr.builders.algorithms import ALGORITHMS, Algorithm
+from fednas_flwr.builders.configuration import check_combinations, parse_config
+from fednas_flwr.builders.spaces import SpaceEntry
 from fednas_flwr.composition import add_choice, compose_tree, given_settings
 from fednas_flwr.config import AlgorithmSettings, CellSpace, Config, SearchSpaceSettings
 from fednas_flwr.errors import ConfigError
@@ -52,7 +48,7 @@ class Result:
     @cached_property
     def network(self) -> nn.Module:
         """The trained network, on the CPU, in evaluation mode; ConfigError if none is exported."""
-        from fednas_flwr.builders import load_network
+        from fednas_flwr.builders.networks import load_network
 
         return load_network(self.folder)
 
@@ -148,7 +144,7 @@ def check(configs: Iterable[Config]) -> None:
     for config in configs:
         check_combinations(config)
         check_free(config)
-    from fednas_flwr.builders import check_buildable
+    from fednas_flwr.builders.check import check_buildable
 
     for config in configs:
         if config.runtime.name != "deployment":  # data and genotype lie on other machines

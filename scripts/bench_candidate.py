@@ -21,7 +21,9 @@ import numpy as np
 import torch
 from bench_overhead import compare, configured
 
-from fednas_flwr.builders import make_client, make_data, supernet_space
+from fednas_flwr.builders.clients import make_client
+from fednas_flwr.builders.data import make_data
+from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.config import Config, DPNASSettings
 from fednas_flwr.exchange.messages import Header, Request

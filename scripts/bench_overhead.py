@@ -27,14 +27,11 @@ import torch
 from flwr.app import Message, RecordDict
 from torch.nn import functional
 
-from fednas_flwr.builders import (
-    make_client,
-    make_courier,
-    make_data,
-    make_search,
-    parse_config,
-    supernet_space,
-)
+from fednas_flwr.builders.clients import make_client, make_courier
+from fednas_flwr.builders.configuration import parse_config
+from fednas_flwr.builders.data import make_data
+from fednas_flwr.builders.networks import supernet_space
+from fednas_flwr.builders.strategies import make_search
 from fednas_flwr.composition import compose_tree
 from fednas_flwr.config import Config, FedDARTSSettings, dump_config
 from fednas_flwr.data.loaders import epoch_batches

@@ -28,7 +28,7 @@ import numpy as np
 from loopback import RESTART_S, SITES, Machines, free_ports, until
 from sklearn.datasets import load_digits
 
-from fednas_flwr.builders import parse_config
+from fednas_flwr.builders.configuration import parse_config
 from fednas_flwr.cli import main as fednas
 from fednas_flwr.clients.audit_trail import verify_trail
 from fednas_flwr.composition import compose_tree

@@ -25,7 +25,7 @@ from typing import Any
 
 from table_runs import make_run, measure
 
-from fednas_flwr.builders import parse_config
+from fednas_flwr.builders.configuration import parse_config
 from fednas_flwr.composition import compose_tree
 from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.privacy.accounting import calibrate_noise, prv_epsilon

@@ -11,8 +11,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fednas_flwr import builders
-from fednas_flwr.builders import parse_config
+from fednas_flwr.builders.clients import make_client
+from fednas_flwr.builders.configuration import parse_config
+from fednas_flwr.builders.data import make_data
+from fednas_flwr.builders.strategies import make_search
 from fednas_flwr.composition import compose_tree
 from fednas_flwr.config import Config, dump_config
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
@@ -82,7 +84,7 @@ def federate() -> Callable[..., SimpleNamespace]:
         def emit(event: str, **fields: object) -> None:
             events.append({"event": event, **fields})
 
-        data = builders.make_data(config)
+        data = make_data(config)
         courier = Courier(
             run="test", num_clients=config.clients, quorum=1.0, deadline_s=60.0, emit=emit
         )
@@ -93,14 +95,14 @@ def federate() -> Callable[..., SimpleNamespace]:
             config=config,
             data=data,
             clients=[
-                builders.make_client(config, index, data=data, networks={})
+                make_client(config, index, data=data, networks={})
                 for index in range(config.clients)
             ],
             grid=InProcessGrid(make_client_app(dump_config(config)), config.clients),
             courier=courier,
             checkpoints=folder,
             events=events,
-            strategy=builders.make_search(config, data[0], courier, folder),
+            strategy=make_search(config, data[0], courier, folder),
         )
 
     return federation

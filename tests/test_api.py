@@ -28,8 +28,9 @@ from fednas_flwr import (
     register_search_space,
     run,
 )
-from fednas_flwr.builders import make_courier, make_data
 from fednas_flwr.builders.algorithms import own_settings
+from fednas_flwr.builders.clients import make_courier
+from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.registration import OWN, TABLES
 from fednas_flwr.config import (
     AlgorithmSettings,

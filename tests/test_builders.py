@@ -10,8 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr import builders
-from fednas_flwr.builders import parse_config
+from fednas_flwr.builders.check import check_buildable
+from fednas_flwr.builders.clients import make_client, make_courier
+from fednas_flwr.builders.configuration import parse_config
+from fednas_flwr.builders.data import make_data
+from fednas_flwr.builders.networks import (
+    describe_network,
+    given_genotype,
+    make_device,
+    make_network,
+    make_space,
+    supernet_space,
+)
+from fednas_flwr.builders.strategies import make_search
 from fednas_flwr.composition import compose_tree
 from fednas_flwr.config import Config, Dataset, conf_folder
 from fednas_flwr.data.partitioners import save_partition
@@ -42,7 +53,7 @@ BUILDS = [
 
 @pytest.mark.parametrize("overrides", BUILDS)
 def test_files_build_on_embedded_data(overrides: str) -> None:
-    builders.check_buildable(parse_config(compose_tree(overrides.split())))
+    check_buildable(parse_config(compose_tree(overrides.split())))
 
 
 EXPERIMENTS = sorted(
@@ -62,7 +73,7 @@ def test_experiments_build_with_another_data_set(experiment: str, made_data: Pat
     if config.dataset.name == "csv":
         dataset = replace(config.dataset, root=str(made_table(config.dataset, made_data.parent)))
     cache = str(made_data.parent / "cache")
-    builders.check_buildable(replace(config, dataset=replace(dataset, cache=cache)))
+    check_buildable(replace(config, dataset=replace(dataset, cache=cache)))
 
 
 def made_digits(folder: Path) -> Path:
@@ -86,7 +97,7 @@ def made_table(dataset: Dataset, folder: Path) -> Path:
 def test_check_builds_no_tensors_and_draws_nothing(compose_config: Compose) -> None:
     config = compose_config("search_space.channels=32768")  # terabytes of weights
     state = torch.random.get_rng_state()
-    builders.check_buildable(config)
+    check_buildable(config)
     assert torch.equal(state, torch.random.get_rng_state())
 
 
@@ -94,34 +105,34 @@ def test_check_builds_no_tensors_and_draws_nothing(compose_config: Compose) -> N
 def test_networks_for_images_refuse_tables(network: str) -> None:
     description = {"name": network, "input_shape": [7], "num_classes": 2, "norm": "group"}
     with pytest.raises(ConfigError, match=f"{network}.*images"):
-        builders.make_network(description)
-    linear = builders.make_network({"name": "linear", "input_shape": [7], "num_classes": 2})
+        make_network(description)
+    linear = make_network({"name": "linear", "input_shape": [7], "num_classes": 2})
     assert linear(torch.zeros(3, 7)).shape == (3, 2)
 
 
 def test_unknown_names_are_told_with_those_there_are(compose_config: Compose) -> None:
     with pytest.raises(ConfigError, match="network=resnet is unknown.*derived"):
-        builders.make_network({"name": "resnet", "input_shape": [3, 8, 8], "num_classes": 2})
+        make_network({"name": "resnet", "input_shape": [3, 8, 8], "num_classes": 2})
     with pytest.raises(ConfigError, match=r"search_space\.name=dart.*nearest: darts"):
-        builders.make_space(
+        make_space(
             "dart", input_shape=(3, 8, 8), num_classes=2, channels=4, num_cells=1, norm="batch"
         )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_is_refused_where_there_is_none() -> None:
-    assert builders.make_device("auto") == torch.device("cpu")
+    assert make_device("auto") == torch.device("cpu")
     with pytest.raises(ConfigError, match="device=cuda.*device=cpu"):
-        builders.make_device("cuda")
+        make_device("cuda")
 
 
 def test_initial_networks_depend_on_the_seed_alone(compose_config: Compose) -> None:
     def states(seed: int) -> list[torch.Tensor]:
         config = compose_config(f"seed={seed}")
-        prepared, _ = builders.make_data(config)
-        courier = builders.make_courier(config, run="r", emit=lambda event, **fields: None)
+        prepared, _ = make_data(config)
+        courier = make_courier(config, run="r", emit=lambda event, **fields: None)
         torch.manual_seed(torch.seed() % 1000)
-        strategy = builders.make_search(config, prepared, courier, None)  # type: ignore[arg-type]
+        strategy = make_search(config, prepared, courier, None)  # type: ignore[arg-type]
         return [vector for packed in strategy.states.values() for vector in packed.values()]
 
     first, again, other = states(1), states(1), states(2)
@@ -130,40 +141,40 @@ def test_initial_networks_depend_on_the_seed_alone(compose_config: Compose) -> N
 
 
 def test_partition_file_is_used_and_checked(compose_config: Compose, tmp_path: Path) -> None:
-    _, parts = builders.make_data(compose_config("clients=2"))
+    _, parts = make_data(compose_config("clients=2"))
     path = tmp_path / "partition.json"
     save_partition(path, parts[::-1])
     config = compose_config("clients=2", f"partition.file={path}")
-    _, loaded = builders.make_data(config)
+    _, loaded = make_data(config)
     assert [p.tolist() for p in loaded] == [p.tolist() for p in parts[::-1]]
     with pytest.raises(ConfigError, match="over 2 clients, but clients=3"):
-        builders.make_data(replace(config, clients=3))
+        make_data(replace(config, clients=3))
     with pytest.raises(ConfigError, match="another data set"):
-        builders.make_data(replace(config, dataset=replace(config.dataset, limit_train=50)))
+        make_data(replace(config, dataset=replace(config.dataset, limit_train=50)))
 
 
 def test_genotype_that_does_not_fit_is_refused(compose_config: Compose, tmp_path: Path) -> None:
     config = compose_config("search_space=darts_small", "search_space.channels=4")
-    space = builders.supernet_space(config, builders.make_data(config)[0])
+    space = supernet_space(config, make_data(config)[0])
     path = tmp_path / "genotype.json"
     save_genotype(path, space.random_genotype(torch.Generator().manual_seed(0)))
     given = ["stages=[retrain]", f"genotype={path}"]
     with pytest.raises(ConfigError, match=r"retrain\.num_cells"):
-        builders.check_buildable(compose_config(*given))
+        check_buildable(compose_config(*given))
     given.append("retrain.num_cells=3")
-    builders.check_buildable(compose_config(*given))
+    check_buildable(compose_config(*given))
     path.write_text(path.read_text().replace('"space": "darts"', '"space": "nasbench201"'))
     with pytest.raises(ConfigError, match="nasbench201"):
-        builders.check_buildable(compose_config(*given))
+        check_buildable(compose_config(*given))
 
 
 def test_shipped_genotypes_are_given_by_name(compose_config: Compose) -> None:
     given = ["search_space=dp_cells", "retrain=dp_cells", "stages=[retrain]"]
     config = compose_config(*given, "genotype=dpnas_mnist")
     path = conf_folder() / "genotypes" / "dpnas_mnist.json"
-    assert builders.given_genotype(config) == load_genotype(path)
+    assert given_genotype(config) == load_genotype(path)
     with pytest.raises(ConfigError, match=r"genotype=dpnas_mnst is .*nearest: dpnas_mnist"):
-        builders.check_buildable(compose_config(*given, "genotype=dpnas_mnst"))
+        check_buildable(compose_config(*given, "genotype=dpnas_mnst"))
 
 
 def test_mbconv_networks_have_the_size_of_the_search_space(
@@ -171,7 +182,7 @@ def test_mbconv_networks_have_the_size_of_the_search_space(
 ) -> None:
     """Also where a genotype is transferred: there ``search_space`` is what gives the size."""
     path, retrain = tmp_path / "genotype.json", ["stages=[retrain]", "retrain=mbconv"]
-    space = builders.make_space(
+    space = make_space(
         "mbconv",
         input_shape=(3, 32, 32),
         num_classes=10,
@@ -191,9 +202,9 @@ def test_mbconv_networks_have_the_size_of_the_search_space(
             ]
         )
     )
-    builders.check_buildable(config)
-    description = builders.describe_network(config, builders.make_data(config)[0], genotype)
-    network = builders.make_network(description)
+    check_buildable(config)
+    description = describe_network(config, make_data(config)[0], genotype)
+    network = make_network(description)
     assert network.before[0][0].stride == (2, 2)  # type: ignore[index]
     assert network.before[0][0].out_channels == 16  # type: ignore[index]
     for overrides, message in {
@@ -203,22 +214,20 @@ def test_mbconv_networks_have_the_size_of_the_search_space(
     }.items():
         config = parse_config(compose_tree(["stages=[retrain]", f"genotype={path}", *overrides]))
         with pytest.raises(ConfigError, match=message):
-            builders.check_buildable(config)
+            check_buildable(config)
 
 
 @pytest.mark.parametrize("key", ["skeleton", "candidates"])
 def test_unknown_names_of_the_mbconv_space_are_told(key: str) -> None:
     config = parse_config(compose_tree(["search_space=mbconv", f"search_space.{key}=fdna"]))
     with pytest.raises(ConfigError, match=rf"search_space\.{key}=fdna is unknown.*nearest: fdnas"):
-        builders.check_buildable(config)
+        check_buildable(config)
 
 
 def test_a_client_of_a_site_with_a_policy_needs_its_gate(compose_config):
     config = compose_config("algorithm=fnas")
     with pytest.raises(ValueError, match="a site with a policy needs its gate"):
-        builders.make_client(
-            config, 0, data=builders.make_data(config), networks={}, site={"policy": "policy.yaml"}
-        )
+        make_client(config, 0, data=make_data(config), networks={}, site={"policy": "policy.yaml"})
 
 
 def test_class_factors_are_in_0_to_1_and_of_classes_that_exist(compose_config):
@@ -226,4 +235,4 @@ def test_class_factors_are_in_0_to_1_and_of_classes_that_exist(compose_config):
         compose_config("class_factors={blue: 0.0}")
     config = compose_config("class_factors={purple: 0.5}")
     with pytest.raises(ConfigError, match="class_factors=purple is unknown: choose one of 0, 1, 2"):
-        builders.check_buildable(config)
+        check_buildable(config)

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fednas_flwr import builders, cli
-from fednas_flwr.builders import ALGORITHMS, parse_config
-from fednas_flwr.builders.networks import describe_derived, supernet_sizes
+from fednas_flwr import cli
+from fednas_flwr.builders.algorithms import ALGORITHMS
+from fednas_flwr.builders.configuration import parse_config
+from fednas_flwr.builders.networks import describe_derived, make_network, make_space, supernet_sizes
 from fednas_flwr.clients import verbs
 from fednas_flwr.composition import compose_tree
 from fednas_flwr.evaluation.export import export_safetensors
@@ -490,7 +491,7 @@ def exported(folder: Path, *overrides: str) -> None:
     """Export a network of the smallest genotype for 8x8 images, as a run does."""
     config = parse_config(compose_tree([*overrides, "algorithm=fdnas", "retrain=mbconv"]))
     shapes = {"input_shape": (1, 8, 8), "num_classes": 10}
-    space = builders.make_space(**asdict(config.search_space), **shapes)
+    space = make_space(**asdict(config.search_space), **shapes)
     description = describe_derived(
         space.random_genotype(make_generator(0, "genotype")),
         shapes,
@@ -499,7 +500,7 @@ def exported(folder: Path, *overrides: str) -> None:
         auxiliary=False,
     )
     folder.mkdir()
-    export_safetensors(builders.make_network(description), description, folder)
+    export_safetensors(make_network(description), description, folder)
 
 
 def test_latency_measure_writes_a_table_of_the_composed_space(

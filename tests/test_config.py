@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fednas_flwr import compose
-from fednas_flwr.builders import ALGORITHMS, check_combinations, load_config, parse_config
+from fednas_flwr.builders.algorithms import ALGORITHMS
+from fednas_flwr.builders.configuration import check_combinations, load_config, parse_config
 from fednas_flwr.composition import compose_tree
 from fednas_flwr.config import Config, GivenNetwork, conf_folder, dump_config, site_dataset
 from fednas_flwr.errors import ConfigError

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from fednas_flwr.builders import refusals
@@ -110,14 +111,16 @@ def _fed_darts(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
 def _fed_darts_releases(config: Config) -> RoundReleases:
     from fednas_flwr.strategies.fed_darts import releases
 
-    assert isinstance(config.algorithm, FedDARTSSettings)
-    return partial(releases, batch_size=config.algorithm.batch_size, **_local_terms(config))
+    return _with_terms(config, releases)
 
 
-def _local_terms(config: Config) -> dict[str, Any]:
-    """Return the private terms of a local search."""
+def _with_terms(config: Config, releases: Callable[..., Any], **more: Any) -> RoundReleases:
+    """Return a search's ``releases`` with the settings and private terms that it takes."""
     privacy = _privacy(config)
-    return {"local_steps": privacy.local_steps, "norms": privacy.search_norms}
+    terms = {"local_steps": privacy.local_steps, "norms": privacy.search_norms}
+    terms |= own_settings(config.algorithm) | more
+    taken = signature(releases).parameters
+    return partial(releases, **{name: term for name, term in terms.items() if name in taken})
 
 
 def _privacy(config: Config) -> DifferentialPrivacy:
@@ -134,17 +137,8 @@ def _fnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
 def _fnas_releases(config: Config) -> RoundReleases:
     from fednas_flwr.strategies.fnas import releases
 
-    algorithm, privacy = config.algorithm, _privacy(config)
-    assert isinstance(algorithm, FNASSettings)
-    return partial(
-        releases,
-        fused=algorithm.fused,
-        local_steps=algorithm.local_steps,
-        batch_size=algorithm.batch_size,
-        evaluate_every=algorithm.evaluate_every,
-        measures=privacy.metrics_noise_multiplier is not None,
-        norms=privacy.search_norms,
-    )
+    measures = _privacy(config).metrics_noise_multiplier is not None
+    return _with_terms(config, releases, measures=measures)
 
 
 def _feathers(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
@@ -173,35 +167,32 @@ def _retrain_feathers(config: Config, configuration: Configuration | None) -> Pl
 def _feathers_releases(config: Config) -> RoundReleases:
     from fednas_flwr.strategies.feathers import releases
 
-    return partial(releases, **_exploration_terms(config), **_local_terms(config))
+    return _with_terms(config, releases, stage="search", most_trials=_most_trials(config))
 
 
 def _retrain_feathers_releases(config: Config) -> RoundReleases:
     from fednas_flwr.strategies.feathers import releases
 
     privacy = _privacy(config)
-    terms = _exploration_terms(config) | {"stage": "retrain"}
-    return partial(
+    return _with_terms(
+        config,
         releases,
-        **terms | {"batch_size": config.retrain.batch_size},
+        stage="retrain",
+        most_trials=_most_trials(config),
+        batch_size=config.retrain.batch_size,
         local_steps=privacy.retrain.local_steps,
         norms={**privacy.search_norms, "weights": privacy.retrain.max_grad_norm},
     )
 
 
-def _exploration_terms(config: Config) -> dict[str, Any]:
-    """Return what the private terms of both stages of FEATHERS have in common, as the search's."""
+def _most_trials(config: Config) -> int:
+    """Return the largest number of trials of an exploration."""
     from fednas_flwr.search.bandit import Bandit
 
     algorithm = config.algorithm
     assert isinstance(algorithm, FEATHERSSettings)
     num_arms = len(algorithm.configurations) or algorithm.num_configurations
-    return {
-        "stage": "search",
-        "nas_rounds": algorithm.nas_rounds,
-        "most_trials": Bandit.of(num_arms, algorithm.bandit).num_trials(),
-        "batch_size": algorithm.batch_size,
-    }
+    return Bandit.of(num_arms, algorithm.bandit).num_trials()
 
 
 def _exploration(config: Config, algorithm: FEATHERSSettings) -> dict[str, Any]:
@@ -237,14 +228,14 @@ def _random_search(config: Config, prepared: Prepared, space: SearchSpace) -> Pl
     own = config.search_space
     shapes = {"input_shape": list(prepared.input_shape), "num_classes": prepared.num_classes}
     return RandomSearch, {
-        "describe": lambda genotype: describe_derived(
-            genotype,
-            shapes,
+        "describe": partial(
+            describe_derived,
+            shapes=shapes,
             sizes=supernet_sizes(own),
             norm=own.norm,
             auxiliary=False,
         ),
-        "make_network": lambda description: seeded_network(config, description),
+        "make_network": partial(seeded_network, config),
         "seed": config.seed,
         **own_settings(config.algorithm),
     }
@@ -292,11 +283,7 @@ def _fdnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
 def _fdnas_releases(config: Config) -> RoundReleases:
     from fednas_flwr.strategies.fdnas import releases
 
-    algorithm = config.algorithm
-    assert isinstance(algorithm, FDNASSettings)
-    rounds, batch_size = algorithm.warm_up_rounds, algorithm.batch_size
-    terms = _local_terms(config)
-    return partial(releases, warm_up_rounds=rounds, batch_size=batch_size, **terms)
+    return _with_terms(config, releases)
 
 
 def _cfdnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
@@ -322,16 +309,7 @@ def _dpnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
 def _dpnas_releases(config: Config) -> RoundReleases:
     from fednas_flwr.strategies.dpnas import releases
 
-    algorithm = config.algorithm
-    assert isinstance(algorithm, DPNASSettings)
-    return partial(
-        releases,
-        trained_candidates=algorithm.trained_candidates,
-        warm_up_rounds=algorithm.warm_up_rounds,
-        local_steps=algorithm.local_steps,
-        batch_size=algorithm.batch_size,
-        norms=_privacy(config).search_norms,
-    )
+    return _with_terms(config, releases)
 
 
 def make_sampler(seed: int, algorithm: DPNASSettings, choices: Sequence[int]) -> Sampler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,8 @@ def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
             parts, file=split.file, clients=config.clients, records=len(prepared.train)
         )
         return prepared, parts
-    return prepared, partition(
-        prepared.train,
-        name=split.name,
-        clients=config.clients,
-        seed=split.seed,
-        alpha=split.alpha,
-        min_size=split.min_size,
-        groups=split.groups,
-        clients_per_group=split.clients_per_group,
-        fractions=split.fractions,
-        column=split.column,
-    )
+    own = {name: value for name, value in vars(split).items() if name != "file"}
+    return prepared, partition(prepared.train, clients=config.clients, **own)
 
 
 def has_real_sites(config: Config) -> bool:
@@ -87,29 +78,11 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
 
 
 def _prepare(config: Config, *, sites: bool, server_test: bool) -> Prepared:
-    settings = config.dataset
-    return prepare(
-        cache=Path(settings.cache).expanduser(),
-        name=settings.name,
-        root=Path(settings.root).expanduser() if settings.root else None,
-        download=settings.download,
-        sites=sites,
-        server_test=server_test,
-        limit_train=settings.limit_train,
-        limit_test=settings.limit_test,
-        mean=settings.mean,
-        std=settings.std,
-        image_size=settings.image_size,
-        channels=settings.channels,
-        class_names=settings.class_names,
-        label=settings.label,
-        id_column=settings.id_column,
-        numeric=settings.numeric,
-        categorical=settings.categorical,
-        categories=settings.categories,
-        ignore=settings.ignore,
-        statistics=settings.statistics,
-    )
+    settings, taken = config.dataset, signature(prepare).parameters
+    own = {name: value for name, value in vars(settings).items() if name in taken}
+    own |= {"cache": Path(settings.cache).expanduser(), "sites": sites, "server_test": server_test}
+    own["root"] = Path(settings.root).expanduser() if settings.root else None
+    return prepare(**own)
 
 
 def _check_partition(parts: list[np.ndarray], *, file: str, clients: int, records: int) -> None:

@@ -44,23 +44,15 @@ def make_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def make_space(
-    name: str,
-    *,
-    input_shape: tuple[int, ...],
-    num_classes: int,
-    norm: str,
-    engine: str = FAST,
-    **sizes: Any,
-) -> SearchSpace:
-    """Return a search space; ``sizes`` are the other settings of ``conf/search_space``."""
-    space = space_entry(name).make(
-        input_shape=input_shape,
-        num_classes=num_classes,
-        norm=norm,
-        engine=engine,
-        **sizes,
-    )
+def make_space(name: str, *, engine: str = FAST, **settings: Any) -> SearchSpace:
+    """Return a search space.
+
+    Args:
+        name: One of ``SEARCH_SPACES``.
+        engine: ``fast`` or ``reference``.
+        **settings: ``input_shape``, ``num_classes`` and the settings of ``conf/search_space``.
+    """
+    space = space_entry(name).make(engine=engine, **settings)
     if space.name != name:
         raise ConfigError(
             f"search_space={name} makes a space that is called {space.name}, and its genotypes "

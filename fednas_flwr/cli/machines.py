@@ -72,7 +72,7 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
     ):
         if value < least:
             raise ConfigError(f"--{name} must be at least {least}, got {value}.")
-    from fednas_flwr.builders import make_device, make_space
+    from fednas_flwr.builders.networks import make_device, make_space
     from fednas_flwr.evaluation.space_costs import measure_space, space_costs
     from fednas_flwr.files import write_atomically
     from fednas_flwr.hardware.latency import to_json
@@ -111,7 +111,8 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def predict_latency(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print what the exported network of a run takes by each latency table."""
-    from fednas_flwr.builders import described_space, load_description, read_table
+    from fednas_flwr.builders.hardware import read_table
+    from fednas_flwr.builders.networks import described_space, load_description
     from fednas_flwr.evaluation.space_costs import space_costs
 
     description = load_description(options.run_folder)

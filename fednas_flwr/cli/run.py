@@ -9,7 +9,7 @@ from dataclasses import replace
 from omegaconf import OmegaConf
 
 from fednas_flwr import api
-from fednas_flwr.builders import parse_config
+from fednas_flwr.builders.configuration import parse_config
 from fednas_flwr.cli.outcomes import RUN_FAILED, fail
 from fednas_flwr.cli.parsing import Commands, add_command
 from fednas_flwr.composition import compose_tree, expand_sweep, given_settings

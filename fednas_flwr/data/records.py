@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -60,14 +60,12 @@ def record_ids(contents: Iterable[bytes]) -> np.ndarray:
 def select_records(records: Records, rows: np.ndarray) -> Records:
     """Return a copy of the given rows (int64), in their order."""
     index = torch.from_numpy(np.asarray(rows, dtype=np.int64))
-    return Records(
+    return replace(
+        records,
         features=records.features[index],
         labels=records.labels[index],
         ids=records.ids[rows],
-        class_names=records.class_names,
         columns={name: values[rows] for name, values in records.columns.items()},
-        feature_names=records.feature_names,
-        num_numeric=records.num_numeric,
     )
 
 
@@ -102,14 +100,12 @@ def join_sites(sites: Mapping[str, Records]) -> Records:
     shared = set.intersection(*(set(records.columns) for records in everyone)) - {"site"}
     columns = {c: np.concatenate([r.columns[c] for r in everyone]) for c in sorted(shared)}
     columns["site"] = np.repeat(np.array(list(sites)), [len(records) for records in everyone])
-    return Records(
+    return replace(
+        first,
         features=torch.cat([records.features for records in everyone]),
         labels=torch.cat([records.labels for records in everyone]),
         ids=np.concatenate([records.ids for records in everyone]),
-        class_names=first.class_names,
         columns=columns,
-        feature_names=first.feature_names,
-        num_numeric=first.num_numeric,
     )
 
 

@@ -17,14 +17,9 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from fednas_flwr.builders import (
-    has_real_sites,
-    load_config,
-    make_client,
-    make_data,
-    make_site_data,
-    make_site_gate,
-)
+from fednas_flwr.builders.clients import make_client, make_site_gate
+from fednas_flwr.builders.configuration import load_config
+from fednas_flwr.builders.data import has_real_sites, make_data, make_site_data
 from fednas_flwr.builders.registration import Entry, registered, restore
 from fednas_flwr.clients.admission import admit
 from fednas_flwr.clients.answer import answer

@@ -35,22 +35,22 @@ def launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
         QuorumError: Too few clients answered.
         RuntimeError: A deployed run failed; the message is the server's error.
     """
-    runtimes: dict[str, Callable[[Config, Iterable[Listener], bool], None]] = {
+    runtimes: dict[str, Callable[..., None]] = {
         "inline": _launch_inline,
         "ray": _launch_ray,
-        "deployment": _launch_deployment,
+        "deployment": deploy,
     }
     if config.runtime.name not in runtimes:
         raise unknown_choice("runtime.name", config.runtime.name, runtimes)
-    runtimes[config.runtime.name](config, listeners, resumed)
+    runtimes[config.runtime.name](config, listeners=listeners, resumed=resumed)
 
 
-def _launch_inline(config: Config, listeners: Iterable[Listener], resumed: bool) -> None:
+def _launch_inline(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:
     grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
     serve(config, grid, listeners=listeners, resumed=resumed)
 
 
-def _launch_ray(config: Config, listeners: Iterable[Listener], resumed: bool) -> None:
+def _launch_ray(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:
     """Run Flower's simulation; the first error of the server is raised, not Flower's summary."""
     from flwr.simulation import run_simulation
 
@@ -96,7 +96,3 @@ def _launch_ray(config: Config, listeners: Iterable[Listener], resumed: bool) ->
         raise stops[0] from None
     if errors:
         raise errors[0]
-
-
-def _launch_deployment(config: Config, listeners: Iterable[Listener], resumed: bool) -> None:
-    deploy(config, listeners=listeners, resumed=resumed)

@@ -9,7 +9,7 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fednas_flwr.builders import load_config
+from fednas_flwr.builders.configuration import load_config
 from fednas_flwr.config import Config
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.federation.bundle import CONFIG_KEY, RESUMED_KEY

@@ -30,7 +30,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -116,7 +116,7 @@ class Row:
     run_steps: int
 
 
-class Ledger:
+class Ledger(AbstractContextManager["Ledger"]):
     """A site's ledger; any number of processes and threads may have it open at once.
 
     Args:
@@ -158,10 +158,6 @@ class Ledger:
             except BaseException:
                 self._mark.close()
                 raise
-
-    def __enter__(self) -> Ledger:
-        """Return the ledger itself."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Close the files."""
@@ -249,12 +245,7 @@ class Ledger:
         with self._exclusive() as (last, last_mac):
             booked = self._state(last, last_mac).get(account, {"totals": {}})
             return {
-                split: RenyiFilter(
-                    epsilon=epsilon,
-                    delta=delta,
-                    orders=booked.get("orders"),
-                    totals=booked["totals"].get(split),
-                )
+                split: _booked_filter(booked, split, epsilon=epsilon, delta=delta)
                 for split in SPLITS
             }
 
@@ -426,12 +417,7 @@ class Ledger:
         self, account: str, split: str, booked: _State, *, epsilon: float, delta: float
     ) -> RenyiFilter:
         """Return the filter of a split at its totals; the one kept here knows what steps cost."""
-        fresh = RenyiFilter(
-            epsilon=epsilon,
-            delta=delta,
-            orders=booked.get("orders"),
-            totals=booked["totals"].get(split),
-        )
+        fresh = _booked_filter(booked, split, epsilon=epsilon, delta=delta)
         kept = self._filters.get((account, split), fresh)
         self._filters[account, split] = kept if kept.state() == fresh.state() else fresh
         return self._filters[account, split]
@@ -475,6 +461,12 @@ class Ledger:
         if not equal(mac, self._hmac_of(sequence, before[0])):
             raise damaged(f"row {sequence} of {self.path} was edited")
         return (terms[0], terms[1], terms[2], terms[3])
+
+
+def _booked_filter(booked: _State, split: str, *, epsilon: float, delta: float) -> RenyiFilter:
+    """Return the filter of one split, as an account's state has it."""
+    orders, totals = booked.get("orders"), booked["totals"].get(split)
+    return RenyiFilter(epsilon=epsilon, delta=delta, orders=orders, totals=totals)
 
 
 def _row(values: list[Any]) -> Row:

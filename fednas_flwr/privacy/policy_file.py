@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -228,48 +229,4 @@ def template() -> str:
         >>> parse_policy(template()).data_sets["my-data"].epsilon
         3.0
     """
-    return _TEMPLATE
-
-
-_TEMPLATE = """\
-# What this site allows on its data. Every request is checked against this file before data is
-# read; a request outside it is refused. The server cannot see, change or overrule it.
-data_sets:
-  my-data:                          # the id by which a run names this data
-    # The budget over the whole life of the data, over all runs: (epsilon, delta) for one record
-    # added or removed. Keep delta well below 1 / number of records.
-    epsilon: 3.0
-    delta: 1e-5
-
-    least_noise_multiplier: 0.8     # noise of each release, relative to the clipping norm
-    largest_grad_norm: 1.0          # largest norm that a run may clip records' gradients to
-    largest_steps: 20000            # most steps that one run may commit to, by kind of release
-
-    verbs:                          # what may be asked; all else is refused
-      - query.describe              # tells the numbers of this file
-      - query.commit                # keeps a run's schedule of releases
-      - query.latency               # times the layers of a search space on this machine
-      - train.weight_gradient
-      - train.alpha_gradient
-      - train.search                # local steps of both
-      - train.probe                 # trials of hyper-parameters
-      - train.weights               # retraining
-      - evaluate.model              # noised loss and accuracy
-      # - train.gradients           # those of weights and alphas at once (algorithm.fused=true)
-      # - train.candidate           # DPNAS: steps on one network of a supernet
-      # - evaluate.candidates       # DPNAS: noised accuracies of such networks
-
-    # Public: sampling rates and weights come from this number, never from the data. Round it, and
-    # do not change it when a record is added.
-    records: 5000
-    # Which share of the records is for what; a keyed hash of a record decides. Never change these,
-    # or the node's split-key: what was spent on each part would no longer hold for its records.
-    fractions: {train: 0.6, validation: 0.2, test: 0.2}
-
-    secure_noise: true              # noise only from the operating system's secret randomness
-    test_seed: false                # true undoes all privacy: never with real data
-
-    # Data sets with records in common must share one budget: give them the same name here, and
-    # the same epsilon and delta. Without it the data set has a budget of its own.
-    # account: my-ward
-"""
+    return (files("fednas_flwr.privacy") / "policy.yaml").read_text(encoding="utf-8")

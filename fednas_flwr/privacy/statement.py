@@ -90,14 +90,10 @@ def make_statement(rows: Sequence[Row], *, delta: float) -> Statement:
 def _line(rows: list[Row]) -> Line:
     """Return the line of rows of one kind; a ledger gives all of them the same terms."""
     entry = rows[0].entry
+    names = ("account", "run", "stage", "verb", "splits", "committed_steps")
     return Line(
-        account=entry.account,
-        run=entry.run,
-        stage=entry.stage,
-        verb=entry.verb,
-        splits=entry.splits,
+        **{name: getattr(entry, name) for name in names},
         steps=sum(row.entry.release.steps for row in rows),
-        committed_steps=entry.committed_steps,
         noise_multiplier=entry.release.noise_multiplier,
         sample_rate=entry.release.sample_rate,
         first=rows[0].time,

@@ -87,10 +87,8 @@ class Comparison:
             cells = [_setting_text(value) for value in group.settings.values()]
             cells.append(", ".join(str(seed) for seed in group.seeds))
             for metric, (_, scale, decimals) in COLUMNS.items():
-                values = group.reached(metric)
+                values = group.values[metric]
                 text = mean_and_deviation(values, scale=scale, decimals=decimals)
-                few = 0 < len(values) < len(group.seeds)
-                text += f" ({len(values)} of {len(group.seeds)})" if few else ""
                 unsafe = group.test_seed and metric == "epsilon"
                 cells.append(f"{text} ({TEST_SEED})" if unsafe else text)
             rows.append(cells)

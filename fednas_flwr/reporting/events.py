@@ -10,11 +10,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -22,7 +21,7 @@ Listener = Callable[[Event], None]
 STOPPED = {KeyboardInterrupt: "stopped by Ctrl-C", SystemExit: "the server's process was stopped"}
 
 
-class EventLog:
+class EventLog(AbstractContextManager["EventLog"]):
     """Appends events to a file and hands each one to the listeners.
 
     A line is written with one flushed call, so that a killed process leaves at most one torn line,
@@ -37,7 +36,7 @@ class EventLog:
     def __init__(self, path: Path, listeners: Iterable[Listener] = ()) -> None:
         """Open the file for appending."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        torn = path.exists() and not _ends_with_newline(path)
+        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = path.open("ab")
         if torn:
             self._file.write(b"\n")
@@ -90,16 +89,7 @@ class EventLog:
         """Close the file; emitting afterwards raises ValueError."""
         self._file.close()
 
-    def __enter__(self) -> Self:
-        """Return the log itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the file."""
         self.close()
 
@@ -136,15 +126,6 @@ def clients_of(partition: Event) -> list[int]:
     """Return the clients that a ``partition`` event tells of; runs of older versions name none."""
     rows = partition.get("splits") or partition.get("counts") or []
     return partition.get("clients") or list(range(len(rows)))
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        if size == 0:
-            return True
-        file.seek(size - 1)
-        return file.read(1) == b"\n"
 
 
 def _plain(value: Any) -> Any:

@@ -39,34 +39,13 @@ def estimates(phases: Sequence[Event]) -> Figure | None:
     by_arm = [list(row) for row in zip(*(e["estimates"] for e in phases), strict=True)]
     shown = [[None if v is None else float(f"{v:.4g}") for v in row] for row in by_arm]
     known = [value for row in shown for value in row if value is not None]
-    heat = {
-        "type": "heatmap",
-        "x": rounds,
-        "z": shown,
-        "hovertemplate": "round %{x}, configuration %{y}: %{z}<extra></extra>",
-        "coloraxis": "coloraxis",
-    }
-    chosen = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": rounds,
-        "y": [event["best"] for event in phases],
-        "hoverinfo": "skip",
-        "marker": {
-            "symbol": "circle-open",
-            "size": 11,
-            "color": plots.ORANGE,
-            "line": {"width": 2.5},
-        },
-    }
+    hover = "round %{x}, configuration %{y}: %{z}<extra></extra>"
+    heat = plots.heat(rounds, None, shown, hover)
+    chosen = plots.rings(rounds, [event["best"] for event in phases])
     layout = plots.axes(x="round", y="configuration")
     layout["xaxis"] |= {"type": "category", "showgrid": False}
     layout["showlegend"] = False
-    layout["coloraxis"] = {
-        "cmin": min(known, default=0),
-        "cmax": max(known, default=1),
-        "colorbar": {"title": {"text": "nats"}, "thickness": 12},
-    }
+    layout["coloraxis"] = plots.colours(min(known, default=0), max(known, default=1), title="nats")
     return {"data": [heat, chosen], "layout": layout}
 
 

@@ -14,7 +14,7 @@ from fednas_flwr.reporting.events import Event, clients_of
 
 Figure = dict[str, Any]
 
-BLUE, ORANGE, GREEN, PURPLE = "#3b82f6", "#e8842c", "#2ea36b", "#9b6bd6"
+BLUE, ORANGE, GREEN = "#3b82f6", "#e8842c", "#2ea36b"
 MOST_MARKERS = 60
 MOST_SLIDER_STEPS = 60
 LONGEST_NAME = 18
@@ -81,14 +81,9 @@ def partition(event: Event) -> Figure | None:
         return None
     by_class = [list(column) for column in zip(*counts, strict=True)]
     clients = [str(client) for client in clients_of(event)]
-    trace = {
-        "type": "heatmap",
-        "x": clients,
-        "y": _distinct([_short(name) for name in names]),
-        "z": by_class,
+    hover = "client %{x}<br>%{y}: %{z:,} records<extra></extra>"
+    trace = heat(clients, _distinct([_short(name) for name in names]), by_class, hover) | {
         "text": [[f"{value:,}" if value else "" for value in row] for row in by_class],
-        "hovertemplate": "client %{x}<br>%{y}: %{z:,} records<extra></extra>",
-        "coloraxis": "coloraxis",
         "xgap": 1 if len(clients) <= 40 else 0,
         "ygap": 1 if len(names) <= 40 else 0,
     }
@@ -96,11 +91,7 @@ def partition(event: Event) -> Figure | None:
     layout["xaxis"] |= {"type": "category", "showgrid": False}
     layout["yaxis"] |= {"type": "category", "autorange": "reversed", "showgrid": False}
     layout["height"] = min(max(90 + 26 * len(names), 220), 760)
-    layout["coloraxis"] = {
-        "cmin": 0,
-        "cmax": max(map(max, counts)) or 1,
-        "colorbar": {"title": {"text": "records"}, "thickness": 12},
-    }
+    layout["coloraxis"] = colours(0, max(map(max, counts)) or 1, title="records")
     return {"data": [trace], "layout": layout}
 
 
@@ -199,40 +190,21 @@ def _alpha_figure(
     most: float,
     kept: Sequence[Mapping[str, Any]],
 ) -> Figure:
-    heat = {
-        "type": "heatmap",
-        "x": ops,
-        "y": labels,
-        "z": shares,
-        "hovertemplate": "%{y}<br>%{x}: %{z:.3f}<extra></extra>",
-        "coloraxis": "coloraxis",
-        "xgap": 1,
-        "ygap": 1,
-    }
+    cells = heat(ops, labels, shares, "%{y}<br>%{x}: %{z:.3f}<extra></extra>")
+    cells |= {"xgap": 1, "ygap": 1}
     inputs = 2 if labels[0].startswith("c(") else 1
     marks = [
         (e["op"], f"{_node(e['source'], inputs)} → {_node(e['target'], inputs)}") for e in kept
     ]
     marks = [mark for mark in marks if mark[0] in ops and mark[1] in labels]
-    rings = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [op for op, _ in marks],
-        "y": [label for _, label in marks],
-        "hoverinfo": "skip",
-        "marker": {"symbol": "circle-open", "size": 11, "color": ORANGE, "line": {"width": 2.5}},
-    }
+    chosen = rings([op for op, _ in marks], [label for _, label in marks])
     layout = axes(x="", y="")
     layout["xaxis"] |= {"type": "category", "showgrid": False, "tickangle": -40}
     layout["yaxis"] |= {"type": "category", "autorange": "reversed", "showgrid": False}
     layout["height"] = 130 + 24 * len(labels)
     layout["showlegend"] = False
-    layout["coloraxis"] = {
-        "cmin": 0,
-        "cmax": most,
-        "colorbar": {"title": {"text": "share"}, "thickness": 12},
-    }
-    return {"data": [heat, rings] if marks else [heat], "layout": layout}
+    layout["coloraxis"] = colours(0, most, title="share")
+    return {"data": [cells, chosen] if marks else [cells], "layout": layout}
 
 
 def _line(x: list[int], y: Sequence[float | None], name: str, colour: str) -> Figure:
@@ -259,6 +231,27 @@ def _level(names: list[str], value: float, name: str, colour: str, dash: str) ->
         "marker": {"color": colour, "size": 10},
         "hovertemplate": f"{name}: %{{y:.1%}}<extra></extra>",
     }
+
+
+def heat(
+    x: Sequence[str], y: Sequence[str] | None, z: Sequence[Sequence[float | None]], hover: str
+) -> Figure:
+    """Return a heat map on the layout's axis of colours; without ``y`` its rows are numbered."""
+    trace = {"type": "heatmap", "x": x, "z": z, "hovertemplate": hover, "coloraxis": "coloraxis"}
+    return trace if y is None else trace | {"y": y}
+
+
+def rings(x: Sequence[str], y: Sequence[object]) -> Figure:
+    """Return rings around cells of a heat map."""
+    line = {"width": 2.5}
+    marker = {"symbol": "circle-open", "size": 11, "color": ORANGE, "line": line}
+    place = {"type": "scatter", "mode": "markers", "x": x, "y": y}
+    return place | {"hoverinfo": "skip", "marker": marker}
+
+
+def colours(low: float, high: float, *, title: str) -> Figure:
+    """Return the axis of colours of a heat map."""
+    return {"cmin": low, "cmax": high, "colorbar": {"title": {"text": title}, "thickness": 12}}
 
 
 def axes(*, x: str, y: str) -> Figure:

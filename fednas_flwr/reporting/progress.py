@@ -7,9 +7,8 @@ file or a pipe. `print_summary` prints the final table from the run folder.
 import math
 import time
 from collections import deque
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -41,7 +40,7 @@ MANY_ROUNDS = 100
 SECONDS_BETWEEN_LINES = 5.0
 
 
-class ProgressDisplay:
+class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     """Shows stage, round, loss, accuracy and time left; a listener for `EventLog`.
 
     On a terminal every stage has a moving bar. Elsewhere every round is one line; in a stage of
@@ -117,16 +116,7 @@ class ProgressDisplay:
         if self._bars is not None:
             self._bars.stop()
 
-    def __enter__(self) -> Self:
-        """Return the display itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Give the terminal back."""
         self.close()
 

@@ -111,44 +111,41 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
     rounds = run.rounds(name)
     both = ("train", "validation")
     noised = ", noised" if run.is_private else ""
-    charts: dict[str, tuple[str, plots.Figure | None]] = {
-        f"{name}_loss": (
-            f"Loss{noised}",
-            plots.curves(rounds, {f"{kind}_loss": kind for kind in both}, title="loss"),
+
+    def chart(label: str, series: dict[str, str], **look: Any) -> tuple[str, plots.Figure | None]:
+        return label, plots.curves(rounds, series, **look)
+
+    charts = {
+        "loss": chart(f"Loss{noised}", {f"{k}_loss": k for k in both}, title="loss"),
+        "accuracy": chart(
+            f"Accuracy{noised}", {f"{k}_accuracy": k for k in both}, title="accuracy", percent=True
         ),
-        f"{name}_accuracy": (
-            f"Accuracy{noised}",
-            plots.curves(
-                rounds, {f"{k}_accuracy": k for k in both}, title="accuracy", percent=True
-            ),
+        "entropy": chart(
+            "Entropy of the alphas", {"alpha_entropy": "entropy"}, title="nats per edge"
         ),
-        f"{name}_entropy": (
-            "Entropy of the alphas",
-            plots.curves(rounds, {"alpha_entropy": "entropy"}, title="nats per edge"),
-        ),
-        f"{name}_lr": (
+        "lr": chart(
             "Learning rate chosen",
-            plots.curves(
-                rounds, {"lr": "weights", "alpha_lr": "alphas"}, title="learning rate", log=True
-            ),
+            {"lr": "weights", "alpha_lr": "alphas"},
+            title="learning rate",
+            log=True,
         ),
-        f"{name}_theta": (
+        "theta": chart(
             "Entropy of the distribution over configurations",
-            plots.curves(rounds, {"theta_entropy": "entropy"}, title="nats"),
+            {"theta_entropy": "entropy"},
+            title="nats",
         ),
-        f"{name}_skip": (
-            "Share of skip connections",
-            plots.curves(rounds, {"skip_share": "share"}, title="share", percent=True),
+        "skip": chart(
+            "Share of skip connections", {"skip_share": "share"}, title="share", percent=True
         ),
     }
     phases = run.explored(name)
-    charts |= {f"{name}_{key}": chart for key, chart in exploration.figures(phases).items()}
+    charts |= exploration.figures(phases)
     metrics = sorted({metric for event in rounds for metric in event["metrics"]})
     return {
         "name": name,
         "title": f"{texts.STAGES[name]}, {len(rounds)} of {rounds[-1]['rounds']} rounds",
-        "plots": [(key, label) for key, (label, figure) in charts.items() if figure],
-        "figures": {key: figure for key, (_, figure) in charts.items() if figure},
+        "plots": [(f"{name}_{key}", label) for key, (label, figure) in charts.items() if figure],
+        "figures": {f"{name}_{key}": figure for key, (_, figure) in charts.items() if figure},
         "noised": texts.NOISED_TEXT if noised and any(map(guarantee.is_noised, metrics)) else "",
         "phases": exploration.phase_table(phases),
         "metrics": [metric + (noised if guarantee.is_noised(metric) else "") for metric in metrics],

@@ -19,23 +19,6 @@ CONFIG_FILE = "config.yaml"
 EVENTS_FILE = "events.jsonl"
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
-METRICS = (
-    "central_accuracy",
-    "central_f1",
-    "central_auroc",
-    "client_accuracy",
-    "personalised_accuracy",
-    "linear_accuracy",
-    "linear_f1",
-    "linear_auroc",
-    "num_parameters",
-    "multiply_adds",
-    "search_seconds",
-    "retrain_seconds",
-    "exchanges",
-    "traffic_mb",
-    "epsilon",
-)
 
 
 @dataclass(frozen=True)
@@ -227,7 +210,7 @@ class Run:
         )
 
     def numbers(self) -> dict[str, float | None]:
-        """Return the run's results under the names in METRICS.
+        """Return the run's results by name.
 
         Accuracies are shares of 1; F1 is the last class's of two, else their mean;
         ``client_accuracy`` is the plain mean over clients, ``personalised_accuracy`` that after

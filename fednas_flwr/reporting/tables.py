@@ -142,11 +142,8 @@ def _table(document: Mapping[str, Any]) -> str:
 
 def _metric(runs: list[dict[str, Any]], column: Mapping[str, Any]) -> str:
     values = [run["metrics"][column["metric"]] for run in runs]
-    reached = [value for value in values if value is not None]
-    text = mean_and_deviation(
-        reached, scale=column.get("scale", 1), decimals=column.get("decimals")
-    )
-    return f"{text} ({len(reached)} of {len(values)})" if 0 < len(reached) < len(values) else text
+    scale, decimals = column.get("scale", 1), column.get("decimals")
+    return mean_and_deviation(values, scale=scale, decimals=decimals)
 
 
 def _source(document: Mapping[str, Any]) -> str:

@@ -4,10 +4,10 @@ torch's SummaryWriter is imported when the first number comes: 0.1 s once torch 
 4 s without it), paid only by runs.
 """
 
+from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.guarantee import is_noised
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 10
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(AbstractContextManager["TensorBoardWriter"]):
     """Writes every metric of a round as the scalar ``<stage>/<metric>`` with the round as step.
 
     Seconds and megabytes per round and the final accuracies (step 0) are written as well. In a
@@ -61,16 +61,7 @@ class TensorBoardWriter:
         if self._writer is not None:
             self._writer.close()
 
-    def __enter__(self) -> Self:
-        """Return the writer itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the files."""
         self.close()
 

@@ -52,21 +52,24 @@ def duration(seconds: float | None) -> str:
 
 
 def mean_and_deviation(
-    values: Sequence[float], *, scale: float = 1.0, decimals: int | None = None
+    values: Sequence[float | None], *, scale: float = 1.0, decimals: int | None = None
 ) -> str:
     """Return ``mean ± standard deviation`` (n - 1) of the scaled values.
 
-    One value has no deviation and stands alone; none gives a dash. Without ``decimals`` the mean
-    has three significant digits.
+    One value has no deviation and stands alone; none gives a dash. ``(2 of 3)`` follows where one
+    of three values is None. Without ``decimals`` the mean has three significant digits.
 
     Example:
         >>> mean_and_deviation([0.90, 0.92], scale=100, decimals=1)
         '91.0 ± 1.4'
     """
-    if not values:
+    reached = [value for value in values if value is not None]
+    if not reached:
         return DASH
-    mean = scale * fmean(values)
+    mean = scale * fmean(reached)
     if decimals is None:
         decimals = max(0, 2 - math.floor(math.log10(abs(mean)))) if mean else 0
     text = f"{mean:.{decimals}f}"
-    return text if len(values) == 1 else f"{text} ± {abs(scale) * stdev(values):.{decimals}f}"
+    if len(reached) > 1:
+        text += f" ± {abs(scale) * stdev(reached):.{decimals}f}"
+    return text if len(reached) == len(values) else f"{text} ({len(reached)} of {len(values)})"

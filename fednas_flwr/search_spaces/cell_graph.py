@@ -25,7 +25,8 @@ from fednas_flwr.search_spaces.degenerate import (
     routes,
 )
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
-from fednas_flwr.search_spaces.space import check_alphas, check_cells, check_op
+from fednas_flwr.search_spaces.operations import Sizes
+from fednas_flwr.search_spaces.space import SpaceShape, check_alphas, check_cells, check_op
 
 KEPT = 2  # edges into a node
 CELL = "cell"  # the kind of cell, where there is only one
@@ -93,18 +94,33 @@ def check_edges(edges: Sequence[Edge], *, kind: str, ops: tuple[str, ...], nodes
         )
 
 
-class CellGraphSpace:
+class CellGraphSpace(SpaceShape):
     """The way from alphas to a genotype of spaces with a normal and a reduction cell.
 
     Attributes:
         name: The name users choose the space by.
         ops: Names of the ops on every edge; the first is ``none``.
         nodes: The nodes of a cell that are no inputs.
+        channels: Of the supernet's first cells.
+        num_cells: Cells of the supernet.
     """
 
-    name: ClassVar[str]
     ops: ClassVar[tuple[str, ...]]
     nodes: ClassVar[range]
+
+    channels: int
+    num_cells: int
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be built."""
+        super().__post_init__()
+        self.check_sizes("channels", "num_cells")
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of its networks."""
+        shape = (self.input_shape[0], self.num_classes)
+        return Sizes(*shape, self.channels, self.num_cells, self.norm)
 
     @property
     def cell_kinds(self) -> dict[str, int]:
@@ -173,7 +189,7 @@ class CellGraphSpace:
         return Genotype(space=self.name, cells=cells)
 
 
-class WholeGraphSpace:
+class WholeGraphSpace(SpaceShape):
     """The way from alphas to a genotype of spaces with one kind of cell, all of whose edges stay.
 
     Each edge has one op, which may be ``none``.
@@ -185,7 +201,6 @@ class WholeGraphSpace:
         outputs: The nodes that the cell's output is made of.
     """
 
-    name: ClassVar[str]
     ops: ClassVar[tuple[str, ...]]
     nodes: ClassVar[range]
     outputs: ClassVar[range]

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import BATCH, FAST, REFERENCE, Engine, Norm
+from fednas_flwr.names import FAST, REFERENCE
 from fednas_flwr.search_spaces.cell_graph import CellGraphSpace
 from fednas_flwr.search_spaces.darts_network import NODES, OPS, DARTSBody, DARTSNetwork
 from fednas_flwr.search_spaces.darts_wide import WideDARTSBody
 from fednas_flwr.search_spaces.genotype import Genotype
-from fednas_flwr.search_spaces.operations import check_norm
-from fednas_flwr.search_spaces.space import Supernet, check_engine, check_sizes
+from fednas_flwr.search_spaces.space import Supernet
 
 BODIES = {FAST: WideDARTSBody, REFERENCE: DARTSBody}
 
@@ -41,24 +40,12 @@ class DARTSSpace(CellGraphSpace):
     ops: ClassVar[tuple[str, ...]] = OPS
     nodes: ClassVar[range] = NODES
 
-    input_shape: tuple[int, ...]
-    num_classes: int
     channels: int = 16
     num_cells: int = 8
-    norm: Norm = BATCH
-    engine: Engine = FAST
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""
-        check_norm(self.norm)
-        check_engine(self.engine)
-        check_sizes(
-            space=self.name,
-            input_shape=self.input_shape,
-            num_classes=self.num_classes,
-            channels=self.channels,
-            num_cells=self.num_cells,
-        )
+        super().__post_init__()
         if self.num_cells < 3:
             raise ConfigError(
                 f"num_cells must be at least 3 for darts, got {self.num_cells}: with fewer there "
@@ -71,13 +58,7 @@ class DARTSSpace(CellGraphSpace):
         Deviation: the published code leaves the affine part of the stem's norm on (96 weights of
         1,930,618 at C = 16); here no norm of a supernet has one.
         """
-        body = BODIES[self.engine](
-            in_channels=self.input_shape[0],
-            num_classes=self.num_classes,
-            channels=self.channels,
-            num_cells=self.num_cells,
-            norm=self.norm,
-        )
+        body = BODIES[self.engine](self.sizes)
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> DARTSNetwork:
@@ -93,12 +74,4 @@ class DARTSSpace(CellGraphSpace):
             ConfigError: If the genotype is not of this space.
         """
         self.check(genotype)
-        return DARTSNetwork(
-            genotype,
-            in_channels=self.input_shape[0],
-            num_classes=self.num_classes,
-            channels=self.channels,
-            num_cells=self.num_cells,
-            norm=self.norm,
-            auxiliary=auxiliary,
-        )
+        return DARTSNetwork(genotype, self.sizes, auxiliary=auxiliary)

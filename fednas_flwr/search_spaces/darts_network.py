@@ -25,11 +25,12 @@ from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.operations import (
     FactorizedReduce,
     MixedOp,
-    add_all,
+    Sizes,
     channels_last,
     depthwise_separable,
     discrete_states,
     make_norm,
+    mixed_states,
     relu_conv_norm,
 )
 
@@ -63,25 +64,14 @@ def make_operation(op: str, channels: int, *, stride: int, norm: Norm, affine: b
             return nn.Identity()
         case "skip_connect":
             return FactorizedReduce(channels, channels, norm=norm, affine=affine)
-        case "sep_conv_3x3" | "sep_conv_5x5":
+        case "sep_conv_3x3" | "sep_conv_5x5" | "dil_conv_3x3" | "dil_conv_5x5":
             convolution = functools.partial(
-                depthwise_separable,
-                channels,
-                kernel_size=int(op[-1]),
-                dilation=1,
-                norm=norm,
-                affine=affine,
+                depthwise_separable, channels, kernel_size=int(op[-1]), norm=norm, affine=affine
             )
-            return nn.Sequential(*convolution(stride=stride), *convolution(stride=1))
-        case "dil_conv_3x3" | "dil_conv_5x5":
-            return depthwise_separable(
-                channels,
-                kernel_size=int(op[-1]),
-                stride=stride,
-                dilation=2,
-                norm=norm,
-                affine=affine,
-            )
+            if op.startswith("dil"):
+                return convolution(stride=stride, dilation=2)
+            both = (*convolution(stride=stride, dilation=1), *convolution(stride=1, dilation=1))
+            return nn.Sequential(*both)
         case _:
             raise ValueError(f"expected one of {', '.join(OPS[1:])}, got {op}")
     return nn.Sequential(pool, make_norm(channels, norm=norm, affine=False))
@@ -100,29 +90,24 @@ class DARTSNetwork(nn.Module):
     def __init__(
         self,
         genotype: Genotype,
+        sizes: Sizes,
         *,
-        in_channels: int,
-        num_classes: int,
-        channels: int,
-        num_cells: int,
-        norm: Norm,
         auxiliary: bool,
     ) -> None:
         """Build the network of a genotype that the space has checked."""
         super().__init__()
         self.drop_path_prob = 0.0
-        plans = _plan_cells(channels=channels, num_cells=num_cells)
-        self.stem = _stem(in_channels, channels=channels, norm=norm, affine=True)
+        plans, norm = _plan_cells(sizes), sizes.norm
+        self.stem = _stem(sizes, affine=True)
         self.cells = nn.ModuleList(
             _DiscreteCell(plan, genotype.cells[plan.kind], norm=norm) for plan in plans
         )
-        self.classifier = nn.Linear(plans[-1].out_channels, num_classes)
-        self.auxiliary_cell = 2 * num_cells // 3
-        self.auxiliary = (
-            AuxiliaryHead(plans[self.auxiliary_cell].out_channels, num_classes, norm=norm)
-            if auxiliary
-            else None
-        )
+        self.classifier = nn.Linear(plans[-1].out_channels, sizes.num_classes)
+        self.auxiliary_cell = 2 * sizes.num_cells // 3
+        self.auxiliary = None
+        if auxiliary:
+            channels = plans[self.auxiliary_cell].out_channels
+            self.auxiliary = AuxiliaryHead(channels, sizes.num_classes, norm=norm)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits [B, classes]; in train mode with auxiliary head (logits, auxiliary)."""
@@ -175,16 +160,14 @@ class AuxiliaryHead(nn.Module):
 class DARTSBody(nn.Module):
     """Stem, search cells, global pool and classifier."""
 
-    def __init__(
-        self, *, in_channels: int, num_classes: int, channels: int, num_cells: int, norm: Norm
-    ) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         """Build the body; see :class:`DARTSSpace` for the sizes."""
         super().__init__()
-        plans = _plan_cells(channels=channels, num_cells=num_cells)
+        plans = _plan_cells(sizes)
         self.kinds = [plan.kind for plan in plans]
-        self.stem = _stem(in_channels, channels=channels, norm=norm, affine=False)
-        self.cells = nn.ModuleList(SearchCell(plan, norm=norm) for plan in plans)
-        self.classifier = nn.Linear(plans[-1].out_channels, num_classes)
+        self.stem = _stem(sizes, affine=False)
+        self.cells = nn.ModuleList(SearchCell(plan, norm=sizes.norm) for plan in plans)
+        self.classifier = nn.Linear(plans[-1].out_channels, sizes.num_classes)
 
     def forward(self, x: Tensor, op_weights: Mapping[str, Tensor]) -> Tensor:
         """Return logits [B, classes]; op weights as in :class:`Supernet`."""
@@ -218,18 +201,9 @@ class SearchCell(nn.Module):
 
     def forward(self, before: Tensor, last: Tensor, weights_EO: Tensor) -> Tensor:
         """Return [B, 4 C, H, W] from the outputs of the two cells before."""
-        states = [self.preprocess0(before), self.preprocess1(last)]
-        for node in NODES:
-            states.append(
-                add_all(
-                    edge(states[source], weights_EO[..., index, :])
-                    for index, ((source, target), edge) in enumerate(
-                        zip(EDGES, self.edges, strict=True)
-                    )
-                    if target == node
-                )
-            )
-        return torch.cat(states[2:], dim=1)
+        inputs = [self.preprocess0(before), self.preprocess1(last)]
+        states = mixed_states(inputs, EDGES, self.edges, weights_EO)
+        return torch.cat(states[len(inputs) :], dim=1)
 
 
 class _DiscreteCell(nn.Module):
@@ -277,13 +251,14 @@ class _CellPlan:
         return 2 if self.reduction and source < NODES.start else 1
 
 
-def _plan_cells(*, channels: int, num_cells: int) -> list[_CellPlan]:
+def _plan_cells(sizes: Sizes) -> list[_CellPlan]:
     """Return the sizes of all cells; channels double at the cells L//3 and 2L//3."""
     plans: list[_CellPlan] = []
+    channels = sizes.channels
     before = last = STEM_MULTIPLIER * channels
     after_reduction = False
-    for index in range(num_cells):
-        reduction = index in (num_cells // 3, 2 * num_cells // 3)
+    for index in range(sizes.num_cells):
+        reduction = index in (sizes.num_cells // 3, 2 * sizes.num_cells // 3)
         channels *= 2 if reduction else 1
         plan = _CellPlan(before, last, channels, reduction, after_reduction)
         plans.append(plan)
@@ -291,12 +266,12 @@ def _plan_cells(*, channels: int, num_cells: int) -> list[_CellPlan]:
     return plans
 
 
-def _stem(in_channels: int, *, channels: int, norm: Norm, affine: bool) -> nn.Sequential:
+def _stem(sizes: Sizes, *, affine: bool) -> nn.Sequential:
     """Return conv3x3 to 3C and norm, at stride 1: the paper's form for small images."""
-    out_channels = STEM_MULTIPLIER * channels
+    out_channels = STEM_MULTIPLIER * sizes.channels
     return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False),
-        make_norm(out_channels, norm=norm, affine=affine),
+        nn.Conv2d(sizes.inputs, out_channels, 3, padding=1, bias=False),
+        make_norm(out_channels, norm=sizes.norm, affine=affine),
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fednas_flwr.errors import ConfigError, unknown_choice
-from fednas_flwr.names import FAST, GROUP, Engine, Norm
+from fednas_flwr.names import GROUP, Norm
 from fednas_flwr.search_spaces import darts_network
 from fednas_flwr.search_spaces.cell_graph import CELL, WholeGraphSpace
 from fednas_flwr.search_spaces.dp_cells_network import (
@@ -26,12 +26,7 @@ from fednas_flwr.search_spaces.dp_cells_network import (
     DPCellNetwork,
 )
 from fednas_flwr.search_spaces.genotype import Genotype
-from fednas_flwr.search_spaces.operations import check_norm
-from fednas_flwr.search_spaces.space import (
-    Supernet,
-    check_engine,
-    check_sizes,
-)
+from fednas_flwr.search_spaces.space import Supernet
 
 SEARCH_GROUPS, TRAINING_GROUPS = 4, 8  # of group norms, as in the authors' code
 BLOCKS = 3
@@ -58,18 +53,14 @@ class DPCellSpace(WholeGraphSpace):
     nodes: ClassVar[range] = NODES
     outputs: ClassVar[range] = NODES
 
-    input_shape: tuple[int, ...]
-    num_classes: int
     widths: tuple[int, ...] = (32, 32, 64)
     head: int = 128
     activation: str = "tanh"
     norm: Norm = GROUP
-    engine: Engine = FAST
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""
-        check_norm(self.norm)
-        check_engine(self.engine)
+        super().__post_init__()
         if self.activation not in ACTIVATIONS:
             raise unknown_choice("search_space.activation", self.activation, ACTIVATIONS)
         if len(self.widths) != BLOCKS or min(self.widths) < 1:
@@ -77,13 +68,7 @@ class DPCellSpace(WholeGraphSpace):
                 f"search_space.widths={list(self.widths)} must be {BLOCKS} numbers of channels, "
                 "each at least 1: one for each cell."
             )
-        check_sizes(
-            space=self.name,
-            input_shape=self.input_shape,
-            num_classes=self.num_classes,
-            channels=self.head,
-            num_cells=BLOCKS,
-        )
+        self.check_sizes("head")
 
     @classmethod
     def choices(cls) -> tuple[int, ...]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, MissingSettingError, show
 from fednas_flwr.files import write_atomically
+from fednas_flwr.typed import parse
 
 FORMAT = "fednas-genotype"
 VERSION = 1
@@ -86,23 +87,23 @@ def from_json(text: str, *, origin: str = "genotype") -> Genotype:
         document = json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{origin} is not valid JSON: {error}.") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        found = document.get("format") if isinstance(document, dict) else document
-        raise ConfigError(f"{origin}: format must be {FORMAT!r}, got {_show(found)}.")
-    if document.get("version") != VERSION or isinstance(document.get("version"), bool):
-        raise ConfigError(
-            f"{origin}: version must be {VERSION}, got {_show(document.get('version'))}; "
-            "a newer file needs a newer fednas_flwr."
-        )
-    fields = _fields(document, ("format", "version", "space", "cells"), where=origin)
-    space = _typed(fields["space"], str, "a name", where=f"{origin}: space")
-    cells = _typed(fields["cells"], dict, "an object", where=f"{origin}: cells")
-    return Genotype(
-        space=space,
-        cells={
-            kind: _edges(edges, where=f"{origin}: cells.{kind}") for kind, edges in cells.items()
-        },
-    )
+    about = document if isinstance(document, dict) else {"format": document}
+    for field, expected in (("format", FORMAT), ("version", VERSION)):
+        found = about.pop(field, None)
+        if found != expected or isinstance(found, bool):
+            newer = "; a newer file needs a newer fednas_flwr" * (field == "version")
+            raise ConfigError(f"{origin}: {field} must be {expected!r}, got {show(found)}{newer}.")
+    try:
+        genotype: Genotype = parse(Genotype, about, key=f"{origin}: genotype")
+    except MissingSettingError as error:
+        raise ConfigError(f"{error.key} is missing.") from None
+    for kind, edges in genotype.cells.items():
+        for index, edge in enumerate(edges):
+            if not 0 <= edge.source < edge.target:
+                where = f"{origin}: genotype.cells.{kind}[{index}]"
+                pair = f"{edge.source} and {edge.target}"
+                raise ConfigError(f"{where}: 0 <= source < target must hold, got {pair}.")
+    return genotype
 
 
 def save_genotype(path: Path, genotype: Genotype) -> None:
@@ -123,48 +124,6 @@ def load_genotype(path: Path) -> Genotype:
     except UnicodeDecodeError as error:
         raise ConfigError(f"genotype={path} is not a UTF-8 text file of JSON.") from error
     return from_json(text, origin=str(path))
-
-
-def _edges(value: Any, *, where: str) -> tuple[Edge, ...]:
-    """Return the checked edges of one cell."""
-    items = _typed(value, list, "a list of edges", where=where)
-    return tuple(_edge(item, where=f"{where}[{index}]") for index, item in enumerate(items))
-
-
-def _edge(value: Any, *, where: str) -> Edge:
-    """Return one checked edge."""
-    item = _typed(value, dict, "an object", where=where)
-    fields = _fields(item, ("op", "source", "target"), where=where)
-    op = _typed(fields["op"], str, "a name", where=f"{where}.op")
-    source = _typed(fields["source"], int, "an integer", where=f"{where}.source")
-    target = _typed(fields["target"], int, "an integer", where=f"{where}.target")
-    if not 0 <= source < target:
-        raise ConfigError(f"{where}: 0 <= source < target must hold, got {source} and {target}.")
-    return Edge(op=op, source=source, target=target)
-
-
-def _fields(item: dict[str, Any], names: tuple[str, ...], *, where: str) -> dict[str, Any]:
-    """Return ``item`` if its keys are exactly ``names``."""
-    for name in names:
-        if name not in item:
-            raise ConfigError(f"{where}: the field {name!r} is missing.")
-    for name in item:
-        if name not in names:
-            raise ConfigError(f"{where}: unknown field {name!r}, expected {', '.join(names)}.")
-    return item
-
-
-def _typed(value: Any, kind: type, expected: str, *, where: str) -> Any:
-    """Return ``value`` if it is of the type; JSON's true and false are not integers."""
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ConfigError(f"{where} must be {expected}, got {_show(value)}.")
-    return value
-
-
-def _show(value: Any) -> str:
-    """Return a short form of a value for an error sentence."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

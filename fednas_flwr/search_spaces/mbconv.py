@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.errors import ConfigError, unknown_choice
-from fednas_flwr.names import BATCH, FAST, Engine, Norm
 from fednas_flwr.search_spaces.degenerate import WEIGHTLESS, first_trained, nearest_trained
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.mbconv_network import MBConvNetwork
@@ -33,14 +32,12 @@ from fednas_flwr.search_spaces.mbconv_plan import (
     Skeleton,
     make_plan,
 )
-from fednas_flwr.search_spaces.operations import check_norm
 from fednas_flwr.search_spaces.space import (
+    SpaceShape,
     Supernet,
     check_alphas,
     check_cells,
-    check_engine,
     check_op,
-    check_sizes,
 )
 
 # The alpha of an op that a block does not offer. Its softmax and its gradient are exactly zero in
@@ -49,7 +46,7 @@ NEVER = -1e4
 
 
 @dataclass(frozen=True, kw_only=True)
-class MBConvSpace:
+class MBConvSpace(SpaceShape):
     """The MBConv search space for images of one shape.
 
     Attributes:
@@ -65,25 +62,13 @@ class MBConvSpace:
 
     name: ClassVar[str] = "mbconv"
 
-    input_shape: tuple[int, ...]
-    num_classes: int
     skeleton: Skeleton = SKELETONS["fdnas"]
     candidates: tuple[str, ...] = CANDIDATES["fdnas"]
     width: float = 1.0
-    norm: Norm = BATCH
-    engine: Engine = FAST
 
     def __post_init__(self) -> None:
         """Refuse what cannot be built, or offers no choice."""
-        check_norm(self.norm)
-        check_engine(self.engine)
-        check_sizes(
-            space=self.name,
-            input_shape=self.input_shape,
-            num_classes=self.num_classes,
-            channels=self.skeleton.stem,
-            num_cells=sum(blocks for _, blocks in self.skeleton.stages),
-        )
+        super().__post_init__()
         if not 0 < self.width <= 16:
             raise ConfigError(f"search_space.width={self.width} is out of range: above 0, to 16.")
         for op in self.candidates:

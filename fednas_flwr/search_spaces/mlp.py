@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import BATCH, FAST, Engine, Norm
 from fednas_flwr.search_spaces.cell_graph import CellGraphSpace
 from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.mlp_network import NODES, OPS, MLPBody, MLPNetwork
-from fednas_flwr.search_spaces.operations import check_norm
-from fednas_flwr.search_spaces.space import Supernet, check_engine, check_sizes
+from fednas_flwr.search_spaces.space import Supernet
 
 LEAST_WIDTH = 8  # half of a reduction cell's half: 2 units, the fewest that a layer norm leaves
 
@@ -42,26 +40,14 @@ class MLPSpace(CellGraphSpace):
     name: ClassVar[str] = "mlp"
     ops: ClassVar[tuple[str, ...]] = OPS
     nodes: ClassVar[range] = NODES
+    inputs: ClassVar[str] = "tables"
 
-    input_shape: tuple[int, ...]
-    num_classes: int
     channels: int = 32
     num_cells: int = 3
-    norm: Norm = BATCH
-    engine: Engine = FAST
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""
-        check_norm(self.norm)
-        check_engine(self.engine)
-        check_sizes(
-            space=self.name,
-            inputs="tables",
-            input_shape=self.input_shape,
-            num_classes=self.num_classes,
-            channels=self.channels,
-            num_cells=self.num_cells,
-        )
+        super().__post_init__()
         if self.channels < LEAST_WIDTH:
             raise ConfigError(
                 f"channels must be at least {LEAST_WIDTH} for mlp, got {self.channels}: a norm "
@@ -79,13 +65,7 @@ class MLPSpace(CellGraphSpace):
                 f"search_space.num_cells must be at least 2 for mlp, got {self.num_cells}: with "
                 "one there is no normal cell."
             )
-        body = MLPBody(
-            num_features=self.input_shape[0],
-            num_classes=self.num_classes,
-            channels=self.channels,
-            num_cells=self.num_cells,
-            norm=self.norm,
-        )
+        body = MLPBody(self.sizes)
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> MLPNetwork:
@@ -101,11 +81,4 @@ class MLPSpace(CellGraphSpace):
         self.check(genotype)
         if auxiliary:
             raise ConfigError("mlp networks have no auxiliary head: switch it off.")
-        return MLPNetwork(
-            genotype,
-            num_features=self.input_shape[0],
-            num_classes=self.num_classes,
-            channels=self.channels,
-            num_cells=self.num_cells,
-            norm=self.norm,
-        )
+        return MLPNetwork(genotype, self.sizes)

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from fednas_flwr.names import GROUP, Norm
 from fednas_flwr.search_spaces.cell_graph import candidate_edges
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
-from fednas_flwr.search_spaces.operations import discrete_states
+from fednas_flwr.search_spaces.operations import Sizes, discrete_states
 from fednas_flwr.search_spaces.wide_operations import node_states
 
 OPS = ("none", "skip_connect", "dense_relu", "dense_tanh", "narrow_relu", "narrow_tanh")
@@ -68,24 +68,15 @@ class MLPNetwork(nn.Module):
 
     drop_path_prob: float
 
-    def __init__(
-        self,
-        genotype: Genotype,
-        *,
-        num_features: int,
-        num_classes: int,
-        channels: int,
-        num_cells: int,
-        norm: Norm,
-    ) -> None:
+    def __init__(self, genotype: Genotype, sizes: Sizes) -> None:
         """Build the network of a genotype that the space has checked."""
         super().__init__()
         self.drop_path_prob = 0.0
-        plans = _plan_cells(num_features, channels=channels, num_cells=num_cells)
+        plans = _plan_cells(sizes)
         self.cells = nn.ModuleList(
-            _DiscreteCell(plan, genotype.cells[plan.kind], norm=norm) for plan in plans
+            _DiscreteCell(plan, genotype.cells[plan.kind], norm=sizes.norm) for plan in plans
         )
-        self.classifier = nn.Linear(plans[-1].out_width, num_classes)
+        self.classifier = nn.Linear(plans[-1].out_width, sizes.num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, classes]."""
@@ -104,15 +95,13 @@ class MLPNetwork(nn.Module):
 class MLPBody(nn.Module):
     """Search cells and classifier."""
 
-    def __init__(
-        self, *, num_features: int, num_classes: int, channels: int, num_cells: int, norm: Norm
-    ) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         """Build the body; see :class:`MLPSpace` for the sizes."""
         super().__init__()
-        plans = _plan_cells(num_features, channels=channels, num_cells=num_cells)
+        plans = _plan_cells(sizes)
         self.kinds = [plan.kind for plan in plans]
-        self.cells = nn.ModuleList(SearchCell(plan, norm=norm) for plan in plans)
-        self.classifier = nn.Linear(plans[-1].out_width, num_classes)
+        self.cells = nn.ModuleList(SearchCell(plan, norm=sizes.norm) for plan in plans)
+        self.classifier = nn.Linear(plans[-1].out_width, sizes.num_classes)
 
     def forward(self, x: Tensor, op_weights: Mapping[str, Tensor]) -> Tensor:
         """Return logits [B, classes]; op weights as in :class:`Supernet`."""
@@ -218,13 +207,14 @@ class _CellPlan:
         return len(NODES) * self.width
 
 
-def _plan_cells(num_features: int, *, channels: int, num_cells: int) -> list[_CellPlan]:
+def _plan_cells(sizes: Sizes) -> list[_CellPlan]:
     """Return the sizes of all cells; the width is halved at cell L//2 and stays so."""
     plans: list[_CellPlan] = []
-    before = last = num_features
-    for index in range(num_cells):
-        reduction = index == num_cells // 2
-        width = channels // 2 if index >= num_cells // 2 else channels
+    before = last = sizes.inputs
+    middle = sizes.num_cells // 2
+    for index in range(sizes.num_cells):
+        reduction = index == middle
+        width = sizes.channels // 2 if index >= middle else sizes.channels
         plans.append(_CellPlan(before, last, width, "reduction" if reduction else "normal"))
         before, last = last, plans[-1].out_width
     return plans

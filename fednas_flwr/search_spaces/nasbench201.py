@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import BATCH, FAST, REFERENCE, Engine, Norm
+from fednas_flwr.names import FAST, REFERENCE
 from fednas_flwr.search_spaces.cell_graph import CELL, WholeGraphSpace
 from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.nasbench201_network import (
@@ -22,12 +22,8 @@ from fednas_flwr.search_spaces.nasbench201_network import (
     NASBench201Network,
 )
 from fednas_flwr.search_spaces.nasbench201_wide import WideNASBench201Body
-from fednas_flwr.search_spaces.operations import check_norm
-from fednas_flwr.search_spaces.space import (
-    Supernet,
-    check_engine,
-    check_sizes,
-)
+from fednas_flwr.search_spaces.operations import Sizes
+from fednas_flwr.search_spaces.space import Supernet
 
 BODIES = {FAST: WideNASBench201Body, REFERENCE: NASBench201Body}
 
@@ -51,34 +47,23 @@ class NASBench201Space(WholeGraphSpace):
     nodes: ClassVar[range] = NODES
     outputs: ClassVar[range] = NODES[-1:]
 
-    input_shape: tuple[int, ...]
-    num_classes: int
     channels: int = 16
     num_cells: int = 5
-    norm: Norm = BATCH
-    engine: Engine = FAST
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""
-        check_norm(self.norm)
-        check_engine(self.engine)
-        check_sizes(
-            space=self.name,
-            input_shape=self.input_shape,
-            num_classes=self.num_classes,
-            channels=self.channels,
-            num_cells=self.num_cells,
-        )
+        super().__post_init__()
+        self.check_sizes("channels", "num_cells")
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of its networks."""
+        shape = (self.input_shape[0], self.num_classes)
+        return Sizes(*shape, self.channels, self.num_cells, self.norm)
 
     def supernet(self) -> Supernet:
         """Return a newly initialised supernet; its norms have no affine part."""
-        body = BODIES[self.engine](
-            in_channels=self.input_shape[0],
-            num_classes=self.num_classes,
-            channels=self.channels,
-            num_cells=self.num_cells,
-            norm=self.norm,
-        )
+        body = BODIES[self.engine](self.sizes)
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> NASBench201Network:
@@ -94,14 +79,7 @@ class NASBench201Space(WholeGraphSpace):
         self.check(genotype)
         if auxiliary:
             raise ConfigError("nasbench201 networks have no auxiliary head: switch it off.")
-        return NASBench201Network(
-            genotype,
-            in_channels=self.input_shape[0],
-            num_classes=self.num_classes,
-            channels=self.channels,
-            num_cells=self.num_cells,
-            norm=self.norm,
-        )
+        return NASBench201Network(genotype, self.sizes)
 
 
 def to_arch_string(genotype: Genotype) -> str:

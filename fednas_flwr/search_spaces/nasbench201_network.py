@@ -19,10 +19,11 @@ from fednas_flwr.search_spaces.cell_graph import CELL, candidate_edges
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.operations import (
     MixedOp,
-    add_all,
+    Sizes,
     channels_last,
     discrete_states,
     make_norm,
+    mixed_states,
     relu_conv_norm,
 )
 
@@ -61,26 +62,13 @@ class NASBench201Network(nn.Module):
 
     drop_path_prob: float
 
-    def __init__(
-        self,
-        genotype: Genotype,
-        *,
-        in_channels: int,
-        num_classes: int,
-        channels: int,
-        num_cells: int,
-        norm: Norm,
-    ) -> None:
+    def __init__(self, genotype: Genotype, sizes: Sizes) -> None:
         """Build the network of a genotype that the space has checked."""
         super().__init__()
         self.drop_path_prob = 0.0
         self.skeleton = _Skeleton(
-            functools.partial(_DiscreteCell, genotype.cells[CELL], norm=norm),
-            in_channels=in_channels,
-            num_classes=num_classes,
-            channels=channels,
-            num_cells=num_cells,
-            norm=norm,
+            functools.partial(_DiscreteCell, genotype.cells[CELL], norm=sizes.norm),
+            sizes,
             affine=True,
         )
 
@@ -101,19 +89,11 @@ class NASBench201Network(nn.Module):
 class NASBench201Body(nn.Module):
     """The fixed network with all ops on all edges of its cells."""
 
-    def __init__(
-        self, *, in_channels: int, num_classes: int, channels: int, num_cells: int, norm: Norm
-    ) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         """Build the body; see :class:`NASBench201Space` for the sizes."""
         super().__init__()
         self.skeleton = _Skeleton(
-            functools.partial(SearchCell, norm=norm),
-            in_channels=in_channels,
-            num_classes=num_classes,
-            channels=channels,
-            num_cells=num_cells,
-            norm=norm,
-            affine=False,
+            functools.partial(SearchCell, norm=sizes.norm), sizes, affine=False
         )
 
     def forward(self, x: Tensor, op_weights: Mapping[str, Tensor]) -> Tensor:
@@ -131,19 +111,12 @@ class _Skeleton(nn.Module):
     """
 
     def __init__(
-        self,
-        make_cell: Callable[[int], nn.Module],
-        *,
-        in_channels: int,
-        num_classes: int,
-        channels: int,
-        num_cells: int,
-        norm: Norm,
-        affine: bool,
+        self, make_cell: Callable[[int], nn.Module], sizes: Sizes, *, affine: bool
     ) -> None:
         super().__init__()
+        channels, norm = sizes.channels, sizes.norm
         self.stem = nn.Sequential(
-            nn.Conv2d(in_channels, channels, 3, padding=1, bias=False),
+            nn.Conv2d(sizes.inputs, channels, 3, padding=1, bias=False),
             make_norm(channels, norm=norm, affine=affine),
         )
         self.reductions = nn.ModuleList([nn.Identity()])
@@ -152,9 +125,9 @@ class _Skeleton(nn.Module):
             if stage > 0:
                 self.reductions.append(ResidualBlock(channels, norm=norm, affine=affine))
                 channels *= 2
-            self.stages.append(nn.ModuleList(make_cell(channels) for _ in range(num_cells)))
+            self.stages.append(nn.ModuleList(make_cell(channels) for _ in range(sizes.num_cells)))
         self.head_norm = make_norm(channels, norm=norm, affine=affine)
-        self.classifier = nn.Linear(channels, num_classes)
+        self.classifier = nn.Linear(channels, sizes.num_classes)
 
     def forward(self, x: Tensor, cell_argument: Tensor | float) -> Tensor:
         x = channels_last(self.stem(x))
@@ -200,18 +173,7 @@ class SearchCell(nn.Module):
 
     def forward(self, x: Tensor, weights_EO: Tensor) -> Tensor:
         """Return a tensor shaped like ``x``."""
-        states = [x]
-        for node in NODES:
-            states.append(
-                add_all(
-                    edge(states[source], weights_EO[..., index, :])
-                    for index, ((source, target), edge) in enumerate(
-                        zip(EDGES, self.edges, strict=True)
-                    )
-                    if target == node
-                )
-            )
-        return states[-1]
+        return mixed_states([x], EDGES, self.edges, weights_EO)[-1]
 
 
 class _DiscreteCell(nn.Module):

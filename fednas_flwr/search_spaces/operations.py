@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,25 @@ from fednas_flwr.names import GROUP, NORMS, Norm
 from fednas_flwr.search_spaces.genotype import Edge
 
 MAX_GROUPS = 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What all networks of one search space share but the choice of ops.
+
+    Attributes:
+        inputs: Channels of an image, or features of a record.
+        num_classes: Number of classes.
+        channels: Of the first cells; in a space of tables the width of their nodes.
+        num_cells: Cells, or cells of each stage.
+        norm: ``batch`` or ``group``.
+    """
+
+    inputs: int
+    num_classes: int
+    channels: int
+    num_cells: int
+    norm: Norm
 
 
 def check_norm(norm: str) -> None:
@@ -185,6 +205,25 @@ def discrete_states(
                 dropped = not isinstance(op, nn.Identity)
                 incoming.append(drop_path(out, drop_path_prob) if dropped else out)
         states.append(add_all(incoming) if incoming else torch.zeros_like(inputs[0]))
+    return states
+
+
+def mixed_states(
+    inputs: Sequence[Tensor],
+    edges: Sequence[tuple[int, int]],
+    ops: Iterable[nn.Module],
+    weights_EO: Tensor,
+) -> list[Tensor]:
+    """Return the states of a cell's inputs and nodes, all edges with their mixed ops."""
+    states, wiring = list(inputs), list(zip(edges, ops, strict=True))
+    for node in range(len(inputs), edges[-1][1] + 1):
+        states.append(
+            add_all(
+                op(states[source], weights_EO[..., index, :])
+                for index, ((source, target), op) in enumerate(wiring)
+                if target == node
+            )
+        )
     return states
 
 

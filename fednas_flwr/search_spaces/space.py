@@ -10,14 +10,16 @@ Tensor suffixes: B batch, E edges of a cell, O ops.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fednas_flwr.errors import ConfigError, unknown_choice
-from fednas_flwr.names import ENGINES
+from fednas_flwr.names import BATCH, ENGINES, FAST, Engine, Norm
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
+from fednas_flwr.search_spaces.operations import check_norm
 from fednas_flwr.search_spaces.wide_operations import Stack
 
 ALPHA_STD = 1e-3
@@ -144,32 +146,44 @@ class SearchSpace(Protocol):
         """
 
 
-def check_sizes(
-    *,
-    space: str,
-    inputs: str = "images",
-    input_shape: tuple[int, ...],
-    num_classes: int,
-    channels: int,
-    num_cells: int,
-) -> None:
-    """Raise ConfigError for sizes of which no network for ``inputs`` of AXES can be built."""
-    axes = AXES[inputs]
-    if len(input_shape) != len(axes) or min(input_shape) < 1:
-        raise ConfigError(
-            f"search_space={space} needs {inputs} of shape ({', '.join(axes)}), but the data "
-            f"set's examples have the shape {tuple(input_shape)}."
-        )
-    sizes = {"num_classes": num_classes, "channels": channels, "num_cells": num_cells}
-    for field, value in sizes.items():
-        if value < 1:
-            raise ConfigError(f"{field} must be at least 1, got {value}.")
+@dataclass(frozen=True, kw_only=True)
+class SpaceShape:
+    """What every search space of the package is made for.
 
+    Attributes:
+        input_shape: Of one example.
+        num_classes: Number of classes.
+        norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
+        engine: How the supernet computes the same function of the same parameters: ``fast`` or
+            ``reference``.
+    """
 
-def check_engine(engine: str) -> None:
-    """Raise ConfigError unless ``engine`` is ``fast`` or ``reference``."""
-    if engine not in ENGINES:
-        raise unknown_choice("engine", engine, ENGINES)
+    name: ClassVar[str]
+    inputs: ClassVar[str] = "images"  # one of AXES
+
+    input_shape: tuple[int, ...]
+    num_classes: int
+    norm: Norm = BATCH
+    engine: Engine = FAST
+
+    def __post_init__(self) -> None:
+        """Refuse examples for which no network can be built."""
+        check_norm(self.norm)
+        if self.engine not in ENGINES:
+            raise unknown_choice("engine", self.engine, ENGINES)
+        axes = AXES[self.inputs]
+        if len(self.input_shape) != len(axes) or min(self.input_shape) < 1:
+            raise ConfigError(
+                f"search_space={self.name} needs {self.inputs} of shape ({', '.join(axes)}), but "
+                f"the data set's examples have the shape {tuple(self.input_shape)}."
+            )
+        self.check_sizes("num_classes")
+
+    def check_sizes(self, *fields: str) -> None:
+        """Raise ConfigError for the first of some fields that is below 1."""
+        for field in fields:
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} must be at least 1, got {getattr(self, field)}.")
 
 
 def check_alphas(

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fednas_flwr.builders import load_exported, make_device
 from fednas_flwr.builders.algorithms import make_sampler
+from fednas_flwr.builders.networks import load_exported, make_device
 from fednas_flwr.config import Config, DPNASSettings
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.cell_analysis import op_shares, variants

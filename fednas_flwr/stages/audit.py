@@ -25,7 +25,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fednas_flwr.builders import make_client, make_data
+from fednas_flwr.builders.clients import make_client
+from fednas_flwr.builders.data import make_data
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.client import Client
 from fednas_flwr.config import Config, DifferentialPrivacy, FNASSettings

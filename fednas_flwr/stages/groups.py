@@ -18,7 +18,8 @@ from threading import Lock
 
 import yaml
 
-from fednas_flwr.builders import check_hardware, supernet_space
+from fednas_flwr.builders.hardware import check_hardware
+from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.config import CFDNASSettings, Config, dump_config
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.checkpoint import CheckpointFolder

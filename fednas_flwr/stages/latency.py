@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fednas_flwr.builders import load_table, make_device, supernet_space
+from fednas_flwr.builders.hardware import load_table
+from fednas_flwr.builders.networks import make_device, supernet_space
 from fednas_flwr.config import Config, DifferentialPrivacy, FDNASSettings
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import ConfigError, ReplyError

@@ -22,19 +22,15 @@ from flwr.serverapp import Grid
 from torch import nn
 
 import fednas_flwr
-from fednas_flwr.builders import (
+from fednas_flwr.builders.clients import make_client, make_courier
+from fednas_flwr.builders.data import has_real_sites, make_data, make_server_data
+from fednas_flwr.builders.networks import (
     describe_network,
     given_genotype,
-    has_real_sites,
-    make_client,
-    make_courier,
-    make_data,
     make_device,
     make_network,
-    make_retraining,
-    make_search,
-    make_server_data,
 )
+from fednas_flwr.builders.strategies import make_retraining, make_search
 from fednas_flwr.config import CFDNASSettings, Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.data.loaders import concat_splits, server_split
 from fednas_flwr.data.partitioners import save_partition

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from fednas_flwr.builders import parse_config
+from fednas_flwr.builders.configuration import parse_config
 from fednas_flwr.config import Config, dump_config
 from fednas_flwr.errors import ConfigError, MissingSettingError
 from fednas_flwr.files import write_atomically

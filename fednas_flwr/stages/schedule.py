@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fednas_flwr.builders import retrain_releases, search_releases
 from fednas_flwr.builders.refusals import searches
+from fednas_flwr.builders.strategies import retrain_releases, search_releases
 from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.privacy.plan import (
     PlannedRelease,

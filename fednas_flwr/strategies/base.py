@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, TypedDict
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
@@ -239,11 +239,8 @@ class RoundStrategy(Strategy):
             if central is not None:
                 result.evaluate_metrics_serverapp[0] = central
         for server_round in range(first, num_rounds + 1):
-            started, sent, received = (
-                time.monotonic(),
-                self.courier.bytes_sent,
-                self.courier.bytes_received,
-            )
+            started = time.monotonic()
+            sent, received = self.courier.bytes_sent, self.courier.bytes_received
             self._round, self._phase, self._client_metrics = server_round, 0, {}
             metrics = dict(self.run_round(server_round, num_rounds)) | self._alpha_metrics()
             if evaluate_fn is not None:
@@ -310,29 +307,11 @@ class RoundStrategy(Strategy):
     def summary(self) -> None:
         """Log nothing: events say what runs."""
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Not used: a round is several exchanges, and :meth:`run_round` makes them."""
+    def _unused(self, *_: Any, **__: Any) -> Any:
+        """Refuse: a round is several exchanges, and :meth:`run_round` makes them."""
         raise NotImplementedError("run_round takes the place of Flower's four round methods")
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Not used, see :meth:`configure_train`."""
-        raise NotImplementedError("run_round takes the place of Flower's four round methods")
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Not used, see :meth:`configure_train`."""
-        raise NotImplementedError("run_round takes the place of Flower's four round methods")
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Not used, see :meth:`configure_train`."""
-        raise NotImplementedError("run_round takes the place of Flower's four round methods")
+    configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _unused
 
     def _initial(self, network: nn.Module) -> tuple[dict[str, Layout], dict[str, Packed]]:
         """Return layouts and packed states of a network, and of its moments if they travel."""
@@ -365,17 +344,9 @@ class RoundStrategy(Strategy):
     def _save(self, server_round: int) -> None:
         if self.checkpoints is None:
             return
-        tensors = {
-            f"{state}.{dtype}": vector
-            for state, packed in self.states.items()
-            for dtype, vector in packed.items()
-        }
+        kept = self.states | {f"{VELOCITY}{name}": own for name, own in self._velocity.items()}
+        tensors = {f"{n}.{dtype}": v for n, packed in kept.items() for dtype, v in packed.items()}
         tensors |= {f"{SERVER}{name}": tensor for name, tensor in self.server_tensors().items()}
-        tensors |= {
-            f"{VELOCITY}{state}.{dtype}": vector
-            for state, packed in self._velocity.items()
-            for dtype, vector in packed.items()
-        }
         self.checkpoints.save(Checkpoint(self.stage, server_round, tensors, self.values))
 
     def _restore(self) -> int:

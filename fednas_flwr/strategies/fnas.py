@@ -108,13 +108,8 @@ class FNAS(RoundStrategy):
         before = {"previous_weights": {n: v.clone() for n, v in self.states["weights"].items()}}
         first_order = replace(request, order=1)
         metrics = self._step(("weights",), "train.weight_gradient", first_order, sgd)
-        metrics |= self._step(
-            ("alphas",),
-            "train.alpha_gradient",
-            request,
-            sgd,
-            further=before if self.order == 2 else {},
-        )
+        further = before if self.order == 2 else {}
+        metrics |= self._step(("alphas",), "train.alpha_gradient", request, sgd, further=further)
         return metrics | self._evaluate(server_round, num_rounds)
 
     def _step(

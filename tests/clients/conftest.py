@@ -16,7 +16,9 @@ import torch
 import yaml
 from flwr.app import ConfigRecord, RecordDict
 
-from fednas_flwr import builders
+from fednas_flwr.builders.clients import make_client, make_site_gate
+from fednas_flwr.builders.data import make_data
+from fednas_flwr.builders.networks import describe_network, make_network, supernet_space
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.data.loaders import ClientData, Split
 from fednas_flwr.exchange import messages
@@ -138,7 +140,7 @@ def site_config(compose_config):
 
 @pytest.fixture(scope="session")
 def prepared(site_config):
-    return builders.make_data(site_config)[0]
+    return make_data(site_config)[0]
 
 
 @pytest.fixture(scope="session")
@@ -148,11 +150,11 @@ def networks(site_config, prepared):
 
 
 def make_networks(config, prepared):
-    space = builders.supernet_space(config, prepared)
+    space = supernet_space(config, prepared)
     with seeded(1, "networks"):
         supernet = space.supernet()
-        description = builders.describe_network(config, prepared, space.derive(supernet.alphas()))
-        derived = builders.make_network(description)
+        description = describe_network(config, prepared, space.derive(supernet.alphas()))
+        derived = make_network(description)
     both = {"supernet": supernet, "derived": derived}
     states = {
         name: {kind: pack(state) for kind, state in network_states(network).items() if state}
@@ -177,7 +179,7 @@ def cells_config(compose_config):
 def cells_supernet(cells_config, prepared):
     """The candidates' supernet; its last bias lies in the widest gap between middle records."""
     with seeded(1, "cells"):
-        supernet = builders.supernet_space(cells_config, prepared).supernet().eval()
+        supernet = supernet_space(cells_config, prepared).supernet().eval()
     bias = supernet.body.head[-1].bias
     with torch.no_grad():
         logits = Candidate(supernet, DIVIDED)(images(prepared))
@@ -259,9 +261,9 @@ def make_site(
             "split-key": site_config.dataset.split_key,
         }
         rows = np.arange(len(prepared.train)) if records is None else records
-        data, gate = (prepared, [rows]), builders.make_site_gate(node)
+        data, gate = (prepared, [rows]), make_site_gate(node)
         client, of_cells = (
-            builders.make_client(config, 0, data=data, networks={}, site=node, gate=gate)
+            make_client(config, 0, data=data, networks={}, site=node, gate=gate)
             for config in (site_config, cells_config)
         )
         if hold is not None:

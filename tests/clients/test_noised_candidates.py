@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fednas_flwr import builders
+from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.clients import release
 from fednas_flwr.exchange.states import Layout, load_states, network_states, unpack
 from fednas_flwr.search.candidate import Candidate
@@ -34,7 +34,7 @@ def site(make_site):
 
 @pytest.fixture
 def supernet(cells_config, prepared, cells):
-    supernet = builders.supernet_space(cells_config, prepared).supernet()
+    supernet = supernet_space(cells_config, prepared).supernet()
     load_states(supernet, cells)
     return supernet
 

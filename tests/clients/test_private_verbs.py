@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from fednas_flwr import builders
+from fednas_flwr.builders.clients import make_client
+from fednas_flwr.builders.networks import make_network
 from fednas_flwr.clients import release
 from fednas_flwr.clients.admission import check_fields
 from fednas_flwr.clients.noised_measures import METRICS_NORM
@@ -310,7 +311,7 @@ def test_retraining_is_dp_sgd_with_momentum_over_train_and_validation(
     reply = site.ask("train.weights", steps=3, clip_norm=None)
     assert without_noise == [(SIGMA, NORM)] * 3
     assert [row.splits for row in site.rows()] == [("train", "validation")] * 3
-    network = builders.make_network(networks.description)
+    network = make_network(networks.description)
     load_states(network, networks.states["derived"])
     network.double().train()
     parameters = list(network.parameters())
@@ -691,9 +692,7 @@ def test_every_verb_refuses_what_its_run_has_not_committed_to(make_site, no_reco
 def test_batch_norm_is_refused_before_data_is_read(make_site, networks, no_record):
     site = make_site()
     description = networks.description | {"norm": "batch"}
-    states = {
-        n: pack(s) for n, s in network_states(builders.make_network(description)).items() if s
-    }
+    states = {n: pack(s) for n, s in network_states(make_network(description)).items() if s}
     for verb, split in (("train.weights", "train+validation"), ("evaluate.model", "validation")):
         request = site.request(verb, network=description, split=split)
         with pytest.raises(ConfigError, match="rule no batch_norm"):
@@ -764,7 +763,7 @@ def test_whether_a_request_fails_does_not_depend_on_the_records(verb, change, ma
         asked, states = copy.deepcopy(change), None
         if "network" in asked:
             asked["network"] = networks.description | asked["network"]
-            network = builders.make_network(asked["network"])
+            network = make_network(asked["network"])
             states = {"weights": pack(dict(network.named_parameters()))}
         try:
             request = site.request(verb, **asked)
@@ -975,5 +974,5 @@ def test_a_private_client_never_oversamples_whatever_the_run_says(site_config, p
     )
     config = replace(config, oversample=True)
     data = (prepared, [np.arange(80)])
-    assert builders.make_client(config, 0, data=data, networks={}).oversample
-    assert not builders.make_client(config, 0, data=data, networks={}, gate=gate).oversample
+    assert make_client(config, 0, data=data, networks={}).oversample
+    assert not make_client(config, 0, data=data, networks={}, gate=gate).oversample

@@ -10,7 +10,7 @@ import pytest
 import torch
 from flwr.serverapp.strategy import Strategy
 
-from fednas_flwr.builders import ALGORITHMS
+from fednas_flwr.builders.algorithms import ALGORITHMS
 from fednas_flwr.search_spaces.genotype import to_json
 
 SETTINGS = {

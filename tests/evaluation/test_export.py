@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import nn
 
 from fednas_flwr import load_network
-from fednas_flwr.builders import make_network, make_space
+from fednas_flwr.builders.networks import make_network, make_space
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.export import METADATA_KEY, export_onnx, export_safetensors
 from fednas_flwr.search_spaces.genotype import to_json

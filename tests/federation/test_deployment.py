@@ -17,7 +17,8 @@ import pytest
 from flwr.app import Context, RecordDict
 from flwr.common.config import parse_config_args
 
-from fednas_flwr.builders import load_config, make_server_data
+from fednas_flwr.builders.configuration import load_config
+from fednas_flwr.builders.data import make_server_data
 from fednas_flwr.config import Config, dump_config
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError

@@ -4,7 +4,23 @@ from pathlib import Path
 import pytest
 
 from fednas_flwr.reporting.events import EventLog
-from fednas_flwr.reporting.runs import METRICS, read_run
+from fednas_flwr.reporting.runs import read_run
+
+METRICS = (
+    "central_accuracy",
+    "central_f1",
+    "client_accuracy",
+    "personalised_accuracy",
+    "linear_accuracy",
+    "linear_f1",
+    "num_parameters",
+    "multiply_adds",
+    "search_seconds",
+    "retrain_seconds",
+    "exchanges",
+    "traffic_mb",
+    "epsilon",
+)
 
 
 def test_numbers_of_a_finished_run(make_run: Callable[..., Path]) -> None:

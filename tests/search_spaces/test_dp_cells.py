@@ -115,7 +115,7 @@ def test_nothing_but_none_gives_logits_that_ignore_the_image():
     [
         ({"widths": (8, 8)}, r"search_space\.widths=\[8, 8\] must be 3 numbers"),
         ({"widths": (8, 0, 8)}, "each at least 1"),
-        ({"head": 0}, "channels must be at least 1, got 0"),
+        ({"head": 0}, "head must be at least 1, got 0"),
         ({"activation": "selo"}, r"search_space\.activation=selo is unknown.*nearest: selu"),
     ],
 )

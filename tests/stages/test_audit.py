@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.builders import make_client, make_data
+from fednas_flwr.builders.clients import make_client
+from fednas_flwr.builders.data import make_data
 from fednas_flwr.cli.outcomes import INCONCLUSIVE, RUN_FAILED
 from fednas_flwr.data.loaders import Split, augment
 from fednas_flwr.errors import ConfigError

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fednas_flwr.builders import check_buildable, load_network
+from fednas_flwr.builders.check import check_buildable
+from fednas_flwr.builders.networks import load_network
 from fednas_flwr.cli import USER_ERROR, main
 from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.errors import ConfigError

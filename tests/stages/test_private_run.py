@@ -14,8 +14,9 @@ import yaml
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from fednas_flwr import builders
-from fednas_flwr.builders.clients import check_public
+from fednas_flwr.builders.clients import PRIVATE_SITE_KEYS, check_public, make_courier
+from fednas_flwr.builders.networks import supernet_space
+from fednas_flwr.builders.strategies import make_search
 from fednas_flwr.cli import main
 from fednas_flwr.clients import release
 from fednas_flwr.clients.audit_trail import verify_trail
@@ -374,8 +375,8 @@ def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optim
     commit = Commit("records", tuple(schedule))
     list(fed.courier.ask("query.commit", stage="commit", settings=commit))
     private = private_stage(config, schedule, "search")
-    strategy = builders.make_search(config, fed.data[0], fed.courier, None, private)
-    plain = builders.supernet_space(config, fed.data[0]).supernet()
+    strategy = make_search(config, fed.data[0], fed.courier, None, private)
+    plain = supernet_space(config, fed.data[0]).supernet()
     strategy.load_into(plain)
     plain.double().train()
     strategy.start(fed.grid, num_rounds=1)
@@ -614,7 +615,7 @@ def test_a_site_with_a_policy_refuses_a_run_without_privacy(start, compose_confi
     run = start(*overrides, grid=grid)
     assert "refused by the policy, rule data_sets" in str(run.error)
     assert run.events[-1]["status"] == "failed"
-    courier = builders.make_courier(config, run="run")
+    courier = make_courier(config, run="run")
     courier.connect(grid)
     assert "class_counts" not in courier.facts[0]
     for verb, given in ASKED_WITHOUT_PRIVACY.items():
@@ -661,7 +662,7 @@ def test_errors_while_a_real_site_opens_its_data_keep_their_text_there(
     client_app._client.cache_clear(), client_app._data.cache_clear()
     grid = real_sites(config)
     with pytest.raises(QuorumError) as error:
-        builders.make_courier(config, run="run").connect(grid)
+        make_courier(config, run="run").connect(grid)
     assert "an error at the site" in str(error.value)
     assert "4711" not in str(error.value)
     assert "4711" in capsys.readouterr().err
@@ -721,7 +722,7 @@ def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
     config = compose_config(*SEARCH, *REAL_SITES)
     verbs = ["query.describe", "query.commit", "train.weight_gradient"]
     grid = real_sites(config, verbs=[*verbs, "train.weights", "evaluate.model"])
-    courier = builders.make_courier(config, run="run")
+    courier = make_courier(config, run="run")
     courier.connect(grid)
     list(courier.ask("query.commit", stage="commit", settings=committed()))
 
@@ -763,7 +764,7 @@ def test_the_server_has_no_say_in_how_a_private_site_reads_its_data(
     for given in ([], wishes):
         client_app._client.cache_clear()
         config = compose_config(*SEARCH, *REAL_SITES, *given)
-        courier = builders.make_courier(config, run="run")
+        courier = make_courier(config, run="run")
         courier.connect(real_sites(config))
         facts.append(courier.facts[0])
         client = client_app._client.__wrapped__(*client_app_arguments(config, real_sites(config)))
@@ -790,7 +791,7 @@ def test_a_running_site_keeps_to_what_its_policy_says_now(
 ):
     config = compose_config(*SEARCH, *REAL_SITES)
     grid = real_sites(config)
-    courier = builders.make_courier(config, run="run")
+    courier = make_courier(config, run="run")
     courier.connect(grid)
     (node,) = (context.node_config for context in grid._contexts.values())
     path = Path(node["policy"])
@@ -804,14 +805,14 @@ def test_a_running_site_keeps_to_what_its_policy_says_now(
     assert not broken or "cannot be read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("key", builders.PRIVATE_SITE_KEYS[1:])
+@pytest.mark.parametrize("key", PRIVATE_SITE_KEYS[1:])
 def test_a_private_node_must_name_everything_of_its_own(compose_config, real_sites, capsys, key):
     config = compose_config(*SEARCH, *REAL_SITES)
     grid = real_sites(config)
     for context in grid._contexts.values():
         del context.node_config[key]
     with pytest.raises(QuorumError) as error:
-        builders.make_courier(config, run="run").connect(grid)
+        make_courier(config, run="run").connect(grid)
     if key == "policy":
         assert "privacy=dp on a node without a policy: start it with" in str(error.value)
     else:
@@ -868,7 +869,7 @@ def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
         node |= {"ledger": f"{tmp_path}/{name}/ledger/rows", "ledger-key": f"{tmp_path}/{name}/key"}
         if name == "other":
             node["data-path"] = str(tmp_path / "other.npz")
-        courier = builders.make_courier(config, run="run")
+        courier = make_courier(config, run="run")
         courier.connect(grid)
         with pytest.raises(QuorumError, match="rule data_sets"):
             list(courier.ask("query.commit", stage="commit", settings=Commit("other", ())))

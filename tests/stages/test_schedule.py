@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fednas_flwr.builders import parse_config
+from fednas_flwr.builders.configuration import parse_config
 from fednas_flwr.composition import compose_tree
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.privacy.renyi import Release, poisson_rate

@@ -7,7 +7,7 @@ import pytest
 import torch
 from flwr.app import Message
 
-from fednas_flwr.builders import supernet_space
+from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.evaluation.space_costs import space_costs
 from fednas_flwr.exchange.gate import accept_reply

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fednas_flwr import builders
+from fednas_flwr.builders.networks import describe_network
+from fednas_flwr.builders.strategies import make_retraining
 from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.metrics import evaluate
@@ -90,8 +91,8 @@ def test_trials_side_by_side_give_what_they_give_in_sequence(compose_config, fed
     client, strategy = federation.clients[0], federation.strategy
     if stage == "retrain":
         genotype = strategy.space.random_genotype(make_generator(2, "genotype"))
-        described = builders.describe_network(config, federation.data[0], genotype)
-        strategy, _ = builders.make_retraining(config, described, federation.courier, None)
+        described = describe_network(config, federation.data[0], genotype)
+        strategy, _ = make_retraining(config, described, federation.courier, None)
     assert strategy.stage == stage
     chosen = strategy.tuner.configurations[:3]
     local = strategy._local(chosen[0])

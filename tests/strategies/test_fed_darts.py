@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.builders import supernet_space
+from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.exchange.messages import Header, Request

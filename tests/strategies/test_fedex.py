@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.builders import make_retraining, supernet_space
+from fednas_flwr.builders.networks import supernet_space
+from fednas_flwr.builders.strategies import make_retraining
 from fednas_flwr.cli import main
 from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.builders import supernet_space
+from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.randomness import seeded
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr import builders
-from fednas_flwr.builders import supernet_space
+from fednas_flwr.builders.networks import describe_network, supernet_space
+from fednas_flwr.builders.strategies import make_retraining, make_search
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Header, Request
@@ -160,8 +160,8 @@ def test_resume_after_round_1_gives_equal_tensors(
         federation = federate(config, checkpoints=folder)
         if stage == "retrain":
             genotype = federation.strategy.space.random_genotype(make_generator(1, "genotype"))
-            described = builders.describe_network(config, federation.data[0], genotype)
-            federation.strategy, _ = builders.make_retraining(
+            described = describe_network(config, federation.data[0], genotype)
+            federation.strategy, _ = make_retraining(
                 config, described, federation.courier, federation.checkpoints
             )
         return federation
@@ -215,7 +215,7 @@ def test_moments_of_private_clients_follow_from_releases(compose_config, federat
     commit = Commit("records", tuple(schedule))
     list(federation.courier.ask("query.commit", stage="commit", settings=commit))
     private = private_stage(config, schedule, "search")
-    strategy = builders.make_search(config, federation.data[0], federation.courier, None, private)
+    strategy = make_search(config, federation.data[0], federation.courier, None, private)
     strategy.start(federation.grid, num_rounds=2)
     assert not [e for e in federation.events if e["event"] == "client_failed"]
     moments = unpack(strategy.states[MOMENTS], strategy.layouts[MOMENTS])

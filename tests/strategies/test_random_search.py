@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.builders import make_network, make_retraining
+from fednas_flwr.builders.networks import make_network
+from fednas_flwr.builders.strategies import make_retraining
 from fednas_flwr.evaluation.metrics import evaluate
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.bandit import draw_configurations

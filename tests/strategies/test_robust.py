@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fednas_flwr.builders import make_retraining, make_search
+from fednas_flwr.builders.strategies import make_retraining, make_search
 from fednas_flwr.exchange.robust import TrimmedMean
 from fednas_flwr.federation.grids import InProcessGrid
 
