@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
 
 from fednas_flwr import builders
 from fednas_flwr.clients.answer import answer
-from fednas_flwr.clients.private_verbs import PRIVATE_VERBS
 from fednas_flwr.data.loaders import ClientData, Split
 from fednas_flwr.exchange.messages import Header, Reply, Request
 from fednas_flwr.exchange.states import network_states, pack
