@@ -68,12 +68,9 @@ class FDNASSettings(AlgorithmSettings):
     def __post_init__(self) -> None:
         """Check the ranges."""
         super().__post_init__()
-        check_range(
-            self.alphas.weight_decay == 0,
-            "alphas.weight_decay",
-            self.alphas.weight_decay,
-            "0: ops that are not sampled must keep their probabilities",
-        )
+        decay = self.alphas.weight_decay
+        reason = "0: ops that are not sampled must keep their probabilities"
+        check_range(decay == 0, "alphas.weight_decay", decay, reason)
 
 
 @dataclass(frozen=True)

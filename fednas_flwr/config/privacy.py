@@ -110,12 +110,9 @@ class DifferentialPrivacy(Checked):
     def __post_init__(self) -> None:
         """Check the ranges."""
         super().__post_init__()
-        check_range(
-            self.rewards.max_grad_norm == 1,
-            "rewards.max_grad_norm",
-            self.rewards.max_grad_norm,
-            "1: rewards are bounded by algorithm.loss_bound",
-        )
+        norm = self.rewards.max_grad_norm
+        reason = "1: rewards are bounded by algorithm.loss_bound"
+        check_range(norm == 1, "rewards.max_grad_norm", norm, reason)
 
     @property
     def search_norms(self) -> dict[str, float]:
