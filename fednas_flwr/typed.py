@@ -3,22 +3,150 @@
 A key that is unknown or missing and a value of another type are refused in one sentence; nothing is
 guessed, and the only conversion is from whole numbers to float. For configurations and for messages
 alike. Main function: :func:`parse`.
+
+What values a field may have stands at the field, as ``Annotated[float, Between(0, 1)]``. A
+dataclass derived from :class:`Checked` refuses all others, however it is made;
+:func:`constraints` tells them to whoever draws values.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from fednas_flwr.errors import ConfigError, MissingSettingError, show, unknown_choice
 
 MISSING = "???"  # Hydra's value for what the user must give
 # Above these no computation can use a number; a whole one could not even be written in a sentence.
 LARGEST = {int: 2**63 - 1, float: sys.float_info.max}
+
+
+@dataclass(frozen=True)
+class Between:
+    """Numbers from ``low`` to ``high``; infinity and NaN are none.
+
+    Attributes:
+        low: The smallest.
+        high: The largest; infinity is no bound.
+        above: Whether ``low`` itself is left out.
+        below: Whether ``high`` itself is left out.
+    """
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, number: float) -> bool:
+        """Return whether a number is one of them."""
+        outside = (self.above and number == self.low) or (self.below and number == self.high)
+        return self.low <= number <= self.high and number != math.inf and not outside
+
+    def __str__(self) -> str:
+        """Return what an error says."""
+        low, high = f"{self.low:.12g}", f"{self.high:.12g}"
+        if self.high == math.inf:
+            return f"above {low}" if self.above else f"{low} or more"
+        if self.above:
+            return f"above {low}, {'below' if self.below else 'at most'} {high}"
+        return f"{low} to {'below ' if self.below else ''}{high}"
+
+    def check(self, key: str, value: Any, alternative: str) -> None:
+        """Raise ConfigError for a number outside; ``alternative`` is what else is allowed."""
+        check_range(value in self, key, value, f"{self}{alternative}")
+
+
+@dataclass(frozen=True)
+class Length:
+    """Lists and mappings of ``size`` entries, texts of so many bytes in UTF-8."""
+
+    size: Between
+
+    def check(self, key: str, value: Any, alternative: str) -> None:
+        """Raise ConfigError for a value that is shorter or longer."""
+        unit, held = ("bytes", value.encode()) if isinstance(value, str) else ("entries", value)
+        check_range(len(held) in self.size, key, value, f"{self.size} {unit}{alternative}")
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Names of which a value is one."""
+
+    names: tuple[str, ...]
+
+    def check(self, key: str, value: Any, alternative: str) -> None:
+        """Raise ConfigError, with the nearest spelling, for another name."""
+        if value not in self.names:
+            raise unknown_choice(key, value, self.names)
+
+
+Constraint = Between | Length | OneOf
+
+
+class Checked:
+    """A dataclass that refuses values outside the constraints at its fields.
+
+    What holds between fields is for the ``__post_init__`` of the class, after this one's.
+
+    Raises:
+        ConfigError: A value is outside; the sentence begins with the name of its field.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class Optimizer(Checked):
+        ...     lr: Annotated[float, Between(0, 1, above=True)]
+        >>> Optimizer(lr=2.0)
+        Traceback (most recent call last):
+        fednas_flwr.errors.ConfigError: lr=2.0 is out of range: expected above 0, at most 1.
+    """
+
+    def __post_init__(self) -> None:
+        """Check every field, with all that a list or mapping holds; None where it is allowed."""
+        kind: type = type(self)
+        for name, hint in _hints(kind, extras=True).items():
+            _check(name, hint, getattr(self, name))
+
+
+def constraints(kind: type) -> dict[str, tuple[Constraint, ...]]:
+    """Return a dataclass's constraints by field, with those of what a list or mapping holds."""
+    hints = _hints(kind, extras=True)
+    return {name: tuple(_constraints(hint)) for name, hint in hints.items()}
+
+
+def check_range(condition: bool, key: str, value: object, expected: str) -> None:
+    """Raise ConfigError naming key, value and what was expected unless ``condition`` holds."""
+    if not condition:
+        raise ConfigError(f"{key}={show(value)} is out of range: expected {expected}.")
+
+
+def _constraints(hint: Any) -> Iterator[Constraint]:
+    if isinstance(hint, Constraint):
+        yield hint
+    for part in get_args(hint):
+        yield from _constraints(part)
+
+
+def _check(key: str, hint: Any, value: Any, alternative: str = "") -> None:
+    """Raise ConfigError for a value outside the constraints of its type."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        for constraint in arguments[1:]:
+            constraint.check(key, value, alternative)
+        _check(key, arguments[0], value)
+    elif origin in (Union, UnionType) and value is not None:
+        for kind in arguments:
+            _check(key, kind, value, ", or null")
+    elif origin in (list, tuple):
+        for item in value:
+            _check(key, arguments[0], item)
+    elif origin is dict:
+        for name, item in value.items():
+            _check(f"{key}.{name}", arguments[1], item)
 
 
 def parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any] | None = None) -> Any:
@@ -33,7 +161,7 @@ def parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any] | None =
 
     Raises:
         ConfigError: A key is unknown or missing, a value has the wrong type, or the dataclass
-            refuses it.
+            refuses it; the sentence of a dataclass must begin with one of its fields.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{key}={show(values)} must be a group of settings.")
@@ -50,16 +178,13 @@ def parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any] | None =
         parsed[name] = _convert(f"{prefix}{name}", hint, values[name])
     try:
         return kind(**parsed)
-    except ConfigError as error:  # its sentence begins with a field, or the last part of ``key``
-        if str(error).partition("=")[0] in types:
-            raise ConfigError(f"{prefix}{error}") from None
-        parent, dot, _ = key.rpartition(".")
-        raise ConfigError(f"{parent}{dot}{error}") from None
+    except ConfigError as error:  # its sentence begins with a field
+        raise ConfigError(f"{prefix}{error}") from None
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _hints(kind: type, extras: bool = False) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=extras)
 
 
 def _convert(key: str, hint: Any, value: Any) -> Any:

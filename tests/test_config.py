@@ -172,11 +172,12 @@ def test_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("privacy.weights.noise_multiplier", 0, "expected a number above 0"),
-        ("privacy.retrain.local_steps", 0, "expected 1 or more"),
-        ("privacy.epsilon", 1e9, "expected a number from .001 to 1e6"),
-        ("privacy.micro_batch_size", 2000, "from 1 to 1024"),
-        ("privacy.local_steps", 0, "expected 1 or more"),
+        ("privacy.weights.noise_multiplier", 0, "expected 0.001 to 1000000, or null"),
+        ("privacy.alphas.max_grad_norm", 0, "expected above 0"),
+        ("privacy.retrain.local_steps", 0, "expected 1 to 1000000"),
+        ("privacy.epsilon", 1e9, "expected 0.001 to 1000000"),
+        ("privacy.micro_batch_size", 2000, "expected 1 to 1024"),
+        ("privacy.local_steps", 0, "expected 1 to 1000000"),
         ("privacy.rewards_share", 1.0, "above 0, below 1"),
         ("privacy.rewards.max_grad_norm", 2.0, "bounded by algorithm.loss_bound"),
         ("oversample", True, "with privacy=dp: a record that is drawn several times"),

@@ -95,4 +95,4 @@ def _add(group: str, name: str, entry: Entry) -> None:
     OWN[group][name] = TABLES[group][name] = entry
     if not isinstance(entry, DataSet):
         # As types: in a worker the module of a script is another one, where no text means them.
-        entry.settings.__annotations__ = get_type_hints(entry.settings)
+        entry.settings.__annotations__ = get_type_hints(entry.settings, include_extras=True)

@@ -6,25 +6,30 @@ Those of a family may stand in a file of their own, as in ``path_searches.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import (
-    LEAST_LOSS_BOUND,
-    RULES,
     SGD,
     Adam,
     BanditSettings,
     Configuration,
+    Count,
+    CountOrZero,
     EvolutionSettings,
+    LossBound,
+    NonNegative,
+    Positive,
     Range,
+    Rule,
+    Steps,
     ThetaSettings,
-    check_least,
-    check_range,
 )
+from fednas_flwr.typed import Between, Checked, Length, OneOf
 
 
 @dataclass(frozen=True)
-class AlgorithmSettings:
+class AlgorithmSettings(Checked):
     """Base of all, and the settings of an algorithm that has none."""
 
     name: str
@@ -41,56 +46,40 @@ class GivenNetwork(AlgorithmSettings):
 class FedDARTSSettings(AlgorithmSettings):
     """Federated DARTS and FedNAS: local epochs, then averaging."""
 
-    rule: str
-    local_epochs: int
-    batch_size: int
-    validation_weight: float
-    proximal: float
+    rule: Rule
+    local_epochs: Steps
+    batch_size: Count
+    validation_weight: NonNegative
+    proximal: NonNegative
     weights: SGD
     alphas: Adam
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        if self.rule not in RULES:
-            raise unknown_choice("algorithm.rule", self.rule, RULES)
-        check_least(self, "algorithm", local_epochs=1, batch_size=1, proximal=0)
 
 
 @dataclass(frozen=True)
 class FNASSettings(AlgorithmSettings):
     """Vanilla NAS, FNAS and DP-FNAS: gradient exchanges, two per iteration or one."""
 
-    order: int
-    reduce: str
+    order: Annotated[int, Between(1, 2)]
+    reduce: Annotated[str, OneOf(("mean", "sum"))]
     fused: bool
-    local_steps: int
-    batch_size: int | None
-    evaluate_every: int
+    local_steps: Steps
+    batch_size: Count | None
+    evaluate_every: CountOrZero
     weights: SGD
     alphas: Adam
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_range(self.order in (1, 2), "algorithm.order", self.order, "1 or 2")
-        if self.reduce not in ("mean", "sum"):
-            raise unknown_choice("algorithm.reduce", self.reduce, ("mean", "sum"))
-        check_least(self, "algorithm", local_steps=1)
-        check_range(
-            self.batch_size is None or self.batch_size >= 1,
-            "algorithm.batch_size",
-            self.batch_size,
-            "1 or more, or null for all of a client's records",
-        )
-        check_least(self, "algorithm", evaluate_every=0)
+        """Check the ranges, and that the second order fits."""
+        super().__post_init__()
         if self.order == 2 and self.local_steps > 1:
             raise ConfigError(
-                f"algorithm.order=2 with algorithm.local_steps={self.local_steps} is not defined: "
-                "the second-order correction is for one step; set one of the two to 1."
+                f"order=2 with local_steps={self.local_steps} is not defined: the second-order "
+                "correction is for one step; set one of the two to 1."
             )
         if self.order == 2 and self.fused:
             raise ConfigError(
-                "algorithm.order=2 with algorithm.fused=true is not defined: the second order "
-                "needs the weights after the step; set order=1 or fused=false."
+                "order=2 with fused=true is not defined: the second order needs the weights after "
+                "the step; set order=1 or fused=false."
             )
 
 
@@ -101,19 +90,15 @@ class RandomSearchSettings(AlgorithmSettings):
     With ``ranges`` each network is trained with hyper-parameters drawn from them.
     """
 
-    trial_rounds: int
-    local_epochs: int
-    batch_size: int
+    trial_rounds: CountOrZero
+    local_epochs: Steps
+    batch_size: Count
     weights: SGD
     ranges: dict[str, Range] | None
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_least(self, "algorithm", trial_rounds=0, local_epochs=1, batch_size=1)
-
 
 @dataclass(frozen=True)
-class NetworkLimits:
+class NetworkLimits(Checked):
     """What a network that is found may cost; null is without limit.
 
     Attributes:
@@ -123,16 +108,14 @@ class NetworkLimits:
         table: See ``latency_ms``.
     """
 
-    parameters: int | None
-    multiply_adds: int | None
-    latency_ms: float | None
+    parameters: Count | None
+    multiply_adds: Count | None
+    latency_ms: Positive | None
     table: str | None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for key in ("parameters", "multiply_adds", "latency_ms"):
-            value = getattr(self, key)
-            check_range(value is None or value > 0, f"limits.{key}", value, "above 0, or null")
+        super().__post_init__()
         if (self.latency_ms is None) != (self.table is None):
             raise ConfigError(
                 f"limits.latency_ms={self.latency_ms} with limits.table={self.table}: a limit of "
@@ -151,45 +134,26 @@ class ZeroCostSettings(AlgorithmSettings):
         limits: What a network may cost.
     """
 
-    scores: list[str]
-    draws: int
+    scores: Annotated[list[str], Length(Between(1))]
+    draws: Count
     evolution: EvolutionSettings | None
     limits: NetworkLimits
-
-    def __post_init__(self) -> None:
-        """Check the ranges; ``search.scores`` knows the names."""
-        check_least(self, "algorithm", draws=1)
-        check_range(bool(self.scores), "algorithm.scores", self.scores, "at least one score")
 
 
 @dataclass(frozen=True)
 class FEATHERSSettings(AlgorithmSettings):
     """FEATHERS: local epochs whose hyper-parameters a bandit chooses."""
 
-    rule: str
-    local_epochs: int
-    batch_size: int
-    clip_norm: float | None
-    nas_rounds: int
-    loss_bound: float
-    num_configurations: int
+    rule: Rule
+    local_epochs: Steps
+    batch_size: Count
+    clip_norm: Positive | None
+    nas_rounds: Count
+    loss_bound: LossBound
+    num_configurations: Count
     configurations: list[Configuration]
     ranges: dict[str, Range]
     bandit: BanditSettings
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        if self.rule not in RULES:
-            raise unknown_choice("algorithm.rule", self.rule, RULES)
-        check_least(
-            self, "algorithm", local_epochs=1, batch_size=1, nas_rounds=1, num_configurations=1
-        )
-        check_range(
-            self.loss_bound >= LEAST_LOSS_BOUND,
-            "algorithm.loss_bound",
-            self.loss_bound,
-            f"{LEAST_LOSS_BOUND} or more",
-        )
 
 
 @dataclass(frozen=True)
@@ -201,15 +165,9 @@ class FedAvgSettings(GivenNetwork):
 class FedExSettings(GivenNetwork):
     """FedEx: no search; FedAvg of a given network whose clients draw their hyper-parameters."""
 
-    clip_norm: float | None
-    loss_bound: float
+    clip_norm: Positive | None
+    loss_bound: Positive
     theta: ThetaSettings
-    num_configurations: int
+    num_configurations: Count
     configurations: list[Configuration]
     ranges: dict[str, Range]
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        number = self.num_configurations
-        check_range(number >= 1, "algorithm.num_configurations", number, "1 or more")
-        check_range(self.loss_bound > 0, "algorithm.loss_bound", self.loss_bound, "above 0")

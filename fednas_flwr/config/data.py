@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import yaml
 
 from fednas_flwr.config.parsing import conf_folder
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.search.settings import check_least, check_range
-from fednas_flwr.typed import parse
+from fednas_flwr.search.settings import Count, CountOrZero, Positive, Share, ShareAbove0
+from fednas_flwr.typed import Between, Checked, Length, parse
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(Checked):
     """Which records there are, how they are read, and how each client splits its own.
 
     The keys from ``image_size`` on are for some readers only; ``data.datasets.prepare`` explains
@@ -36,18 +37,18 @@ class Dataset:
     download: bool
     cache: str
     server_test: bool
-    limit_train: int | None
-    limit_test: int | None
-    fractions: dict[str, float]
-    split_key: str
+    limit_train: Count | None
+    limit_test: Count | None
+    fractions: dict[str, Share]
+    split_key: Annotated[str, Length(Between(1, 64))]
     mean: list[float]
-    std: list[float]
-    crop_padding: int
+    std: list[Positive]
+    crop_padding: CountOrZero
     flip: bool
-    cutout: int
+    cutout: CountOrZero
     linear_baseline: bool
-    image_size: int | None
-    channels: int | None
+    image_size: Count | None
+    channels: Count | None
     class_names: list[str]
     label: str
     id_column: str | None
@@ -57,18 +58,9 @@ class Dataset:
     ignore: list[str]
     statistics: dict[str, list[float]]
 
-    def __post_init__(self) -> None:
-        """Check the ranges that no reader checks."""
-        for key in ("limit_train", "limit_test"):
-            value = getattr(self, key)
-            check_range(value is None or value >= 1, f"dataset.{key}", value, "1 or more, or null")
-        check_least(self, "dataset", crop_padding=0, cutout=0)
-        key_bytes = len(self.split_key.encode())
-        check_range(1 <= key_bytes <= 64, "dataset.split_key", self.split_key, "1 to 64 bytes")
-
 
 @dataclass(frozen=True)
-class Partition:
+class Partition(Checked):
     """Which client holds which records; see ``data.partitioners.partition``.
 
     Attributes:
@@ -79,11 +71,11 @@ class Partition:
     name: str
     seed: int
     file: str | None
-    alpha: float
-    min_size: int
+    alpha: Positive
+    min_size: Count
     groups: list[list[int]]
-    clients_per_group: list[int]
-    fractions: list[float]
+    clients_per_group: list[Count]
+    fractions: list[ShareAbove0]
     column: str | None
 
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from fednas_flwr.errors import unknown_choice
 from fednas_flwr.names import NORMS
-from fednas_flwr.search.settings import SGD, check_least, check_range
+from fednas_flwr.search.settings import SGD, Count, NonNegative, ShareBelow1, Steps
+from fednas_flwr.typed import Between, Checked, OneOf
+
+Norm = Annotated[str, OneOf(NORMS)]
 
 
 @dataclass(frozen=True)
-class SearchSpaceSettings:
+class SearchSpaceSettings(Checked):
     """Base of all; derived networks have the supernet's sizes, except for those of a CellSpace."""
 
     name: str
-    norm: str
-
-    def __post_init__(self) -> None:
-        """Check the norm."""
-        if self.norm not in NORMS:
-            raise unknown_choice("search_space.norm", self.norm, NORMS)
+    norm: Norm
 
 
 @dataclass(frozen=True)
@@ -31,13 +29,8 @@ class CellSpace(SearchSpaceSettings):
         num_cells: See the space.
     """
 
-    channels: int
-    num_cells: int
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_least(self, "search_space", channels=1, num_cells=1)
-        super().__post_init__()
+    channels: Count
+    num_cells: Count
 
 
 @dataclass(frozen=True)
@@ -52,12 +45,7 @@ class BlockSpace(SearchSpaceSettings):
 
     skeleton: str
     candidates: str
-    width: float
-
-    def __post_init__(self) -> None:
-        """Check the ranges; ``builders`` knows the names."""
-        check_range(0 < self.width <= 16, "search_space.width", self.width, "above 0, to 16")
-        super().__post_init__()
+    width: Annotated[float, Between(0, 16, above=True)]
 
 
 @dataclass(frozen=True)
@@ -70,40 +58,24 @@ class DPCells(SearchSpaceSettings):
         activation: Of the head, by name; see ``search_spaces.dp_cells_network.ACTIVATIONS``.
     """
 
-    widths: list[int]
-    head: int
+    widths: list[Count]
+    head: Count
     activation: str
 
 
 @dataclass(frozen=True)
-class Retrain:
+class Retrain(Checked):
     """FedAvg training of the derived or given network from scratch.
 
     ``channels`` and ``num_cells`` are null where the derived network has the supernet's size.
     """
 
-    rounds: int
-    local_epochs: int
-    batch_size: int
-    channels: int | None
-    num_cells: int | None
-    norm: str
-    auxiliary_weight: float
-    drop_path_prob: float
+    rounds: Count
+    local_epochs: Steps
+    batch_size: Count
+    channels: Count | None
+    num_cells: Count | None
+    norm: Norm
+    auxiliary_weight: NonNegative
+    drop_path_prob: ShareBelow1
     weights: SGD
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_least(self, "retrain", rounds=1, local_epochs=1, batch_size=1)
-        for key in ("channels", "num_cells"):
-            value = getattr(self, key)
-            check_range(value is None or value >= 1, f"retrain.{key}", value, "1 or more, or null")
-        check_range(
-            0 <= self.drop_path_prob < 1,
-            "retrain.drop_path_prob",
-            self.drop_path_prob,
-            "0 to below 1",
-        )
-        check_least(self, "retrain", auxiliary_weight=0)
-        if self.norm not in NORMS:
-            raise unknown_choice("retrain.norm", self.norm, NORMS)

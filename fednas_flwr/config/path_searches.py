@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from fednas_flwr.config.algorithms import AlgorithmSettings
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.search.settings import (
-    GATES,
+    MOST_CANDIDATES,
     SGD,
     Adam,
     ControllerSettings,
+    Count,
+    CountOrZero,
     DPAware,
     EvolutionSettings,
-    check_least,
-    check_range,
+    Gates,
+    Positive,
+    Steps,
 )
+from fednas_flwr.typed import Between, Checked, OneOf, check_range
 
 SAMPLERS = ("controller", "evolution", "random")
 GROUPINGS = ("tag", "hardware", "alphas")
+Candidates = Annotated[int, Between(1, MOST_CANDIDATES)]
 
 
 @dataclass(frozen=True)
-class Hardware:
+class Hardware(Checked):
     """What a network's cost does to the loss of the alphas; see ``hardware.costs.HardwareLoss``.
 
     Attributes:
@@ -32,19 +38,17 @@ class Hardware:
 
     table: str | None
     unit: str
-    target: float
+    target: Positive
     loss: str
-    scale: float
+    scale: Positive
     exponent: float
 
     def __post_init__(self) -> None:
         """Check the ranges; what the space can reach is known once the costs are."""
-        check_range(self.target > 0, "algorithm.hardware.target", self.target, "above 0")
-        check_range(self.scale > 0, "algorithm.hardware.scale", self.scale, "above 0")
+        super().__post_init__()
         if self.unit != "ms" and self.table is not None:
             raise ConfigError(
-                f"algorithm.hardware.unit={self.unit} with table={self.table}: a table is for ms "
-                "only; set table=null."
+                f"unit={self.unit} with table={self.table}: a table is for ms only; set table=null."
             )
 
 
@@ -52,10 +56,10 @@ class Hardware:
 class FDNASSettings(AlgorithmSettings):
     """FDNAS: local epochs of ProxylessNAS on sampled paths, then averaging."""
 
-    gates: str
-    warm_up_rounds: int
-    local_epochs: int
-    batch_size: int
+    gates: Gates
+    warm_up_rounds: CountOrZero
+    local_epochs: Steps
+    batch_size: Count
     sparse: bool
     weights: SGD
     alphas: Adam
@@ -63,15 +67,10 @@ class FDNASSettings(AlgorithmSettings):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if self.gates not in GATES:
-            raise unknown_choice("algorithm.gates", self.gates, GATES)
-        check_least(self, "algorithm", warm_up_rounds=0, local_epochs=1, batch_size=1)
-        check_range(
-            self.alphas.weight_decay == 0,
-            "algorithm.alphas.weight_decay",
-            self.alphas.weight_decay,
-            "0: ops that are not sampled must keep their probabilities",
-        )
+        super().__post_init__()
+        decay = self.alphas.weight_decay
+        reason = "0: ops that are not sampled must keep their probabilities"
+        check_range(decay == 0, "alphas.weight_decay", decay, reason)
 
 
 @dataclass(frozen=True)
@@ -88,26 +87,17 @@ class DPNASSettings(AlgorithmSettings):
             place.
     """
 
-    sampler: str
-    trained_candidates: int
-    rewarded_candidates: int
-    final_candidates: int
-    warm_up_rounds: int
-    local_steps: int
-    batch_size: int
+    sampler: Annotated[str, OneOf(SAMPLERS)]
+    trained_candidates: Candidates
+    rewarded_candidates: Candidates
+    final_candidates: Candidates
+    warm_up_rounds: CountOrZero
+    local_steps: Steps
+    batch_size: Count
     weights: SGD
     dp_aware: DPAware | None
     controller: ControllerSettings
     evolution: EvolutionSettings
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        if self.sampler not in SAMPLERS:
-            raise unknown_choice("algorithm.sampler", self.sampler, SAMPLERS)
-        for key in ("trained_candidates", "rewarded_candidates", "final_candidates"):
-            value = getattr(self, key)
-            check_range(1 <= value <= 1000, f"algorithm.{key}", value, "1 to 1000")
-        check_least(self, "algorithm", warm_up_rounds=0, local_steps=1, batch_size=1)
 
 
 @dataclass(frozen=True)
@@ -125,36 +115,28 @@ class CFDNASSettings(AlgorithmSettings):
         search: How clients search.
     """
 
-    group_by: str
-    num_groups: int | None
+    group_by: Annotated[str, OneOf(GROUPINGS)]
+    num_groups: Annotated[int, Between(2)] | None
     inherit: bool
-    group_rounds: int
+    group_rounds: Count
     group_hardware: dict[str, Hardware]
     search: FDNASSettings
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        if self.group_by not in GROUPINGS:
-            raise unknown_choice("algorithm.group_by", self.group_by, GROUPINGS)
-        check_least(self, "algorithm", group_rounds=1)
+        """Check the ranges, and that the groups fit."""
+        super().__post_init__()
         if (self.group_by == "alphas") != (self.num_groups is not None):
             raise ConfigError(
-                f"algorithm.group_by={self.group_by} with num_groups={self.num_groups}: a number "
-                "is needed to group by alphas, and for that only."
+                f"group_by={self.group_by} with num_groups={self.num_groups}: a number is "
+                "needed to group by alphas, and for that only."
             )
-        check_range(
-            self.num_groups is None or self.num_groups >= 2,
-            "algorithm.num_groups",
-            self.num_groups,
-            "2 or more",
-        )
         if self.group_by == "alphas" and not self.inherit:
             raise ConfigError(
-                "algorithm.group_by=alphas with algorithm.inherit=false: the groups come from the "
-                "search of all clients; set algorithm.inherit=true."
+                "group_by=alphas with inherit=false: the groups come from the search of all "
+                "clients; set inherit=true."
             )
         if self.num_groups is not None:
             names = [str(number) for number in range(1, self.num_groups + 1)]
             for name in self.group_hardware:
                 if name not in names:
-                    raise unknown_choice("algorithm.group_hardware", name, names)
+                    raise unknown_choice("group_hardware", name, names)

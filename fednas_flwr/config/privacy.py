@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import LARGEST_EPSILON, LARGEST_MICRO_BATCH, LEAST_EPSILON
-from fednas_flwr.search.settings import check_least, check_range
+from fednas_flwr.names import (
+    LARGEST_EPSILON,
+    LARGEST_MICRO_BATCH,
+    LARGEST_NOISE_MULTIPLIER,
+    LEAST_EPSILON,
+    LEAST_NOISE_MULTIPLIER,
+)
+from fednas_flwr.search.settings import Positive, Steps
+from fednas_flwr.typed import Between, Checked, check_range
+
+Epsilon = Annotated[float, Between(LEAST_EPSILON, LARGEST_EPSILON)]
+NoiseMultiplier = Annotated[float, Between(LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER)]
+Part = Annotated[float, Between(0, 1, above=True, below=True)]
 
 
 @dataclass(frozen=True)
@@ -17,7 +29,7 @@ class NoPrivacy:
 
 
 @dataclass(frozen=True)
-class Noise:
+class Noise(Checked):
     """Noise on clipped sums of one kind: std ``noise_multiplier * max_grad_norm``, per release.
 
     Attributes:
@@ -27,44 +39,29 @@ class Noise:
         max_grad_norm: What one record contributes at most.
     """
 
-    noise_multiplier: float | None
-    epsilon: float | None
-    max_grad_norm: float
+    noise_multiplier: NoiseMultiplier | None
+    epsilon: Epsilon | None
+    max_grad_norm: Positive
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        _check_noise(self)
+        """Check the ranges, and that noise is not given in two ways."""
+        super().__post_init__()
+        if None not in (self.noise_multiplier, self.epsilon):
+            raise ConfigError(
+                f"noise_multiplier={self.noise_multiplier} with epsilon={self.epsilon}: the one "
+                "follows from the other; set one of them to null."
+            )
 
 
 @dataclass(frozen=True)
-class PrivateRetrain:
-    """DP-SGD of the derived network: its noise, see :class:`Noise`, and its steps per round."""
+class PrivateRetrain(Noise):
+    """DP-SGD of the derived network: its noise, and its steps per round."""
 
-    noise_multiplier: float | None
-    epsilon: float | None
-    max_grad_norm: float
-    local_steps: int
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        _check_noise(self)
-        check_range(self.local_steps >= 1, "local_steps", self.local_steps, "1 or more")
-
-
-def _check_noise(noise: Noise | PrivateRetrain) -> None:
-    """Raise ConfigError for a value out of range, or noise that is given in two ways."""
-    for key in ("noise_multiplier", "epsilon", "max_grad_norm"):
-        value = getattr(noise, key)
-        check_range(value is None or value > 0, key, value, "a number above 0")
-    if None not in (noise.noise_multiplier, noise.epsilon):
-        raise ConfigError(
-            f"noise_multiplier={noise.noise_multiplier} with epsilon={noise.epsilon}: the one "
-            "follows from the other; set one of them to null."
-        )
+    local_steps: Steps
 
 
 @dataclass(frozen=True)
-class DifferentialPrivacy:
+class DifferentialPrivacy(Checked):
     """``dp``: clients return noised sums of clipped contributions, each booked in its ledger.
 
     Noise is calibrated as if each release were charged to the splits that it reads only. Where a
@@ -96,52 +93,26 @@ class DifferentialPrivacy:
 
     name: str
     data_set: str
-    epsilon: float
-    delta: float
-    search_share: float
-    rewards_share: float
+    epsilon: Epsilon
+    delta: Part
+    search_share: Part
+    rewards_share: Part
     weights: Noise
     alphas: Noise
     rewards: Noise
     retrain: PrivateRetrain
-    local_steps: int
-    metrics_noise_multiplier: float | None
-    micro_batch_size: int
+    local_steps: Steps
+    metrics_noise_multiplier: NoiseMultiplier | None
+    micro_batch_size: Annotated[int, Between(1, LARGEST_MICRO_BATCH)]
     sites: str | None
     test_seed: int | None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_range(
-            LEAST_EPSILON <= self.epsilon <= LARGEST_EPSILON,
-            "privacy.epsilon",
-            self.epsilon,
-            "a number from .001 to 1e6",
-        )
-        check_range(0 < self.delta < 1, "privacy.delta", self.delta, "above 0, below 1")
-        for key in ("search_share", "rewards_share"):
-            share = getattr(self, key)
-            check_range(0 < share < 1, f"privacy.{key}", share, "above 0, below 1")
-        check_least(self, "privacy", local_steps=1)
-        check_range(
-            self.rewards.max_grad_norm == 1,
-            "privacy.rewards.max_grad_norm",
-            self.rewards.max_grad_norm,
-            "1: rewards are bounded by algorithm.loss_bound",
-        )
-        sigma, size = self.metrics_noise_multiplier, self.micro_batch_size
-        check_range(
-            sigma is None or sigma > 0,
-            "privacy.metrics_noise_multiplier",
-            sigma,
-            "above 0, or null",
-        )
-        check_range(
-            1 <= size <= LARGEST_MICRO_BATCH,
-            "privacy.micro_batch_size",
-            size,
-            f"a whole number from 1 to {LARGEST_MICRO_BATCH}",
-        )
+        super().__post_init__()
+        norm = self.rewards.max_grad_norm
+        reason = "1: rewards are bounded by algorithm.loss_bound"
+        check_range(norm == 1, "rewards.max_grad_norm", norm, reason)
 
     @property
     def search_norms(self) -> dict[str, float]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
 from fednas_flwr.config.algorithms import AlgorithmSettings
 from fednas_flwr.config.data import Dataset, Partition
 from fednas_flwr.config.networks import Retrain, SearchSpaceSettings
 from fednas_flwr.config.privacy import DifferentialPrivacy, NoPrivacy
 from fednas_flwr.config.runtime import Runtime
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.names import ENGINES
-from fednas_flwr.search.settings import MOMENTA, check_least, check_range
+from fednas_flwr.search.settings import MOMENTA, Count, CountOrZero, ShareAbove0
+from fednas_flwr.typed import Between, Checked, Length, OneOf
 
 STAGES = ("search", "retrain", "evaluate", "export")
 DEVICES = ("auto", "cpu", "cuda")
@@ -21,7 +23,7 @@ AGGREGATES = ("mean", "median", "trimmed_mean")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """One run.
 
     ``run_dir`` is the run folder; ``threads`` are torch's threads per client; ``engine`` says how
@@ -41,55 +43,36 @@ class Config:
     dataset: Dataset
     partition: Partition
     search_space: SearchSpaceSettings
-    engine: str
+    engine: Annotated[str, OneOf(ENGINES)]
     privacy: NoPrivacy | DifferentialPrivacy
     runtime: Runtime
     retrain: Retrain
     run_dir: str | None
-    seed: int
-    device: str
-    threads: int
-    clients: int
-    rounds: int
-    stages: list[str]
+    seed: CountOrZero
+    device: Annotated[str, OneOf(DEVICES)]
+    threads: Count
+    clients: Count
+    rounds: Count
+    stages: Annotated[list[Annotated[str, OneOf(STAGES)]], Length(Between(1))]
     genotype: str | None
-    aggregate: str
-    trim: int
-    wire: str
-    momentum: str
+    aggregate: Annotated[str, OneOf(AGGREGATES)]
+    trim: Count
+    wire: Annotated[str, OneOf(WIRES)]
+    momentum: Annotated[str, OneOf(MOMENTA)]
     client_tags: list[str]
-    class_factors: dict[str, float]
+    class_factors: dict[str, ShareAbove0]
     oversample: bool
     personalised: bool
     tensorboard: bool
 
     def __post_init__(self) -> None:
         """Check single values; ``builders.check_combinations`` knows what excludes what."""
-        check_least(self, "", seed=0, threads=1, clients=1, rounds=1)
-        if self.device not in DEVICES:
-            raise unknown_choice("device", self.device, DEVICES)
-        if self.engine not in ENGINES:
-            raise unknown_choice("engine", self.engine, ENGINES)
-        if self.aggregate not in AGGREGATES:
-            raise unknown_choice("aggregate", self.aggregate, AGGREGATES)
-        check_least(self, "", trim=1)
-        if self.wire not in WIRES:
-            raise unknown_choice("wire", self.wire, WIRES)
-        if self.momentum not in MOMENTA:
-            raise unknown_choice("momentum", self.momentum, MOMENTA)
-        for stage in self.stages:
-            if stage not in STAGES:
-                raise unknown_choice("stages", stage, STAGES)
-        check_range(
-            bool(self.stages), "stages", self.stages, f"at least one of {', '.join(STAGES)}"
-        )
+        super().__post_init__()
         if len(self.client_tags) not in (0, self.clients):
             raise ConfigError(
                 f"client_tags={self.client_tags} for clients={self.clients}: give one for each "
                 "client, or none."
             )
-        for name, factor in self.class_factors.items():
-            check_range(0 < factor <= 1, f"class_factors.{name}", factor, "above 0, at most 1")
 
 
 def dump_config(config: Config) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from fednas_flwr.errors import ConfigError, unknown_choice
-from fednas_flwr.search.settings import check_least, check_range
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.search.settings import NonNegative, Positive, ShareAbove0
+from fednas_flwr.typed import Checked, OneOf
 
 RUNTIMES = ("inline", "ray", "deployment")
 
 
 @dataclass(frozen=True)
-class Runtime:
+class Runtime(Checked):
     """Where the clients run, and how long the server waits for them.
 
     Attributes:
@@ -25,28 +27,20 @@ class Runtime:
         superlink: Name of the SuperLink in Flower's configuration.
     """
 
-    name: str
-    quorum: float
-    deadline_s: float
-    connect_s: float
+    name: Annotated[str, OneOf(RUNTIMES)]
+    quorum: ShareAbove0
+    deadline_s: Positive
+    connect_s: Positive
     ray_address: str | None
-    client_cpus: float
-    client_gpus: float
+    client_cpus: Positive
+    client_gpus: NonNegative
     superlink: str | None
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        if self.name not in RUNTIMES:
-            raise unknown_choice("runtime", self.name, RUNTIMES)
+        """Check the ranges, and that a deployment has its SuperLink."""
+        super().__post_init__()
         if self.name == "deployment" and self.superlink is None:
             raise ConfigError(
-                "runtime.superlink must be given with runtime=deployment: the name of a SuperLink "
-                "in Flower's configuration (config.toml in $FLWR_HOME or ~/.flwr)."
+                "superlink must be given with runtime=deployment: the name of a SuperLink in "
+                "Flower's configuration (config.toml in $FLWR_HOME or ~/.flwr)."
             )
-        check_range(0 < self.quorum <= 1, "runtime.quorum", self.quorum, "above 0, at most 1")
-        check_range(self.deadline_s > 0, "runtime.deadline_s", self.deadline_s, "seconds above 0")
-        check_range(self.connect_s > 0, "runtime.connect_s", self.connect_s, "seconds above 0")
-        check_range(
-            self.client_cpus > 0, "runtime.client_cpus", self.client_cpus, "a number above 0"
-        )
-        check_least(self, "runtime", client_gpus=0)

@@ -7,7 +7,7 @@ another type or out of range, is refused before anything else is done. Tensors t
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.names import LARGEST_MICRO_BATCH
@@ -15,25 +15,28 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.search.settings import (
-    LARGEST,
-    LEAST_LOSS_BOUND,
+    MOST_CANDIDATES,
     SGD,
     Adam,
+    Count,
+    CountOrZero,
     DPAware,
-    check_least,
-    check_range,
+    LossBound,
+    NonNegative,
+    Positive,
+    ShareBelow1,
+    Steps,
 )
-from fednas_flwr.typed import parse
+from fednas_flwr.typed import Between, Checked, Length, parse
 from fednas_flwr.verbs import SPLIT_OF
 
-MOST_CANDIDATES = 1000
 MOST_TRIALS = 1000
-MOST_STEPS = 10**6
+Candidates = Annotated[list[list[int]], Length(Between(1, MOST_CANDIDATES))]
 Description = dict[str, Any]  # what a network is built from, see ``builders.make_network``
 
 
 @dataclass(frozen=True)
-class Site:
+class Site(Checked):
     """What a request to a private site names besides; all other terms are those committed to.
 
     Attributes:
@@ -42,15 +45,11 @@ class Site:
     """
 
     data_set: str
-    micro_batch_size: int = 1
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        _check_whole("micro_batch_size", self.micro_batch_size, LARGEST_MICRO_BATCH)
+    micro_batch_size: Annotated[int, Between(1, LARGEST_MICRO_BATCH)] = 1
 
 
 @dataclass(frozen=True)
-class Amount:
+class Amount(Checked):
     """How long a client trains.
 
     Attributes:
@@ -60,20 +59,17 @@ class Amount:
             expected size that was committed to.
     """
 
-    epochs: int | None
-    steps: int | None
-    batch_size: int | None
+    epochs: Steps | None
+    steps: Steps | None
+    batch_size: Count | None
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Check the ranges, and that one of the two is given."""
+        super().__post_init__()
         if (self.epochs is None) == (self.steps is None):
             raise ConfigError(
                 f"epochs={self.epochs} with steps={self.steps}: exactly one must be given."
             )
-        for name in ("epochs", "steps"):
-            if getattr(self, name) is not None:
-                _check_whole(name, getattr(self, name), MOST_STEPS)
-        _check_batch_size(self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class LocalSearch:
 
 
 @dataclass(frozen=True)
-class LocalTraining:
+class LocalTraining(Checked):
     """Training of a network.
 
     Attributes:
@@ -109,27 +105,17 @@ class LocalTraining:
     split: str
     amount: Amount
     weights: SGD
-    auxiliary_weight: float
-    drop_path_prob: float
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        weight = self.auxiliary_weight
-        check_range(0 <= weight <= LARGEST, "auxiliary_weight", weight, f"0 to {LARGEST:g}")
-        _check_drop_path(self.drop_path_prob)
+    auxiliary_weight: NonNegative
+    drop_path_prob: ShareBelow1
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Checked):
     """What one trial of a probe trains with, in place of what the probe says."""
 
     weights: SGD
     alphas: Adam
-    drop_path_prob: float
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        _check_drop_path(self.drop_path_prob)
+    drop_path_prob: ShareBelow1
 
 
 @dataclass(frozen=True)
@@ -146,21 +132,16 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class MeasureLatency:
+class MeasureLatency(Checked):
     """``query.latency``: passes of each layer on batches of made-up inputs."""
 
-    batch_size: int
-    passes: int
+    batch_size: Annotated[int, Between(1, 1024)]
+    passes: Annotated[int, Between(2, 1000)]
     site: Site | None = None
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        _check_whole("batch_size", self.batch_size, 1024)
-        check_range(2 <= self.passes <= 1000, "passes", self.passes, "a whole number, 2 to 1000")
 
 
 @dataclass(frozen=True)
-class TakeGradients:
+class TakeGradients(Checked):
     """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
 
     Attributes:
@@ -172,26 +153,20 @@ class TakeGradients:
         inner_lr: Learning rate of the weights' last step, for order 2; above 0.
     """
 
-    step: int
-    local_steps: int
-    local_lrs: dict[str, float]
-    batch_size: int | None
-    order: int
-    inner_lr: float
+    step: CountOrZero
+    local_steps: Steps
+    local_lrs: dict[str, NonNegative]
+    batch_size: Count | None
+    order: Annotated[int, Between(1, 2)]
+    inner_lr: Positive
     site: Site | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_least(self, "", step=0)
-        check_range(self.order in (1, 2), "order", self.order, "1 or 2")
-        _check_batch_size(self.batch_size)
-        _check_whole("local_steps", self.local_steps, MOST_STEPS)
-        above = f"above 0, to {LARGEST:g}"
-        check_range(0 < self.inner_lr <= LARGEST, "inner_lr", self.inner_lr, above)
-        for state, lr in self.local_lrs.items():
+        """Check the ranges, and the names of states."""
+        super().__post_init__()
+        for state in self.local_lrs:
             if state not in SPLIT_OF:
                 raise unknown_choice("local_lrs", state, SPLIT_OF)
-            check_range(0 <= lr <= LARGEST, f"local_lrs.{state}", lr, f"0 to {LARGEST:g}")
 
 
 @dataclass(frozen=True)
@@ -209,7 +184,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class TrainCandidates:
+class TrainCandidates(Checked):
     """``train.candidate``.
 
     Attributes:
@@ -221,36 +196,25 @@ class TrainCandidates:
         dp_aware: Clipping and noise as a regulariser; None without, and in private mode.
     """
 
-    candidates: list[list[int]]
-    step: int
-    local_steps: int
-    batch_size: int | None
+    candidates: Candidates
+    step: CountOrZero
+    local_steps: Steps
+    batch_size: Count | None
     weights: SGD
     dp_aware: DPAware | None
     site: Site | None = None
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_least(self, "", step=0)
-        _check_whole("local_steps", self.local_steps, MOST_STEPS)
-        _check_batch_size(self.batch_size)
-        _check_number("candidates", self.candidates, MOST_CANDIDATES)
-
 
 @dataclass(frozen=True)
-class RewardCandidates:
+class RewardCandidates(Checked):
     """``evaluate.candidates``; see :class:`TrainCandidates`."""
 
-    candidates: list[list[int]]
+    candidates: Candidates
     site: Site | None = None
-
-    def __post_init__(self) -> None:
-        """Check the number."""
-        _check_number("candidates", self.candidates, MOST_CANDIDATES)
 
 
 @dataclass(frozen=True)
-class Probe:
+class Probe(Checked):
     """``train.probe``: trials of a local search, or of the training of a network.
 
     Attributes:
@@ -262,18 +226,15 @@ class Probe:
 
     search: LocalSearch | None
     training: LocalTraining | None
-    trials: list[Trial]
-    loss_bound: float
+    trials: Annotated[list[Trial], Length(Between(1, MOST_TRIALS))]
+    loss_bound: LossBound
     site: Site | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Check the ranges, and that one of the two is given."""
+        super().__post_init__()
         if (self.search is None) == (self.training is None):
             raise ConfigError("search or training must be given, and not both.")
-        _check_number("trials", self.trials, MOST_TRIALS)
-        least = LEAST_LOSS_BOUND
-        expected = f"{least} to {LARGEST:g}"
-        check_range(least <= self.loss_bound <= LARGEST, "loss_bound", self.loss_bound, expected)
 
     @property
     def amount(self) -> Amount:
@@ -358,19 +319,3 @@ def decode(verb: str, values: object) -> Settings:
 def encode(settings: Settings) -> dict[str, Any]:
     """Return a request as JSON values."""
     return asdict(settings)
-
-
-def _check_drop_path(probability: float) -> None:
-    check_range(0 <= probability < 1, "drop_path_prob", probability, "0 to below 1")
-
-
-def _check_batch_size(size: int | None) -> None:
-    check_range(size is None or size >= 1, "batch_size", size, "1 or more, or null")
-
-
-def _check_whole(name: str, value: int, largest: int) -> None:
-    check_range(1 <= value <= largest, name, value, f"a whole number from 1 to {largest}")
-
-
-def _check_number(name: str, values: list[Any], most: int) -> None:
-    check_range(1 <= len(values) <= most, f"number of {name}", len(values), f"1 to {most}")

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fednas_flwr.search.settings import BanditSettings, Configuration, Range, check_range
+from fednas_flwr.search.settings import BanditSettings, Configuration, Range
+from fednas_flwr.typed import check_range
 
 
 @dataclass(frozen=True)

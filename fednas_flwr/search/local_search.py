@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fednas_flwr.errors import unknown_choice
 from fednas_flwr.search.architect import (
     alpha_gradient_sum,
     mixed_level_gradient,
@@ -19,13 +18,14 @@ from fednas_flwr.search.architect import (
 )
 from fednas_flwr.search.descent import Descent, Descents, Gradients
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.search.settings import RULES, check_least
+from fednas_flwr.search.settings import NonNegative, Rule
 from fednas_flwr.search.training import Batch
 from fednas_flwr.search_spaces.space import Supernet
+from fednas_flwr.typed import Checked
 
 
 @dataclass(frozen=True)
-class Alternating:
+class Alternating(Checked):
     """The steps of a client's local search on all ops.
 
     Attributes:
@@ -36,15 +36,9 @@ class Alternating:
             reads no record, so that it costs no privacy.
     """
 
-    rule: str
-    validation_weight: float = 1.0
-    proximal: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        if self.rule not in RULES:
-            raise unknown_choice("rule", self.rule, RULES)
-        check_least(self, "", validation_weight=0, proximal=0)
+    rule: Rule
+    validation_weight: NonNegative = 1.0
+    proximal: NonNegative = 0.0
 
 
 def alternate(

@@ -14,21 +14,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fednas_flwr.errors import unknown_choice
 from fednas_flwr.hardware.costs import HardwareLoss, HardwareTerms
 from fednas_flwr.search.descent import Descents, Gradients, make_adam, make_sgd
 from fednas_flwr.search.gates import active_gates, draw_paths, rescale
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.search.path_network import PathNetwork, drawable_alphas, expected_cost
-from fednas_flwr.search.settings import GATES, SGD, Adam
+from fednas_flwr.search.settings import SGD, Adam, Gates
 from fednas_flwr.search.training import Batch
 from fednas_flwr.search_spaces.mbconv import NEVER
 from fednas_flwr.search_spaces.mbconv_plan import CELL
 from fednas_flwr.search_spaces.space import Supernet
+from fednas_flwr.typed import Checked
 
 
 @dataclass(frozen=True)
-class SampledPaths:
+class SampledPaths(Checked):
     """The steps of a client's local search on sampled paths.
 
     Attributes:
@@ -37,14 +37,9 @@ class SampledPaths:
         hardware: What cost does to the loss of the alphas; None leaves it out.
     """
 
-    gates: str
+    gates: Gates
     warm_up: bool
     hardware: HardwareTerms | None
-
-    def __post_init__(self) -> None:
-        """Check the mode."""
-        if self.gates not in GATES:
-            raise unknown_choice("gates", self.gates, GATES)
 
 
 def make_weight_optimizer(supernet: Supernet, settings: SGD) -> torch.optim.SGD:

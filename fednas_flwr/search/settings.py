@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.typed import Between, Checked, OneOf, check_range
 
 GATES = ("two", "full")
 RULES = ("first_order", "second_order", "mixed_level")
@@ -18,30 +19,25 @@ NORMED_NETWORKS = ("efficientnet_b0", "mobilenet_v2")  # given networks with nor
 # depends on the size of its batch: with a bound near that, rounding would be a record's reward.
 LEAST_LOSS_BOUND = 1e-3
 LARGEST = 1e30  # of rates, decays and norms: fits float32
+MOST_CANDIDATES = 1000  # in one request
 MOMENTA = ("reset", "averaged", "server")
 
-
-def check_range(condition: bool, key: str, value: object, expected: str) -> None:
-    """Raise ConfigError naming key, value and what was expected unless ``condition`` holds."""
-    if not condition:
-        raise ConfigError(f"{key}={value} is out of range: expected {expected}.")
-
-
-def check_least(settings: object, where: str, **least: float) -> None:
-    """Raise ConfigError for the first field of ``settings`` below its least value.
-
-    Args:
-        settings: The dataclass.
-        where: The dotted name by which the user writes it, empty for the top level.
-        **least: The least value of each field that has one.
-    """
-    for key, bound in least.items():
-        value = getattr(settings, key)
-        check_range(value >= bound, f"{where}.{key}".lstrip("."), value, f"{bound} or more")
+# Types of fields, with the values that they may have; see ``typed.Checked``.
+Count = Annotated[int, Between(1)]
+CountOrZero = Annotated[int, Between(0)]
+Steps = Annotated[int, Between(1, 10**6)]  # or epochs, before a client answers
+Positive = Annotated[float, Between(0, LARGEST, above=True)]
+NonNegative = Annotated[float, Between(0, LARGEST)]
+Share = Annotated[float, Between(0, 1)]
+ShareAbove0 = Annotated[float, Between(0, 1, above=True)]
+ShareBelow1 = Annotated[float, Between(0, 1, below=True)]
+LossBound = Annotated[float, Between(LEAST_LOSS_BOUND, LARGEST)]
+Rule = Annotated[str, OneOf(RULES)]
+Gates = Annotated[str, OneOf(GATES)]
 
 
 @dataclass(frozen=True)
-class SGD:
+class SGD(Checked):
     """Weights: SGD whose learning rate falls along a cosine from ``lr`` to ``min_lr``.
 
     Attributes:
@@ -52,26 +48,16 @@ class SGD:
         clip_norm: Largest norm of a batch's mean gradient, > 0; None does not clip.
     """
 
-    lr: float
-    min_lr: float
-    momentum: float
-    weight_decay: float
-    clip_norm: float | None
+    lr: Positive
+    min_lr: NonNegative
+    momentum: ShareBelow1
+    weight_decay: NonNegative
+    clip_norm: Positive | None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        above = f"a number above 0, to {LARGEST:g}"
-        check_range(0 < self.lr <= LARGEST, "weights.lr", self.lr, above)
-        check_range(0 <= self.min_lr <= self.lr, "weights.min_lr", self.min_lr, "0 to weights.lr")
-        check_range(0 <= self.momentum < 1, "weights.momentum", self.momentum, "0 to below 1")
-        decay = self.weight_decay
-        check_range(0 <= decay <= LARGEST, "weights.weight_decay", decay, f"0 to {LARGEST:g}")
-        check_range(
-            self.clip_norm is None or 0 < self.clip_norm <= LARGEST,
-            "weights.clip_norm",
-            self.clip_norm,
-            f"{above}, or null",
-        )
+        super().__post_init__()
+        check_range(self.min_lr <= self.lr, "min_lr", self.min_lr, f"0 to lr={self.lr}")
 
     def at_round(self, server_round: int, num_rounds: int) -> SGD:
         """Return the constants of one round of ``num_rounds``; rounds count from 1."""
@@ -81,21 +67,15 @@ class SGD:
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(Checked):
     """Alphas: Adam, whose betas the rule of the search gives; ``lr`` 0 keeps the alphas."""
 
-    lr: float
-    weight_decay: float
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        for key in ("lr", "weight_decay"):
-            value = getattr(self, key)
-            check_range(0 <= value <= LARGEST, f"alphas.{key}", value, f"0 to {LARGEST:g}")
+    lr: NonNegative
+    weight_decay: NonNegative
 
 
 @dataclass(frozen=True)
-class Configuration:
+class Configuration(Checked):
     """One arm.
 
     Attributes:
@@ -107,18 +87,12 @@ class Configuration:
         dropout: Drop-path probability, from 0 to below 1; of derived networks only.
     """
 
-    lr: float
-    weight_decay: float
-    momentum: float
-    alpha_lr: float
-    alpha_weight_decay: float
-    dropout: float
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        self.sgd(None)
-        self.adam()
-        check_range(0 <= self.dropout < 1, "dropout", self.dropout, "0 to below 1")
+    lr: Positive
+    weight_decay: NonNegative
+    momentum: ShareBelow1
+    alpha_lr: NonNegative
+    alpha_weight_decay: NonNegative
+    dropout: ShareBelow1
 
     def sgd(self, clip_norm: float | None) -> SGD:
         """Return the constants of the weights' optimiser; the learning rate stays."""
@@ -146,18 +120,18 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Range:
+class Range(Checked):
     """A distribution: uniform from ``low`` to below ``high``; with ``log`` its logarithm is."""
 
-    low: float
-    high: float
+    low: NonNegative
+    high: NonNegative
     log: bool
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        above = "above 0 where log is true, else 0 or more"
-        check_range(self.low >= 0 and (self.low > 0 or not self.log), "low", self.low, above)
-        check_range(self.low <= self.high < math.inf, "high", self.high, f"{self.low} or more")
+        super().__post_init__()
+        check_range(self.low > 0 or not self.log, "low", self.low, "above 0 where log is true")
+        check_range(self.low <= self.high, "high", self.high, f"{self.low} or more")
 
     def at(self, share: float) -> float:
         """Return the value below which a share in [0, 1) of all draws lies."""
@@ -175,7 +149,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class BanditSettings:
+class BanditSettings(Checked):
     """Constants of the bandit.
 
     Attributes:
@@ -191,42 +165,18 @@ class BanditSettings:
         sees_state: Whether estimates are predictions from configuration and training state.
     """
 
-    beta: float
-    step_size: float
-    retention: float
-    temperature: float
+    beta: Positive
+    step_size: ShareAbove0
+    retention: Share
+    temperature: Positive
     scaled: bool
-    scale_retention: float
-    resampled_share: float
+    scale_retention: ShareBelow1
+    resampled_share: ShareBelow1
     sees_state: bool
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_range(0 < self.beta < math.inf, "bandit.beta", self.beta, "a number above 0")
-        check_range(0 < self.step_size <= 1, "bandit.step_size", self.step_size, "above 0, to 1")
-        check_range(0 <= self.retention <= 1, "bandit.retention", self.retention, "0 to 1")
-        check_range(
-            0 < self.temperature < math.inf,
-            "bandit.temperature",
-            self.temperature,
-            "a number above 0",
-        )
-        check_range(
-            0 <= self.scale_retention < 1,
-            "bandit.scale_retention",
-            self.scale_retention,
-            "0 to below 1",
-        )
-        check_range(
-            0 <= self.resampled_share < 1,
-            "bandit.resampled_share",
-            self.resampled_share,
-            "0 to below 1",
-        )
 
 
 @dataclass(frozen=True)
-class ThetaSettings:
+class ThetaSettings(Checked):
     """Constants of FedEx's distribution over configurations.
 
     Attributes:
@@ -237,23 +187,12 @@ class ThetaSettings:
             takes the last round's, 1 the mean of all.
     """
 
-    schedule: str
-    baseline_discount: float
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        if self.schedule not in SCHEDULES:
-            raise unknown_choice("theta.schedule", self.schedule, SCHEDULES)
-        check_range(
-            0 <= self.baseline_discount <= 1,
-            "theta.baseline_discount",
-            self.baseline_discount,
-            "0 to 1",
-        )
+    schedule: Annotated[str, OneOf(SCHEDULES)]
+    baseline_discount: Share
 
 
 @dataclass(frozen=True)
-class ControllerSettings:
+class ControllerSettings(Checked):
     """Constants of DPNAS' controller.
 
     Attributes:
@@ -263,28 +202,14 @@ class ControllerSettings:
         baseline_decay: Of the moving average of rewards, in [0, 1).
     """
 
-    lr: float
-    temperature: float
-    entropy_weight: float
-    baseline_decay: float
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_range(self.lr > 0, "controller.lr", self.lr, "a number above 0")
-        check_range(
-            self.temperature > 0, "controller.temperature", self.temperature, "a number above 0"
-        )
-        check_least(self, "controller", entropy_weight=0)
-        check_range(
-            0 <= self.baseline_decay < 1,
-            "controller.baseline_decay",
-            self.baseline_decay,
-            "0 to below 1",
-        )
+    lr: Positive
+    temperature: Positive
+    entropy_weight: NonNegative
+    baseline_decay: ShareBelow1
 
 
 @dataclass(frozen=True)
-class EvolutionSettings:
+class EvolutionSettings(Checked):
     """Constants of regularised evolution.
 
     Attributes:
@@ -292,16 +217,12 @@ class EvolutionSettings:
         tournament: How many of them a parent is the best of, at least 1.
     """
 
-    population: int
-    tournament: int
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_least(self, "evolution", population=1, tournament=1)
+    population: Count
+    tournament: Count
 
 
 @dataclass(frozen=True)
-class DPAware:
+class DPAware(Checked):
     """DP-SGD's clipping and noise as a regulariser of a search, with no claim of privacy.
 
     Attributes:
@@ -310,10 +231,5 @@ class DPAware:
             0 only clips.
     """
 
-    max_grad_norm: float
-    noise_multiplier: float
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_range(self.max_grad_norm > 0, "dp_aware.max_grad_norm", self.max_grad_norm, "above 0")
-        check_least(self, "dp_aware", noise_multiplier=0)
+    max_grad_norm: Positive
+    noise_multiplier: NonNegative

@@ -202,11 +202,11 @@ def test_state_survives_json():
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"beta": 0.0}, "bandit.beta"),
-        ({"step_size": 1.5}, "bandit.step_size"),
-        ({"retention": -0.1}, "bandit.retention"),
-        ({"temperature": 0.0}, "bandit.temperature"),
-        ({"scale_retention": 1.0}, "bandit.scale_retention"),
+        ({"beta": 0.0}, "^beta="),
+        ({"step_size": 1.5}, "^step_size="),
+        ({"retention": -0.1}, "^retention="),
+        ({"temperature": 0.0}, "^temperature="),
+        ({"scale_retention": 1.0}, "^scale_retention="),
     ],
 )
 def test_constants_out_of_range_are_refused(changes, key):

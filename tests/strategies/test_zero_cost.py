@@ -98,7 +98,7 @@ def test_limits_hold(searched, compose_config, federate):
     ("override", "sentence"),
     [
         ("algorithm.scores=[synflo]", r"algorithm.scores=synflo is unknown.*\(nearest: synflow\)"),
-        ("algorithm.scores=[]", "expected at least one score"),
+        ("algorithm.scores=[]", "algorithm.scores=.* expected 1 or more entries"),
         ("algorithm.draws=0", "algorithm.draws=0 is out of range"),
         ("algorithm.limits.parameters=0", "limits.parameters=0 is out of range"),
         ("algorithm.limits.latency_ms=3", "a limit of latency needs a table"),

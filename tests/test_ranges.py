@@ -1,0 +1,243 @@
+"""Every value of every field is one that its constraint allows, or is refused by its name."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Annotated, Any, get_type_hints
+
+import pytest
+
+from fednas_flwr.builders import ALGORITHMS, parse_config
+from fednas_flwr.builders.registration import OWN, TABLES, register
+from fednas_flwr.builders.spaces import SEARCH_SPACES
+from fednas_flwr.composition import compose_tree
+from fednas_flwr.config import FedDARTSSettings
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.exchange.requests import REQUESTS
+from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.search.proxyless import SampledPaths
+from fednas_flwr.search.settings import SGD, Adam, Range
+from fednas_flwr.typed import Between, Checked, Constraint, Length, OneOf, constraints, parse
+
+GROUP = ["search_space.norm=group", "retrain.norm=group"]
+MBCONV = ["search_space=mbconv", "retrain=mbconv"]
+COST = "{table: null, unit: ms, target: 3.0, loss: additive, scale: 1.0, exponent: 1.0}"
+ARM = "{lr: 0.1, weight_decay: 0, momentum: 0, alpha_lr: 0, alpha_weight_decay: 0, dropout: 0}"
+RUNS = [  # together they have every class of settings
+    ["algorithm=feathers", f"algorithm.configurations=[{ARM}]", "dataset.limit_train=5"],
+    ["algorithm=fednas", "search_space=darts", "class_factors={a: 0.5}", "dataset.std=[0.5]"],
+    ["algorithm=fedprox_darts", "partition=quantity", "partition.fractions=[0.5,0.5]"],
+    ["algorithm=dp_fnas", "privacy=dp", "privacy.metrics_noise_multiplier=1", *GROUP],
+    ["algorithm=random_search", "retrain.weights.clip_norm=1", "retrain.channels=8"],
+    ["algorithm=fedex", "partition=label_groups", "partition.clients_per_group=[1,2]"],
+    ["algorithm=fdnas", f"algorithm.hardware={COST}", *MBCONV],
+    ["algorithm=cfdnas", f"algorithm.group_hardware={{a: {COST}}}", *MBCONV],
+    ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells"],
+    ["algorithm=fedavg"],
+]
+FREE = {  # numbers of any size
+    ("Dataset", "mean"),
+    ("Dataset", "statistics"),
+    ("DifferentialPrivacy", "test_seed"),
+    ("Hardware", "exponent"),
+    ("Partition", "groups"),
+    ("Partition", "seed"),
+}
+
+
+def parts(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Return all dataclasses in a tree of settings, with their dotted keys."""
+    if is_dataclass(value):
+        yield key, value
+        for field in fields(value):
+            yield from parts(getattr(value, field.name), f"{key}.{field.name}".lstrip("."))
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from parts(item, f"{key}.{name}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from parts(item, f"{key}[{index}]")
+
+
+def wrong_values(value: Any, constraint: Constraint) -> list[Any]:
+    """Return values of a field that a constraint of it, or of its entries, refuses."""
+    if isinstance(constraint, Length):
+        return ["" if isinstance(value, str) else []]
+    if isinstance(constraint, OneOf):
+        wrong: list[Any] = ["nothing", "", constraint.names[0].upper()]
+    else:
+        below = constraint.low if constraint.above else constraint.low - 1
+        above = constraint.high if constraint.below else constraint.high * 2 + 1
+        wrong = [below, above, -math.inf, math.nan]
+    if isinstance(value, list):
+        return [[*value, item] for item in wrong]
+    return [{**value, "last": item} for item in wrong] if isinstance(value, dict) else wrong
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=lambda overrides: overrides[0])
+def tree(request):
+    return compose_tree(request.param)
+
+
+def test_a_value_outside_a_constraint_is_refused_by_the_name_of_its_field(tree):
+    for _, settings in parts(parse_config(tree)):
+        for name, of_field in constraints(type(settings)).items():
+            for constraint in of_field:
+                for wrong in wrong_values(getattr(settings, name), constraint):
+                    with pytest.raises(ConfigError, match=rf"^{name}(\.last)?=") as told:
+                        replace(settings, **{name: wrong})
+                    assert str(told.value).endswith(".")
+
+
+def test_the_same_value_in_a_configuration_is_named_by_its_whole_key(tree):
+    named = set()
+    for key, settings in parts(parse_config(tree)):
+        group = tree
+        for part in filter(None, key.replace("[", ".[").split(".")):
+            group = group[int(part[1:-1]) if part.startswith("[") else part]
+        for name, of_field in constraints(type(settings)).items():
+            if any(isinstance(constraint, Between) for constraint in of_field):
+                good = group[name]
+                group[name] = wrong_values(getattr(settings, name), of_field[0])[0]
+                whole = f"{key}.{name}".lstrip(".")
+                with pytest.raises(ConfigError) as told:
+                    parse_config(tree)
+                assert str(told.value).startswith((f"{whole}=", f"{whole}.last="))
+                group[name] = good
+                named.add(whole)
+    assert len(named) > 25
+
+
+def test_every_number_of_a_setting_has_a_range():
+    kinds = {type(part) for run in RUNS for _, part in parts(parse_config(compose_tree(run)))}
+    entries = [*ALGORITHMS.values(), *SEARCH_SPACES.values()]
+    assert {entry.settings for entry in entries} <= kinds
+    without = {
+        (kind.__name__, name)
+        for kind in kinds
+        for name, hint in get_type_hints(kind).items()
+        if re.search(r"\b(int|float)\b", str(hint)) and not constraints(kind)[name]
+    }
+    assert without == FREE
+
+
+def test_requests_are_checked_like_settings():
+    assert [kind for kind in REQUESTS.values() if any(constraints(kind).values())]
+    for kind in {*REQUESTS.values(), Alternating, SampledPaths}:
+        if any(constraints(kind).values()):
+            assert issubclass(kind, Checked)
+
+
+@pytest.mark.parametrize(
+    ("range_", "text", "inside", "outside"),
+    [
+        (Between(1), "1 or more", [1, 10**400], [0, math.inf, math.nan]),
+        (Between(0, above=True), "above 0", [5e-324, 1e308], [0, -1, math.inf]),
+        (Between(0, 1), "0 to 1", [0, 0.5, 1], [-5e-324, 1 + 1e-15, math.nan]),
+        (Between(0, 1, above=True), "above 0, at most 1", [5e-324, 1], [0, 1.1]),
+        (Between(0, 1, below=True), "0 to below 1", [0, 1 - 1e-15], [-1, 1]),
+        (Between(0, 1, above=True, below=True), "above 0, below 1", [0.5], [0, 1]),
+        (Between(1e-3, 1e30), "0.001 to 1e+30", [1e-3, 1e30], [9.99e-4, 1.01e30]),
+        (Between(2, 10**6), "2 to 1000000", [2, 10**6], [1, 10**6 + 1]),
+    ],
+)
+def test_a_range_says_what_it_holds(range_, text, inside, outside):
+    assert str(range_) == text
+    assert [number for number in inside if number not in range_] == []
+    assert [number for number in outside if number in range_] == []
+
+
+@dataclass(frozen=True)
+class Every(Checked):
+    """A field of each kind."""
+
+    some: Annotated[int, Between(1)] | None
+    listed: Annotated[list[Annotated[str, OneOf(("left", "right"))]], Length(Between(1, 2))]
+    named: dict[str, Annotated[float, Between(0, 1)]]
+    text: Annotated[str, Length(Between(0, 4))]
+    nested: tuple[SGD, ...]
+
+
+PLAIN = SGD(0.1, 0.0, 0.9, 0.0, None)
+GOOD = {"some": None, "listed": ["left"], "named": {"a": 1.0}, "text": "é", "nested": (PLAIN,)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"some": 0}, "some=0 is out of range: expected 1 or more, or null."),
+        ({"listed": []}, "listed=[] is out of range: expected 1 to 2 entries."),
+        ({"listed": 3 * ["left"]}, "expected 1 to 2 entries."),
+        ({"listed": ["left", "rigt"]}, "listed=rigt is unknown: choose one of left, right (neare"),
+        ({"named": {"a": 0.0, "b": 2.0}}, "named.b=2.0 is out of range: expected 0 to 1."),
+        ({"text": "éàü"}, "text=éàü is out of range: expected 0 to 4 bytes."),
+    ],
+)
+def test_what_fields_hold_is_checked(changed, sentence):
+    assert Every(**GOOD).some is None
+    with pytest.raises(ConfigError) as direct:
+        Every(**{**GOOD, **changed})
+    assert sentence in str(direct.value)
+    plain = {**GOOD, "nested": [vars(PLAIN)]}
+    assert parse(Every, plain, key="a.b") == Every(**GOOD)
+    with pytest.raises(ConfigError) as parsed:
+        parse(Every, {**plain, **changed}, key="a.b")
+    assert str(parsed.value) == f"a.b.{direct.value}"
+
+
+def test_constraints_are_told_by_field():
+    assert constraints(Every) == {
+        "some": (Between(1),),
+        "listed": (OneOf(("left", "right")), Length(Between(1, 2))),
+        "named": (Between(0, 1),),
+        "text": (Length(Between(0, 4)),),
+        "nested": (),
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (f"algorithm.hardware={COST.replace('null', 'x').replace('ms', 'multiply_adds')}", "unit"),
+        (f"algorithm.hardware={COST.replace('3.0', '0.0')}", "target"),
+        ("algorithm.alphas={lr: 0.1, weight_decay: 0.1}", "alphas.weight_decay"),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["fdnas", "cfdnas"])
+def test_settings_at_any_depth_are_named_once(algorithm, override, sentence):
+    where, _, value = override.partition("=")
+    group = where.replace("algorithm", "algorithm.search" if algorithm == "cfdnas" else "algorithm")
+    key = sentence if "alphas" in sentence else f"hardware.{sentence}"
+    whole = f"{group.rpartition('.')[0]}.{key}="
+    with pytest.raises(ConfigError) as told:
+        parse_config(compose_tree([f"algorithm={algorithm}", *MBCONV, f"{group}={value}"]))
+    assert str(told.value).startswith(whole)
+
+
+def test_what_holds_between_fields_is_checked_after_each():
+    with pytest.raises(ConfigError, match=r"^min_lr=0.2 is out of range: expected 0 to lr=0.1\."):
+        replace(PLAIN, min_lr=0.2)
+    with pytest.raises(ConfigError, match="^low=0.0 .* above 0 where log is true"):
+        Range(0.0, 1.0, log=True)
+    assert Range(0.0, 1.0, log=False).at(0.5) == 0.5
+    with pytest.raises(ConfigError, match="^lr=-1.0 is out of range: expected 0 to 1e"):
+        Adam(lr=-1.0, weight_decay=0.0)
+
+
+@dataclass(frozen=True)
+class Resting(FedDARTSSettings):
+    """Settings from outside the package."""
+
+    rest: Annotated[int, Between(1, 5)]
+
+
+def test_settings_that_are_registered_keep_their_ranges():
+    register("algorithm", "resting", replace(ALGORITHMS["fed_darts"], settings=Resting))
+    try:
+        assert constraints(Resting)["rest"] == (Between(1, 5),)
+        assert constraints(Resting) == {**constraints(FedDARTSSettings), "rest": (Between(1, 5),)}
+    finally:
+        del TABLES["algorithm"]["resting"], OWN["algorithm"]["resting"]
