@@ -21,13 +21,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search.descent import Descent, Descents, Gradient, Gradients
+from fednas_flwr.search.descent import (
+    Descent,
+    Descents,
+    Gradient,
+    Gradients,
+    make_adam,
+    make_sgd,
+)
 from fednas_flwr.search.exact_gradients import ExactGradients, Passes
 from fednas_flwr.search.gates import draw_paths
 from fednas_flwr.search.proxyless import (
     SampledPaths,
-    make_alpha_optimizer,
-    make_weight_optimizer,
     search_paths,
 )
 from fednas_flwr.search.settings import SGD, Adam
@@ -82,8 +87,10 @@ def make_steps(
     with seeded(0, "bench"):
         supernet = space.supernet().train()
     descents = Descents(
-        Descent(supernet.weights(), make_weight_optimizer(supernet, WEIGHTS)),
-        Descent(supernet.alphas(), make_alpha_optimizer(supernet, Adam(1e-3, 0.0))),
+        Descent(supernet.weights(), make_sgd(supernet.weights().values(), WEIGHTS, nesterov=True)),
+        Descent(
+            supernet.alphas(), make_adam(supernet.alphas().values(), Adam(1e-3, 0.0), beta=0.0)
+        ),
     )
     alphas = supernet.alphas()["blocks"].detach().clone()
 

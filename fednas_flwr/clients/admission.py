@@ -24,7 +24,6 @@ from fednas_flwr.exchange.requests import (
     Commit,
     Describe,
     Evaluate,
-    MeasureLatency,
     Probe,
     RewardCandidates,
     Search,
@@ -74,7 +73,7 @@ def admit(
         gate.check_plan(settings.releases)
         return {}
     gate.check_verb(verb, site_of(request).data_set)
-    if isinstance(settings, MeasureLatency):
+    if VERBS[verb].is_public:
         return {}
     if isinstance(settings, TakeGradients) and settings.order != 1:
         raise refused("first order only", "order", settings.order, "1: second order mixes splits")
@@ -247,7 +246,7 @@ def _norm(request: Request, supernet_norm: str | None) -> str | None:
     elif isinstance(settings, Probe) and settings.training is not None:
         described = settings.training.network
     name = described.get("name", SUPERNET)
-    if name == SUPERNET:
+    if VERBS[request.verb].of_supernet or name == SUPERNET:
         return supernet_norm
     return described.get("norm", "batch" if name in NORMED_NETWORKS else None)
 

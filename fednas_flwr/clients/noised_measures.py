@@ -66,9 +66,7 @@ def prepare_metrics(
     bound = 2 * math.log(max(2, len(client.class_names)))
     network.eval()
 
-    def measure(x: Tensor, y: Tensor) -> Tensor:
-        return _loss_and_hits(client, network, x, y, bound=bound)
-
+    measure = partial(_loss_and_hits, client, network, bound)
     rehearse(client, measure, BATCH, "metrics", description)
     split = client.split("+".join(planned.splits))
 
@@ -84,12 +82,9 @@ def prepare_metrics(
 
 def rehearse_losses(client: Client, network: nn.Module, description: object) -> None:
     """Try the losses of a network on made-up records."""
-    network.eval()
-
-    def measure(x: Tensor, y: Tensor) -> Tensor:
-        return _loss_and_hits(client, network, x, y, bound=1.0)
-
-    rehearse(client, measure, BATCH, "losses", description)
+    rehearse(
+        client, partial(_loss_and_hits, client, network.eval(), 1.0), BATCH, "losses", description
+    )
 
 
 def prepare_rewards(
@@ -140,7 +135,7 @@ def _total(
 
 @torch.no_grad()
 def _loss_and_hits(
-    client: Client, network: nn.Module, x: Tensor, y: Tensor, *, bound: float
+    client: Client, network: nn.Module, bound: float, x: Tensor, y: Tensor
 ) -> Tensor:
     """Return the sum over records of (loss / bound, correct), each from 0 to 1; float64 [2].
 

@@ -200,7 +200,7 @@ def search(client: Client, request: Request, asked: Search) -> Reply:
         run = prepare_search(client, request, asked.local, supernet, planned)
     descents, metrics = run()
     states = trained_states(supernet, descents)
-    reply = make_reply(_num_train(client), states, metrics)
+    reply = make_reply(_num_records(client, "train"), states, metrics)
     return only_changed(reply, request, states) if asked.sparse else reply
 
 
@@ -229,7 +229,7 @@ def train_paths(client: Client, request: Request, asked: TrainCandidates) -> Rep
         descents = Descents(descent, sent=sent_moments(request, supernet))
     train_candidates(supernet, paths, gradients, descent, steps=asked.local_steps)
     states = trained_states(supernet, descents, without=("alphas", "buffers"))
-    return make_reply(_num_train(client), states, gradients.metrics())
+    return make_reply(_num_records(client, "train"), states, gradients.metrics())
 
 
 def reward_candidates(client: Client, request: Request, asked: RewardCandidates) -> Reply:
@@ -384,10 +384,6 @@ def request_supernet(client: Client, request: Request) -> Supernet:
 def _plan(client: Client, request: Request, network: torch.nn.Module) -> Plan:
     """Return the plan of each kind of release of a private client's request; empty without."""
     return {} if client.gate is None else admit(client.gate, request, network)
-
-
-def _num_train(client: Client) -> int:
-    return _num_records(client, "train")
 
 
 def _num_records(client: Client, split: str) -> int:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.hardware.costs import HardwareLoss, HardwareTerms
-from fednas_flwr.search.descent import Descents, Gradients, make_adam, make_sgd
+from fednas_flwr.search.descent import Descents, Gradients
 from fednas_flwr.search.gates import active_gates, draw_paths, rescale
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.search.path_network import PathNetwork, drawable_alphas, expected_cost
-from fednas_flwr.search.settings import SGD, Adam, Gates
+from fednas_flwr.search.settings import Gates
 from fednas_flwr.search.training import Batch
 from fednas_flwr.search_spaces.mbconv import NEVER
 from fednas_flwr.search_spaces.mbconv_plan import CELL
@@ -42,20 +42,6 @@ class SampledPaths(Checked):
     hardware: HardwareTerms | None
 
 
-def make_weight_optimizer(supernet: Supernet, settings: SGD) -> torch.optim.SGD:
-    """Return SGD over the weights, with Nesterov's momentum where there is any."""
-    return make_sgd(supernet.weights().values(), settings, nesterov=True)
-
-
-def make_alpha_optimizer(supernet: Supernet, settings: Adam) -> torch.optim.Adam:
-    """Return Adam over the alphas with betas (0, .999): without a first moment, as published.
-
-    So an alpha whose op is not sampled has a step of zero, if there is no weight decay, which Adam
-    would turn into full steps.
-    """
-    return make_adam(supernet.alphas().values(), settings, beta=0.0)
-
-
 def search_paths(
     supernet: Supernet,
     gradients: Gradients,
@@ -66,6 +52,10 @@ def search_paths(
     generator: torch.Generator,
 ) -> None:
     """Search in place: each step moves the alphas of drawn paths, then the weights of one.
+
+    Weights step by SGD, with Nesterov's momentum where there is any; alphas by Adam with betas (0,
+    .999), without a first moment, as published: an alpha whose op is not sampled then has a step of
+    zero, if there is no weight decay, which Adam would turn into full steps.
 
     Deviation: the public code moves the alphas once every few weight steps; here as in our other
     searches every weight step follows an alpha step. In mode ``two`` the alphas are rescaled after

@@ -12,14 +12,12 @@ from torch.nn import functional as F
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.hardware.costs import Costs, HardwareLoss
 from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search.descent import Descent, Descents
+from fednas_flwr.search.descent import Descent, Descents, make_adam, make_sgd
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.gates import alpha_gradient, draw_paths
 from fednas_flwr.search.proxyless import (
     SampledPaths,
     gate_gradient,
-    make_alpha_optimizer,
-    make_weight_optimizer,
     search_paths,
     uniform_alphas,
 )
@@ -67,8 +65,12 @@ class AlphasOnly(ExactGradients):
 
 def descents_of(supernet, alphas=ALPHAS):
     return Descents(
-        Descent(supernet.weights(), make_weight_optimizer(supernet, WEIGHTS), WEIGHTS.clip_norm),
-        Descent(supernet.alphas(), make_alpha_optimizer(supernet, alphas)),
+        Descent(
+            supernet.weights(),
+            make_sgd(supernet.weights().values(), WEIGHTS, nesterov=True),
+            WEIGHTS.clip_norm,
+        ),
+        Descent(supernet.alphas(), make_adam(supernet.alphas().values(), alphas, beta=0.0)),
     )
 
 
@@ -225,7 +227,8 @@ def test_warm_up_trains_uniform_paths_and_no_alphas(supernet):
 
 def test_momentum_of_zero_has_no_nesterov(supernet):
     plain = SGD(0.1, 0.0, momentum=0.0, weight_decay=0.0, clip_norm=None)
-    assert make_weight_optimizer(supernet, plain).defaults["nesterov"] is False
+    optimizer = make_sgd(supernet.weights().values(), plain, nesterov=True)
+    assert optimizer.defaults["nesterov"] is False
 
 
 def test_an_unknown_mode_is_named_with_the_nearest():
