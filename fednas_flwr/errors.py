@@ -62,4 +62,4 @@ def show(value: object) -> str:
     """Return a short text for a value that may be of any type and size."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return "an integer of more than 30 digits"
-    return value[:80] if isinstance(value, str) else reprlib.repr(value)
+    return (value if isinstance(value, str) else reprlib.repr(value))[:80]

@@ -10,7 +10,8 @@ from typing import Annotated, Any, get_type_hints
 
 import pytest
 
-from fednas_flwr.builders import ALGORITHMS, parse_config
+from fednas_flwr.builders.algorithms import ALGORITHMS
+from fednas_flwr.builders.configuration import parse_config
 from fednas_flwr.builders.registration import OWN, TABLES, register
 from fednas_flwr.builders.spaces import SEARCH_SPACES
 from fednas_flwr.composition import compose_tree
@@ -37,6 +38,7 @@ RUNS = [  # together they have every class of settings
     ["algorithm=cfdnas", f"algorithm.group_hardware={{a: {COST}}}", *MBCONV],
     ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells"],
     ["algorithm=fedavg"],
+    ["algorithm=zero_cost"],
 ]
 FREE = {  # numbers of any size
     ("Dataset", "mean"),

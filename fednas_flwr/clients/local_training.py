@@ -40,6 +40,20 @@ Plan = Mapping[str, PlannedRelease]  # of a private request, by kind; empty with
 Training = Callable[[], tuple[Descents, dict[str, float]]]  # trains; returns also what was seen
 
 
+def prepare(
+    client: Client,
+    request: Request,
+    local: LocalSearch | LocalTraining,
+    network: nn.Module,
+    planned: Plan,
+) -> Training:
+    """Return what trains ``network`` as ``local`` says, by the one of the two that it is for."""
+    if isinstance(local, LocalTraining):
+        return prepare_training(client, request, local, network, planned)
+    assert isinstance(network, Supernet)
+    return prepare_search(client, request, local, network, planned)
+
+
 def prepare_search(
     client: Client, request: Request, local: LocalSearch, supernet: Supernet, planned: Plan
 ) -> Training:

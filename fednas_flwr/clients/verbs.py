@@ -23,10 +23,8 @@ from fednas_flwr.clients.admission import admit, before_reading, gate_of
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.local_training import (
     Plan,
-    Training,
     clipped_decreases,
-    prepare_search,
-    prepare_training,
+    prepare,
     refresh_statistics,
     validation_losses,
 )
@@ -53,8 +51,6 @@ from fednas_flwr.exchange.requests import (
     Commit,
     Describe,
     Evaluate,
-    LocalSearch,
-    LocalTraining,
     MeasureLatency,
     Personalise,
     Probe,
@@ -197,7 +193,7 @@ def search(client: Client, request: Request, asked: Search) -> Reply:
         if asked.sparse and not own <= set(request.states):
             raise ValueError(f"sparse=True needs the states {', '.join(sorted(own))}")
         planned = _plan(client, request, supernet)
-        run = prepare_search(client, request, asked.local, supernet, planned)
+        run = prepare(client, request, asked.local, supernet, planned)
     descents, metrics = run()
     states = trained_states(supernet, descents)
     reply = make_reply(_num_records(client, "train"), states, metrics)
@@ -271,14 +267,13 @@ def probe(client: Client, request: Request, asked: Probe) -> Reply:
     """
     bound, batch_size, gate = asked.loss_bound, asked.amount.batch_size, client.gate
     with before_reading(request):
-        restore = partial(_probed_network, client, request, asked)
+        described = {"name": SUPERNET} if asked.training is None else asked.training.network
+        restore = partial(client.network, described, network_states_of(request))
         network = restore()
         planned = _plan(client, request, network)
-        trainings = [
-            _prepare_trial(client, request, local, network, planned) for local in _trials(asked)
-        ]
+        trainings = [prepare(client, request, own, network, planned) for own in asked.trainings()]
         if gate is not None:
-            rehearse_losses(client, network, _description(asked))
+            rehearse_losses(client, network, described)
     if gate is None:
         refresh_statistics(client, request, network, batch_size)
         before = validation_losses(client, network)
@@ -320,7 +315,7 @@ def train_weights(client: Client, request: Request, asked: Train) -> Reply:
     with before_reading(request):
         network = client.network(local.network, network_states_of(request))
         planned = _plan(client, request, network)
-        run = prepare_training(client, request, local, network, planned)
+        run = prepare(client, request, local, network, planned)
     descents, metrics = run()
     reply = make_reply(
         _num_records(client, local.split), trained_states(network, descents), metrics
@@ -352,7 +347,7 @@ def personalise(client: Client, request: Request, asked: Personalise) -> Reply:
     What FDNAS (Zhang et al., 2020, section 4) averages to its mean local accuracy.
     """
     network = client.network(asked.local.network, network_states_of(request))
-    prepare_training(client, request, asked.local, network, {})()
+    prepare(client, request, asked.local, network, {})()
     metrics = evaluate(network, client.data.test, client.device, objective=client.objective)
     return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
 
@@ -430,39 +425,6 @@ def _candidate_gradients(
         generator=client.generator(request.header, "noise"),
         objective=client.objective,
     )
-
-
-def _trials(asked: Probe) -> list[LocalSearch | LocalTraining]:
-    """Return what each trial of a probe does."""
-    if asked.search is not None:
-        return [replace(asked.search, weights=t.weights, alphas=t.alphas) for t in asked.trials]
-    assert asked.training is not None
-    return [
-        replace(asked.training, weights=t.weights, drop_path_prob=t.drop_path_prob)
-        for t in asked.trials
-    ]
-
-
-def _prepare_trial(
-    client: Client,
-    request: Request,
-    local: LocalSearch | LocalTraining,
-    network: torch.nn.Module,
-    planned: Plan,
-) -> Training:
-    if isinstance(local, LocalTraining):
-        return prepare_training(client, request, local, network, planned)
-    assert isinstance(network, Supernet)
-    return prepare_search(client, request, local, network, planned)
-
-
-def _description(asked: Probe) -> dict[str, Any]:
-    return {"name": SUPERNET} if asked.training is None else asked.training.network
-
-
-def _probed_network(client: Client, request: Request, asked: Probe) -> torch.nn.Module:
-    """Return the network that a probe tries, with the states that were sent."""
-    return client.network(_description(asked), network_states_of(request))
 
 
 def _step_batches(

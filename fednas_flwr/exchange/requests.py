@@ -6,7 +6,7 @@ another type or out of range, is refused before anything else is done. Tensors t
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from fednas_flwr.errors import ConfigError, unknown_choice
@@ -119,12 +119,17 @@ class Trial(Checked):
 
 
 @dataclass(frozen=True)
-class Describe:
+class Settings(Checked):
+    """Arguments of a verb."""
+
+
+@dataclass(frozen=True)
+class Describe(Settings):
     """``query.describe``."""
 
 
 @dataclass(frozen=True)
-class Commit:
+class Commit(Settings):
     """``query.commit``: everything that the run means to release."""
 
     data_set: str
@@ -132,7 +137,7 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class MeasureLatency(Checked):
+class MeasureLatency(Settings):
     """``query.latency``: passes of each layer on batches of made-up inputs."""
 
     batch_size: Annotated[int, Between(1, 1024)]
@@ -141,7 +146,7 @@ class MeasureLatency(Checked):
 
 
 @dataclass(frozen=True)
-class TakeGradients(Checked):
+class TakeGradients(Settings):
     """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
 
     Attributes:
@@ -170,7 +175,7 @@ class TakeGradients(Checked):
 
 
 @dataclass(frozen=True)
-class Search:
+class Search(Settings):
     """``train.search``.
 
     Attributes:
@@ -184,7 +189,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class TrainCandidates(Checked):
+class TrainCandidates(Settings):
     """``train.candidate``.
 
     Attributes:
@@ -206,7 +211,7 @@ class TrainCandidates(Checked):
 
 
 @dataclass(frozen=True)
-class RewardCandidates(Checked):
+class RewardCandidates(Settings):
     """``evaluate.candidates``; see :class:`TrainCandidates`."""
 
     candidates: Candidates
@@ -214,7 +219,7 @@ class RewardCandidates(Checked):
 
 
 @dataclass(frozen=True)
-class Probe(Checked):
+class Probe(Settings):
     """``train.probe``: trials of a local search, or of the training of a network.
 
     Attributes:
@@ -239,13 +244,21 @@ class Probe(Checked):
     @property
     def amount(self) -> Amount:
         """How long each trial trains."""
-        local = self.search or self.training
-        assert local is not None
-        return local.amount
+        return self.trainings()[0].amount
+
+    def trainings(self) -> list[LocalSearch] | list[LocalTraining]:
+        """Return what each trial does."""
+        if self.search is not None:
+            return [replace(self.search, weights=t.weights, alphas=t.alphas) for t in self.trials]
+        assert self.training is not None
+        return [
+            replace(self.training, weights=t.weights, drop_path_prob=t.drop_path_prob)
+            for t in self.trials
+        ]
 
 
 @dataclass(frozen=True)
-class Train:
+class Train(Settings):
     """``train.weights``.
 
     Attributes:
@@ -259,7 +272,7 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class Evaluate(Settings):
     """``evaluate.model``: of a network on one of the splits."""
 
     network: Description
@@ -268,25 +281,12 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
-class Personalise:
+class Personalise(Settings):
     """``evaluate.personalised``: metrics after local training."""
 
     local: LocalTraining
 
 
-Settings = (
-    Describe
-    | Commit
-    | MeasureLatency
-    | TakeGradients
-    | Search
-    | TrainCandidates
-    | RewardCandidates
-    | Probe
-    | Train
-    | Evaluate
-    | Personalise
-)
 REQUESTS: dict[str, type[Settings]] = {
     "query.describe": Describe,
     "query.commit": Commit,

@@ -63,6 +63,10 @@ class AlphasOnly(ExactGradients):
         return {}
 
 
+def sgd_of(weights):
+    return make_sgd(weights.values(), WEIGHTS, nesterov=True)
+
+
 def descents_of(supernet, alphas=ALPHAS):
     return Descents(
         Descent(
