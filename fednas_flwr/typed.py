@@ -144,7 +144,7 @@ def _check(key: str, hint: Any, value: Any, alternative: str = "") -> None:
     elif origin in (list, tuple):
         for item in value:
             _check(key, arguments[0], item)
-    elif origin is dict:
+    elif origin is dict and isinstance(value, Mapping):
         for name, item in value.items():
             _check(f"{key}.{name}", arguments[1], item)
 

@@ -28,7 +28,7 @@ from fednas_flwr import (
     register_search_space,
     run,
 )
-from fednas_flwr.builders.algorithms import own_settings
+from fednas_flwr.builders.algorithms import ALGORITHMS, own_settings
 from fednas_flwr.builders.clients import make_courier
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.registration import OWN, TABLES
@@ -99,7 +99,8 @@ class LateDARTS(LateAlphas):
 
 
 def make_late(config, prepared, space):
-    return LateDARTS, own_settings(config.algorithm)
+    _, settings = ALGORITHMS["fed_darts"].search(config, prepared, space)
+    return LateDARTS, settings
 
 
 LATE = {"defaults": ["fed_darts"], "rest": 2}
@@ -475,8 +476,8 @@ import numpy as np
 from fednas_flwr import (
     Algorithm, compose, register_algorithm, register_data_set, register_search_space, run
 )
-from fednas_flwr.builders.algorithms import own_settings
 from fednas_flwr.config import AlgorithmSettings, SearchSpaceSettings
+from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
 from fednas_flwr.strategies.fed_darts import FedDARTS
@@ -488,6 +489,7 @@ class OwnSettings(AlgorithmSettings):
     local_epochs: int
     batch_size: int
     validation_weight: float
+    proximal: float
     weights: SGD
     alphas: Adam
 
@@ -506,6 +508,12 @@ def make_space(*, depth, **settings):
     return OwnSpace(num_cells=1, **settings)
 
 
+def make_own(config, prepared, space):
+    names = ("local_epochs", "batch_size", "weights", "alphas")
+    settings = {name: getattr(config.algorithm, name) for name in names}
+    return FedDARTS, settings | {"alternating": Alternating(config.algorithm.rule)}
+
+
 if __name__ == "__main__":
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, 60)
@@ -515,9 +523,7 @@ if __name__ == "__main__":
     register_search_space("own_space", make_space, settings=OwnSizes, defaults=sizes)
     register_algorithm(
         "own",
-        Algorithm(OwnSettings, lambda config, prepared, space: (
-            FedDARTS, own_settings(config.algorithm)
-        )),
+        Algorithm(OwnSettings, make_own),
         defaults={"defaults": ["fed_darts"]},
     )
     own = ["algorithm=own", "search_space=own_space", "dataset=own_data"]

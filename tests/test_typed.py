@@ -23,7 +23,7 @@ class Optimizer:
         if not self.lr > 0:
             raise ConfigError(f"lr={self.lr} is out of range: expected above 0.")
         if self.steps < 0:
-            raise ConfigError(f"optimizer.steps={self.steps} is out of range: expected 0 or more.")
+            raise ConfigError(f"steps={self.steps} is out of range: expected 0 or more.")
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def test_what_is_no_mapping_at_all_is_refused(given):
 
 
 def test_what_a_dataclass_refuses_is_told_with_the_whole_key():
-    """Its sentence begins with the name of a field, or with the last part of the key."""
+    """Its sentence begins with the name of a field."""
     low = {"lr": 0, "steps": 1}
     assert refused(optimizer=low).startswith("optimizer.lr=0.0 is out of range")
     assert refused(maybe=low).startswith("maybe.lr=0.0 is out of range")

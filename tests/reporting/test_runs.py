@@ -9,10 +9,12 @@ from fednas_flwr.reporting.runs import read_run
 METRICS = (
     "central_accuracy",
     "central_f1",
+    "central_auroc",
     "client_accuracy",
     "personalised_accuracy",
     "linear_accuracy",
     "linear_f1",
+    "linear_auroc",
     "num_parameters",
     "multiply_adds",
     "search_seconds",

@@ -15,7 +15,6 @@ from fednas_flwr.search.architect import (
 from fednas_flwr.search.descent import Descent
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums, LookAhead
 from fednas_flwr.search.gates import alpha_gradient, draw_paths
-from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.proxyless import gate_gradient
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
@@ -62,7 +61,7 @@ def take(gradients, net):
     """Ask for both gradients in every step; return how many there were."""
     steps = 0
     for _ in gradients.steps():
-        gradients.alphas(net, Alternating("first_order"), descent(net))
+        gradients.alphas(net, descent(net), rule="first_order", validation_weight=1.0)
         gradients.weights(net)
         steps += 1
     return steps
@@ -116,14 +115,14 @@ def test_validation_batches_begin_anew_with_every_pass(net, records, limit):
     ]
 
 
-def test_validation_batches_are_drawn_only_when_asked_for_and_once_a_step(records):
-    train, validation, log = records(3, 2)
+def test_a_step_has_one_batch_of_each_split(records):
+    train, validation, _ = records(3, 2)
     gradients = ExactGradients(train, validation)
-    for step, _ in enumerate(gradients.steps()):
-        if step == 1:
-            assert gradients.validation_batch is gradients.validation_batch
-            assert gradients.validation_batch is validation.batches[0]
-    assert log == ["train 1.0", "train 1.1", "validation 1.0", "train 1.2"]
+    found = [(gradients.train_batch, gradients.validation_batch) for _ in gradients.steps()]
+    others = [*validation.batches, validation.batches[0]]
+    for batches, expected in zip(found, zip(train.batches, others, strict=True), strict=True):
+        assert batches[0] is expected[0]
+        assert batches[1] is expected[1]
 
 
 @pytest.mark.parametrize("limit", [{"epochs": 3}, {"epochs": None, "steps": 8}])
@@ -147,8 +146,8 @@ def test_tallies_are_of_the_last_pass(net, records, limit):
 
 
 def test_without_alpha_steps_there_is_no_validation_loss(net, records):
-    train, validation, log = records(2, 2)
-    gradients = ExactGradients(train, validation)
+    train, _, log = records(2)
+    gradients = ExactGradients(train)
     for _ in gradients.steps():
         gradients.weights(net)
     assert gradients.metrics().keys() == {"train_loss", "train_accuracy"}
@@ -194,7 +193,7 @@ def test_alphas_have_the_rules_gradient_of_the_steps_batches(rule, net, records,
     sgd, objective = descent(net), Objective(FACTORS)
     check, seen = untouched(net), []
     for one, _ in zip(train.batches, gradients.steps(), strict=True):
-        found = gradients.alphas(net, Alternating(rule, 0.5), sgd)
+        found = gradients.alphas(net, sgd, rule=rule, validation_weight=0.5)
         other = validation.batches[0]
         if rule == "first_order":
             sums, losses = alpha_gradient_sum(net, other, objective=objective)
