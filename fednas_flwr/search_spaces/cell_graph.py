@@ -94,19 +94,13 @@ def check_edges(edges: Sequence[Edge], *, kind: str, ops: tuple[str, ...], nodes
         )
 
 
-class CellGraphSpace(SpaceShape):
-    """The way from alphas to a genotype of spaces with a normal and a reduction cell.
+class StackedSpace(SpaceShape):
+    """Networks that stack cells, of a first width.
 
     Attributes:
-        name: The name users choose the space by.
-        ops: Names of the ops on every edge; the first is ``none``.
-        nodes: The nodes of a cell that are no inputs.
         channels: Of the supernet's first cells.
-        num_cells: Cells of the supernet.
+        num_cells: Of the supernet, or of each of its stages.
     """
-
-    ops: ClassVar[tuple[str, ...]]
-    nodes: ClassVar[range]
 
     channels: int
     num_cells: int
@@ -121,6 +115,21 @@ class CellGraphSpace(SpaceShape):
         """The sizes of its networks."""
         shape = (self.input_shape[0], self.num_classes)
         return Sizes(*shape, self.channels, self.num_cells, self.norm)
+
+
+class CellGraphSpace(StackedSpace):
+    """The way from alphas to a genotype of spaces with a normal and a reduction cell.
+
+    Attributes:
+        name: The name users choose the space by.
+        ops: Names of the ops on every edge; the first is ``none``.
+        nodes: The nodes of a cell that are no inputs.
+        channels: Of the supernet's first cells.
+        num_cells: Cells of the supernet.
+    """
+
+    ops: ClassVar[tuple[str, ...]]
+    nodes: ClassVar[range]
 
     @property
     def cell_kinds(self) -> dict[str, int]:

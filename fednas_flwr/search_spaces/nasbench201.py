@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.names import FAST, REFERENCE
-from fednas_flwr.search_spaces.cell_graph import CELL, WholeGraphSpace
+from fednas_flwr.search_spaces.cell_graph import CELL, StackedSpace, WholeGraphSpace
 from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.nasbench201_network import (
     NODES,
@@ -22,14 +22,13 @@ from fednas_flwr.search_spaces.nasbench201_network import (
     NASBench201Network,
 )
 from fednas_flwr.search_spaces.nasbench201_wide import WideNASBench201Body
-from fednas_flwr.search_spaces.operations import Sizes
 from fednas_flwr.search_spaces.space import Supernet
 
 BODIES = {FAST: WideNASBench201Body, REFERENCE: NASBench201Body}
 
 
 @dataclass(frozen=True, kw_only=True)
-class NASBench201Space(WholeGraphSpace):
+class NASBench201Space(StackedSpace, WholeGraphSpace):
     """The NAS-Bench-201 search space for images of one shape.
 
     Attributes:
@@ -49,17 +48,6 @@ class NASBench201Space(WholeGraphSpace):
 
     channels: int = 16
     num_cells: int = 5
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that cannot be built."""
-        super().__post_init__()
-        self.check_sizes("channels", "num_cells")
-
-    @property
-    def sizes(self) -> Sizes:
-        """The sizes of its networks."""
-        shape = (self.input_shape[0], self.num_classes)
-        return Sizes(*shape, self.channels, self.num_cells, self.norm)
 
     def supernet(self) -> Supernet:
         """Return a newly initialised supernet; its norms have no affine part."""

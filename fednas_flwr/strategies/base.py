@@ -43,7 +43,7 @@ from fednas_flwr.search_spaces.genotype import Genotype, skip_share
 from fednas_flwr.search_spaces.space import SearchSpace
 
 SERVER = "server."  # before the names of the server's own tensors in a checkpoint
-VELOCITY = "velocity."  # likewise of its momentum
+VELOCITY = "velocity"  # the state of its momentum there
 ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
 
 
@@ -98,7 +98,7 @@ class RoundStrategy(Strategy):
             raise unknown_choice("momentum", momentum, MOMENTA)
         self.private, self.new_average, self.momentum = private, new_average, momentum
         self.layouts, self.states = self._initial(network)
-        self._velocity: dict[str, Packed] = {}
+        self._velocity: Packed = {}
         self.values: dict[str, Any] = {}
         self.courier = courier
         self.space = space
@@ -168,6 +168,22 @@ class RoundStrategy(Strategy):
             self._client_metrics.setdefault(client, {}).update(reply.metrics)
             yield client, reply
 
+    def train(self, verb: str, settings: Settings, momentum: float) -> dict[str, float]:
+        """Have all clients train the global model, and make their average the new one.
+
+        Args:
+            verb: That answers with the model's states.
+            settings: The request.
+            momentum: Of the server, where the server has it.
+
+        Returns:
+            The clients' metrics, averaged.
+        """
+        replies = self.ask(verb, settings, states=self.states, layouts=self.layouts)
+        average, metrics = self.average(replies)
+        self.move(average, momentum)
+        return metrics
+
     def average(
         self, replies: Iterable[tuple[int, Reply]]
     ) -> tuple[dict[str, Packed], dict[str, float]]:
@@ -190,11 +206,10 @@ class RoundStrategy(Strategy):
         if self.momentum == "server":
             for dtype, vector in average["weights"].items():
                 before = self.states["weights"][dtype]
-                velocity = self._velocity.setdefault("weights", {})
                 moved = vector - before
-                if dtype in velocity:
-                    moved = moved.add_(velocity[dtype], alpha=momentum)
-                velocity[dtype] = moved
+                if dtype in self._velocity:
+                    moved.add_(self._velocity[dtype], alpha=momentum)
+                self._velocity[dtype] = moved
                 average["weights"][dtype] = before + moved
         self.states = average
 
@@ -344,7 +359,7 @@ class RoundStrategy(Strategy):
     def _save(self, server_round: int) -> None:
         if self.checkpoints is None:
             return
-        kept = self.states | {f"{VELOCITY}{name}": own for name, own in self._velocity.items()}
+        kept = self.states | {VELOCITY: self._velocity}
         tensors = {f"{n}.{dtype}": v for n, packed in kept.items() for dtype, v in packed.items()}
         tensors |= {f"{SERVER}{name}": tensor for name, tensor in self.server_tensors().items()}
         self.checkpoints.save(Checkpoint(self.stage, server_round, tensors, self.values))
@@ -358,10 +373,7 @@ class RoundStrategy(Strategy):
             for dtype in packed:
                 packed[dtype] = checkpoint.tensors[f"{state}.{dtype}"]
         self.load_server_tensors(server_state(checkpoint))
-        for name, tensor in checkpoint.tensors.items():
-            if name.startswith(VELOCITY):
-                state, dtype = name.removeprefix(VELOCITY).split(".")
-                self._velocity.setdefault(state, {})[dtype] = tensor
+        self._velocity = _named(checkpoint, f"{VELOCITY}.")
         self.values = dict(checkpoint.values)
         return checkpoint.round
 
@@ -375,11 +387,12 @@ class RoundStrategy(Strategy):
 
 def server_state(checkpoint: Checkpoint) -> Tensors:
     """Return the :meth:`RoundStrategy.server_tensors` that a checkpoint holds."""
-    return {
-        name.removeprefix(SERVER): tensor
-        for name, tensor in checkpoint.tensors.items()
-        if name.startswith(SERVER)
-    }
+    return _named(checkpoint, SERVER)
+
+
+def _named(checkpoint: Checkpoint, prefix: str) -> Tensors:
+    named = checkpoint.tensors.items()
+    return {name.removeprefix(prefix): t for name, t in named if name.startswith(prefix)}
 
 
 def mean_metrics(replies: Iterable[Reply]) -> dict[str, float]:

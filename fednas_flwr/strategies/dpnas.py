@@ -96,10 +96,7 @@ class DPNAS(RoundStrategy):
             dp_aware=None if is_private else self.dp_aware,
             site=self.site,
         )
-        average, metrics = self.average(
-            self.ask("train.candidate", request, states=self.states, layouts=self.layouts)
-        )
-        self.move(average, self.weights.momentum)
+        metrics = self.train("train.candidate", request, self.weights.momentum)
         if server_round > self.warm_up_rounds:
             paths = self.sampler.sample(rewarded, generator)
             rewards, measured = self._measure(paths, server_round)

@@ -62,11 +62,7 @@ class FDNAS(RoundStrategy):
         """Search locally everywhere, average weights, alphas and buffers."""
         weights = self.weights.at_round(server_round, num_rounds)
         request = self.request(weights, warm_up=server_round <= self.warm_up_rounds)
-        average, metrics = self.average(
-            self.ask("train.search", request, states=self.states, layouts=self.layouts)
-        )
-        self.move(average, self.weights.momentum)
-        return metrics
+        return self.train("train.search", request, self.weights.momentum)
 
     def request(self, weights: SGD, *, warm_up: bool) -> Search:
         """Return what asks for weights, alphas and buffers after a client's local epochs."""

@@ -110,10 +110,7 @@ class FEATHERS(RoundStrategy):
             verb, request = "train.weights", Train(local, site=self.site)
         else:
             verb, request = "train.search", Search(local, site=self.site)
-        average, metrics = self.average(
-            self.ask(verb, request, states=self.states, layouts=self.layouts)
-        )
-        self.move(average, best.momentum)
+        metrics = self.train(verb, request, best.momentum)
         loss = metrics.get("validation_loss", metrics.get("train_loss"))
         self.values = {"tuner": self.tuner.to_json(), "loss": loss}
         return metrics | {"lr": best.lr, "alpha_lr": best.alpha_lr}

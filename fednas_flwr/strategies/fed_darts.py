@@ -6,11 +6,10 @@ server averages both with weights N_k / N.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Unpack
 
 from fednas_flwr.exchange.courier import Courier
-from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import LocalSearch, Search
 from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases
 from fednas_flwr.search.local_search import Alternating
@@ -56,20 +55,13 @@ class FedDARTS(RoundStrategy):
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Search locally everywhere, average weights, alphas and buffers."""
-        average, metrics = self.average(self.search(server_round, num_rounds))
-        self.move(average, self.weights.momentum)
-        return metrics
-
-    def search(self, server_round: int, num_rounds: int) -> Iterator[tuple[int, Reply]]:
-        """Yield every client's weights, alphas and buffers after its local epochs."""
         local = LocalSearch(
             self.amount(self.local_epochs, self.batch_size),
             self.client_weights(self.weights.at_round(server_round, num_rounds)),
             self.alphas_settings,
             alternating=self.alternating,
         )
-        request = Search(local, site=self.site)
-        return self.ask("train.search", request, states=self.states, layouts=self.layouts)
+        return self.train("train.search", Search(local, site=self.site), self.weights.momentum)
 
 
 def releases(

@@ -60,11 +60,7 @@ class FedAvg(RoundStrategy):
             self.auxiliary_weight,
             self.drop_path_prob * (server_round - 1) / num_rounds,
         )
-        request = Train(local, site=self.site)
-        replies = self.ask("train.weights", request, states=self.states, layouts=self.layouts)
-        average, metrics = self.average(replies)
-        self.move(average, self.weights.momentum)
-        return metrics
+        return self.train("train.weights", Train(local, site=self.site), self.weights.momentum)
 
 
 def releases(
