@@ -395,5 +395,5 @@ ALGORITHMS: dict[str, Algorithm] = {
         trains_supernet=False,
     ),
     "fedavg": Algorithm(FedAvgSettings, retrain_releases=_fed_avg_releases),
-    "fedex": Algorithm(FedExSettings, retraining=_retrain_fedex, refuses=refusals.check_validation),
+    "fedex": Algorithm(FedExSettings, retraining=_retrain_fedex, refuses=refusals.of_fedex),
 }

@@ -120,6 +120,16 @@ def check_validation(config: Config) -> None:
         )
 
 
+def of_fedex(config: Config) -> None:
+    """Refuse the server's momentum, as every client draws its own."""
+    check_validation(config)
+    if config.momentum == "server":
+        raise ConfigError(
+            "momentum=server with algorithm=fedex: every client steps with a momentum of its own; "
+            "set momentum=reset or momentum=averaged."
+        )
+
+
 def of_zero_cost(config: Config) -> None:
     """Refuse scores that do not exist."""
     from fednas_flwr.search.scores import SCORES

@@ -203,15 +203,17 @@ class RoundStrategy(Strategy):
 
     def move(self, average: dict[str, Packed], momentum: float) -> None:
         """Make the clients' average the global model, with the server's momentum if it has any."""
-        if self.momentum == "server":
-            for dtype, vector in average["weights"].items():
-                before = self.states["weights"][dtype]
-                moved = vector - before
-                if dtype in self._velocity:
-                    moved.add_(self._velocity[dtype], alpha=momentum)
-                self._velocity[dtype] = moved
-                average["weights"][dtype] = before + moved
+        self.push(average["weights"], self.states["weights"], self._velocity, momentum)
         self.states = average
+
+    def push(self, average: Packed, before: Packed, velocity: Packed, momentum: float) -> None:
+        """Add the server's momentum, if it has any, to averaged weights and to its velocity."""
+        for dtype, vector in average.items() if self.momentum == "server" else ():
+            moved = vector - before[dtype]
+            if dtype in velocity:
+                moved.add_(velocity[dtype], alpha=momentum)
+            velocity[dtype] = moved
+            average[dtype] = before[dtype] + moved
 
     def start(
         self,

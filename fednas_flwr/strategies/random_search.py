@@ -11,7 +11,7 @@ from torch import nn
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import Evaluate, LocalTraining, Train
-from fednas_flwr.exchange.states import MOMENTS
+from fednas_flwr.exchange.states import MOMENTS, Packed
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.search.settings import SGD, Configuration, Range
@@ -90,17 +90,20 @@ class RandomSearch(RoundStrategy):
         sgd = configuration.annealed(self.weights) if configuration else self.weights
         drop_path_prob = configuration.dropout if configuration else 0.0
         metrics: dict[str, float] = {}
+        velocity: Packed = {}
         for trial in range(1, self.trial_rounds + 1):
             local = LocalTraining(
                 description,
                 "train",
                 self.amount(self.local_epochs, self.batch_size),
-                sgd.at_round(trial, self.trial_rounds),
+                self.client_weights(sgd.at_round(trial, self.trial_rounds)),
                 0.0,
                 drop_path_prob * (trial - 1) / self.trial_rounds,
             )
             replies = self.ask("train.weights", Train(local), states=states, layouts=layouts)
-            states, metrics = self.average(replies)
+            average, metrics = self.average(replies)
+            self.push(average["weights"], states["weights"], velocity, sgd.momentum)
+            states = average
         if self.trial_rounds:
             states.pop(MOMENTS, None)
             replies = self.ask("evaluate.model", Evaluate(description, "validation"), states=states)

@@ -149,6 +149,31 @@ def test_the_servers_momentum_is_fedavgm(compose_config, federate):
         np.testing.assert_allclose(strategy.states[state]["float32"], expected, atol=1e-5)
 
 
+def test_the_servers_momentum_of_a_candidate_begins_with_its_trial(compose_config, federate):
+    of_trials = ["algorithm=random_search", "algorithm.trial_rounds=3", "momentum=server"]
+    federation = recorded(federate(compose_config(*of_trials, *UNEQUAL)))
+    federation.strategy.start(federation.grid, num_rounds=2)
+    counts = [len(client.data.train) for client in federation.clients]
+    verbs = [*3 * ["train.weights"], "evaluate.model"]
+    assert [verb for verb, *_ in federation.asked] == 2 * verbs
+    expected, velocity = np.zeros(0), np.zeros(0)
+    for index, (verb, settings, sent, replies) in enumerate(federation.asked):
+        weights = sent["weights"]["float32"].double().numpy()
+        if index % len(verbs) == 0:
+            expected, velocity = weights, np.zeros(len(weights))
+        np.testing.assert_allclose(weights, expected, atol=1e-5)
+        if verb == "train.weights":
+            assert settings.local.weights.momentum == 0
+            states = [replies[c].states["weights"]["float32"].double().numpy() for c in (0, 1)]
+            velocity = 0.9 * velocity + (np.average(states, axis=0, weights=counts) - weights)
+            expected = weights + velocity
+
+
+def test_fedex_has_no_one_momentum_for_the_server(compose_config):
+    with pytest.raises(ConfigError, match="momentum=server with algorithm=fedex"):
+        compose_config("algorithm=fedex", "momentum=server")
+
+
 @pytest.mark.parametrize("momentum", ["averaged", "server"])
 @pytest.mark.parametrize("stage", ["search", "retrain"])
 def test_resume_after_round_1_gives_equal_tensors(
