@@ -20,7 +20,12 @@ import yaml
 from fednas_flwr.builders.algorithms import ALGORITHMS, Algorithm
 from fednas_flwr.builders.configuration import check_combinations, parse_config
 from fednas_flwr.builders.spaces import SpaceEntry
-from fednas_flwr.composition import add_choice, compose_tree, given_settings
+from fednas_flwr.composition import (
+    add_choice,
+    check_free_name,
+    compose_tree,
+    given_settings,
+)
 from fednas_flwr.config import AlgorithmSettings, CellSpace, Config, SearchSpaceSettings
 from fednas_flwr.errors import ConfigError
 
@@ -102,10 +107,9 @@ def run(
     """Search, retrain, evaluate, export and report, and return what came of it.
 
     A ``strategy`` is called as the algorithm's own class would be: with the supernet, the courier,
-    ``space``, ``checkpoints`` and the keyword arguments of the algorithm, which for fed_darts, fnas
-    and their like are its settings. A class whose constructor is that of
-    :class:`~fednas_flwr.strategies.base.RoundStrategy`, or takes no more, gets the first four
-    only, and the run then has none of the algorithm's settings.
+    ``space``, ``checkpoints`` and the keyword arguments of that class. One whose constructor is
+    that of :class:`~fednas_flwr.strategies.base.RoundStrategy`, or takes no more, gets the first
+    four only, and the run then has none of the algorithm's settings.
 
     Args:
         config: What :func:`compose` returns; or the folder of a run to continue, whose own
@@ -260,6 +264,7 @@ def register_data_set(
 def _register(group: str, name: str, entry: Any, defaults: Mapping[str, Any]) -> None:
     from fednas_flwr.builders.registration import register
 
+    check_free_name(group, name)
     register(group, name, entry)
     add_choice(group, name, {**defaults, "name": name})
 

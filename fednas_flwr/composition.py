@@ -75,14 +75,14 @@ def expand_sweep(overrides: Sequence[str]) -> dict[str, list[str]]:
 
 
 def add_choice(group: str, name: str, tree: Mapping[str, Any]) -> None:
-    """Let ``group=name`` choose a tree, as if it were a file ``conf/<group>/<name>.yaml``.
+    """Let ``group=name`` choose a tree, as if it were a file ``conf/<group>/<name>.yaml``."""
+    ConfigStore.instance().store(group=group, name=name, node=dict(tree))
 
-    Raises:
-        ConfigError: There is such a file, or the name has been given before.
-    """
+
+def check_free_name(group: str, name: str) -> None:
+    """Raise ConfigError if there is such a file, or the name has been given before."""
     if name in _groups()[group]:
         raise ConfigError(f"{group}={name} exists: choose another name for your own.")
-    ConfigStore.instance().store(group=group, name=name, node=dict(tree))
 
 
 def _groups() -> dict[str, set[str]]:

@@ -308,6 +308,7 @@ def test_names_that_exist_or_cannot_be_written_are_refused() -> None:
         with pytest.raises(ConfigError, match=f"algorithm={name} exists"):
             register_algorithm(name, entry, defaults=LATE)
         assert compose(f"algorithm={name}")
+    assert not any(OWN.values())
     register_algorithm("late", entry, defaults=LATE)
     with pytest.raises(ConfigError, match="algorithm=late exists"):
         register_algorithm("late", entry, defaults=LATE)
