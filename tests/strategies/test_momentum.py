@@ -149,6 +149,48 @@ def test_the_servers_momentum_is_fedavgm(compose_config, federate):
         np.testing.assert_allclose(strategy.states[state]["float32"], expected, atol=1e-5)
 
 
+ARM = "{lr: 0.05, weight_decay: 0, momentum: 0.9, alpha_lr: 0, alpha_weight_decay: 0, dropout: 0}"
+BLOCKS = ["search_space=mbconv_small", "search_space.norm=group", "retrain=mbconv"]
+CELLS = ["search_space=dp_cells", "retrain=dp_cells"]
+MOMENTUM = ["algorithm.weights.momentum=0.9"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "given"),
+    [
+        ("train.search", ["algorithm=fdnas", *BLOCKS, *MOMENTUM]),
+        ("train.candidate", ["algorithm=dpnas", *CELLS, *MOMENTUM]),
+        ("train.search", ["algorithm=feathers", f"algorithm.configurations=[{ARM}]"]),
+        ("train.weights", ["algorithm=fedavg", "algorithm.network=plain_cnn"]),
+    ],
+    ids=["fdnas", "dpnas", "feathers", "fedavg"],
+)
+def test_every_average_of_local_training_has_the_servers_momentum(
+    verb, given, compose_config, federate
+):
+    """As above, of whatever averages what clients have trained."""
+    config = compose_config(*given, *UNEQUAL, "momentum=server", "retrain.weights.momentum=0.9")
+    if config.algorithm.name == "fedavg":
+        federation = federate(compose_config(*SEARCH, *UNEQUAL))
+        described = describe_network(config, federation.data[0], None)
+        federation.strategy, _ = make_retraining(config, described, federation.courier, None)
+    else:
+        federation = federate(config)
+    recorded(federation)
+    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    counts, velocity = [len(client.data.train) for client in federation.clients], 0.0
+    if config.algorithm.name == "fedavg":
+        counts = [len(c.data.train) + len(c.data.validation) for c in federation.clients]
+    trained = [asked for asked in federation.asked if asked[0] == verb]
+    assert len(trained) == ROUNDS
+    sents = [sent["weights"]["float32"].double().numpy() for _, _, sent, _ in trained]
+    sents.append(federation.strategy.states["weights"]["float32"].double().numpy())
+    for (_, _, _, replies), sent, following in zip(trained, sents[:-1], sents[1:], strict=True):
+        states = [replies[c].states["weights"]["float32"].double().numpy() for c in (0, 1)]
+        velocity = 0.9 * velocity + (np.average(states, axis=0, weights=counts) - sent)
+        np.testing.assert_allclose(following, sent + velocity, atol=1e-5)
+
+
 def test_the_servers_momentum_of_a_candidate_begins_with_its_trial(compose_config, federate):
     of_trials = ["algorithm=random_search", "algorithm.trial_rounds=3", "momentum=server"]
     federation = recorded(federate(compose_config(*of_trials, *UNEQUAL)))
