@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.clients.admission import gate_of, rehearse, site_of
+from fednas_flwr.clients.admission import gate_of, rehearse
 from fednas_flwr.clients.client import Client
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import ConfigError
@@ -31,7 +31,9 @@ from fednas_flwr.privacy.clipping import (
     clipped_alpha_gradient_sum,
     clipped_gradient_sum,
 )
+from fednas_flwr.privacy.micro_batches import from_units, in_units
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.self_test import Watch, unwatched
 from fednas_flwr.search.descent import Descent, Gradient, trainable_weights
 from fednas_flwr.search.gates import active_gates, alpha_gradient
 from fednas_flwr.search.objective import Output
@@ -40,7 +42,8 @@ from fednas_flwr.search.training import Batch
 from fednas_flwr.search_spaces.mbconv_plan import CELL
 from fednas_flwr.search_spaces.space import Supernet
 
-ClippedSum = Callable[[Tensor, Tensor], Tensors]  # of features [B, ...] and labels [B]
+# Of features [N, ...] and labels [N], watched, in micro-batches of one size; None is one of all.
+ClippedSum = Callable[[Tensor, Tensor, Watch, int | None], Tensors]
 
 
 class NoisedGradients:
@@ -69,17 +72,16 @@ class NoisedGradients:
         """See the class."""
         self._client, self._header, self._planned = client, request.header, planned
         self._steps, self._auxiliary_weight = steps, auxiliary_weight
-        self._micro_batch_size = site_of(request).micro_batch_size
+        self._sizes: dict[str, int] = {}  # of micro-batches, by kind: what rehearsals have shown
 
     def rehearse_weights(self, network: nn.Module, *chosen: Any) -> None:
         """Try the weights' gradient; ``chosen`` is all that the server has chosen besides."""
         computation = partial(self._weight_sum, network.train())
-        rehearse(self._client, computation, self._micro_batch_size, "weights", *chosen)
+        self._rehearse("weights", computation, network, "weights", *chosen)
 
     def rehearse_alphas(self, supernet: Supernet) -> None:
         """Try the alphas' gradient."""
-        computation = partial(self._alpha_sum, supernet.train())
-        rehearse(self._client, computation, self._micro_batch_size, "alphas")
+        self._rehearse("alphas", partial(self._alpha_sum, supernet.train()), supernet, "alphas")
 
     def rehearse_gates(
         self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None, *chosen: Any
@@ -91,7 +93,19 @@ class NoisedGradients:
                 raise ConfigError("refused, the costs of hardware are not of this supernet's ops.")
             self._cost_gradient(supernet, paths_EK, hardware)
         computation = partial(self._gate_sum, supernet, paths_EK, hardware)
-        rehearse(self._client, computation, self._micro_batch_size, "gates", *chosen)
+        kind = "gates" if hardware is None else f"gates, {hardware.form}"
+        self._rehearse("alphas", computation, PathNetwork(supernet, paths_EK), kind, *chosen)
+
+    def _rehearse(
+        self, state: str, clipped_sum: ClippedSum, network: nn.Module, kind: str, *chosen: Any
+    ) -> None:
+        """Try a sum; the micro-batches of a state are the smallest that one of its sums needs."""
+
+        def computation(x: Tensor, y: Tensor, watch: Watch) -> object:
+            return clipped_sum(x, y, watch, None)
+
+        size = rehearse(self._client, computation, network, kind, *chosen)
+        self._sizes[state] = min(size, self._sizes.get(state, size))
 
     def steps(self) -> Iterator[None]:
         """Yield as often as was agreed on; each release draws its own records."""
@@ -141,25 +155,36 @@ class NoisedGradients:
         """Return one release, on the client's device: the noised sum over a Poisson batch."""
         client, planned = self._client, self._planned[state]
         split = client.split("+".join(planned.splits))
-        rows_sum = partial(self._sum_over, split, clipped_sum)
+        rows_sum = partial(self._sum_over, split, clipped_sum, state)
         sums = gate_of(client).release(planned, self._header, len(split), rows_sum)
         return {name: total.to(client.device) for name, total in sums.items()}
 
-    def _sum_over(self, split: Split, clipped_sum: ClippedSum, rows: Tensor) -> Tensors:
-        """Return the clipped sum over some rows; one micro-batch is in memory at a time."""
+    def _sum_over(self, split: Split, clipped_sum: ClippedSum, state: str, rows: Tensor) -> Tensors:
+        """Return the clipped sum over some rows; one micro-batch is in memory at a time.
+
+        The sums of micro-batches are whole numbers of one unit, so that adding them rounds nothing.
+        """
+        size, bound = self._sizes[state], self._planned[state].max_grad_norm
         totals: Tensors = {}
-        for part in torch.split(rows, self._micro_batch_size) if len(rows) else (rows,):
-            sums = clipped_sum(*self._batch(split, part))
+        for part in torch.split(rows, size) if len(rows) else (rows,):
+            added = clipped_sum(*self._batch(split, part), unwatched, size)
+            sums = {name: in_units(total, bound=bound) for name, total in added.items()}
             totals = {name: totals[name] + s for name, s in sums.items()} if totals else sums
-        return totals
+        return {name: from_units(total, bound=bound) for name, total in totals.items()}
 
     def _batch(self, split: Split, rows: Tensor) -> Batch:
-        """Return the augmented batch of some rows; nobody can foresee the draws."""
+        """Return the augmented batch of some rows; nobody can foresee the draws.
+
+        They are independent and alike at every position, and augmenting moves whole numbers of a
+        record: so what a record becomes does not depend on its neighbours.
+        """
         x, y = split.batch(rows, self._client.device)
         generator = torch.Generator().manual_seed(secrets.randbits(63))
         return (self._client.augmented(x, generator) if len(rows) else x), y
 
-    def _weight_sum(self, network: nn.Module, x: Tensor, y: Tensor) -> Tensors:
+    def _weight_sum(
+        self, network: nn.Module, x: Tensor, y: Tensor, watch: Watch, size: int | None
+    ) -> Tensors:
         """Return the clipped sum of gradients by the weights that a network computes with."""
         objective, weight = self._client.objective, self._auxiliary_weight
         return clipped_gradient_sum(
@@ -169,10 +194,14 @@ class NoisedGradients:
             loss=partial(objective.plain_losses, auxiliary_weight=weight),
             parameters=trainable_weights(network),
             max_norm=self._planned["weights"].max_grad_norm,
+            micro_batch_size=size,
             class_factors=objective.class_factors,
+            watch=watch,
         )
 
-    def _alpha_sum(self, supernet: Supernet, x: Tensor, y: Tensor) -> Tensors:
+    def _alpha_sum(
+        self, supernet: Supernet, x: Tensor, y: Tensor, watch: Watch, size: int | None
+    ) -> Tensors:
         """Return the clipped sum of gradients by the alphas."""
         return clipped_alpha_gradient_sum(
             supernet,
@@ -181,7 +210,9 @@ class NoisedGradients:
             loss=self._client.objective.plain_losses,
             alphas=supernet.alphas(),
             max_norm=self._planned["alphas"].max_grad_norm,
+            micro_batch_size=size,
             class_factors=self._client.objective.class_factors,
+            watch=watch,
         )
 
     def _gate_sum(
@@ -191,6 +222,8 @@ class NoisedGradients:
         hardware: HardwareLoss | None,
         x: Tensor,
         y: Tensor,
+        watch: Watch,
+        size: int | None,
     ) -> Tensors:
         """Return the clipped sum of gradients by the alphas, through the paths' gates."""
         alphas, objective = supernet.alphas(), self._client.objective
@@ -214,7 +247,9 @@ class NoisedGradients:
                 {CELL: gates_EK}, lambda kind, g: alpha_gradient(g, alphas[kind].double(), paths_EK)
             ),
             max_norm=self._planned["alphas"].max_grad_norm,
+            micro_batch_size=size,
             class_factors=objective.class_factors,
+            watch=watch,
         )
 
     def _cost_gradient(

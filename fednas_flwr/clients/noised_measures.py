@@ -1,13 +1,17 @@
 """Noised means over all declared records: what private clients tell of losses and accuracies.
 
 Each is one release of a sum of one vector per record, of a norm that is known, scaled to the
-clipping norm that was committed to. Losses and hits are computed in batches of a fixed size.
+clipping norm that was committed to. What is measured of a record does not depend, in any bit, on
+what stands beside it, and sums of it are exact: see :mod:`fednas_flwr.privacy.micro_batches`.
+
+Tensor suffixes: B rows of a micro-batch, V values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -17,12 +21,16 @@ from fednas_flwr.clients.admission import gate_of, rehearse
 from fednas_flwr.clients.client import Client
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.exchange.messages import Header
+from fednas_flwr.privacy.micro_batches import exact_sum, filled
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.self_test import Watch, unwatched
 from fednas_flwr.search.candidate import Candidate, all_alike
 from fednas_flwr.search.objective import heads
 from fednas_flwr.search_spaces.space import Supernet
 
-BATCH = 256
+# Of features [B, ...] and labels [B], watched: values of every record, float64 [B, V].
+Measure = Callable[[Tensor, Tensor, Watch], Tensor]
+
 METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 0 to 1
 
 
@@ -65,13 +73,14 @@ def prepare_metrics(
     """
     bound = 2 * math.log(max(2, len(client.class_names)))
     network.eval()
-
     measure = partial(_loss_and_hits, client, network, bound)
-    rehearse(client, measure, BATCH, "metrics", description)
+    size = rehearse(client, measure, network, "metrics", description)
     split = client.split("+".join(planned.splits))
 
+    def total(rows: Tensor) -> Tensor:
+        return exact_sum(_measured(client, split, measure, size, rows), bound=1.0)
+
     def release() -> dict[str, float]:
-        total = partial(_total, client, split, measure, 2)
         loss, accuracy = noised_mean(
             client, header, planned, len(split), total, norm=METRICS_NORM
         ).tolist()
@@ -80,11 +89,33 @@ def prepare_metrics(
     return release
 
 
-def rehearse_losses(client: Client, network: nn.Module, description: object) -> None:
-    """Try the losses of a network on made-up records."""
-    rehearse(
-        client, partial(_loss_and_hits, client, network.eval(), 1.0), BATCH, "losses", description
-    )
+def prepare_losses(client: Client, network: nn.Module, description: object) -> Callable[[], Tensor]:
+    """Return what computes the loss of every validation record, times its class's factor, [N].
+
+    float64 on the CPU, in evaluation mode. Reads no record itself.
+    """
+    objective = client.objective
+
+    @torch.no_grad()
+    def measure(x: Tensor, y: Tensor, watch: Watch) -> Tensor:
+        logits, _ = heads(network(x))
+        losses_B, factors_B = objective.plain_losses(logits, y), objective.record_factors(y)
+        values_B1 = losses_B.double().cpu()[:, None]
+        if factors_B is not None:
+            values_B1 = values_B1 * factors_B.double().cpu()[:, None]
+        watch(logits)
+        watch(values_B1)
+        return values_B1
+
+    with _evaluating(network):
+        size = rehearse(client, measure, network, "losses", description)
+    split = client.data.validation
+
+    def losses() -> Tensor:
+        with _evaluating(network):
+            return _measured(client, split, measure, size, torch.arange(len(split)))[:, 0]
+
+    return losses
 
 
 def prepare_rewards(
@@ -103,41 +134,45 @@ def prepare_rewards(
     candidates = [Candidate(supernet, path) for path in paths]
 
     @torch.no_grad()
-    def num_correct(chosen: Sequence[Candidate], x: Tensor, y: Tensor) -> Tensor:
-        hits_MB = [client.objective.hits(candidate(x), y) for candidate in chosen]
-        return torch.stack(hits_MB).sum(1).double().cpu()
+    def correct(chosen: Sequence[Candidate], x: Tensor, y: Tensor, watch: Watch) -> Tensor:
+        hits = []
+        for candidate in chosen:
+            logits = candidate(x)
+            hits.append(client.objective.hits(logits, y))
+            watch(logits)
+        hits_BM = torch.stack(hits, dim=1).double().cpu()
+        watch(hits_BM)
+        return hits_BM
 
     alike = [Candidate(supernet, path) for path in all_alike(supernet)]
-    rehearse(client, partial(num_correct, alike), BATCH, "rewards")
+    size = rehearse(client, partial(correct, alike), supernet, "rewards")
     split = client.data.validation
 
+    def total(rows: Tensor) -> Tensor:
+        measure = partial(correct, candidates)
+        return exact_sum(_measured(client, split, measure, size, rows), bound=1.0)
+
     def release() -> Tensor:
-        total = partial(_total, client, split, partial(num_correct, candidates), len(candidates))
         norm = math.sqrt(len(candidates))
         return noised_mean(client, header, planned, len(split), total, norm=norm)
 
     return release
 
 
-def _total(
-    client: Client,
-    split: Split,
-    measure: Callable[[Tensor, Tensor], Tensor],
-    num_values: int,
-    rows: Tensor,
-) -> Tensor:
-    """Return the sum of what is measured of some rows, one batch at a time."""
-    total = torch.zeros(num_values, dtype=torch.float64)
-    for part in torch.split(rows, BATCH) if len(rows) else ():
-        total += measure(*split.batch(part, client.device))
-    return total
+def _measured(client: Client, split: Split, measure: Measure, size: int, rows: Tensor) -> Tensor:
+    """Return what is measured of some rows [N, V], in micro-batches of exactly ``size``."""
+    values = []
+    for part in torch.split(rows, size) if len(rows) else (rows,):
+        x, y = split.batch(part, client.device)
+        values.append(measure(filled(x, size), filled(y, size), unwatched)[: len(part)])
+    return torch.cat(values)
 
 
 @torch.no_grad()
 def _loss_and_hits(
-    client: Client, network: nn.Module, bound: float, x: Tensor, y: Tensor
+    client: Client, network: nn.Module, bound: float, x: Tensor, y: Tensor, watch: Watch
 ) -> Tensor:
-    """Return the sum over records of (loss / bound, correct), each from 0 to 1; float64 [2].
+    """Return (loss / bound, correct) of every record, each from 0 to 1; float64 [B, 2].
 
     A loss that is not finite counts as the bound.
     """
@@ -145,4 +180,18 @@ def _loss_and_hits(
     losses = client.objective.plain_losses(logits, y).double()
     losses = losses.nan_to_num(nan=bound).clamp(0, bound) / bound
     correct = client.objective.hits(logits, y).double()
-    return torch.stack([losses.sum(), correct.sum()]).cpu()
+    values_B2 = torch.stack([losses, correct], dim=1).cpu()
+    watch(logits)
+    watch(values_B2)
+    return values_B2
+
+
+@contextmanager
+def _evaluating(network: nn.Module) -> Iterator[None]:
+    """Put a network in evaluation mode inside the block."""
+    was_training = network.training
+    network.eval()
+    try:
+        yield
+    finally:
+        network.train(was_training)

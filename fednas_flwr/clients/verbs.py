@@ -31,9 +31,9 @@ from fednas_flwr.clients.local_training import (
 from fednas_flwr.clients.noised_gradients import NoisedGradients
 from fednas_flwr.clients.noised_measures import (
     noised_mean,
+    prepare_losses,
     prepare_metrics,
     prepare_rewards,
-    rehearse_losses,
 )
 from fednas_flwr.clients.replies import (
     make_reply,
@@ -62,6 +62,7 @@ from fednas_flwr.exchange.requests import (
 )
 from fednas_flwr.exchange.states import Layout, network_states, unpack
 from fednas_flwr.hardware.latency import to_json
+from fednas_flwr.privacy.micro_batches import exact_sum
 from fednas_flwr.search.candidate import (
     Candidate,
     ClippedGradients,
@@ -273,7 +274,7 @@ def probe(client: Client, request: Request, asked: Probe) -> Reply:
         planned = _plan(client, request, network)
         trainings = [prepare(client, request, own, network, planned) for own in asked.trainings()]
         if gate is not None:
-            rehearse_losses(client, network, described)
+            losses = prepare_losses(client, network, described)
     if gate is None:
         refresh_statistics(client, request, network, batch_size)
         before = validation_losses(client, network)
@@ -293,11 +294,11 @@ def probe(client: Client, request: Request, asked: Probe) -> Reply:
 
         def total(rows: Tensor) -> Tensor:
             nonlocal before
-            after = validation_losses(client, network)
+            after = losses()
             if not len(before):
                 restore()
-                before = validation_losses(client, network)
-            return clipped_decreases(before - after, bound)[rows].sum()[None]
+                before = losses()
+            return exact_sum(clipped_decreases(before - after, bound)[rows, None], bound=bound)
 
         plan = planned["rewards"]
         rewards.append(noised_mean(client, request.header, plan, records, total, norm=bound))

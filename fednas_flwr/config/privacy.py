@@ -85,7 +85,8 @@ class DifferentialPrivacy(Checked):
         local_steps: Noised steps per round of a local search, and per trial.
         metrics_noise_multiplier: Of losses and accuracies on clients' records, over a norm of 1 per
             record and measurement; null measures none.
-        micro_batch_size: Records whose gradients are held at a time, 1 to 1024.
+        micro_batch_size: Of the simulated sites' policies: records that are computed at a time, 1
+            to 1024. A real site's own policy says it.
         sites: Folder of the simulated sites' policies, ledgers and keys; null is ``sites`` in the
             run folder, which gives every run budgets of its own.
         test_seed: For tests of simulations: noise that everybody can repeat. No privacy.

@@ -140,6 +140,8 @@ def write_policy(sites: Path, client: int, **changes):
         "verbs": list(PRIVATE_VERBS),
         "records": 40,
         "fractions": {"train": 0.5, "validation": 0.4, "test": 0.1},
+        "threads": 1,
+        "micro_batch_size": 8,
         "secure_noise": True,
         "test_seed": False,
         **changes,
