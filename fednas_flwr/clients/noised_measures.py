@@ -23,6 +23,7 @@ from fednas_flwr.data.loaders import Split
 from fednas_flwr.exchange.messages import Header
 from fednas_flwr.privacy.micro_batches import exact_sum, filled
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.record_gradients import own_linear_layers
 from fednas_flwr.privacy.self_test import Watch, unwatched
 from fednas_flwr.search.candidate import Candidate, all_alike
 from fednas_flwr.search.objective import heads
@@ -72,13 +73,14 @@ def prepare_metrics(
     A record's loss counts for at most twice that of guessing.
     """
     bound = 2 * math.log(max(2, len(client.class_names)))
-    network.eval()
     measure = partial(_loss_and_hits, client, network, bound)
-    size = rehearse(client, measure, network, "metrics", description)
+    with _measuring(network):
+        size = rehearse(client, measure, network, "metrics", description)
     split = client.split("+".join(planned.splits))
 
     def total(rows: Tensor) -> Tensor:
-        return exact_sum(_measured(client, split, measure, size, rows), bound=1.0)
+        with _measuring(network):
+            return exact_sum(_measured(client, split, measure, size, rows), bound=1.0)
 
     def release() -> dict[str, float]:
         loss, accuracy = noised_mean(
@@ -107,12 +109,12 @@ def prepare_losses(client: Client, network: nn.Module, description: object) -> C
         watch(values_B1)
         return values_B1
 
-    with _evaluating(network):
+    with _measuring(network):
         size = rehearse(client, measure, network, "losses", description)
     split = client.data.validation
 
     def losses() -> Tensor:
-        with _evaluating(network):
+        with _measuring(network):
             return _measured(client, split, measure, size, torch.arange(len(split)))[:, 0]
 
     return losses
@@ -145,12 +147,14 @@ def prepare_rewards(
         return hits_BM
 
     alike = [Candidate(supernet, path) for path in all_alike(supernet)]
-    size = rehearse(client, partial(correct, alike), supernet, "rewards")
+    with _measuring(supernet):
+        size = rehearse(client, partial(correct, alike), supernet, "rewards")
     split = client.data.validation
 
     def total(rows: Tensor) -> Tensor:
         measure = partial(correct, candidates)
-        return exact_sum(_measured(client, split, measure, size, rows), bound=1.0)
+        with _measuring(supernet):
+            return exact_sum(_measured(client, split, measure, size, rows), bound=1.0)
 
     def release() -> Tensor:
         norm = math.sqrt(len(candidates))
@@ -187,11 +191,12 @@ def _loss_and_hits(
 
 
 @contextmanager
-def _evaluating(network: nn.Module) -> Iterator[None]:
-    """Put a network in evaluation mode inside the block."""
+def _measuring(network: nn.Module) -> Iterator[None]:
+    """Put a network in evaluation mode inside the block, and let it round all rows alike."""
     was_training = network.training
     network.eval()
     try:
-        yield
+        with own_linear_layers(network):
+            yield
     finally:
         network.train(was_training)
