@@ -1,6 +1,6 @@
 """Cost of one private search step: engines, Opacus' hooks, peak memory, other networks.
 
-    scripts/bench_step.sh [--quick] [--device cuda]
+    scripts/bench_step.sh [--quick] [--filling-only] [--device cuda]
 
 Steps of one size alternate, so that a slow minute of the machine hits all of them; printed are
 medians with quartiles, and medians of the paired ratios, which are what counts. On the CPU times
@@ -61,6 +61,8 @@ MEMORY_LIMIT = 1.0
 NETWORK_LIMIT = 1.3
 GPU_LIMIT = 1.15
 GPU_BATCHES = (64, 256)
+FILLING_LIMIT = 1.15
+FILLED = ((32, 8), (64, 8), (256, 32))  # expected batches of the papers' runs, and micro-batches
 
 
 def main() -> None:
@@ -68,11 +70,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=11, help="of S; a third of it of L")
     parser.add_argument("--quick", action="store_true", help="S alone, 3 repeats")
+    parser.add_argument("--filling-only", action="store_true", help="measure filling and end")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     device = torch.device(options.device)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    if options.filling_only:
+        measure_filling(options.repeats)
+        return
     if device.type == "cuda":
         measure_gpu(device, options.repeats)
         return
@@ -83,6 +89,7 @@ def main() -> None:
         if options.quick:
             return
     measure_networks(options.repeats)
+    measure_filling(options.repeats)
 
 
 def print_ratios(title: str, times: dict[str, list[float]], repeats: int) -> None:
@@ -177,6 +184,42 @@ def measure_networks(repeats: int) -> None:
         paired = [a / b for a, b in zip(times["private"], times["plain"], strict=True)]
         text = f"{title}, 32x32x3, B 16: private / plain"
         print(f"{text:<60} {summary(paired, 2)}  (limit {NETWORK_LIMIT:.2f})")
+
+
+def measure_filling(repeats: int) -> None:
+    """Print the weight step of S on Poisson batches with filled micro-batches over unfilled ones.
+
+    Every pair of steps is of a batch of its own.
+    """
+    supernet = make_supernet(replace(S, engine="fast"), torch.device("cpu"))
+    generator = make_generator(0, "filling")
+    for expected, size in FILLED:
+        ratios = []
+        for _ in range(repeats):
+            drawn = int(torch.poisson(torch.tensor(float(expected)), generator=generator))
+            x, y = make_batch(S.input_shape, max(1, drawn), torch.device("cpu"))
+
+            def summed(x: Tensor, y: Tensor, size: int | None) -> object:
+                return clipped_gradient_sum(
+                    *(supernet, x, y),
+                    loss=cross_entropy,
+                    parameters=supernet.weights(),
+                    max_norm=MAX_NORM,
+                    micro_batch_size=size,
+                )
+
+            def unfilled(x: Tensor, y: Tensor, size: int) -> None:
+                for part in zip(x.split(size), y.split(size), strict=True):
+                    summed(*part, None)
+
+            steps: dict[str, Step] = {
+                "filled": functools.partial(summed, x, y, size),
+                "unfilled": functools.partial(unfilled, x, y, size),
+            }
+            times = measure(steps, 1)
+            ratios.append(times["filled"][0] / times["unfilled"][0])
+        text = f"expected batch {expected}, micro-batches of {size}: filled / unfilled"
+        print(f"{text:<60} {summary(ratios, 2)}  (limit {FILLING_LIMIT:.2f})", flush=True)
 
 
 class TwoPaths(nn.Module):
