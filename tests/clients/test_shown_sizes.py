@@ -109,14 +109,16 @@ def test_threads_are_those_of_the_policy(make_site, monkeypatch):
 
 
 def test_a_simulation_whose_threads_are_not_those_of_its_policies_is_refused(
-    compose_config, prepared, tmp_path
+    site_config, prepared, tmp_path
 ):
+    privacy = replace(site_config.privacy, sites=str(tmp_path))
+    data = (prepared, [torch.arange(20).numpy()])
+
     def client(threads):
-        config = compose_config("privacy=dp", "algorithm=dp_fnas", f"privacy.sites={tmp_path}")
-        rows = torch.arange(20).numpy()
-        config = replace(config, threads=threads)
-        return make_client(config, 0, data=(prepared, [rows]), networks={})
+        config = replace(site_config, privacy=privacy, threads=threads)
+        return make_client(config, 0, data=data, networks={})
 
     assert client(1).threads == 1
+    assert client(1).gate.allowed.micro_batch_size == privacy.micro_batch_size
     with pytest.raises(ConfigError, match="threads=2, but the simulated sites' policies"):
         client(2)
