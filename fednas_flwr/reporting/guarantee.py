@@ -45,6 +45,10 @@ SIMULATED = (
     "The clients were simulated on one machine: each had a policy and a ledger of its own, "
     "but whoever ran the simulation saw all records."
 )
+OWN_LEDGERS = (
+    "Earlier uses of the same data are not counted: this run made its clients' ledgers. Set "
+    "privacy.sites to a folder that keeps them, and every run on the data adds up."
+)
 GIVEN_GENOTYPE = (
     "The genotype was given: if it was searched on records of these clients, that search's privacy "
     "is not part of this statement."

@@ -176,11 +176,14 @@ def privacy_notes(run: Run) -> list[str]:
     """Return sentences on what a private run's statement does not hold by itself."""
     runtime = run.config.get("runtime")
     simulated = isinstance(runtime, dict) and runtime.get("name") in ("inline", "ray")
+    privacy = run.config.get("privacy")
+    own_ledgers = simulated and not (isinstance(privacy, dict) and privacy.get("sites"))
     resumed = len(run.of_kind("privacy")) > 1
     return [
         *([guarantee.RESUMED] if resumed else []),
         *([guarantee.NOT_ALL] if run.privacy is not None and not _released_all(run) else []),
         *([guarantee.SIMULATED] if simulated else []),
+        *([guarantee.OWN_LEDGERS] if own_ledgers else []),
         *([guarantee.GIVEN_GENOTYPE] if run.config.get("genotype") else []),
     ]
 
