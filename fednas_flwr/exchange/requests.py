@@ -31,6 +31,7 @@ from fednas_flwr.typed import Between, Checked, Length, parse
 from fednas_flwr.verbs import SPLIT_OF
 
 MOST_TRIALS = 1000
+MOST_RELEASES = 32  # kinds of them in a schedule; a site keeps each schedule for good
 Candidates = Annotated[list[list[int]], Length(Between(1, MOST_CANDIDATES))]
 Description = dict[str, Any]  # what a network is built from, see ``builders.make_network``
 
@@ -133,7 +134,7 @@ class Commit(Settings):
     """``query.commit``: everything that the run means to release."""
 
     data_set: str
-    releases: tuple[PlannedRelease, ...]
+    releases: Annotated[tuple[PlannedRelease, ...], Length(Between(0, MOST_RELEASES))]
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ from fednas_flwr.privacy.mark import Mark, connect, damaged, equal, plain_errors
 from fednas_flwr.privacy.renyi import Release, renyi_divergence
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
 
+MOST_COMMITMENTS = 100  # of new runs in a day (UTC): a server could fill the disk with them
+_DAY_S = 86_400
 _COLUMNS = (
     "sequence, time, account, data_set, run, stage, round, verb, splits, noise_multiplier, "
     "sample_rate, steps, run_steps, committed_steps"
@@ -54,6 +56,9 @@ _SCHEMA = """
     CREATE TABLE IF NOT EXISTS totals (state TEXT, mac TEXT);
     CREATE TABLE IF NOT EXISTS commitments (run TEXT PRIMARY KEY, terms TEXT, mac TEXT);
 """
+_LATER_SCHEMA = """
+    CREATE TABLE IF NOT EXISTS days (day INTEGER PRIMARY KEY, commitments INTEGER);
+"""  # which ledgers of older versions lack
 _State = dict[str, Any]  # {account: {"orders": [...], "totals": {split: [...]}}}
 
 
@@ -217,7 +222,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             terms: All terms as text, which :meth:`committed` returns.
 
         Raises:
-            ConfigError: The run has committed to other terms.
+            ConfigError: The run has committed to other terms, or too many others have today.
             RuntimeError: The ledger is damaged, or was opened before a fork.
             OSError: A file cannot be written, or stayed locked.
         """
@@ -226,6 +231,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             if known is not None and known != terms:
                 raise ConfigError(f"run {run} has committed to other terms: start a new run.")
             if known is None:
+                self._count_commitment()
                 mac = self._mark.hmac("commitment", run, terms)
                 self._rows.execute("INSERT INTO commitments VALUES (?, ?, ?)", (run, terms, mac))
                 self._rows.execute("COMMIT")
@@ -292,6 +298,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         try:
             if self._mark.is_empty():
                 self._rows.executescript(_SCHEMA)
+            self._rows.executescript(_LATER_SCHEMA)
             if self._last_row() is not None and not self._mark.key_path.exists():
                 raise damaged(f"the key {self._mark.key_path} is missing")
             self._mark.load_key()
@@ -348,6 +355,19 @@ class Ledger(AbstractContextManager["Ledger"]):
         if not equal(last_mac, self._hmac_of(last, marked_mac)):
             raise damaged(f"row {last} of {self.path} was edited")
         return False
+
+    def _count_commitment(self) -> None:
+        """Count one more for this day; the next day nobody asks for this day's number again."""
+        day = int(self._clock() // _DAY_S)
+        row = self._rows.execute("SELECT commitments FROM days WHERE day = ?", (day,)).fetchone()
+        number = 1 if row is None else row[0] + 1
+        if number > MOST_COMMITMENTS:
+            raise ConfigError(
+                f"refused: {MOST_COMMITMENTS} runs have committed to a schedule at this site today "
+                "(UTC), no more can: start the run tomorrow."
+            )
+        self._rows.execute("DELETE FROM days")
+        self._rows.execute("INSERT INTO days VALUES (?, ?)", (day, number))
 
     def _commitment(self, run: str) -> str | None:
         """Return the terms of a run."""

@@ -13,6 +13,7 @@ from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import Header
 from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.gdp import gdp_epsilon
+from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.renyi import Release
@@ -274,6 +275,32 @@ def test_a_schedule_outside_the_policy_is_refused_and_nothing_is_kept(make_site,
     sentence = refused(site, *others, first | change)
     assert re.search(words, sentence)
     assert len(sentence) < 250
+
+
+LONG = "x" * 10**6
+
+
+@pytest.mark.parametrize(
+    ("releases", "words"),
+    [
+        ([{"stage": LONG}], "stage=x+ is unknown: choose one of evaluate, retrain, search"),
+        ([{"verb": LONG}], "verb=x+.* is unknown"),
+        ([{"kind": LONG}], "kind=x+.* is unknown"),
+        ([{"splits": ["train"] * 10**5}], "expected 0 to 3 entries"),
+        ([{}] * 33, "releases=.* expected 0 to 32 entries"),
+    ],
+)
+def test_a_server_cannot_fill_a_sites_disk_by_what_it_commits_to(
+    make_site, monkeypatch, releases, words
+):
+    """Refused before the ledger is touched."""
+    site = make_site()
+    first = asdict(schedule()[0])
+    monkeypatch.setattr(Ledger, "_exclusive", None)
+    with pytest.raises(ConfigError) as refusal:
+        site.ask("query.commit", run="new", releases=[first | change for change in releases])
+    assert re.search(words, str(refusal.value))
+    assert len(str(refusal.value)) < 400
 
 
 def test_a_schedule_in_which_a_kind_of_release_stands_twice_is_refused(make_site):

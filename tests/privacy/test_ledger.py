@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednas_flwr.errors import BudgetExceededError, ConfigError
-from fednas_flwr.privacy.ledger import Entry, Ledger
+from fednas_flwr.privacy.ledger import MOST_COMMITMENTS, Entry, Ledger
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
 
@@ -257,6 +257,20 @@ def test_a_second_ledger_needs_its_own_key(folder):
     book(folder)
     with pytest.raises(RuntimeError, match="or the key is another ledger's"):
         Ledger(folder / "second" / "site.sqlite", folder / "key" / "site")
+
+
+def test_a_day_takes_so_many_new_commitments_and_no_more(folder):
+    times = iter([0.0] * (MOST_COMMITMENTS + 1) + [86_399.0, 86_400.0])
+    with open_ledger(folder, clock=lambda: next(times)) as ledger:
+        for number in range(MOST_COMMITMENTS):
+            ledger.commit(f"run {number}", "terms")
+        ledger.commit("run 0", "terms")  # a retried message
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="100 runs have committed .* start the run tomor"):
+                ledger.commit("one more", "terms")
+        assert ledger.committed("one more") is None
+        ledger.commit("one more", "terms")
+        assert ledger.committed("one more") == "terms"
 
 
 # --- kill -9, races, threads, forks
