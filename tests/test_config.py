@@ -196,6 +196,7 @@ def test_bad_privacy_is_named_by_its_whole_key(key: str, value: Any, words: str)
         ("name: npz\nlimit_train: 5\n", "limit_train=5"),
         ("name: npz\nclass_nmaes: [a]\n", "dataset.class_nmaes is unknown"),
         ("- npz\n", "must be a mapping"),
+        ("name: csv\nlabel: ill\n", "lacks id_column: name the column .* null if there is none"),
         (None, "cannot be read"),
     ],
 )
@@ -208,6 +209,9 @@ def test_a_sites_dataset_file_is_checked(tmp_path: Path, text: str | None, words
     path.write_text("name: npz\nclass_names: [a, b]\n")
     dataset = site_dataset(path, cache="/cache")
     assert (dataset.name, dataset.class_names, dataset.cache) == ("npz", ["a", "b"], "/cache")
+    for given, column in (("patient", "patient"), ("null", None)):
+        path.write_text(f"name: csv\nid_column: {given}\n")
+        assert site_dataset(path, cache="/cache").id_column == column
 
 
 @pytest.mark.parametrize(

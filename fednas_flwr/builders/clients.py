@@ -17,6 +17,7 @@ from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
+from fednas_flwr.data.splits import assignment_digest
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
 from fednas_flwr.files import write_atomically
@@ -75,12 +76,12 @@ def make_client(
     if gate is not None:
         check_public(config, prepared)
         fractions = gate.allowed.fractions
-    own = make_client_data(
-        prepared,
-        parts[index],
-        key=site.get("split-key", config.dataset.split_key).encode(),
-        fractions=fractions,
-    )
+    key = site.get("split-key", config.dataset.split_key).encode()
+    own = make_client_data(prepared, parts[index], key=key, fractions=fractions)
+    if gate is not None:
+        records = prepared.train
+        ids, column = records.ids[parts[index]], records.id_column
+        gate.hold(assignment_digest(ids, key=key, fractions=fractions, id_column=column))
     return Client(
         index=index,
         seed=config.seed,

@@ -91,7 +91,8 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
         cache: Where prepared records go.
 
     Raises:
-        ConfigError: The file cannot be read, or a setting is wrong.
+        ConfigError: The file cannot be read, a setting is wrong, or that of a table does not say
+            which column gives ids.
     """
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -99,6 +100,12 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
         raise ConfigError(f"the site's dataset settings {path} cannot be read: {error}.") from error
     if not isinstance(given, Mapping):
         raise ConfigError(f"the site's dataset settings {path} must be a mapping: name: npz, ...")
+    if given.get("name") == "csv" and "id_column" not in given:
+        raise ConfigError(
+            f"{path} lacks id_column: name the column (of patients, cards, ...) whose value is the "
+            "same in every export, which alone keeps records in their parts; null if there is "
+            "none: then a new export charges its releases to the budgets of all parts."
+        )
     base = yaml.safe_load((conf_folder() / "dataset" / "_base.yaml").read_text(encoding="utf-8"))
     dataset: Dataset = parse(Dataset, {**base, "cache": cache, **given}, key="dataset", hints={})
     if dataset.limit_train is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fednas_flwr.data.records import Records, encode_labels, record_ids
+from fednas_flwr.data.records import Records, canonical, encode_labels, record_ids
 from fednas_flwr.errors import ConfigError
 
 RecordsPair = tuple[Records, Records | None]
@@ -97,13 +97,12 @@ def load_image_folder(
         labels = encode_labels(
             np.array([path.parent.name for path in files]), names, where=str(folder)
         )
-        images = decode_images(
+        images, ids = decode_images(
             len(files),
             lambda i: (str(files[i]), files[i].read_bytes()),
             image_size=image_size,
             channels=channels,
         )
-        ids = record_ids(path.read_bytes() for path in files)
         return Records(torch.from_numpy(images), labels, ids, names)
 
     test_root = root / "test"
@@ -121,16 +120,18 @@ def records_from_arrays(
     labels: np.ndarray,
     class_names: tuple[str, ...],
     *,
-    contents: Sequence[bytes] | None = None,
+    ids: np.ndarray | None = None,
 ) -> Records:
-    """Return records; ids come from the contents, or else from the features' own bytes."""
+    """Return records; without given ids these are hashes of pixels, or of a table's numbers."""
     features = np.ascontiguousarray(features)
     is_table = features.ndim == 2
     num_features = features.shape[1] if is_table else 0
+    if ids is None:
+        ids = record_ids(row.tobytes() for row in (canonical(features) if is_table else features))
     return Records(
         features=torch.from_numpy(features),
         labels=torch.from_numpy(labels.astype(np.int64)),
-        ids=record_ids((row.tobytes() for row in features) if contents is None else contents),
+        ids=ids,
         class_names=class_names,
         feature_names=tuple(f"x{i}" for i in range(num_features)),
         num_numeric=num_features,
@@ -143,11 +144,17 @@ def decode_images(
     *,
     image_size: int | None,
     channels: int | None,
-) -> np.ndarray:
-    """Return uint8 ``[count, C, H, W]`` from encoded images, each given with its name."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return uint8 ``[count, C, H, W]`` from encoded images, each given with its name, and ids.
+
+    An id is the hash of an image's own pixels, before it is resized, without transparency: it is
+    the same for a file that was compressed anew without loss, in any format, and for shades of gray
+    stored as colours.
+    """
     from PIL import Image
 
     images = np.empty((0, 0, 0, 0), dtype=np.uint8)
+    ids: list[bytes] = []
     for i in range(count):
         name, content = source(i)
         try:
@@ -157,10 +164,13 @@ def decode_images(
                         f"{name} has more than 8 bits per pixel (mode {opened.mode}), which would "
                         "be cut off: rescale the images to 8 bits first."
                     )
-                channels = channels or (1 if opened.mode in ("1", "L", "LA") else 3)
+                is_gray = opened.mode in ("1", "L", "LA")
+                channels = channels or (1 if is_gray else 3)
+                own = opened.convert("L" if is_gray else "RGB")
                 image = opened.convert("L" if channels == 1 else "RGB")
         except OSError as error:
             raise ConfigError(f"{name} cannot be read as an image: {error}.") from error
+        ids.extend(record_ids([_own_pixels(np.asarray(own))]))
         if image_size is not None and image.size != (image_size, image_size):
             image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)
         pixels = np.asarray(image).reshape(image.height, image.width, channels)
@@ -172,4 +182,11 @@ def decode_images(
                 f"{images.shape[3]}x{images.shape[2]}: set dataset.image_size."
             )
         images[i] = pixels.transpose(2, 0, 1)
-    return images
+    return images, np.array(ids, dtype="S32")
+
+
+def _own_pixels(pixels: np.ndarray) -> bytes:
+    """Return the bytes of an image ``[H, W]`` or ``[H, W, 3]`` channel by channel, gray as one."""
+    if pixels.ndim == 3 and (pixels == pixels[:, :, :1]).all():
+        pixels = pixels[:, :, 0]
+    return np.moveaxis(pixels, -1, 0).tobytes() if pixels.ndim == 3 else pixels.tobytes()

@@ -29,6 +29,8 @@ class Records:
         columns: ``[N]`` strings per column by which a table or sites can be partitioned.
         feature_names: One name per feature of a table, numeric ones first; empty for images.
         num_numeric: How many leading features are numbers to standardise; the rest is one-hot.
+        id_column: Column that gave the ids, which then are the same in every export of the data;
+            empty where ids were hashed from what the records hold.
     """
 
     features: Tensor
@@ -38,6 +40,7 @@ class Records:
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     feature_names: tuple[str, ...] = ()
     num_numeric: int = 0
+    id_column: str = ""
 
     def __post_init__(self) -> None:
         """Check that every part has the same number of records."""
@@ -55,6 +58,13 @@ def record_ids(contents: Iterable[bytes]) -> np.ndarray:
     """Return S32 ``[N]``: the keyless blake2b-128, in hex, of each record's content or given id."""
     digests = [hashlib.blake2b(part, digest_size=16).hexdigest().encode() for part in contents]
     return np.array(digests, dtype="S32")
+
+
+def canonical(numbers: np.ndarray) -> np.ndarray:
+    """Return numbers as float32 whose bytes are equal where they are: one zero and one NaN."""
+    numbers = np.asarray(numbers, dtype=np.float32) + np.float32(0)  # -0 + 0 = 0
+    numbers[np.isnan(numbers)] = np.nan
+    return numbers
 
 
 def select_records(records: Records, rows: np.ndarray) -> Records:

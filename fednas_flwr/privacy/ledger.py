@@ -17,6 +17,12 @@ between 3 and 4 leaves the ledger one row *ahead* of its mark: the row counts al
 released, and the next use moves the mark. A ledger *behind* its mark, or two rows ahead, is no
 crash's work: it was rolled back, truncated, edited or deleted, and nothing is released any more.
 
+An account keeps in mind which assignments it was used with: a data set, and which record is in
+which split. Releases on the first one are charged to the splits that they read, those on any other
+to every split. So everything that was released of a record is charged to the split that it has
+in the first assignment, however the same records were exported, divided or named later: no split's
+budget can be passed by records that have changed sides.
+
 Guarantee:
     Whoever can write the ledger's folder, but neither read the key nor write the mark, cannot make
     a site spend more than its budget. Whoever can restore old copies of both together can.
@@ -59,7 +65,9 @@ _SCHEMA = """
 _LATER_SCHEMA = """
     CREATE TABLE IF NOT EXISTS days (day INTEGER PRIMARY KEY, commitments INTEGER);
 """  # which ledgers of older versions lack
-_State = dict[str, Any]  # {account: {"orders": [...], "totals": {split: [...]}}}
+# {account: {"orders": [...], "totals": {split: [...]}, "assignments": [[data set, HMAC], ...]}}
+_State = dict[str, Any]
+_UNKNOWN = ["", ""]  # the first assignment of an account that an older version has used
 
 
 @dataclass(frozen=True)
@@ -173,7 +181,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         self._rows.close()
         self._mark.close()
 
-    def reserve(self, entry: Entry, *, epsilon: float, delta: float) -> None:
+    def reserve(self, entry: Entry, *, epsilon: float, delta: float, assignment: str) -> None:
         """Book ``entry``, or raise; what is booked may then be released, once.
 
         For every split, all that any run ever booked on it is composed by a ``RenyiFilter``, whose
@@ -183,15 +191,18 @@ class Ledger(AbstractContextManager["Ledger"]):
             entry: The release.
             epsilon: The account's budget.
             delta: The budget's delta.
+            assignment: The :meth:`fingerprint` of the records and their splits.
 
         Raises:
             BudgetExceededError: A split's budget does not afford this.
-            ConfigError: The run leaves the terms it committed to, or books more steps.
+            ConfigError: The run leaves the terms it committed to, or books more steps; the entry is
+                not charged to every split, and the account was first used with another assignment.
             RuntimeError: The ledger is damaged, or was opened before a fork.
             OSError: A file cannot be written, or stayed locked.
         """
         with self._exclusive() as (last, last_mac):
             state = self._state(last, last_mac)
+            self._assign(state, entry, assignment)
             self._spend(state, entry, epsilon=epsilon, delta=delta)
             values = self._values(last + 1, entry)
             mac = self._mark.hmac("row", last_mac, values)
@@ -240,6 +251,21 @@ class Ledger(AbstractContextManager["Ledger"]):
         """Return the terms that a run has committed to, None if it has not."""
         with self._exclusive():
             return self._commitment(run)
+
+    def fingerprint(self, data_set: str, assignment: str) -> str:
+        """Return the HMAC of what decides which record of a data set is in which split."""
+        return self._mark.hmac("assignment", data_set, assignment)
+
+    def is_first(self, account: str, assignment: str) -> bool:
+        """Return whether releases may be charged to the splits that they read alone.
+
+        Args:
+            account: Whose budget pays.
+            assignment: What :meth:`fingerprint` returns for the records that are held now.
+        """
+        with self._exclusive() as (last, last_mac):
+            known = _known_assignments(self._state(last, last_mac).get(account, {"totals": {}}))
+        return not known or known[0][1] == assignment
 
     def spent(self, account: str, *, epsilon: float, delta: float) -> float:
         """Return how much of a budget is used: ``RenyiFilter.spent``, the maximum over splits."""
@@ -419,6 +445,17 @@ class Ledger(AbstractContextManager["Ledger"]):
         state: _State = json.loads(row[0])
         return state
 
+    def _assign(self, state: _State, entry: Entry, assignment: str) -> None:
+        """Note the entry's assignment in ``state``; refuse one that must pay on every split."""
+        booked = state.setdefault(entry.account, {"totals": {}})
+        known, this = _known_assignments(booked), [entry.data_set, assignment]
+        if known and known[0][1] != assignment and set(entry.splits) != set(SPLITS):
+            raise ConfigError(
+                f"refused: since run {entry.run} committed to its schedule, the budget "
+                f"{entry.account} was used with other records or splits: start a new run."
+            )
+        booked["assignments"] = known if this in known else [*known, this]
+
     def _spend(self, state: _State, entry: Entry, *, epsilon: float, delta: float) -> None:
         """Add the entry to the totals in ``state``, or raise where it does not fit."""
         booked = state.setdefault(entry.account, {"totals": {}})
@@ -481,6 +518,12 @@ class Ledger(AbstractContextManager["Ledger"]):
         if not equal(mac, self._hmac_of(sequence, before[0])):
             raise damaged(f"row {sequence} of {self.path} was edited")
         return (terms[0], terms[1], terms[2], terms[3])
+
+
+def _known_assignments(booked: _State) -> list[list[str]]:
+    """Return the assignments of an account in the order of their first use."""
+    known: list[list[str]] | None = booked.get("assignments")
+    return known or ([_UNKNOWN] if booked["totals"] else [])
 
 
 def _booked_filter(booked: _State, split: str, *, epsilon: float, delta: float) -> RenyiFilter:

@@ -53,17 +53,6 @@ class Policy:
 
     data_sets: Mapping[str, DataSetPolicy]
 
-    def charged_splits(self, data_set: str, splits: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the splits that a release which reads ``splits`` must be booked on.
-
-        Where several data sets share an account, a record may be in different splits of them. The
-        client's epsilon is that of its worst split, which counts all that such a record has paid
-        only if every release is charged to every split.
-        """
-        accounts = [allowed.account for allowed in self.data_sets.values()]
-        shared = accounts.count(self.data_sets[data_set].account) > 1
-        return SPLITS if shared else splits
-
 
 def check_verb(
     policy: Policy, data_set: str, verb: str, *, secure_noise: bool, test_seed: bool

@@ -416,16 +416,13 @@ def test_an_unreadable_file_is_one_sentence(tmp_path):
             load_policy(tmp_path / name)
 
 
-def test_overlapping_data_sets_share_one_budget_and_pay_on_every_split():
+def test_overlapping_data_sets_share_one_budget():
     def both(**changes):
         sections = {"a": {**WARD, "account": "b"}, "b": {**WARD, **changes}, "c": WARD}
         return parse_policy(yaml.safe_dump({"data_sets": sections}))
 
     policy = both()
     assert [policy.data_sets[name].account for name in "abc"] == ["b", "b", "c"]
-    for name in "ab":
-        assert policy.charged_splits(name, ("train",)) == SPLITS
-    assert policy.charged_splits("c", ("train",)) == ("train",)
     for change in ({"epsilon": 4.0}, {"delta": 1e-6}):
         with pytest.raises(ConfigError, match="a and b share the account b and must have the same"):
             both(**change)

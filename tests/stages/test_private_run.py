@@ -589,6 +589,45 @@ def real_sites(tmp_path, made_data):
     return equip
 
 
+def write_table(path: Path, *, changed: bool) -> None:
+    """Write a table of patients; ``changed``: exported again with one more decimal and a column."""
+    rng = np.random.default_rng(0)
+    features, labels = rng.normal(0, 1, (60, 4)), rng.integers(0, 2, 60)
+    digits = 4 if changed else 3
+    lines = [
+        ",".join([f"p{i}", *(f"{x:.{digits}f}" for x in row), *["7"] * changed, f"{label}"])
+        for i, (row, label) in enumerate(zip(features, labels, strict=True))
+    ]
+    head = ["patient", *"abcd", *["ward"] * changed, "ill"]
+    path.write_text("\n".join([",".join(head), *lines]) + "\n")
+
+
+@pytest.mark.parametrize("id_column", ["patient", None])
+def test_a_new_export_of_the_same_records_is_charged_to_all_splits_unless_a_column_gives_ids(
+    compose_config, real_sites, start, tmp_path, id_column
+):
+    sizes = ["search_space=mlp_small", *(f"{p}.channels=8" for p in ("search_space", "retrain"))]
+    sizes += [f"{part}.norm=group" for part in ("search_space", "retrain")]
+    searched = ["algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "stages=[search]"]
+    overrides = [*searched, "privacy.epsilon=1000", *REAL_SITES, *sizes, "dataset=csv"]
+    dataset = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": [*"abcd"]}
+    dataset |= {"statistics": {name: [0, 1] for name in "abcd"}, "id_column": id_column}
+    for changed in (False, True):
+        for kept in (client_app._gate, client_app._client, client_app._data):
+            kept.cache_clear()
+        grid = real_sites(compose_config(*overrides))
+        (node,) = (context.node_config for context in grid._contexts.values())
+        Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
+        node["data-path"] = str(tmp_path / "patients.csv")
+        write_table(Path(node["data-path"]), changed=changed)
+        assert start(*overrides, grid=grid).error is None
+    with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as booked:
+        splits = [row.entry.splits for row in booked.entries()]
+    first, second = splits[:4], splits[4:]
+    assert first == [("train",), ("validation",)] * 2
+    assert second == (first if id_column else [("train", "validation", "test")] * 4)
+
+
 ADAM = Adam(lr=0.01, weight_decay=0.0)
 SGD_1 = SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None)
 LOCAL = LocalSearch(Amount(None, 1, None), SGD_1, ADAM, alternating=Alternating("first_order"))
