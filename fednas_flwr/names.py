@@ -16,6 +16,16 @@ Engine = Literal["fast", "reference"]  # how a supernet is computed, to the same
 ENGINES: tuple[Engine, Engine] = get_args(Engine)
 FAST, REFERENCE = ENGINES
 
+# How records are divided over clients, and which settings of `partition` each way uses.
+PARTITIONS: dict[str, tuple[str, ...]] = {
+    "iid": ("seed",),
+    "dirichlet": ("seed", "alpha", "min_size"),
+    "label_groups": ("seed", "groups", "clients_per_group"),
+    "quantity": ("seed", "alpha", "min_size", "fractions"),
+    "column": ("column",),
+    "sites": (),
+}
+
 # How epsilon is computed from a schedule: numerically, by Renyi divergences, by a central limit.
 PRV, RDP, GDP = ACCOUNTANTS = ("prv", "rdp", "gdp")
 

@@ -216,9 +216,10 @@ def _configurations(config: Config) -> list[Configuration]:
 
     algorithm = config.algorithm
     assert isinstance(algorithm, FEATHERSSettings | FedExSettings)
+    if algorithm.configurations:
+        return algorithm.configurations
     generator = make_generator(config.seed, "configurations")
-    drawn = draw_configurations(algorithm.num_configurations, algorithm.ranges, generator)
-    return algorithm.configurations or drawn
+    return draw_configurations(algorithm.num_configurations, algorithm.ranges, generator)
 
 
 def _random_search(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:

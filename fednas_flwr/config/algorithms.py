@@ -13,19 +13,22 @@ from fednas_flwr.search.settings import (
     SGD,
     Adam,
     BanditSettings,
+    ClipNorm,
     Configuration,
     Count,
     CountOrZero,
     EvolutionSettings,
+    ListLength,
     LossBound,
-    NonNegative,
     Positive,
     Range,
+    RateOrZero,
     Rule,
     Steps,
     ThetaSettings,
+    check_ranges,
 )
-from fednas_flwr.typed import Between, Checked, Length, OneOf
+from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class FedDARTSSettings(AlgorithmSettings):
     rule: Rule
     local_epochs: Steps
     batch_size: Count
-    validation_weight: NonNegative
-    proximal: NonNegative
+    validation_weight: RateOrZero
+    proximal: RateOrZero
     weights: SGD
     alphas: Adam
 
@@ -96,6 +99,12 @@ class RandomSearchSettings(AlgorithmSettings):
     weights: SGD
     ranges: dict[str, Range] | None
 
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        if self.ranges is not None:
+            check_ranges(self.ranges)
+
 
 @dataclass(frozen=True)
 class NetworkLimits(Checked):
@@ -111,7 +120,7 @@ class NetworkLimits(Checked):
     parameters: Count | None
     multiply_adds: Count | None
     latency_ms: Positive | None
-    table: str | None
+    table: Text | None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -135,9 +144,14 @@ class ZeroCostSettings(AlgorithmSettings):
     """
 
     scores: Annotated[list[str], Length(Between(1))]
-    draws: Count
+    draws: ListLength
     evolution: EvolutionSettings | None
     limits: NetworkLimits
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that no score counts twice."""
+        super().__post_init__()
+        check_distinct("scores", self.scores)
 
 
 @dataclass(frozen=True)
@@ -147,13 +161,20 @@ class FEATHERSSettings(AlgorithmSettings):
     rule: Rule
     local_epochs: Steps
     batch_size: Count
-    clip_norm: Positive | None
+    clip_norm: ClipNorm | None
     nas_rounds: Count
     loss_bound: LossBound
-    num_configurations: Count
+    num_configurations: ListLength
     configurations: list[Configuration]
     ranges: dict[str, Range]
     bandit: BanditSettings
+
+    def __post_init__(self) -> None:
+        """Check the ranges; those that nothing is drawn from may be empty."""
+        super().__post_init__()
+        uses = self.bandit.resampled_share > 0 or self.bandit.sees_state
+        if self.ranges or uses or not self.configurations:
+            check_ranges(self.ranges)
 
 
 @dataclass(frozen=True)
@@ -165,9 +186,15 @@ class FedAvgSettings(GivenNetwork):
 class FedExSettings(GivenNetwork):
     """FedEx: no search; FedAvg of a given network whose clients draw their hyper-parameters."""
 
-    clip_norm: Positive | None
-    loss_bound: Positive
+    clip_norm: ClipNorm | None
+    loss_bound: LossBound
     theta: ThetaSettings
-    num_configurations: Count
+    num_configurations: ListLength
     configurations: list[Configuration]
     ranges: dict[str, Range]
+
+    def __post_init__(self) -> None:
+        """Check the ranges; those that nothing is drawn from may be empty."""
+        super().__post_init__()
+        if self.ranges or not self.configurations:
+            check_ranges(self.ranges)

@@ -12,7 +12,10 @@ import yaml
 from fednas_flwr.config.parsing import conf_folder
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import Count, CountOrZero, Positive, Share, ShareAbove0
-from fednas_flwr.typed import Between, Checked, Length, parse
+from fednas_flwr.typed import Between, Checked, Length, Text, check_distinct, parse
+
+# of one side, in pixels: an image of more takes 800 MB
+ImageSize = Annotated[int, Between(1, 16_384, reason="in pixels")]
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,9 @@ class Dataset(Checked):
     """
 
     name: str
-    root: str | None
+    root: Text | None
     download: bool
-    cache: str
+    cache: Text
     server_test: bool
     limit_train: Count | None
     limit_test: Count | None
@@ -47,8 +50,8 @@ class Dataset(Checked):
     flip: bool
     cutout: CountOrZero
     linear_baseline: bool
-    image_size: Count | None
-    channels: Count | None
+    image_size: ImageSize | None
+    channels: Annotated[int, Between(1, 3, reason="1 or 3")] | None
     class_names: list[str]
     label: str
     id_column: str | None
@@ -57,6 +60,16 @@ class Dataset(Checked):
     categories: dict[str, list[str]]
     ignore: list[str]
     statistics: dict[str, list[float]]
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that no name is given twice."""
+        super().__post_init__()
+        for name in ("class_names", "numeric", "categorical", "ignore"):
+            check_distinct(name, getattr(self, name))
+        for column, categories in self.categories.items():
+            check_distinct(f"categories.{column}", categories)
+        columns = [*self.numeric, *self.categorical, *self.ignore]
+        check_distinct("numeric, dataset.categorical and dataset.ignore", columns)
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,7 @@ class Partition(Checked):
 
     name: str
     seed: int
-    file: str | None
+    file: Text | None
     alpha: Positive
     min_size: Count
     groups: list[list[int]]

@@ -15,6 +15,7 @@ import torch
 
 from fednas_flwr.data.records import Records, canonical, encode_labels, record_ids
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.memory import check_fits
 
 RecordsPair = tuple[Records, Records | None]
 
@@ -175,6 +176,11 @@ def decode_images(
             image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)
         pixels = np.asarray(image).reshape(image.height, image.width, channels)
         if i == 0:
+            check_fits(
+                count * pixels.size,
+                f"{count} images of {channels}x{image.height}x{image.width} pixels",
+                "set a smaller dataset.image_size",
+            )
             images = np.empty((count, channels, image.height, image.width), dtype=np.uint8)
         elif pixels.shape[:2] != images.shape[2:]:
             raise ConfigError(

@@ -19,9 +19,9 @@ import numpy as np
 from fednas_flwr.data.records import Records
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.files import write_atomically
+from fednas_flwr.names import PARTITIONS
 from fednas_flwr.randomness import derive_seed
 
-PARTITIONS = ("iid", "dirichlet", "label_groups", "quantity", "column", "sites")
 # Zhang et al., FDNAS (arXiv 2011.03372): three groups of classes over ten clients.
 FDNAS_GROUPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8, 9))
 _ATTEMPTS = 100
@@ -32,7 +32,7 @@ def partition(
     *,
     name: str,
     clients: int,
-    seed: int,
+    seed: int = 0,
     alpha: float = 0.5,
     min_size: int = 10,
     groups: Sequence[Sequence[int]] = (),
