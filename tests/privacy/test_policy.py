@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import SPLITS
+from fednas_flwr.names import LARGEST_EPSILON, LEAST_EPSILON, SPLITS
 from fednas_flwr.privacy import policy_file
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import (
@@ -20,7 +20,6 @@ from fednas_flwr.privacy.policy import (
 )
 from fednas_flwr.privacy.policy_file import load_policy, parse_policy, template
 from fednas_flwr.privacy.renyi import Release
-from fednas_flwr.privacy.renyi_filter import RenyiFilter
 from fednas_flwr.typed import parse as parse_typed
 from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
 
@@ -428,6 +427,9 @@ def test_overlapping_data_sets_share_one_budget():
             both(**change)
 
 
-def test_budgets_of_a_policy_are_budgets_of_the_filter():
-    section = POLICY.data_sets["ward"]
-    RenyiFilter(epsilon=section.epsilon, delta=section.delta)
+@pytest.mark.parametrize("epsilon", [LEAST_EPSILON, LARGEST_EPSILON])
+def test_a_budget_that_no_filter_has_is_refused_with_the_policy(epsilon):
+    assert parse(epsilon=epsilon).data_sets["ward"].epsilon == epsilon
+    beyond = epsilon / 2 if epsilon == LEAST_EPSILON else 2 * epsilon
+    with pytest.raises(ConfigError, match=r"site.yaml: data_sets.ward: epsilon must be in"):
+        parse(epsilon=beyond)

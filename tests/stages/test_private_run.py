@@ -341,11 +341,13 @@ def test_a_resumed_run_with_rounds_done_goes_on_while_its_budget_lasts(start, tm
     client_app._client.cache_clear()
     resumed = start(resume=killed.folder)
     _, event = named(resumed.events, "privacy")
+    assert [item["steps"] for item in event["schedule"]] == [6 - done] * 2
     (covers,) = event["clients"][0]["covers"]
     assert covers["rounds"] < covers["of"] == 6 - done
     assert covers["rounds"] == 4 or not done
     after = len(rows(tmp_path, 0)) - before
     if done:
+        assert {row.committed_steps for row in rows(tmp_path, 0)[-after:]} == {5}
         assert isinstance(resumed.error, QuorumError)
         assert "the budget is" in str(resumed.error)
         assert 8 <= after < 10

@@ -50,7 +50,7 @@ def alternate(supernet, client, server_round, config, lr):
         for train in passes(client.data.train, 1):
             validation = next(validation_batches)
             objective = loss(train) if config.algorithm.name == "fednas" else 0.0
-            objective = objective + loss(validation)
+            objective = objective + config.algorithm.validation_weight * loss(validation)
             for alpha, gradient in zip(alphas, torch.autograd.grad(objective, alphas), strict=True):
                 alpha.grad = gradient
             adam.step()
@@ -64,9 +64,12 @@ def alternate(supernet, client, server_round, config, lr):
     return sum(value * count for value, count in losses) / len(client.data.train)
 
 
-@pytest.mark.parametrize("algorithm", ["fed_darts", "fednas"])
+@pytest.mark.parametrize(
+    "algorithm", [["fed_darts"], ["fednas"], ["fednas", "algorithm.validation_weight=3"]]
+)
 def test_rounds_equal_local_loops_and_a_weighted_average(algorithm, compose_config, federate):
-    config = compose_config(f"algorithm={algorithm}", *UNEQUAL, *SETTINGS)
+    name, *given = algorithm
+    config = compose_config(f"algorithm={name}", *UNEQUAL, *SETTINGS, *given)
     federation = federate(config)
     with seeded(config.seed, "supernet"):
         supernet = supernet_space(config, federation.data[0]).supernet()
