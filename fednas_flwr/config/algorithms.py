@@ -53,6 +53,7 @@ class FedDARTSSettings(AlgorithmSettings):
     proximal: NonNegative
     weights: SGD
     alphas: Adam
+    beta_decay: NonNegative
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class FNASSettings(AlgorithmSettings):
     evaluate_every: CountOrZero
     weights: SGD
     alphas: Adam
+    beta_decay: NonNegative
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the second order fits."""

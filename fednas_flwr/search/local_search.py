@@ -16,8 +16,9 @@ from fednas_flwr.search.architect import (
     second_order_gradient,
     virtual_step,
 )
-from fednas_flwr.search.descent import Descent, Descents, Gradients
+from fednas_flwr.search.descent import Descent, Descents, Gradient, Gradients
 from fednas_flwr.search.objective import Objective
+from fednas_flwr.search.regularisation import beta_gradient
 from fednas_flwr.search.settings import NonNegative, Rule
 from fednas_flwr.search.training import Batch
 from fednas_flwr.search_spaces.space import Supernet
@@ -34,11 +35,14 @@ class Alternating(Checked):
         proximal: mu, at least 0: the weights' loss has ``(mu / 2) ||w - w_0||^2`` added, w_0 being
             those that the search began with (FedProx: Li et al. 2020, arXiv 1812.06127, Eq. 2). It
             reads no record, so that it costs no privacy.
+        beta_decay: Weight of beta-DARTS' regulariser of the alphas, at least 0; see
+            ``regularisation.beta_gradient``.
     """
 
     rule: Rule
     validation_weight: NonNegative = 1.0
     proximal: NonNegative = 0.0
+    beta_decay: NonNegative = 0.0
 
 
 def alternate(
@@ -63,12 +67,23 @@ def alternate(
             rule=alternating.rule,
             validation_weight=alternating.validation_weight,
         )
+        if alternating.beta_decay:
+            gradient = _with_beta(gradient, supernet, alternating.beta_decay)
         descents.alphas.step(gradient)
         by_weights = dict(gradients.weights(supernet))
         for name, at_start in start.items():
             pull = alternating.proximal * (held[name].detach() - at_start)
             by_weights[name] = pull if (own := by_weights[name]) is None else own + pull
         descents.weights.step(by_weights)
+
+
+def _with_beta(gradient: Gradient, supernet: Supernet, weight: float) -> Gradient:
+    """Return the alphas' gradient with that of beta-DARTS' regulariser."""
+    further = beta_gradient(supernet.alphas(), weight=weight)
+    return {
+        kind: added if (own := gradient.get(kind)) is None else own + added
+        for kind, added in further.items()
+    }
 
 
 def exact_alpha_gradient(

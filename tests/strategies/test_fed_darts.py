@@ -30,6 +30,7 @@ SETTINGS = [
 
 def alternate(supernet, client, server_round, config, lr):
     """DARTS' alternating steps as one would write them in a notebook; in place."""
+    beta_decay = config.algorithm.beta_decay * server_round / ROUNDS
     weights, alphas = list(supernet.weights().values()), list(supernet.alphas().values())
     sgd = torch.optim.SGD(weights, lr=lr, momentum=0.9, weight_decay=3e-4)
     adam = torch.optim.Adam(alphas, lr=0.006, betas=(0.5, 0.999), weight_decay=1e-3)
@@ -51,6 +52,7 @@ def alternate(supernet, client, server_round, config, lr):
             validation = next(validation_batches)
             objective = loss(train) if config.algorithm.name == "fednas" else 0.0
             objective = objective + loss(validation)
+            objective = objective + beta_decay * torch.cat(alphas).logsumexp(-1).mean()
             for alpha, gradient in zip(alphas, torch.autograd.grad(objective, alphas), strict=True):
                 alpha.grad = gradient
             adam.step()
@@ -64,9 +66,14 @@ def alternate(supernet, client, server_round, config, lr):
     return sum(value * count for value, count in losses) / len(client.data.train)
 
 
-@pytest.mark.parametrize("algorithm", ["fed_darts", "fednas"])
-def test_rounds_equal_local_loops_and_a_weighted_average(algorithm, compose_config, federate):
-    config = compose_config(f"algorithm={algorithm}", *UNEQUAL, *SETTINGS)
+@pytest.mark.parametrize(
+    ("algorithm", "beta_decay"), [("fed_darts", 0.0), ("fed_darts", 5.0), ("fednas", 0.0)]
+)
+def test_rounds_equal_local_loops_and_a_weighted_average(
+    algorithm, beta_decay, compose_config, federate
+):
+    own = [f"algorithm={algorithm}", f"algorithm.beta_decay={beta_decay}"]
+    config = compose_config(*own, *UNEQUAL, *SETTINGS)
     federation = federate(config)
     with seeded(config.seed, "supernet"):
         supernet = supernet_space(config, federation.data[0]).supernet()
