@@ -365,10 +365,10 @@ ALGORITHMS: dict[str, Algorithm] = {
             _fed_darts,
             search_releases=_fed_darts_releases,
             retrain_releases=_fed_avg_releases,
-            refuses=refusals.of_mixed_splits,
+            refuses=refusals.of_fed_darts,
         ),
     ),
-    "fednas": Algorithm(FedDARTSSettings, _fed_darts),
+    "fednas": Algorithm(FedDARTSSettings, _fed_darts, refuses=refusals.of_fed_darts),
     "feathers": Algorithm(
         FEATHERSSettings,
         _feathers,

@@ -23,6 +23,7 @@ from fednas_flwr.search.settings import (
     Range,
     Rule,
     Steps,
+    Temperatures,
     ThetaSettings,
 )
 from fednas_flwr.typed import Between, Checked, Length, OneOf
@@ -54,6 +55,16 @@ class FedDARTSSettings(AlgorithmSettings):
     weights: SGD
     alphas: Adam
     beta_decay: NonNegative
+    temperatures: Temperatures | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that the rule fits."""
+        super().__post_init__()
+        if self.temperatures is not None and self.rule == "second_order":
+            raise ConfigError(
+                "rule=second_order with temperatures: single paths have no second order; set "
+                "rule=first_order or temperatures=null."
+            )
 
 
 @dataclass(frozen=True)

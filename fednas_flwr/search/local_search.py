@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.architect import (
     alpha_gradient_sum,
     mixed_level_gradient,
@@ -17,9 +19,10 @@ from fednas_flwr.search.architect import (
     virtual_step,
 )
 from fednas_flwr.search.descent import Descent, Descents, Gradient, Gradients
+from fednas_flwr.search.gumbel import GumbelPath, Relaxed
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.regularisation import beta_gradient
-from fednas_flwr.search.settings import NonNegative, Rule
+from fednas_flwr.search.settings import NonNegative, Positive, Rule
 from fednas_flwr.search.training import Batch
 from fednas_flwr.search_spaces.space import Supernet
 from fednas_flwr.typed import Checked
@@ -37,16 +40,33 @@ class Alternating(Checked):
             reads no record, so that it costs no privacy.
         beta_decay: Weight of beta-DARTS' regulariser of the alphas, at least 0; see
             ``regularisation.beta_gradient``.
+        temperature: Of GDAS, above 0: both gradients are of single paths, each drawn anew
+            (``gumbel.GumbelPath``). None computes all ops.
     """
 
     rule: Rule
     validation_weight: NonNegative = 1.0
     proximal: NonNegative = 0.0
     beta_decay: NonNegative = 0.0
+    temperature: Positive | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that the rule fits."""
+        super().__post_init__()
+        if self.temperature is not None and self.rule == "second_order":
+            raise ConfigError(
+                "rule=second_order with single paths is not defined: the look-ahead is of another "
+                "path; set rule=first_order."
+            )
 
 
 def alternate(
-    supernet: Supernet, gradients: Gradients, descents: Descents, alternating: Alternating
+    supernet: Supernet,
+    gradients: Gradients,
+    descents: Descents,
+    alternating: Alternating,
+    *,
+    generator: torch.Generator | None = None,
 ) -> None:
     """Search in place: each step moves the alphas, then the weights.
 
@@ -55,14 +75,23 @@ def alternate(
         gradients: Exact or noised.
         descents: Of weights and alphas.
         alternating: The constants.
+        generator: Of single paths, where they are drawn; on the CPU.
     """
     assert descents.alphas is not None
     supernet.train()
     held = supernet.weights() if alternating.proximal else {}
     start = {name: weight.detach().clone() for name, weight in held.items()}
+
+    def network() -> Relaxed:
+        """Return what the next gradient is of."""
+        if alternating.temperature is None:
+            return supernet
+        assert generator is not None
+        return GumbelPath(supernet, temperature=alternating.temperature, generator=generator)
+
     for _ in gradients.steps():
         gradient = gradients.alphas(
-            supernet,
+            network(),
             descents.weights,
             rule=alternating.rule,
             validation_weight=alternating.validation_weight,
@@ -70,9 +99,9 @@ def alternate(
         if alternating.beta_decay:
             gradient = _with_beta(gradient, supernet, alternating.beta_decay)
         descents.alphas.step(gradient)
-        by_weights = dict(gradients.weights(supernet))
-        for name, at_start in start.items():
-            pull = alternating.proximal * (held[name].detach() - at_start)
+        by_weights = dict(gradients.weights(network()))
+        for name in by_weights if start else ():
+            pull = alternating.proximal * (held[name].detach() - start[name])
             by_weights[name] = pull if (own := by_weights[name]) is None else own + pull
         descents.weights.step(by_weights)
 
@@ -87,7 +116,7 @@ def _with_beta(gradient: Gradient, supernet: Supernet, weight: float) -> Gradien
 
 
 def exact_alpha_gradient(
-    supernet: Supernet,
+    supernet: Relaxed,
     train_batch: Batch,
     validation_batch: Batch,
     *,

@@ -75,6 +75,24 @@ class Adam(Checked):
 
 
 @dataclass(frozen=True)
+class Temperatures(Checked):
+    """The temperature of GDAS' softmax, which falls linearly over the rounds.
+
+    Attributes:
+        first: Of the first round, above 0; 10 in the paper.
+        last: Of the last round, above 0; .1 in the paper.
+    """
+
+    first: Positive
+    last: Positive
+
+    def at_round(self, server_round: int, num_rounds: int) -> float:
+        """Return the temperature of a round of ``num_rounds``; rounds count from 1."""
+        progress = (server_round - 1) / max(1, num_rounds - 1)
+        return self.first + (self.last - self.first) * progress
+
+
+@dataclass(frozen=True)
 class Configuration(Checked):
     """One arm.
 
