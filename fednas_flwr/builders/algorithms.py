@@ -206,6 +206,7 @@ def _exploration(config: Config, algorithm: FEATHERSSettings) -> dict[str, Any]:
         "nas_rounds": algorithm.nas_rounds,
         "alternating": Alternating(algorithm.rule),
         "loss_bound": algorithm.loss_bound,
+        "rewarded": algorithm.rewarded,
         "seed": config.seed,
     }
 
@@ -375,7 +376,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         retraining=_retrain_feathers,
         search_releases=_feathers_releases,
         retrain_releases=_retrain_feathers_releases,
-        refuses=refusals.of_mixed_splits,
+        refuses=refusals.of_feathers,
     ),
     "fdnas": Algorithm(
         FDNASSettings,

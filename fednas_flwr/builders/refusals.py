@@ -66,6 +66,17 @@ def of_mixed_splits(config: Config) -> None:
         )
 
 
+def of_feathers(config: Config) -> None:
+    """Refuse what :func:`of_mixed_splits` does, and private rewards of averaged models."""
+    of_mixed_splits(config)
+    assert isinstance(config.algorithm, FEATHERSSettings)
+    if not isinstance(config.privacy, NoPrivacy) and config.algorithm.rewarded != "local":
+        raise ConfigError(
+            f"algorithm.rewarded={config.algorithm.rewarded} with privacy=dp is not possible yet: "
+            "losses of averaged models are no planned release; set algorithm.rewarded=local."
+        )
+
+
 def of_fed_darts(config: Config) -> None:
     """Refuse what :func:`of_mixed_splits` does, and single paths where none can be drawn."""
     of_mixed_splits(config)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import (
+    REWARDED,
     SGD,
     Adam,
     BanditSettings,
@@ -162,6 +163,7 @@ class FEATHERSSettings(AlgorithmSettings):
     batch_size: Count
     clip_norm: Positive | None
     nas_rounds: Count
+    rewarded: Annotated[str, OneOf(REWARDED)]
     loss_bound: LossBound
     num_configurations: Count
     configurations: list[Configuration]

@@ -21,6 +21,7 @@ LEAST_LOSS_BOUND = 1e-3
 LARGEST = 1e30  # of rates, decays and norms: fits float32
 MOST_CANDIDATES = 1000  # in one request
 MOMENTA = ("reset", "averaged", "server")
+REWARDED = ("local", "averaged")  # models whose validation loss FEATHERS' rewards compare
 
 # Types of fields, with the values that they may have; see ``typed.Checked``.
 Count = Annotated[int, Between(1)]
