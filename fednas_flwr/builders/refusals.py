@@ -68,6 +68,36 @@ def of_mixed_splits(config: Config) -> None:
         )
 
 
+def of_feathers(config: Config) -> None:
+    """Refuse what :func:`of_mixed_splits` does, and private rewards of averaged models."""
+    of_mixed_splits(config)
+    assert isinstance(config.algorithm, FEATHERSSettings)
+    if not isinstance(config.privacy, NoPrivacy) and config.algorithm.rewarded != "local":
+        raise ConfigError(
+            f"algorithm.rewarded={config.algorithm.rewarded} with privacy=dp is not possible yet: "
+            "losses of averaged models are no planned release; set algorithm.rewarded=local."
+        )
+
+
+def of_fed_darts(config: Config) -> None:
+    """Refuse what :func:`of_mixed_splits` does, and single paths where none can be drawn."""
+    of_mixed_splits(config)
+    algorithm, space = config.algorithm, config.search_space.name
+    assert isinstance(algorithm, FedDARTSSettings)
+    if algorithm.temperatures is None or not searches(config):
+        return
+    if space != "nasbench201":
+        raise ConfigError(
+            f"algorithm.temperatures with search_space={space}: single paths are drawn of the "
+            "NAS-Bench-201 cell only; set algorithm.temperatures=null or search_space=nasbench201."
+        )
+    if not isinstance(config.privacy, NoPrivacy):
+        raise ConfigError(
+            "algorithm.temperatures with privacy=dp: single paths have no private gradient yet; "
+            "set algorithm.temperatures=null."
+        )
+
+
 def of_fdnas(config: Config) -> None:
     """Refuse other spaces than that of blocks, and two ways of sending less at once."""
     if searches(config) and not isinstance(config.search_space, BlockSpace):

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import (
+    REWARDED,
     SGD,
     Adam,
     BanditSettings,
@@ -25,6 +26,7 @@ from fednas_flwr.search.settings import (
     RateOrZero,
     Rule,
     Steps,
+    Temperatures,
     ThetaSettings,
     check_ranges,
 )
@@ -56,6 +58,17 @@ class FedDARTSSettings(AlgorithmSettings):
     proximal: RateOrZero
     weights: SGD
     alphas: Adam
+    beta_decay: NonNegative
+    temperatures: Temperatures | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that the rule fits."""
+        super().__post_init__()
+        if self.temperatures is not None and self.rule == "second_order":
+            raise ConfigError(
+                "rule=second_order with temperatures: single paths have no second order; set "
+                "rule=first_order or temperatures=null."
+            )
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,7 @@ class FNASSettings(AlgorithmSettings):
     evaluate_every: CountOrZero
     weights: SGD
     alphas: Adam
+    beta_decay: NonNegative
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the second order fits."""
@@ -163,6 +177,7 @@ class FEATHERSSettings(AlgorithmSettings):
     batch_size: Count
     clip_norm: ClipNorm | None
     nas_rounds: Count
+    rewarded: Annotated[str, OneOf(REWARDED)]
     loss_bound: LossBound
     num_configurations: ListLength
     configurations: list[Configuration]

@@ -274,11 +274,19 @@ class Train(Settings):
 
 @dataclass(frozen=True)
 class Evaluate(Settings):
-    """``evaluate.model``: of a network on one of the splits."""
+    """``evaluate.model``: of a network on one of the splits.
+
+    Attributes:
+        network: What it is built from.
+        split: The split's name.
+        statistics_batch_size: In batches of how many train records batch norm's statistics are
+            estimated anew before; None takes those that were sent, and so do private clients.
+    """
 
     network: Description
     split: str
     site: Site | None = None
+    statistics_batch_size: Count | None = None
 
 
 @dataclass(frozen=True)
