@@ -10,6 +10,7 @@ from typing import Annotated
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import (
+    MOST_CANDIDATES,
     SGD,
     Adam,
     BanditSettings,
@@ -25,7 +26,7 @@ from fednas_flwr.search.settings import (
     Steps,
     ThetaSettings,
 )
-from fednas_flwr.typed import Between, Checked, Length, OneOf
+from fednas_flwr.typed import Between, Checked, Length, OneOf, check_range
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,44 @@ class ZeroCostSettings(AlgorithmSettings):
     draws: Count
     evolution: EvolutionSettings | None
     limits: NetworkLimits
+
+
+@dataclass(frozen=True)
+class PoolSettings(Checked):
+    """The networks that a search begins with; no record is read for it.
+
+    Attributes:
+        draws: Architectures that are drawn at random.
+        keep: The best of them, which are trained.
+        by: Names out of ``search.scores.SCORES`` that say which are best; none: the first drawn.
+        limits: What a network may cost.
+    """
+
+    draws: Count
+    keep: Annotated[int, Between(2, MOST_CANDIDATES)]
+    by: list[str]
+    limits: NetworkLimits
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        check_range(self.keep <= self.draws, "keep", self.keep, f"2 to draws={self.draws}")
+
+
+@dataclass(frozen=True)
+class SuccessiveHalvingSettings(AlgorithmSettings):
+    """Successive halving: a pool, trained by federated rounds and halved by validation accuracy.
+
+    Attributes:
+        pool: With what it begins.
+        eta: Of how many networks one stays after a rung.
+    """
+
+    pool: PoolSettings
+    eta: Annotated[int, Between(2)]
+    local_epochs: Steps
+    batch_size: Count
+    weights: SGD
 
 
 @dataclass(frozen=True)
