@@ -61,7 +61,7 @@ VERBS = {
     "train.candidate": Verb(_MODEL - {"alphas"}, of_supernet=True, trains=True),
     "train.probe": Verb(frozenset({"rewards"})),
     "train.weights": Verb(_MODEL - {"alphas"}, trains=True),
-    "evaluate.candidates": Verb(frozenset({"rewards"}), of_supernet=True),
+    "evaluate.candidates": Verb(frozenset({"rewards"})),
     "evaluate.model": Verb(frozenset({"loss", "accuracy"})),
     "evaluate.personalised": Verb(frozenset({"loss", "accuracy"}), never_private=True),
 }

@@ -15,6 +15,7 @@ from fednas_flwr.config import (
     FNASSettings,
     GivenNetwork,
     NoPrivacy,
+    SuccessiveHalvingSettings,
     ZeroCostSettings,
 )
 from fednas_flwr.errors import ConfigError, show, unknown_choice
@@ -200,11 +201,16 @@ def of_fedex(config: Config) -> None:
         )
 
 
-def of_zero_cost(config: Config) -> None:
+def of_scores(config: Config) -> None:
     """Refuse scores that do not exist."""
     from fednas_flwr.search.scores import SCORES
 
-    assert isinstance(config.algorithm, ZeroCostSettings)
-    for name in config.algorithm.scores:
+    algorithm = config.algorithm
+    if isinstance(algorithm, SuccessiveHalvingSettings):
+        key, names = "algorithm.pool.by", algorithm.pool.by
+    else:
+        assert isinstance(algorithm, ZeroCostSettings)
+        key, names = "algorithm.scores", algorithm.scores
+    for name in names:
         if name not in SCORES:
-            raise unknown_choice("algorithm.scores", name, SCORES)
+            raise unknown_choice(key, name, SCORES)

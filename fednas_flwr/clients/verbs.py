@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fednas_flwr.clients.admission import admit, before_reading, gate_of
 from fednas_flwr.clients.client import Client
@@ -70,6 +70,7 @@ from fednas_flwr.search.candidate import (
 )
 from fednas_flwr.search.descent import Descent, Descents, Gradients, make_sgd
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums, LookAhead
+from fednas_flwr.search.pool import Pool
 from fednas_flwr.search.training import Batch, periodic_gradients
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.search_spaces.space import Supernet
@@ -230,17 +231,29 @@ def train_paths(client: Client, request: Request, asked: TrainCandidates) -> Rep
 
 def reward_candidates(client: Client, request: Request, asked: RewardCandidates) -> Reply:
     """``evaluate.candidates``: each candidate's accuracy on validation records, as ``rewards``."""
+    split = client.data.validation
     with before_reading(request):
-        supernet, split = request_supernet(client, request), client.data.validation
+        described = asked.network or {"name": SUPERNET}
+        network = client.network(described, network_states_of(request)).eval()
+        if asked.candidates is not None:
+            assert isinstance(network, Supernet)
+            candidates: list[nn.Module] = [Candidate(network, path) for path in asked.candidates]
+            largest: list[nn.Module] = [Candidate(network, path) for path in all_alike(network)]
+        else:
+            if not isinstance(network, Pool):
+                raise ValueError(f"network {described['name']!r} is no pool of candidates")
+            candidates = largest = list(network.members)
         if client.gate is not None:
-            planned = admit(client.gate, request, supernet)["rewards"]
-            release = prepare_rewards(client, request.header, planned, supernet, asked.candidates)
+            planned = admit(client.gate, request, network)["rewards"]
+            release = prepare_rewards(
+                client, request.header, planned, candidates, largest, described
+            )
     if client.gate is not None:
         rewards = {"rewards": {"rewards": release()}}
         return make_reply(client.gate.expected_batch(planned), rewards)
     measured = [
-        evaluate(Candidate(supernet, path), split, client.device, objective=client.objective)
-        for path in asked.candidates
+        evaluate(candidate, split, client.device, objective=client.objective)
+        for candidate in candidates
     ]
     accuracies = torch.tensor([metrics.accuracy for metrics in measured])
     loss = sum(metrics.loss for metrics in measured) / len(measured)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import (
+    MOST_CANDIDATES,
     REWARDED,
     SGD,
     Adam,
@@ -30,7 +31,7 @@ from fednas_flwr.search.settings import (
     ThetaSettings,
     check_ranges,
 )
-from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct
+from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, check_range
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,45 @@ class ZeroCostSettings(AlgorithmSettings):
         """Check the ranges, and that no score counts twice."""
         super().__post_init__()
         check_distinct("scores", self.scores)
+
+
+@dataclass(frozen=True)
+class PoolSettings(Checked):
+    """The networks that a search begins with; no record is read for it.
+
+    Attributes:
+        draws: Architectures that are drawn at random.
+        keep: The best of them, which are trained.
+        by: Names out of ``search.scores.SCORES`` that say which are best; none: the first drawn.
+        limits: What a network may cost.
+    """
+
+    draws: Count
+    keep: Annotated[int, Between(2, MOST_CANDIDATES)]
+    by: list[str]
+    limits: NetworkLimits
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        check_range(self.keep <= self.draws, "keep", self.keep, f"2 to draws={self.draws}")
+        check_distinct("by", self.by)
+
+
+@dataclass(frozen=True)
+class SuccessiveHalvingSettings(AlgorithmSettings):
+    """Successive halving: a pool, trained by federated rounds and halved by validation accuracy.
+
+    Attributes:
+        pool: With what it begins.
+        eta: Of how many networks one stays after a rung.
+    """
+
+    pool: PoolSettings
+    eta: Annotated[int, Between(2)]
+    local_epochs: Steps
+    batch_size: Count
+    weights: SGD
 
 
 @dataclass(frozen=True)
