@@ -58,6 +58,7 @@ def _write(folder: Path, parts: Mapping[str, Records]) -> None:
                 "columns": list(records.columns),
                 "feature_names": records.feature_names,
                 "num_numeric": records.num_numeric,
+                "by_person": records.by_person,
             }
         sizes = {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())}
         index = unfinished / "index.json"
@@ -93,6 +94,7 @@ def _read(folder: Path) -> dict[str, Records] | None:
                 },
                 feature_names=tuple(about["feature_names"]),
                 num_numeric=about["num_numeric"],
+                by_person=about["by_person"],
             )
             for part, about in index["parts"].items()
         }

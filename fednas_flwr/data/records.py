@@ -29,6 +29,8 @@ class Records:
         columns: ``[N]`` strings per column by which a table or sites can be partitioned.
         feature_names: One name per feature of a table, numeric ones first; empty for images.
         num_numeric: How many leading features are numbers to standardise; the rest is one-hot.
+        by_person: Whether the source says whose each record is: equal ids are then those of one
+            person, who stays in one part and with one client and is the unit of privacy.
     """
 
     features: Tensor
@@ -38,6 +40,7 @@ class Records:
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     feature_names: tuple[str, ...] = ()
     num_numeric: int = 0
+    by_person: bool = False
 
     def __post_init__(self) -> None:
         """Check that every part has the same number of records."""
