@@ -5,7 +5,7 @@ torch and the strategies are imported when one is made, so that settings are che
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import signature

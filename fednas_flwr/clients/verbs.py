@@ -91,6 +91,7 @@ def describe(client: Client, request: Request, asked: Describe) -> Reply:
             "data_set": gate.data_set,
             "budget": {"epsilon": allowed.epsilon, "delta": allowed.delta},
             "secure_noise": gate.is_secure,
+            "unit": allowed.unit,
             "spent": gate.spent(),
         }
         return Reply(num_examples=gate.num_records(tuple(allowed.records)), facts=facts)

@@ -59,7 +59,7 @@ class FedDARTSSettings(AlgorithmSettings):
     proximal: RateOrZero
     weights: SGD
     alphas: Adam
-    beta_decay: NonNegative
+    beta_decay: RateOrZero
     temperatures: Temperatures | None
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class FNASSettings(AlgorithmSettings):
     evaluate_every: CountOrZero
     weights: SGD
     alphas: Adam
-    beta_decay: NonNegative
+    beta_decay: RateOrZero
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the second order fits."""

@@ -68,7 +68,12 @@ def load_torchvision(name: str, *, root: Path, download: bool) -> RecordsPair:
 
 
 def load_image_folder(
-    root: Path, *, image_size: int | None, channels: int | None, class_names: Sequence[str]
+    root: Path,
+    *,
+    image_size: int | None,
+    channels: int | None,
+    class_names: Sequence[str],
+    id_column: str | None = None,
 ) -> RecordsPair:
     """Return the png and jpg images of one folder per class.
 
@@ -77,9 +82,12 @@ def load_image_folder(
         image_size: Side in pixels to which images are resized (bilinear), or None to keep theirs.
         channels: 1 or 3, or None for that of the first image.
         class_names: The classes in order, or empty for the sorted names of the train folders.
+        id_column: If given, images lie in ``<class>/<person>/``, and the records get a column of
+            this name with their persons.
 
     Raises:
-        ConfigError: No images, an unreadable one, a folder that is no class, differing sizes.
+        ConfigError: No images, an unreadable one, a folder that is no class, differing sizes, an
+            image that is not in a person's folder.
     """
     if not root.is_dir():
         raise ConfigError(f"dataset.root={root} is not a folder: give one with a folder per class.")
@@ -87,28 +95,40 @@ def load_image_folder(
     names = tuple(class_names) or tuple(path.name for path in _folders(train_root))
 
     def read(folder: Path) -> Records:
-        files = [
-            path
-            for class_folder in _folders(folder)
-            for path in sorted(class_folder.iterdir())
-            if path.suffix.lower() in _SUFFIXES
-        ]
-        if not files:
-            raise ConfigError(f"{folder} has no png or jpg images: expected <class>/<image>.png.")
-        labels = encode_labels(
-            np.array([path.parent.name for path in files]), names, where=str(folder)
-        )
+        files = _images(folder, has_persons=id_column is not None)
+        class_folders = [path.relative_to(folder).parts[0] for path in files]
+        labels = encode_labels(np.array(class_folders), names, where=str(folder))
         images, ids = decode_images(
             len(files),
             lambda i: (str(files[i]), files[i].read_bytes()),
             image_size=image_size,
             channels=channels,
         )
-        return Records(torch.from_numpy(images), labels, ids, names)
+        if id_column is None:
+            return Records(torch.from_numpy(images), labels, ids, names)
+        persons = np.array([path.parent.name for path in files])
+        ids = record_ids(person.encode() for person in persons.tolist())
+        columns = {id_column: persons}
+        return Records(torch.from_numpy(images), labels, ids, names, columns, id_column=id_column)
 
     test_root = root / "test"
     has_test = train_root != root and test_root.is_dir()
     return read(train_root), read(test_root) if has_test else None
+
+
+def _images(root: Path, *, has_persons: bool) -> list[Path]:
+    """Return the images in the folders of all classes, or of all persons in them."""
+    class_folders = _folders(root)
+    folders = [p for c in class_folders for p in _folders(c)] if has_persons else class_folders
+    files = [p for folder in folders for p in sorted(folder.iterdir())]
+    files = [path for path in files if path.suffix.lower() in _SUFFIXES]
+    form = "<class>/<person>/<image>.png" if has_persons else "<class>/<image>.png"
+    if not files:
+        raise ConfigError(f"{root} has no png or jpg images: expected {form}.")
+    for path in (p for c in class_folders for p in c.iterdir() if has_persons):
+        if path.suffix.lower() in _SUFFIXES:
+            raise ConfigError(f"{path} is in no person's folder: with id_column expected {form}.")
+    return files
 
 
 def _folders(root: Path) -> list[Path]:

@@ -29,8 +29,9 @@ class Records:
         columns: ``[N]`` strings per column by which a table or sites can be partitioned.
         feature_names: One name per feature of a table, numeric ones first; empty for images.
         num_numeric: How many leading features are numbers to standardise; the rest is one-hot.
-        id_column: Column that gave the ids, which then are the same in every export of the data;
-            empty where ids were hashed from what the records hold.
+        id_column: Column that says whose each record is, and gave the ids, which then are the same
+            in every export of the data. A person stays in one part and with one client, and is the
+            unit of privacy. Empty where ids were hashed from what the records hold.
     """
 
     features: Tensor
@@ -48,6 +49,11 @@ class Records:
         sizes |= {name: len(values) for name, values in self.columns.items()}
         if len(set(sizes.values())) != 1:
             raise ValueError(f"records need one entry of each kind per record, got {sizes}.")
+
+    @property
+    def by_person(self) -> bool:
+        """Whether it is known whose each record is."""
+        return bool(self.id_column)
 
     def __len__(self) -> int:
         """Return the number of records."""

@@ -42,8 +42,8 @@ def load_csv(
         path: A csv file with a header, or a folder with train.csv and optionally test.csv, whose
             columns and classes are those of train.csv; each may be compressed (.gz).
         label: Name of the label column, or ``last`` or None for the last one.
-        id_column: Column whose equal values (a patient, a card) must stay in one part, and name the
-            same in every export; no feature.
+        id_column: Column that names the person (a patient, a card) whom a row is of, the same in
+            every export; no feature.
         numeric: Numeric features; with ``categorical`` also empty, every column that holds only
             numbers is numeric and every other categorical.
         categorical: Categorical features, one feature ``column=value`` per category.

@@ -182,7 +182,7 @@ def _privacy(run: Run) -> dict[str, Any]:
         "summary": guarantee.overall_text(event) if event else "",
         "warning": guarantee.warning_text(event) if event else "",
         "texts": [
-            *(guarantee.PROTECTED, guarantee.MECHANISM, guarantee.ACCOUNTING),
+            *(guarantee.promise_texts(event) if event else ()),
             *texts.privacy_notes(run),
         ],
         "tables": tables,

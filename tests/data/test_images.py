@@ -109,6 +109,21 @@ def test_an_id_is_of_an_images_own_pixels_however_they_are_stored_and_used(tmp_p
     assert told == [one, four]
 
 
+def test_folder_of_classes_and_persons(tmp_path: Path):
+    for file in ("dog/ann/1", "cat/bob/2", "cat/ann/1"):
+        save_image(tmp_path / f"{file}.png")
+    train, _ = load_image_folder(tmp_path, **DEFAULTS, id_column="patient")
+    assert train.by_person
+    assert train.labels.tolist() == [0, 0, 1]
+    assert train.columns["patient"].tolist() == ["ann", "bob", "ann"]
+    assert train.ids.tolist() == record_ids([b"ann", b"bob", b"ann"]).tolist()
+    save_image(tmp_path / "dog" / "3.png")
+    with pytest.raises(ConfigError, match=r"dog/3.png is in no person's folder: .*<person>"):
+        load_image_folder(tmp_path, **DEFAULTS, id_column="patient")
+    with pytest.raises(ConfigError, match="ann has no png or jpg images: expected <class>/<pers"):
+        load_image_folder(tmp_path / "dog" / "ann", **DEFAULTS, id_column="patient")
+
+
 def test_folder_with_train_and_test_resized_to_three_channels(tmp_path: Path):
     save_image(tmp_path / "train" / "a" / "1.png", value=7, mode="RGB")
     save_image(tmp_path / "train" / "b" / "1.png", value=9, size=(10, 10))

@@ -12,6 +12,8 @@ from fednas_flwr.errors import ConfigError
 def test_columns_are_detected(table_csv: Path):
     table, test = load_csv(table_csv, id_column="patient")
     assert test is None
+    assert table.by_person
+    assert not load_csv(table_csv)[0].by_person
     names = ("age", "pressure", "smokes=no", "smokes=yes", "site=A", "site=B")
     assert table.feature_names == names
     assert table.num_numeric == 2

@@ -138,6 +138,7 @@ def write_policy(sites: Path, client: int, **changes):
         "largest_grad_norm": 1.0,
         "largest_steps": 1000,
         "verbs": list(PRIVATE_VERBS),
+        "unit": "record",
         "records": 40,
         "fractions": {"train": 0.5, "validation": 0.4, "test": 0.1},
         "secure_noise": True,
@@ -524,7 +525,7 @@ def test_a_client_that_tells_a_nonsensical_epsilon_is_not_asked_again(
     assert rows(tmp_path, 1) == []
 
 
-@pytest.mark.parametrize("fact", ["splits", "budget", "secure_noise", "spent"])
+@pytest.mark.parametrize("fact", ["splits", "budget", "secure_noise", "unit", "spent"])
 def test_a_client_that_keeps_a_needed_fact_to_itself_does_not_stop_the_run(
     start, tmp_path, monkeypatch, fact
 ):
