@@ -206,6 +206,7 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "budget": _budget,
     "secure_noise": lambda secure: type(secure) is bool,
     "spent": _epsilon,
+    "awaits": lambda text: isinstance(text, str) and bool(re.fullmatch("[0-9a-f]{32}", text)),
     "covered_steps": lambda steps: isinstance(steps, dict) and _counts(list(steps.values())),
     "input_shape": _counts,
     "class_counts": _counts,
