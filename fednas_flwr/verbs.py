@@ -47,7 +47,7 @@ _IDENTITY = {
 }
 VERBS = {
     "query.describe": Verb(facts=frozenset(_IDENTITY)),
-    "query.commit": Verb(facts=frozenset({"epsilon", "covered_steps"})),
+    "query.commit": Verb(facts=frozenset({"epsilon", "covered_steps", "awaits"})),
     "query.latency": Verb(facts=frozenset({"latency"})),  # of layers on made-up inputs
     "train.weight_gradient": Verb(
         frozenset({"weights"}), gradients_of=("weights",), of_supernet=True

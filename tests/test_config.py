@@ -302,7 +302,7 @@ EXPERIMENTS = [c.partition("=")[2] for c in all_choices() if c.startswith("exper
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_no_shipped_experiment_sets_anything_without_effect(name: str) -> None:
     given = given_settings([f"experiment={name}"])
-    assert len(given.experiment) > 5
+    assert given.experiment
     assert given.alone is not None
     check_experiment(parse_config(given.alone), given)
 

@@ -25,7 +25,7 @@ from fednas_flwr.files import write_atomically
 from fednas_flwr.names import PERSON, RECORD, Unit
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
-from fednas_flwr.privacy.policy import Policy
+from fednas_flwr.privacy.policy import AUTOMATIC, Policy
 from fednas_flwr.privacy.policy_file import load_policy, parse_policy
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.verbs import PRIVATE_VERBS
@@ -183,6 +183,7 @@ def _simulated_policy(
             "fractions": config.dataset.fractions,
             "secure_noise": privacy.test_seed is None,
             "test_seed": privacy.test_seed is not None,
+            "approve": AUTOMATIC,
         }
         text = yaml.safe_dump({"data_sets": {privacy.data_set: section}}, sort_keys=False)
         parse_policy(text, origin="privacy")

@@ -8,9 +8,10 @@ sizes, rates, weights) comes from the numbers that the policy declares, never fr
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -38,11 +39,31 @@ class Commitment:
         releases: Everything that may be released, at most.
         assignment: Which records were in which split, see :meth:`ReleaseGate.hold`.
         by_split: Whether a release is charged to the splits that it reads, and not to every one.
+        data_set: The policy's id of the data.
+        sizes: Most values of a release of the search, by kind; of others nothing is said.
     """
 
     releases: tuple[PlannedRelease, ...]
     assignment: str
     by_split: bool
+    data_set: str
+    sizes: dict[str, int]
+
+    @property
+    def plan(self) -> dict[str, PlannedRelease]:
+        """What may be released, by its key."""
+        return {planned.key: planned for planned in self.releases}
+
+
+def read_commitment(text: str) -> Commitment:
+    """Return what a ledger has kept."""
+    commitment: Commitment = parse(Commitment, json.loads(text), key="commitment")
+    return commitment
+
+
+def schedule_hash(run: str, text: str) -> str:
+    """Return the 32 hex digits by which a person approves what a run has committed to."""
+    return hashlib.sha256(json.dumps([run, text]).encode()).hexdigest()[:32]
 
 
 class ReleaseGate:
@@ -111,8 +132,15 @@ class ReleaseGate:
         if len({planned.key for planned in plan}) < len(plan):
             raise ConfigError("refused: the plan holds a kind of release twice.")
 
-    def commit(self, run: str, plan: Sequence[PlannedRelease]) -> None:
+    def commit(
+        self, run: str, plan: Sequence[PlannedRelease], *, sizes: Mapping[str, int] | None = None
+    ) -> None:
         """Keep a run's plan for good; all that it asks for later must be in it.
+
+        Args:
+            run: Name of the run.
+            plan: All that it may release.
+            sizes: See :class:`Commitment`.
 
         Raises:
             ConfigError: The policy refuses a term, or the run has committed to another plan.
@@ -121,8 +149,16 @@ class ReleaseGate:
         if not self._assignment:
             raise ValueError("a gate commits to nothing before it holds records: call hold first")
         releases = tuple(sorted(plan, key=lambda planned: planned.key))
-        commitment = Commitment(releases, self._assignment, self._pays_by_split())
+        by_split, sizes = self._pays_by_split(), dict(sizes or {})
+        commitment = Commitment(releases, self._assignment, by_split, self.data_set, sizes)
         self._ledger.commit(run, json.dumps(asdict(commitment), sort_keys=True))
+
+    def awaited_approval(self, run: str) -> str | None:
+        """Return the hash that a person must approve before a run gets anything, else None."""
+        if not self.allowed.needs_approval or self._ledger.is_approved(run):
+            return None
+        text = self._ledger.committed(run)
+        return None if text is None else schedule_hash(run, text)
 
     def epsilons(self, run: str) -> dict[str, dict[str, float | None]]:
         """Return the epsilon of each split at the policy's delta, by accountant; None is infinite.
@@ -131,13 +167,14 @@ class ReleaseGate:
         this run has committed to.
         """
         commitment = self._commitment(run)
-        by_split = commitment is not None and commitment.by_split
         releases = [
             (row.entry.release, row.entry.splits)
             for row in self._ledger.entries(self.allowed.account)
             if row.entry.run != run
         ]
-        releases += [self._reading(planned, by_split) for planned in self._planned(run).values()]
+        if commitment is not None:
+            by_split = commitment.by_split
+            releases += [self._reading(planned, by_split) for planned in commitment.releases]
         return {
             name: {
                 split: epsilon if math.isfinite(epsilon) else None
@@ -191,12 +228,18 @@ class ReleaseGate:
         """
         self.check_verb(verb, self.data_set)
         key = release_key(header.stage, verb, kind, splits)
-        planned = self._planned(header.run).get(key)
-        if planned is None:
+        commitment = self._commitment(header.run)
+        planned = None if commitment is None else commitment.plan.get(key)
+        if commitment is None or planned is None:
             raise refused("committed values", "release", key, "one in the run's first message")
         if not 1 <= steps <= planned.steps:
             limit = f"1 to at most the committed {planned.steps}"
             raise refused("committed values", "steps", steps, limit)
+        if (awaited := self.awaited_approval(header.run)) is not None:
+            raise refused("approve", "schedule", awaited, "approved by a person at the site yet")
+        most = commitment.sizes.get(kind, num_values) if header.stage == "search" else num_values
+        if num_values > most:
+            raise refused("committed values", f"number of {kind}", num_values, f"at most {most}")
         check_planned(self.allowed, planned, num_values=num_values)
         return planned
 
@@ -255,9 +298,10 @@ class ReleaseGate:
 
     def noise_multipliers(self, header: Header, verb: str) -> dict[str, float | None]:
         """Return the noise multipliers that a run has committed to for a verb, by kind."""
+        commitment = self._commitment(header.run)
         return {
             planned.kind: planned.noise_multiplier
-            for planned in self._planned(header.run).values()
+            for planned in (commitment.releases if commitment else ())
             if (planned.stage, planned.verb) == (header.stage, verb)
         }
 
@@ -269,11 +313,6 @@ class ReleaseGate:
         """Return what all steps of a plan release, and which splits they are charged to."""
         return planned.release(self.allowed.records), planned.splits if by_split else SPLITS
 
-    def _planned(self, run: str) -> dict[str, PlannedRelease]:
-        """Return what a run has committed to, by its key."""
-        commitment = self._commitment(run)
-        return {} if commitment is None else {p.key: p for p in commitment.releases}
-
     def _commitment(self, run: str) -> Commitment | None:
         """Return what a run has committed to.
 
@@ -284,7 +323,7 @@ class ReleaseGate:
             text = self._ledger.committed(run)
             if text is None:
                 return None
-            self._commitments[run] = parse(Commitment, json.loads(text), key="commitment")
+            self._commitments[run] = read_commitment(text)
         commitment = self._commitments[run]
         if self._assignment not in ("", commitment.assignment):
             raise ConfigError(

@@ -120,15 +120,33 @@ def identity(client: Client) -> dict[str, Any]:
 
 
 def commit(client: Client, request: Request, asked: Commit) -> Reply:
-    """``query.commit``: keep the run's plan of releases; tell its cost and what is covered."""
+    """``query.commit``: keep the run's plan of releases; tell its cost and what is covered.
+
+    Where a person must approve the plan first, tell by which hash; the same request again is
+    answered in full once that is done.
+    """
     if client.gate is None:
         raise ConfigError("query.commit is for private clients: this one has no policy.")
     gate, run = client.gate, request.header.run
     with before_reading(request):
         covered_steps = gate.covered_steps(asked.releases)
-        gate.commit(run, asked.releases)
-        facts = {"epsilon": gate.epsilons(run), "covered_steps": covered_steps}
+        gate.commit(run, asked.releases, sizes=_search_sizes(client, asked))
+        facts: dict[str, Any] = {"awaits": gate.awaited_approval(run)}
+        if facts["awaits"] is None:
+            facts = {"epsilon": gate.epsilons(run), "covered_steps": covered_steps}
     return Reply(num_examples=gate.num_records(tuple(gate.allowed.records)), facts=facts)
+
+
+def _search_sizes(client: Client, asked: Commit) -> dict[str, int]:
+    """Return how many weights and alphas the search has, where a person is to approve it."""
+    searches = any(planned.stage == "search" for planned in asked.releases)
+    if not (searches and gate_of(client).allowed.needs_approval):
+        return {}
+    states = network_states(client.network({"name": SUPERNET}))
+    return {
+        state: sum(tensor.numel() for tensor in states[state].values())
+        for state in ("weights", "alphas")
+    }
 
 
 def measure_latency(client: Client, request: Request, asked: MeasureLatency) -> Reply:

@@ -21,6 +21,7 @@ class Runtime(Checked):
         quorum: Share of the clients that must answer every exchange.
         deadline_s: Seconds the server waits for the replies of one exchange.
         connect_s: Seconds the server waits for clients to appear.
+        approval_s: Seconds the server waits for people at private sites to approve the run.
         ray_address: Address of a Ray cluster that runs already; null starts one.
         client_cpus: CPUs of one Ray actor.
         client_gpus: GPUs of one Ray actor, may be a fraction.
@@ -31,6 +32,7 @@ class Runtime(Checked):
     quorum: ShareAbove0
     deadline_s: Positive
     connect_s: Positive
+    approval_s: NonNegative
     ray_address: Text | None
     client_cpus: Positive
     client_gpus: NonNegative

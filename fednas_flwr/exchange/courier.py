@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -184,6 +184,11 @@ class Courier:
         """Indices of the connected clients that have not left, ascending."""
         return [client for client in self._nodes if client not in self._left]
 
+    @property
+    def left(self) -> dict[int, str]:
+        """Why each client that has left was not asked any more, by client, ascending."""
+        return dict(sorted(self._left.items()))
+
     def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Courier:
         """Return a courier of its own to some of the connected clients, with their own quorum."""
         part = Courier(
@@ -223,6 +228,7 @@ class Courier:
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
         also_left: bool = False,
+        among: Collection[int] | None = None,
     ) -> Iterator[tuple[int, Reply]]:
         """Send one request to every client and yield ``(client, reply)`` in client order.
 
@@ -241,16 +247,18 @@ class Courier:
             layouts: The states that every reply must carry.
             also_left: Whether clients that have left are asked, too, except for those whose replies
                 were refused.
+            among: Which clients are asked, None for all; the others count as if they had answered.
 
         Raises:
             QuorumError: After the last reply, when fewer than the quorum were accepted.
         """
-        accepted = 0
+        accepted = 0 if among is None else len(set(self.clients) - set(among))
         failures: dict[int, str] = {}
         for client, answer in self._exchange(
             *(verb, stage, server_round, phase, settings, states or {}, layouts or {}),
             own_settings=own_settings,
             also_left=also_left,
+            among=among,
         ):
             if isinstance(answer, Reply):
                 accepted += 1
@@ -262,7 +270,7 @@ class Courier:
                 failures[client] = answer
                 self._emit_failure(stage, server_round, verb, client, answer)
         if accepted < self.quorum:
-            missing = sorted((self._left | failures).items())
+            missing = sorted((self.left | failures).items())
             first, *others = [f"client {client}: {why}" for client, why in missing]
             raise QuorumError(
                 f"{first} ({verb} in round {server_round}: {accepted} of {self.num_clients} "
@@ -281,6 +289,7 @@ class Courier:
         *,
         own_settings: Mapping[int, Settings] | None = None,
         also_left: bool = False,
+        among: Collection[int] | None = None,
     ) -> Iterator[tuple[int, Reply | str]]:
         """Ask every node; yield each client with its accepted reply or why it has none."""
         if self._grid is None:
@@ -290,6 +299,8 @@ class Courier:
         headers: dict[int, Header] = {}
         for client in self._nodes:
             if self._refused[client] >= STRIKES or (client in self._left and not also_left):
+                continue
+            if among is not None and client not in among:
                 continue
             node = self._nodes[client]
             header = Header(self.run, stage, server_round, phase, client, secrets.token_hex(8))

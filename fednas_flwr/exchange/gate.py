@@ -207,6 +207,7 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "secure_noise": lambda secure: type(secure) is bool,
     "unit": lambda unit: unit in UNITS,
     "spent": _epsilon,
+    "awaits": lambda text: isinstance(text, str) and bool(re.fullmatch("[0-9a-f]{32}", text)),
     "covered_steps": lambda steps: isinstance(steps, dict) and _counts(list(steps.values())),
     "input_shape": _counts,
     "class_counts": _counts,

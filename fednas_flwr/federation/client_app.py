@@ -6,6 +6,7 @@ whether noise suits the size of a network is checked once that is built.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -88,6 +89,9 @@ def _handler(
                 safe = (ConfigError,)
             reply = answer(client, request)
             trail.released(request, reply, gate=client.gate)
+            if "awaits" in reply.facts:
+                awaited = f"fednas approve {reply.facts['awaits']}"
+                print(f"{awaited}: run {request.header.run!r} waits for it", file=sys.stderr)
             return Message(encode_reply(request.header, reply), reply_to=message)
         except BudgetExceededError as error:
             trail.refused(verb, request, str(error))

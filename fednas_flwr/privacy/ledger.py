@@ -64,6 +64,7 @@ _SCHEMA = """
 """
 _LATER_SCHEMA = """
     CREATE TABLE IF NOT EXISTS days (day INTEGER PRIMARY KEY, commitments INTEGER);
+    CREATE TABLE IF NOT EXISTS approvals (run TEXT PRIMARY KEY, mac TEXT);
 """  # which ledgers of older versions lack
 # {account: {"orders": [...], "totals": {split: [...]}, "assignments": [[data set, HMAC], ...]}}
 _State = dict[str, Any]
@@ -251,6 +252,34 @@ class Ledger(AbstractContextManager["Ledger"]):
         """Return the terms that a run has committed to, None if it has not."""
         with self._exclusive():
             return self._commitment(run)
+
+    def commitments(self) -> dict[str, str]:
+        """Return the terms of every run, in the order in which they committed to them."""
+        with self._exclusive():
+            runs = self._rows.execute("SELECT run FROM commitments ORDER BY rowid").fetchall()
+            return {run: self._commitment(run) or "" for (run,) in runs}
+
+    def approve(self, run: str) -> None:
+        """Note that a person has approved what a run has committed to.
+
+        Raises:
+            ConfigError: The run has committed to nothing.
+        """
+        with self._exclusive():
+            terms = self._commitment(run)
+            if terms is None:
+                raise ConfigError(f"run {run} has committed to nothing that could be approved.")
+            mac = self._mark.hmac("approval", run, terms)
+            self._rows.execute("INSERT OR REPLACE INTO approvals VALUES (?, ?)", (run, mac))
+            self._rows.execute("COMMIT")
+
+    def is_approved(self, run: str) -> bool:
+        """Return whether a person has approved what a run has committed to."""
+        with self._exclusive():
+            query = "SELECT mac FROM approvals WHERE run = ?"
+            row = self._rows.execute(query, (run,)).fetchone()
+            terms = self._commitment(run)
+            return row is not None and equal(row[0], self._mark.hmac("approval", run, terms))
 
     def fingerprint(self, data_set: str, assignment: str) -> str:
         """Return the HMAC of what decides which record of a data set is in which split."""

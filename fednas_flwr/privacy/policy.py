@@ -19,6 +19,7 @@ from fednas_flwr.privacy.plan import PlannedRelease
 # Beyond these float arithmetic, not privacy, would decide what a release hides.
 LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
 LEAST_SAMPLE_RATE = 1e-9
+APPROVALS = AUTOMATIC, MANUAL = ("automatic", "manual")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class DataSetPolicy:
         records: Declared, public number of units by split: the only source of rates and weights.
         fractions: Shares of the splits, which the site fixes for good: a record that were in
             another split in another run would be charged to two budgets, each seeing half.
+        approve: ``manual``: no run releases anything before a person at the site has approved what
+            it has committed to; ``automatic``: the rules of the policy are enough.
     """
 
     data_set: str
@@ -47,6 +50,12 @@ class DataSetPolicy:
     fractions: Mapping[str, float]
     secure_noise: bool
     test_seed: bool
+    approve: str
+
+    @property
+    def needs_approval(self) -> bool:
+        """Whether a person must approve each run."""
+        return self.approve == MANUAL
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import yaml
 from fednas_flwr.errors import ConfigError, show, unknown_choice
 from fednas_flwr.names import SPLITS, UNITS
 from fednas_flwr.privacy.policy import (
+    APPROVALS,
     LARGEST_GRAD_NORM,
     DataSetPolicy,
     Policy,
@@ -146,6 +147,13 @@ def _text(value: object, where: str) -> str:
     return value
 
 
+def _approval(value: object, where: str) -> str:
+    """Return who approves runs."""
+    if value not in APPROVALS:
+        raise unknown_choice(where, show(value), APPROVALS)
+    return str(value)
+
+
 def _verbs(value: object, where: str) -> frozenset[str]:
     """Return the names in a list."""
     if not isinstance(value, list) or not value:
@@ -190,6 +198,7 @@ _READERS: dict[str, Callable[[object, str], object]] = {
     "fractions": _fractions,
     "secure_noise": _flag,
     "test_seed": _flag,
+    "approve": _approval,
 }
 
 

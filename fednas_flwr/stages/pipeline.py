@@ -56,7 +56,7 @@ from fednas_flwr.reporting.events import EventLog, read_events
 from fednas_flwr.reporting.runs import EVENTS_FILE
 from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search_spaces.genotype import Genotype, save_genotype, to_json
-from fednas_flwr.stages.commitment import NEEDED_FACTS, commit
+from fednas_flwr.stages.commitment import NEEDED_FACTS, awaited_run, commit
 from fednas_flwr.stages.groups import run_groups
 from fednas_flwr.stages.latency import cost_of, with_latency
 from fednas_flwr.stages.run import Run
@@ -95,8 +95,10 @@ def _run_stages(
     if config.run_dir is None:
         raise ValueError("config.run_dir must name the run folder")
     folder = Path(config.run_dir)
-    # A resumed run books under another name: what it repeats is released again.
-    name = f"{folder.name}.{secrets.token_hex(4)}"
+    # A resumed run books under another name, since what it repeats is released again; but one that
+    # people have approved meanwhile keeps the name that they have approved.
+    earlier = read_events(folder / EVENTS_FILE) if resumed else []
+    name = awaited_run(earlier) or f"{folder.name}.{secrets.token_hex(4)}"
     courier = make_courier(config, run=name, emit=log.emit)
     private = isinstance(config.privacy, DifferentialPrivacy)
     needed = ("client", *(NEEDED_FACTS if private else ()))
@@ -108,10 +110,9 @@ def _run_stages(
         if not (folder / PARTITION_FILE).exists():
             save_partition(folder / PARTITION_FILE, parts)
         courier.connect(grid, needed=needed)
-    if resumed:
-        for event in read_events(folder / EVENTS_FILE):
-            if event.get("expelled"):
-                courier.expel(event["client"], event["reason"])
+    for event in earlier:
+        if event.get("expelled"):
+            courier.expel(event["client"], event["reason"])
     facts = [known for _, known in sorted(courier.facts.items())]
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in facts]
     counts = [known.get("class_counts", []) for known in facts]

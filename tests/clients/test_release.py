@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.clients.release import ReleaseGate
+from fednas_flwr.clients.release import ReleaseGate, read_commitment
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import Header
+from fednas_flwr.exchange.states import network_states
 from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.gdp import gdp_epsilon
@@ -214,6 +215,45 @@ def test_a_run_is_refused_once_records_have_changed_sides(make_site, no_record):
         with pytest.raises(ConfigError, match="their splits have changed: start a new run"):
             changed.ask("train.gradients")
     assert len(site.rows()) == 1
+
+
+def test_a_person_approves_a_schedule_before_anything_is_released(make_site):
+    site = make_site(policy={"approve": "manual"}, committed=[])
+    waits = [site.commit().facts for _ in range(2)]  # as a server that asks again
+    assert waits[0] == waits[1]
+    assert set(waits[0]) == {"awaits"}
+    awaited = waits[0]["awaits"]
+    for verb in ASKED:
+        with pytest.raises(ConfigError, match=f"rule approve: schedule={awaited}, not approved by"):
+            site.ask(verb)
+    assert site.rows() == []
+    again = make_site(folder=site.folder, policy={"approve": "manual"}, committed=[])
+    again.gate._ledger.approve("run")
+    assert set(site.commit().facts) == {"epsilon", "covered_steps"}
+    for asked in (site, again):
+        asked.ask("train.weight_gradient")
+    with pytest.raises(ConfigError, match="other terms"):  # it is approved as it was seen
+        site.commit(steps=51)
+    with pytest.raises(ConfigError, match="committed values: release="):
+        site.ask("train.weight_gradient", run="another")
+
+
+def test_a_model_larger_than_the_one_that_was_approved_is_refused(make_site, networks):
+    site = make_site(policy={"approve": "manual"}, committed=[])
+    site.commit()
+    kept = read_commitment(site.gate._ledger.committed("run"))
+    sizes = {
+        kind: sum(tensor.numel() for tensor in states.values())
+        for kind, states in network_states(networks.supernet).items()
+        if kind in ("weights", "alphas")
+    }
+    assert kept.sizes == sizes
+    site.gate._ledger.approve("run")
+    for kind, splits in (("weights", ("train",)), ("alphas", ("validation",))):
+        asked = {"verb": "train.gradients", "kind": kind, "splits": splits}
+        admit(site, **asked, num_values=sizes[kind])
+        with pytest.raises(ConfigError, match=f"number of {kind}={sizes[kind] + 1}, not at most "):
+            admit(site, **asked, num_values=sizes[kind] + 1)
 
 
 def test_a_gate_that_holds_no_records_commits_to_nothing(make_site):

@@ -261,6 +261,21 @@ def test_a_second_ledger_needs_its_own_key(folder):
         Ledger(folder / "second" / "site.sqlite", folder / "key" / "site")
 
 
+def test_a_run_is_approved_for_the_terms_that_were_seen_by_whoever_has_the_key(folder):
+    with open_ledger(folder) as ledger:
+        for run in ("b", "a"):
+            ledger.commit(run, f"terms of {run}")
+        assert list(ledger.commitments().items()) == [("b", "terms of b"), ("a", "terms of a")]
+        with pytest.raises(ConfigError, match="run c has committed to nothing that could be appro"):
+            ledger.approve("c")
+        ledger.approve("b")
+    with open_ledger(folder) as ledger:
+        assert [ledger.is_approved(run) for run in "abc"] == [False, True, False]
+    sql(folder, "INSERT INTO approvals SELECT 'a', mac FROM approvals")
+    with open_ledger(folder) as ledger:
+        assert [ledger.is_approved(run) for run in "abc"] == [False, True, False]
+
+
 # --- assignments of records to splits
 
 

@@ -35,6 +35,7 @@ WARD = {
     "fractions": {"train": 0.6, "validation": 0.2, "test": 0.2},
     "secure_noise": True,
     "test_seed": False,
+    "approve": "automatic",
 }
 
 
@@ -365,6 +366,8 @@ def test_numbers_may_be_written_without_a_point():
         ({"records": 1, "fractions": {"train": 0, "validation": 1, "test": 0}}, "of train=0"),
         ({"secure_noise": "true"}, "ward.secure_noise=true .* true or false"),
         ({"test_seed": 1}, "ward.test_seed=1 .* true or false"),
+        ({"approve": "manuel"}, "ward.approve=manuel is unknown: .* .nearest: manual"),
+        ({"approve": True}, "ward.approve=True is unknown: choose one of automatic, manual"),
         ({"test_seed": True}, "secure_noise and test_seed exclude one another"),
         ({"account": ""}, "ward.account= .* a name"),
         ({"account": 5}, "ward.account=5"),
