@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fednas_flwr.builders.effects import Given
 from fednas_flwr.config import conf_folder
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.errors import ConfigError, show, unknown_choice
 
 
 def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
         try:
             tree = _composed(overrides)
             _drop_overruled(tree, overrides)
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, OSError) as error:
             groups = _groups()
             chosen = [text for text in overrides if text.partition("=")[0] in groups]
             known = _composed(chosen, resolve=False)
@@ -138,7 +138,9 @@ def expand_sweep(overrides: Sequence[str]) -> dict[str, list[str]]:
                 ]
             )
         else:
-            raise ConfigError(f"{text} is no list of values: write them out, as in seed=1,2,3.")
+            raise ConfigError(
+                f"{show(text)} is no list of values: write them out, as in seed=1,2,3."
+            )
     jobs = {}
     for number, job in enumerate(itertools.product(*choices)):
         name = "_".join([str(number), *(part for _, part in job if part)])
@@ -177,8 +179,8 @@ def _parse(text: str) -> Override:
         return OverridesParser.create().parse_override(text)
     except HydraException:
         raise ConfigError(
-            f"{text!r} is not of the form key=value; a value with special characters needs quotes "
-            "of its own, as in 'key=\"a=b\"'."
+            f"{show(text)!r} is not of the form key=value; a value with special characters needs "
+            "quotes of its own, as in 'key=\"a=b\"'."
         ) from None
 
 
@@ -188,16 +190,17 @@ def _check_override(text: str) -> None:
     key, groups = override.key_or_group, _groups()
     if text[0] in "+~" or override.package is not None:
         raise ConfigError(
-            f"{text!r}: settings are neither added nor removed, only set; write {key}=<value>."
+            f"{show(text)!r}: settings are neither added nor removed, only set; write "
+            f"{show(key)}=<value>."
         )
     if override.is_sweep_override():
         raise ConfigError(
-            f"{text} lists several values: add -m for a sweep over them, or put quotes around a "
-            f"single value with a comma, as in '{key}=\"a,b\"'."
+            f"{show(text)} lists several values: add -m for a sweep over them, or put quotes "
+            f"around a single value with a comma, as in '{key}=\"a,b\"'."
         )
     group, _, last = key.rpartition(".")
     if last == "name" and group in groups:
-        raise ConfigError(f"{text}: a group is chosen by its own name; write {group}=<name>.")
+        raise ConfigError(f"{show(text)}: a group is chosen by its own name; write {group}=<name>.")
     if key in groups and str(override.value()) not in groups[key]:
         if not (key == "experiment" and override.value() is None):
             raise unknown_choice(key, override.value(), groups[key])
@@ -218,7 +221,7 @@ def _check_key(key: str, tree: dict[str, Any]) -> None:
             raise ConfigError(f"{key}: {parent} is set as a whole; write {parent}={{{part}: ...}}.")
         names = ", ".join(f"{parent}{name}" for name in node) if isinstance(node, dict) else "none"
         raise ConfigError(
-            f"{key} is no setting: {parent.rstrip('.') or 'the top level'} has {names} "
+            f"{show(key)} is no setting: {parent.rstrip('.') or 'the top level'} has {names} "
             f"(nearest: {', '.join(_nearest(key, tree))})."
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from fednas_flwr.builders.effects import check_experiment
 from fednas_flwr.composition import compose_tree, given_settings
 from fednas_flwr.config import Config, GivenNetwork, conf_folder, dump_config, site_dataset
 from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning
+from fednas_flwr.search.settings import Configuration
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
 DP = "privacy=dp search_space.norm=group retrain.norm=group"
@@ -136,6 +137,25 @@ BAD_VALUES = [
     ("retrain.drop_path_prob", 1.0),
     ("retrain.auxiliary_weight", -0.1),
     ("stages", []),
+    ("stages", ["search", "search"]),
+    ("threads", 100_000),
+    ("run_dir", ""),
+    ("genotype", ""),
+    ("dataset.cache", ""),
+    ("dataset.root", ""),
+    ("dataset.class_names", ["a", "b", "a"]),
+    ("dataset.numeric", ["age", "age"]),
+    ("dataset.image_size", 100_000),
+    ("dataset.channels", 4),
+    ("algorithm.weights.lr", 1e15),
+    ("algorithm.weights.clip_norm", 1e30),
+    ("algorithm.alphas.lr", 1e15),
+    ("retrain.weights.lr", 1e15),
+    ("retrain.weights.weight_decay", 1e15),
+    ("retrain.channels", 10**9),
+    ("retrain.num_cells", 10**9),
+    ("search_space.channels", 10**9),
+    ("search_space.num_cells", 10**9),
 ]
 
 
@@ -147,6 +167,52 @@ def test_bad_value_is_named_by_its_whole_key(tree: dict[str, Any], key: str, val
     assert message.startswith(key.removesuffix(".name"))
     assert message.endswith(".")
     assert "\n" not in message
+
+
+LIST = {f.name: {"low": 0.1, "high": 0.2, "log": False} for f in fields(Configuration)}
+
+
+@pytest.mark.parametrize("algorithm", ["feathers", "fedex", "random_search"])
+def test_ranges_are_checked_before_anything_is_drawn(algorithm: str) -> None:
+    tree = compose_tree([f"algorithm={algorithm}"])
+    for wrong, words in (
+        ({"learning_rate": LIST["lr"]}, "algorithm.ranges=learning_rate is unknown: choose one"),
+        ({"momentum": {"low": 0.5, "high": 3.0, "log": False}}, "algorithm.ranges.momentum=2.99"),
+        ({"lr": {"low": 0.0, "high": 3.0, "log": False}}, "algorithm.ranges.lr=0.0 is out of"),
+    ):
+        with pytest.raises(ConfigError, match="^" + re.escape(words)):
+            parse_config(changed(tree, "algorithm.ranges", {**LIST, **wrong}))
+    lacking = {name: given for name, given in LIST.items() if name != "lr"}
+    with pytest.raises(ConfigError, match=r"^algorithm\.ranges=.* has no value for lr: give"):
+        parse_config(changed(tree, "algorithm.ranges", lacking))
+    assert parse_config(changed(tree, "algorithm.ranges", LIST)).algorithm.name == algorithm
+    if algorithm != "random_search":
+        with pytest.raises(ConfigError, match=r"num_configurations=1000000000 .* 1 to 100000"):
+            parse_config(changed(tree, "algorithm.num_configurations", 10**9))
+
+
+def test_at_most_300_characters_of_a_value_are_echoed(tree: dict[str, Any]) -> None:
+    long = "x" * 5000
+    for key, value in (
+        ("rounds", long),
+        ("device", long),
+        ("dataset.class_names", [long, long]),
+        ("stages", [long]),
+        ("dataset.root", long),
+        ("client_tags", [long]),
+        ("runtime.superlink", {"a": long}),
+    ):
+        with pytest.raises(ConfigError) as told:
+            parse_config(changed(tree, key, value))
+        assert len(str(told.value)) < 600
+        assert str(told.value).count("x") <= 301  # one is that of "expected"
+
+
+@pytest.mark.parametrize("text", ["rounds={}", "{}", "{}=1", "seed=[{}", "+{}=1", "dataset={}"])
+def test_a_long_override_is_not_echoed_whole(text: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        compose(text.format("x" * 5000))
+    assert str(told.value).count("x") <= 301
 
 
 def test_missing_and_unknown_keys_are_named(tree: dict[str, Any]) -> None:
@@ -186,14 +252,19 @@ def test_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
         ("privacy.local_steps", 0, "expected 1 to 1000000"),
         ("privacy.rewards_share", 1.0, "above 0, below 1"),
         ("privacy.rewards.max_grad_norm", 2.0, "bounded by algorithm.loss_bound"),
+        ("privacy.weights.max_grad_norm", 1e30, "at most 10000 (the noise grows with it"),
+        ("privacy.delta", 1.0, "above 0, below 1"),
+        ("privacy.data_set", "", "expected 1 to 4096 bytes"),
+        ("rounds", 10**9, "expected at most 10000 in all"),
+        ("retrain.rounds", 10**5, "fewer rounds of more local steps"),
         ("oversample", True, "with privacy=dp: a record that is drawn several times"),
     ],
 )
 def test_bad_privacy_is_named_by_its_whole_key(key: str, value: Any, words: str) -> None:
     private = compose_tree(["privacy=dp", "algorithm=dp_fnas", *GROUP])
-    with pytest.raises(ConfigError, match=words) as caught:
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         parse_config(changed(private, key, value))
-    assert str(caught.value).startswith(f"{key}=")
+    assert str(caught.value).startswith("rounds=" if "rounds" in key else f"{key}=")
 
 
 @pytest.mark.parametrize(

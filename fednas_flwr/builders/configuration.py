@@ -14,7 +14,7 @@ from fednas_flwr.builders.spaces import SEARCH_SPACES
 from fednas_flwr.config import Config, GivenNetwork, NoPrivacy
 from fednas_flwr.config.parsing import choose_kind
 from fednas_flwr.config.privacy import PRIVACY
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.typed import parse
 
@@ -152,8 +152,8 @@ def _check_stages(config: Config) -> None:
     """Refuse stages that lack what they start from, or have it twice."""
     if config.genotype is not None and searches(config):
         raise ConfigError(
-            f"genotype={config.genotype} with stages={config.stages}: a genotype replaces the "
-            "search; set stages=[retrain,evaluate,export]."
+            f"genotype={show(config.genotype)} with stages={config.stages}: a genotype "
+            "replaces the search; set stages=[retrain,evaluate,export]."
         )
     if searches(config):
         check_validation(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
 
 def _prepare(config: Config, *, sites: bool, server_test: bool) -> Prepared:
     settings, taken = config.dataset, signature(prepare).parameters
-    own = {name: value for name, value in vars(settings).items() if name in taken}
+    own = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name in taken}
     own |= {"cache": Path(settings.cache).expanduser(), "sites": sites, "server_test": server_test}
     own["root"] = Path(settings.root).expanduser() if settings.root else None
     return prepare(**own)

@@ -539,7 +539,8 @@ def _sentence(setting: str, rule: Rule, config: Config) -> str:
 
 
 def _cause(rule: Rule, config: Config) -> str:
-    return rule.cause.format(c=config)
+    cause = rule.cause.format(c=config)
+    return cause if len(cause) <= 300 else f"{cause[:300]}..."
 
 
 def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,11 @@ def make_space(name: str, *, engine: str = FAST, **settings: Any) -> SearchSpace
 
 def supernet_space(config: Config, prepared: Prepared) -> SearchSpace:
     """Return the search space at the supernet's size for the prepared data."""
+    own = config.search_space
     return make_space(
-        **asdict(config.search_space),
+        own.name,
+        norm=own.norm,
+        **supernet_sizes(own),
         engine=config.engine,
         input_shape=prepared.input_shape,
         num_classes=prepared.num_classes,

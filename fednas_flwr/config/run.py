@@ -11,7 +11,7 @@ from fednas_flwr.config.data import Dataset, Partition
 from fednas_flwr.config.networks import Retrain, SearchSpaceSettings
 from fednas_flwr.config.privacy import DifferentialPrivacy, NoPrivacy
 from fednas_flwr.config.runtime import Runtime
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.names import ENGINES
 from fednas_flwr.search.settings import MOMENTA, Count, CountOrZero, ShareAbove0
 from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct
@@ -72,8 +72,8 @@ class Config(Checked):
         check_distinct("stages", self.stages)
         if len(self.client_tags) not in (0, self.clients):
             raise ConfigError(
-                f"client_tags={self.client_tags} for clients={self.clients}: give one for each "
-                "client, or none."
+                f"client_tags={show(self.client_tags)} for clients={self.clients}: give one for "
+                "each client, or none."
             )
 
 

@@ -257,7 +257,8 @@ def test_a_search_is_looked_up_from_its_folder(tmp_path, tiny_overrides, capsys,
     run_dir = tmp_path / "searched"
     space = ["search_space=nasbench201", "search_space.channels=4", "search_space.num_cells=1"]
     stages = ["stages=[search]", "clients=2", f"run_dir={run_dir}"]
-    assert cli.main(["run", *tiny_overrides, *space, *stages]) == 0
+    tiny = [text for text in tiny_overrides if not text.startswith("retrain.rounds")]
+    assert cli.main(["run", *tiny, *space, *stages]) == 0
     capsys.readouterr()
     assert cli.main(["lookup", str(run_dir), "--table", str(table)]) == 0
     printed = capsys.readouterr().out
