@@ -148,11 +148,14 @@ def check(configs: Iterable[Config]) -> None:
     for config in configs:
         check_combinations(config)
         check_free(config)
-    from fednas_flwr.builders.check import check_buildable
+    from fednas_flwr.builders.check import check_buildable, check_memory
+    from fednas_flwr.stages.schedule import check_schedule
 
     for config in configs:
         if config.runtime.name != "deployment":  # data and genotype lie on other machines
             check_buildable(config)
+            check_memory(config)
+            check_schedule(config)
 
 
 def execute(

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fednas_flwr.data.datasets import Prepared
     from fednas_flwr.privacy.plan import RoundReleases
     from fednas_flwr.search.samplers import Sampler
+    from fednas_flwr.search_spaces.dp_cells import DPCellSpace
     from fednas_flwr.search_spaces.space import SearchSpace
     from fednas_flwr.strategies.base import RoundStrategy
 
@@ -211,6 +212,7 @@ def _exploration(config: Config, algorithm: FEATHERSSettings) -> dict[str, Any]:
         "nas_rounds": algorithm.nas_rounds,
         "alternating": Alternating(algorithm.rule),
         "loss_bound": algorithm.loss_bound,
+        "rewarded": algorithm.rewarded,
         "seed": config.seed,
     }
 
@@ -222,9 +224,10 @@ def _configurations(config: Config) -> list[Configuration]:
 
     algorithm = config.algorithm
     assert isinstance(algorithm, FEATHERSSettings | FedExSettings)
+    if algorithm.configurations:
+        return algorithm.configurations
     generator = make_generator(config.seed, "configurations")
-    drawn = draw_configurations(algorithm.num_configurations, algorithm.ranges, generator)
-    return algorithm.configurations or drawn
+    return draw_configurations(algorithm.num_configurations, algorithm.ranges, generator)
 
 
 def _random_search(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
@@ -381,7 +384,7 @@ def _dpnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
     assert isinstance(algorithm, DPNASSettings)
     assert isinstance(space, DPCellSpace)  # as the configuration has it
     return DPNAS, own_settings(algorithm, "controller", "evolution") | {
-        "sampler": make_sampler(config.seed, algorithm, space.choices()),
+        "sampler": make_sampler(config.seed, algorithm, type(space)),
         "seed": config.seed,
     }
 
@@ -392,11 +395,16 @@ def _dpnas_releases(config: Config) -> RoundReleases:
     return _with_terms(config, releases)
 
 
-def make_sampler(seed: int, algorithm: DPNASSettings, choices: Sequence[int]) -> Sampler:
-    """Return what samples candidates, initialised from the run's seed."""
+def make_sampler(seed: int, algorithm: DPNASSettings, space: type[DPCellSpace]) -> Sampler:
+    """Return what samples candidates that are not degenerate, initialised from the run's seed."""
     from fednas_flwr.randomness import seeded
     from fednas_flwr.search.controller import Controller
-    from fednas_flwr.search.samplers import Evolution, RandomSampler
+    from fednas_flwr.search.samplers import Evolution, RandomSampler, RejectionSampler
+
+    choices = space.choices()
+
+    def rejects(path: list[int]) -> bool:
+        return space.is_degenerate(space.genotype(path))
 
     samplers: dict[str, Callable[[], Sampler]] = {
         "controller": lambda: Controller(choices, algorithm.controller),
@@ -404,7 +412,8 @@ def make_sampler(seed: int, algorithm: DPNASSettings, choices: Sequence[int]) ->
         "random": lambda: RandomSampler(choices),
     }
     with seeded(seed, "sampler"):
-        return samplers[algorithm.sampler]()
+        sampler = samplers[algorithm.sampler]()
+    return RejectionSampler(sampler, choices, rejects)
 
 
 def _retrain_fedex(config: Config, configuration: Configuration | None) -> Plan:
@@ -438,17 +447,17 @@ ALGORITHMS: dict[str, Algorithm] = {
             _fed_darts,
             search_releases=_fed_darts_releases,
             retrain_releases=_fed_avg_releases,
-            refuses=refusals.of_mixed_splits,
+            refuses=refusals.of_fed_darts,
         ),
     ),
-    "fednas": Algorithm(FedDARTSSettings, _fed_darts),
+    "fednas": Algorithm(FedDARTSSettings, _fed_darts, refuses=refusals.of_fed_darts),
     "feathers": Algorithm(
         FEATHERSSettings,
         _feathers,
         retraining=_retrain_feathers,
         search_releases=_feathers_releases,
         retrain_releases=_retrain_feathers_releases,
-        refuses=refusals.of_mixed_splits,
+        refuses=refusals.of_feathers,
     ),
     "fdnas": Algorithm(
         FDNASSettings,

@@ -17,9 +17,12 @@ from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
+from fednas_flwr.data.records import Records
+from fednas_flwr.data.splits import assignment_digest
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
 from fednas_flwr.files import write_atomically
+from fednas_flwr.names import PERSON, RECORD, Unit
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.policy import Policy
@@ -70,17 +73,18 @@ def make_client(
         return make_network(description)
 
     if gate is None:
-        gate = _simulated_gate(config, index, len(parts[index]))
+        gate = _simulated_gate(config, index, prepared.train, parts[index])
     fractions: Mapping[str, float] = config.dataset.fractions
     if gate is not None:
         check_public(config, prepared)
+        _check_unit(gate.allowed.unit, prepared.train)
         fractions = gate.allowed.fractions
-    own = make_client_data(
-        prepared,
-        parts[index],
-        key=site.get("split-key", config.dataset.split_key).encode(),
-        fractions=fractions,
-    )
+    key = site.get("split-key", config.dataset.split_key).encode()
+    own = make_client_data(prepared, parts[index], key=key, fractions=fractions)
+    if gate is not None:
+        records = prepared.train
+        ids, column = records.ids[parts[index]], records.id_column
+        gate.hold(assignment_digest(ids, key=key, fractions=fractions, id_column=column))
     return Client(
         index=index,
         seed=config.seed,
@@ -137,7 +141,9 @@ def make_site_gate(site: Mapping[str, str]) -> ReleaseGate | None:
     return ReleaseGate(policy, ledger, SecureGenerator(), data_set=site["data-set"])
 
 
-def _simulated_gate(config: Config, index: int, num_records: int) -> ReleaseGate | None:
+def _simulated_gate(
+    config: Config, index: int, records: Records, rows: np.ndarray
+) -> ReleaseGate | None:
     """Return the gate of a simulated private client, None without privacy."""
     privacy = config.privacy
     if not isinstance(privacy, DifferentialPrivacy):
@@ -151,14 +157,16 @@ def _simulated_gate(config: Config, index: int, num_records: int) -> ReleaseGate
         raise ConfigError("privacy=dp without a run folder needs privacy.sites=<folder>.")
     folder = Path(privacy.sites or Path(str(config.run_dir)) / "sites").expanduser()
     folder = folder / f"client-{index}"
-    policy = _simulated_policy(config, privacy, num_records, folder / "policy.yaml")
+    unit = PERSON if records.by_person else RECORD
+    num_units = len(np.unique(records.ids[rows])) if records.by_person else len(rows)
+    policy = _simulated_policy(config, privacy, unit, num_units, folder / "policy.yaml")
     test_seed = None if privacy.test_seed is None else f"{privacy.test_seed} {index}".encode()
     ledger = Ledger(folder / "ledger" / "ledger.sqlite", folder / "key")
     return ReleaseGate(policy, ledger, SecureGenerator(test_seed), data_set=privacy.data_set)
 
 
 def _simulated_policy(
-    config: Config, privacy: DifferentialPrivacy, num_records: int, path: Path
+    config: Config, privacy: DifferentialPrivacy, unit: Unit, num_units: int, path: Path
 ) -> Policy:
     """Return the policy in a file; without one, write what lets the run's configuration pass."""
     if not path.exists():
@@ -170,7 +178,8 @@ def _simulated_policy(
             "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
             "largest_steps": 1_000_000,
             "verbs": list(PRIVATE_VERBS),
-            "records": num_records,
+            "unit": unit,
+            "records": num_units,
             "fractions": config.dataset.fractions,
             "secure_noise": privacy.test_seed is None,
             "test_seed": privacy.test_seed is not None,
@@ -205,6 +214,20 @@ def check_public(config: Config, prepared: Prepared) -> None:
         raise ConfigError(
             f"privacy=dp on real sites: the node's dataset file must give {', '.join(missing)}, "
             "since names that were found in the records would be a release."
+        )
+
+
+def _check_unit(unit: Unit, records: Records) -> None:
+    """Raise ConfigError unless records say whose they are where, and only where, policies ask."""
+    if unit == PERSON and not records.by_person:
+        raise ConfigError(
+            "the policy has unit: person, but the data does not say whose each record is: set "
+            "id_column in the node's dataset file, or unit: record."
+        )
+    if unit == RECORD and records.by_person:
+        raise ConfigError(
+            "the policy has unit: record, but dataset.id_column says whose each record is: set "
+            "unit: person, and records to the number of persons."
         )
 
 

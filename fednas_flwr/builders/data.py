@@ -16,6 +16,7 @@ from fednas_flwr.data.partitioners import load_partition, partition
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.sources import check_sites
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import PARTITIONS
 
 
 def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
@@ -28,8 +29,8 @@ def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
             parts, file=split.file, clients=config.clients, records=len(prepared.train)
         )
         return prepared, parts
-    own = {name: value for name, value in vars(split).items() if name != "file"}
-    return prepared, partition(prepared.train, clients=config.clients, **own)
+    own = {setting: getattr(split, setting) for setting in PARTITIONS.get(split.name, ())}
+    return prepared, partition(prepared.train, name=split.name, clients=config.clients, **own)
 
 
 def has_real_sites(config: Config) -> bool:

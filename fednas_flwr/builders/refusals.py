@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from fednas_flwr.config import (
     BlockSpace,
     CFDNASSettings,
@@ -16,7 +18,7 @@ from fednas_flwr.config import (
     SuccessiveHalvingSettings,
     ZeroCostSettings,
 )
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.errors import ConfigError, show, unknown_choice
 
 
 def searches(config: Config) -> bool:
@@ -67,6 +69,36 @@ def of_mixed_splits(config: Config) -> None:
         )
 
 
+def of_feathers(config: Config) -> None:
+    """Refuse what :func:`of_mixed_splits` does, and private rewards of averaged models."""
+    of_mixed_splits(config)
+    assert isinstance(config.algorithm, FEATHERSSettings)
+    if not isinstance(config.privacy, NoPrivacy) and config.algorithm.rewarded != "local":
+        raise ConfigError(
+            f"algorithm.rewarded={config.algorithm.rewarded} with privacy=dp is not possible yet: "
+            "losses of averaged models are no planned release; set algorithm.rewarded=local."
+        )
+
+
+def of_fed_darts(config: Config) -> None:
+    """Refuse what :func:`of_mixed_splits` does, and single paths where none can be drawn."""
+    of_mixed_splits(config)
+    algorithm, space = config.algorithm, config.search_space.name
+    assert isinstance(algorithm, FedDARTSSettings)
+    if algorithm.temperatures is None or not searches(config):
+        return
+    if space != "nasbench201":
+        raise ConfigError(
+            f"algorithm.temperatures with search_space={space}: single paths are drawn of the "
+            "NAS-Bench-201 cell only; set algorithm.temperatures=null or search_space=nasbench201."
+        )
+    if not isinstance(config.privacy, NoPrivacy):
+        raise ConfigError(
+            "algorithm.temperatures with privacy=dp: single paths have no private gradient yet; "
+            "set algorithm.temperatures=null."
+        )
+
+
 def of_fdnas(config: Config) -> None:
     """Refuse other spaces than that of blocks, and two ways of sending less at once."""
     if searches(config) and not isinstance(config.search_space, BlockSpace):
@@ -93,12 +125,50 @@ def of_cfdnas(config: Config) -> None:
             "releases per run, and each group is a run that begins when its group is known; set "
             "algorithm=fdnas."
         )
+    if not searches(config):
+        raise ConfigError(
+            f"algorithm=cfdnas with stages={config.stages}: its groups begin with a search; add "
+            "search, or set algorithm=fedavg to retrain a genotype."
+        )
     if config.aggregate == "trimmed_mean":
         raise ConfigError(
             "aggregate=trimmed_mean with algorithm=cfdnas: how many clients a group has is not "
             "known before; set aggregate=median."
         )
     of_fdnas(config)
+
+
+def check_groups(config: Config) -> None:
+    """Refuse groups that cannot come about; real nodes tell their own tags when they connect."""
+    algorithm = config.algorithm
+    if not isinstance(algorithm, CFDNASSettings):
+        return
+    if algorithm.num_groups is not None and algorithm.num_groups > config.clients:
+        raise ConfigError(
+            f"algorithm.num_groups={algorithm.num_groups} with clients={config.clients}: expected "
+            "at most one group per client; lower it."
+        )
+    if algorithm.group_by != "tag" or config.runtime.name == "deployment":
+        return
+    if not config.client_tags or "" in config.client_tags:
+        raise ConfigError(
+            f"algorithm.group_by=tag with client_tags={show(config.client_tags)}: every simulated "
+            f"client needs a tag; give one for each of clients={config.clients}."
+        )
+    for tag in config.client_tags:
+        check_group(tag)
+    for name in algorithm.group_hardware:
+        if name not in config.client_tags:
+            raise unknown_choice("algorithm.group_hardware", name, set(config.client_tags))
+
+
+def check_group(name: str) -> None:
+    """Refuse the name of a group that cannot be that of its folder."""
+    if not re.fullmatch(r"[\w .-]{1,64}", name) or name.startswith("."):
+        raise ConfigError(
+            f"group {show(name)!r} cannot name a folder: expected up to 64 letters, digits, "
+            "spaces, dots, hyphens and underscores; change the client's tag."
+        )
 
 
 def of_dpnas(config: Config) -> None:

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import update_bn
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.noised_gradients import NoisedGradients
 from fednas_flwr.clients.replies import sent_moments
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.metrics import record_losses
 from fednas_flwr.exchange.messages import Request
 from fednas_flwr.exchange.requests import Amount, LocalSearch, LocalTraining
@@ -83,6 +84,11 @@ def prepare_search(
         if not warms_up:
             gradients.rehearse_gates(supernet, largest_EK, hardware, asdict(paths))
     elif isinstance(gradients, NoisedGradients):
+        if local.alternating is not None and local.alternating.temperature is not None:
+            raise ConfigError(
+                f"refused, temperature={local.alternating.temperature}: single paths have no "
+                "private gradient yet; set algorithm.temperatures=null."
+            )
         gradients.rehearse_weights(supernet)
         gradients.rehearse_alphas(supernet)
 
@@ -102,7 +108,7 @@ def prepare_search(
         )
         if paths is None:
             assert local.alternating is not None
-            alternate(supernet, gradients, descents, local.alternating)
+            alternate(supernet, gradients, descents, local.alternating, generator=generator)
         else:
             search_paths(
                 supernet, gradients, descents, paths, hardware=hardware, generator=generator

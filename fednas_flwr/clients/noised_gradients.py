@@ -35,6 +35,7 @@ from fednas_flwr.privacy.clipping import (
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.descent import Descent, Gradient, trainable_weights
 from fednas_flwr.search.gates import active_gates, alpha_gradient
+from fednas_flwr.search.gumbel import Relaxed
 from fednas_flwr.search.objective import Output
 from fednas_flwr.search.path_network import PathNetwork, cost_gradient, offered_ops
 from fednas_flwr.search.pool import Pool, by_member
@@ -120,9 +121,10 @@ class NoisedGradients:
         return {name: gradient * math.sqrt(len(network)) for name, gradient in noised.items()}
 
     def alphas(
-        self, supernet: Supernet, weights: Descent, *, rule: str, validation_weight: float
+        self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
     ) -> Gradient:
         """Return the noised mean gradient of the alphas, of first order (``admission``)."""
+        assert isinstance(supernet, Supernet)  # as ``local_training`` has it
         return self._mean("alphas", partial(self._alpha_sum, supernet))
 
     def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:

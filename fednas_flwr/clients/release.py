@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Header
 from fednas_flwr.exchange.states import Tensors
+from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.ledger import Entry, Ledger
 from fednas_flwr.privacy.noise import SecureGenerator, add_noise
@@ -27,6 +28,21 @@ from fednas_flwr.privacy.policy import Policy, check_planned, check_verb, refuse
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import Reading, covered_steps
 from fednas_flwr.typed import parse
+
+
+@dataclass(frozen=True)
+class Commitment:
+    """What a run has committed to, and a site with it.
+
+    Attributes:
+        releases: Everything that may be released, at most.
+        assignment: Which records were in which split, see :meth:`ReleaseGate.hold`.
+        by_split: Whether a release is charged to the splits that it reads, and not to every one.
+    """
+
+    releases: tuple[PlannedRelease, ...]
+    assignment: str
+    by_split: bool
 
 
 class ReleaseGate:
@@ -48,9 +64,18 @@ class ReleaseGate:
         if data_set not in policy.data_sets:
             known = ", ".join(sorted(policy.data_sets))
             raise ConfigError(f"data set {data_set!r} is not in the site's policy: it has {known}.")
-        self._policy, self._ledger, self._generator = policy, ledger, generator
+        self._ledger, self._generator = ledger, generator
         self.data_set, self.allowed = data_set, policy.data_sets[data_set]
-        self._plans: dict[str, dict[str, PlannedRelease]] = {}
+        self._assignment = ""
+        self._commitments: dict[str, Commitment] = {}
+
+    def hold(self, assignment: str) -> None:
+        """Take note of which records are in which split, before anything is committed to.
+
+        Args:
+            assignment: Of :func:`~fednas_flwr.data.splits.assignment_digest`.
+        """
+        self._assignment = self._ledger.fingerprint(self.data_set, assignment)
 
     @property
     def is_secure(self) -> bool:
@@ -93,8 +118,11 @@ class ReleaseGate:
             ConfigError: The policy refuses a term, or the run has committed to another plan.
         """
         self.check_plan(plan)
-        text = json.dumps([asdict(p) for p in sorted(plan, key=lambda p: p.key)], sort_keys=True)
-        self._ledger.commit(run, text)
+        if not self._assignment:
+            raise ValueError("a gate commits to nothing before it holds records: call hold first")
+        releases = tuple(sorted(plan, key=lambda planned: planned.key))
+        commitment = Commitment(releases, self._assignment, self._pays_by_split())
+        self._ledger.commit(run, json.dumps(asdict(commitment), sort_keys=True))
 
     def epsilons(self, run: str) -> dict[str, dict[str, float | None]]:
         """Return the epsilon of each split at the policy's delta, by accountant; None is infinite.
@@ -102,12 +130,14 @@ class ReleaseGate:
         Composed are all that other runs have booked on the same budget, and the whole plan that
         this run has committed to.
         """
+        commitment = self._commitment(run)
+        by_split = commitment is not None and commitment.by_split
         releases = [
             (row.entry.release, row.entry.splits)
             for row in self._ledger.entries(self.allowed.account)
             if row.entry.run != run
         ]
-        releases += [self._reading(planned) for planned in self._planned(run).values()]
+        releases += [self._reading(planned, by_split) for planned in self._planned(run).values()]
         return {
             name: {
                 split: epsilon if math.isfinite(epsilon) else None
@@ -123,10 +153,10 @@ class ReleaseGate:
 
         By the filter that enforces it, from ledger, policy and plan alone.
         """
-        allowed = self.allowed
+        allowed, by_split = self.allowed, self._pays_by_split()
         stages: dict[str, list[Reading]] = {}
         for planned in plan:
-            stages.setdefault(planned.stage, []).append(self._reading(planned))
+            stages.setdefault(planned.stage, []).append(self._reading(planned, by_split))
         left = self._ledger.filters(allowed.account, epsilon=allowed.epsilon, delta=allowed.delta)
         return covered_steps(left, stages)
 
@@ -194,8 +224,9 @@ class ReleaseGate:
             BudgetExceededError: The budget does not cover the step; nothing was read.
             ConfigError: The run has booked all steps that it committed to.
         """
-        allowed = self.allowed
-        mechanism = replace(planned, steps=1).release(allowed.records)
+        allowed, commitment = self.allowed, self._commitment(header.run)
+        assert commitment is not None  # planned is of it
+        mechanism, splits = self._reading(replace(planned, steps=1), commitment.by_split)
         entry = Entry(
             account=allowed.account,
             data_set=self.data_set,
@@ -203,11 +234,13 @@ class ReleaseGate:
             stage=header.stage,
             round=header.round,
             verb=f"{planned.verb}:{planned.kind}",
-            splits=self._policy.charged_splits(self.data_set, planned.splits),
+            splits=splits,
             release=mechanism,
             committed_steps=planned.steps,
         )
-        self._ledger.reserve(entry, epsilon=allowed.epsilon, delta=allowed.delta)
+        self._ledger.reserve(
+            entry, epsilon=allowed.epsilon, delta=allowed.delta, assignment=self._assignment
+        )
         mask = self._generator.poisson_mask(num_records, probability=mechanism.sample_rate)
         sums = clipped_sum(mask.nonzero().flatten())
         flat = torch.cat([tensor.detach().reshape(-1).cpu().double() for tensor in sums.values()])
@@ -228,17 +261,34 @@ class ReleaseGate:
             if (planned.stage, planned.verb) == (header.stage, verb)
         }
 
-    def _reading(self, planned: PlannedRelease) -> tuple[Release, tuple[str, ...]]:
+    def _pays_by_split(self) -> bool:
+        """Return whether releases are charged to the splits that they read alone."""
+        return self._ledger.is_first(self.allowed.account, self._assignment)
+
+    def _reading(self, planned: PlannedRelease, by_split: bool) -> tuple[Release, tuple[str, ...]]:
         """Return what all steps of a plan release, and which splits they are charged to."""
-        charged = self._policy.charged_splits(self.data_set, planned.splits)
-        return planned.release(self.allowed.records), charged
+        return planned.release(self.allowed.records), planned.splits if by_split else SPLITS
 
     def _planned(self, run: str) -> dict[str, PlannedRelease]:
         """Return what a run has committed to, by its key."""
-        if run not in self._plans:
+        commitment = self._commitment(run)
+        return {} if commitment is None else {p.key: p for p in commitment.releases}
+
+    def _commitment(self, run: str) -> Commitment | None:
+        """Return what a run has committed to.
+
+        Raises:
+            ConfigError: The client then held other records, or had them in other splits.
+        """
+        if run not in self._commitments:
             text = self._ledger.committed(run)
             if text is None:
-                return {}
-            plan = [parse(PlannedRelease, values, key="plan") for values in json.loads(text)]
-            self._plans[run] = {planned.key: planned for planned in plan}
-        return self._plans[run]
+                return None
+            self._commitments[run] = parse(Commitment, json.loads(text), key="commitment")
+        commitment = self._commitments[run]
+        if self._assignment not in ("", commitment.assignment):
+            raise ConfigError(
+                f"refused: since run {run} committed to its schedule, the records of this site or "
+                "their splits have changed: start a new run."
+            )
+        return commitment

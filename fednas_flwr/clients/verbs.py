@@ -91,6 +91,7 @@ def describe(client: Client, request: Request, asked: Describe) -> Reply:
             "data_set": gate.data_set,
             "budget": {"epsilon": allowed.epsilon, "delta": allowed.delta},
             "secure_noise": gate.is_secure,
+            "unit": allowed.unit,
             "spent": gate.spent(),
         }
         return Reply(num_examples=gate.num_records(tuple(allowed.records)), facts=facts)
@@ -344,6 +345,8 @@ def evaluate_model(client: Client, request: Request, asked: Evaluate) -> Reply:
     """``evaluate.model``: loss and accuracy of a network or supernet on one of the splits."""
     if client.gate is None:
         network = client.network(asked.network, network_states_of(request))
+        if asked.statistics_batch_size is not None:
+            refresh_statistics(client, request, network, asked.statistics_batch_size)
         split = client.split(asked.split)
         metrics = evaluate(network, split, client.device, objective=client.objective)
         return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())

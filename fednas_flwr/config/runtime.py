@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import NonNegative, Positive, ShareAbove0
-from fednas_flwr.typed import Checked, OneOf
+from fednas_flwr.typed import Checked, OneOf, Text
 
 RUNTIMES = ("inline", "ray", "deployment")
 
@@ -31,10 +31,10 @@ class Runtime(Checked):
     quorum: ShareAbove0
     deadline_s: Positive
     connect_s: Positive
-    ray_address: str | None
+    ray_address: Text | None
     client_cpus: Positive
     client_gpus: NonNegative
-    superlink: str | None
+    superlink: Text | None
 
     def __post_init__(self) -> None:
         """Check the ranges, and that a deployment has its SuperLink."""

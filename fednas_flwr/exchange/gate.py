@@ -21,7 +21,7 @@ from fednas_flwr.exchange.messages import BUDGET_SPENT, Header, Reply, decode_re
 from fednas_flwr.exchange.states import Layout, Packed, fill_unchanged
 from fednas_flwr.exchange.wire import restore
 from fednas_flwr.hardware.latency import from_json
-from fednas_flwr.names import ACCOUNTANTS, SPLITS
+from fednas_flwr.names import ACCOUNTANTS, SPLITS, UNITS
 
 LARGEST_TABLE = 2**20  # characters: some 5,000 layers
 MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
@@ -205,6 +205,7 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "epsilon": _epsilons,
     "budget": _budget,
     "secure_noise": lambda secure: type(secure) is bool,
+    "unit": lambda unit: unit in UNITS,
     "spent": _epsilon,
     "covered_steps": lambda steps: isinstance(steps, dict) and _counts(list(steps.values())),
     "input_shape": _counts,

@@ -31,6 +31,7 @@ from fednas_flwr.typed import Between, Checked, Length, check_range, parse
 from fednas_flwr.verbs import SPLIT_OF
 
 MOST_TRIALS = 1000
+MOST_RELEASES = 32  # kinds of them in a schedule; a site keeps each schedule for good
 Candidates = Annotated[list[list[int]], Length(Between(1, MOST_CANDIDATES))]
 Description = dict[str, Any]  # what a network is built from, see ``builders.make_network``
 
@@ -133,7 +134,7 @@ class Commit(Settings):
     """``query.commit``: everything that the run means to release."""
 
     data_set: str
-    releases: tuple[PlannedRelease, ...]
+    releases: Annotated[tuple[PlannedRelease, ...], Length(Between(0, MOST_RELEASES))]
 
 
 @dataclass(frozen=True)
@@ -295,11 +296,19 @@ class Train(Settings):
 
 @dataclass(frozen=True)
 class Evaluate(Settings):
-    """``evaluate.model``: of a network on one of the splits."""
+    """``evaluate.model``: of a network on one of the splits.
+
+    Attributes:
+        network: What it is built from.
+        split: The split's name.
+        statistics_batch_size: In batches of how many train records batch norm's statistics are
+            estimated anew before; None takes those that were sent, and so do private clients.
+    """
 
     network: Description
     split: str
     site: Site | None = None
+    statistics_batch_size: Count | None = None
 
 
 @dataclass(frozen=True)

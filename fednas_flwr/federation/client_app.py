@@ -159,12 +159,17 @@ Site = tuple[tuple[str, str], ...]  # SITE_KEYS that a node sets, with their val
 
 
 def _trail(site: Site) -> AuditTrail:
-    """Return the site's audit trail: its ``audit``, else beside its ledger, else none."""
+    """Return the site's audit trail: its ``audit``, else beside its ledger, else none.
+
+    A node that names only half of ledger and key keeps none: it refuses everything.
+    """
     own = dict(site)
-    if "audit" not in own and "ledger" not in own:
+    if ("audit" not in own and "ledger" not in own) or ("ledger" in own) != ("ledger-key" in own):
         return AuditTrail(None)
+    ledger = Path(own["ledger"]) if "ledger" in own else None
     path = Path(own.get("audit") or Path(own["ledger"]).with_name("audit.jsonl"))
-    return AuditTrail(path, own.get("superlink", ""))
+    key_path = Path(own.get("ledger-key", f"{path}.key"))
+    return AuditTrail(path, key_path, ledger=ledger, superlink=own.get("superlink", ""))
 
 
 def _policy_text(site: Site) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from fednas_flwr.errors import ConfigError, show, unknown_choice
-from fednas_flwr.names import SPLITS
+from fednas_flwr.names import SPLITS, UNITS
 from fednas_flwr.privacy.policy import (
     LARGEST_GRAD_NORM,
     DataSetPolicy,
@@ -153,6 +153,13 @@ def _verbs(value: object, where: str) -> frozenset[str]:
     return frozenset(_text(verb, where) for verb in value)
 
 
+def _unit(value: object, where: str) -> str:
+    """Return a unit of privacy."""
+    if value not in UNITS:
+        raise unknown_choice(where, show(value), UNITS)
+    return str(value)
+
+
 def _fractions(value: object, where: str) -> dict[str, float]:
     """Return the share of each split."""
     shares = _mapping(value, where, required=SPLITS)
@@ -178,6 +185,7 @@ _READERS: dict[str, Callable[[object, str], object]] = {
     "largest_grad_norm": _norm,
     "largest_steps": _count,
     "verbs": _verbs,
+    "unit": _unit,
     "records": _count,
     "fractions": _fractions,
     "secure_noise": _flag,

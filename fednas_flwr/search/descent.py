@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.hardware.costs import HardwareLoss
+from fednas_flwr.search.gumbel import Relaxed
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search_spaces.space import Supernet
 
@@ -36,7 +37,7 @@ class Gradients(Protocol):
         """
 
     def alphas(
-        self, supernet: Supernet, weights: Descent, *, rule: str, validation_weight: float
+        self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
     ) -> Gradient:
         """Return the gradient of a supernet's alphas, on validation records.
 

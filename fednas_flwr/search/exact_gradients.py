@@ -12,6 +12,7 @@ from fednas_flwr.hardware.costs import HardwareLoss
 from fednas_flwr.search.architect import alpha_gradient_sum, second_order_gradient
 from fednas_flwr.search.descent import Descent, Gradient, Tensors
 from fednas_flwr.search.gates import alpha_gradient
+from fednas_flwr.search.gumbel import Relaxed
 from fednas_flwr.search.local_search import exact_alpha_gradient
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.search.pool import Pool, by_member
@@ -90,7 +91,7 @@ class ExactGradients:
         )
 
     def alphas(
-        self, supernet: Supernet, weights: Descent, *, rule: str, validation_weight: float
+        self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
     ) -> Gradient:
         """Return the gradient of the alphas by any rule."""
         gradient, losses = exact_alpha_gradient(

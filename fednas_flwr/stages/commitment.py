@@ -16,7 +16,7 @@ from fednas_flwr.names import PRV
 from fednas_flwr.privacy.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.plan import PlannedRelease
 
-NEEDED_FACTS = ("splits", "budget", "secure_noise")  # that every client must tell of itself
+NEEDED_FACTS = ("splits", "budget", "secure_noise", "unit")  # that every client must tell of itself
 
 
 def commit(
@@ -71,6 +71,7 @@ def commit(
                 "rates": [planned.rate(facts["splits"]) for planned in schedule],
                 "budget": facts["budget"],
                 "secure_noise": facts["secure_noise"],
+                "unit": facts["unit"],
                 "epsilon": reply.facts["epsilon"],
                 "covers": _covered_rounds(config, schedule, reply.facts["covered_steps"], done),
             }

@@ -8,7 +8,6 @@ that all that reads a run reads a group. What the run itself keeps is who is in 
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ import yaml
 
 from fednas_flwr.builders.hardware import check_hardware
 from fednas_flwr.builders.networks import supernet_space
+from fednas_flwr.builders.refusals import check_group
 from fednas_flwr.config import CFDNASSettings, Config, dump_config
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
@@ -100,11 +100,7 @@ def _check_names(algorithm: CFDNASSettings, groups: Groups) -> None:
         if name not in groups:
             raise unknown_choice("algorithm.group_hardware", name, groups)
     for name in groups:
-        if not re.fullmatch(r"[\w .-]{1,64}", name) or name.startswith("."):
-            raise ConfigError(
-                f"group {name!r} cannot name a folder: expected up to 64 letters, digits, spaces, "
-                "dots, hyphens and underscores."
-            )
+        check_group(name)
 
 
 def _by_alphas(run: Run, strategy: RoundStrategy) -> Groups:

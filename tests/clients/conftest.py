@@ -61,6 +61,7 @@ POLICY = {
     "largest_grad_norm": 2.0,
     "largest_steps": 1000,
     "verbs": list(PRIVATE_VERBS),
+    "unit": "record",
     "records": sum(RECORDS.values()),
     "fractions": {split: count / sum(RECORDS.values()) for split, count in RECORDS.items()},
     "secure_noise": True,

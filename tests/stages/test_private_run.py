@@ -138,6 +138,7 @@ def write_policy(sites: Path, client: int, **changes):
         "largest_grad_norm": 1.0,
         "largest_steps": 1000,
         "verbs": list(PRIVATE_VERBS),
+        "unit": "record",
         "records": 40,
         "fractions": {"train": 0.5, "validation": 0.4, "test": 0.1},
         "secure_noise": True,
@@ -341,11 +342,13 @@ def test_a_resumed_run_with_rounds_done_goes_on_while_its_budget_lasts(start, tm
     client_app._client.cache_clear()
     resumed = start(resume=killed.folder)
     _, event = named(resumed.events, "privacy")
+    assert [item["steps"] for item in event["schedule"]] == [6 - done] * 2
     (covers,) = event["clients"][0]["covers"]
     assert covers["rounds"] < covers["of"] == 6 - done
     assert covers["rounds"] == 4 or not done
     after = len(rows(tmp_path, 0)) - before
     if done:
+        assert {row.committed_steps for row in rows(tmp_path, 0)[-after:]} == {5}
         assert isinstance(resumed.error, QuorumError)
         assert "the budget is" in str(resumed.error)
         assert 8 <= after < 10
@@ -522,7 +525,7 @@ def test_a_client_that_tells_a_nonsensical_epsilon_is_not_asked_again(
     assert rows(tmp_path, 1) == []
 
 
-@pytest.mark.parametrize("fact", ["splits", "budget", "secure_noise", "spent"])
+@pytest.mark.parametrize("fact", ["splits", "budget", "secure_noise", "unit", "spent"])
 def test_a_client_that_keeps_a_needed_fact_to_itself_does_not_stop_the_run(
     start, tmp_path, monkeypatch, fact
 ):
@@ -587,6 +590,45 @@ def real_sites(tmp_path, made_data):
         return grid
 
     return equip
+
+
+def write_table(path: Path, *, changed: bool) -> None:
+    """Write a table of patients; ``changed``: exported again with one more decimal and a column."""
+    rng = np.random.default_rng(0)
+    features, labels = rng.normal(0, 1, (60, 4)), rng.integers(0, 2, 60)
+    digits = 4 if changed else 3
+    lines = [
+        ",".join([f"p{i}", *(f"{x:.{digits}f}" for x in row), *["7"] * changed, f"{label}"])
+        for i, (row, label) in enumerate(zip(features, labels, strict=True))
+    ]
+    head = ["patient", *"abcd", *["ward"] * changed, "ill"]
+    path.write_text("\n".join([",".join(head), *lines]) + "\n")
+
+
+@pytest.mark.parametrize("id_column", ["patient", None])
+def test_a_new_export_of_the_same_records_is_charged_to_all_splits_unless_a_column_gives_ids(
+    compose_config, real_sites, start, tmp_path, id_column
+):
+    sizes = ["search_space=mlp_small", *(f"{p}.channels=8" for p in ("search_space", "retrain"))]
+    sizes += [f"{part}.norm=group" for part in ("search_space", "retrain")]
+    searched = ["algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "stages=[search]"]
+    overrides = [*searched, "privacy.epsilon=1000", *REAL_SITES, *sizes, "dataset=csv"]
+    dataset = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": [*"abcd"]}
+    dataset |= {"statistics": {name: [0, 1] for name in "abcd"}, "id_column": id_column}
+    for changed in (False, True):
+        for kept in (client_app._gate, client_app._client, client_app._data):
+            kept.cache_clear()
+        grid = real_sites(compose_config(*overrides))
+        (node,) = (context.node_config for context in grid._contexts.values())
+        Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
+        node["data-path"] = str(tmp_path / "patients.csv")
+        write_table(Path(node["data-path"]), changed=changed)
+        assert start(*overrides, grid=grid).error is None
+    with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as booked:
+        splits = [row.entry.splits for row in booked.entries()]
+    first, second = splits[:4], splits[4:]
+    assert first == [("train",), ("validation",)] * 2
+    assert second == (first if id_column else [("train", "validation", "test")] * 4)
 
 
 ADAM = Adam(lr=0.01, weight_decay=0.0)
@@ -846,7 +888,7 @@ def test_a_real_site_must_declare_what_its_records_would_tell(compose_config, ov
 
 def trail_of(path):
     """The lines of an audit trail without what differs from run to run."""
-    changing = ("time", "previous", "run", "flower_run")
+    changing = ("time", "mac", "run", "flower_run")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in changing} for line in lines]
 
@@ -875,7 +917,7 @@ def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
             list(courier.ask("query.commit", stage="commit", settings=Commit("other", ())))
         assert start(*SEARCH, *REAL_SITES, grid=grid).error is None
         path = tmp_path / name / "ledger" / "audit.jsonl"
-        assert verify_trail(path)[0] == len(trail_of(path))
+        assert verify_trail(path, tmp_path / name / "key") == len(trail_of(path))
         trails.append(trail_of(path))
     assert trails[0] == trails[1]
     (refused,) = (line for line in trails[0] if line["event"] == "refused")

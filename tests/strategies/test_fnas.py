@@ -116,6 +116,29 @@ def test_mean_over_unequal_clients_equals_vanilla_nas_on_the_pooled_data(mean_ru
     plain.assert_equals(mean_run.strategy)
 
 
+@pytest.mark.parametrize(("fused", "clients"), [("false", UNEQUAL), ("true", ["clients=1"])])
+def test_the_server_adds_the_regulariser_that_rises_over_the_rounds(
+    fused, clients, compose_config, federate
+):
+    beta = ["algorithm.beta_decay=0.3", f"algorithm.fused={fused}"]
+    federation = federate(compose_config("algorithm=fnas", *FULL, *clients, *beta))
+    strategy = run(federation)
+    plain = Plain(federation.config, federation.data[0])
+    for step in range(ROUNDS):
+        before = plain.gradients(
+            plain.mean_loss(pooled(federation.clients, "validation")), plain.alphas
+        )
+        plain.step_weights(step, plain.mean_loss(pooled(federation.clients, "train")))
+        decay = 0.3 * (step + 1) / ROUNDS * plain.alphas[0].logsumexp(-1).mean()
+        if fused == "true":
+            decays = plain.gradients(decay, plain.alphas)
+            plain.step_alphas([g + d for g, d in zip(before, decays, strict=True)])
+        else:
+            loss = plain.mean_loss(pooled(federation.clients, "validation"))
+            plain.step_alphas(loss + decay)
+    plain.assert_equals(strategy)
+
+
 def test_one_client_with_all_records_is_vanilla_nas(mean_run, compose_config, federate):
     vanilla = federate(compose_config("algorithm=vanilla_nas", *FULL, "clients=1"))
     pool = [sum(len(getattr(c.data, s)) for c in mean_run.clients) for s in ("train", "test")]
