@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fednas_flwr.builders import refusals
@@ -29,9 +30,12 @@ from fednas_flwr.config import (
     SuccessiveHalvingSettings,
     ZeroCostSettings,
 )
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import Configuration
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fednas_flwr.data.datasets import Prepared
     from fednas_flwr.privacy.plan import RoundReleases
     from fednas_flwr.search.samplers import Sampler
@@ -284,13 +288,15 @@ def _scored_draws(
 
 def _successive_halving(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
     from fednas_flwr.builders.networks import describe_pool, seeded_network
-    from fednas_flwr.search.zero_cost import search
+    from fednas_flwr.search.zero_cost import draw_by_alphas, search
     from fednas_flwr.strategies.successive_halving import SuccessiveHalving
 
     algorithm = config.algorithm
     assert isinstance(algorithm, SuccessiveHalvingSettings)
     pool = algorithm.pool
     scored = _scored_draws(config, space, pool.by, pool.draws, pool.limits)
+    if pool.alphas is not None:
+        scored["draw"] = partial(draw_by_alphas, space, _found_alphas(config, space, pool.alphas))
     return SuccessiveHalving, {
         "choose": lambda generator: [
             one.genotype for one in search(space, generator=generator, **scored)
@@ -301,6 +307,36 @@ def _successive_halving(config: Config, prepared: Prepared, space: SearchSpace) 
         "keep": pool.keep,
         **own_settings(algorithm, "pool"),
     }
+
+
+def _found_alphas(config: Config, space: SearchSpace, folder: str) -> dict[str, Tensor]:
+    """Return the last alphas of a run.
+
+    Raises:
+        ConfigError: It has none, or those of another space; or this run is private and it is not.
+    """
+    import torch
+
+    from fednas_flwr.reporting.runs import EVENTS_FILE, read_run
+
+    key, path = f"algorithm.pool.alphas={folder}", Path(folder).expanduser()
+    run = read_run(path) if (path / EVENTS_FILE).is_file() else None
+    events = [] if run is None else run.alphas()
+    if run is None or not events:
+        raise ConfigError(f"{key} holds no alphas: give the folder of a one-shot search.")
+    if not run.is_private and isinstance(config.privacy, DifferentialPrivacy):
+        raise ConfigError(
+            f"{key} with privacy=dp: the alphas of a run without privacy are an exact function of "
+            "records; give the folder of a private one."
+        )
+    alphas = {kind: torch.tensor(values) for kind, values in events[-1]["alphas"].items()}
+    try:
+        if tuple(events[-1]["ops"]) != space.ops:
+            raise ValueError("they are of other ops")
+        space.derive(alphas)
+    except ValueError as error:
+        raise ConfigError(f"{key} does not fit search_space={space.name}: {error}.") from error
+    return alphas
 
 
 def _successive_halving_releases(config: Config) -> RoundReleases:

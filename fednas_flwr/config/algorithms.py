@@ -174,13 +174,15 @@ class PoolSettings(Checked):
     """The networks that a search begins with; no record is read for it.
 
     Attributes:
-        draws: Architectures that are drawn at random.
+        draws: Architectures that are drawn.
+        alphas: Folder of a run whose last alphas say how probable an op is; null: all alike.
         keep: The best of them, which are trained.
         by: Names out of ``search.scores.SCORES`` that say which are best; none: the first drawn.
         limits: What a network may cost.
     """
 
     draws: Count
+    alphas: str | None
     keep: Annotated[int, Between(2, MOST_CANDIDATES)]
     by: list[str]
     limits: NetworkLimits

@@ -33,6 +33,8 @@ class Dataset(Checked):
         flip: Training images are mirrored at random.
         cutout: Side of the square that is blanked in training images, in pixels.
         linear_baseline: Whether a simulation also reports pooled logistic regression.
+        table: File of accuracies of all cells (``fednas lookup``), by which the report shows the
+            search; no choice depends on it.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Dataset(Checked):
     flip: bool
     cutout: CountOrZero
     linear_baseline: bool
+    table: str | None
     image_size: ImageSize | None
     channels: Annotated[int, Between(1, 3, reason="1 or 3")] | None
     class_names: list[str]

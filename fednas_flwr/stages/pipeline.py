@@ -53,6 +53,7 @@ from fednas_flwr.exchange.states import Packed
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.names import SPLITS
 from fednas_flwr.reporting.events import EventLog, read_events
+from fednas_flwr.reporting.lookup import CellTable, percentiles_by_round, read_table
 from fednas_flwr.reporting.runs import EVENTS_FILE
 from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search_spaces.genotype import Genotype, save_genotype, to_json
@@ -95,6 +96,7 @@ def _run_stages(
     if config.run_dir is None:
         raise ValueError("config.run_dir must name the run folder")
     folder = Path(config.run_dir)
+    table = None if config.dataset.table is None else read_table(Path(config.dataset.table))
     # A resumed run books under another name, since what it repeats is released again; but one that
     # people have approved meanwhile keeps the name that they have approved.
     earlier = read_events(folder / EVENTS_FILE) if resumed else []
@@ -134,7 +136,8 @@ def _run_stages(
         done = {stage: point.round for stage, point in latest.items() if point is not None}
         schedule = make_schedule(config, splits, done=done)
         commit(courier, config, schedule, done=done, resumed=resumed)
-    run = Run(config, folder, grid, log, courier, checkpoints, prepared, schedule, circumstances)
+    shared = (prepared, schedule, circumstances, table)
+    run = Run(config, folder, grid, log, courier, checkpoints, *shared)
     try:
         _run_from_search(run)
     finally:
@@ -174,6 +177,8 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
     if "search" in config.stages and not isinstance(config.algorithm, GivenNetwork):
         strategy = _start_search(run)
         genotype, configuration = strategy.derive(), strategy.configuration()
+        if run.table is not None:
+            _look_up(run, run.table)
     else:
         given = given_genotype(config)
         if given is None:
@@ -181,6 +186,14 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
         genotype = given
     save_genotype(run.folder / GENOTYPE_FILE, genotype)
     return genotype, configuration
+
+
+def _look_up(run: Run, table: CellTable) -> None:
+    """Tell the percentiles of the cells that stood best in the rounds."""
+    events = read_events(run.folder / EVENTS_FILE)
+    snapshots = [event for event in events if event["event"] in ("alphas", "rewarded")]
+    percentiles = percentiles_by_round(table, snapshots)
+    run.log.emit("looked_up", cells=len(table.percentiles), percentiles=sorted(percentiles.items()))
 
 
 def _start_search(run: Run) -> RoundStrategy:
