@@ -209,7 +209,8 @@ def check_public(config: Config, prepared: Prepared) -> None:
 
 
 def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Courier:
-    """Return the server's way to the clients, with the runtime's quorum and deadlines."""
+    """Return the server's way to the clients, with the runtime's quorum, deadlines and limits."""
+    privacy = config.privacy
     return Courier(
         run=run,
         num_clients=config.clients,
@@ -217,5 +218,8 @@ def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Cou
         deadline_s=config.runtime.deadline_s,
         connect_s=config.runtime.connect_s,
         wire=config.wire,
+        fewest_records=privacy.fewest_records if isinstance(privacy, DifferentialPrivacy) else 0.0,
+        most_records=config.runtime.most_records,
+        largest_share=config.runtime.largest_share,
         emit=emit,
     )
