@@ -233,7 +233,8 @@ def _check_unit(unit: Unit, records: Records) -> None:
 
 
 def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Courier:
-    """Return the server's way to the clients, with the runtime's quorum and deadlines."""
+    """Return the server's way to the clients, with the runtime's quorum, deadlines and limits."""
+    privacy = config.privacy
     return Courier(
         run=run,
         num_clients=config.clients,
@@ -241,5 +242,8 @@ def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Cou
         deadline_s=config.runtime.deadline_s,
         connect_s=config.runtime.connect_s,
         wire=config.wire,
+        fewest_records=privacy.fewest_records if isinstance(privacy, DifferentialPrivacy) else 0.0,
+        most_records=config.runtime.most_records,
+        largest_share=config.runtime.largest_share,
         emit=emit,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from fednas_flwr.config import (
     BlockSpace,
     CFDNASSettings,
@@ -145,6 +143,8 @@ def of_cfdnas(config: Config) -> None:
 
 def check_groups(config: Config) -> None:
     """Refuse groups that cannot come about; real nodes tell their own tags when they connect."""
+    from fednas_flwr.strategies.clusters import group_name  # brings torch
+
     algorithm = config.algorithm
     if not isinstance(algorithm, CFDNASSettings):
         return
@@ -160,20 +160,11 @@ def check_groups(config: Config) -> None:
             f"algorithm.group_by=tag with client_tags={show(config.client_tags)}: every simulated "
             f"client needs a tag; give one for each of clients={config.clients}."
         )
-    for tag in config.client_tags:
-        check_group(tag)
+    for client, tag in enumerate(config.client_tags):
+        group_name({"tag": tag}, client, "tag")
     for name in algorithm.group_hardware:
         if name not in config.client_tags:
             raise unknown_choice("algorithm.group_hardware", name, set(config.client_tags))
-
-
-def check_group(name: str) -> None:
-    """Refuse the name of a group that cannot be that of its folder."""
-    if not re.fullmatch(r"[\w .-]{1,64}", name) or name.startswith("."):
-        raise ConfigError(
-            f"group {show(name)!r} cannot name a folder: expected up to 64 letters, digits, "
-            "spaces, dots, hyphens and underscores; change the client's tag."
-        )
 
 
 def of_dpnas(config: Config) -> None:

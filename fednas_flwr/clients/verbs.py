@@ -74,7 +74,7 @@ from fednas_flwr.search.pool import Pool
 from fednas_flwr.search.training import Batch, periodic_gradients
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.search_spaces.space import Supernet
-from fednas_flwr.verbs import SUPERNET, VERBS
+from fednas_flwr.verbs import SPLIT_OF, SUPERNET, VERBS
 
 
 def describe(client: Client, request: Request, asked: Describe) -> Reply:
@@ -172,7 +172,9 @@ def take_gradients(client: Client, request: Request, asked: TakeGradients) -> Re
 
     The sums over a batch of gradients of the weights (train records) or alphas (validation
     records) or both, taken at the same point. ``num_examples`` is the batch size B_k by which the
-    server divides; fused, the alphas' sum is scaled to the weights' batch size. Private clients
+    server divides; fused, the alphas' sum is scaled to the weights' batch size. A batch in which
+    oversampling repeats records stands for no more of them than the split has, and its sums are
+    scaled to these. Private clients
     return noised sums over Poisson batches of per-record gradients, each clipped (DP-FNAS, arXiv
     2110.11025, Eq. 3 and 4), and the public expected batch size.
     """
@@ -195,6 +197,10 @@ def take_gradients(client: Client, request: Request, asked: TakeGradients) -> Re
         steps=asked.local_steps,
         local_lrs=lrs,
     )
+    if client.oversample:
+        records = min(batch_size, len(client.split(SPLIT_OF[states[0]])))
+        sums = {s: {n: g * (records / batch_size) for n, g in v.items()} for s, v in sums.items()}
+        batch_size = records
     buffers = network_states(supernet)["buffers"]
     if "weights" in states and buffers:
         sums["buffers"] = buffers

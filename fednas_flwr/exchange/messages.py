@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Annotated, Any, TypeVar, cast
 
@@ -98,6 +98,16 @@ class Reply:
     states: Mapping[str, Packed] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Json] = field(default_factory=dict)
+
+    def weighing(self, scale: float, *, summed: Sequence[str]) -> Reply:
+        """Return the reply with its weight scaled, and so its ``summed`` states."""
+        scaled = {
+            name: {dtype: vector * scale for dtype, vector in self.states[name].items()}
+            for name in summed
+        }
+        return replace(
+            self, num_examples=self.num_examples * scale, states={**self.states, **scaled}
+        )
 
 
 def encode_states(states: Mapping[str, Packed]) -> dict[str, ArrayRecord]:

@@ -276,10 +276,10 @@ def _ask_tests(
     results: list[dict[str, Any]] = []
     try:
         for client, reply in run.courier.ask(
-            verb, stage="evaluate", settings=settings, states=states
+            verb, stage="evaluate", settings=settings, states=states, releases=run.schedule
         ):
             fields = {"client": client, "num_examples": reply.num_examples}
-            results.append(fields | dict(reply.metrics))
+            results.append(dict(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test
         run.log.emit("warning", message=f"few clients could test the network: {error}")
     return results

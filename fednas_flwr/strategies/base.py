@@ -170,6 +170,7 @@ class RoundStrategy(Strategy):
             own_settings=own_settings,
             states=states,
             layouts=layouts,
+            releases=() if self.private is None else self.private.releases,
         ):
             self._client_metrics.setdefault(client, {}).update(reply.metrics)
             yield client, reply
