@@ -159,7 +159,7 @@ def decode_images(
                     )
                 channels = channels or (1 if opened.mode in ("1", "L", "LA") else 3)
                 image = opened.convert("L" if channels == 1 else "RGB")
-        except OSError as error:
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # of Pillow
             raise ConfigError(f"{name} cannot be read as an image: {error}.") from error
         if image_size is not None and image.size != (image_size, image_size):
             image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)

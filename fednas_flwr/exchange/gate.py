@@ -56,7 +56,7 @@ def accept_reply(
         ClientLeftError: The client's privacy budget has ended.
         ReplyError: The client reports an error, or the reply is malformed, replayed, of other
             tensors than asked for, not finite or huge, or its number of examples is out of range;
-            or an accuracy is not finite.
+            or a training loss or an accuracy is not finite.
     """
     if message.has_error() and message.error.code == BUDGET_SPENT:
         raise ClientLeftError(message.error.reason or "its privacy budget has ended")
@@ -69,8 +69,12 @@ def accept_reply(
         raise ReplyError(
             f"num-examples must be from 1 to {max_examples:g}, got {reply.num_examples}"
         )
-    for name, value in reply.metrics.items():  # a loss may be infinite: a network may diverge
-        if name.endswith("accuracy") and not math.isfinite(value):
+    for name, value in reply.metrics.items():  # a measured loss may be infinite
+        if math.isfinite(value):
+            continue
+        if name == "train_loss":
+            raise ReplyError(f"train_loss={value} is not finite: lower the learning rate")
+        if name.endswith("accuracy"):
             raise ReplyError(f"{name}={value} is not finite")
     if set(reply.states) != set(layouts):
         raise ReplyError(f"states {sorted(layouts)} were asked for, got {sorted(reply.states)}")

@@ -72,7 +72,7 @@ def commit(
                 "budget": facts["budget"],
                 "secure_noise": facts["secure_noise"],
                 "epsilon": reply.facts["epsilon"],
-                "covers": _covered_rounds(config, schedule, reply.facts["covered_steps"], done),
+                "covers": covered_rounds(config, schedule, reply.facts["covered_steps"], done),
             }
         )
     for client in set(courier.clients) - {told["client"] for told in clients}:
@@ -104,7 +104,7 @@ def _search_epsilon(
     return epsilon if math.isfinite(epsilon) else None
 
 
-def _covered_rounds(
+def covered_rounds(
     config: Config,
     schedule: Sequence[PlannedRelease],
     covered_steps: Mapping[str, int],
