@@ -147,12 +147,14 @@ def check(configs: Iterable[Config]) -> None:
         check_combinations(config)
         check_free(config)
     from fednas_flwr.federation.clusters import check_cluster
+
+    for config in configs:
+        check_cluster(config)
     from fednas_flwr.stages.check import check_run
 
     for config in configs:
         if config.runtime.name != "deployment":  # data and genotype lie on other machines
             check_run(config)
-            check_cluster(config)
 
 
 def execute(
@@ -165,6 +167,7 @@ def execute(
         launch(config, listeners=listeners, resumed=resumed)
         return
     print(f"run folder: {config.run_dir}", flush=True)
+    go_on = f"To go on: fednas run resume={config.run_dir}"
     from fednas_flwr.reporting.progress import ProgressDisplay, print_summary
 
     try:
@@ -173,7 +176,10 @@ def execute(
 
             launch(config, listeners=[display, *listeners], resumed=resumed)
     except KeyboardInterrupt:
-        print(f"\nTo go on: fednas run resume={config.run_dir}", file=sys.stderr)
+        print(f"\n{go_on}", file=sys.stderr)
+        raise
+    except OSError as error:  # such as a full disk
+        error.add_note(go_on)
         raise
     print_summary(Path(str(config.run_dir)))
 

@@ -32,7 +32,7 @@ def load_npz(
     if path.suffix == ".xz":
         raise ConfigError(f"dataset.root={path} is still compressed: unpack it with xz -dk first.")
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {key: archive[key] for key in archive.files}
     except (OSError, ValueError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         raise ConfigError(

@@ -9,12 +9,12 @@ import subprocess
 import sys
 from functools import cache
 
-import torch
-
 from fednas_flwr.config import Config
 from fednas_flwr.errors import ConfigError, show
 
-CONNECTS_S, ANSWERS_S = 4.0, 15.0  # together below 20 s
+CONNECTS_S, ANSWERS_S = 4.0, 12.0
+
+Nodes = tuple[tuple[float, float], ...]  # CPUs and GPUs of each machine
 
 # In a process of its own: Ray waits for a silent cluster for ever.
 _ASK = """
@@ -31,20 +31,24 @@ def check_cluster(config: Config) -> None:
     if runtime.name != "ray":
         return
     cpus, gpus = runtime.client_cpus, runtime.client_gpus
-    if runtime.ray_address is None:
-        nodes, place = ((float(os.cpu_count() or 1), float(torch.cuda.device_count())),), "here"
-    else:
-        nodes, place = _nodes(runtime.ray_address), f"at {show(runtime.ray_address)}"
+    address = runtime.ray_address
+    nodes = _own_node() if address is None else _nodes(address)
     if not any(cpus <= node_cpus and gpus <= node_gpus for node_cpus, node_gpus in nodes):
         there = "; ".join(f"{c:g} CPUs and {g:g} GPUs" for c, g in nodes[:4])
         raise ConfigError(
-            f"runtime.client_cpus={cpus:g} with runtime.client_gpus={gpus:g} does not fit on a "
-            f"machine {place}, which have {there}: lower what one client takes."
+            f"runtime.client_cpus={cpus:g} with runtime.client_gpus={gpus:g}: no machine of the "
+            f"cluster holds such a client (there are {there}); lower what one client takes."
         )
 
 
+def _own_node() -> Nodes:
+    import torch
+
+    return ((os.cpu_count() or 1, torch.cuda.device_count()),)
+
+
 @cache
-def _nodes(address: str) -> tuple[tuple[float, float], ...]:
+def _nodes(address: str) -> Nodes:
     """Return CPUs and GPUs of every node of the cluster at an address."""
     silent = ConfigError(
         f"runtime.ray_address={show(address)}: no Ray cluster answers there; start it, correct the "

@@ -147,13 +147,14 @@ def _uncovered(
     quorum: int,
 ) -> ConfigError:
     """Return the error for a stage that too few budgets cover."""
-    rounds = ", ".join(f"client {client}: {number}" for client, number in short.items())
+    covered = ", ".join(f"client {client}: {number}" for client, number in short.items())
+    rounds = "1 round" if cover["of"] == 1 else f"{cover['of']} rounds"
     cure = "take fewer rounds or more noise"
     if cover["stage"] == "evaluate":
         sigma = privacy.metrics_noise_multiplier
         cure = f"raise privacy.metrics_noise_multiplier={sigma:g} or set it to null"
     return ConfigError(
-        f"privacy.epsilon={privacy.epsilon:g}: {cover['stage']} takes {cover['of']} rounds, more "
-        f"than what is left of budgets covers ({rounds}), and {quorum} clients must stay: {cure}, "
-        "or lower runtime.quorum."
+        f"privacy.epsilon={privacy.epsilon:g}: {cover['stage']} takes {rounds}, more than what is "
+        f"left of budgets covers ({covered}), and {quorum} clients must stay: {cure}, or lower "
+        "runtime.quorum."
     )
