@@ -167,7 +167,7 @@ def execute(
         launch(config, listeners=listeners, resumed=resumed)
         return
     print(f"run folder: {config.run_dir}", flush=True)
-    go_on = f"To go on: fednas run resume={config.run_dir}"
+    go_on = f"fednas run resume={config.run_dir}"
     from fednas_flwr.reporting.progress import ProgressDisplay, print_summary
 
     try:
@@ -176,10 +176,10 @@ def execute(
 
             launch(config, listeners=[display, *listeners], resumed=resumed)
     except KeyboardInterrupt:
-        print(f"\n{go_on}", file=sys.stderr)
+        print(f"\nTo go on: {go_on}", file=sys.stderr)
         raise
     except OSError as error:  # such as a full disk
-        error.add_note(go_on)
+        error.add_note(f"to go on: {go_on}")
         raise
     print_summary(Path(str(config.run_dir)))
 

@@ -23,5 +23,5 @@ def fail(error: Exception, *, debug: bool) -> int:
         traceback.print_exception(error)
     is_sentence = isinstance(error, ConfigError | DamagedError)
     text = str(error) if is_sentence else f"{type(error).__name__}: {error}"
-    print(" ".join([f"fednas: {text}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+    print("; ".join([f"fednas: {text}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     return USER_ERROR if isinstance(error, ConfigError) else RUN_FAILED

@@ -23,6 +23,7 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import Policy, check_planned, check_verb
 from fednas_flwr.privacy.renyi_filter import Reading, RenyiFilter, covered_steps
 from fednas_flwr.stages.commitment import covered_rounds
+from fednas_flwr.stages.run_folder import check_writable
 from fednas_flwr.stages.schedule import make_schedule
 
 
@@ -50,6 +51,9 @@ def check_sites(
         records: How many records each client has.
         networks: By stage, what is trained there.
     """
+    for index in range(config.clients) if privacy.sites is not None else ():
+        if (folder := simulated_site(config, index)) is not None:
+            check_writable("privacy.sites", folder)
     policies = [simulated_policy(config, index, size) for index, size in enumerate(records)]
     for index, policy in enumerate(policies):
         if privacy.data_set not in policy.data_sets:

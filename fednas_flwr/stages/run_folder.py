@@ -38,6 +38,12 @@ def check_free(config: Config) -> None:
                 f"run_dir={config.run_dir} already holds a run: continue it with "
                 f"resume={config.run_dir}, or choose another folder."
             )
+    check_writable("run_dir", folder)
+
+
+def check_writable(setting: str, folder: Path) -> None:
+    """Raise ConfigError for a folder that cannot be written, or made."""
+    with _usable(setting, folder):
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"{there} is no folder")

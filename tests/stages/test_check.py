@@ -204,6 +204,12 @@ def test_a_cache_that_is_a_file_is_refused(compose_config: Compose, tmp_path: Pa
     assert sentence.startswith(f"dataset.cache={tmp_path / 'file'} cannot hold the prepared data")
 
 
+def test_sites_below_a_file_are_refused(compose_config: Compose, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    sentence = refused(compose_config(*PRIVATE, f"privacy.sites={tmp_path / 'file'}"))
+    assert sentence.startswith(f"privacy.sites={tmp_path / 'file'}/client-0 cannot be used")
+
+
 @pytest.mark.parametrize("run_dir", ["file", "file/run", "/proc/run"])
 def test_a_run_folder_that_cannot_be_made_is_refused(
     compose_config: Compose, tmp_path: Path, run_dir: str
