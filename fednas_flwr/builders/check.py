@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -184,7 +185,8 @@ def _check_single_record(
 ) -> None:
     """Refuse a network that cannot be trained on a batch of one record."""
     try:
-        network.train()(torch.zeros(1, *shape, device="meta"))
+        with torch.random.fork_rng(), suppress(NotImplementedError, RuntimeError):
+            network.train()(torch.zeros(1, *shape, device="meta"))
     except ValueError as error:  # of batch normalisation
         norm = "search_space.norm" if stage == "search" else "retrain.norm"
         raise ConfigError(

@@ -106,7 +106,7 @@ def test_a_run_that_is_stopped_at_any_moment_goes_on(
     assert_goes_on(tmp_path / "run", folder)
 
 
-@pytest.mark.parametrize("largest_file", [4_000, 20_000])
+@pytest.mark.parametrize("largest_file", [2_500, 20_000, 1_000_000])
 def test_a_run_on_a_full_disk_goes_on_when_there_is_room(
     overrides: list[str], whole: tuple[Path, float], tmp_path: Path, largest_file: int
 ) -> None:
