@@ -61,12 +61,13 @@ def check_memory(config: Config) -> None:
     """
     prepared, _ = make_data(config)
     networks: dict[str, torch.nn.Module] = {}
-    with torch.device("meta"):
-        genotype = given_genotype(config)
-        if searches(config):
-            space = supernet_space(config, prepared)
-            genotype = space.random_genotype(torch.Generator())
+    genotype = given_genotype(config)
+    if searches(config):
+        space = supernet_space(config, prepared)
+        genotype = space.random_genotype(torch.Generator())
+        with torch.device("meta"):
             networks["search_space"] = space.supernet()
+    with torch.device("meta"):
         networks["retrain"] = make_network(describe_network(config, prepared, genotype))
     for group, network in networks.items():
         num_parameters = sum(tensor.numel() for tensor in network.parameters())
