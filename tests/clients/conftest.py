@@ -64,6 +64,8 @@ POLICY = {
     "unit": "record",
     "records": sum(RECORDS.values()),
     "fractions": {split: count / sum(RECORDS.values()) for split, count in RECORDS.items()},
+    "threads": 1,
+    "micro_batch_size": 8,
     "secure_noise": True,
     "test_seed": False,
     "approve": "automatic",
@@ -278,7 +280,7 @@ def make_site(
 
         def asked(verb: str) -> Settings:
             """Return what a verb is given unless a test changes it: one step of each release."""
-            here = Site("ward", micro_batch_size=64)
+            here = Site("ward")
             search = LocalSearch(ONE_STEP, STEP, TRIAL.alphas, Alternating("first_order"))
             split = "train+validation"
             local = LocalTraining(networks.description, split, ONE_STEP, STEP, 0.0, 0.0)

@@ -143,6 +143,8 @@ def write_policy(sites: Path, client: int, **changes):
         "unit": "record",
         "records": 40,
         "fractions": {"train": 0.5, "validation": 0.4, "test": 0.1},
+        "threads": 1,
+        "micro_batch_size": 8,
         "secure_noise": True,
         "test_seed": False,
         "approve": "automatic",
