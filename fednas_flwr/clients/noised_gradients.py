@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import repeat
 from typing import Any, TypedDict, Unpack
@@ -196,15 +196,8 @@ class NoisedGradients:
         The sums of micro-batches are whole numbers of one unit, so that adding them rounds nothing.
         """
         size, bound = self._sizes[state], self._planned[state].max_grad_norm
-        parts: Iterable[tuple[Tensor, Tensor | None]]
-        if split.persons is not None:
-            parts = by_person(split.records_of(units), size)
-        else:
-            parts = (
-                (rows, None) for rows in (torch.split(units, size) if len(units) else (units,))
-            )
         totals: Tensors = {}
-        for rows, persons in parts:
+        for rows, persons in _micro_batches(split, units, size):
             added = clipped_sum(*self._batch(split, rows), micro_batch_size=size, persons=persons)
             sums = {name: in_units(total, bound=bound) for name, total in added.items()}
             totals = {name: totals[name] + s for name, s in sums.items()} if totals else sums
@@ -294,3 +287,13 @@ class NoisedGradients:
         if hardware is None or hardware.form != "additive":
             return torch.zeros_like(supernet.alphas()[CELL])
         return cost_gradient(hardware, supernet, paths_EK)
+
+
+def _micro_batches(
+    split: Split, units: Tensor, size: int
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the rows of up to ``size`` records of some units, and whose they are; at least once."""
+    if split.persons is not None:
+        yield from by_person(split.records_of(units), size)
+    else:
+        yield from ((rows, None) for rows in (torch.split(units, size) if len(units) else (units,)))
