@@ -25,6 +25,7 @@ from fednas_flwr.exchange.messages import Header
 from fednas_flwr.exchange.states import Tensors
 from fednas_flwr.privacy.micro_batches import exact_sum, filled, person_means
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.record_gradients import own_linear_layers
 from fednas_flwr.privacy.self_test import Watch, unwatched
 from fednas_flwr.search.objective import heads
 
@@ -81,12 +82,14 @@ def prepare_metrics(
     A record's loss counts for at most twice that of guessing.
     """
     bound = 2 * math.log(max(2, len(client.class_names)))
-    network.eval()
     measure = partial(_loss_and_hits, client, network, bound)
-    size = rehearse(client, measure, network, "metrics", description)
+    with _measuring(network):
+        size = rehearse(client, measure, network, "metrics", description)
     split = client.split("+".join(planned.splits))
 
-    values = partial(_measured, client, split, measure, size)
+    def values(rows: Tensor) -> Tensor:
+        with _measuring(network):
+            return _measured(client, split, measure, size, rows)
 
     def release() -> dict[str, float]:
         loss, accuracy = noised_mean(
@@ -115,12 +118,12 @@ def prepare_losses(client: Client, network: nn.Module, description: object) -> C
         watch(values_B1)
         return values_B1
 
-    with _evaluating(network):
+    with _measuring(network):
         size = rehearse(client, measure, network, "losses", description)
     split = client.data.validation
 
     def losses() -> Tensor:
-        with _evaluating(network):
+        with _measuring(network):
             return _measured(client, split, measure, size, torch.arange(len(split)))[:, 0]
 
     return losses
@@ -159,10 +162,14 @@ def prepare_rewards(
         watch(hits_BM)
         return hits_BM
 
-    size = rehearse(client, partial(correct, largest), nn.ModuleList(largest), "rewards", *chosen)
+    networks = nn.ModuleList([*candidates, *largest]).eval()
+    with _measuring(networks):
+        size = rehearse(client, partial(correct, largest), networks, "rewards", *chosen)
     split = client.data.validation
 
-    values = partial(_measured, client, split, partial(correct, candidates), size)
+    def values(rows: Tensor) -> Tensor:
+        with _measuring(networks):
+            return _measured(client, split, partial(correct, candidates), size, rows)
 
     def release() -> Tensor:
         norm = math.sqrt(len(candidates))
@@ -199,11 +206,12 @@ def _loss_and_hits(
 
 
 @contextmanager
-def _evaluating(network: nn.Module) -> Iterator[None]:
-    """Put a network in evaluation mode inside the block."""
+def _measuring(network: nn.Module) -> Iterator[None]:
+    """Put a network in evaluation mode inside the block, and let it round all rows alike."""
     was_training = network.training
     network.eval()
     try:
-        yield
+        with own_linear_layers(network):
+            yield
     finally:
         network.train(was_training)

@@ -52,7 +52,11 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.privacy.micro_batches import from_units, in_units, micro_batches, person_means
-from fednas_flwr.privacy.record_gradients import record_gradients, refuse_batch_norm
+from fednas_flwr.privacy.record_gradients import (
+    own_linear_layers,
+    record_gradients,
+    refuse_batch_norm,
+)
 from fednas_flwr.privacy.record_losses import Group, Loss, differentiate, losses_of
 from fednas_flwr.privacy.self_test import Watch, unwatched
 
@@ -197,7 +201,7 @@ def clipped_alpha_gradient_sum(
     sums: dict[str, Tensor] = {}
     op_weights, by_alphas = relaxation or _softmax(alphas)
     loss = _watched(loss, watch)
-    with _only_trainable(supernet, {}), torch.enable_grad():
+    with _only_trainable(supernet, {}), own_linear_layers(supernet), torch.enable_grad():
         for x_B, y_B, count in micro_batches(x, y, micro_batch_size):
             leaves = {
                 kind: w_EK.detach().to(alphas[kind].dtype).repeat(len(x_B), 1, 1).requires_grad_()

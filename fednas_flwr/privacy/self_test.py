@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 
 import torch
 from torch import Tensor, nn
@@ -101,13 +102,11 @@ def rows_are_alike(
                 return False
         return True
 
-    num_others, half = len(kinds) - 1, size // 2
+    others = cycle(range(1, len(kinds)))
+    turns = max(2, -(-(len(kinds) - 1) // (size // 2)))
     arrangements = [[0] * size] + [
-        [
-            0 if (place + turn) % 2 else 1 + (place // 2 + turn * half) % num_others
-            for place in range(size)
-        ]
-        for turn in range(max(2, -(-2 * num_others // size)))
+        [0 if (place + turn) % 2 else next(others) for place in range(size)]
+        for turn in range(turns)
     ]
     if not all(map(is_seen_as_before, arrangements)):
         return False

@@ -90,12 +90,6 @@ def route(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture
-def uncut(monkeypatch):
-    """Contributions as they are, for a close look: that they are cut to a unit is tested apart."""
-    monkeypatch.setattr(micro_batches, "UNIT_BITS", 56)
-
-
 def make_network(name, dtype, seed=1):
     make, small, large = NETWORKS[name]
     shape = small if dtype == torch.float64 else large
@@ -288,6 +282,7 @@ def test_shared_layers_and_tied_parameters():
     check_against_loop(network, x, y, chosen)
 
 
+@pytest.mark.usefixtures("uncut")
 def test_a_network_of_torchvision_with_group_norms():
     x, y = make_batch((3, 9, 7), torch.float64)
     check_against_loop(mobilenet_v2(x.shape[1:], norm="group").double(), x, y)
@@ -701,7 +696,8 @@ def test_sensitivity_of_any_per_sample_gradients(case, dtype, max_norm, weighted
         gradients = [(["a"], rows[:, :2].to(dtype)), (["b"], rows[:, 2:].to(dtype))]
         shapes = {"a": torch.empty(2), "b": torch.empty(3)}
         scale = clipping._Scale(max_norm, factors, len(rows))
-        return clipping._clipped_sum(gradients, shapes, scale, unwatched)
+        sums = clipping._clipped_sum(gradients, shapes, scale, unwatched)
+        return {n: micro_batches.from_units(total, bound=max_norm) for n, total in sums.items()}
 
     both = add(rows, factors)
     fewer = add(without(rows, index), None if factors is None else without(factors, index))

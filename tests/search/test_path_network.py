@@ -78,6 +78,7 @@ def clip_to(gradients, norm):
     return [sum(s * g for s, g in zip(scales, part, strict=True)) for part in parts], lengths
 
 
+@pytest.mark.usefixtures("uncut")
 @pytest.mark.parametrize("seed", range(4))
 def test_weights_of_a_path_are_clipped_as_those_of_its_derived_network(seed, supernet, records):
     path = paths(supernet, "one", seed)
@@ -106,6 +107,7 @@ def test_weights_of_a_path_are_clipped_as_those_of_its_derived_network(seed, sup
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.usefixtures("uncut")
 @pytest.mark.parametrize("hardware", [None, MULTIPLICATIVE], ids=["plain", "multiplicative"])
 @pytest.mark.parametrize("mode", ["two", "full"])
 def test_alphas_are_clipped_by_record_through_the_gates(mode, hardware, supernet, records):
