@@ -452,6 +452,11 @@ RULES: tuple[Rule, ...] = (
         "set runtime=ray or remove it",
     ),
     Rule(
+        "runtime.approval_s",
+        lambda c: not _private(c),
+        "privacy=none, for which no site's policy asks a person",
+    ),
+    Rule(
         "runtime.superlink",
         lambda c: c.runtime.name != "deployment",
         "runtime={c.runtime.name}",
