@@ -2,9 +2,10 @@
 
     python scripts/table_search_quality.py --root <cifar10.npz> --table <file> [--seeds 5]
 
-The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). The data-free search alone stands
-beside the recommended ones; federated DARTS with its defaults gives their cost. Found cells are
-looked up, not retrained. Continues where it was stopped; every finished run is added to
+The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). The data-free search, which is also
+the one that we recommend with privacy, stands beside the recommended one and its private form;
+federated DARTS with its defaults gives their cost. Found cells are looked up, not retrained.
+Continues where it was stopped; every finished run is added to
 scripts/results/search_quality.json. The file of images holds x_train, y_train, x_test and y_test.
 """
 
@@ -29,13 +30,13 @@ DATA = (
 )
 ZERO_COST = ("algorithm=zero_cost", "algorithm.draws=250", "rounds=1")
 RECOMMENDED = ("experiment=search/recommended",)
-PRIVATE = ("experiment=search/recommended_private",)
+PRIVATE = ("experiment=search/halving_private",)
 ROWS = [  # search, partition, settings
     ("zero_cost", "none", ZERO_COST),
     ("recommended", "iid", RECOMMENDED),
     ("recommended", "dirichlet", RECOMMENDED),
-    ("recommended, epsilon 3", "iid", PRIVATE),
-    ("recommended, epsilon 3", "dirichlet", PRIVATE),
+    ("halving, epsilon 3", "iid", PRIVATE),
+    ("halving, epsilon 3", "dirichlet", PRIVATE),
     ("fed_darts", "iid", ("algorithm=fed_darts",)),
 ]
 COLUMNS = [

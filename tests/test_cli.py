@@ -138,6 +138,8 @@ def test_mistake_about_files_or_data_leaves_no_folder(
 ) -> None:
     keys = {text.partition("=")[0] for text in overrides.split()}
     kept = [text for text in tiny_overrides if text.partition("=")[0] not in keys]
+    if "stages=[retrain]" in overrides or "algorithm=fedavg" in overrides:
+        kept = without(kept, "rounds", "search_space", "retrain.channels")
     sentence = refused(capsys, *kept, *overrides.split())
     for part in LATE_MISTAKES[overrides]:
         assert part in sentence
@@ -310,11 +312,10 @@ def test_a_setting_without_effect_refuses_that_job_of_a_sweep_only(
 ) -> None:
     kept = without(tiny_overrides, "retrain", "search", "rounds")
     sweep = ["-m", "algorithm=fedavg,fed_darts", "rounds=1", "stages=[search]", "clients=1"]
-    assert refused(capsys, *kept, *sweep[1:], "-m", "client_tags=[a]").startswith("client_tags=[")
     assert cli.main(["run", *kept, *sweep, "run_dir=sweep"]) == cli.RUN_FAILED
     output = capsys.readouterr()
     assert [path.name for path in Path("sweep").iterdir()] == ["1_algorithm-fed_darts"]
-    assert "fednas: rounds=1 has no effect with algorithm=fedavg" in output.err
+    assert "fednas: stages=[search] with algorithm=fedavg, which does not search" in output.err
     assert "1 of 2 jobs completed; sweep folder: " in output.out
     assert output.err.endswith("fednas: 1 jobs failed: 0_algorithm-fedavg.\n")
 
@@ -324,11 +325,10 @@ def test_what_typing_takes_from_an_experiment_is_told_in_one_line(
 ) -> None:
     assert cli.main(["run", "--cfg", "experiment=fdnas/fashion_mnist", *GROUPED]) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "fednas: warning: experiment=fdnas/fashion_mnist sets algorithm.local_epochs, which has no "
-        "effect with privacy=dp, whose clients take noised steps.",
-        "fednas: warning: experiment=fdnas/fashion_mnist sets retrain.local_epochs, which has no "
-        "effect with privacy=dp, whose clients take noised steps.",
+    assert sorted(lines) == [
+        f"fednas: warning: experiment=fdnas/fashion_mnist sets {group}.local_epochs, which has no "
+        "effect with privacy=dp, whose clients take noised steps."
+        for group in ("algorithm", "retrain")
     ]
     assert cli.main(["run", "--cfg", "experiment=fdnas/fashion_mnist"]) == 0
     assert capsys.readouterr().err == ""

@@ -14,7 +14,7 @@ from fednas_flwr.builders.data import has_real_sites
 from fednas_flwr.builders.networks import Description, make_device, make_network, supernet_space
 from fednas_flwr.clients.client import Augmentation, Client
 from fednas_flwr.clients.release import ReleaseGate
-from fednas_flwr.config import Config, DifferentialPrivacy
+from fednas_flwr.config import Config, DifferentialPrivacy, expanded
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.records import Records
@@ -35,6 +35,7 @@ PRIVATE_SITE_KEYS = (
     *("data-path", "dataset", "cache", "data-set"),
     *("policy", "ledger", "ledger-key", "split-key"),
 )
+POLICY_FILE = "policy.yaml"  # of a simulated site
 
 
 def make_client(
@@ -153,43 +154,65 @@ def _simulated_gate(
             "privacy=dp on a node without a policy: start it with "
             f"{', '.join(PRIVATE_SITE_KEYS)} in --node-config."
         )
-    if privacy.sites is None and config.run_dir is None:
+    folder = simulated_site(config, index)
+    if folder is None:
         raise ConfigError("privacy=dp without a run folder needs privacy.sites=<folder>.")
-    folder = Path(privacy.sites or Path(str(config.run_dir)) / "sites").expanduser()
-    folder = folder / f"client-{index}"
-    unit = PERSON if records.by_person else RECORD
-    num_units = len(np.unique(records.ids[rows])) if records.by_person else len(rows)
-    policy = _simulated_policy(config, privacy, unit, num_units, folder / "policy.yaml")
+    policy = simulated_policy(config, index, records, rows)
+    if not (folder / POLICY_FILE).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / POLICY_FILE, _policy_text(config, records, rows))
     test_seed = None if privacy.test_seed is None else f"{privacy.test_seed} {index}".encode()
-    ledger = Ledger(folder / "ledger" / "ledger.sqlite", folder / "key")
+    ledger = Ledger(*simulated_ledger(folder))
     return ReleaseGate(policy, ledger, SecureGenerator(test_seed), data_set=privacy.data_set)
 
 
-def _simulated_policy(
-    config: Config, privacy: DifferentialPrivacy, unit: Unit, num_units: int, path: Path
-) -> Policy:
-    """Return the policy in a file; without one, write what lets the run's configuration pass."""
-    if not path.exists():
-        norms = (part.max_grad_norm for part in (privacy.weights, privacy.alphas))
-        section = {
-            "epsilon": privacy.epsilon,
-            "delta": privacy.delta,
-            "least_noise_multiplier": 0.1,
-            "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
-            "largest_steps": 1_000_000,
-            "verbs": list(PRIVATE_VERBS),
-            "unit": unit,
-            "records": num_units,
-            "fractions": config.dataset.fractions,
-            "secure_noise": privacy.test_seed is None,
-            "test_seed": privacy.test_seed is not None,
-            "approve": AUTOMATIC,
-        }
-        text = yaml.safe_dump({"data_sets": {privacy.data_set: section}}, sort_keys=False)
-        parse_policy(text, origin="privacy")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text)
-    return load_policy(path)
+def simulated_site(config: Config, index: int) -> Path | None:
+    """Return the folder of a simulated site's policy, ledger and key, None without a run folder."""
+    assert isinstance(config.privacy, DifferentialPrivacy)
+    sites = config.privacy.sites
+    if sites is not None:
+        return expanded("privacy.sites", sites) / f"client-{index}"
+    return None if config.run_dir is None else Path(config.run_dir) / "sites" / f"client-{index}"
+
+
+def simulated_ledger(folder: Path) -> tuple[Path, Path]:
+    """Return where a simulated site keeps its ledger and its key."""
+    return folder / "ledger" / "ledger.sqlite", folder / "key"
+
+
+def simulated_policy(config: Config, index: int, records: Records, rows: np.ndarray) -> Policy:
+    """Return the policy in a simulated site's file; without one, what lets the run pass."""
+    folder = simulated_site(config, index)
+    if folder is not None and (folder / POLICY_FILE).exists():
+        return load_policy(folder / POLICY_FILE)
+    return parse_policy(_policy_text(config, records, rows), origin="privacy")
+
+
+def num_units(records: Records, rows: np.ndarray) -> int:
+    """Return the number of persons in some rows of records, or else of records."""
+    return len(np.unique(records.ids[rows])) if records.by_person else len(rows)
+
+
+def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
+    """Return the policy of a simulated site that lets a run's configuration pass, as YAML."""
+    privacy = config.privacy
+    assert isinstance(privacy, DifferentialPrivacy)
+    norms = (part.max_grad_norm for part in (privacy.weights, privacy.alphas))
+    section = {
+        "epsilon": privacy.epsilon,
+        "delta": privacy.delta,
+        "least_noise_multiplier": 0.1,
+        "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
+        "largest_steps": 1_000_000,
+        "verbs": list(PRIVATE_VERBS),
+        "unit": PERSON if records.by_person else RECORD,
+        "records": num_units(records, rows),
+        "fractions": config.dataset.fractions,
+        "secure_noise": privacy.test_seed is None,
+        "test_seed": privacy.test_seed is not None,
+        "approve": AUTOMATIC,
+    }
+    return yaml.safe_dump({"data_sets": {privacy.data_set: section}}, sort_keys=False)
 
 
 def check_public(config: Config, prepared: Prepared) -> None:

@@ -14,7 +14,7 @@ from fednas_flwr.builders.spaces import SEARCH_SPACES
 from fednas_flwr.config import Config, GivenNetwork, NoPrivacy
 from fednas_flwr.config.parsing import choose_kind
 from fednas_flwr.config.privacy import PRIVACY
-from fednas_flwr.errors import ConfigError, show
+from fednas_flwr.errors import ConfigError, NoEffectError, show
 from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.typed import parse
 
@@ -170,7 +170,7 @@ def _check_stages(config: Config) -> None:
                 "genotype=<file> or algorithm=fedavg."
             )
     if config.stages == ["search"] and not searches(config):
-        raise ConfigError(
+        raise NoEffectError(
             f"stages=[search] with algorithm={config.algorithm.name}, which does not search: "
             "nothing would run; set stages=[retrain,evaluate,export]."
         )

@@ -16,7 +16,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fednas_flwr.builders.spaces import space_entry
-from fednas_flwr.config import CellSpace, Config, GivenNetwork, SearchSpaceSettings, conf_folder
+from fednas_flwr.config import (
+    CellSpace,
+    Config,
+    GivenNetwork,
+    SearchSpaceSettings,
+    conf_folder,
+    expanded,
+)
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
@@ -96,7 +103,7 @@ def given_genotype(config: Config) -> Genotype | None:
     if config.genotype is None:
         return None
     shipped = {path.stem: path for path in (conf_folder() / "genotypes").glob("*.json")}
-    path = shipped.get(config.genotype, Path(config.genotype).expanduser())
+    path = shipped.get(config.genotype, expanded("genotype", config.genotype))
     if not path.suffix and not path.exists():
         raise unknown_choice("genotype", config.genotype, sorted(shipped))
     return load_genotype(path)

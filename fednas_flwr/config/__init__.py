@@ -21,7 +21,7 @@ from fednas_flwr.config.algorithms import (
 )
 from fednas_flwr.config.data import Dataset, site_dataset
 from fednas_flwr.config.networks import BlockSpace, CellSpace, DPCells, SearchSpaceSettings
-from fednas_flwr.config.parsing import conf_folder
+from fednas_flwr.config.parsing import conf_folder, expanded
 from fednas_flwr.config.path_searches import CFDNASSettings, DPNASSettings, FDNASSettings, Hardware
 from fednas_flwr.config.privacy import DifferentialPrivacy, Noise, NoPrivacy, PrivateRetrain
 from fednas_flwr.config.run import Config, dump_config
@@ -53,6 +53,7 @@ __all__ = [
     "SuccessiveHalvingSettings",
     "conf_folder",
     "dump_config",
+    "expanded",
     "ZeroCostSettings",
     "site_dataset",
 ]

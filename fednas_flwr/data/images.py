@@ -189,7 +189,7 @@ def decode_images(
                 channels = channels or (1 if is_gray else 3)
                 own = opened.convert("L" if is_gray else "RGB")
                 image = opened.convert("L" if channels == 1 else "RGB")
-        except OSError as error:
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # of Pillow
             raise ConfigError(f"{name} cannot be read as an image: {error}.") from error
         ids.extend(record_ids([_own_pixels(np.asarray(own))]))
         if image_size is not None and image.size != (image_size, image_size):

@@ -22,6 +22,8 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.names import SPLITS
 from fednas_flwr.randomness import make_generator
 
+_SCANNED = 65536  # records that are looked at together
+
 
 @dataclass(frozen=True)
 class Split:
@@ -172,6 +174,23 @@ def concat_splits(a: Split, b: Split) -> Split:
     if a.persons is not None and b.persons is not None:  # nobody is in two parts
         persons = torch.cat([a.persons, b.persons + a.num_units])
     return replace(a, rows=torch.cat([a.rows, b.rows]), persons=persons)
+
+
+def largest_feature(split: Split) -> tuple[int, float]:
+    """Return the channel or column of the largest magnitude after normalisation, and that.
+
+    Of images, what their whole range 0..255 would become; 0 of no record.
+    """
+    if split.features.dtype == torch.uint8:
+        shape = split.features.shape[1:]
+        ends = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, shape[0], 1, 1)
+        split = replace(split, features=ends, labels=torch.zeros(2).long(), rows=torch.arange(2))
+    largest = torch.zeros(split.features.shape[1])
+    for indices in torch.split(torch.arange(len(split)), _SCANNED) if len(split) else ():
+        x, _ = split.batch(indices, "cpu")
+        largest = torch.maximum(largest, x.abs().amax((0, *range(2, x.dim()))))
+    column = int(largest.argmax())
+    return column, float(largest[column])
 
 
 def oversampled(split: Split) -> Split:

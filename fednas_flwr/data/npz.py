@@ -32,7 +32,7 @@ def load_npz(
     if path.suffix == ".xz":
         raise ConfigError(f"dataset.root={path} is still compressed: unpack it with xz -dk first.")
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {key: archive[key] for key in archive.files}
     except (OSError, ValueError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         raise ConfigError(
@@ -105,6 +105,12 @@ def records_from_npz(
         )
     read_parts = [read(part) for part in present[:2]]
     num_classes = 1 + max(int(labels.max()) for _, _, labels in read_parts)
+    num_records = sum(len(labels) for _, _, labels in read_parts)
+    if not class_names and num_classes > num_records:
+        raise ConfigError(
+            f"{origin} has the label {num_classes - 1}, but only {num_records} records: expected "
+            "class numbers 0, 1, ...; correct it, or name all classes in dataset.class_names."
+        )
     names = tuple(class_names) or tuple(str(i) for i in range(num_classes))
     if num_classes > len(names):
         raise ConfigError(
@@ -118,7 +124,7 @@ def records_from_npz(
 def _whole_labels(labels: np.ndarray, *, origin: str, part: str) -> np.ndarray:
     """Return the labels as int64 ``[N]`` after checking that they are class numbers."""
     whole = labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer)
-    if not whole or (len(labels) and int(labels.min()) < 0):
+    if not whole or (len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < 2**63):
         raise ConfigError(
             f"y_{part} in {origin} is {labels.dtype} of shape {labels.shape}: expected the class "
             "numbers 0, 1, ... as one integer per record."

@@ -122,7 +122,7 @@ def find_source(name: str, *, root: Path | None, download: bool, sites: bool) ->
     entry = DATA_SETS[name]
     if root is None and entry.roots:
         raise ConfigError(f"dataset={name} needs its place on disk: give dataset.root=<path>.")
-    root = Path(root or "").expanduser()
+    root = root or Path()
     if not entry.roots:
         return root
     if folder := entry.folder:

@@ -80,6 +80,8 @@ def accept_reply(
             f"num-examples must be from 1 to {limits.examples:g}, got {reply.num_examples}"
         )
     for name, value in reply.metrics.items():
+        if name == "train_loss" and not math.isfinite(value):
+            raise ReplyError(f"train_loss={value} is not finite: lower the learning rate")
         if not math.isfinite(value):
             raise ReplyError(f"{name}={value} is not finite")
         if name not in metrics:

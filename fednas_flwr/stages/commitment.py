@@ -79,7 +79,7 @@ def commit(
                 "secure_noise": facts["secure_noise"],
                 "unit": facts["unit"],
                 "epsilon": reply.facts["epsilon"],
-                "covers": _covered_rounds(config, schedule, reply.facts["covered_steps"], done),
+                "covers": covered_rounds(config, schedule, reply.facts["covered_steps"], done),
             }
         )
     for client in set(courier.clients) - {told["client"] for told in clients}:
@@ -171,7 +171,7 @@ def _search_epsilon(
     return epsilon if math.isfinite(epsilon) else None
 
 
-def _covered_rounds(
+def covered_rounds(
     config: Config,
     schedule: Sequence[PlannedRelease],
     covered_steps: Mapping[str, int],

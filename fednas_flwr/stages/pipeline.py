@@ -1,4 +1,4 @@
-"""The stages of a run, in order: search, derive, retrain, evaluate, export, report.
+"""The stages of a run, in order: search, derive, retrain, export, evaluate, report.
 
 Runs on the server, over any Grid. Each round leaves a checkpoint, so a run that was killed goes
 through the same stages again and finds its rounds done.
@@ -22,6 +22,7 @@ from flwr.serverapp import Grid
 from torch import nn
 
 import fednas_flwr
+from fednas_flwr.builders.check import pools_records
 from fednas_flwr.builders.clients import make_client, make_courier
 from fednas_flwr.builders.data import has_real_sites, make_data, make_server_data
 from fednas_flwr.builders.networks import (
@@ -146,7 +147,10 @@ def _run_stages(
 
 
 def _run_from_search(run: Run) -> None:
-    """Search, retrain, evaluate and export, as far as the configuration says."""
+    """Search, retrain, export and evaluate, as far as the configuration says.
+
+    A network that is trained is exported before anything can go wrong with its test.
+    """
     config = run.config
     if isinstance(config.algorithm, CFDNASSettings):
         run_groups(run, search=_start_search, run_group=_run_from_search)
@@ -158,14 +162,14 @@ def _run_from_search(run: Run) -> None:
     if "retrain" not in config.stages:
         return
     network, states = _retrain(run, description, configuration)
-    if "evaluate" in config.stages:
-        _evaluate(run, description, network, states)
     if "export" in config.stages:
         with run.stage("export"):
             export_safetensors(network, description, run.folder)
             path, difference = export_onnx(network, run.prepared.input_shape, run.folder)
             files = ["model.safetensors", path.name]
             run.log.emit("exported", files=files, onnx_max_difference=difference)
+    if "evaluate" in config.stages:
+        _evaluate(run, description, network, states)
 
 
 def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
@@ -254,8 +258,7 @@ def _evaluate(
             central = evaluate(network.to(device), test, device, with_scores=True).as_json()
             network.cpu()
         private = private_stage(config, run.schedule, "evaluate")
-        pooled = config.runtime.name != "deployment" and private is None
-        if config.dataset.linear_baseline and pooled:
+        if pools_records(config):
             linear = _linear_baseline(run)
         site = None if private is None else Site(private.data_set, private.micro_batch_size)
         results: dict[str, list[dict[str, Any]]] = {"clients": [], "personalised": []}
@@ -272,10 +275,16 @@ def _evaluate(
 def _ask_tests(
     run: Run, verb: str, settings: Settings, states: dict[str, Packed]
 ) -> list[dict[str, Any]]:
-    """Return what every client measures; too few of them is a warning."""
+    """Return what every client that has test records measures; too few of them is a warning."""
     results: list[dict[str, Any]] = []
+    courier = run.courier
+    having = [c for c in courier.clients if courier.facts[c].get("splits", {}).get("test") != 0]
+    if not having:
+        return results
+    if len(having) < len(courier.clients):
+        courier = courier.part(having, run=courier.run, emit=courier.emit)
     try:
-        for client, reply in run.courier.ask(
+        for client, reply in courier.ask(
             verb, stage="evaluate", settings=settings, states=states, releases=run.schedule
         ):
             fields = {"client": client, "num_examples": reply.num_examples}

@@ -13,6 +13,7 @@ from fednas_flwr.data.loaders import (
     augment,
     concat_splits,
     epoch_batches,
+    largest_feature,
     make_client_data,
     oversampled,
     server_split,
@@ -297,3 +298,33 @@ def test_oversampling_repeats_rarer_classes_evenly():
     assert labels[rows].bincount().tolist() == [5, 5, 5]
     assert rows.bincount(minlength=9).tolist() == [0, 1, 1, 1, 1, 3, 2, 5, 1]
     assert len(oversampled(replace(split, rows=split.rows[:0])).rows) == 0
+
+
+@given(
+    st.lists(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=2), min_size=1),
+    st.tuples(st.floats(-5, 5), st.floats(-5, 5)),
+    st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)),
+)
+def test_the_largest_feature_is_that_of_all_normalised_ones(rows, mean, std):
+    features = torch.tensor(rows)
+    split = Split(features, torch.zeros(len(rows)).long(), torch.arange(len(rows)), mean, std)
+    x, _ = split.batch(torch.arange(len(rows)), "cpu")
+    column, value = largest_feature(split)
+    assert value == float(x.abs().max())
+    assert float(x[:, column].abs().max()) == value
+
+
+def test_the_largest_feature_of_images_is_that_of_black_or_white(images):
+    split = client_data(images, np.arange(10), mean=(0.5, 0.9, 0.5), std=(0.5, 0.1, 0.5)).train
+    column, value = largest_feature(split)
+    assert (column, value) == (1, pytest.approx(9.0))
+
+
+def test_missing_numbers_are_no_large_features():
+    split = Split(
+        torch.tensor([[torch.nan, 1.0], [torch.nan, -3.0]]),
+        *(torch.zeros(2).long(), torch.arange(2), (0.0, 0.0), (1.0, 1.0)),
+    )
+    assert largest_feature(split) == (1, 3.0)
+    empty = replace(split, rows=torch.arange(0))
+    assert largest_feature(empty) == (0, 0.0)

@@ -116,3 +116,17 @@ def test_no_npz_file(tmp_path: Path):
         load_npz(tmp_path / "single.npy", **DEFAULTS)
     with pytest.raises(ConfigError, match="unpack it with xz -dk"):
         load_npz(tmp_path / "data.npz.xz", **DEFAULTS)
+
+
+@pytest.mark.parametrize("label", [4, 3_000_000_000, 2**63 + 7])
+def test_a_label_beyond_the_records_takes_no_memory(tmp_path: Path, label):
+    x = np.zeros((4, 5, 5), np.uint8)
+    path = save(tmp_path, x_train=x, y_train=np.array([0, 1, 2, label], np.uint64))
+    with pytest.raises(ConfigError, match="class numbers 0, 1, ..."):
+        load_npz(path, **DEFAULTS)
+    names = {"class_names": tuple("abcde")}
+    if label == 4:
+        assert load_npz(path, **DEFAULTS | names)[0].labels.tolist() == [0, 1, 2, 4]
+    else:
+        with pytest.raises(ConfigError, match="5 classes|class numbers"):
+            load_npz(path, **DEFAULTS | names)

@@ -146,6 +146,8 @@ DAMAGES = {
     "digests of another type": (edit_json(digests=3), "malformed"),
     # metrics
     "accuracy NaN": (set_metric("train_accuracy", float("nan")), "train_accuracy=nan is not fin"),
+    "training loss NaN": (set_metric("train_loss", float("nan")), "train_loss=nan is not finite"),
+    "training loss inf": (set_metric("train_loss", float("inf")), "lower the learning rate"),
     "accuracy inf": (set_metric("accuracy", float("inf")), "accuracy=inf is not finite"),
     "loss NaN": (set_metric("train_loss", float("nan")), "train_loss=nan is not finite"),
     "loss inf": (set_metric("train_loss", float("inf")), "train_loss=inf is not finite"),
