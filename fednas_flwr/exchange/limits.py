@@ -106,6 +106,7 @@ def honest_limits(
         release = planned["weights"]
         total = largest_sum(release, records, num_values=sizes.get("weights", 0))
         mean = min(mean, total / release.expected_batch(records))
+    mean *= math.sqrt(_num_members(settings))
     if mean < math.inf and steps <= LONGEST:
         weights, velocity = sent.get("weights", 0.0), sent.get(MOMENTS, 0.0)
         moved = largest_move(steps, sgd, mean, weights, velocity)
@@ -224,6 +225,12 @@ def _training(settings: Settings, rows: float) -> tuple[SGD, int] | None:
     if isinstance(settings, Search | Train):
         return settings.local.weights, _steps(settings.local.amount, rows)
     return None
+
+
+def _num_members(settings: Settings) -> int:
+    """Return how many networks are trained side by side, each clipped by itself: 1, or a pool."""
+    described = settings.local.network if isinstance(settings, Train) else {}
+    return max(1, len(described.get("genotypes", [])))
 
 
 def _steps(amount: Amount, rows: float) -> int:
