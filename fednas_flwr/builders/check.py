@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fednas_flwr.builders.algorithms import ALGORITHMS
-from fednas_flwr.builders.clients import check_public, make_objective
+from fednas_flwr.builders.clients import check_public, make_objective, num_units
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.hardware import check_hardware
 from fednas_flwr.builders.networks import (
@@ -21,10 +21,11 @@ from fednas_flwr.builders.networks import (
     make_network,
     supernet_space,
 )
-from fednas_flwr.builders.refusals import searches
+from fednas_flwr.builders.refusals import check_groups, searches
 from fednas_flwr.config import (
     CFDNASSettings,
     Config,
+    Dataset,
     DifferentialPrivacy,
     FEATHERSSettings,
     FedExSettings,
@@ -36,8 +37,11 @@ from fednas_flwr.data.loaders import (
     make_client_data,
     server_split,
 )
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.data.records import Records
+from fednas_flwr.errors import ConfigError, NoEffectError, show
+from fednas_flwr.memory import check_fits
 
+COPIES = 4  # of a network's weights in memory: server's, a client's, its gradients, its reply
 LARGEST_FEATURE = 1e18  # float32 holds its square
 
 
@@ -46,10 +50,12 @@ class Made:
     """What :func:`check_buildable` has made.
 
     Attributes:
+        records: Those of all clients.
         parts: The rows of every client.
         networks: By stage, ``search`` and ``retrain``, what is trained there, without tensors.
     """
 
+    records: Records
     parts: list[np.ndarray]
     networks: Mapping[str, nn.Module]
 
@@ -63,13 +69,17 @@ def check_buildable(config: Config) -> Made:
         ConfigError: Device, data or networks cannot be made, or do not fit one another.
     """
     make_device(config.device)
+    check_groups(config)
     data = make_data(config)
     (prepared, parts), genotype = data, given_genotype(config)
     key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
     clients = [make_client_data(prepared, part, key=key, fractions=fractions) for part in parts]
     make_objective(config, prepared.train.class_names, torch.device("cpu"))
+    _check_images(config.dataset, prepared)
     if isinstance(config.privacy, DifferentialPrivacy):
         check_public(config, prepared)
+        units = [num_units(prepared.train, part) for part in parts]
+        _check_delta(config.privacy, records=max(units))
     networks: dict[str, nn.Module] = {}
     if genotype is None and searches(config):
         space = supernet_space(config, prepared)
@@ -77,18 +87,68 @@ def check_buildable(config: Config) -> Made:
         genotype = space.random_genotype(torch.Generator())
         with torch.device("meta"):
             supernet = space.supernet()
+        _check_memory(config, "search_space", supernet)
         if ALGORITHMS[config.algorithm.name].trains_supernet:
             networks["search"] = supernet
+    description = describe_network(config, prepared, genotype)  # also of a search alone: its costs
+    with torch.device("meta"):
+        network = make_network(description)
+    _check_memory(config, "retrain", network)
     if "retrain" in config.stages:
-        description = describe_network(config, prepared, genotype)
-        with torch.device("meta"):
-            networks["retrain"] = make_network(description)
+        networks["retrain"] = network
     check_features(prepared, clients)
     if not isinstance(config.privacy, DifferentialPrivacy):
         check_parts(config, prepared, clients, networks)
     if pools_records(config):
         check_linear_baseline(prepared, clients)
-    return Made(parts, networks)
+    return Made(prepared.train, parts, networks)
+
+
+def _check_memory(config: Config, group: str, network: nn.Module) -> None:
+    """Refuse a network whose weights alone take more memory than the machine has, in float32."""
+    num_parameters = sum(tensor.numel() for tensor in network.parameters())
+    check_fits(
+        COPIES * 4 * num_parameters,
+        f"{group}: a network of {num_parameters:.3g} parameters",
+        f"lower its sizes ({', '.join(_sizes(getattr(config, group), group))})",
+    )
+
+
+def _sizes(settings: object, group: str) -> list[str]:
+    """Return the settings of a group that a network's size follows from, with their values."""
+    names = ("channels", "num_cells", "widths", "head", "width", "skeleton")
+    values = {name: getattr(settings, name, None) for name in names}
+    return [f"{group}.{name}={value}" for name, value in values.items() if value is not None]
+
+
+def _check_images(dataset: Dataset, prepared: Prepared) -> None:
+    """Refuse records without values, and augmentation that a table or a small image can't have."""
+    if 0 in prepared.input_shape:
+        raise ConfigError(
+            f"dataset={dataset.name}: its records have shape {prepared.input_shape}, so that "
+            "networks would have no inputs; expected at least one column or pixel."
+        )
+    for setting in ("crop_padding", "flip", "cutout"):
+        value = getattr(dataset, setting)
+        if value and len(prepared.input_shape) == 1:
+            raise NoEffectError(
+                f"dataset.{setting}={show(value)} has no effect with a table: remove it."
+            )
+        if setting != "flip" and value and value >= min(prepared.input_shape[1:]):
+            raise ConfigError(
+                f"dataset.{setting}={show(value)} is out of range: expected 0 to below "
+                f"{min(prepared.input_shape[1:])}, the side of the images; lower it."
+            )
+
+
+def _check_delta(privacy: DifferentialPrivacy, *, records: int) -> None:
+    """Refuse a delta with which publishing one of the records outright would count as private."""
+    if privacy.delta * records >= 1 and not privacy.large_delta:
+        raise ConfigError(
+            f"privacy.delta={privacy.delta:g} with {records} records of a client: expected below "
+            f"1 / {records} = {1 / records:.3g}, since with more a client could publish one record "
+            "outright; lower it, or set privacy.large_delta=true."
+        )
 
 
 def check_features(prepared: Prepared, clients: list[ClientData]) -> None:

@@ -17,12 +17,15 @@ from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.config import Config, DifferentialPrivacy, expanded
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
+from fednas_flwr.data.records import Records
+from fednas_flwr.data.splits import assignment_digest
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
 from fednas_flwr.files import write_atomically
+from fednas_flwr.names import PERSON, RECORD, Unit
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
-from fednas_flwr.privacy.policy import Policy
+from fednas_flwr.privacy.policy import AUTOMATIC, Policy
 from fednas_flwr.privacy.policy_file import load_policy, parse_policy
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.verbs import PRIVATE_VERBS
@@ -71,17 +74,18 @@ def make_client(
         return make_network(description)
 
     if gate is None:
-        gate = _simulated_gate(config, index, len(parts[index]))
+        gate = _simulated_gate(config, index, prepared.train, parts[index])
     fractions: Mapping[str, float] = config.dataset.fractions
     if gate is not None:
         check_public(config, prepared)
+        _check_unit(gate.allowed.unit, prepared.train)
         fractions = gate.allowed.fractions
-    own = make_client_data(
-        prepared,
-        parts[index],
-        key=site.get("split-key", config.dataset.split_key).encode(),
-        fractions=fractions,
-    )
+    key = site.get("split-key", config.dataset.split_key).encode()
+    own = make_client_data(prepared, parts[index], key=key, fractions=fractions)
+    if gate is not None:
+        records = prepared.train
+        ids, column = records.ids[parts[index]], records.id_column
+        gate.hold(assignment_digest(ids, key=key, fractions=fractions, id_column=column))
     return Client(
         index=index,
         seed=config.seed,
@@ -138,7 +142,9 @@ def make_site_gate(site: Mapping[str, str]) -> ReleaseGate | None:
     return ReleaseGate(policy, ledger, SecureGenerator(), data_set=site["data-set"])
 
 
-def _simulated_gate(config: Config, index: int, num_records: int) -> ReleaseGate | None:
+def _simulated_gate(
+    config: Config, index: int, records: Records, rows: np.ndarray
+) -> ReleaseGate | None:
     """Return the gate of a simulated private client, None without privacy."""
     privacy = config.privacy
     if not isinstance(privacy, DifferentialPrivacy):
@@ -151,10 +157,10 @@ def _simulated_gate(config: Config, index: int, num_records: int) -> ReleaseGate
     folder = simulated_site(config, index)
     if folder is None:
         raise ConfigError("privacy=dp without a run folder needs privacy.sites=<folder>.")
-    policy = simulated_policy(config, index, num_records)
+    policy = simulated_policy(config, index, records, rows)
     if not (folder / POLICY_FILE).exists():
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / POLICY_FILE, _policy_text(config, num_records))
+        write_atomically(folder / POLICY_FILE, _policy_text(config, records, rows))
     test_seed = None if privacy.test_seed is None else f"{privacy.test_seed} {index}".encode()
     ledger = Ledger(*simulated_ledger(folder))
     return ReleaseGate(policy, ledger, SecureGenerator(test_seed), data_set=privacy.data_set)
@@ -174,15 +180,20 @@ def simulated_ledger(folder: Path) -> tuple[Path, Path]:
     return folder / "ledger" / "ledger.sqlite", folder / "key"
 
 
-def simulated_policy(config: Config, index: int, num_records: int) -> Policy:
+def simulated_policy(config: Config, index: int, records: Records, rows: np.ndarray) -> Policy:
     """Return the policy in a simulated site's file; without one, what lets the run pass."""
     folder = simulated_site(config, index)
     if folder is not None and (folder / POLICY_FILE).exists():
         return load_policy(folder / POLICY_FILE)
-    return parse_policy(_policy_text(config, num_records), origin="privacy")
+    return parse_policy(_policy_text(config, records, rows), origin="privacy")
 
 
-def _policy_text(config: Config, num_records: int) -> str:
+def num_units(records: Records, rows: np.ndarray) -> int:
+    """Return the number of persons in some rows of records, or else of records."""
+    return len(np.unique(records.ids[rows])) if records.by_person else len(rows)
+
+
+def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
     """Return the policy of a simulated site that lets a run's configuration pass, as YAML."""
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
@@ -194,10 +205,12 @@ def _policy_text(config: Config, num_records: int) -> str:
         "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
         "largest_steps": 1_000_000,
         "verbs": list(PRIVATE_VERBS),
-        "records": num_records,
+        "unit": PERSON if records.by_person else RECORD,
+        "records": num_units(records, rows),
         "fractions": config.dataset.fractions,
         "secure_noise": privacy.test_seed is None,
         "test_seed": privacy.test_seed is not None,
+        "approve": AUTOMATIC,
     }
     return yaml.safe_dump({"data_sets": {privacy.data_set: section}}, sort_keys=False)
 
@@ -228,8 +241,23 @@ def check_public(config: Config, prepared: Prepared) -> None:
         )
 
 
+def _check_unit(unit: Unit, records: Records) -> None:
+    """Raise ConfigError unless records say whose they are where, and only where, policies ask."""
+    if unit == PERSON and not records.by_person:
+        raise ConfigError(
+            "the policy has unit: person, but the data does not say whose each record is: set "
+            "id_column in the node's dataset file, or unit: record."
+        )
+    if unit == RECORD and records.by_person:
+        raise ConfigError(
+            "the policy has unit: record, but dataset.id_column says whose each record is: set "
+            "unit: person, and records to the number of persons."
+        )
+
+
 def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Courier:
-    """Return the server's way to the clients, with the runtime's quorum and deadlines."""
+    """Return the server's way to the clients, with the runtime's quorum, deadlines and limits."""
+    privacy = config.privacy
     return Courier(
         run=run,
         num_clients=config.clients,
@@ -237,5 +265,8 @@ def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Cou
         deadline_s=config.runtime.deadline_s,
         connect_s=config.runtime.connect_s,
         wire=config.wire,
+        fewest_records=privacy.fewest_records if isinstance(privacy, DifferentialPrivacy) else 0.0,
+        most_records=config.runtime.most_records,
+        largest_share=config.runtime.largest_share,
         emit=emit,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from inspect import signature
 from typing import Any
 
@@ -15,6 +16,7 @@ from fednas_flwr.data.partitioners import load_partition, partition
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.sources import check_sites
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import PARTITIONS
 
 
 def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
@@ -27,8 +29,8 @@ def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
             parts, file=split.file, clients=config.clients, records=len(prepared.train)
         )
         return prepared, parts
-    own = {name: value for name, value in vars(split).items() if name != "file"}
-    return prepared, partition(prepared.train, clients=config.clients, **own)
+    own = {setting: getattr(split, setting) for setting in PARTITIONS.get(split.name, ())}
+    return prepared, partition(prepared.train, name=split.name, clients=config.clients, **own)
 
 
 def has_real_sites(config: Config) -> bool:
@@ -78,7 +80,7 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
 
 def _prepare(config: Config, *, sites: bool, server_test: bool) -> Prepared:
     settings, taken = config.dataset, signature(prepare).parameters
-    own = {name: value for name, value in vars(settings).items() if name in taken}
+    own = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name in taken}
     own["cache"] = expanded("dataset.cache", settings.cache)
     own["root"] = expanded("dataset.root", settings.root) if settings.root else None
     own |= {"sites": sites, "server_test": server_test}

@@ -14,7 +14,9 @@ from fednas_flwr.config.algorithms import (
     FedExSettings,
     FNASSettings,
     GivenNetwork,
+    NetworkLimits,
     RandomSearchSettings,
+    SuccessiveHalvingSettings,
     ZeroCostSettings,
 )
 from fednas_flwr.config.data import Dataset, site_dataset
@@ -42,11 +44,13 @@ __all__ = [
     "FedExSettings",
     "GivenNetwork",
     "Hardware",
+    "NetworkLimits",
     "NoPrivacy",
     "Noise",
     "PrivateRetrain",
     "RandomSearchSettings",
     "SearchSpaceSettings",
+    "SuccessiveHalvingSettings",
     "conf_folder",
     "dump_config",
     "expanded",

@@ -59,6 +59,7 @@ def _write(folder: Path, parts: Mapping[str, Records]) -> None:
                 "columns": list(records.columns),
                 "feature_names": records.feature_names,
                 "num_numeric": records.num_numeric,
+                "id_column": records.id_column,
             }
         files = {path.name: _facts(path) for path in sorted(unfinished.iterdir())}
         index = unfinished / "index.json"
@@ -93,6 +94,7 @@ def _read(folder: Path) -> dict[str, Records] | None:
                 },
                 feature_names=tuple(about["feature_names"]),
                 num_numeric=about["num_numeric"],
+                id_column=about["id_column"],
             )
             for part, about in index["parts"].items()
         }

@@ -21,12 +21,12 @@ from fednas_flwr.data.images import RecordsPair
 from fednas_flwr.data.records import Records, select_records
 from fednas_flwr.data.sources import DATA_SETS, digest_records, find_source, fingerprint, load_sites
 from fednas_flwr.data.splits import hash_positions
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.errors import ConfigError, NoEffectError, show, unknown_choice
 
 __all__ = ["Prepared", "Records", "prepare"]
 
 # Changes whenever the same source would give other prepared records.
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 # Public and fixed: these choices must be the same in every run and at everybody's.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
@@ -142,7 +142,10 @@ def prepare(
     }
     for setting, value in settings.items():
         if value and setting not in entry.settings:
-            raise ConfigError(f"dataset.{setting}={value} has no effect with dataset.name={name}.")
+            raise NoEffectError(
+                f"dataset.{setting}={show(value)} has no effect with dataset.name={name}: "
+                "remove it."
+            )
     for setting, limit in (("limit_train", limit_train), ("limit_test", limit_test)):
         if limit is not None and limit < 1:
             raise ConfigError(f"dataset.{setting}={limit} must be at least 1, or null for all.")

@@ -73,14 +73,14 @@ def records_from_npz(
         ConfigError: The arrays are not of this form.
     """
 
-    def read(part: str) -> tuple[np.ndarray, list[bytes] | None, np.ndarray]:
+    def read(part: str) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
         labels = _whole_labels(arrays[f"y_{part}"], origin=origin, part=part)
         if f"x_{part}" in arrays:
-            features, contents = arrays[f"x_{part}"], None
+            features, ids = arrays[f"x_{part}"], None
             features = _channels_first(features, origin=origin)
         else:
             contents = _cut(arrays[f"{part}_bytes"], arrays[f"{part}_off"], origin=origin)
-            features = decode_images(
+            features, ids = decode_images(
                 len(contents),
                 lambda i: (f"image {i} of {origin}, part {part}", contents[i]),
                 image_size=image_size,
@@ -91,7 +91,7 @@ def records_from_npz(
                 f"{origin} holds {len(features)} records and {len(labels)} labels in its part "
                 f"{part}: it needs as many labels as records, at least one."
             )
-        return features, contents, labels
+        return features, ids, labels
 
     present = [
         part
@@ -117,7 +117,7 @@ def records_from_npz(
             f"{origin} has the label {num_classes - 1}, but dataset.class_names names only "
             f"{len(names)} classes."
         )
-    parts = [records_from_arrays(x, y, names, contents=contents) for x, contents, y in read_parts]
+    parts = [records_from_arrays(x, y, names, ids=ids) for x, ids, y in read_parts]
     return parts[0], parts[1] if len(parts) == 2 else None
 
 

@@ -248,9 +248,10 @@ class WholeGraphSpace(SpaceShape):
 
         return first_trained(draw, self.is_degenerate)
 
-    def is_degenerate(self, genotype: Genotype) -> bool:
+    @classmethod
+    def is_degenerate(cls, genotype: Genotype) -> bool:
         """Return whether no op with weights lies on a route from the input to the output."""
-        return not has_weights(genotype.cells[CELL], outputs=self.outputs)
+        return not has_weights(genotype.cells[CELL], outputs=cls.outputs)
 
     @classmethod
     def genotype(cls, path: Iterable[int]) -> Genotype:

@@ -10,9 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
-from fednas_flwr.builders.check import check_buildable
+from fednas_flwr.builders.check import Made, check_buildable
 from fednas_flwr.builders.clients import simulated_ledger, simulated_policy, simulated_site
 from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.errors import ConfigError
@@ -34,27 +32,27 @@ def check_run(config: Config) -> None:
     """
     made = check_buildable(config)
     if isinstance(config.privacy, DifferentialPrivacy):
-        check_sites(config, config.privacy, list(map(len, made.parts)), made.networks)
+        check_sites(config, config.privacy, made)
 
 
 def check_sites(
     config: Config,
     privacy: DifferentialPrivacy,
-    records: Sequence[int],
-    networks: Mapping[str, nn.Module],
+    made: Made,
 ) -> None:
     """Refuse a schedule that the policies or budgets of too many simulated sites refuse.
 
     Args:
         config: The run's.
         privacy: Its privacy.
-        records: How many records each client has.
-        networks: By stage, what is trained there.
+        made: Its records and networks.
     """
     for index in range(config.clients) if privacy.sites is not None else ():
         if (folder := simulated_site(config, index)) is not None:
             check_writable("privacy.sites", folder)
-    policies = [simulated_policy(config, index, size) for index, size in enumerate(records)]
+    policies = [
+        simulated_policy(config, index, made.records, rows) for index, rows in enumerate(made.parts)
+    ]
     for index, policy in enumerate(policies):
         if privacy.data_set not in policy.data_sets:
             raise ConfigError(
@@ -65,7 +63,7 @@ def check_sites(
     schedule = make_schedule(config, declared, done={})
     sizes = {
         (stage, kind): sum(tensor.numel() for tensor in state.values())
-        for stage, network in networks.items()
+        for stage, network in made.networks.items()
         for kind, state in network_states(network).items()
     }
     covers = {}
@@ -125,7 +123,10 @@ def _covers(
     *,
     client: int,
 ) -> list[dict[str, Any]]:
-    """Return how many rounds of each stage a simulated site's budget covers."""
+    """Return how many rounds of each stage a simulated site's budget covers, at most.
+
+    Releases may be charged to more splits than they read, which the site finds out by its records.
+    """
     allowed = policy.data_sets[privacy.data_set]
     folder = simulated_site(config, client)
     ledger, key = simulated_ledger(folder) if folder is not None else (None, None)
@@ -137,8 +138,7 @@ def _covers(
         left = dict.fromkeys(SPLITS, fresh)
     stages: dict[str, list[Reading]] = {}
     for planned in schedule:
-        charged = policy.charged_splits(privacy.data_set, planned.splits)
-        reading = (planned.release(allowed.records), charged)
+        reading = (planned.release(allowed.records), planned.splits)
         stages.setdefault(planned.stage, []).append(reading)
     return covered_rounds(config, schedule, covered_steps(left, stages), {})
 

@@ -54,10 +54,11 @@ from fednas_flwr.exchange.states import Packed
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.names import SPLITS
 from fednas_flwr.reporting.events import EventLog, read_events
+from fednas_flwr.reporting.lookup import CellTable, percentiles_by_round, read_table
 from fednas_flwr.reporting.runs import EVENTS_FILE
 from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search_spaces.genotype import Genotype, save_genotype, to_json
-from fednas_flwr.stages.commitment import NEEDED_FACTS, commit
+from fednas_flwr.stages.commitment import NEEDED_FACTS, awaited_run, commit
 from fednas_flwr.stages.groups import run_groups
 from fednas_flwr.stages.latency import cost_of, with_latency
 from fednas_flwr.stages.run import Run
@@ -96,8 +97,11 @@ def _run_stages(
     if config.run_dir is None:
         raise ValueError("config.run_dir must name the run folder")
     folder = Path(config.run_dir)
-    # A resumed run books under another name: what it repeats is released again.
-    name = f"{folder.name}.{secrets.token_hex(4)}"
+    table = None if config.dataset.table is None else read_table(Path(config.dataset.table))
+    # A resumed run books under another name, since what it repeats is released again; but one that
+    # people have approved meanwhile keeps the name that they have approved.
+    earlier = read_events(folder / EVENTS_FILE) if resumed else []
+    name = awaited_run(earlier) or f"{folder.name}.{secrets.token_hex(4)}"
     courier = make_courier(config, run=name, emit=log.emit)
     private = isinstance(config.privacy, DifferentialPrivacy)
     needed = ("client", *(NEEDED_FACTS if private else ()))
@@ -109,10 +113,9 @@ def _run_stages(
         if not (folder / PARTITION_FILE).exists():
             save_partition(folder / PARTITION_FILE, parts)
         courier.connect(grid, needed=needed)
-    if resumed:
-        for event in read_events(folder / EVENTS_FILE):
-            if event.get("expelled"):
-                courier.expel(event["client"], event["reason"])
+    for event in earlier:
+        if event.get("expelled"):
+            courier.expel(event["client"], event["reason"])
     facts = [known for _, known in sorted(courier.facts.items())]
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in facts]
     counts = [known.get("class_counts", []) for known in facts]
@@ -134,7 +137,8 @@ def _run_stages(
         done = {stage: point.round for stage, point in latest.items() if point is not None}
         schedule = make_schedule(config, splits, done=done)
         commit(courier, config, schedule, done=done, resumed=resumed)
-    run = Run(config, folder, grid, log, courier, checkpoints, prepared, schedule, circumstances)
+    shared = (prepared, schedule, circumstances, table)
+    run = Run(config, folder, grid, log, courier, checkpoints, *shared)
     try:
         _run_from_search(run)
     finally:
@@ -177,6 +181,8 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
     if "search" in config.stages and not isinstance(config.algorithm, GivenNetwork):
         strategy = _start_search(run)
         genotype, configuration = strategy.derive(), strategy.configuration()
+        if run.table is not None:
+            _look_up(run, run.table)
     else:
         given = given_genotype(config)
         if given is None:
@@ -184,6 +190,14 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
         genotype = given
     save_genotype(run.folder / GENOTYPE_FILE, genotype)
     return genotype, configuration
+
+
+def _look_up(run: Run, table: CellTable) -> None:
+    """Tell the percentiles of the cells that stood best in the rounds."""
+    events = read_events(run.folder / EVENTS_FILE)
+    snapshots = [event for event in events if event["event"] in ("alphas", "rewarded")]
+    percentiles = percentiles_by_round(table, snapshots)
+    run.log.emit("looked_up", cells=len(table.percentiles), percentiles=sorted(percentiles.items()))
 
 
 def _start_search(run: Run) -> RoundStrategy:
@@ -270,9 +284,11 @@ def _ask_tests(
     if len(having) < len(courier.clients):
         courier = courier.part(having, run=courier.run, emit=courier.emit)
     try:
-        for client, reply in courier.ask(verb, stage="evaluate", settings=settings, states=states):
+        for client, reply in courier.ask(
+            verb, stage="evaluate", settings=settings, states=states, releases=run.schedule
+        ):
             fields = {"client": client, "num_examples": reply.num_examples}
-            results.append(fields | dict(reply.metrics))
+            results.append(dict(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test
         run.log.emit("warning", message=f"few clients could test the network: {error}")
     return results

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +25,15 @@ def assert_equal(one, other):
     assert torch.equal(one.labels, other.labels)
     assert one.ids.tolist() == other.ids.tolist()
     assert one.class_names == other.class_names
+    assert one.id_column == other.id_column
     assert {k: v.tolist() for k, v in one.columns.items()} == {
         k: v.tolist() for k, v in other.columns.items()
     }
 
 
 def test_round_trip_is_memory_mapped(tmp_path: Path, images):
-    parts = {"train": images, "server_test": select_records(images, np.arange(9))}
+    persons = replace(select_records(images, np.arange(9)), id_column="patient")
+    parts = {"train": images, "server_test": persons}
     for build in (lambda: parts, never):
         loaded = load_or_build(tmp_path / "set", build)
         assert loaded.keys() == parts.keys()

@@ -75,11 +75,23 @@ def test_limits_take_the_same_records_always(cache: Path, npz: Path):
     assert [i for i in whole if i in set(ids(30))] == ids(30)
 
 
-def test_changed_files_are_read_again(cache: Path, npz: Path):
-    assert prepare(cache=cache, name="npz", root=npz).num_classes == 4
-    np.savez(npz, x_train=np.zeros((200, 6, 6, 3), np.uint8), y_train=np.zeros(200, int))
-    os.utime(npz, (1, 1))
-    assert prepare(cache=cache, name="npz", root=npz, server_test=False).num_classes == 1
+def test_a_file_changed_at_equal_size_is_read_again(cache: Path, npz: Path):
+    """Its name and size are as before; the time of its change is later by any amount."""
+    before = npz.stat()
+    first = prepare(cache=cache, name="npz", root=npz).train.features.clone()
+    with np.load(npz) as arrays:
+        np.savez(npz, **dict(arrays) | {"x_train": 255 - arrays["x_train"]})
+    os.utime(npz, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert npz.stat().st_size == before.st_size
+    assert torch.equal(prepare(cache=cache, name="npz", root=npz).train.features, 255 - first)
+
+
+@pytest.mark.parametrize(("train", "test"), [(30, 7), (7, 30), (30, 30), (31, 30), (30, None)])
+def test_each_limit_is_of_its_own_records_and_of_its_own_cached_copy(npz: Path, train, test):
+    shared = npz.parent.parent / "cache of all limits"
+    prepare(cache=shared, name="npz", root=npz, limit_train=30, limit_test=7)
+    data = prepare(cache=shared, name="npz", root=npz, limit_train=train, limit_test=test)
+    assert (len(data.train), len(data.server_test)) == (train, test or 50)
 
 
 def test_given_statistics_of_a_table(cache: Path, table_csv: Path):

@@ -58,6 +58,29 @@ def test_a_batch_is_normalised_per_channel(images):
     assert torch.equal(alone[0], x[1])
 
 
+def test_a_split_knows_the_records_of_each_person(images):
+    persons = np.random.default_rng(2).integers(0, 90, 600)
+    ids = record_ids(str(person).encode() for person in persons.tolist())
+    data = client_data(replace(images, ids=ids, id_column="patient"), np.arange(0, 600, 2))
+    held = [set(persons[s.rows].tolist()) for s in (data.train, data.validation, data.test)]
+    assert sum(map(len, held)) == len(set.union(*held)) == len(set(persons[::2].tolist()))
+    both = concat_splits(data.train, data.validation)
+    for split in (data.train, both):
+        found = split.records_of(torch.arange(split.num_units))
+        assert torch.cat(found).sort().values.tolist() == list(range(len(split)))
+        owners = [set(persons[split.rows[indices].numpy()].tolist()) for indices in found]
+        assert [len(owner) for owner in owners] == [1] * split.num_units
+        assert len(set.union(*owners)) == split.num_units
+        (last,) = split.records_of(torch.tensor([split.num_units - 1]))
+        assert torch.equal(last, found[-1])
+    alone = client_data(images, np.arange(600)).train
+    assert alone.num_units == len(alone)
+    assert [r.tolist() for r in alone.records_of(torch.tensor([4, 2]))] == [[4], [2]]
+    assert (
+        replace(data.test, rows=torch.empty(0).long(), persons=torch.empty(0).long()).num_units == 0
+    )
+
+
 def test_the_servers_records(images):
     split = server_split(select_records(images, np.arange(20)), MEAN, STD)
     assert len(split) == 20

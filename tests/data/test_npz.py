@@ -7,7 +7,6 @@ import torch
 from PIL import Image
 
 from fednas_flwr.data.npz import load_npz
-from fednas_flwr.data.records import record_ids
 from fednas_flwr.errors import ConfigError
 
 DEFAULTS = {"image_size": None, "channels": None, "class_names": ()}
@@ -72,7 +71,9 @@ def test_encoded_images(tmp_path: Path, part):
     path = save(tmp_path, y_train=LABELS, **{f"y_{part}": LABELS[:2]}, **arrays)
     train, test = load_npz(path, **(DEFAULTS | {"class_names": ("x", "y", "z")}))
     assert train.features.numpy().tolist() == decoded.transpose(0, 3, 1, 2).tolist()
-    assert train.ids.tolist() == record_ids(encoded).tolist()
+    (tmp_path / "plain").mkdir()
+    plain = save(tmp_path / "plain", x_train=decoded, y_train=LABELS)
+    assert train.ids.tolist() == load_npz(plain, **DEFAULTS)[0].ids.tolist()
     assert test.labels.tolist() == [0, 2]
     assert train.class_names == ("x", "y", "z")
     gray, _ = load_npz(path, image_size=4, channels=1, class_names=())
