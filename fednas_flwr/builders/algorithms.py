@@ -369,7 +369,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             refuses=refusals.of_fed_darts,
         ),
     ),
-    "fednas": Algorithm(FedDARTSSettings, _fed_darts, refuses=refusals.of_fed_darts),
+    "fednas": Algorithm(FedDARTSSettings, _fed_darts, refuses=refusals.of_single_paths),
     "feathers": Algorithm(
         FEATHERSSettings,
         _feathers,

@@ -78,8 +78,13 @@ def of_feathers(config: Config) -> None:
 
 
 def of_fed_darts(config: Config) -> None:
-    """Refuse what :func:`of_mixed_splits` does, and single paths where none can be drawn."""
+    """Refuse private rules that mix splits, and single paths where none can be drawn."""
     of_mixed_splits(config)
+    of_single_paths(config)
+
+
+def of_single_paths(config: Config) -> None:
+    """Refuse GDAS where no single path can be drawn."""
     algorithm, space = config.algorithm, config.search_space.name
     assert isinstance(algorithm, FedDARTSSettings)
     if algorithm.temperatures is None or not searches(config):
