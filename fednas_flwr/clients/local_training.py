@@ -34,6 +34,7 @@ from fednas_flwr.search.descent import (
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.local_search import alternate
 from fednas_flwr.search.path_network import PathNetwork, largest_paths
+from fednas_flwr.search.pool import Pool
 from fednas_flwr.search.proxyless import search_paths
 from fednas_flwr.search_spaces.space import Supernet
 
@@ -146,8 +147,9 @@ def prepare_training(
     def train_weights() -> tuple[Descents, dict[str, float]]:
         network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
         weights = trainable_weights(network)
-        optimizer = make_sgd(weights.values(), local.weights)
-        descent = Descent(weights, optimizer, local.weights.clip_norm)
+        members = network.members if isinstance(network, Pool) else [network]
+        groups = [{"params": list(trainable_weights(member).values())} for member in members]
+        descent = Descent(weights, make_sgd(groups, local.weights), local.weights.clip_norm)
         descents = Descents(descent, sent=sent)
         train(network, gradients, descent)
         return descents, gradients.metrics()

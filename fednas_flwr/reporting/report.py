@@ -120,7 +120,7 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
     def chart(label: str, series: dict[str, str], **look: Any) -> tuple[str, plots.Figure | None]:
         return label, plots.curves(rounds, series, **look)
 
-    charts = {
+    charts: dict[str, tuple[str, plots.Figure | None]] = {
         "loss": chart(f"Loss{noised}", {f"{k}_loss": k for k in both}, title="loss"),
         "accuracy": chart(
             f"Accuracy{noised}", {f"{k}_accuracy": k for k in both}, title="accuracy", percent=True
@@ -139,6 +139,7 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
             {"theta_entropy": "entropy"},
             title="nats",
         ),
+        "percentile": ("Percentile of the cell in the table", plots.percentiles(run, name)),
         "skip": chart(
             "Share of skip connections", {"skip_share": "share"}, title="share", percent=True
         ),
@@ -182,7 +183,7 @@ def _privacy(run: Run) -> dict[str, Any]:
         "summary": guarantee.overall_text(event) if event else "",
         "warning": guarantee.warning_text(event) if event else "",
         "texts": [
-            *(guarantee.PROTECTED, guarantee.MECHANISM, guarantee.ACCOUNTING),
+            *(guarantee.promise_texts(event) if event else ()),
             *texts.privacy_notes(run),
         ],
         "tables": tables,

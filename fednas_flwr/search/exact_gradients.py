@@ -15,6 +15,7 @@ from fednas_flwr.search.gates import alpha_gradient
 from fednas_flwr.search.gumbel import Relaxed
 from fednas_flwr.search.local_search import exact_alpha_gradient
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.search.pool import Pool, by_member
 from fednas_flwr.search.proxyless import gate_gradient
 from fednas_flwr.search.training import Batch, Tally, weight_gradient, weight_gradient_sum
 from fednas_flwr.search_spaces.mbconv_plan import CELL
@@ -78,7 +79,9 @@ class ExactGradients:
                     return
 
     def weights(self, network: nn.Module) -> Gradient:
-        """Return the gradient on the step's train batch."""
+        """Return the gradient on the step's train batch; of a pool each member's."""
+        if isinstance(network, Pool):
+            return by_member(network, self.weights)
         return weight_gradient(
             network,
             self.train_batch,

@@ -52,7 +52,7 @@ def alternate(supernet, client, server_round, config, lr):
         for train in passes(client.data.train, 1):
             validation = next(validation_batches)
             objective = loss(train) if config.algorithm.name == "fednas" else 0.0
-            objective = objective + loss(validation)
+            objective = objective + config.algorithm.validation_weight * loss(validation)
             objective = objective + beta_decay * torch.cat(alphas).logsumexp(-1).mean()
             for alpha, gradient in zip(alphas, torch.autograd.grad(objective, alphas), strict=True):
                 alpha.grad = gradient
@@ -68,13 +68,17 @@ def alternate(supernet, client, server_round, config, lr):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "beta_decay"), [("fed_darts", 0.0), ("fed_darts", 5.0), ("fednas", 0.0)]
+    "algorithm",
+    [
+        ["fed_darts"],
+        ["fed_darts", "algorithm.beta_decay=5"],
+        ["fednas"],
+        ["fednas", "algorithm.validation_weight=3"],
+    ],
 )
-def test_rounds_equal_local_loops_and_a_weighted_average(
-    algorithm, beta_decay, compose_config, federate
-):
-    own = [f"algorithm={algorithm}", f"algorithm.beta_decay={beta_decay}"]
-    config = compose_config(*own, *UNEQUAL, *SETTINGS)
+def test_rounds_equal_local_loops_and_a_weighted_average(algorithm, compose_config, federate):
+    name, *given = algorithm
+    config = compose_config(f"algorithm={name}", *UNEQUAL, *SETTINGS, *given)
     federation = federate(config)
     with seeded(config.seed, "supernet"):
         supernet = supernet_space(config, federation.data[0]).supernet()

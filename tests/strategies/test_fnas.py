@@ -341,3 +341,47 @@ def test_evaluation_on_validation_records_every_so_many_rounds_and_at_the_end(
     for event in rounds:
         assert math.isfinite(event["metrics"]["train_loss"])
         assert set(event["clients"]) == {"0", "1"}
+
+
+@pytest.mark.parametrize("algorithm", ["fnas", "vanilla_nas"])
+@pytest.mark.parametrize("batch_size", ["null", "1000", "16"])
+def test_oversampling_repeats_records_and_counts_them_once(
+    algorithm, batch_size, compose_config, federate
+):
+    """A client of rare classes answers for no more records than it has, by their mean gradient."""
+    partition = ["clients=1"] if algorithm == "vanilla_nas" else UNEQUAL
+    config = compose_config(
+        *(f"algorithm={algorithm}", *GROUP, *partition, "oversample=true", "rounds=1"),
+        f"algorithm.batch_size={batch_size}",
+    )
+    federation = federate(config)
+    asked = []
+    ask = federation.courier.ask
+
+    def noting(verb, **arguments):
+        for client, reply in ask(verb, **arguments):
+            asked.append((verb, client, reply))
+            yield client, reply
+
+    federation.courier.ask = noting
+    federation.strategy.start(federation.grid, num_rounds=1)
+    assert not [e for e in federation.events if e["event"] in ("client_failed", "client_left")]
+    gradients = [(v, index, r) for v, index, r in asked if v != "evaluate.model"]
+    repeated = 0
+    for verb, index, reply in gradients:
+        client = federation.clients[index]
+        split = client.data.train if verb == "train.weight_gradient" else client.data.validation
+        rows = client.for_training(split)
+        assert 1 <= reply.num_examples <= len(split)
+        repeated += len(rows) > len(split) == reply.num_examples
+        if (verb, batch_size) == ("train.weight_gradient", "null"):
+            plain = Plain(config, federation.data[0])
+            expected = torch.autograd.grad(
+                plain.mean_loss(rows.batch(torch.arange(len(rows)), "cpu")),
+                plain.weights,
+                materialize_grads=True,
+                allow_unused=True,
+            )
+            mean = reply.states["weights"]["float32"] / reply.num_examples
+            torch.testing.assert_close(mean, torch.cat([g.reshape(-1) for g in expected]), **CLOSE)
+    assert repeated or batch_size == "16"
