@@ -38,6 +38,7 @@ from hypothesis import strategies as st
 
 from fednas_flwr import api
 from fednas_flwr.builders.configuration import parse_config
+from fednas_flwr.builders.effects import without_effect
 from fednas_flwr.cli import main
 from fednas_flwr.composition import compose_tree
 from fednas_flwr.config import Config, conf_folder
@@ -141,10 +142,10 @@ def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
     if isinstance(tree, ConfigError):
         return chosen
     chosen, config = tree
-    given = {override.partition("=")[0] for override in chosen}
-    small = {key: value for key, value in smallest(config).items() if key not in given}
+    idle = {*without_effect(config), *(override.partition("=")[0] for override in chosen)}
+    small = {key: value for key, value in smallest(config).items() if key not in idle}
     chosen = chosen + [f"{key}={value}" for key, value in small.items()]
-    known = dict(leaves(config))
+    known = {key: own for key, own in leaves(config) if not (fits and key in idle)}
     for key in draw(st.lists(st.sampled_from(sorted(known)), max_size=MOST_DRAWN, unique=True)):
         hint, value = known[key]
         chosen.append(f"{key}={written(draw(values(hint, key, value)))}")

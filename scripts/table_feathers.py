@@ -101,7 +101,7 @@ def make_setting(seed: int, clients: int, partition: str, *, root: Path) -> None
         *PARTITIONS[partition],
         *(SMALL_SHARES if many else []),
     ]
-    given = [f"genotype={darts / 'genotype.json'}"]
+    given = [f"genotype={darts / 'genotype.json'}", "retrain.channels=8"]
     for name, overrides in {
         "DARTS": DARTS,
         "FedEx": [*FEDEX, *given],

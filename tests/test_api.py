@@ -194,12 +194,15 @@ def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys) -> None:
 
 
 def test_a_run_without_network_or_genotype_says_so(tiny) -> None:
-    searched = run(compose(*tiny, "stages=[search]"))
+    shared = [text for text in tiny if not text.startswith(("retrain.rounds", "rounds"))]
+    searched = run(compose(*shared, "rounds=2", "stages=[search]"))
     assert searched.scores == {}
     with pytest.raises(ConfigError, match="has not reached its export"):
         _ = searched.network
     (folder := searched.folder / "given").mkdir()
-    given = run(compose(*tiny, "algorithm=fedavg", "algorithm.network=linear", f"run_dir={folder}"))
+    shared = [text for text in shared if not text.startswith(("search_space", "retrain"))]
+    linear = ["algorithm=fedavg", "algorithm.network=linear", "retrain.rounds=2"]
+    given = run(compose(*shared, *linear, f"run_dir={folder}"))
     assert given.genotype is None
     assert given.network(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
 

@@ -85,10 +85,10 @@ def made_digits(folder: Path) -> Path:
 
 
 def made_table(dataset: Dataset, folder: Path) -> Path:
-    """Write 300 rows of the columns that a data set's statistics name."""
+    """Write 3000 rows of the columns that a data set's statistics name."""
     rng = np.random.default_rng(0)
     lines = [",".join([*dataset.statistics, "label"])]
-    for row in rng.normal(size=(300, len(dataset.statistics))).round(3):
+    for row in rng.normal(size=(3000, len(dataset.statistics))).round(3):
         lines.append(",".join([*map(str, row), str(rng.choice(dataset.class_names))]))
     (folder / "table.csv").write_text("\n".join(lines))
     return folder / "table.csv"

@@ -724,7 +724,7 @@ def test_every_verb_refuses_what_its_run_has_not_committed_to(make_site, no_reco
                 [*others, replace(own, stage="evaluate")],
                 [*others, replace(own, splits=("test",))],
                 [*others, replace(own, splits=(*own.splits, "test"))],
-                [*others, replace(own, kind="gradients")],
+                [*others, replace(own, kind="rewards" if kind == "metrics" else "metrics")],
             ):
                 site = make_site(committed=plan)
                 key = f"release={stage}/{verb}/{kind}/"
