@@ -40,7 +40,7 @@ from fednas_flwr import api
 from fednas_flwr.builders.configuration import parse_config
 from fednas_flwr.builders.effects import without_effect
 from fednas_flwr.cli import main
-from fednas_flwr.composition import compose_tree
+from fednas_flwr.composition import compose_tree, given_settings
 from fednas_flwr.config import Config, conf_folder
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.typed import Between, Length, OneOf
@@ -58,7 +58,7 @@ KEPT = {  # what a run needs to be small, its own and on this machine
     *("run_dir", "dataset.cache", "dataset.root", "dataset.download", "tensorboard", "device"),
     *("runtime.name", "runtime.deadline_s", "runtime.connect_s"),
 }
-WIDE = {"batch_size": 8, "partition.min_size": 1, "privacy.epsilon": 1000.0}
+WIDE = {"batch_size": 8, "channels": 8, "partition.min_size": 1, "privacy.epsilon": 1000.0}
 RATES = ("lr", "min_lr", "alpha_lr")  # above 1 every training diverges
 TEXTS = ("", "a", "0", "nothing", "~/nothing", "a b", "é")
 MOST_CHARACTERS = 1500  # of a refusal
@@ -99,7 +99,10 @@ def make_data(folder: Path) -> dict[str, list[str]]:
         for i, (v, w) in enumerate(rng.normal(size=(120, 2)))
     ]
     file.write_text("\n".join(["person,age,weight,ward,ill", *rows]) + "\n")
-    made["csv"] = ["dataset=csv", f"dataset.root={file}"]
+    made["csv"] = [
+        *("dataset=csv", f"dataset.root={file}", "dataset.ignore=[person,ward]"),
+        "dataset.statistics={age: [0, 1], weight: [0, 1]}",
+    ]
     made["digits"] = ["dataset=digits", "dataset.limit_train=90", "dataset.limit_test=40"]
     from PIL import Image
 
@@ -127,7 +130,11 @@ def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
         spaces = [space for space in spaces if space.startswith("mlp") == (name == "csv")]
     space = draw(st.sampled_from(spaces))
     retrain = [file for file in choices("retrain") if space.startswith(file)] or ["small"]
-    partition = draw(st.sampled_from(choices("partition")))
+    partitions = choices("partition")
+    if fits:  # others need a folder of sites, or a column of a table
+        unfit = ("sites",) if name == "csv" else ("sites", "column")
+        partitions = [other for other in partitions if other not in unfit]
+    partition = draw(st.sampled_from(partitions))
     chosen = [
         f"algorithm={draw(st.sampled_from(choices('algorithm')))}",
         *data[name],
@@ -154,10 +161,13 @@ def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
 
 def advised(chosen: list[str]) -> list[str]:
     """Return overrides after what refusals of them advise, in their own words."""
-    for _ in range(4):
+    for _ in range(8):
         error = _composed(tuple(chosen))
         if not isinstance(error, ConfigError):
             return chosen
+        if idle := re.match(r"([\w.]+)=.* has no effect .*remove it", str(error)):
+            chosen = [text for text in chosen if text.partition("=")[0] != idle[1]]
+            continue
         advice = str(error)
         advice = advice[max(advice.rfind(verb) for verb in (" set ", "choose one of ")) :]
         if "algorithm=" in str(error) and advice.startswith("choose"):
@@ -173,7 +183,7 @@ def advised(chosen: list[str]) -> list[str]:
 @cache
 def _composed(chosen: tuple[str, ...]) -> tuple[list[str], Config] | ConfigError:
     try:
-        return list(chosen), parse_config(compose_tree(chosen))
+        return list(chosen), parse_config(compose_tree(chosen), given=given_settings(chosen))
     except ConfigError as error:
         return error
 
@@ -184,6 +194,8 @@ def smallest(config: Config) -> dict[str, Any]:
     for key, (hint, value) in leaves(config):
         name = key.rpartition(".")[2]
         least = max([c.low for c in constraints(hint) if isinstance(c, Between)], default=0)
+        if value is None:
+            continue
         if key in WIDE or name in WIDE:
             small[key] = WIDE.get(key, WIDE.get(name))
         elif type(value) is int and value > LARGEST and name != "seed":
