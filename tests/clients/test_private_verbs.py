@@ -33,13 +33,13 @@ from fednas_flwr.search.objective import Objective, heads
 from fednas_flwr.search.settings import Adam
 from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
 
+from ..asked import ONE_STEP
 from .conftest import (
     ASKED,
     CANDIDATES,
     GONE,
     LOSS_BOUND,
     METRICS,
-    ONE_STEP,
     RECORDS,
     STEP,
     TERMS,
