@@ -230,7 +230,9 @@ def _training(settings: Settings, rows: float) -> tuple[SGD, int] | None:
 def _num_members(settings: Settings) -> int:
     """Return how many networks are trained side by side, each clipped by itself: 1, or a pool."""
     described = settings.local.network if isinstance(settings, Train) else {}
-    return max(1, len(described.get("genotypes", [])))
+    # a server may send anything, and a site that refuses it still answers
+    genotypes = described.get("genotypes") if isinstance(described, dict) else None
+    return max(1, len(genotypes)) if isinstance(genotypes, list) else 1
 
 
 def _steps(amount: Amount, rows: float) -> int:
