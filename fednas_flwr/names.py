@@ -8,6 +8,10 @@ from typing import Literal, get_args
 
 SPLITS = ("train", "validation", "test")  # the parts of a client's records
 
+Unit = Literal["record", "person"]  # what privacy protects one of
+UNITS: tuple[Unit, Unit] = get_args(Unit)
+RECORD, PERSON = UNITS
+
 Norm = Literal["batch", "group"]  # how a network normalises
 NORMS: tuple[Norm, Norm] = get_args(Norm)
 BATCH, GROUP = NORMS

@@ -377,9 +377,11 @@ def ledger() -> list[str]:
     release = Release(noise_multiplier=2.0, sample_rate=0.05, steps=1200)
     entry = Entry("ward", "a", "the run", "search", 1, "train.search", ("train",), release, 5000)
     with Ledger(Path("site/ledger"), Path("key"), clock=lambda: 86400.0) as ledger:
-        ledger.reserve(entry, epsilon=50.0, delta=1e-5)
-        ledger.reserve(entry, epsilon=50.0, delta=1e-5)
-        ledger.reserve(replace(entry, account="lab", run="\x1b[2J"), epsilon=50.0, delta=1e-5)
+        ledger.reserve(entry, epsilon=50.0, delta=1e-5, assignment="a")
+        ledger.reserve(entry, epsilon=50.0, delta=1e-5, assignment="a")
+        ledger.reserve(
+            replace(entry, account="lab", run="\x1b[2J"), epsilon=50.0, delta=1e-5, assignment="a"
+        )
     return ["site/ledger", "--key", "key"]
 
 

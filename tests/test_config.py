@@ -273,6 +273,7 @@ def test_bad_privacy_is_named_by_its_whole_key(key: str, value: Any, words: str)
         ("name: npz\nlimit_train: 5\n", "limit_train=5"),
         ("name: npz\nclass_nmaes: [a]\n", "dataset.class_nmaes is unknown"),
         ("- npz\n", "must be a mapping"),
+        ("name: csv\nlabel: ill\n", "lacks id_column: name the column .* null if there is none"),
         (None, "cannot be read"),
     ],
 )
@@ -285,6 +286,9 @@ def test_a_sites_dataset_file_is_checked(tmp_path: Path, text: str | None, words
     path.write_text("name: npz\nclass_names: [a, b]\n")
     dataset = site_dataset(path, cache="/cache")
     assert (dataset.name, dataset.class_names, dataset.cache) == ("npz", ["a", "b"], "/cache")
+    for given, column in (("patient", "patient"), ("null", None)):
+        path.write_text(f"name: csv\nid_column: {given}\n")
+        assert site_dataset(path, cache="/cache").id_column == column
 
 
 @pytest.mark.parametrize(
@@ -336,7 +340,10 @@ def test_the_algorithms_own_refusals_come_before_the_general_ones() -> None:
 
 
 def test_fednas_with_privacy_is_told_which_algorithms_there_are() -> None:
-    private = "dp_fnas, fed_darts, fedprox_darts, feathers, fdnas, dpnas, zero_cost, fedavg"
+    names = (
+        "dp_fnas fed_darts fedprox_darts feathers fdnas dpnas zero_cost successive_halving fedavg"
+    )
+    private = ", ".join(names.split())
     with pytest.raises(ConfigError, match=f"algorithm=fednas is not possible yet: .* {private}."):
         parse_config(compose_tree(["algorithm=fednas", "privacy=dp", *GROUP]))
 
@@ -366,7 +373,7 @@ EXPERIMENTS = [c.partition("=")[2] for c in all_choices() if c.startswith("exper
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_no_shipped_experiment_sets_anything_without_effect(name: str) -> None:
     given = given_settings([f"experiment={name}"])
-    assert len(given.experiment) > 5
+    assert given.experiment
     assert given.alone is not None
     check_experiment(parse_config(given.alone), given)
 

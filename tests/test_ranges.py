@@ -39,6 +39,7 @@ RUNS = [  # together they have every class of settings
     ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells"],
     ["algorithm=fedavg"],
     ["algorithm=zero_cost"],
+    ["algorithm=successive_halving"],
 ]
 FREE = {  # numbers of any size
     ("Dataset", "mean"),

@@ -10,6 +10,7 @@ Tensor suffixes: B records, E blocks, O ops, K ops that are computed in a block.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -34,8 +35,10 @@ from fednas_flwr.privacy.clipping import (
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.descent import Descent, Gradient, trainable_weights
 from fednas_flwr.search.gates import active_gates, alpha_gradient
+from fednas_flwr.search.gumbel import Relaxed
 from fednas_flwr.search.objective import Output
 from fednas_flwr.search.path_network import PathNetwork, cost_gradient, offered_ops
+from fednas_flwr.search.pool import Pool, by_member
 from fednas_flwr.search.training import Batch
 from fednas_flwr.search_spaces.mbconv_plan import CELL
 from fednas_flwr.search_spaces.space import Supernet
@@ -104,13 +107,24 @@ class NoisedGradients:
         return sums, gate_of(self._client).expected_batch(self._planned[state])
 
     def weights(self, network: nn.Module) -> Gradient:
-        """Return the noised mean gradient of the weights that a network computes with."""
-        return self._mean("weights", partial(self._weight_sum, network))
+        """Return the noised mean gradient of the weights that a network computes with.
+
+        Of a pool of M networks it is one release, too: every member's gradient is clipped to R by
+        itself, so that a record's gradients of all have a joint norm of at most ``sqrt(M) R``. They
+        are released over ``sqrt(M)``, as a vector of norm R, and multiplied back. To clip all
+        jointly to ``sqrt(M) R`` would cost the same, and let a member with large gradients
+        take from the others' steps; M releases of their own would need the same noise.
+        """
+        noised = self._mean("weights", partial(self._weight_sum, network))
+        if not isinstance(network, Pool):
+            return noised
+        return {name: gradient * math.sqrt(len(network)) for name, gradient in noised.items()}
 
     def alphas(
-        self, supernet: Supernet, weights: Descent, *, rule: str, validation_weight: float
+        self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
     ) -> Gradient:
         """Return the noised mean gradient of the alphas, of first order (``admission``)."""
+        assert isinstance(supernet, Supernet)  # as ``local_training`` has it
         return self._mean("alphas", partial(self._alpha_sum, supernet))
 
     def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:
@@ -160,7 +174,13 @@ class NoisedGradients:
         return (self._client.augmented(x, generator) if len(rows) else x), y
 
     def _weight_sum(self, network: nn.Module, x: Tensor, y: Tensor) -> Tensors:
-        """Return the clipped sum of gradients by the weights that a network computes with."""
+        """Return the clipped sum of gradients by the weights that a network computes with.
+
+        Of a pool of M networks each member's, over ``sqrt(M)``.
+        """
+        if isinstance(network, Pool):
+            sums = by_member(network, lambda member: self._weight_sum(member, x, y))
+            return {name: total / math.sqrt(len(network)) for name, total in sums.items()}
         objective, weight = self._client.objective, self._auxiliary_weight
         return clipped_gradient_sum(
             network,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,7 @@ from fednas_flwr.clients.client import Client
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.exchange.messages import Header
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.search.candidate import Candidate, all_alike
 from fednas_flwr.search.objective import heads
-from fednas_flwr.search_spaces.space import Supernet
 
 BATCH = 256
 METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 0 to 1
@@ -91,24 +90,30 @@ def prepare_rewards(
     client: Client,
     header: Header,
     planned: PlannedRelease,
-    supernet: Supernet,
-    paths: Sequence[Sequence[int]],
+    candidates: Sequence[nn.Module],
+    largest: Sequence[nn.Module],
+    *chosen: Any,
 ) -> Callable[[], Tensor]:
     """Return what releases each candidate's accuracy over the declared validation records, [M].
 
     Reads no record. One release for all: whether each of M candidates is right about a record is a
     vector of norm sqrt(M) at most.
+
+    Args:
+        client: With a gate.
+        header: Of the request.
+        planned: The plan.
+        candidates: M networks in evaluation mode.
+        largest: Candidates which take as much memory as any; they are tried before.
+        *chosen: All that the server has chosen of them besides.
     """
-    supernet.eval()
-    candidates = [Candidate(supernet, path) for path in paths]
 
     @torch.no_grad()
-    def num_correct(chosen: Sequence[Candidate], x: Tensor, y: Tensor) -> Tensor:
-        hits_MB = [client.objective.hits(candidate(x), y) for candidate in chosen]
+    def num_correct(measured: Sequence[nn.Module], x: Tensor, y: Tensor) -> Tensor:
+        hits_MB = [client.objective.hits(candidate(x), y) for candidate in measured]
         return torch.stack(hits_MB).sum(1).double().cpu()
 
-    alike = [Candidate(supernet, path) for path in all_alike(supernet)]
-    rehearse(client, partial(num_correct, alike), BATCH, "rewards")
+    rehearse(client, partial(num_correct, largest), BATCH, "rewards", *chosen)
     split = client.data.validation
 
     def release() -> Tensor:

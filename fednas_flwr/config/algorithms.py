@@ -10,6 +10,8 @@ from typing import Annotated
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import (
+    MOST_CANDIDATES,
+    REWARDED,
     SGD,
     Adam,
     BanditSettings,
@@ -25,10 +27,11 @@ from fednas_flwr.search.settings import (
     RateOrZero,
     Rule,
     Steps,
+    Temperatures,
     ThetaSettings,
     check_ranges,
 )
-from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct
+from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, check_range
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,17 @@ class FedDARTSSettings(AlgorithmSettings):
     proximal: RateOrZero
     weights: SGD
     alphas: Adam
+    beta_decay: RateOrZero
+    temperatures: Temperatures | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that the rule fits."""
+        super().__post_init__()
+        if self.temperatures is not None and self.rule == "second_order":
+            raise ConfigError(
+                "rule=second_order with temperatures: single paths have no second order; set "
+                "rule=first_order or temperatures=null."
+            )
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,7 @@ class FNASSettings(AlgorithmSettings):
     evaluate_every: CountOrZero
     weights: SGD
     alphas: Adam
+    beta_decay: RateOrZero
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the second order fits."""
@@ -155,6 +170,47 @@ class ZeroCostSettings(AlgorithmSettings):
 
 
 @dataclass(frozen=True)
+class PoolSettings(Checked):
+    """The networks that a search begins with; no record is read for it.
+
+    Attributes:
+        draws: Architectures that are drawn.
+        alphas: Folder of a run whose last alphas say how probable an op is; null: all alike.
+        keep: The best of them, which are trained.
+        by: Names out of ``search.scores.SCORES`` that say which are best; none: the first drawn.
+        limits: What a network may cost.
+    """
+
+    draws: Count
+    alphas: str | None
+    keep: Annotated[int, Between(2, MOST_CANDIDATES)]
+    by: list[str]
+    limits: NetworkLimits
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        check_range(self.keep <= self.draws, "keep", self.keep, f"2 to draws={self.draws}")
+        check_distinct("by", self.by)
+
+
+@dataclass(frozen=True)
+class SuccessiveHalvingSettings(AlgorithmSettings):
+    """Successive halving: a pool, trained by federated rounds and halved by validation accuracy.
+
+    Attributes:
+        pool: With what it begins.
+        eta: Of how many networks one stays after a rung.
+    """
+
+    pool: PoolSettings
+    eta: Annotated[int, Between(2)]
+    local_epochs: Steps
+    batch_size: Count
+    weights: SGD
+
+
+@dataclass(frozen=True)
 class FEATHERSSettings(AlgorithmSettings):
     """FEATHERS: local epochs whose hyper-parameters a bandit chooses."""
 
@@ -163,6 +219,7 @@ class FEATHERSSettings(AlgorithmSettings):
     batch_size: Count
     clip_norm: ClipNorm | None
     nas_rounds: Count
+    rewarded: Annotated[str, OneOf(REWARDED)]
     loss_bound: LossBound
     num_configurations: ListLength
     configurations: list[Configuration]

@@ -33,6 +33,8 @@ class Dataset(Checked):
         flip: Training images are mirrored at random.
         cutout: Side of the square that is blanked in training images, in pixels.
         linear_baseline: Whether a simulation also reports pooled logistic regression.
+        table: File of accuracies of all cells (``fednas lookup``), by which the report shows the
+            search; no choice depends on it.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Dataset(Checked):
     flip: bool
     cutout: CountOrZero
     linear_baseline: bool
+    table: str | None
     image_size: ImageSize | None
     channels: Annotated[int, Between(1, 3, reason="1 or 3")] | None
     class_names: list[str]
@@ -104,7 +107,8 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
         cache: Where prepared records go.
 
     Raises:
-        ConfigError: The file cannot be read, or a setting is wrong.
+        ConfigError: The file cannot be read, a setting is wrong, or that of a table does not say
+            which column gives ids.
     """
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -112,6 +116,12 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
         raise ConfigError(f"the site's dataset settings {path} cannot be read: {error}.") from error
     if not isinstance(given, Mapping):
         raise ConfigError(f"the site's dataset settings {path} must be a mapping: name: npz, ...")
+    if given.get("name") == "csv" and "id_column" not in given:
+        raise ConfigError(
+            f"{path} lacks id_column: name the column (of patients, cards, ...) whose value is the "
+            "same in every export, which alone keeps records in their parts; null if there is "
+            "none: then a new export charges its releases to the budgets of all parts."
+        )
     base = yaml.safe_load((conf_folder() / "dataset" / "_base.yaml").read_text(encoding="utf-8"))
     dataset: Dataset = parse(Dataset, {**base, "cache": cache, **given}, key="dataset", hints={})
     if dataset.limit_train is not None:

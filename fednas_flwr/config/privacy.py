@@ -90,6 +90,9 @@ class DifferentialPrivacy(Checked):
         local_steps: Noised steps per round of a local search, and per trial.
         metrics_noise_multiplier: Of losses and accuracies on clients' records, over a norm of 1 per
             record and measurement; null measures none.
+        fewest_records: Of three or more clients, the share of the median client's records that one
+            must declare of each split; one that declares fewer is left out. Noise is calibrated to
+            the client that needs most.
         micro_batch_size: Records whose gradients are held at a time, 1 to 1024.
         sites: Folder of the simulated sites' policies, ledgers and keys; null is ``sites`` in the
             run folder, which gives every run budgets of its own.
@@ -109,6 +112,7 @@ class DifferentialPrivacy(Checked):
     retrain: PrivateRetrain
     local_steps: Steps
     metrics_noise_multiplier: NoiseMultiplier | None
+    fewest_records: Annotated[float, Between(0, 1)]
     micro_batch_size: Annotated[int, Between(1, LARGEST_MICRO_BATCH)]
     sites: Text | None
     test_seed: int | None

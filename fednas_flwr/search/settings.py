@@ -26,6 +26,7 @@ LARGEST_NORM = 1e4  # of gradients
 LARGEST_LIST = 100_000  # of configurations, which every exploration goes through
 MOST_CANDIDATES = 1000  # in one request
 MOMENTA = ("reset", "averaged", "server")
+REWARDED = ("local", "averaged")  # models whose validation loss FEATHERS' rewards compare
 
 # Types of fields, with the values that they may have; see ``typed.Checked``.
 Count = Annotated[int, Between(1)]
@@ -83,6 +84,24 @@ class Adam(Checked):
 
     lr: RateOrZero
     weight_decay: RateOrZero
+
+
+@dataclass(frozen=True)
+class Temperatures(Checked):
+    """The temperature of GDAS' softmax, which falls linearly over the rounds.
+
+    Attributes:
+        first: Of the first round, above 0; 10 in the paper.
+        last: Of the last round, above 0; .1 in the paper.
+    """
+
+    first: Positive
+    last: Positive
+
+    def at_round(self, server_round: int, num_rounds: int) -> float:
+        """Return the temperature of a round of ``num_rounds``; rounds count from 1."""
+        progress = (server_round - 1) / max(1, num_rounds - 1)
+        return self.first + (self.last - self.first) * progress
 
 
 @dataclass(frozen=True)

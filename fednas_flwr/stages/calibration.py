@@ -56,8 +56,9 @@ def calibrated(
                 named = " and ".join(dict.fromkeys(other.noise_name for other in others))
                 raise ConfigError(
                     f"privacy.epsilon={privacy.epsilon:g}: {named} alone cost {used:.3g} of "
-                    f"{target:.3g} on the {split} records, which leaves nothing for {name}; raise "
-                    "it or the noise multipliers, or take fewer rounds."
+                    f"{target:.3g} on the {split} records of a client that declares "
+                    f"{declared[split]} of them, which leaves nothing for {name}; raise it, "
+                    "privacy.fewest_records or the noise multipliers, or take fewer rounds."
                 )
             needed = max(needed, _least_noise(privacy, name, target, own, before, declared))
     return needed

@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.refusals import searches
 from fednas_flwr.builders.strategies import retrain_releases, search_releases
 from fednas_flwr.config import Config, DifferentialPrivacy
-from fednas_flwr.data.loaders import make_client_data
-from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.plan import (
     PlannedRelease,
     PrivateStage,
@@ -61,17 +58,6 @@ def make_schedule(
         if own and sigmas[name] is None:
             sigmas[name] = calibrated(privacy, name, own, _with_noise(whole, sigmas), records)
     return _with_noise(_planned(config, done=done, spare=spare), sigmas)
-
-
-def check_schedule(config: Config) -> None:
-    """Raise ConfigError unless the noise of a simulated private run can be calibrated."""
-    if not isinstance(config.privacy, DifferentialPrivacy):
-        return
-    prepared, parts = make_data(config)
-    key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
-    own = [make_client_data(prepared, part, key=key, fractions=fractions) for part in parts]
-    counts = [{split: len(getattr(data, split)) for split in SPLITS} for data in own]
-    make_schedule(config, counts, done={})
 
 
 def private_stage(

@@ -61,10 +61,12 @@ POLICY = {
     "largest_grad_norm": 2.0,
     "largest_steps": 1000,
     "verbs": list(PRIVATE_VERBS),
+    "unit": "record",
     "records": sum(RECORDS.values()),
     "fractions": {split: count / sum(RECORDS.values()) for split, count in RECORDS.items()},
     "secure_noise": True,
     "test_seed": False,
+    "approve": "automatic",
 }
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 TERMS = {"noise_multiplier": 1.5, "batch_size": 8.0, "max_grad_norm": 0.5}

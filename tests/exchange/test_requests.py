@@ -47,11 +47,11 @@ from fednas_flwr.exchange.requests import (
     encode,
 )
 from fednas_flwr.hardware.costs import HardwareTerms
-from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.plan import KINDS, STAGES, PlannedRelease
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.search.settings import SGD, Adam, DPAware
-from fednas_flwr.verbs import VERBS
+from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
 
 # --- all requests that there are, as strategies
 
@@ -117,9 +117,9 @@ trainings = st.builds(
 trials = st.builds(Trial, weights=sgds, alphas=adams, drop_path_prob=shares)
 releases = st.builds(
     PlannedRelease,
-    stage=names,
-    verb=names,
-    kind=names,
+    stage=st.sampled_from(STAGES),
+    verb=st.sampled_from(PRIVATE_VERBS),
+    kind=st.sampled_from(KINDS),
     splits=st.lists(names, max_size=3).map(tuple),
     batch_size=st.none() | numbers,
     steps=st.integers(-(2**62), 2**62),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from fednas_flwr.builders.clients import PRIVATE_SITE_KEYS, check_public, make_courier
+from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.builders.strategies import make_search
 from fednas_flwr.cli import main
@@ -57,6 +58,7 @@ from fednas_flwr.reporting.events import EventLog, read_events
 from fednas_flwr.search.descent import make_adam, make_sgd
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.stages import commitment
 from fednas_flwr.stages.pipeline import run_stages
 from fednas_flwr.stages.run_folder import create_run_folder, open_run_folder
 from fednas_flwr.stages.schedule import make_schedule, private_stage
@@ -138,10 +140,12 @@ def write_policy(sites: Path, client: int, **changes):
         "largest_grad_norm": 1.0,
         "largest_steps": 1000,
         "verbs": list(PRIVATE_VERBS),
+        "unit": "record",
         "records": 40,
         "fractions": {"train": 0.5, "validation": 0.4, "test": 0.1},
         "secure_noise": True,
         "test_seed": False,
+        "approve": "automatic",
         **changes,
     }
     path = sites / f"client-{client}" / "policy.yaml"
@@ -341,11 +345,13 @@ def test_a_resumed_run_with_rounds_done_goes_on_while_its_budget_lasts(start, tm
     client_app._client.cache_clear()
     resumed = start(resume=killed.folder)
     _, event = named(resumed.events, "privacy")
+    assert [item["steps"] for item in event["schedule"]] == [6 - done] * 2
     (covers,) = event["clients"][0]["covers"]
     assert covers["rounds"] < covers["of"] == 6 - done
     assert covers["rounds"] == 4 or not done
     after = len(rows(tmp_path, 0)) - before
     if done:
+        assert {row.committed_steps for row in rows(tmp_path, 0)[-after:]} == {5}
         assert isinstance(resumed.error, QuorumError)
         assert "the budget is" in str(resumed.error)
         assert 8 <= after < 10
@@ -522,7 +528,7 @@ def test_a_client_that_tells_a_nonsensical_epsilon_is_not_asked_again(
     assert rows(tmp_path, 1) == []
 
 
-@pytest.mark.parametrize("fact", ["splits", "budget", "secure_noise", "spent"])
+@pytest.mark.parametrize("fact", ["splits", "budget", "secure_noise", "unit", "spent"])
 def test_a_client_that_keeps_a_needed_fact_to_itself_does_not_stop_the_run(
     start, tmp_path, monkeypatch, fact
 ):
@@ -587,6 +593,45 @@ def real_sites(tmp_path, made_data):
         return grid
 
     return equip
+
+
+def write_table(path: Path, *, changed: bool) -> None:
+    """Write a table of patients; ``changed``: exported again with one more decimal and a column."""
+    rng = np.random.default_rng(0)
+    features, labels = rng.normal(0, 1, (60, 4)), rng.integers(0, 2, 60)
+    digits = 4 if changed else 3
+    lines = [
+        ",".join([f"p{i}", *(f"{x:.{digits}f}" for x in row), *["7"] * changed, f"{label}"])
+        for i, (row, label) in enumerate(zip(features, labels, strict=True))
+    ]
+    head = ["patient", *"abcd", *["ward"] * changed, "ill"]
+    path.write_text("\n".join([",".join(head), *lines]) + "\n")
+
+
+@pytest.mark.parametrize("id_column", ["patient", None])
+def test_a_new_export_of_the_same_records_is_charged_to_all_splits_unless_a_column_gives_ids(
+    compose_config, real_sites, start, tmp_path, id_column
+):
+    sizes = ["search_space=mlp_small", *(f"{p}.channels=8" for p in ("search_space", "retrain"))]
+    sizes += [f"{part}.norm=group" for part in ("search_space", "retrain")]
+    searched = ["algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "stages=[search]"]
+    overrides = [*searched, "privacy.epsilon=1000", *REAL_SITES, *sizes, "dataset=csv"]
+    dataset = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": [*"abcd"]}
+    dataset |= {"statistics": {name: [0, 1] for name in "abcd"}, "id_column": id_column}
+    for changed in (False, True):
+        for kept in (client_app._gate, client_app._client, client_app._data):
+            kept.cache_clear()
+        grid = real_sites(compose_config(*overrides))
+        (node,) = (context.node_config for context in grid._contexts.values())
+        Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
+        node["data-path"] = str(tmp_path / "patients.csv")
+        write_table(Path(node["data-path"]), changed=changed)
+        assert start(*overrides, grid=grid).error is None
+    with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as booked:
+        splits = [row.entry.splits for row in booked.entries()]
+    first, second = splits[:4], splits[4:]
+    assert first == [("train",), ("validation",)] * 2
+    assert second == (first if id_column else [("train", "validation", "test")] * 4)
 
 
 ADAM = Adam(lr=0.01, weight_decay=0.0)
@@ -844,9 +889,106 @@ def test_a_real_site_must_declare_what_its_records_would_tell(compose_config, ov
         check_public(config, prepared)
 
 
+def approval(node, awaited=None):
+    """The command that a person at a site types."""
+    files = {"--policy": node["policy"], "--ledger": node["ledger"], "--key": node["ledger-key"]}
+    options = [text for pair in files.items() for text in pair]
+    return ["approve", *([awaited] if awaited else []), *options]
+
+
+def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(
+    compose_config, real_sites, start, capsys
+):
+    """Not approved in time it ends with a sentence; approved, it goes on under the same name."""
+    overrides = [*SEARCH, *REAL_SITES, "runtime.approval_s=0", "privacy.weights.noise_multiplier=2"]
+    grid = real_sites(compose_config(*overrides), approve="manual")
+    (node,) = (context.node_config for context in grid._contexts.values())
+    run = start(*overrides, grid=grid)
+    (event,) = named(run.events, "approval_awaited")
+    ((client, awaited),) = [(one["client"], one["schedule"]) for one in event["clients"]]
+    assert client == 0
+    assert str(run.error).startswith(
+        f"client 0: its schedule {awaited} waits for a person's approval: have `fednas approve "
+        f"{awaited}` typed at that site, then resume this run (0 of 1 clients have agreed"
+    )
+    assert str(run.error).endswith("Nothing was released.")
+    assert not named(run.events, "privacy")
+    assert f"fednas approve {awaited}: run '{event['run']}' waits" in capsys.readouterr().err
+
+    again = start(resume=run.folder, grid=grid)  # too early
+    assert str(again.error) == str(run.error)
+    capsys.readouterr()
+    assert main(approval(node)) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        awaited,
+        event["run"],
+        "budget records: epsilon 1000 at delta 1e-05",
+        "0 is spent",
+    ):
+        assert part in shown
+    rows = [line.split("│")[1:-1] for line in shown.splitlines() if "│ search" in line]
+    assert {tuple(cell.strip() for cell in row) for row in rows} == {
+        ("search", "train.alpha_gradient", "alphas", "validation", "2", "1", "1", "8", "0.5"),
+        ("search", "train.weight_gradient", "weights", "train", "2", "2", "1", "8", "0.4"),
+    }
+    space = supernet_space(run.config, make_data(compose_config(*SEARCH))[0])
+    weights = sum(weight.numel() for weight in space.supernet().weights().values())
+    assert f"size of the model that is searched: 30 alphas and {weights:,} weights" in shown
+    assert "epsilon with all that was booked before (PRV): train " in shown
+    assert main(approval(node, "0" * 32)) == 2
+    refusal = f"no schedule {'0' * 32} waits for approval; there is {awaited}."
+    assert refusal in capsys.readouterr().err
+
+    assert main(approval(node, awaited)) == 0
+    assert f"approved {awaited}." in capsys.readouterr().out
+    last = start(resume=run.folder, grid=grid)
+    assert last.error is None
+    with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as booked:
+        assert {row.entry.run for row in booked.entries()} == {event["run"]}
+    assert main(approval(node)) == 0
+    assert capsys.readouterr().out.endswith("nothing waits for approval.\n")
+    new = start(*overrides, grid=real_sites(compose_config(*overrides), approve="manual"))
+    assert awaited not in str(new.error)  # the next run is another one
+    assert "waits for a person's approval" in str(new.error)
+
+
+def test_a_run_goes_on_once_a_person_has_approved_it_and_without_a_site_where_nobody_does(
+    compose_config, real_sites, start, monkeypatch
+):
+    monkeypatch.setattr(commitment, "APPROVAL_POLL_S", 0.01)
+    overrides = [*SEARCH, *REAL_SITES, "clients=3", "runtime.approval_s=3"]
+    grid = real_sites(compose_config(*overrides), approve="manual")
+    nodes = {c.node_config["partition-id"]: c.node_config for c in grid._contexts.values()}
+    write_policy(Path(nodes[2]["policy"]).parent.parent, 0)  # this site needs no person
+    asked = []
+
+    def person(event):
+        """Approve at site 0, and at no other."""
+        if event["event"] == "approval_awaited":
+            asked.append({one["client"]: one["schedule"] for one in event["clients"]})
+            if 0 in asked[-1]:
+                assert main(approval(nodes[0], asked[-1][0])) == 0
+
+    run = start(*overrides, grid=grid, listener=person)
+    assert run.error is None
+    assert [sorted(waiting) for waiting in asked] == [[0, 1], [1]]
+    (left,) = named(run.events, "client_left")
+    assert left["client"] == 1
+    assert "have `fednas approve" in left["reason"]
+    (event,) = named(run.events, "privacy")
+    assert [client["client"] for client in event["clients"]] == [0, 2]
+    for index, node in nodes.items():
+        with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as booked:
+            assert len(booked.entries()) == (0 if index == 1 else 4)
+    lines = trail_of(Path(nodes[2]["ledger"]).with_name("audit.jsonl"))
+    asked = [line["verb"] for line in lines if line["event"] == "asked"]
+    assert asked.count("query.commit") == 1  # who has agreed is not asked again
+
+
 def trail_of(path):
     """The lines of an audit trail without what differs from run to run."""
-    changing = ("time", "previous", "run", "flower_run")
+    changing = ("time", "mac", "run", "flower_run")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in changing} for line in lines]
 
@@ -875,7 +1017,7 @@ def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
             list(courier.ask("query.commit", stage="commit", settings=Commit("other", ())))
         assert start(*SEARCH, *REAL_SITES, grid=grid).error is None
         path = tmp_path / name / "ledger" / "audit.jsonl"
-        assert verify_trail(path)[0] == len(trail_of(path))
+        assert verify_trail(path, tmp_path / name / "key") == len(trail_of(path))
         trails.append(trail_of(path))
     assert trails[0] == trails[1]
     (refused,) = (line for line in trails[0] if line["event"] == "refused")
