@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.builders.check import check_buildable, check_memory
+from fednas_flwr.builders.check import check_buildable
 from fednas_flwr.builders.clients import make_client, make_courier
 from fednas_flwr.builders.configuration import parse_config
 from fednas_flwr.builders.data import make_data
@@ -96,7 +96,7 @@ def made_table(dataset: Dataset, folder: Path) -> Path:
 
 
 def test_check_builds_no_tensors_and_draws_nothing(compose_config: Compose) -> None:
-    config = compose_config("search_space.channels=32768")  # terabytes of weights
+    config = compose_config("search_space.channels=256")  # a gigabyte of weights
     state = torch.random.get_rng_state()
     check_buildable(config)
     assert torch.equal(state, torch.random.get_rng_state())
@@ -104,9 +104,8 @@ def test_check_builds_no_tensors_and_draws_nothing(compose_config: Compose) -> N
 
 @pytest.mark.parametrize("group", ["search_space", "retrain"])
 def test_memory_is_estimated_before_it_is_allocated(compose_config: Compose, group: str) -> None:
-    check_memory(compose_config())
     with pytest.raises(ConfigError, match=f"^{group}: .* GiB .*{group}.channels=1000000") as told:
-        check_memory(compose_config(f"{group}.channels=1000000"))
+        check_buildable(compose_config(f"{group}.channels=1000000"))
     assert "takes at least" in str(told.value)
 
 
