@@ -15,8 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from fednas_flwr.builders.algorithms import ALGORITHMS, Algorithm
 from fednas_flwr.builders.configuration import check_combinations, parse_config
 from fednas_flwr.builders.spaces import SpaceEntry
@@ -133,7 +131,7 @@ def run(
         config = create_run_folder(config)
     else:
         if strategy is not None:
-            _register_again(strategy, Path(config).expanduser())
+            _register_again(strategy, str(config))
         config = open_run_folder(str(config))
         check_whole(config)
     execute(config, resumed=resumed, listeners=listeners, quiet=quiet)
@@ -148,11 +146,15 @@ def check(configs: Iterable[Config]) -> None:
     for config in configs:
         check_combinations(config)
         check_free(config)
-    from fednas_flwr.builders.check import check_buildable
+    from fednas_flwr.federation.clusters import check_cluster
+
+    for config in configs:
+        check_cluster(config)
+    from fednas_flwr.stages.check import check_run
 
     for config in configs:
         if config.runtime.name != "deployment":  # data and genotype lie on other machines
-            check_buildable(config)
+            check_run(config)
 
 
 def execute(
@@ -165,6 +167,7 @@ def execute(
         launch(config, listeners=listeners, resumed=resumed)
         return
     print(f"run folder: {config.run_dir}", flush=True)
+    go_on = f"fednas run resume={config.run_dir}"
     from fednas_flwr.reporting.progress import ProgressDisplay, print_summary
 
     try:
@@ -173,7 +176,10 @@ def execute(
 
             launch(config, listeners=[display, *listeners], resumed=resumed)
     except KeyboardInterrupt:
-        print(f"\nTo go on: fednas run resume={config.run_dir}", file=sys.stderr)
+        print(f"\nTo go on: {go_on}", file=sys.stderr)
+        raise
+    except OSError as error:  # such as a full disk
+        error.add_note(f"to go on: {go_on}")
         raise
     print_summary(Path(str(config.run_dir)))
 
@@ -290,14 +296,13 @@ def _with_strategy(config: Config, strategy: type[RoundStrategy]) -> Config:
     return replace(config, algorithm=replace(config.algorithm, name=name))
 
 
-def _register_again(strategy: type[RoundStrategy], folder: Path) -> None:
-    """Register the strategy of the run in a folder, if it holds one."""
+def _register_again(strategy: type[RoundStrategy], folder: str) -> None:
+    """Register the strategy of the run in a folder."""
     from fednas_flwr.builders.registration import register_strategy
-    from fednas_flwr.reporting.runs import CONFIG_FILE
+    from fednas_flwr.stages.run_folder import read_config_file
 
-    if not (folder / CONFIG_FILE).is_file():
-        return
-    found = yaml.safe_load((folder / CONFIG_FILE).read_text())["algorithm"]["name"]
+    algorithm = read_config_file(folder).get("algorithm")
+    found = str(algorithm.get("name")) if isinstance(algorithm, dict) else ""
     name = register_strategy(strategy, found.partition(".")[0])
     if name != found:
         raise ConfigError(f"{folder} holds a run of algorithm={found}, which is not {name}.")

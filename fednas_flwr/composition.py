@@ -6,8 +6,11 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
+from functools import reduce
+from operator import getitem
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,12 +19,17 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fednas_flwr.builders.effects import Given
 from fednas_flwr.config import conf_folder
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.errors import ConfigError, show, unknown_choice
 
 
 def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     """Let Hydra compose ``conf/`` with ``overrides`` and return the tree as plain values.
+
+    An override replaces single values; ``key={}`` empties a mapping. Where a group of an experiment
+    is chosen anew, what the experiment sets in it and the new choice lacks goes: with
+    ``experiment=dp_fnas/fashion_mnist privacy=none`` its budget.
 
     Raises:
         ConfigError: An override is malformed, or names a file or key that does not exist.
@@ -32,21 +40,85 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     overrides = [re.sub(r"^(?=[\w.]+=\{)", "++", text) for text in overrides]
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_folder().resolve())):
         try:
-            tree: Any = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
-        except (HydraException, OmegaConfBaseException) as error:
+            tree = _composed(overrides)
+            _drop_overruled(tree, overrides)
+        except (HydraException, OmegaConfBaseException, OSError) as error:
             groups = _groups()
             chosen = [text for text in overrides if text.partition("=")[0] in groups]
-            known: Any = OmegaConf.to_container(compose("config", chosen))
+            known = _composed(chosen, resolve=False)
             for text in overrides:
                 _check_key(text.lstrip("+").partition("=")[0], known)
             where = getattr(error, "full_key", None) or "the configuration"
             raise ConfigError(f"{where}: {str(error).splitlines()[0]}.") from error
+    for text in overrides:
+        if _parse(text).value() == {}:
+            *parents, last = _parse(text).key_or_group.split(".")
+            reduce(getitem, parents, tree)[last] = {}
+    return tree
+
+
+def _composed(overrides: Sequence[str], *, resolve: bool = True) -> dict[str, Any]:
+    """Return Hydra's tree; within ``initialize_config_dir``."""
+    tree: Any = OmegaConf.to_container(compose("config", list(overrides)), resolve=resolve)
     return dict(tree)
 
 
-def given_settings(overrides: Sequence[str]) -> list[str]:
-    """Return the dotted names of the settings that overrides set."""
-    return [text.partition("=")[0] for text in overrides]
+def given_settings(overrides: Sequence[str]) -> Given:
+    """Return what the user has set: by overrides, or by the experiment file that they choose."""
+    typed = []
+    for text in overrides:
+        override = _parse(text)
+        typed += _leaves(override.key_or_group, override.value())
+    name = _experiment_of(overrides)
+    if name is None:
+        return Given(typed)
+    return Given(typed, _experiment_settings(name), name, compose_tree([f"experiment={name}"]))
+
+
+def _experiment_of(overrides: Sequence[str]) -> str | None:
+    """Return the name of the chosen experiment."""
+    names = [text.partition("=")[2] for text in overrides if text.startswith("experiment=")]
+    return names[-1] if names and names[-1] != "null" else None
+
+
+def _experiment_settings(name: str) -> list[str]:
+    """Return the dotted names of all that an experiment and its bases set; groups by their own."""
+    stored, path = ConfigStore.instance(), conf_folder() / "experiment" / f"{name}.yaml"
+    if path.is_file():
+        tree: Any = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    else:
+        tree = OmegaConf.to_container(stored.load(f"experiment/{name}.yaml").node)
+    names: list[str] = []
+    for default in tree.pop("defaults", []):
+        if isinstance(default, Mapping):
+            names += [key.rpartition("/")[2] for key in default]
+        elif default != "_self_":
+            names += _experiment_settings(default.removeprefix("/experiment/"))
+    return list(dict.fromkeys(names + [leaf for key in tree for leaf in _leaves(key, tree[key])]))
+
+
+def _leaves(key: str, value: Any) -> list[str]:
+    """Return the dotted names of the single values of a setting that may be a mapping."""
+    if not isinstance(value, Mapping) or not value:
+        return [key]
+    return [leaf for name, item in value.items() for leaf in _leaves(f"{key}.{name}", item)]
+
+
+def _drop_overruled(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Take out what the experiment sets in a group that is chosen anew and has no such setting."""
+    keys = [text.lstrip("+").partition("=")[0] for text in overrides]
+    chosen = [text for text, key in zip(overrides, keys, strict=True) if key in _groups()]
+    name = _experiment_of(overrides)
+    if name is None or len(chosen) < 2:
+        return
+    others = [text for text in chosen if not text.startswith("experiment=")]
+    plain = _composed(others, resolve=False)
+    for setting in _experiment_settings(name):
+        group, _, rest = setting.partition(".")
+        own = rest.partition(".")[0]
+        typed = any(key.startswith(f"{group}.{own}") for key in keys)
+        if own and group in keys and own not in plain[group] and not typed:
+            tree[group].pop(own, None)
 
 
 def expand_sweep(overrides: Sequence[str]) -> dict[str, list[str]]:
@@ -66,7 +138,9 @@ def expand_sweep(overrides: Sequence[str]) -> dict[str, list[str]]:
                 ]
             )
         else:
-            raise ConfigError(f"{text} is no list of values: write them out, as in seed=1,2,3.")
+            raise ConfigError(
+                f"{show(text)} is no list of values: write them out, as in seed=1,2,3."
+            )
     jobs = {}
     for number, job in enumerate(itertools.product(*choices)):
         name = "_".join([str(number), *(part for _, part in job if part)])
@@ -105,8 +179,8 @@ def _parse(text: str) -> Override:
         return OverridesParser.create().parse_override(text)
     except HydraException:
         raise ConfigError(
-            f"{text!r} is not of the form key=value; a value with special characters needs quotes "
-            "of its own, as in 'key=\"a=b\"'."
+            f"{show(text)!r} is not of the form key=value; a value with special characters needs "
+            "quotes of its own, as in 'key=\"a=b\"'."
         ) from None
 
 
@@ -116,17 +190,18 @@ def _check_override(text: str) -> None:
     key, groups = override.key_or_group, _groups()
     if text[0] in "+~" or override.package is not None:
         raise ConfigError(
-            f"{text!r}: settings are neither added nor removed, only set; write {key}=<value>."
+            f"{show(text)!r}: settings are neither added nor removed, only set; write "
+            f"{show(key)}=<value>."
         )
     if override.is_sweep_override():
         raise ConfigError(
-            f"{text} lists several values: add -m for a sweep over them, or put quotes around a "
-            f"single value with a comma, as in '{key}=\"a,b\"'."
+            f"{show(text)} lists several values: add -m for a sweep over them, or put quotes "
+            f"around a single value with a comma, as in '{key}=\"a,b\"'."
         )
     group, _, last = key.rpartition(".")
     if last == "name" and group in groups:
-        raise ConfigError(f"{text}: a group is chosen by its own name; write {group}=<name>.")
-    if key in groups and override.value() not in groups[key]:
+        raise ConfigError(f"{show(text)}: a group is chosen by its own name; write {group}=<name>.")
+    if key in groups and str(override.value()) not in groups[key]:
         if not (key == "experiment" and override.value() is None):
             raise unknown_choice(key, override.value(), groups[key])
 
@@ -146,7 +221,7 @@ def _check_key(key: str, tree: dict[str, Any]) -> None:
             raise ConfigError(f"{key}: {parent} is set as a whole; write {parent}={{{part}: ...}}.")
         names = ", ".join(f"{parent}{name}" for name in node) if isinstance(node, dict) else "none"
         raise ConfigError(
-            f"{key} is no setting: {parent.rstrip('.') or 'the top level'} has {names} "
+            f"{show(key)} is no setting: {parent.rstrip('.') or 'the top level'} has {names} "
             f"(nearest: {', '.join(_nearest(key, tree))})."
         )
 

@@ -24,6 +24,14 @@ class MissingSettingError(ConfigError):
         self.key = key
 
 
+class NoEffectError(ConfigError):
+    """The user has set what the run would not use; a sweep leaves that job out and goes on."""
+
+
+class NoEffectWarning(UserWarning):
+    """An experiment file sets what something typed has overruled; the message names it."""
+
+
 class DamagedError(RuntimeError):
     """A site's books cannot be trusted any more; the message is one sentence that says why."""
 

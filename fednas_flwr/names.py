@@ -8,6 +8,10 @@ from typing import Literal, get_args
 
 SPLITS = ("train", "validation", "test")  # the parts of a client's records
 
+Unit = Literal["record", "person"]  # what privacy protects one of
+UNITS: tuple[Unit, Unit] = get_args(Unit)
+RECORD, PERSON = UNITS
+
 Norm = Literal["batch", "group"]  # how a network normalises
 NORMS: tuple[Norm, Norm] = get_args(Norm)
 BATCH, GROUP = NORMS
@@ -15,6 +19,16 @@ BATCH, GROUP = NORMS
 Engine = Literal["fast", "reference"]  # how a supernet is computed, to the same result
 ENGINES: tuple[Engine, Engine] = get_args(Engine)
 FAST, REFERENCE = ENGINES
+
+# How records are divided over clients, and which settings of `partition` each way uses.
+PARTITIONS: dict[str, tuple[str, ...]] = {
+    "iid": ("seed",),
+    "dirichlet": ("seed", "alpha", "min_size"),
+    "label_groups": ("seed", "groups", "clients_per_group"),
+    "quantity": ("seed", "alpha", "min_size", "fractions"),
+    "column": ("column",),
+    "sites": (),
+}
 
 # How epsilon is computed from a schedule: numerically, by Renyi divergences, by a central limit.
 PRV, RDP, GDP = ACCOUNTANTS = ("prv", "rdp", "gdp")

@@ -35,12 +35,14 @@ class Between:
         high: The largest; infinity is no bound.
         above: Whether ``low`` itself is left out.
         below: Whether ``high`` itself is left out.
+        reason: Why there is a bound, or what else to do; ends the error's sentence.
     """
 
     low: float
     high: float = math.inf
     above: bool = False
     below: bool = False
+    reason: str = ""
 
     def __contains__(self, number: float) -> bool:
         """Return whether a number is one of them."""
@@ -58,7 +60,8 @@ class Between:
 
     def check(self, key: str, value: Any, alternative: str) -> None:
         """Raise ConfigError for a number outside; ``alternative`` is what else is allowed."""
-        check_range(value in self, key, value, f"{self}{alternative}")
+        because = f" ({self.reason})" if self.reason else ""
+        check_range(value in self, key, value, f"{self}{alternative}{because}")
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class OneOf:
 
 
 Constraint = Between | Length | OneOf
+Text = Annotated[str, Length(Between(1, 4096))]  # a name or path, which is not empty
 
 
 class Checked:
@@ -122,6 +126,16 @@ def check_range(condition: bool, key: str, value: object, expected: str) -> None
     """Raise ConfigError naming key, value and what was expected unless ``condition`` holds."""
     if not condition:
         raise ConfigError(f"{key}={show(value)} is out of range: expected {expected}.")
+
+
+def check_distinct(key: str, names: Sequence[str]) -> None:
+    """Raise ConfigError for a name that a list holds twice."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"{key}={show(names)} holds {', '.join(map(show, twice))} more than once: expected "
+            "different names; remove what is doubled."
+        )
 
 
 def _constraints(hint: Any) -> Iterator[Constraint]:

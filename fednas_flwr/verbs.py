@@ -20,6 +20,7 @@ class Verb:
     Attributes:
         releases: States and metrics that depend on records: with privacy noised and booked, or
             computed from what was.
+        metrics: The only metrics that a reply may carry.
         facts: Facts that a private reply may carry: they do not depend on records.
         gradients_of: States whose gradients are returned.
         of_supernet: Whether it is about the supernet whatever its request says.
@@ -28,6 +29,7 @@ class Verb:
     """
 
     releases: frozenset[str] = frozenset()
+    metrics: frozenset[str] = frozenset()
     facts: frozenset[str] = frozenset()
     gradients_of: tuple[str, ...] = ()
     of_supernet: bool = False
@@ -43,26 +45,36 @@ class Verb:
 _MODEL = frozenset({"weights", "alphas", "moments"})
 _IDENTITY = {
     *("client", "tag", "hardware", "versions", "input_shape", "feature_names", "class_names"),
-    *("splits", "data_set", "budget", "secure_noise", "spent"),
+    *("splits", "data_set", "budget", "secure_noise", "unit", "spent"),
 }
+_TRAIN, _VALIDATION = frozenset({"train_loss", "train_accuracy"}), frozenset({"validation_loss"})
+_MEASURED = frozenset({"loss", "accuracy"})
+METRICS = _TRAIN | _VALIDATION | _MEASURED
 VERBS = {
     "query.describe": Verb(facts=frozenset(_IDENTITY)),
-    "query.commit": Verb(facts=frozenset({"epsilon", "covered_steps"})),
+    "query.commit": Verb(facts=frozenset({"epsilon", "covered_steps", "awaits"})),
     "query.latency": Verb(facts=frozenset({"latency"})),  # of layers on made-up inputs
     "train.weight_gradient": Verb(
-        frozenset({"weights"}), gradients_of=("weights",), of_supernet=True
+        frozenset({"weights"}), _TRAIN, gradients_of=("weights",), of_supernet=True
     ),
-    "train.alpha_gradient": Verb(frozenset({"alphas"}), gradients_of=("alphas",), of_supernet=True),
+    "train.alpha_gradient": Verb(
+        frozenset({"alphas"}), _VALIDATION, gradients_of=("alphas",), of_supernet=True
+    ),
     "train.gradients": Verb(
-        frozenset({"weights", "alphas"}), gradients_of=("weights", "alphas"), of_supernet=True
+        frozenset({"weights", "alphas"}),
+        _TRAIN | _VALIDATION,
+        gradients_of=("weights", "alphas"),
+        of_supernet=True,
     ),
     # which tensors have changed follows from the released states
-    "train.search": Verb(_MODEL, frozenset({"changed"}), of_supernet=True, trains=True),
-    "train.candidate": Verb(_MODEL - {"alphas"}, of_supernet=True, trains=True),
+    "train.search": Verb(
+        _MODEL, _TRAIN | _VALIDATION, frozenset({"changed"}), of_supernet=True, trains=True
+    ),
+    "train.candidate": Verb(_MODEL - {"alphas"}, _TRAIN, of_supernet=True, trains=True),
     "train.probe": Verb(frozenset({"rewards"})),
-    "train.weights": Verb(_MODEL - {"alphas"}, trains=True),
-    "evaluate.candidates": Verb(frozenset({"rewards"}), of_supernet=True),
-    "evaluate.model": Verb(frozenset({"loss", "accuracy"})),
-    "evaluate.personalised": Verb(frozenset({"loss", "accuracy"}), never_private=True),
+    "train.weights": Verb(_MODEL - {"alphas"}, _TRAIN | _VALIDATION, trains=True),
+    "evaluate.candidates": Verb(frozenset({"rewards"}), _VALIDATION),
+    "evaluate.model": Verb(_MEASURED, _MEASURED),
+    "evaluate.personalised": Verb(_MEASURED, _MEASURED, never_private=True),
 }
 PRIVATE_VERBS = tuple(name for name, verb in VERBS.items() if not verb.never_private)

@@ -115,7 +115,7 @@ def measure_bookkeeping(space: Space, times: dict[str, list[float]]) -> None:
         )
         start = time.perf_counter()  # the wall, which counts the disk's time
         for _ in range(NUM_STEPS):
-            ledger.reserve(entry, epsilon=100.0, delta=1e-5)
+            ledger.reserve(entry, epsilon=100.0, delta=1e-5, assignment="a")
         seconds["ledger"] = time.perf_counter() - start
         start = time.perf_counter()
         rows = ledger.entries()

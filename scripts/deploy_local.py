@@ -121,7 +121,7 @@ def check_books(machines: Machines) -> None:
         state = machines.folder / site / "state"
         with Ledger(state / "ledger" / "ledger.sqlite", state / "ledger.key") as ledger:
             rows = ledger.verify()
-        lines, _ = verify_trail(state / "ledger" / "audit.jsonl")
+        lines = verify_trail(state / "ledger" / "audit.jsonl", state / "ledger.key")
         say(f"{site}: ledger of {rows} releases and audit trail of {lines} lines are intact")
 
 

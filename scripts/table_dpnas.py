@@ -41,10 +41,11 @@ EPSILONS = (1.0, 2.0, 3.0)
 RECORDS = 60_000  # of Fashion-MNIST's train part, all of one client
 TRAINING = ["experiment=dpnas/train_fashion_mnist"]  # 400 steps of 256 images
 TEN_EPOCHS = ["retrain.rounds=30", "retrain.batch_size=1024"]  # 600 steps
+CNN_TANH = ["genotype=null", "algorithm.network=cnn_tanh"]
 FEW_STEPS = ["retrain.rounds=3"]  # 60, to compare what searches have found
 NETWORKS = {
-    "cnn_tanh": ["genotype=null"],
-    "cnn_tanh_10_epochs": ["genotype=null", *TEN_EPOCHS],
+    "cnn_tanh": CNN_TANH,
+    "cnn_tanh_10_epochs": [*CNN_TANH, *TEN_EPOCHS],
     "small": [],
     "full": ["search_space=dp_cells"],
     "searched": [f"genotype={RUNS / 'search_dp-aware_controller_s1' / 'genotype.json'}"],
@@ -66,7 +67,7 @@ OTHERS = {
     "cell for MNIST": ["genotype=dpnas_mnist"],
     "cell for Fashion-MNIST": ["genotype=dpnas_fashion_mnist"],
     "cell for CIFAR-10": ["genotype=dpnas_cifar10"],
-    "CNN-Tanh": ["genotype=null"],
+    "CNN-Tanh": CNN_TANH,
     "MobileNetV2": ["genotype=null", "algorithm.network=mobilenet_v2"],
     "EfficientNet-B0": ["genotype=null", "algorithm.network=efficientnet_b0"],
 }

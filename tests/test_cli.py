@@ -29,6 +29,7 @@ from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.reporting.events import read_events
 
+GROUPED = ["privacy=dp", "personalised=false", "search_space.norm=group", "retrain.norm=group"]
 FEDNAS = [sys.executable, "-m", "fednas_flwr.cli"]
 
 
@@ -79,7 +80,7 @@ MISTAKES = {  # overrides: what the sentence must say
     "retrain.weights.lr=.inf": ["retrain.weights.lr=.inf", "a number"],
     "rounds=0": ["rounds=0", "1 or more"],
     "retrain.weights.lr=-1": ["retrain.weights.lr=-1", "above 0"],
-    "algorithm.alphas.lr=-1": ["algorithm.alphas.lr=-1", "0 to 1e+30"],
+    "algorithm.alphas.lr=-1": ["algorithm.alphas.lr=-1", "0 to 10000"],
     "runtime.quorum=2": ["runtime.quorum=2.0", "above 0, at most 1"],
     "device=gpu": ["device=gpu", "auto, cpu, cuda", "(nearest: cpu)"],
     "retrain.norm=bach": ["retrain.norm=bach", "(nearest: batch)"],
@@ -137,6 +138,8 @@ def test_mistake_about_files_or_data_leaves_no_folder(
 ) -> None:
     keys = {text.partition("=")[0] for text in overrides.split()}
     kept = [text for text in tiny_overrides if text.partition("=")[0] not in keys]
+    if "stages=[retrain]" in overrides or "algorithm=fedavg" in overrides:
+        kept = without(kept, "rounds", "search_space", "retrain.channels")
     sentence = refused(capsys, *kept, *overrides.split())
     for part in LATE_MISTAKES[overrides]:
         assert part in sentence
@@ -189,10 +192,16 @@ def test_cfg_prints_the_composed_configuration(capsys: pytest.CaptureFixture[str
     assert not Path("runs").exists()
 
 
+def without(overrides: list[str], *keys: str) -> list[str]:
+    """Return the overrides of other settings."""
+    return [text for text in overrides if not text.startswith(keys)]
+
+
 @pytest.fixture
 def finished(tiny_overrides: list[str], capsys: pytest.CaptureFixture[str]) -> Path:
     """The folder of a short run that searched and nothing else."""
-    assert cli.main(["run", *tiny_overrides, "stages=[search]", "clients=1", "rounds=1"]) == 0
+    brief = without(tiny_overrides, "retrain.rounds")
+    assert cli.main(["run", *brief, "stages=[search]", "clients=1", "rounds=1"]) == 0
     (folder,) = Path("runs").iterdir()
     assert f"run folder: {folder.resolve()}\n" in capsys.readouterr().out
     return folder
@@ -269,7 +278,8 @@ def test_sweep_goes_on_after_a_failing_job_and_says_so(
 
     monkeypatch.setitem(verbs.ANSWERS, "train.search", broken_for_seed_2)
     sweep = ["-m", "seed=1,2,3", "stages=[search]", "clients=2", "rounds=1", "run_dir=sweep"]
-    assert cli.main(["run", *tiny_overrides, *sweep]) == cli.RUN_FAILED
+    brief = without(tiny_overrides, "retrain.rounds")
+    assert cli.main(["run", *brief, *sweep]) == cli.RUN_FAILED
     output = capsys.readouterr()
     assert sorted(path.name for path in Path("sweep").iterdir()) == [
         "0_seed-1",
@@ -290,17 +300,44 @@ def test_unnamed_sweep_has_one_folder_named_by_time(
     tiny_overrides: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = ["-m", "algorithm=fed_darts,random_search", "stages=[search]", "clients=1", "rounds=1"]
-    assert cli.main(["run", *tiny_overrides, *sweep]) == 0
+    assert cli.main(["run", *without(tiny_overrides, "retrain.rounds"), *sweep]) == 0
     (parent,) = Path("runs").iterdir()
     time.strptime(parent.name, "%Y%m%d-%H%M%S_sweep")
     names = sorted(path.name for path in parent.iterdir())
     assert names == ["0_algorithm-fed_darts", "1_algorithm-random_search"]
 
 
+def test_a_setting_without_effect_refuses_that_job_of_a_sweep_only(
+    tiny_overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = without(tiny_overrides, "retrain", "search", "rounds")
+    sweep = ["-m", "algorithm=fedavg,fed_darts", "rounds=1", "stages=[search]", "clients=1"]
+    assert cli.main(["run", *kept, *sweep, "run_dir=sweep"]) == cli.RUN_FAILED
+    output = capsys.readouterr()
+    assert [path.name for path in Path("sweep").iterdir()] == ["1_algorithm-fed_darts"]
+    assert "fednas: stages=[search] with algorithm=fedavg, which does not search" in output.err
+    assert "1 of 2 jobs completed; sweep folder: " in output.out
+    assert output.err.endswith("fednas: 1 jobs failed: 0_algorithm-fedavg.\n")
+
+
+def test_what_typing_takes_from_an_experiment_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["run", "--cfg", "experiment=fdnas/fashion_mnist", *GROUPED]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted(lines) == [
+        f"fednas: warning: experiment=fdnas/fashion_mnist sets {group}.local_epochs, which has no "
+        "effect with privacy=dp, whose clients take noised steps."
+        for group in ("algorithm", "retrain")
+    ]
+    assert cli.main(["run", "--cfg", "experiment=fdnas/fashion_mnist"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_ctrl_c_ends_with_130_and_the_run_can_go_on(tiny_overrides: list[str]) -> None:
-    run_dir = Path("stopped").resolve()
+    run_dir, brief = Path("stopped").resolve(), without(tiny_overrides, "retrain.rounds")
     process = subprocess.Popen(
-        [*FEDNAS, "run", *tiny_overrides, "stages=[search]", "rounds=2000", f"run_dir={run_dir}"],
+        [*FEDNAS, "run", *brief, "stages=[search]", "rounds=2000", f"run_dir={run_dir}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -340,9 +377,11 @@ def ledger() -> list[str]:
     release = Release(noise_multiplier=2.0, sample_rate=0.05, steps=1200)
     entry = Entry("ward", "a", "the run", "search", 1, "train.search", ("train",), release, 5000)
     with Ledger(Path("site/ledger"), Path("key"), clock=lambda: 86400.0) as ledger:
-        ledger.reserve(entry, epsilon=50.0, delta=1e-5)
-        ledger.reserve(entry, epsilon=50.0, delta=1e-5)
-        ledger.reserve(replace(entry, account="lab", run="\x1b[2J"), epsilon=50.0, delta=1e-5)
+        ledger.reserve(entry, epsilon=50.0, delta=1e-5, assignment="a")
+        ledger.reserve(entry, epsilon=50.0, delta=1e-5, assignment="a")
+        ledger.reserve(
+            replace(entry, account="lab", run="\x1b[2J"), epsilon=50.0, delta=1e-5, assignment="a"
+        )
     return ["site/ledger", "--key", "key"]
 
 

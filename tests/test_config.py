@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.config_store import ConfigStore
 
 from fednas_flwr import compose
 from fednas_flwr.builders.algorithms import ALGORITHMS
 from fednas_flwr.builders.configuration import check_combinations, load_config, parse_config
-from fednas_flwr.composition import compose_tree
+from fednas_flwr.builders.effects import check_experiment
+from fednas_flwr.composition import compose_tree, given_settings
 from fednas_flwr.config import Config, GivenNetwork, conf_folder, dump_config, site_dataset
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning
+from fednas_flwr.search.settings import Configuration
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
+DP = "privacy=dp search_space.norm=group retrain.norm=group"
+ARM = "{lr:.1,weight_decay:0,momentum:0,alpha_lr:0,alpha_weight_decay:0,dropout:0}"
 NEEDS = {  # what a file needs beside itself
     "algorithm=fdnas": ["search_space=mbconv", "retrain=mbconv"],
     "algorithm=cfdnas": ["search_space=mbconv", "retrain=mbconv"],
@@ -130,6 +137,25 @@ BAD_VALUES = [
     ("retrain.drop_path_prob", 1.0),
     ("retrain.auxiliary_weight", -0.1),
     ("stages", []),
+    ("stages", ["search", "search"]),
+    ("threads", 100_000),
+    ("run_dir", ""),
+    ("genotype", ""),
+    ("dataset.cache", ""),
+    ("dataset.root", ""),
+    ("dataset.class_names", ["a", "b", "a"]),
+    ("dataset.numeric", ["age", "age"]),
+    ("dataset.image_size", 100_000),
+    ("dataset.channels", 4),
+    ("algorithm.weights.lr", 1e15),
+    ("algorithm.weights.clip_norm", 1e30),
+    ("algorithm.alphas.lr", 1e15),
+    ("retrain.weights.lr", 1e15),
+    ("retrain.weights.weight_decay", 1e15),
+    ("retrain.channels", 10**9),
+    ("retrain.num_cells", 10**9),
+    ("search_space.channels", 10**9),
+    ("search_space.num_cells", 10**9),
 ]
 
 
@@ -141,6 +167,52 @@ def test_bad_value_is_named_by_its_whole_key(tree: dict[str, Any], key: str, val
     assert message.startswith(key.removesuffix(".name"))
     assert message.endswith(".")
     assert "\n" not in message
+
+
+LIST = {f.name: {"low": 0.1, "high": 0.2, "log": False} for f in fields(Configuration)}
+
+
+@pytest.mark.parametrize("algorithm", ["feathers", "fedex", "random_search"])
+def test_ranges_are_checked_before_anything_is_drawn(algorithm: str) -> None:
+    tree = compose_tree([f"algorithm={algorithm}"])
+    for wrong, words in (
+        ({"learning_rate": LIST["lr"]}, "algorithm.ranges=learning_rate is unknown: choose one"),
+        ({"momentum": {"low": 0.5, "high": 3.0, "log": False}}, "algorithm.ranges.momentum=2.99"),
+        ({"lr": {"low": 0.0, "high": 3.0, "log": False}}, "algorithm.ranges.lr=0.0 is out of"),
+    ):
+        with pytest.raises(ConfigError, match="^" + re.escape(words)):
+            parse_config(changed(tree, "algorithm.ranges", {**LIST, **wrong}))
+    lacking = {name: given for name, given in LIST.items() if name != "lr"}
+    with pytest.raises(ConfigError, match=r"^algorithm\.ranges=.* has no value for lr: give"):
+        parse_config(changed(tree, "algorithm.ranges", lacking))
+    assert parse_config(changed(tree, "algorithm.ranges", LIST)).algorithm.name == algorithm
+    if algorithm != "random_search":
+        with pytest.raises(ConfigError, match=r"num_configurations=1000000000 .* 1 to 100000"):
+            parse_config(changed(tree, "algorithm.num_configurations", 10**9))
+
+
+def test_at_most_300_characters_of_a_value_are_echoed(tree: dict[str, Any]) -> None:
+    long = "x" * 5000
+    for key, value in (
+        ("rounds", long),
+        ("device", long),
+        ("dataset.class_names", [long, long]),
+        ("stages", [long]),
+        ("dataset.root", long),
+        ("client_tags", [long]),
+        ("runtime.superlink", {"a": long}),
+    ):
+        with pytest.raises(ConfigError) as told:
+            parse_config(changed(tree, key, value))
+        assert len(str(told.value)) < 600
+        assert str(told.value).count("x") <= 301  # one is that of "expected"
+
+
+@pytest.mark.parametrize("text", ["rounds={}", "{}", "{}=1", "seed=[{}", "+{}=1", "dataset={}"])
+def test_a_long_override_is_not_echoed_whole(text: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        compose(text.format("x" * 5000))
+    assert str(told.value).count("x") <= 301
 
 
 def test_missing_and_unknown_keys_are_named(tree: dict[str, Any]) -> None:
@@ -180,14 +252,19 @@ def test_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
         ("privacy.local_steps", 0, "expected 1 to 1000000"),
         ("privacy.rewards_share", 1.0, "above 0, below 1"),
         ("privacy.rewards.max_grad_norm", 2.0, "bounded by algorithm.loss_bound"),
+        ("privacy.weights.max_grad_norm", 1e30, "at most 10000 (the noise grows with it"),
+        ("privacy.delta", 1.0, "above 0, below 1"),
+        ("privacy.data_set", "", "expected 1 to 4096 bytes"),
+        ("rounds", 10**9, "expected at most 10000 in all"),
+        ("retrain.rounds", 10**5, "fewer rounds of more local steps"),
         ("oversample", True, "with privacy=dp: a record that is drawn several times"),
     ],
 )
 def test_bad_privacy_is_named_by_its_whole_key(key: str, value: Any, words: str) -> None:
     private = compose_tree(["privacy=dp", "algorithm=dp_fnas", *GROUP])
-    with pytest.raises(ConfigError, match=words) as caught:
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         parse_config(changed(private, key, value))
-    assert str(caught.value).startswith(f"{key}=")
+    assert str(caught.value).startswith("rounds=" if "rounds" in key else f"{key}=")
 
 
 @pytest.mark.parametrize(
@@ -196,6 +273,7 @@ def test_bad_privacy_is_named_by_its_whole_key(key: str, value: Any, words: str)
         ("name: npz\nlimit_train: 5\n", "limit_train=5"),
         ("name: npz\nclass_nmaes: [a]\n", "dataset.class_nmaes is unknown"),
         ("- npz\n", "must be a mapping"),
+        ("name: csv\nlabel: ill\n", "lacks id_column: name the column .* null if there is none"),
         (None, "cannot be read"),
     ],
 )
@@ -208,6 +286,9 @@ def test_a_sites_dataset_file_is_checked(tmp_path: Path, text: str | None, words
     path.write_text("name: npz\nclass_names: [a, b]\n")
     dataset = site_dataset(path, cache="/cache")
     assert (dataset.name, dataset.class_names, dataset.cache) == ("npz", ["a", "b"], "/cache")
+    for given, column in (("patient", "patient"), ("null", None)):
+        path.write_text(f"name: csv\nid_column: {given}\n")
+        assert site_dataset(path, cache="/cache").id_column == column
 
 
 @pytest.mark.parametrize(
@@ -259,7 +340,10 @@ def test_the_algorithms_own_refusals_come_before_the_general_ones() -> None:
 
 
 def test_fednas_with_privacy_is_told_which_algorithms_there_are() -> None:
-    private = "dp_fnas, fed_darts, fedprox_darts, feathers, fdnas, dpnas, zero_cost, fedavg"
+    names = (
+        "dp_fnas fed_darts fedprox_darts feathers fdnas dpnas zero_cost successive_halving fedavg"
+    )
+    private = ", ".join(names.split())
     with pytest.raises(ConfigError, match=f"algorithm=fednas is not possible yet: .* {private}."):
         parse_config(compose_tree(["algorithm=fednas", "privacy=dp", *GROUP]))
 
@@ -267,9 +351,9 @@ def test_fednas_with_privacy_is_told_which_algorithms_there_are() -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["algorithm.local_epochs=7"], "algorithm.local_epochs has no effect with privacy=dp"),
+        (["algorithm.local_epochs=7"], "algorithm.local_epochs=7 has no effect with privacy=dp"),
         (["retrain.local_epochs=1"], "set privacy.retrain.local_steps"),
-        (["algorithm=dpnas", "algorithm.dp_aware=null"], "algorithm.dp_aware has no effect"),
+        (["algorithm=dpnas", "algorithm.dp_aware=null"], "algorithm.dp_aware=null has no effect"),
     ],
 )
 def test_a_setting_that_a_private_run_does_not_read_is_refused_when_it_is_given(
@@ -281,3 +365,187 @@ def test_a_setting_that_a_private_run_does_not_read_is_refused_when_it_is_given(
     with pytest.raises(ConfigError, match=sentence):
         compose(*private, *overrides)
     compose(*private, *(text for text in overrides if text.startswith("algorithm=")))
+
+
+EXPERIMENTS = [c.partition("=")[2] for c in all_choices() if c.startswith("experiment=")]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_no_shipped_experiment_sets_anything_without_effect(name: str) -> None:
+    given = given_settings([f"experiment={name}"])
+    assert given.experiment
+    assert given.alone is not None
+    check_experiment(parse_config(given.alone), given)
+
+
+@pytest.fixture
+def own_experiment() -> Iterator[Callable[..., str]]:
+    """``own_experiment(tree)``: stores an experiment of the user's own; returns its override."""
+    stored = ConfigStore.instance().repo
+
+    def store(tree: dict[str, Any]) -> str:
+        ConfigStore.instance().store(group="experiment", name="mine", node=tree, package="_global_")
+        return "experiment=mine"
+
+    yield store
+    stored.pop("experiment", None)
+
+
+PRIVATE = {
+    "defaults": [{"override /privacy": "dp"}],
+    "search_space": {"norm": "group"},
+    "retrain": {"norm": "group"},
+}
+
+
+def test_what_an_experiment_file_sets_without_effect_is_refused(
+    own_experiment: Callable[..., str],
+) -> None:
+    mine = own_experiment({**PRIVATE, "algorithm": {"local_epochs": 7}})
+    for further in ([], ["seed=2"], ["algorithm.local_epochs=7"]):
+        with pytest.raises(NoEffectError) as told:
+            compose(mine, *further)
+        assert str(told.value) == (
+            "experiment=mine: algorithm.local_epochs=7 has no effect with privacy=dp, whose "
+            "clients take noised steps: remove it, and set privacy.local_steps."
+        )
+    for setting, tree in (
+        ("retrain.local_epochs", {**PRIVATE, "retrain": {"local_epochs": 2, "norm": "group"}}),
+        (
+            "algorithm.weights.lr",
+            {"algorithm": {"weights": {"lr": 0.3}}, "stages": ["retrain"], "genotype": "a.json"},
+        ),
+        (
+            "search_space",
+            {"defaults": [{"override /search_space": "darts"}, {"override /algorithm": "fedavg"}]},
+        ),
+    ):
+        with pytest.raises(NoEffectError, match=f"^experiment=mine: {setting}=.* no effect"):
+            compose(own_experiment({**tree}))
+
+
+def test_what_an_experiment_sets_and_typing_overrules_is_a_warning(
+    own_experiment: Callable[..., str],
+) -> None:
+    mine = own_experiment({**PRIVATE, "defaults": [], "algorithm": {"local_epochs": 7}})
+    assert compose(mine).algorithm.local_epochs == 7  # type: ignore[attr-defined]
+    with pytest.warns(NoEffectWarning) as told:
+        config = compose(mine, "privacy=dp")
+    assert config.privacy.name == "dp"
+    assert [str(one.message) for one in told] == [
+        "experiment=mine sets algorithm.local_epochs, which has no effect with privacy=dp, whose "
+        "clients take noised steps."
+    ]
+    with pytest.raises(NoEffectError, match="^algorithm.local_epochs=7 has no effect"):
+        compose(mine, "privacy=dp", "algorithm.local_epochs=7")
+
+
+def test_an_experiments_setting_that_is_typed_over_is_no_finding() -> None:
+    config = compose("experiment=fed_darts/fashion_mnist", "algorithm.batch_size=8")
+    assert config.algorithm.batch_size == 8  # type: ignore[attr-defined]
+    plain = compose("experiment=dpnas/train_mnist", "privacy=none")
+    assert plain.privacy.name == "none"  # its budget went with privacy=dp
+    other = compose("experiment=feathers/fashion_mnist", "algorithm=fed_darts", "retrain=small")
+    assert not hasattr(other.algorithm, "nas_rounds")
+    with pytest.raises(ConfigError, match=r"algorithm\.nas_rounds is unknown"):
+        compose(
+            "experiment=feathers/fashion_mnist", "algorithm=fed_darts", "algorithm.nas_rounds=2"
+        )
+    brief = compose("experiment=fdnas/fashion_mnist", "personalised=false", "clients=3")
+    assert not brief.personalised
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ("algorithm=fedavg rounds=3", "rounds=3 has no effect with algorithm=fedavg and stages="),
+        ("algorithm=fedavg engine=reference", "engine=reference has no effect"),
+        ("algorithm=fedavg search_space=darts", "search_space=darts has no effect with algorithm="),
+        ("algorithm=fedavg search_space.norm=group", "search_space.norm=group has no effect"),
+        ("algorithm=fedavg stages=[search,retrain]", "leave search out of it"),
+        ("algorithm=fedavg algorithm.network=plain_cnn retrain.norm=group", "retrain.norm=group"),
+        ("algorithm=fedavg retrain.channels=3", "network that is fixed: remove it"),
+        ("algorithm=fedavg genotype=a.json algorithm.network=linear stages=[retrain]", "gives the"),
+        ("algorithm=fedavg retrain.drop_path_prob=.1", "retrain.drop_path_prob=0.1 has no effect"),
+        ("algorithm=fedavg momentum=averaged client_tags=[a,b,c]", "client_tags=['a', 'b', 'c']"),
+        ("search_space=mbconv retrain=mbconv engine=reference", "both engines are the same"),
+        ("algorithm=random_search engine=fast", "trains no supernet"),
+        ("algorithm=random_search algorithm.trial_rounds=0 algorithm.batch_size=3", "tries no net"),
+        ("algorithm=fnas stages=[search] momentum=server", "clients send gradients"),
+        ("algorithm=zero_cost stages=[search] wire=int8", "in which no client trains"),
+        ("algorithm=zero_cost stages=[search] class_factors={a:.5}", "class_factors={'a': 0.5}"),
+        ("algorithm=feathers retrain.weights.lr=.3", "configurations of its own"),
+        ("algorithm=feathers algorithm.bandit={scaled:false,scale_retention:.1}", "scaled=false"),
+        (f"algorithm=feathers algorithm.configurations=[{ARM}] algorithm.num_configurations=3", ""),
+        (
+            f"algorithm=fedex algorithm.configurations=[{ARM}] algorithm.ranges={{lr:{{low:.1}}}}",
+            "",
+        ),
+        ("algorithm=fedex retrain.weights.clip_norm=1", "retrain.weights.clip_norm=1.0 has no"),
+        ("stages=[search] retrain.rounds=3", "retrain.rounds=3 has no effect with stages=['search"),
+        ("stages=[search] retrain.weights={lr:.5}", "retrain.weights.lr=0.5 has no effect"),
+        ("stages=[search] personalised=true", "which lack retrain: remove it"),
+        ("stages=[search,retrain] personalised=true", "which lack evaluate"),
+        ("stages=[retrain] genotype=a.json algorithm.rule=first_order", "which lack search"),
+        ("stages=[retrain] genotype=a.json search_space=darts", "which do not search"),
+        (
+            "personalised=true dataset.fractions={test:0,validation:.5}",
+            "no client has test records",
+        ),
+        ("dataset.server_test=false dataset.limit_test=5", "dataset.server_test=false"),
+        ("dataset.root=/tmp", "dataset=digits"),
+        ("dataset=csv dataset.flip=true", "a table"),
+        ("dataset=csv dataset.cutout=3", "dataset.cutout=3 has no effect with dataset=csv"),
+        ("partition.alpha=.1", "partition.alpha=0.1 has no effect with partition=iid"),
+        ("partition.groups=[[1,2]]", "partition.groups=[[1, 2]] has no effect"),
+        ("partition.column=ward", "partition.column=ward"),
+        ("partition=column partition.seed=3", "partition.seed=3"),
+        ("partition.file=a.json partition.seed=3", "partition.file=a.json, which gives"),
+        ("partition=quantity partition.fractions=[.1,.9] partition.alpha=.2", "give the sizes"),
+        ("trim=2", "trim=2 has no effect with aggregate=mean"),
+        ("aggregate=median trim=2", "trim=2 has no effect with aggregate=median"),
+        ("client_tags=[a,b,c]", "algorithm=fed_darts: tags divide the clients of algorithm=cfdnas"),
+        ("runtime.client_cpus=2", "runtime=inline: set runtime=ray or remove it"),
+        ("runtime.ray_address=1.2.3.4:5", "runtime.ray_address=1.2.3.4:5"),
+        ("runtime.superlink=here", "set runtime=deployment or remove it"),
+        ("runtime=ray runtime.superlink=here", "runtime=ray"),
+        ("algorithm.validation_weight=.5", "set algorithm.rule=mixed_level"),
+        (f"algorithm=fnas {DP}", ""),
+        (f"{DP} privacy.search_share=.3", "noise of the search that is given"),
+        (f"{DP} privacy.rewards_share=.3", "noise of rewards"),
+        (f"{DP} privacy.rewards={{noise_multiplier:2}}", "which ask for no rewards"),
+        (f"{DP} dataset.linear_baseline=true", "no records are pooled"),
+        (f"algorithm=dp_fnas {DP} algorithm.evaluate_every=3", "privacy.metrics_noise_multiplier"),
+        (f"algorithm=dp_fnas {DP} privacy.local_steps=3", "which has steps of its own"),
+        (f"algorithm=zero_cost {DP} privacy.weights.max_grad_norm=.1", "asks clients nothing"),
+        (f"{DP} stages=[search] privacy.retrain.local_steps=3", "which lack retrain"),
+        (f"{DP} stages=[search] privacy.metrics_noise_multiplier=3", "nothing is measured"),
+    ],
+)
+def test_a_setting_without_effect_is_refused_by_name(overrides: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        compose(*overrides.split())
+    assert sentence in str(told.value)
+    if sentence:
+        assert isinstance(told.value, NoEffectError)
+        assert re.search(r" has no effect with .*: .*(remove it|leave|set ).*\.$", str(told.value))
+
+
+def test_defaults_without_effect_are_silent_and_taking_back_is_no_finding() -> None:
+    compose("algorithm=fedavg", "retrain.channels=null", "personalised=false", "client_tags=[]")
+    compose("algorithm=fedavg", "algorithm.network=linear", "retrain.auxiliary_weight=0")
+    compose("stages=[search]")
+    compose("algorithm=zero_cost", "stages=[search]", "class_factors={}")
+
+
+def test_an_empty_mapping_empties(own_experiment: Callable[..., str]) -> None:
+    mine = own_experiment({"class_factors": {"1": 0.5}})
+    assert compose(mine).class_factors == {"1": 0.5}
+    assert compose(mine, "class_factors={}").class_factors == {}
+    arms = f"algorithm.configurations=[{ARM}]"
+    config = compose("algorithm=feathers", arms, "algorithm.ranges={}")
+    assert config.algorithm.ranges == {}  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="^algorithm.ranges=.* has no value for lr"):
+        compose("algorithm=feathers", "algorithm.ranges={}")
+    with pytest.raises(ConfigError, match="^algorithm.weights.lr is missing"):
+        compose("algorithm.weights={}")

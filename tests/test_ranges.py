@@ -39,6 +39,7 @@ RUNS = [  # together they have every class of settings
     ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells"],
     ["algorithm=fedavg"],
     ["algorithm=zero_cost"],
+    ["algorithm=successive_halving"],
 ]
 FREE = {  # numbers of any size
     ("Dataset", "mean"),
@@ -225,7 +226,7 @@ def test_what_holds_between_fields_is_checked_after_each():
     with pytest.raises(ConfigError, match="^low=0.0 .* above 0 where log is true"):
         Range(0.0, 1.0, log=True)
     assert Range(0.0, 1.0, log=False).at(0.5) == 0.5
-    with pytest.raises(ConfigError, match="^lr=-1.0 is out of range: expected 0 to 1e"):
+    with pytest.raises(ConfigError, match="^lr=-1.0 is out of range: expected 0 to 10000 "):
         Adam(lr=-1.0, weight_decay=0.0)
 
 

@@ -3,6 +3,9 @@
 import re
 from pathlib import Path
 
+import pytest
+
+from fednas_flwr.cli import main
 from fednas_flwr.reporting.tables import render_tables
 
 ROOT = Path(__file__).parent.parent
@@ -13,6 +16,23 @@ def test_tables_are_those_of_the_result_files() -> None:
     assert render_tables(README, ROOT / "scripts" / "results") == README
 
 
-def test_every_command_in_the_tree_exists() -> None:
-    for name in re.findall(r"scripts/[\w.]+\.(?:sh|py)", README):
+def test_every_script_that_is_named_exists() -> None:
+    (line,) = re.findall(r"^scripts/ +(.*)$", README, re.MULTILINE)
+    in_tree = [f"scripts/{name}" for name in re.findall(r"[\w.]+\.(?:sh|py)", line)]
+    named = re.findall(r"scripts/[\w.]+\.(?:sh|py)", README)
+    assert len(in_tree) >= 3
+    assert len(named) > 10
+    for name in in_tree + named:
         assert (ROOT / name).is_file(), name
+
+
+def test_every_command_that_is_named_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = set(re.findall(r"^    (\w+)", capsys.readouterr().out, re.MULTILINE))
+    blocks = re.findall(r"```(?:bash|sh|console)?\n(.*?)```", README, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    named = {found[1] for line in lines if (found := re.match(r"(?:\$ )?fednas (\w+)", line))}
+    named |= set(re.findall(r"`fednas (\w+)", README))
+    assert len(named) > 5
+    assert named <= listed

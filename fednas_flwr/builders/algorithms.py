@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fednas_flwr.builders import refusals
@@ -24,15 +25,21 @@ from fednas_flwr.config import (
     FedDARTSSettings,
     FedExSettings,
     FNASSettings,
+    NetworkLimits,
     RandomSearchSettings,
+    SuccessiveHalvingSettings,
     ZeroCostSettings,
 )
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import Configuration
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fednas_flwr.data.datasets import Prepared
     from fednas_flwr.privacy.plan import RoundReleases
     from fednas_flwr.search.samplers import Sampler
+    from fednas_flwr.search_spaces.dp_cells import DPCellSpace
     from fednas_flwr.search_spaces.space import SearchSpace
     from fednas_flwr.strategies.base import RoundStrategy
 
@@ -205,6 +212,7 @@ def _exploration(config: Config, algorithm: FEATHERSSettings) -> dict[str, Any]:
         "nas_rounds": algorithm.nas_rounds,
         "alternating": Alternating(algorithm.rule),
         "loss_bound": algorithm.loss_bound,
+        "rewarded": algorithm.rewarded,
         "seed": config.seed,
     }
 
@@ -216,52 +224,127 @@ def _configurations(config: Config) -> list[Configuration]:
 
     algorithm = config.algorithm
     assert isinstance(algorithm, FEATHERSSettings | FedExSettings)
+    if algorithm.configurations:
+        return algorithm.configurations
     generator = make_generator(config.seed, "configurations")
-    drawn = draw_configurations(algorithm.num_configurations, algorithm.ranges, generator)
-    return algorithm.configurations or drawn
+    return draw_configurations(algorithm.num_configurations, algorithm.ranges, generator)
 
 
 def _random_search(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
-    from fednas_flwr.builders.networks import describe_derived, seeded_network, supernet_sizes
+    from fednas_flwr.builders.networks import describe_derived, seeded_network
     from fednas_flwr.strategies.random_search import RandomSearch
 
-    own = config.search_space
-    shapes = {"input_shape": list(prepared.input_shape), "num_classes": prepared.num_classes}
     return RandomSearch, {
-        "describe": partial(
-            describe_derived,
-            shapes=shapes,
-            sizes=supernet_sizes(own),
-            norm=own.norm,
-            auxiliary=False,
-        ),
+        "describe": partial(describe_derived, **_at_search_size(config, prepared)),
         "make_network": partial(seeded_network, config),
         "seed": config.seed,
         **own_settings(config.algorithm),
     }
 
 
+def _at_search_size(config: Config, prepared: Prepared) -> dict[str, Any]:
+    """Return the further settings of ``describe_derived`` for networks of the supernet's size."""
+    from fednas_flwr.builders.networks import supernet_sizes
+
+    return {
+        "shapes": {"input_shape": list(prepared.input_shape), "num_classes": prepared.num_classes},
+        "sizes": supernet_sizes(config.search_space),
+        "norm": config.search_space.norm,
+        "auxiliary": False,
+    }
+
+
 def _zero_cost(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
-    from fednas_flwr.builders.hardware import latency_of
-    from fednas_flwr.search.scores import measure
-    from fednas_flwr.search.zero_cost import Limits
     from fednas_flwr.strategies.zero_cost import ZeroCost
 
     algorithm = config.algorithm
     assert isinstance(algorithm, ZeroCostSettings)
-    limits = algorithm.limits
     return ZeroCost, {
-        "score": lambda genotype: measure(space, genotype, algorithm.scores, seed=config.seed),
-        "draws": algorithm.draws,
         "evolution": algorithm.evolution,
+        "seed": config.seed,
+        **_scored_draws(config, space, algorithm.scores, algorithm.draws, algorithm.limits),
+    }
+
+
+def _scored_draws(
+    config: Config, space: SearchSpace, scores: Sequence[str], draws: int, limits: NetworkLimits
+) -> dict[str, Any]:
+    """Return the arguments of ``zero_cost.search`` that say what is drawn and how it is scored."""
+    from fednas_flwr.builders.hardware import latency_of
+    from fednas_flwr.search.scores import measure
+    from fednas_flwr.search.zero_cost import Limits
+
+    return {
+        "score": lambda genotype: measure(space, genotype, scores, seed=config.seed),
+        "draws": draws,
         "limits": Limits(
             parameters=limits.parameters,
             multiply_adds=limits.multiply_adds,
             latency_ms=limits.latency_ms,
         ),
         "latency_ms": None if limits.table is None else latency_of(space, limits.table),
-        "seed": config.seed,
     }
+
+
+def _successive_halving(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
+    from fednas_flwr.builders.networks import describe_pool, seeded_network
+    from fednas_flwr.search.zero_cost import draw_by_alphas, search
+    from fednas_flwr.strategies.successive_halving import SuccessiveHalving
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, SuccessiveHalvingSettings)
+    pool = algorithm.pool
+    scored = _scored_draws(config, space, pool.by, pool.draws, pool.limits)
+    if pool.alphas is not None:
+        scored["draw"] = partial(draw_by_alphas, space, _found_alphas(config, space, pool.alphas))
+    return SuccessiveHalving, {
+        "choose": lambda generator: [
+            one.genotype for one in search(space, generator=generator, **scored)
+        ],
+        "describe": partial(describe_pool, **_at_search_size(config, prepared)),
+        "make_network": partial(seeded_network, config),
+        "seed": config.seed,
+        "keep": pool.keep,
+        **own_settings(algorithm, "pool"),
+    }
+
+
+def _found_alphas(config: Config, space: SearchSpace, folder: str) -> dict[str, Tensor]:
+    """Return the last alphas of a run.
+
+    Raises:
+        ConfigError: It has none, or those of another space; or this run is private and it is not.
+    """
+    import torch
+
+    from fednas_flwr.reporting.runs import EVENTS_FILE, read_run
+
+    key, path = f"algorithm.pool.alphas={folder}", Path(folder).expanduser()
+    run = read_run(path) if (path / EVENTS_FILE).is_file() else None
+    events = [] if run is None else run.alphas()
+    if run is None or not events:
+        raise ConfigError(f"{key} holds no alphas: give the folder of a one-shot search.")
+    if not run.is_private and isinstance(config.privacy, DifferentialPrivacy):
+        raise ConfigError(
+            f"{key} with privacy=dp: the alphas of a run without privacy are an exact function of "
+            "records; give the folder of a private one."
+        )
+    alphas = {kind: torch.tensor(values) for kind, values in events[-1]["alphas"].items()}
+    try:
+        if tuple(events[-1]["ops"]) != space.ops:
+            raise ValueError("they are of other ops")
+        space.derive(alphas)
+    except ValueError as error:
+        raise ConfigError(f"{key} does not fit search_space={space.name}: {error}.") from error
+    return alphas
+
+
+def _successive_halving_releases(config: Config) -> RoundReleases:
+    from fednas_flwr.strategies.successive_halving import releases
+
+    algorithm = config.algorithm
+    assert isinstance(algorithm, SuccessiveHalvingSettings)
+    return _with_terms(config, releases, keep=algorithm.pool.keep)
 
 
 def _no_releases(config: Config) -> RoundReleases:
@@ -301,7 +384,7 @@ def _dpnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
     assert isinstance(algorithm, DPNASSettings)
     assert isinstance(space, DPCellSpace)  # as the configuration has it
     return DPNAS, own_settings(algorithm, "controller", "evolution") | {
-        "sampler": make_sampler(config.seed, algorithm, space.choices()),
+        "sampler": make_sampler(config.seed, algorithm, type(space)),
         "seed": config.seed,
     }
 
@@ -312,11 +395,16 @@ def _dpnas_releases(config: Config) -> RoundReleases:
     return _with_terms(config, releases)
 
 
-def make_sampler(seed: int, algorithm: DPNASSettings, choices: Sequence[int]) -> Sampler:
-    """Return what samples candidates, initialised from the run's seed."""
+def make_sampler(seed: int, algorithm: DPNASSettings, space: type[DPCellSpace]) -> Sampler:
+    """Return what samples candidates that are not degenerate, initialised from the run's seed."""
     from fednas_flwr.randomness import seeded
     from fednas_flwr.search.controller import Controller
-    from fednas_flwr.search.samplers import Evolution, RandomSampler
+    from fednas_flwr.search.samplers import Evolution, RandomSampler, RejectionSampler
+
+    choices = space.choices()
+
+    def rejects(path: list[int]) -> bool:
+        return space.is_degenerate(space.genotype(path))
 
     samplers: dict[str, Callable[[], Sampler]] = {
         "controller": lambda: Controller(choices, algorithm.controller),
@@ -324,7 +412,8 @@ def make_sampler(seed: int, algorithm: DPNASSettings, choices: Sequence[int]) ->
         "random": lambda: RandomSampler(choices),
     }
     with seeded(seed, "sampler"):
-        return samplers[algorithm.sampler]()
+        sampler = samplers[algorithm.sampler]()
+    return RejectionSampler(sampler, choices, rejects)
 
 
 def _retrain_fedex(config: Config, configuration: Configuration | None) -> Plan:
@@ -358,17 +447,17 @@ ALGORITHMS: dict[str, Algorithm] = {
             _fed_darts,
             search_releases=_fed_darts_releases,
             retrain_releases=_fed_avg_releases,
-            refuses=refusals.of_mixed_splits,
+            refuses=refusals.of_fed_darts,
         ),
     ),
-    "fednas": Algorithm(FedDARTSSettings, _fed_darts),
+    "fednas": Algorithm(FedDARTSSettings, _fed_darts, refuses=refusals.of_single_paths),
     "feathers": Algorithm(
         FEATHERSSettings,
         _feathers,
         retraining=_retrain_feathers,
         search_releases=_feathers_releases,
         retrain_releases=_retrain_feathers_releases,
-        refuses=refusals.of_mixed_splits,
+        refuses=refusals.of_feathers,
     ),
     "fdnas": Algorithm(
         FDNASSettings,
@@ -391,7 +480,15 @@ ALGORITHMS: dict[str, Algorithm] = {
         _zero_cost,
         search_releases=_no_releases,
         retrain_releases=_fed_avg_releases,
-        refuses=refusals.of_zero_cost,
+        refuses=refusals.of_scores,
+        trains_supernet=False,
+    ),
+    "successive_halving": Algorithm(
+        SuccessiveHalvingSettings,
+        _successive_halving,
+        search_releases=_successive_halving_releases,
+        retrain_releases=_fed_avg_releases,
+        refuses=refusals.of_scores,
         trains_supernet=False,
     ),
     "fedavg": Algorithm(FedAvgSettings, retrain_releases=_fed_avg_releases),

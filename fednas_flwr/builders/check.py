@@ -1,10 +1,17 @@
-"""Whether all that a run needs can be made."""
+"""Whether all that a run needs can be made, and fits the records that there are."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 
-from fednas_flwr.builders.clients import check_public, make_objective
+import numpy as np
+import torch
+from torch import nn
+
+from fednas_flwr.builders.algorithms import ALGORITHMS
+from fednas_flwr.builders.clients import check_public, make_objective, num_units
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.hardware import check_hardware
 from fednas_flwr.builders.networks import (
@@ -14,32 +21,235 @@ from fednas_flwr.builders.networks import (
     make_network,
     supernet_space,
 )
-from fednas_flwr.builders.refusals import searches
-from fednas_flwr.config import Config, DifferentialPrivacy
-from fednas_flwr.data.loaders import make_client_data
+from fednas_flwr.builders.refusals import check_groups, searches
+from fednas_flwr.config import (
+    CFDNASSettings,
+    Config,
+    Dataset,
+    DifferentialPrivacy,
+    FEATHERSSettings,
+    FedExSettings,
+)
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.loaders import (
+    ClientData,
+    largest_feature,
+    make_client_data,
+    server_split,
+)
+from fednas_flwr.data.records import Records
+from fednas_flwr.errors import ConfigError, NoEffectError, show
+from fednas_flwr.memory import check_fits
+
+COPIES = 4  # of a network's weights in memory: server's, a client's, its gradients, its reply
+LARGEST_FEATURE = 1e18  # float32 holds its square
 
 
-def check_buildable(config: Config) -> None:
-    """Raise ConfigError unless device, data and networks of ``config`` can be made here.
+@dataclass(frozen=True)
+class Made:
+    """What :func:`check_buildable` has made.
 
-    Leaves nothing but the cache of prepared data; networks are made without their tensors.
+    Attributes:
+        records: Those of all clients.
+        parts: The rows of every client.
+        networks: By stage, ``search`` and ``retrain``, what is trained there, without tensors.
+    """
+
+    records: Records
+    parts: list[np.ndarray]
+    networks: Mapping[str, nn.Module]
+
+
+def check_buildable(config: Config) -> Made:
+    """Return what could be made of ``config``'s data and networks, on the device there is.
+
+    Leaves nothing but the cache of prepared data.
+
+    Raises:
+        ConfigError: Device, data or networks cannot be made, or do not fit one another.
     """
     make_device(config.device)
+    check_groups(config)
     data = make_data(config)
     (prepared, parts), genotype = data, given_genotype(config)
-    for part in parts:
-        key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
-        make_client_data(prepared, part, key=key, fractions=fractions)
+    key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
+    clients = [make_client_data(prepared, part, key=key, fractions=fractions) for part in parts]
     make_objective(config, prepared.train.class_names, torch.device("cpu"))
+    _check_images(config.dataset, prepared)
     if isinstance(config.privacy, DifferentialPrivacy):
         check_public(config, prepared)
+        units = [num_units(prepared.train, part) for part in parts]
+        _check_delta(config.privacy, records=max(units))
+    networks: dict[str, nn.Module] = {}
     if genotype is None and searches(config):
         space = supernet_space(config, prepared)
         check_hardware(config, space)
         genotype = space.random_genotype(torch.Generator())
         with torch.device("meta"):
-            space.supernet()
+            supernet = space.supernet()
+        _check_memory(config, "search_space", supernet)
+        if ALGORITHMS[config.algorithm.name].trains_supernet:
+            networks["search"] = supernet
+    description = describe_network(config, prepared, genotype)  # also of a search alone: its costs
+    with torch.device("meta"):
+        network = make_network(description)
+    _check_memory(config, "retrain", network)
     if "retrain" in config.stages:
-        description = describe_network(config, prepared, genotype)
-        with torch.device("meta"):
-            make_network(description)
+        networks["retrain"] = network
+    check_features(prepared, clients)
+    if not isinstance(config.privacy, DifferentialPrivacy):
+        check_parts(config, prepared, clients, networks)
+    if pools_records(config):
+        check_linear_baseline(prepared, clients)
+    return Made(prepared.train, parts, networks)
+
+
+def _check_memory(config: Config, group: str, network: nn.Module) -> None:
+    """Refuse a network whose weights alone take more memory than the machine has, in float32."""
+    num_parameters = sum(tensor.numel() for tensor in network.parameters())
+    check_fits(
+        COPIES * 4 * num_parameters,
+        f"{group}: a network of {num_parameters:.3g} parameters",
+        f"lower its sizes ({', '.join(_sizes(getattr(config, group), group))})",
+    )
+
+
+def _sizes(settings: object, group: str) -> list[str]:
+    """Return the settings of a group that a network's size follows from, with their values."""
+    names = ("channels", "num_cells", "widths", "head", "width", "skeleton")
+    values = {name: getattr(settings, name, None) for name in names}
+    return [f"{group}.{name}={value}" for name, value in values.items() if value is not None]
+
+
+def _check_images(dataset: Dataset, prepared: Prepared) -> None:
+    """Refuse records without values, and augmentation that a table or a small image can't have."""
+    if 0 in prepared.input_shape:
+        raise ConfigError(
+            f"dataset={dataset.name}: its records have shape {prepared.input_shape}, so that "
+            "networks would have no inputs; expected at least one column or pixel."
+        )
+    for setting in ("crop_padding", "flip", "cutout"):
+        value = getattr(dataset, setting)
+        if value and len(prepared.input_shape) == 1:
+            raise NoEffectError(
+                f"dataset.{setting}={show(value)} has no effect with a table: remove it."
+            )
+        if setting != "flip" and value and value >= min(prepared.input_shape[1:]):
+            raise ConfigError(
+                f"dataset.{setting}={show(value)} is out of range: expected 0 to below "
+                f"{min(prepared.input_shape[1:])}, the side of the images; lower it."
+            )
+
+
+def _check_delta(privacy: DifferentialPrivacy, *, records: int) -> None:
+    """Refuse a delta with which publishing one of the records outright would count as private."""
+    if not privacy.large_delta and privacy.delta * records >= 1:
+        raise ConfigError(
+            f"privacy.delta={privacy.delta:g} with {records} records of a client: expected below "
+            f"1 / {records} = {1 / records:.3g}, since with more a client could publish one record "
+            "outright; lower it, or set privacy.large_delta=true."
+        )
+
+
+def check_features(prepared: Prepared, clients: list[ClientData]) -> None:
+    """Refuse features that are too large for any network once they are normalised."""
+    test = prepared.server_test
+    splits = {
+        f"client {i}": part
+        for i, client in enumerate(clients)
+        for part in (client.train, client.validation, client.test)
+    }
+    if test is not None:
+        splits["the server's test set"] = server_split(test, prepared.mean, prepared.std)
+    for owner, split in splits.items():
+        column, value = largest_feature(split)
+        if value <= LARGEST_FEATURE:
+            continue
+        names = prepared.train.feature_names
+        where = f"feature {names[column]}" if names else f"channel {column}"
+        cure = f"dataset.statistics.{names[column]}" if names else "dataset.mean and dataset.std"
+        raise ConfigError(
+            f"{where} of {owner} is beyond {LARGEST_FEATURE:g} after normalisation, which no "
+            f"network can compute with: correct {cure}, or the data."
+        )
+
+
+def check_parts(
+    config: Config,
+    prepared: Prepared,
+    clients: list[ClientData],
+    networks: Mapping[str, nn.Module],
+) -> None:
+    """Refuse clients without the records that they are asked to train on, or with too few."""
+    chooses = searches(config) or isinstance(config.algorithm, FEATHERSSettings | FedExSettings)
+    for index, client in enumerate(clients):
+        parts = {"train": client.train, "validation": client.validation} if chooses else {}
+        for name, part in parts.items():
+            if len(part) == 0:
+                raise ConfigError(
+                    f"client {index} has no {name} record, by which {config.algorithm.name} "
+                    f"{'chooses' if name == 'validation' else 'searches'}: raise "
+                    f"dataset.fractions.{name}={config.dataset.fractions[name]:g}, or give it more "
+                    "records (fewer clients, a larger partition.min_size)."
+                )
+        if len(client.train) + len(client.validation) == 0:
+            raise ConfigError(
+                f"client {index} has no record to train on: raise dataset.fractions.train="
+                f"{config.dataset.fractions['train']:g}."
+            )
+        smallest = {
+            "search": min(len(client.train), len(client.validation)),
+            "retrain": len(client.train) if chooses else len(client.train) + len(client.validation),
+        }
+        for stage, network in networks.items():
+            batch_size = _batch_size(config, stage)
+            if smallest[stage] == 1 or batch_size == 1:
+                _check_single_record(network, stage, index, batch_size, shape=prepared.input_shape)
+
+
+def check_linear_baseline(prepared: Prepared, clients: list[ClientData]) -> None:
+    """Refuse logistic regression on records of one class."""
+    if prepared.server_test is None:
+        return
+    parts = [part for client in clients for part in (client.train, client.validation)]
+    classes = {label for part in parts for label in part.labels[part.rows].tolist()}
+    if len(classes) < 2:
+        only = prepared.train.class_names[min(classes)]
+        raise ConfigError(
+            f"dataset.linear_baseline=true, but all training records are of the class {only}: "
+            "logistic regression needs two; set dataset.linear_baseline=false."
+        )
+
+
+def pools_records(config: Config) -> bool:
+    """Return whether a run compares with a linear model of all clients' pooled records."""
+    return (
+        config.dataset.linear_baseline
+        and "evaluate" in config.stages
+        and config.runtime.name != "deployment"
+        and not isinstance(config.privacy, DifferentialPrivacy)
+    )
+
+
+def _batch_size(config: Config, stage: str) -> int | None:
+    """Return the largest batch that a stage trains on, None for all of a part's records."""
+    algorithm = config.algorithm
+    own = algorithm.search if isinstance(algorithm, CFDNASSettings) else algorithm
+    retraining = config.retrain.batch_size
+    size: int | None = retraining if stage == "retrain" else getattr(own, "batch_size", retraining)
+    return size
+
+
+def _check_single_record(
+    network: nn.Module, stage: str, client: int, batch_size: int | None, *, shape: tuple[int, ...]
+) -> None:
+    """Refuse a network that cannot be trained on a batch of one record."""
+    try:
+        with torch.random.fork_rng(), suppress(NotImplementedError, RuntimeError):
+            network.train()(torch.zeros(1, *shape, device="meta"))
+    except ValueError as error:  # of batch normalisation
+        norm = "search_space.norm" if stage == "search" else "retrain.norm"
+        raise ConfigError(
+            f"{norm}=batch normalises no batch of one record, which client {client} trains on in "
+            f"{stage} (batch_size={batch_size}): set {norm}=group, or give clients more records."
+        ) from error

@@ -14,15 +14,18 @@ from fednas_flwr.builders.data import has_real_sites
 from fednas_flwr.builders.networks import Description, make_device, make_network, supernet_space
 from fednas_flwr.clients.client import Augmentation, Client
 from fednas_flwr.clients.release import ReleaseGate
-from fednas_flwr.config import Config, DifferentialPrivacy
+from fednas_flwr.config import Config, DifferentialPrivacy, expanded
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
+from fednas_flwr.data.records import Records
+from fednas_flwr.data.splits import assignment_digest
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
 from fednas_flwr.files import write_atomically
+from fednas_flwr.names import PERSON, RECORD, Unit
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
-from fednas_flwr.privacy.policy import Policy
+from fednas_flwr.privacy.policy import AUTOMATIC, Policy
 from fednas_flwr.privacy.policy_file import load_policy, parse_policy
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.verbs import PRIVATE_VERBS
@@ -32,6 +35,7 @@ PRIVATE_SITE_KEYS = (
     *("data-path", "dataset", "cache", "data-set"),
     *("policy", "ledger", "ledger-key", "split-key"),
 )
+POLICY_FILE = "policy.yaml"  # of a simulated site
 
 
 def make_client(
@@ -70,7 +74,7 @@ def make_client(
         return make_network(description)
 
     if gate is None:
-        gate = _simulated_gate(config, index, len(parts[index]))
+        gate = _simulated_gate(config, index, prepared.train, parts[index])
         if gate is not None and gate.allowed.threads != config.threads:
             raise ConfigError(
                 f"threads={config.threads}, but the simulated sites' policies, which decide, have "
@@ -79,13 +83,14 @@ def make_client(
     fractions: Mapping[str, float] = config.dataset.fractions
     if gate is not None:
         check_public(config, prepared)
+        _check_unit(gate.allowed.unit, prepared.train)
         fractions = gate.allowed.fractions
-    own = make_client_data(
-        prepared,
-        parts[index],
-        key=site.get("split-key", config.dataset.split_key).encode(),
-        fractions=fractions,
-    )
+    key = site.get("split-key", config.dataset.split_key).encode()
+    own = make_client_data(prepared, parts[index], key=key, fractions=fractions)
+    if gate is not None:
+        records = prepared.train
+        ids, column = records.ids[parts[index]], records.id_column
+        gate.hold(assignment_digest(ids, key=key, fractions=fractions, id_column=column))
     return Client(
         index=index,
         seed=config.seed,
@@ -143,7 +148,9 @@ def make_site_gate(site: Mapping[str, str]) -> ReleaseGate | None:
     return ReleaseGate(policy, ledger, SecureGenerator(), data_set=site["data-set"])
 
 
-def _simulated_gate(config: Config, index: int, num_records: int) -> ReleaseGate | None:
+def _simulated_gate(
+    config: Config, index: int, records: Records, rows: np.ndarray
+) -> ReleaseGate | None:
     """Return the gate of a simulated private client, None without privacy."""
     privacy = config.privacy
     if not isinstance(privacy, DifferentialPrivacy):
@@ -153,41 +160,67 @@ def _simulated_gate(config: Config, index: int, num_records: int) -> ReleaseGate
             "privacy=dp on a node without a policy: start it with "
             f"{', '.join(PRIVATE_SITE_KEYS)} in --node-config."
         )
-    if privacy.sites is None and config.run_dir is None:
+    folder = simulated_site(config, index)
+    if folder is None:
         raise ConfigError("privacy=dp without a run folder needs privacy.sites=<folder>.")
-    folder = Path(privacy.sites or Path(str(config.run_dir)) / "sites").expanduser()
-    folder = folder / f"client-{index}"
-    policy = _simulated_policy(config, privacy, num_records, folder / "policy.yaml")
+    policy = simulated_policy(config, index, records, rows)
+    if not (folder / POLICY_FILE).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / POLICY_FILE, _policy_text(config, records, rows))
     test_seed = None if privacy.test_seed is None else f"{privacy.test_seed} {index}".encode()
-    ledger = Ledger(folder / "ledger" / "ledger.sqlite", folder / "key")
+    ledger = Ledger(*simulated_ledger(folder))
     return ReleaseGate(policy, ledger, SecureGenerator(test_seed), data_set=privacy.data_set)
 
 
-def _simulated_policy(
-    config: Config, privacy: DifferentialPrivacy, num_records: int, path: Path
-) -> Policy:
-    """Return the policy in a file; without one, write what lets the run's configuration pass."""
-    if not path.exists():
-        norms = (part.max_grad_norm for part in (privacy.weights, privacy.alphas))
-        section = {
-            "epsilon": privacy.epsilon,
-            "delta": privacy.delta,
-            "least_noise_multiplier": 0.1,
-            "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
-            "largest_steps": 1_000_000,
-            "verbs": list(PRIVATE_VERBS),
-            "records": num_records,
-            "fractions": config.dataset.fractions,
-            "threads": config.threads,
-            "micro_batch_size": privacy.micro_batch_size,
-            "secure_noise": privacy.test_seed is None,
-            "test_seed": privacy.test_seed is not None,
-        }
-        text = yaml.safe_dump({"data_sets": {privacy.data_set: section}}, sort_keys=False)
-        parse_policy(text, origin="privacy")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text)
-    return load_policy(path)
+def simulated_site(config: Config, index: int) -> Path | None:
+    """Return the folder of a simulated site's policy, ledger and key, None without a run folder."""
+    assert isinstance(config.privacy, DifferentialPrivacy)
+    sites = config.privacy.sites
+    if sites is not None:
+        return expanded("privacy.sites", sites) / f"client-{index}"
+    return None if config.run_dir is None else Path(config.run_dir) / "sites" / f"client-{index}"
+
+
+def simulated_ledger(folder: Path) -> tuple[Path, Path]:
+    """Return where a simulated site keeps its ledger and its key."""
+    return folder / "ledger" / "ledger.sqlite", folder / "key"
+
+
+def simulated_policy(config: Config, index: int, records: Records, rows: np.ndarray) -> Policy:
+    """Return the policy in a simulated site's file; without one, what lets the run pass."""
+    folder = simulated_site(config, index)
+    if folder is not None and (folder / POLICY_FILE).exists():
+        return load_policy(folder / POLICY_FILE)
+    return parse_policy(_policy_text(config, records, rows), origin="privacy")
+
+
+def num_units(records: Records, rows: np.ndarray) -> int:
+    """Return the number of persons in some rows of records, or else of records."""
+    return len(np.unique(records.ids[rows])) if records.by_person else len(rows)
+
+
+def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
+    """Return the policy of a simulated site that lets a run's configuration pass, as YAML."""
+    privacy = config.privacy
+    assert isinstance(privacy, DifferentialPrivacy)
+    norms = (part.max_grad_norm for part in (privacy.weights, privacy.alphas))
+    section = {
+        "epsilon": privacy.epsilon,
+        "delta": privacy.delta,
+        "least_noise_multiplier": 0.1,
+        "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
+        "largest_steps": 1_000_000,
+        "verbs": list(PRIVATE_VERBS),
+        "unit": PERSON if records.by_person else RECORD,
+        "records": num_units(records, rows),
+        "fractions": config.dataset.fractions,
+        "threads": config.threads,
+        "micro_batch_size": privacy.micro_batch_size,
+        "secure_noise": privacy.test_seed is None,
+        "test_seed": privacy.test_seed is not None,
+        "approve": AUTOMATIC,
+    }
+    return yaml.safe_dump({"data_sets": {privacy.data_set: section}}, sort_keys=False)
 
 
 def check_public(config: Config, prepared: Prepared) -> None:
@@ -216,8 +249,23 @@ def check_public(config: Config, prepared: Prepared) -> None:
         )
 
 
+def _check_unit(unit: Unit, records: Records) -> None:
+    """Raise ConfigError unless records say whose they are where, and only where, policies ask."""
+    if unit == PERSON and not records.by_person:
+        raise ConfigError(
+            "the policy has unit: person, but the data does not say whose each record is: set "
+            "id_column in the node's dataset file, or unit: record."
+        )
+    if unit == RECORD and records.by_person:
+        raise ConfigError(
+            "the policy has unit: record, but dataset.id_column says whose each record is: set "
+            "unit: person, and records to the number of persons."
+        )
+
+
 def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Courier:
-    """Return the server's way to the clients, with the runtime's quorum and deadlines."""
+    """Return the server's way to the clients, with the runtime's quorum, deadlines and limits."""
+    privacy = config.privacy
     return Courier(
         run=run,
         num_clients=config.clients,
@@ -225,5 +273,8 @@ def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Cou
         deadline_s=config.runtime.deadline_s,
         connect_s=config.runtime.connect_s,
         wire=config.wire,
+        fewest_records=privacy.fewest_records if isinstance(privacy, DifferentialPrivacy) else 0.0,
+        most_records=config.runtime.most_records,
+        largest_share=config.runtime.largest_share,
         emit=emit,
     )

@@ -4,33 +4,54 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fednas_flwr.builders.algorithms import ALGORITHMS
+from fednas_flwr.builders.effects import Given, check_effect, check_experiment
 from fednas_flwr.builders.refusals import check_validation, searches
 from fednas_flwr.builders.spaces import SEARCH_SPACES
 from fednas_flwr.config import Config, GivenNetwork, NoPrivacy
 from fednas_flwr.config.parsing import choose_kind
 from fednas_flwr.config.privacy import PRIVACY
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, NoEffectError, show
 from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.typed import parse
 
+MOST_PRIVATE_ROUNDS = 10_000
 UNREGISTERED = "; one of your own must be registered first, in each process and at each site"
 
 
-def parse_config(tree: Mapping[str, Any], *, given: Collection[str] = ()) -> Config:
+def parse_config(tree: Mapping[str, Any], *, given: Given | None = None) -> Config:
     """Return the checked configuration of a composed tree.
 
     Args:
         tree: Groups of settings.
-        given: Dotted names of settings that the user has set, and that must have an effect.
+        given: The settings that the user has set, and that must have an effect.
 
     Raises:
         ConfigError: A key is unknown or missing, a value has the wrong type or is out of range,
-            two settings exclude each other, or one that was given has no effect.
+            two settings exclude each other, or one that was given has no effect
+            (:class:`~fednas_flwr.errors.NoEffectError`).
     """
+    config = _parse(tree)
+    if given is not None:
+        alone = None if given.alone is None else _parse_alone(given.alone)
+        if alone is not None:
+            check_experiment(alone, given)
+        check_effect(config, given)
+    return config
+
+
+def _parse_alone(tree: Mapping[str, Any]) -> Config | None:
+    """Return the configuration of an experiment, None if it does not run by itself."""
+    try:
+        return _parse(tree)
+    except ConfigError:
+        return None
+
+
+def _parse(tree: Mapping[str, Any]) -> Config:
     algorithms = {name: entry.settings for name, entry in ALGORITHMS.items()}
     spaces = {name: entry.settings for name, entry in SEARCH_SPACES.items()}
     hints = {
@@ -40,7 +61,6 @@ def parse_config(tree: Mapping[str, Any], *, given: Collection[str] = ()) -> Con
     }
     config: Config = parse(Config, tree, key="", hints=hints)
     check_combinations(config)
-    check_effect(config, given)
     return config
 
 
@@ -57,25 +77,6 @@ def check_combinations(config: Config) -> None:
     _check_privacy(config)
     _check_aggregate(config)
     _check_stages(config)
-
-
-def check_effect(config: Config, given: Collection[str]) -> None:
-    """Raise ConfigError for the first setting that was given and has no effect on the run."""
-    for setting, reason in _without_effect(config).items():
-        if setting in given:
-            raise ConfigError(f"{setting} has no effect with {reason}")
-
-
-def _without_effect(config: Config) -> dict[str, str]:
-    """Return settings that a run does not read, with what overrules each and what to do."""
-    if isinstance(config.privacy, NoPrivacy):
-        return {}
-    steps = "privacy=dp, whose clients take noised steps: remove it, and set"
-    return {
-        "algorithm.local_epochs": f"{steps} privacy.local_steps.",
-        "retrain.local_epochs": f"{steps} privacy.retrain.local_steps.",
-        "algorithm.dp_aware": "privacy=dp, whose noise takes its place: remove it.",
-    }
 
 
 def _check_privacy(config: Config) -> None:
@@ -97,6 +98,14 @@ def _check_privacy(config: Config) -> None:
         raise ConfigError(
             f"privacy=dp with algorithm={config.algorithm.name} is not possible yet: choose one of "
             f"{', '.join(private)}."
+        )
+    rounds = config.rounds * searches(config)
+    rounds += config.retrain.rounds * ("retrain" in config.stages)
+    if rounds > MOST_PRIVATE_ROUNDS:
+        raise ConfigError(
+            f"rounds={config.rounds} with retrain.rounds={config.retrain.rounds} and privacy=dp: "
+            f"expected at most {MOST_PRIVATE_ROUNDS} in all, since clients are told of each before "
+            "the first; take fewer rounds of more local steps."
         )
     wrong = [key for key, norm in _norms(config).items() if norm != "group"]
     if wrong:
@@ -143,17 +152,28 @@ def _check_stages(config: Config) -> None:
     """Refuse stages that lack what they start from, or have it twice."""
     if config.genotype is not None and searches(config):
         raise ConfigError(
-            f"genotype={config.genotype} with stages={config.stages}: a genotype replaces the "
-            "search; set stages=[retrain,evaluate,export]."
+            f"genotype={show(config.genotype)} with stages={config.stages}: a genotype "
+            "replaces the search; set stages=[retrain,evaluate,export]."
         )
     if searches(config):
         check_validation(config)
+        space = config.search_space.name
+        if config.dataset.table is not None and space != "nasbench201":
+            raise ConfigError(
+                f"dataset.table={config.dataset.table} with search_space={space}: tables hold "
+                "cells of nasbench201; leave it out."
+            )
     elif "retrain" in config.stages and config.genotype is None:
         if not isinstance(config.algorithm, GivenNetwork):
             raise ConfigError(
                 f"stages={config.stages} without search: retraining needs a network; set "
                 "genotype=<file> or algorithm=fedavg."
             )
+    if config.stages == ["search"] and not searches(config):
+        raise NoEffectError(
+            f"stages=[search] with algorithm={config.algorithm.name}, which does not search: "
+            "nothing would run; set stages=[retrain,evaluate,export]."
+        )
     if not {"retrain"} & set(config.stages) and {"evaluate", "export"} & set(config.stages):
         raise ConfigError(
             f"stages={config.stages}: evaluate and export need the network that retrain trains; "

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fednas_flwr.config import Config
+from fednas_flwr.config import Config, expanded
 from fednas_flwr.data.datasets import Prepared, prepare
 from fednas_flwr.data.partitioners import load_partition, partition
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.sources import check_sites
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import PARTITIONS
 
 
 def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
@@ -23,13 +24,13 @@ def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
     split = config.partition
     prepared = _prepare(config, sites=split.name == "sites", server_test=config.dataset.server_test)
     if split.file is not None:
-        parts = load_partition(Path(split.file).expanduser())
+        parts = load_partition(expanded("partition.file", split.file))
         _check_partition(
             parts, file=split.file, clients=config.clients, records=len(prepared.train)
         )
         return prepared, parts
-    own = {name: value for name, value in vars(split).items() if name != "file"}
-    return prepared, partition(prepared.train, clients=config.clients, **own)
+    own = {setting: getattr(split, setting) for setting in PARTITIONS.get(split.name, ())}
+    return prepared, partition(prepared.train, name=split.name, clients=config.clients, **own)
 
 
 def has_real_sites(config: Config) -> bool:
@@ -79,9 +80,10 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
 
 def _prepare(config: Config, *, sites: bool, server_test: bool) -> Prepared:
     settings, taken = config.dataset, signature(prepare).parameters
-    own = {name: value for name, value in vars(settings).items() if name in taken}
-    own |= {"cache": Path(settings.cache).expanduser(), "sites": sites, "server_test": server_test}
-    own["root"] = Path(settings.root).expanduser() if settings.root else None
+    own = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name in taken}
+    own["cache"] = expanded("dataset.cache", settings.cache)
+    own["root"] = expanded("dataset.root", settings.root) if settings.root else None
+    own |= {"sites": sites, "server_test": server_test}
     return prepare(**own)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fednas_flwr.config import CFDNASSettings, Config, FDNASSettings, Hardware
+from fednas_flwr.config import CFDNASSettings, Config, FDNASSettings, Hardware, expanded
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.space_costs import space_costs
 from fednas_flwr.hardware.costs import LOSSES, HardwareLoss, HardwareTerms
@@ -32,7 +32,7 @@ def read_table(path: Path) -> LatencyTable:
         ConfigError: The file cannot be read or is no table.
     """
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
+        text = expanded("algorithm.hardware.table", str(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the latency table {path} cannot be read: {error}.") from error
     return latency_from_json(text, origin=str(path))

@@ -6,8 +6,7 @@ A network is built from its description, JSON values that also travel to clients
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,26 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fednas_flwr.builders.spaces import space_entry
-from fednas_flwr.config import CellSpace, Config, GivenNetwork, SearchSpaceSettings, conf_folder
+from fednas_flwr.config import (
+    CellSpace,
+    Config,
+    GivenNetwork,
+    SearchSpaceSettings,
+    conf_folder,
+    expanded,
+)
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.names import FAST
 from fednas_flwr.randomness import seeded
+from fednas_flwr.search.pool import Pool
 from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, load_genotype, to_json
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 
+POOL = "pool"  # name of the network that holds several derived ones
 Description = Mapping[str, Any]  # what a network is built from, JSON values only
 
 
@@ -63,8 +71,11 @@ def make_space(name: str, *, engine: str = FAST, **settings: Any) -> SearchSpace
 
 def supernet_space(config: Config, prepared: Prepared) -> SearchSpace:
     """Return the search space at the supernet's size for the prepared data."""
+    own = config.search_space
     return make_space(
-        **asdict(config.search_space),
+        own.name,
+        norm=own.norm,
+        **supernet_sizes(own),
         engine=config.engine,
         input_shape=prepared.input_shape,
         num_classes=prepared.num_classes,
@@ -92,7 +103,7 @@ def given_genotype(config: Config) -> Genotype | None:
     if config.genotype is None:
         return None
     shipped = {path.stem: path for path in (conf_folder() / "genotypes").glob("*.json")}
-    path = shipped.get(config.genotype, Path(config.genotype).expanduser())
+    path = shipped.get(config.genotype, expanded("genotype", config.genotype))
     if not path.suffix and not path.exists():
         raise unknown_choice("genotype", config.genotype, sorted(shipped))
     return load_genotype(path)
@@ -173,6 +184,18 @@ def describe_derived(
     }
 
 
+def describe_pool(genotypes: Sequence[Genotype], **settings: Any) -> dict[str, Any]:
+    """Return what :func:`make_network` builds a pool from, the genotypes' networks side by side.
+
+    Args:
+        genotypes: Of one space; at least one.
+        **settings: See :func:`describe_derived`.
+    """
+    described = [describe_derived(genotype, **settings) for genotype in genotypes]
+    alone = {key: value for key, value in described[0].items() if key != "genotype"}
+    return {**alone, "name": POOL, "genotypes": [one["genotype"] for one in described]}
+
+
 def make_network(description: Description) -> nn.Module:
     """Return a newly initialised network; draws from torch's global generator.
 
@@ -183,8 +206,14 @@ def make_network(description: Description) -> nn.Module:
     if name in FIXED_NETWORKS:
         norm = {"norm": description.get("norm")} if name in NORMED_NETWORKS else {}
         return FIXED_NETWORKS[name](input_shape, description["num_classes"], **norm)
+    if name == POOL:
+        alone = {key: value for key, value in description.items() if key != "genotypes"}
+        return Pool(
+            make_network({**alone, "name": "derived", "genotype": genotype})
+            for genotype in description["genotypes"]
+        )
     if name != "derived":
-        raise unknown_choice("network", name, ["derived", *FIXED_NETWORKS])
+        raise unknown_choice("network", name, ["derived", POOL, *FIXED_NETWORKS])
     space, genotype = described_space(description)
     return space.network(genotype, auxiliary=description["auxiliary"])
 

@@ -13,9 +13,10 @@ from fednas_flwr.config import (
     FNASSettings,
     GivenNetwork,
     NoPrivacy,
+    SuccessiveHalvingSettings,
     ZeroCostSettings,
 )
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.errors import ConfigError, show, unknown_choice
 
 
 def searches(config: Config) -> bool:
@@ -66,6 +67,41 @@ def of_mixed_splits(config: Config) -> None:
         )
 
 
+def of_feathers(config: Config) -> None:
+    """Refuse what :func:`of_mixed_splits` does, and private rewards of averaged models."""
+    of_mixed_splits(config)
+    assert isinstance(config.algorithm, FEATHERSSettings)
+    if not isinstance(config.privacy, NoPrivacy) and config.algorithm.rewarded != "local":
+        raise ConfigError(
+            f"algorithm.rewarded={config.algorithm.rewarded} with privacy=dp is not possible yet: "
+            "losses of averaged models are no planned release; set algorithm.rewarded=local."
+        )
+
+
+def of_fed_darts(config: Config) -> None:
+    """Refuse what :func:`of_mixed_splits` and :func:`of_single_paths` do."""
+    of_mixed_splits(config)
+    of_single_paths(config)
+
+
+def of_single_paths(config: Config) -> None:
+    """Refuse single paths where none can be drawn."""
+    algorithm, space = config.algorithm, config.search_space.name
+    assert isinstance(algorithm, FedDARTSSettings)
+    if algorithm.temperatures is None or not searches(config):
+        return
+    if space != "nasbench201":
+        raise ConfigError(
+            f"algorithm.temperatures with search_space={space}: single paths are drawn of the "
+            "NAS-Bench-201 cell only; set algorithm.temperatures=null or search_space=nasbench201."
+        )
+    if not isinstance(config.privacy, NoPrivacy):
+        raise ConfigError(
+            "algorithm.temperatures with privacy=dp: single paths have no private gradient yet; "
+            "set algorithm.temperatures=null."
+        )
+
+
 def of_fdnas(config: Config) -> None:
     """Refuse other spaces than that of blocks, and two ways of sending less at once."""
     if searches(config) and not isinstance(config.search_space, BlockSpace):
@@ -92,12 +128,43 @@ def of_cfdnas(config: Config) -> None:
             "releases per run, and each group is a run that begins when its group is known; set "
             "algorithm=fdnas."
         )
+    if not searches(config):
+        raise ConfigError(
+            f"algorithm=cfdnas with stages={config.stages}: its groups begin with a search; add "
+            "search, or set algorithm=fedavg to retrain a genotype."
+        )
     if config.aggregate == "trimmed_mean":
         raise ConfigError(
             "aggregate=trimmed_mean with algorithm=cfdnas: how many clients a group has is not "
             "known before; set aggregate=median."
         )
     of_fdnas(config)
+
+
+def check_groups(config: Config) -> None:
+    """Refuse groups that cannot come about; real nodes tell their own tags when they connect."""
+    from fednas_flwr.strategies.clusters import group_name  # brings torch
+
+    algorithm = config.algorithm
+    if not isinstance(algorithm, CFDNASSettings):
+        return
+    if algorithm.num_groups is not None and algorithm.num_groups > config.clients:
+        raise ConfigError(
+            f"algorithm.num_groups={algorithm.num_groups} with clients={config.clients}: expected "
+            "at most one group per client; lower it."
+        )
+    if algorithm.group_by != "tag" or config.runtime.name == "deployment":
+        return
+    if not config.client_tags or "" in config.client_tags:
+        raise ConfigError(
+            f"algorithm.group_by=tag with client_tags={show(config.client_tags)}: every simulated "
+            f"client needs a tag; give one for each of clients={config.clients}."
+        )
+    for client, tag in enumerate(config.client_tags):
+        group_name({"tag": tag}, client, "tag")
+    for name in algorithm.group_hardware:
+        if name not in config.client_tags:
+            raise unknown_choice("algorithm.group_hardware", name, set(config.client_tags))
 
 
 def of_dpnas(config: Config) -> None:
@@ -130,11 +197,16 @@ def of_fedex(config: Config) -> None:
         )
 
 
-def of_zero_cost(config: Config) -> None:
+def of_scores(config: Config) -> None:
     """Refuse scores that do not exist."""
     from fednas_flwr.search.scores import SCORES
 
-    assert isinstance(config.algorithm, ZeroCostSettings)
-    for name in config.algorithm.scores:
+    algorithm = config.algorithm
+    if isinstance(algorithm, SuccessiveHalvingSettings):
+        key, names = "algorithm.pool.by", algorithm.pool.by
+    else:
+        assert isinstance(algorithm, ZeroCostSettings)
+        key, names = "algorithm.scores", algorithm.scores
+    for name in names:
         if name not in SCORES:
-            raise unknown_choice("algorithm.scores", name, SCORES)
+            raise unknown_choice(key, name, SCORES)

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 
 from fednas_flwr import __version__
-from fednas_flwr.cli import machines, privacy, results, run
 from fednas_flwr.cli.outcomes import RUN_FAILED, STOPPED, USER_ERROR, fail
 
 __all__ = ["RUN_FAILED", "STOPPED", "USER_ERROR", "main"]
@@ -20,6 +19,16 @@ __all__ = ["RUN_FAILED", "STOPPED", "USER_ERROR", "main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    try:
+        return _main(arguments)
+    except KeyboardInterrupt:
+        print("\nfednas: stopped.", file=sys.stderr)
+        return STOPPED
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    from fednas_flwr.cli import machines, privacy, results, run
+
     parser = argparse.ArgumentParser(
         prog="fednas", description="Federated neural architecture search on Flower."
     )
@@ -32,8 +41,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
         return int(options.handler(options, overrides))
-    except KeyboardInterrupt:
-        print("\nfednas: stopped.", file=sys.stderr)
-        return STOPPED
     except Exception as error:
         return fail(error, debug=options.debug)

@@ -15,10 +15,13 @@ STOPPED = 128 + signal.SIGINT
 
 
 def fail(error: Exception, *, debug: bool) -> int:
-    """Print one error, with its kind unless it is a sentence of ours, and return the exit code."""
+    """Print one error with its notes, and return the exit code.
+
+    Its kind is printed unless it is a sentence of ours.
+    """
     if debug:
         traceback.print_exception(error)
     is_sentence = isinstance(error, ConfigError | DamagedError)
     text = str(error) if is_sentence else f"{type(error).__name__}: {error}"
-    print(f"fednas: {text}", file=sys.stderr)
+    print("; ".join([f"fednas: {text}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     return USER_ERROR if isinstance(error, ConfigError) else RUN_FAILED

@@ -18,10 +18,18 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, RDP
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fednas_flwr.clients.release import Commitment, ReleaseGate
     from fednas_flwr.privacy.ledger import Ledger, Row
+    from fednas_flwr.privacy.policy import DataSetPolicy
 
 MOST_STEPS = 10**9  # of `fednas calibrate`
 PIPE_WIDTH = 200  # of tables that go to a file or a pipe
+SCHEDULE_HEAD = (
+    *("stage", "verb", "what", "splits", "steps", "noise multiplier", "clipping norm"),
+    *("expected batch", "rate"),
+)
 STATEMENT_HEAD = (
     *("account", "run", "stage", "verb", "splits", "steps", "committed"),
     *("noise multiplier", "rate", "first (UTC)", "last (UTC)"),
@@ -64,6 +72,22 @@ def add_commands(commands: Commands) -> None:
         default=PRV,
         help="whose epsilon keeps the target; a site's budget lasts by filter (default: prv)",
     )
+    approval = add_command(
+        commands,
+        "approve",
+        approve,
+        help="what runs wait for a person's approval at this site; with a hash, approve one",
+        epilog="Without options it is for the folder of a provisioned site.",
+    )
+    approval.add_argument("hash", nargs="?", help="of the schedule, as the run and this list say")
+    for name, default, meaning in (
+        ("policy", "policy.yaml", "the site's policy"),
+        ("ledger", "state/ledger/ledger.sqlite", "the ledger's file"),
+        ("key", "state/ledger.key", "its secret key"),
+    ):
+        approval.add_argument(
+            f"--{name}", type=Path, default=default, help=f"{meaning} (default: %(default)s)"
+        )
     ledger = commands.add_parser("ledger", help="what a site has booked of its privacy budgets")
     actions = ledger.add_subparsers(dest="action", required=True, metavar="action")
     show = add_command(
@@ -78,9 +102,10 @@ def add_commands(commands: Commands) -> None:
         action.add_argument("ledger", type=Path, help="the ledger's file")
         action.add_argument("--key", type=Path, required=True, help="its secret key")
     trail = add_command(
-        actions, "trail", verify_trail, help="check the chain of a site's audit trail"
+        actions, "trail", verify_trail, help="check every line and the end of a site's audit trail"
     )
     trail.add_argument("trail", type=Path, help="the file, audit.jsonl beside the ledger")
+    trail.add_argument("--key", type=Path, required=True, help="the ledger's secret key")
 
 
 def audit(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -156,6 +181,36 @@ def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def approve(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Print what the schedules that wait for approval would release; approve the one of a hash."""
+    from fednas_flwr.clients.release import ReleaseGate, read_commitment, schedule_hash
+    from fednas_flwr.privacy.noise import SecureGenerator
+    from fednas_flwr.privacy.policy_file import load_policy
+
+    policy = load_policy(options.policy)
+    with _opened(options) as ledger:
+        waiting = {}
+        for run, text in ledger.commitments().items():
+            allowed = policy.data_sets.get(read_commitment(text).data_set)
+            if allowed is not None and allowed.needs_approval and not ledger.is_approved(run):
+                waiting[schedule_hash(run, text)] = run, read_commitment(text), allowed
+        if options.hash is not None and options.hash not in waiting:
+            raise ConfigError(
+                f"no schedule {options.hash} waits for approval; there is "
+                f"{', '.join(waiting) or 'none at all'}."
+            )
+        for schedule, (run, commitment, allowed) in waiting.items():
+            if options.hash in (None, schedule):
+                gate = ReleaseGate(policy, ledger, SecureGenerator(), data_set=commitment.data_set)
+                _print_schedule(schedule, run, commitment, allowed, gate)
+        if options.hash is not None:
+            ledger.approve(waiting[options.hash][0])
+            print(f"approved {options.hash}.")
+        elif not waiting:
+            print("nothing waits for approval.")
+    return 0
+
+
 def show_ledger(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print what a ledger holds, of one account or of all."""
     if not 0 < options.delta < 1:
@@ -184,11 +239,10 @@ def verify_ledger(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def verify_trail(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Check the chain of an audit trail."""
+    """Check every line of an audit trail, and that none is missing at its end."""
     from fednas_flwr.clients import audit_trail
 
-    number, last = audit_trail.verify_trail(options.trail)
-    print(f"{number} lines, all in their chain; the last one has SHA-256 {last}.")
+    print(f"{audit_trail.verify_trail(options.trail, options.key)} lines, all intact.")
     return 0
 
 
@@ -204,9 +258,44 @@ def _opened(options: argparse.Namespace) -> Iterator[Ledger]:
         yield ledger
 
 
+def _print_schedule(
+    schedule: str, run: str, commitment: Commitment, allowed: DataSetPolicy, gate: ReleaseGate
+) -> None:
+    """Print everything that a run may release, and what that costs."""
+    from rich.table import Column, Table
+
+    from fednas_flwr.names import SPLITS
+    from fednas_flwr.reporting.guarantee import epsilon_text
+
+    console = _console()
+    console.print(f"schedule {schedule}", style="bold")
+    print(f"run: {run if run.isprintable() else ascii(run)}")
+    print(
+        f"data set: {allowed.data_set}; budget {allowed.account}: epsilon {allowed.epsilon:g} at "
+        f"delta {allowed.delta:g} for one {allowed.unit}, of which {gate.spent():.3g} is spent"
+    )
+    columns = (Column(title, overflow="fold") for title in SCHEDULE_HEAD)
+    table = Table(*columns, title="what the run may release, at most")
+    for planned in commitment.releases:
+        expected = planned.expected_batch(allowed.records)
+        table.add_row(
+            *(planned.stage, planned.verb, planned.kind, ", ".join(planned.splits)),
+            *(f"{planned.steps:,}", f"{planned.noise_multiplier:.4g}"),
+            *(f"{planned.max_grad_norm:g}", f"{expected:,.4g}"),
+            f"{planned.rate(allowed.records):.4g}",
+        )
+    console.print(table)
+    if commitment.sizes:
+        sizes = " and ".join(f"{size:,} {kind}" for kind, size in commitment.sizes.items())
+        print(f"size of the model that is searched: {sizes}")
+    prv = gate.epsilons(run)[PRV]
+    costs = ", ".join(f"{s} {epsilon_text(prv[s])}" for s in SPLITS if s in prv)
+    charged = "" if commitment.by_split else "; every release is charged to all parts"
+    print(f"epsilon with all that was booked before (PRV): {costs or '0'}{charged}\n")
+
+
 def _print_statement(rows: Sequence[Row], delta: float) -> None:
     """Print one line per kind of release, and the epsilon of each account and split."""
-    from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text
 
@@ -217,9 +306,7 @@ def _print_statement(rows: Sequence[Row], delta: float) -> None:
         return Text(text if text.isprintable() else ascii(text))
 
     statement = make_statement(rows, delta=delta)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPE_WIDTH)
+    console = _console()
     columns = (Column(title, overflow="fold") for title in STATEMENT_HEAD)
     booked = Table(*columns, title="what was booked")
     for line in statement.lines:
@@ -236,3 +323,11 @@ def _print_statement(rows: Sequence[Row], delta: float) -> None:
         for split, epsilon in epsilons.items():
             costs.add_row(name(account), split, epsilon_text(epsilon))
     console.print(costs)
+
+
+def _console() -> Console:
+    """Return where tables go; a pipe is wide enough for them."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)

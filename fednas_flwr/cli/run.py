@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from dataclasses import replace
 
 from omegaconf import OmegaConf
@@ -14,7 +15,7 @@ from fednas_flwr.cli.outcomes import RUN_FAILED, fail
 from fednas_flwr.cli.parsing import Commands, add_command
 from fednas_flwr.composition import compose_tree, expand_sweep, given_settings
 from fednas_flwr.config import Config
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning
 
 RUN_HELP = """
 overrides:
@@ -60,32 +61,58 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
             )
         api.run(resumes[0].removeprefix("resume="), quiet=False)
         return 0
-    jobs = expand_sweep(overrides) if options.multirun else {"": overrides}
+    if not options.multirun:
+        config = _configured(overrides, shown=options.cfg)
+        if not options.cfg:
+            api.run(config, quiet=False)
+        return 0
+    jobs, refused = expand_sweep(overrides), dict[str, NoEffectError]()
     configs = {}
     for name, job in jobs.items():
-        tree = compose_tree(job)
-        configs[name] = parse_config(tree, given=given_settings(job))
-        if options.cfg:
-            print(
-                OmegaConf.to_yaml(OmegaConf.create(tree)), end="---\n" if options.multirun else ""
-            )
-    if options.cfg:
-        return 0
-    if options.multirun:
-        return _sweep(configs, debug=options.debug)
-    (config,) = configs.values()
-    api.run(config, quiet=False)
-    return 0
+        try:
+            configs[name] = _configured(job, shown=options.cfg, end="---\n")
+        except NoEffectError as error:
+            refused[name] = error
+    if refused and not configs:
+        raise next(iter(refused.values()))
+    return 0 if options.cfg else _sweep(configs, refused, debug=options.debug)
 
 
-def _sweep(configs: dict[str, Config], *, debug: bool) -> int:
-    """Run every configuration in a folder of its own name; a failure does not stop the others."""
+def _configured(overrides: list[str], *, shown: bool, end: str = "") -> Config:
+    """Return the configuration of overrides, printed where it is to be shown; tell warnings."""
+    tree = compose_tree(overrides)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", NoEffectWarning)
+        config = parse_config(tree, given=given_settings(overrides))
+    for warning in told:
+        print(f"fednas: warning: {warning.message}", file=sys.stderr)
+    if shown:
+        print(OmegaConf.to_yaml(OmegaConf.create(tree)), end=end)
+    return config
+
+
+def _sweep(configs: dict[str, Config], refused: dict[str, NoEffectError], *, debug: bool) -> int:
+    """Run every configuration in a folder of its own name; a failure does not stop the others.
+
+    A job that has a setting without effect is left out, and said to have failed; any other
+    mistake ends the sweep before it begins.
+    """
     from fednas_flwr.stages.run_folder import create_run_folder, sweep_folder
 
     parent = sweep_folder(next(iter(configs.values())).run_dir)
     configs = {n: replace(config, run_dir=str(parent / n)) for n, config in configs.items()}
-    api.check(configs.values())
-    failed = []
+    for name, config in list(configs.items()):
+        try:
+            api.check([config])
+        except NoEffectError as error:
+            refused[name] = error
+            del configs[name]
+    if not configs:
+        raise next(iter(refused.values()))
+    failed = list(refused)
+    for name, refusal in refused.items():
+        print(f"job {name} is left out:", file=sys.stderr)
+        fail(refusal, debug=debug)
     for number, (name, config) in enumerate(configs.items(), 1):
         print(f"job {number} of {len(configs)}: {name}", flush=True)
         try:
@@ -93,7 +120,8 @@ def _sweep(configs: dict[str, Config], *, debug: bool) -> int:
         except Exception as error:
             failed.append(name)
             fail(error, debug=debug)
-    print(f"{len(configs) - len(failed)} of {len(configs)} jobs completed; sweep folder: {parent}")
+    total = len(configs) + len(refused)
+    print(f"{total - len(failed)} of {total} jobs completed; sweep folder: {parent}")
     if failed:
         print(f"fednas: {len(failed)} jobs failed: {', '.join(failed)}.", file=sys.stderr)
     return RUN_FAILED if failed else 0

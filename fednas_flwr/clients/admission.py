@@ -7,7 +7,7 @@ fail is tried before, inside :func:`before_reading`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -256,7 +256,7 @@ def _check_batch(batch_size: int | None) -> None:
 def _num_values(request: Request, network: nn.Module | None, kind: str) -> int:
     """Return how many values a release of one kind has, 1 where that is not known yet."""
     if isinstance(request.settings, RewardCandidates):
-        return len(request.settings.candidates)
+        return request.settings.count
     if network is None or kind in NUMBERS_OF:
         return NUMBERS_OF.get(kind, 1)
     return sum(tensor.numel() for tensor in network_states(network)[kind].values())
@@ -264,9 +264,12 @@ def _num_values(request: Request, network: nn.Module | None, kind: str) -> int:
 
 def _norm(request: Request, supernet_norm: str | None) -> str | None:
     """Return how the network that a request describes normalises."""
-    settings, described = request.settings, {}
+    settings = request.settings
+    described: Mapping[str, Any] = {}
     if isinstance(settings, Evaluate):
         described = settings.network
+    elif isinstance(settings, RewardCandidates):
+        described = settings.network or {}
     elif isinstance(settings, Train):
         described = settings.local.network
     elif isinstance(settings, Probe) and settings.training is not None:
@@ -274,7 +277,8 @@ def _norm(request: Request, supernet_norm: str | None) -> str | None:
     name = described.get("name", SUPERNET)
     if VERBS[request.verb].of_supernet or name == SUPERNET:
         return supernet_norm
-    return described.get("norm", "batch" if name in NORMED_NETWORKS else None)
+    norm: str | None = described.get("norm", "batch" if name in NORMED_NETWORKS else None)
+    return norm
 
 
 def _norm_of(network: nn.Module) -> str | None:

@@ -1,9 +1,10 @@
 """A site's own record of who asked for what, what left and what was refused, for its auditors.
 
-JSON lines; each names the SHA-256 of the line before it, so that a line which is edited, removed
-or put in breaks the chain. Lines cut off at the end are told by nothing in the file: whoever
-checks notes number and hash of the last line, which :func:`verify_trail` returns, and finds them
-again later.
+JSON lines; each ends with the HMAC of itself and of the line before it, under the key of the site's
+ledger, and a mark beside that key, outside the trail's folder, holds number and HMAC of the last
+one. So whoever can write the trail, but neither read the key nor write the mark, cannot edit,
+remove, move or put in a line, nor cut lines off at the end, unnoticed: :func:`verify_trail` finds
+it, and nothing leaves the site any more. Whoever can restore old copies of both together can.
 
 No line holds a number that depends on records: of a reply stand only the names of what it
 carries, of an error that is no refusal only its kind.
@@ -15,20 +16,38 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.errors import ConfigError, DamagedError
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.requests import encode
+from fednas_flwr.files import write_atomically
+from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.privacy.mark import create_key, equal, read_key, seal
 
-GENESIS = "0" * 64  # stands for the hash of the line before the first
 LONGEST_TEXT = 500  # characters kept of what a server sent
+_LINE = re.compile(rb'(\{"number": ([1-9][0-9]*), .*), "mac": "([0-9a-f]{64})"\}\n')
+
+
+class _End(NamedTuple):
+    """A place in a trail.
+
+    Attributes:
+        number: Of the line, from 1; 0 before the first.
+        mac: Its HMAC.
+        previous: That of the line before it.
+    """
+
+    number: int
+    mac: str
+    previous: str
 
 
 class AuditTrail:
@@ -38,12 +57,22 @@ class AuditTrail:
 
     Args:
         path: Its file, made when missing; None keeps no trail.
+        key_path: The ledger's key, made with the ledger when missing.
+        ledger: The ledger; None has a key of the trail's own made.
         superlink: Address of the server that the site's node asks for work; empty if not known.
     """
 
-    def __init__(self, path: Path | None, superlink: str = "") -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        key_path: Path = Path(),
+        *,
+        ledger: Path | None = None,
+        superlink: str = "",
+    ) -> None:
         """See the class."""
-        self._path, self._superlink = path, superlink
+        self._path, self._key_path, self._ledger = path, key_path, ledger
+        self._superlink = superlink
 
     def asked(self, request: Request, *, flower_run: int) -> None:
         """Note a request before anything is done about it."""
@@ -85,31 +114,54 @@ class AuditTrail:
             return
         cut = {k: v[:LONGEST_TEXT] if isinstance(v, str) else v for k, v in fields.items()}
         with _locked(self._path) as descriptor:
-            number, previous = _last(descriptor, self._path)
+            key, mark = self._key(), _mark_path(self._path, self._key_path)
+            last = _last(descriptor, self._path, mark, key)
             time = datetime.now(UTC).isoformat(timespec="seconds")
-            line = {"number": number + 1, "time": time, "event": event, **cut, "previous": previous}
-            os.write(descriptor, json.dumps(line).encode() + b"\n")
+            line = {"number": last.number + 1, "time": time, "event": event, **cut}
+            text = json.dumps(line).removesuffix("}")
+            end = _End(last.number + 1, seal(key, "audit line", last.mac, text), last.mac)
+            os.write(descriptor, f'{text}, "mac": "{end.mac}"}}\n'.encode())
             os.fsync(descriptor)
+            _write_mark(mark, end, key)
+
+    def _key(self) -> bytes:
+        """Return the key; on a new site make it."""
+        if not self._key_path.exists():
+            if self._ledger is None:
+                create_key(self._key_path)
+            else:
+                Ledger(self._ledger, self._key_path).close()
+        return read_key(self._key_path)
 
 
-def verify_trail(path: Path) -> tuple[int, str]:
-    """Return the number of lines of a trail and the hash of the last one.
+def verify_trail(path: Path, key_path: Path) -> int:
+    """Return the number of lines of a trail, after checking every line and the mark.
+
+    Args:
+        path: The trail.
+        key_path: The key of the site's ledger, beside which the mark lies.
 
     Raises:
-        ConfigError: There is no such file.
-        DamagedError: A line is not the one that was written; the sentence names it.
+        ConfigError: There is no such file or key.
+        DamagedError: A line is not the one that was written, or lines are missing; the sentence
+            says which.
     """
-    if not path.is_file():
-        raise ConfigError(f"there is no audit trail {path}; give the file of a site.")
-    number, previous = 0, GENESIS
+    for name, file in (("audit trail", path), ("key", key_path)):
+        if not file.is_file():
+            raise ConfigError(f"there is no {name} {file}; give the file of a site.")
+    key = read_key(key_path)
+    marked, end = _read_mark(_mark_path(path, key_path), key), _genesis(key)
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if _numbered(line) != (number, previous):
+        found = _follow(line, end.number, end.mac, key)
+        if found is None:
             raise DamagedError(
                 f"line {number} of {path} is not the one that was written after line {number - 1}: "
-                "the trail was edited or damaged from there on."
+                "lines were edited, removed or moved from there on, or the key is another trail's."
             )
-        previous = _hash(line)
-    return number, previous
+        end = found
+    if marked.mac not in (end.mac, end.previous):  # a crash leaves the mark one behind
+        raise _wrong_end(path, end.number, marked)
+    return end.number
 
 
 def _place(request: Request) -> dict[str, Any]:
@@ -130,35 +182,77 @@ def _locked(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _last(descriptor: int, path: Path) -> tuple[int, str]:
-    """Return number and hash of the last line, after cutting off one that a crash has torn.
+def _last(descriptor: int, path: Path, mark: Path, key: bytes) -> _End:
+    """Return the end of an open trail, after cutting off a line that a crash has torn.
 
     Raises:
-        DamagedError: The last line is none of a trail.
+        DamagedError: The trail does not end where the mark says.
     """
     size = os.fstat(descriptor).st_size
     tail = os.pread(descriptor, 2**16, max(0, size - 2**16))
     whole = tail[: tail.rfind(b"\n") + 1]
+    marked = _read_mark(mark, key)
+    if not whole:
+        if marked.number:
+            raise _wrong_end(path, 0, marked)
+        return marked
+    line = whole.splitlines(keepends=True)[-1]
+    end = _follow(line, marked.number - 1, marked.previous, key)
+    if end is None:  # a crash came before the mark was moved
+        end = _follow(line, marked.number, marked.mac, key)
+    if end is None:
+        matched = _LINE.fullmatch(line)
+        raise _wrong_end(path, int(matched[2]) if matched else marked.number, marked)
     if len(whole) < len(tail):
         os.ftruncate(descriptor, size - len(tail) + len(whole))
-    if not whole:
-        return 0, GENESIS
-    line = whole.splitlines(keepends=True)[-1]
-    number = _numbered(line)[0]
-    if number is None:
-        raise DamagedError(f"the last line of the audit trail {path} was edited: nothing leaves.")
-    return number, _hash(line)
+    return end
 
 
-def _numbered(line: bytes) -> tuple[int | None, str | None]:
-    """Return a line's number and what it says of the line before; None where it says nothing."""
+def _wrong_end(path: Path, number: int, marked: _End) -> DamagedError:
+    """Return the error for a trail whose last line, of this number, is not the marked one."""
+    if number < marked.number:
+        return DamagedError(
+            f"{path} ends at line {number} although line {marked.number} was written: lines "
+            "were cut off at the end, nothing leaves."
+        )
+    return DamagedError(
+        f"the last line of the audit trail {path} was edited, or its mark was removed or rolled "
+        "back: nothing leaves."
+    )
+
+
+def _follow(line: bytes, number: int, mac: str, key: bytes) -> _End | None:
+    """Return the place of a line, None if it was not written after the one of ``mac``."""
+    matched = _LINE.fullmatch(line)
+    if matched is None or int(matched[2]) != number + 1:
+        return None
     try:
-        values = json.loads(line)
-        number, previous = values["number"], values["previous"]
-    except (ValueError, TypeError, KeyError):
-        return None, None
-    return (number if type(number) is int and line.endswith(b"\n") else None), previous
+        own = seal(key, "audit line", mac, matched[1].decode())
+    except UnicodeDecodeError:
+        return None
+    return _End(number + 1, own, mac) if equal(matched[3].decode(), own) else None
 
 
-def _hash(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()
+def _genesis(key: bytes) -> _End:
+    return _End(0, seal(key, "audit line", "", "fednas audit trail 1"), "")
+
+
+def _mark_path(path: Path, key_path: Path) -> Path:
+    return key_path.with_name(f"{key_path.name}.{path.name}.mark")
+
+
+def _read_mark(mark: Path, key: bytes) -> _End:
+    """Return what a mark says, the place before the first line if there is none."""
+    if not mark.exists():
+        return _genesis(key)
+    try:
+        *place, sealed = json.loads(mark.read_bytes())
+    except (ValueError, TypeError):
+        place, sealed = [], ""
+    if not equal(sealed, seal(key, "audit mark", "", place)):
+        raise DamagedError(f"the mark {mark} was edited, or the key beside it is another one's.")
+    return _End(*place)
+
+
+def _write_mark(mark: Path, end: _End, key: bytes) -> None:
+    write_atomically(mark, json.dumps([*end, seal(key, "audit mark", "", [*end])]))

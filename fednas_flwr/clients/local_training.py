@@ -17,6 +17,7 @@ from torch.optim.swa_utils import update_bn
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.noised_gradients import NoisedGradients
 from fednas_flwr.clients.replies import sent_moments
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.metrics import record_losses
 from fednas_flwr.exchange.messages import Request
 from fednas_flwr.exchange.requests import Amount, LocalSearch, LocalTraining
@@ -33,6 +34,7 @@ from fednas_flwr.search.descent import (
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.local_search import alternate
 from fednas_flwr.search.path_network import PathNetwork, covering_paths
+from fednas_flwr.search.pool import Pool
 from fednas_flwr.search.proxyless import search_paths
 from fednas_flwr.search_spaces.space import Supernet
 
@@ -83,6 +85,11 @@ def prepare_search(
         for paths_EK in () if warms_up else covering_paths(supernet, mode=paths.gates):
             gradients.rehearse_gates(supernet, paths_EK, hardware, asdict(paths), paths_EK.tolist())
     elif isinstance(gradients, NoisedGradients):
+        if local.alternating is not None and local.alternating.temperature is not None:
+            raise ConfigError(
+                f"refused, temperature={local.alternating.temperature}: single paths have no "
+                "private gradient yet; set algorithm.temperatures=null."
+            )
         gradients.rehearse_weights(supernet)
         gradients.rehearse_alphas(supernet)
 
@@ -102,7 +109,7 @@ def prepare_search(
         )
         if paths is None:
             assert local.alternating is not None
-            alternate(supernet, gradients, descents, local.alternating)
+            alternate(supernet, gradients, descents, local.alternating, generator=generator)
         else:
             search_paths(
                 supernet, gradients, descents, paths, hardware=hardware, generator=generator
@@ -141,8 +148,9 @@ def prepare_training(
     def train_weights() -> tuple[Descents, dict[str, float]]:
         network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
         weights = trainable_weights(network)
-        optimizer = make_sgd(weights.values(), local.weights)
-        descent = Descent(weights, optimizer, local.weights.clip_norm)
+        members = network.members if isinstance(network, Pool) else [network]
+        groups = [{"params": list(trainable_weights(member).values())} for member in members]
+        descent = Descent(weights, make_sgd(groups, local.weights), local.weights.clip_norm)
         descents = Descents(descent, sent=sent)
         train(network, gradients, descent)
         return descents, gradients.metrics()

@@ -10,11 +10,12 @@ Tensor suffixes: B records, E blocks, O ops, K ops that are computed in a block.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -31,19 +32,29 @@ from fednas_flwr.privacy.clipping import (
     clipped_alpha_gradient_sum,
     clipped_gradient_sum,
 )
-from fednas_flwr.privacy.micro_batches import from_units, in_units
+from fednas_flwr.privacy.micro_batches import by_person, from_units, in_units
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.privacy.self_test import Watch, unwatched
+from fednas_flwr.privacy.self_test import Watch
 from fednas_flwr.search.descent import Descent, Gradient, trainable_weights
 from fednas_flwr.search.gates import active_gates, alpha_gradient
+from fednas_flwr.search.gumbel import Relaxed
 from fednas_flwr.search.objective import Output
 from fednas_flwr.search.path_network import PathNetwork, cost_gradient, offered_ops
+from fednas_flwr.search.pool import Pool, by_member
 from fednas_flwr.search.training import Batch
 from fednas_flwr.search_spaces.mbconv_plan import CELL
 from fednas_flwr.search_spaces.space import Supernet
 
 # Of features [N, ...] and labels [N], watched, in micro-batches of one size; None is one of all.
-ClippedSum = Callable[[Tensor, Tensor, Watch, int | None], Tensors]
+ClippedSum = Callable[..., Tensors]  # of features [B, ...] and labels [B]; takes How by name
+
+
+class How(TypedDict, total=False):
+    """How a clipped sum is computed; see ``clipping.clipped_gradient_sum``."""
+
+    micro_batch_size: int
+    persons: Tensor | None
+    watch: Watch
 
 
 class NoisedGradients:
@@ -102,7 +113,7 @@ class NoisedGradients:
         """Try a sum; the micro-batches of a state are the smallest that one of its sums needs."""
 
         def computation(x: Tensor, y: Tensor, watch: Watch) -> object:
-            return clipped_sum(x, y, watch, None)
+            return clipped_sum(x, y, watch=watch)
 
         size = rehearse(self._client, computation, network, kind, *chosen)
         self._sizes[state] = min(size, self._sizes.get(state, size))
@@ -118,13 +129,23 @@ class NoisedGradients:
         return sums, gate_of(self._client).expected_batch(self._planned[state])
 
     def weights(self, network: nn.Module) -> Gradient:
-        """Return the noised mean gradient of the weights that a network computes with."""
-        return self._mean("weights", partial(self._weight_sum, network))
+        """Return the noised mean gradient of the weights that a network computes with.
+
+        Of a pool of M networks it is one release, too: every member's gradient is clipped to R by
+        itself, so that a record's gradients of all have a joint norm of at most ``sqrt(M) R``. They
+        are released over ``sqrt(M)``, as a vector of norm R, and multiplied back. To clip all
+        jointly to ``sqrt(M) R`` would cost the same, and let a member with large gradients
+        take from the others' steps; M releases of their own would need the same noise.
+        """
+        norm = math.sqrt(len(network)) if isinstance(network, Pool) else 1.0
+        noised = self._mean("weights", partial(self._weight_sum, network), norm=norm)
+        return {name: gradient * norm for name, gradient in noised.items()}
 
     def alphas(
-        self, supernet: Supernet, weights: Descent, *, rule: str, validation_weight: float
+        self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
     ) -> Gradient:
         """Return the noised mean gradient of the alphas, of first order (``admission``)."""
+        assert isinstance(supernet, Supernet)  # as ``local_training`` has it
         return self._mean("alphas", partial(self._alpha_sum, supernet))
 
     def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:
@@ -146,28 +167,38 @@ class NoisedGradients:
         """Return nothing: what was seen is not told."""
         return {}
 
-    def _mean(self, state: str, clipped_sum: ClippedSum) -> Tensors:
+    def _mean(self, state: str, clipped_sum: ClippedSum, *, norm: float = 1.0) -> Tensors:
         """Return the noised sum over a Poisson batch, over the batch's expected size."""
         size = gate_of(self._client).expected_batch(self._planned[state])
-        return {n: total / size for n, total in self._release(state, clipped_sum).items()}
+        released = self._release(state, clipped_sum, norm=norm)
+        return {name: total / size for name, total in released.items()}
 
-    def _release(self, state: str, clipped_sum: ClippedSum) -> Tensors:
-        """Return one release, on the client's device: the noised sum over a Poisson batch."""
+    def _release(self, state: str, clipped_sum: ClippedSum, *, norm: float = 1.0) -> Tensors:
+        """Return one release, on the client's device: the noised sum over a Poisson batch.
+
+        Contributions of a norm up to ``norm`` times R are released over ``norm``.
+        """
         client, planned = self._client, self._planned[state]
         split = client.split("+".join(planned.splits))
-        rows_sum = partial(self._sum_over, split, clipped_sum, state)
-        sums = gate_of(client).release(planned, self._header, len(split), rows_sum)
-        return {name: total.to(client.device) for name, total in sums.items()}
 
-    def _sum_over(self, split: Split, clipped_sum: ClippedSum, state: str, rows: Tensor) -> Tensors:
-        """Return the clipped sum over some rows; one micro-batch is in memory at a time.
+        def total(units: Tensor) -> Tensors:
+            sums = self._sum_over(split, clipped_sum, state, units)
+            return {name: value / norm for name, value in sums.items()}
+
+        sums = gate_of(client).release(planned, self._header, split.num_units, total)
+        return {name: value.to(client.device) for name, value in sums.items()}
+
+    def _sum_over(
+        self, split: Split, clipped_sum: ClippedSum, state: str, units: Tensor
+    ) -> Tensors:
+        """Return the clipped sum over some units; one micro-batch is in memory at a time.
 
         The sums of micro-batches are whole numbers of one unit, so that adding them rounds nothing.
         """
         size, bound = self._sizes[state], self._planned[state].max_grad_norm
         totals: Tensors = {}
-        for part in torch.split(rows, size) if len(rows) else (rows,):
-            added = clipped_sum(*self._batch(split, part), unwatched, size)
+        for rows, persons in _micro_batches(split, units, size):
+            added = clipped_sum(*self._batch(split, rows), micro_batch_size=size, persons=persons)
             sums = {name: in_units(total, bound=bound) for name, total in added.items()}
             totals = {name: totals[name] + s for name, s in sums.items()} if totals else sums
         return {name: from_units(total, bound=bound) for name, total in totals.items()}
@@ -182,10 +213,13 @@ class NoisedGradients:
         generator = torch.Generator().manual_seed(secrets.randbits(63))
         return (self._client.augmented(x, generator) if len(rows) else x), y
 
-    def _weight_sum(
-        self, network: nn.Module, x: Tensor, y: Tensor, watch: Watch, size: int | None
-    ) -> Tensors:
-        """Return the clipped sum of gradients by the weights that a network computes with."""
+    def _weight_sum(self, network: nn.Module, x: Tensor, y: Tensor, **how: Unpack[How]) -> Tensors:
+        """Return the clipped sum of gradients by the weights that a network computes with.
+
+        Of a pool each member's.
+        """
+        if isinstance(network, Pool):
+            return by_member(network, lambda member: self._weight_sum(member, x, y, **how))
         objective, weight = self._client.objective, self._auxiliary_weight
         return clipped_gradient_sum(
             network,
@@ -194,14 +228,11 @@ class NoisedGradients:
             loss=partial(objective.plain_losses, auxiliary_weight=weight),
             parameters=trainable_weights(network),
             max_norm=self._planned["weights"].max_grad_norm,
-            micro_batch_size=size,
             class_factors=objective.class_factors,
-            watch=watch,
+            **how,
         )
 
-    def _alpha_sum(
-        self, supernet: Supernet, x: Tensor, y: Tensor, watch: Watch, size: int | None
-    ) -> Tensors:
+    def _alpha_sum(self, supernet: Supernet, x: Tensor, y: Tensor, **how: Unpack[How]) -> Tensors:
         """Return the clipped sum of gradients by the alphas."""
         return clipped_alpha_gradient_sum(
             supernet,
@@ -210,9 +241,8 @@ class NoisedGradients:
             loss=self._client.objective.plain_losses,
             alphas=supernet.alphas(),
             max_norm=self._planned["alphas"].max_grad_norm,
-            micro_batch_size=size,
             class_factors=self._client.objective.class_factors,
-            watch=watch,
+            **how,
         )
 
     def _gate_sum(
@@ -222,8 +252,7 @@ class NoisedGradients:
         hardware: HardwareLoss | None,
         x: Tensor,
         y: Tensor,
-        watch: Watch,
-        size: int | None,
+        **how: Unpack[How],
     ) -> Tensors:
         """Return the clipped sum of gradients by the alphas, through the paths' gates."""
         alphas, objective = supernet.alphas(), self._client.objective
@@ -247,9 +276,8 @@ class NoisedGradients:
                 {CELL: gates_EK}, lambda kind, g: alpha_gradient(g, alphas[kind].double(), paths_EK)
             ),
             max_norm=self._planned["alphas"].max_grad_norm,
-            micro_batch_size=size,
             class_factors=objective.class_factors,
-            watch=watch,
+            **how,
         )
 
     def _cost_gradient(
@@ -259,3 +287,13 @@ class NoisedGradients:
         if hardware is None or hardware.form != "additive":
             return torch.zeros_like(supernet.alphas()[CELL])
         return cost_gradient(hardware, supernet, paths_EK)
+
+
+def _micro_batches(
+    split: Split, units: Tensor, size: int
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the rows of up to ``size`` records of some units, and whose they are; at least once."""
+    if split.persons is not None:
+        yield from by_person(split.records_of(units), size)
+    else:
+        yield from ((rows, None) for rows in (torch.split(units, size) if len(units) else (units,)))

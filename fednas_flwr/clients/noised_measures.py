@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +22,12 @@ from fednas_flwr.clients.admission import gate_of, rehearse
 from fednas_flwr.clients.client import Client
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.exchange.messages import Header
-from fednas_flwr.privacy.micro_batches import exact_sum, filled
+from fednas_flwr.exchange.states import Tensors
+from fednas_flwr.privacy.micro_batches import exact_sum, filled, person_means
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.record_gradients import own_linear_layers
 from fednas_flwr.privacy.self_test import Watch, unwatched
-from fednas_flwr.search.candidate import Candidate, all_alike
 from fednas_flwr.search.objective import heads
-from fednas_flwr.search_spaces.space import Supernet
 
 # Of features [B, ...] and labels [B], watched: values of every record, float64 [B, V].
 Measure = Callable[[Tensor, Tensor, Watch], Tensor]
@@ -39,25 +39,34 @@ def noised_mean(
     client: Client,
     header: Header,
     planned: PlannedRelease,
-    num_records: int,
-    total: Callable[[Tensor], Tensor],
+    split: Split,
+    values: Callable[[Tensor], Tensor],
     *,
     norm: float,
 ) -> Tensor:
-    """Return one release: the noised mean over declared records of a vector per record.
+    """Return one release: the noised mean over declared units of a vector per unit.
 
     Args:
         client: With a gate.
         header: Of the request.
         planned: The plan; its clipping norm is what noise is in units of.
-        num_records: How many records there are.
-        total: Given rows, returns the sum of their vectors, float64.
+        split: What is measured. Of a person counts the mean of all records.
+        values: Given indices, returns a vector of each record, float64 [N, V].
         norm: Largest norm of a record's vector.
     """
     gate, scale = gate_of(client), norm / planned.max_grad_norm
-    sums = gate.release(
-        planned, header, num_records, lambda rows: {planned.kind: total(rows) / scale}
-    )
+
+    def total(units: Tensor) -> Tensors:
+        vectors = values(units) if split.persons is None else means(units)
+        return {planned.kind: exact_sum(vectors, bound=norm) / scale}
+
+    def means(units: Tensor) -> Tensor:
+        groups = split.records_of(units)
+        rows = torch.cat([units[:0], *groups])
+        persons = torch.arange(len(groups)).repeat_interleave(torch.tensor(list(map(len, groups))))
+        return person_means(values(rows), persons)
+
+    sums = gate.release(planned, header, split.num_units, total)
     return sums[planned.kind] * (scale / gate.expected_batch(planned))
 
 
@@ -78,13 +87,13 @@ def prepare_metrics(
         size = rehearse(client, measure, network, "metrics", description)
     split = client.split("+".join(planned.splits))
 
-    def total(rows: Tensor) -> Tensor:
+    def values(rows: Tensor) -> Tensor:
         with _measuring(network):
-            return exact_sum(_measured(client, split, measure, size, rows), bound=1.0)
+            return _measured(client, split, measure, size, rows)
 
     def release() -> dict[str, float]:
         loss, accuracy = noised_mean(
-            client, header, planned, len(split), total, norm=METRICS_NORM
+            client, header, planned, split, values, norm=METRICS_NORM
         ).tolist()
         return {"loss": loss * bound, "accuracy": accuracy}
 
@@ -124,21 +133,28 @@ def prepare_rewards(
     client: Client,
     header: Header,
     planned: PlannedRelease,
-    supernet: Supernet,
-    paths: Sequence[Sequence[int]],
+    candidates: Sequence[nn.Module],
+    largest: Sequence[nn.Module],
+    *chosen: Any,
 ) -> Callable[[], Tensor]:
     """Return what releases each candidate's accuracy over the declared validation records, [M].
 
     Reads no record. One release for all: whether each of M candidates is right about a record is a
     vector of norm sqrt(M) at most.
+
+    Args:
+        client: With a gate.
+        header: Of the request.
+        planned: The plan.
+        candidates: M networks in evaluation mode.
+        largest: Candidates which take as much memory as any; they are tried before.
+        *chosen: All that the server has chosen of them besides.
     """
-    supernet.eval()
-    candidates = [Candidate(supernet, path) for path in paths]
 
     @torch.no_grad()
-    def correct(chosen: Sequence[Candidate], x: Tensor, y: Tensor, watch: Watch) -> Tensor:
+    def correct(measured: Sequence[nn.Module], x: Tensor, y: Tensor, watch: Watch) -> Tensor:
         hits = []
-        for candidate in chosen:
+        for candidate in measured:
             logits = candidate(x)
             hits.append(client.objective.hits(logits, y))
             watch(logits)
@@ -146,19 +162,18 @@ def prepare_rewards(
         watch(hits_BM)
         return hits_BM
 
-    alike = [Candidate(supernet, path) for path in all_alike(supernet)]
-    with _measuring(supernet):
-        size = rehearse(client, partial(correct, alike), supernet, "rewards")
+    networks = nn.ModuleList([*candidates, *largest]).eval()
+    with _measuring(networks):
+        size = rehearse(client, partial(correct, largest), networks, "rewards", *chosen)
     split = client.data.validation
 
-    def total(rows: Tensor) -> Tensor:
-        measure = partial(correct, candidates)
-        with _measuring(supernet):
-            return exact_sum(_measured(client, split, measure, size, rows), bound=1.0)
+    def values(rows: Tensor) -> Tensor:
+        with _measuring(networks):
+            return _measured(client, split, partial(correct, candidates), size, rows)
 
     def release() -> Tensor:
         norm = math.sqrt(len(candidates))
-        return noised_mean(client, header, planned, len(split), total, norm=norm)
+        return noised_mean(client, header, planned, split, values, norm=norm)
 
     return release
 

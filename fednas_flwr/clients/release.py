@@ -8,10 +8,11 @@ sizes, rates, weights) comes from the numbers that the policy declares, never fr
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Header
 from fednas_flwr.exchange.states import Tensors
+from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.ledger import Entry, Ledger
 from fednas_flwr.privacy.noise import SecureGenerator, add_noise
@@ -27,6 +29,41 @@ from fednas_flwr.privacy.policy import Policy, check_planned, check_verb, refuse
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import Reading, covered_steps
 from fednas_flwr.typed import parse
+
+
+@dataclass(frozen=True)
+class Commitment:
+    """What a run has committed to, and a site with it.
+
+    Attributes:
+        releases: Everything that may be released, at most.
+        assignment: Which records were in which split, see :meth:`ReleaseGate.hold`.
+        by_split: Whether a release is charged to the splits that it reads, and not to every one.
+        data_set: The policy's id of the data.
+        sizes: Most values of a release of the search, by kind; of others nothing is said.
+    """
+
+    releases: tuple[PlannedRelease, ...]
+    assignment: str
+    by_split: bool
+    data_set: str
+    sizes: dict[str, int]
+
+    @property
+    def plan(self) -> dict[str, PlannedRelease]:
+        """What may be released, by its key."""
+        return {planned.key: planned for planned in self.releases}
+
+
+def read_commitment(text: str) -> Commitment:
+    """Return what a ledger has kept."""
+    commitment: Commitment = parse(Commitment, json.loads(text), key="commitment")
+    return commitment
+
+
+def schedule_hash(run: str, text: str) -> str:
+    """Return the 32 hex digits by which a person approves what a run has committed to."""
+    return hashlib.sha256(json.dumps([run, text]).encode()).hexdigest()[:32]
 
 
 class ReleaseGate:
@@ -48,9 +85,18 @@ class ReleaseGate:
         if data_set not in policy.data_sets:
             known = ", ".join(sorted(policy.data_sets))
             raise ConfigError(f"data set {data_set!r} is not in the site's policy: it has {known}.")
-        self._policy, self._ledger, self._generator = policy, ledger, generator
+        self._ledger, self._generator = ledger, generator
         self.data_set, self.allowed = data_set, policy.data_sets[data_set]
-        self._plans: dict[str, dict[str, PlannedRelease]] = {}
+        self._assignment = ""
+        self._commitments: dict[str, Commitment] = {}
+
+    def hold(self, assignment: str) -> None:
+        """Take note of which records are in which split, before anything is committed to.
+
+        Args:
+            assignment: Of :func:`~fednas_flwr.data.splits.assignment_digest`.
+        """
+        self._assignment = self._ledger.fingerprint(self.data_set, assignment)
 
     @property
     def is_secure(self) -> bool:
@@ -86,15 +132,33 @@ class ReleaseGate:
         if len({planned.key for planned in plan}) < len(plan):
             raise ConfigError("refused: the plan holds a kind of release twice.")
 
-    def commit(self, run: str, plan: Sequence[PlannedRelease]) -> None:
+    def commit(
+        self, run: str, plan: Sequence[PlannedRelease], *, sizes: Mapping[str, int] | None = None
+    ) -> None:
         """Keep a run's plan for good; all that it asks for later must be in it.
+
+        Args:
+            run: Name of the run.
+            plan: All that it may release.
+            sizes: See :class:`Commitment`.
 
         Raises:
             ConfigError: The policy refuses a term, or the run has committed to another plan.
         """
         self.check_plan(plan)
-        text = json.dumps([asdict(p) for p in sorted(plan, key=lambda p: p.key)], sort_keys=True)
-        self._ledger.commit(run, text)
+        if not self._assignment:
+            raise ValueError("a gate commits to nothing before it holds records: call hold first")
+        releases = tuple(sorted(plan, key=lambda planned: planned.key))
+        by_split, sizes = self._pays_by_split(), dict(sizes or {})
+        commitment = Commitment(releases, self._assignment, by_split, self.data_set, sizes)
+        self._ledger.commit(run, json.dumps(asdict(commitment), sort_keys=True))
+
+    def awaited_approval(self, run: str) -> str | None:
+        """Return the hash that a person must approve before a run gets anything, else None."""
+        if not self.allowed.needs_approval or self._ledger.is_approved(run):
+            return None
+        text = self._ledger.committed(run)
+        return None if text is None else schedule_hash(run, text)
 
     def epsilons(self, run: str) -> dict[str, dict[str, float | None]]:
         """Return the epsilon of each split at the policy's delta, by accountant; None is infinite.
@@ -102,12 +166,15 @@ class ReleaseGate:
         Composed are all that other runs have booked on the same budget, and the whole plan that
         this run has committed to.
         """
+        commitment = self._commitment(run)
         releases = [
             (row.entry.release, row.entry.splits)
             for row in self._ledger.entries(self.allowed.account)
             if row.entry.run != run
         ]
-        releases += [self._reading(planned) for planned in self._planned(run).values()]
+        if commitment is not None:
+            by_split = commitment.by_split
+            releases += [self._reading(planned, by_split) for planned in commitment.releases]
         return {
             name: {
                 split: epsilon if math.isfinite(epsilon) else None
@@ -123,10 +190,10 @@ class ReleaseGate:
 
         By the filter that enforces it, from ledger, policy and plan alone.
         """
-        allowed = self.allowed
+        allowed, by_split = self.allowed, self._pays_by_split()
         stages: dict[str, list[Reading]] = {}
         for planned in plan:
-            stages.setdefault(planned.stage, []).append(self._reading(planned))
+            stages.setdefault(planned.stage, []).append(self._reading(planned, by_split))
         left = self._ledger.filters(allowed.account, epsilon=allowed.epsilon, delta=allowed.delta)
         return covered_steps(left, stages)
 
@@ -161,12 +228,18 @@ class ReleaseGate:
         """
         self.check_verb(verb, self.data_set)
         key = release_key(header.stage, verb, kind, splits)
-        planned = self._planned(header.run).get(key)
-        if planned is None:
+        commitment = self._commitment(header.run)
+        planned = None if commitment is None else commitment.plan.get(key)
+        if commitment is None or planned is None:
             raise refused("committed values", "release", key, "one in the run's first message")
         if not 1 <= steps <= planned.steps:
             limit = f"1 to at most the committed {planned.steps}"
             raise refused("committed values", "steps", steps, limit)
+        if (awaited := self.awaited_approval(header.run)) is not None:
+            raise refused("approve", "schedule", awaited, "approved by a person at the site yet")
+        most = commitment.sizes.get(kind, num_values) if header.stage == "search" else num_values
+        if num_values > most:
+            raise refused("committed values", f"number of {kind}", num_values, f"at most {most}")
         check_planned(self.allowed, planned, num_values=num_values)
         return planned
 
@@ -194,8 +267,9 @@ class ReleaseGate:
             BudgetExceededError: The budget does not cover the step; nothing was read.
             ConfigError: The run has booked all steps that it committed to.
         """
-        allowed = self.allowed
-        mechanism = replace(planned, steps=1).release(allowed.records)
+        allowed, commitment = self.allowed, self._commitment(header.run)
+        assert commitment is not None  # planned is of it
+        mechanism, splits = self._reading(replace(planned, steps=1), commitment.by_split)
         entry = Entry(
             account=allowed.account,
             data_set=self.data_set,
@@ -203,11 +277,13 @@ class ReleaseGate:
             stage=header.stage,
             round=header.round,
             verb=f"{planned.verb}:{planned.kind}",
-            splits=self._policy.charged_splits(self.data_set, planned.splits),
+            splits=splits,
             release=mechanism,
             committed_steps=planned.steps,
         )
-        self._ledger.reserve(entry, epsilon=allowed.epsilon, delta=allowed.delta)
+        self._ledger.reserve(
+            entry, epsilon=allowed.epsilon, delta=allowed.delta, assignment=self._assignment
+        )
         mask = self._generator.poisson_mask(num_records, probability=mechanism.sample_rate)
         sums = clipped_sum(mask.nonzero().flatten())
         flat = torch.cat([tensor.detach().reshape(-1).cpu().double() for tensor in sums.values()])
@@ -222,23 +298,36 @@ class ReleaseGate:
 
     def noise_multipliers(self, header: Header, verb: str) -> dict[str, float | None]:
         """Return the noise multipliers that a run has committed to for a verb, by kind."""
+        commitment = self._commitment(header.run)
         return {
             planned.kind: planned.noise_multiplier
-            for planned in self._planned(header.run).values()
+            for planned in (commitment.releases if commitment else ())
             if (planned.stage, planned.verb) == (header.stage, verb)
         }
 
-    def _reading(self, planned: PlannedRelease) -> tuple[Release, tuple[str, ...]]:
-        """Return what all steps of a plan release, and which splits they are charged to."""
-        charged = self._policy.charged_splits(self.data_set, planned.splits)
-        return planned.release(self.allowed.records), charged
+    def _pays_by_split(self) -> bool:
+        """Return whether releases are charged to the splits that they read alone."""
+        return self._ledger.is_first(self.allowed.account, self._assignment)
 
-    def _planned(self, run: str) -> dict[str, PlannedRelease]:
-        """Return what a run has committed to, by its key."""
-        if run not in self._plans:
+    def _reading(self, planned: PlannedRelease, by_split: bool) -> tuple[Release, tuple[str, ...]]:
+        """Return what all steps of a plan release, and which splits they are charged to."""
+        return planned.release(self.allowed.records), planned.splits if by_split else SPLITS
+
+    def _commitment(self, run: str) -> Commitment | None:
+        """Return what a run has committed to.
+
+        Raises:
+            ConfigError: The client then held other records, or had them in other splits.
+        """
+        if run not in self._commitments:
             text = self._ledger.committed(run)
             if text is None:
-                return {}
-            plan = [parse(PlannedRelease, values, key="plan") for values in json.loads(text)]
-            self._plans[run] = {planned.key: planned for planned in plan}
-        return self._plans[run]
+                return None
+            self._commitments[run] = read_commitment(text)
+        commitment = self._commitments[run]
+        if self._assignment not in ("", commitment.assignment):
+            raise ConfigError(
+                f"refused: since run {run} committed to its schedule, the records of this site or "
+                "their splits have changed: start a new run."
+            )
+        return commitment

@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fednas_flwr.clients.admission import admit, before_reading, gate_of
 from fednas_flwr.clients.client import Client
@@ -62,7 +62,6 @@ from fednas_flwr.exchange.requests import (
 )
 from fednas_flwr.exchange.states import Layout, network_states, unpack
 from fednas_flwr.hardware.latency import to_json
-from fednas_flwr.privacy.micro_batches import exact_sum
 from fednas_flwr.search.candidate import (
     Candidate,
     ClippedGradients,
@@ -71,10 +70,11 @@ from fednas_flwr.search.candidate import (
 )
 from fednas_flwr.search.descent import Descent, Descents, Gradients, make_sgd
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums, LookAhead
+from fednas_flwr.search.pool import Pool
 from fednas_flwr.search.training import Batch, periodic_gradients
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.search_spaces.space import Supernet
-from fednas_flwr.verbs import SUPERNET, VERBS
+from fednas_flwr.verbs import SPLIT_OF, SUPERNET, VERBS
 
 
 def describe(client: Client, request: Request, asked: Describe) -> Reply:
@@ -91,6 +91,7 @@ def describe(client: Client, request: Request, asked: Describe) -> Reply:
             "data_set": gate.data_set,
             "budget": {"epsilon": allowed.epsilon, "delta": allowed.delta},
             "secure_noise": gate.is_secure,
+            "unit": allowed.unit,
             "spent": gate.spent(),
         }
         return Reply(num_examples=gate.num_records(tuple(allowed.records)), facts=facts)
@@ -119,15 +120,33 @@ def identity(client: Client) -> dict[str, Any]:
 
 
 def commit(client: Client, request: Request, asked: Commit) -> Reply:
-    """``query.commit``: keep the run's plan of releases; tell its cost and what is covered."""
+    """``query.commit``: keep the run's plan of releases; tell its cost and what is covered.
+
+    Where a person must approve the plan first, tell by which hash; the same request again is
+    answered in full once that is done.
+    """
     if client.gate is None:
         raise ConfigError("query.commit is for private clients: this one has no policy.")
     gate, run = client.gate, request.header.run
     with before_reading(request):
         covered_steps = gate.covered_steps(asked.releases)
-        gate.commit(run, asked.releases)
-        facts = {"epsilon": gate.epsilons(run), "covered_steps": covered_steps}
+        gate.commit(run, asked.releases, sizes=_search_sizes(client, asked))
+        facts: dict[str, Any] = {"awaits": gate.awaited_approval(run)}
+        if facts["awaits"] is None:
+            facts = {"epsilon": gate.epsilons(run), "covered_steps": covered_steps}
     return Reply(num_examples=gate.num_records(tuple(gate.allowed.records)), facts=facts)
+
+
+def _search_sizes(client: Client, asked: Commit) -> dict[str, int]:
+    """Return how many weights and alphas the search has, where a person is to approve it."""
+    searches = any(planned.stage == "search" for planned in asked.releases)
+    if not (searches and gate_of(client).allowed.needs_approval):
+        return {}
+    states = network_states(client.network({"name": SUPERNET}))
+    return {
+        state: sum(tensor.numel() for tensor in states[state].values())
+        for state in ("weights", "alphas")
+    }
 
 
 def measure_latency(client: Client, request: Request, asked: MeasureLatency) -> Reply:
@@ -153,7 +172,9 @@ def take_gradients(client: Client, request: Request, asked: TakeGradients) -> Re
 
     The sums over a batch of gradients of the weights (train records) or alphas (validation
     records) or both, taken at the same point. ``num_examples`` is the batch size B_k by which the
-    server divides; fused, the alphas' sum is scaled to the weights' batch size. Private clients
+    server divides; fused, the alphas' sum is scaled to the weights' batch size. A batch in which
+    oversampling repeats records stands for no more of them than the split has, and its sums are
+    scaled to these. Private clients
     return noised sums over Poisson batches of per-record gradients, each clipped (DP-FNAS, arXiv
     2110.11025, Eq. 3 and 4), and the public expected batch size.
     """
@@ -176,6 +197,10 @@ def take_gradients(client: Client, request: Request, asked: TakeGradients) -> Re
         steps=asked.local_steps,
         local_lrs=lrs,
     )
+    if client.oversample:
+        records = min(batch_size, len(client.split(SPLIT_OF[states[0]])))
+        sums = {s: {n: g * (records / batch_size) for n, g in v.items()} for s, v in sums.items()}
+        batch_size = records
     buffers = network_states(supernet)["buffers"]
     if "weights" in states and buffers:
         sums["buffers"] = buffers
@@ -231,17 +256,29 @@ def train_paths(client: Client, request: Request, asked: TrainCandidates) -> Rep
 
 def reward_candidates(client: Client, request: Request, asked: RewardCandidates) -> Reply:
     """``evaluate.candidates``: each candidate's accuracy on validation records, as ``rewards``."""
+    split = client.data.validation
     with before_reading(request):
-        supernet, split = request_supernet(client, request), client.data.validation
+        described = asked.network or {"name": SUPERNET}
+        network = client.network(described, network_states_of(request)).eval()
+        if asked.candidates is not None:
+            assert isinstance(network, Supernet)
+            candidates: list[nn.Module] = [Candidate(network, path) for path in asked.candidates]
+            largest: list[nn.Module] = [Candidate(network, path) for path in all_alike(network)]
+        else:
+            if not isinstance(network, Pool):
+                raise ValueError(f"network {described['name']!r} is no pool of candidates")
+            candidates = largest = list(network.members)
         if client.gate is not None:
-            planned = admit(client.gate, request, supernet)["rewards"]
-            release = prepare_rewards(client, request.header, planned, supernet, asked.candidates)
+            planned = admit(client.gate, request, network)["rewards"]
+            release = prepare_rewards(
+                client, request.header, planned, candidates, largest, described
+            )
     if client.gate is not None:
         rewards = {"rewards": {"rewards": release()}}
         return make_reply(client.gate.expected_batch(planned), rewards)
     measured = [
-        evaluate(Candidate(supernet, path), split, client.device, objective=client.objective)
-        for path in asked.candidates
+        evaluate(candidate, split, client.device, objective=client.objective)
+        for candidate in candidates
     ]
     accuracies = torch.tensor([metrics.accuracy for metrics in measured])
     loss = sum(metrics.loss for metrics in measured) / len(measured)
@@ -290,18 +327,17 @@ def probe(client: Client, request: Request, asked: Probe) -> Reply:
                 decreases = before - validation_losses(client, network)
                 rewards.append(clipped_decreases(decreases, bound).mean()[None])
                 continue
-        records = len(client.data.validation)
 
-        def total(rows: Tensor) -> Tensor:
+        def decreases_of(rows: Tensor) -> Tensor:
             nonlocal before
             after = losses()
             if not len(before):
                 restore()
                 before = losses()
-            return exact_sum(clipped_decreases(before - after, bound)[rows, None], bound=bound)
+            return clipped_decreases(before - after, bound)[rows, None]
 
-        plan = planned["rewards"]
-        rewards.append(noised_mean(client, request.header, plan, records, total, norm=bound))
+        plan, split = planned["rewards"], client.data.validation
+        rewards.append(noised_mean(client, request.header, plan, split, decreases_of, norm=bound))
     records = len(client.data.validation)
     weight = records if gate is None else gate.expected_batch(planned["rewards"])
     return make_reply(weight, {"rewards": {"rewards": torch.cat(rewards).float()}})
@@ -332,6 +368,8 @@ def evaluate_model(client: Client, request: Request, asked: Evaluate) -> Reply:
     """``evaluate.model``: loss and accuracy of a network or supernet on one of the splits."""
     if client.gate is None:
         network = client.network(asked.network, network_states_of(request))
+        if asked.statistics_batch_size is not None:
+            refresh_statistics(client, request, network, asked.statistics_batch_size)
         split = client.split(asked.split)
         metrics = evaluate(network, split, client.device, objective=client.objective)
         return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())

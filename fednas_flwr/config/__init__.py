@@ -14,12 +14,14 @@ from fednas_flwr.config.algorithms import (
     FedExSettings,
     FNASSettings,
     GivenNetwork,
+    NetworkLimits,
     RandomSearchSettings,
+    SuccessiveHalvingSettings,
     ZeroCostSettings,
 )
 from fednas_flwr.config.data import Dataset, site_dataset
 from fednas_flwr.config.networks import BlockSpace, CellSpace, DPCells, SearchSpaceSettings
-from fednas_flwr.config.parsing import conf_folder
+from fednas_flwr.config.parsing import conf_folder, expanded
 from fednas_flwr.config.path_searches import CFDNASSettings, DPNASSettings, FDNASSettings, Hardware
 from fednas_flwr.config.privacy import DifferentialPrivacy, Noise, NoPrivacy, PrivateRetrain
 from fednas_flwr.config.run import Config, dump_config
@@ -42,13 +44,16 @@ __all__ = [
     "FedExSettings",
     "GivenNetwork",
     "Hardware",
+    "NetworkLimits",
     "NoPrivacy",
     "Noise",
     "PrivateRetrain",
     "RandomSearchSettings",
     "SearchSpaceSettings",
+    "SuccessiveHalvingSettings",
     "conf_folder",
     "dump_config",
+    "expanded",
     "ZeroCostSettings",
     "site_dataset",
 ]

@@ -10,22 +10,28 @@ from typing import Annotated
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import (
+    MOST_CANDIDATES,
+    REWARDED,
     SGD,
     Adam,
     BanditSettings,
+    ClipNorm,
     Configuration,
     Count,
     CountOrZero,
     EvolutionSettings,
+    ListLength,
     LossBound,
-    NonNegative,
     Positive,
     Range,
+    RateOrZero,
     Rule,
     Steps,
+    Temperatures,
     ThetaSettings,
+    check_ranges,
 )
-from fednas_flwr.typed import Between, Checked, Length, OneOf
+from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, check_range
 
 
 @dataclass(frozen=True)
@@ -49,10 +55,21 @@ class FedDARTSSettings(AlgorithmSettings):
     rule: Rule
     local_epochs: Steps
     batch_size: Count
-    validation_weight: NonNegative
-    proximal: NonNegative
+    validation_weight: RateOrZero
+    proximal: RateOrZero
     weights: SGD
     alphas: Adam
+    beta_decay: RateOrZero
+    temperatures: Temperatures | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that the rule fits."""
+        super().__post_init__()
+        if self.temperatures is not None and self.rule == "second_order":
+            raise ConfigError(
+                "rule=second_order with temperatures: single paths have no second order; set "
+                "rule=first_order or temperatures=null."
+            )
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,7 @@ class FNASSettings(AlgorithmSettings):
     evaluate_every: CountOrZero
     weights: SGD
     alphas: Adam
+    beta_decay: RateOrZero
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the second order fits."""
@@ -96,6 +114,12 @@ class RandomSearchSettings(AlgorithmSettings):
     weights: SGD
     ranges: dict[str, Range] | None
 
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        if self.ranges is not None:
+            check_ranges(self.ranges)
+
 
 @dataclass(frozen=True)
 class NetworkLimits(Checked):
@@ -111,7 +135,7 @@ class NetworkLimits(Checked):
     parameters: Count | None
     multiply_adds: Count | None
     latency_ms: Positive | None
-    table: str | None
+    table: Text | None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -135,9 +159,55 @@ class ZeroCostSettings(AlgorithmSettings):
     """
 
     scores: Annotated[list[str], Length(Between(1))]
-    draws: Count
+    draws: ListLength
     evolution: EvolutionSettings | None
     limits: NetworkLimits
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that no score counts twice."""
+        super().__post_init__()
+        check_distinct("scores", self.scores)
+
+
+@dataclass(frozen=True)
+class PoolSettings(Checked):
+    """The networks that a search begins with; no record is read for it.
+
+    Attributes:
+        draws: Architectures that are drawn.
+        alphas: Folder of a run whose last alphas say how probable an op is; null: all alike.
+        keep: The best of them, which are trained.
+        by: Names out of ``search.scores.SCORES`` that say which are best; none: the first drawn.
+        limits: What a network may cost.
+    """
+
+    draws: Count
+    alphas: str | None
+    keep: Annotated[int, Between(2, MOST_CANDIDATES)]
+    by: list[str]
+    limits: NetworkLimits
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        check_range(self.keep <= self.draws, "keep", self.keep, f"2 to draws={self.draws}")
+        check_distinct("by", self.by)
+
+
+@dataclass(frozen=True)
+class SuccessiveHalvingSettings(AlgorithmSettings):
+    """Successive halving: a pool, trained by federated rounds and halved by validation accuracy.
+
+    Attributes:
+        pool: With what it begins.
+        eta: Of how many networks one stays after a rung.
+    """
+
+    pool: PoolSettings
+    eta: Annotated[int, Between(2)]
+    local_epochs: Steps
+    batch_size: Count
+    weights: SGD
 
 
 @dataclass(frozen=True)
@@ -147,13 +217,21 @@ class FEATHERSSettings(AlgorithmSettings):
     rule: Rule
     local_epochs: Steps
     batch_size: Count
-    clip_norm: Positive | None
+    clip_norm: ClipNorm | None
     nas_rounds: Count
+    rewarded: Annotated[str, OneOf(REWARDED)]
     loss_bound: LossBound
-    num_configurations: Count
+    num_configurations: ListLength
     configurations: list[Configuration]
     ranges: dict[str, Range]
     bandit: BanditSettings
+
+    def __post_init__(self) -> None:
+        """Check the ranges; those that nothing is drawn from may be empty."""
+        super().__post_init__()
+        uses = self.bandit.resampled_share > 0 or self.bandit.sees_state
+        if self.ranges or uses or not self.configurations:
+            check_ranges(self.ranges)
 
 
 @dataclass(frozen=True)
@@ -165,9 +243,15 @@ class FedAvgSettings(GivenNetwork):
 class FedExSettings(GivenNetwork):
     """FedEx: no search; FedAvg of a given network whose clients draw their hyper-parameters."""
 
-    clip_norm: Positive | None
-    loss_bound: Positive
+    clip_norm: ClipNorm | None
+    loss_bound: LossBound
     theta: ThetaSettings
-    num_configurations: Count
+    num_configurations: ListLength
     configurations: list[Configuration]
     ranges: dict[str, Range]
+
+    def __post_init__(self) -> None:
+        """Check the ranges; those that nothing is drawn from may be empty."""
+        super().__post_init__()
+        if self.ranges or not self.configurations:
+            check_ranges(self.ranges)

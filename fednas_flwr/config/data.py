@@ -12,7 +12,10 @@ import yaml
 from fednas_flwr.config.parsing import conf_folder
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import Count, CountOrZero, Positive, Share, ShareAbove0
-from fednas_flwr.typed import Between, Checked, Length, parse
+from fednas_flwr.typed import Between, Checked, Length, Text, check_distinct, parse
+
+# of one side, in pixels: an image of more takes 800 MB
+ImageSize = Annotated[int, Between(1, 16_384, reason="in pixels")]
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,14 @@ class Dataset(Checked):
         flip: Training images are mirrored at random.
         cutout: Side of the square that is blanked in training images, in pixels.
         linear_baseline: Whether a simulation also reports pooled logistic regression.
+        table: File of accuracies of all cells (``fednas lookup``), by which the report shows the
+            search; no choice depends on it.
     """
 
     name: str
-    root: str | None
+    root: Text | None
     download: bool
-    cache: str
+    cache: Text
     server_test: bool
     limit_train: Count | None
     limit_test: Count | None
@@ -47,8 +52,9 @@ class Dataset(Checked):
     flip: bool
     cutout: CountOrZero
     linear_baseline: bool
-    image_size: Count | None
-    channels: Count | None
+    table: str | None
+    image_size: ImageSize | None
+    channels: Annotated[int, Between(1, 3, reason="1 or 3")] | None
     class_names: list[str]
     label: str
     id_column: str | None
@@ -57,6 +63,16 @@ class Dataset(Checked):
     categories: dict[str, list[str]]
     ignore: list[str]
     statistics: dict[str, list[float]]
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that no name is given twice."""
+        super().__post_init__()
+        for name in ("class_names", "numeric", "categorical", "ignore"):
+            check_distinct(name, getattr(self, name))
+        for column, categories in self.categories.items():
+            check_distinct(f"categories.{column}", categories)
+        columns = [*self.numeric, *self.categorical, *self.ignore]
+        check_distinct("numeric, dataset.categorical and dataset.ignore", columns)
 
 
 @dataclass(frozen=True)
@@ -70,7 +86,7 @@ class Partition(Checked):
 
     name: str
     seed: int
-    file: str | None
+    file: Text | None
     alpha: Positive
     min_size: Count
     groups: list[list[int]]
@@ -91,7 +107,8 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
         cache: Where prepared records go.
 
     Raises:
-        ConfigError: The file cannot be read, or a setting is wrong.
+        ConfigError: The file cannot be read, a setting is wrong, or that of a table does not say
+            which column gives ids.
     """
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -99,6 +116,12 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
         raise ConfigError(f"the site's dataset settings {path} cannot be read: {error}.") from error
     if not isinstance(given, Mapping):
         raise ConfigError(f"the site's dataset settings {path} must be a mapping: name: npz, ...")
+    if given.get("name") == "csv" and "id_column" not in given:
+        raise ConfigError(
+            f"{path} lacks id_column: name the column (of patients, cards, ...) whose value is the "
+            "same in every export, which alone keeps records in their parts; null if there is "
+            "none: then a new export charges its releases to the budgets of all parts."
+        )
     base = yaml.safe_load((conf_folder() / "dataset" / "_base.yaml").read_text(encoding="utf-8"))
     dataset: Dataset = parse(Dataset, {**base, "cache": cache, **given}, key="dataset", hints={})
     if dataset.limit_train is not None:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fednas_flwr.names import NORMS
-from fednas_flwr.search.settings import SGD, Count, NonNegative, ShareBelow1, Steps
+from fednas_flwr.search.settings import SGD, Count, RateOrZero, ShareBelow1, Steps
 from fednas_flwr.typed import Between, Checked, OneOf
 
 Norm = Annotated[str, OneOf(NORMS)]
+Width = Annotated[int, Between(1, 10**6)]
+Cells = Annotated[int, Between(1, 1000, reason="no deeper network has been trained")]
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class CellSpace(SearchSpaceSettings):
         num_cells: See the space.
     """
 
-    channels: Count
-    num_cells: Count
+    channels: Width
+    num_cells: Cells
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class DPCells(SearchSpaceSettings):
         activation: Of the head, by name; see ``search_spaces.dp_cells_network.ACTIVATIONS``.
     """
 
-    widths: list[Count]
-    head: Count
+    widths: list[Width]
+    head: Width
     activation: str
 
 
@@ -73,9 +75,9 @@ class Retrain(Checked):
     rounds: Count
     local_epochs: Steps
     batch_size: Count
-    channels: Count | None
-    num_cells: Count | None
+    channels: Width | None
+    num_cells: Cells | None
     norm: Norm
-    auxiliary_weight: NonNegative
+    auxiliary_weight: RateOrZero
     drop_path_prob: ShareBelow1
     weights: SGD

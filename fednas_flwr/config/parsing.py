@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.errors import ConfigError, show, unknown_choice
 
 
 def conf_folder() -> Path:
@@ -14,6 +14,21 @@ def conf_folder() -> Path:
     package = Path(__file__).parent.parent
     packaged = package / "conf"
     return packaged if packaged.is_dir() else package.parent / "conf"
+
+
+def expanded(setting: str, path: str) -> Path:
+    """Return the path that the user gave for a setting, with ``~`` as a home folder.
+
+    Raises:
+        ConfigError: It names the home of a user there is not.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{setting}={show(path)}: {Path(path).parts[0]} is no user's home folder; write the "
+            "whole path."
+        ) from error
 
 
 def choose_kind(

@@ -20,7 +20,7 @@ from fednas_flwr.search.settings import (
     Positive,
     Steps,
 )
-from fednas_flwr.typed import Between, Checked, OneOf, check_range
+from fednas_flwr.typed import Between, Checked, OneOf, Text, check_range
 
 SAMPLERS = ("controller", "evolution", "random")
 GROUPINGS = ("tag", "hardware", "alphas")
@@ -36,7 +36,7 @@ class Hardware(Checked):
             before the search, each group's its own.
     """
 
-    table: str | None
+    table: Text | None
     unit: str
     target: Positive
     loss: str
@@ -110,7 +110,7 @@ class CFDNASSettings(AlgorithmSettings):
         num_groups: How many, for ``alphas``; else null.
         inherit: Whether groups go on from the supernet of all; false is naive-CFDNAS, which leaves
             that search out.
-        group_rounds: Rounds of search in each group.
+        group_rounds: Count of search in each group.
         group_hardware: What cost does in a group, by its name; other groups have no cost.
         search: How clients search.
     """

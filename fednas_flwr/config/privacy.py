@@ -13,11 +13,14 @@ from fednas_flwr.names import (
     LEAST_EPSILON,
     LEAST_NOISE_MULTIPLIER,
 )
-from fednas_flwr.search.settings import Positive, Steps
-from fednas_flwr.typed import Between, Checked, check_range
+from fednas_flwr.search.settings import LARGEST_NORM, Steps
+from fednas_flwr.typed import Between, Checked, Text, check_range
 
 Epsilon = Annotated[float, Between(LEAST_EPSILON, LARGEST_EPSILON)]
 NoiseMultiplier = Annotated[float, Between(LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER)]
+GradNorm = Annotated[
+    float, Between(0, LARGEST_NORM, above=True, reason="the noise grows with it, and hides less")
+]
 Part = Annotated[float, Between(0, 1, above=True, below=True)]
 
 
@@ -41,7 +44,7 @@ class Noise(Checked):
 
     noise_multiplier: NoiseMultiplier | None
     epsilon: Epsilon | None
-    max_grad_norm: Positive
+    max_grad_norm: GradNorm
 
     def __post_init__(self) -> None:
         """Check the ranges, and that noise is not given in two ways."""
@@ -73,6 +76,8 @@ class DifferentialPrivacy(Checked):
         epsilon: What the whole run may cost a record, at ``delta``; retraining's noise is
             calibrated to what search and metrics leave of it. Simulated sites get it as budget.
         delta: Above 0, below 1.
+        large_delta: Whether ``delta`` may be 1 / records of a client or more, with which publishing
+            one record outright would count as private.
         search_share: Share of ``epsilon`` that the noise of weights and alphas is calibrated to
             where it is not given and retraining reads the same split; else all of it.
         rewards_share: Share of ``epsilon`` that the noise of rewards, search and retraining
@@ -85,6 +90,9 @@ class DifferentialPrivacy(Checked):
         local_steps: Noised steps per round of a local search, and per trial.
         metrics_noise_multiplier: Of losses and accuracies on clients' records, over a norm of 1 per
             record and measurement; null measures none.
+        fewest_records: Of three or more clients, the share of the median client's records that one
+            must declare of each split; one that declares fewer is left out. Noise is calibrated to
+            the client that needs most.
         micro_batch_size: Of the simulated sites' policies: records that are computed at a time, 1
             to 1024. A real site's own policy says it.
         sites: Folder of the simulated sites' policies, ledgers and keys; null is ``sites`` in the
@@ -93,9 +101,10 @@ class DifferentialPrivacy(Checked):
     """
 
     name: str
-    data_set: str
+    data_set: Text
     epsilon: Epsilon
     delta: Part
+    large_delta: bool
     search_share: Part
     rewards_share: Part
     weights: Noise
@@ -104,8 +113,9 @@ class DifferentialPrivacy(Checked):
     retrain: PrivateRetrain
     local_steps: Steps
     metrics_noise_multiplier: NoiseMultiplier | None
+    fewest_records: Annotated[float, Between(0, 1)]
     micro_batch_size: Annotated[int, Between(1, LARGEST_MICRO_BATCH)]
-    sites: str | None
+    sites: Text | None
     test_seed: int | None
 
     def __post_init__(self) -> None:

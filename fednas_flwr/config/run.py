@@ -11,14 +11,15 @@ from fednas_flwr.config.data import Dataset, Partition
 from fednas_flwr.config.networks import Retrain, SearchSpaceSettings
 from fednas_flwr.config.privacy import DifferentialPrivacy, NoPrivacy
 from fednas_flwr.config.runtime import Runtime
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.names import ENGINES
 from fednas_flwr.search.settings import MOMENTA, Count, CountOrZero, ShareAbove0
-from fednas_flwr.typed import Between, Checked, Length, OneOf
+from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct
 
 STAGES = ("search", "retrain", "evaluate", "export")
 DEVICES = ("auto", "cpu", "cuda")
 WIRES = ("float32", "float16", "int8")
+MOST_THREADS = 1024
 AGGREGATES = ("mean", "median", "trimmed_mean")
 
 
@@ -47,14 +48,14 @@ class Config(Checked):
     privacy: NoPrivacy | DifferentialPrivacy
     runtime: Runtime
     retrain: Retrain
-    run_dir: str | None
+    run_dir: Text | None
     seed: CountOrZero
     device: Annotated[str, OneOf(DEVICES)]
-    threads: Count
+    threads: Annotated[int, Between(1, MOST_THREADS, reason="no machine has more cores")]
     clients: Count
     rounds: Count
     stages: Annotated[list[Annotated[str, OneOf(STAGES)]], Length(Between(1))]
-    genotype: str | None
+    genotype: Text | None
     aggregate: Annotated[str, OneOf(AGGREGATES)]
     trim: Count
     wire: Annotated[str, OneOf(WIRES)]
@@ -68,10 +69,11 @@ class Config(Checked):
     def __post_init__(self) -> None:
         """Check single values; ``builders.check_combinations`` knows what excludes what."""
         super().__post_init__()
+        check_distinct("stages", self.stages)
         if len(self.client_tags) not in (0, self.clients):
             raise ConfigError(
-                f"client_tags={self.client_tags} for clients={self.clients}: give one for each "
-                "client, or none."
+                f"client_tags={show(self.client_tags)} for clients={self.clients}: give one for "
+                "each client, or none."
             )
 
 

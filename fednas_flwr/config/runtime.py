@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import NonNegative, Positive, ShareAbove0
-from fednas_flwr.typed import Checked, OneOf
+from fednas_flwr.typed import Between, Checked, OneOf, Text
 
 RUNTIMES = ("inline", "ray", "deployment")
 
@@ -21,6 +21,10 @@ class Runtime(Checked):
         quorum: Share of the clients that must answer every exchange.
         deadline_s: Seconds the server waits for the replies of one exchange.
         connect_s: Seconds the server waits for clients to appear.
+        approval_s: Seconds the server waits for people at private sites to approve the run.
+        most_records: Of three or more clients, how many times the median client's records one may
+            declare; one that declares more is left out.
+        largest_share: Share of an average of three or more clients that one may have.
         ray_address: Address of a Ray cluster that runs already; null starts one.
         client_cpus: CPUs of one Ray actor.
         client_gpus: GPUs of one Ray actor, may be a fraction.
@@ -31,10 +35,13 @@ class Runtime(Checked):
     quorum: ShareAbove0
     deadline_s: Positive
     connect_s: Positive
-    ray_address: str | None
+    approval_s: NonNegative
+    most_records: Annotated[float, Between(1)]
+    largest_share: ShareAbove0
+    ray_address: Text | None
     client_cpus: Positive
     client_gpus: NonNegative
-    superlink: str | None
+    superlink: Text | None
 
     def __post_init__(self) -> None:
         """Check the ranges, and that a deployment has its SuperLink."""

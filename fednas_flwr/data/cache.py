@@ -6,6 +6,7 @@ read, and processes that prepare the same data at once end with one of their equ
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -58,10 +59,11 @@ def _write(folder: Path, parts: Mapping[str, Records]) -> None:
                 "columns": list(records.columns),
                 "feature_names": records.feature_names,
                 "num_numeric": records.num_numeric,
+                "id_column": records.id_column,
             }
-        sizes = {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())}
+        files = {path.name: _facts(path) for path in sorted(unfinished.iterdir())}
         index = unfinished / "index.json"
-        index.write_text(json.dumps({"sizes": sizes, "parts": described}), encoding="utf-8")
+        index.write_text(json.dumps({"files": files, "parts": described}), encoding="utf-8")
         for path in (*unfinished.iterdir(), unfinished):
             sync(path)
         os.rename(unfinished, folder)
@@ -74,12 +76,11 @@ def _write(folder: Path, parts: Mapping[str, Records]) -> None:
 
 
 def _read(folder: Path) -> dict[str, Records] | None:
-    """Return the records, or None where the folder is missing or a file has not its size."""
+    """Return the records, or None where the folder is missing or a file is not as written."""
     try:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-        for name, size in index["sizes"].items():
-            if (folder / name).stat().st_size != size:
-                return None
+        if not all(_is_whole(folder / name, facts) for name, facts in index["files"].items()):
+            return None
         return {
             part: Records(
                 # Copy-on-write: torch wants writable memory, and the file must not change.
@@ -93,11 +94,31 @@ def _read(folder: Path) -> dict[str, Records] | None:
                 },
                 feature_names=tuple(about["feature_names"]),
                 num_numeric=about["num_numeric"],
+                id_column=about["id_column"],
             )
             for part, about in index["parts"].items()
         }
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except (ValueError, LookupError, TypeError, AttributeError):  # another form: damaged
+        return None
+
+
+def _facts(path: Path) -> list[object]:
+    """Return a file's size in bytes, time of change in ns and hash."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, _digest(path)]
+
+
+def _is_whole(path: Path, facts: list[object]) -> bool:
+    """Return whether a file is as it was written; its bytes are read only if its time differs."""
+    stat, (size, time_ns, digest) = path.stat(), facts
+    return stat.st_size == size and (stat.st_mtime_ns == time_ns or _digest(path) == digest)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 def _map(path: Path) -> np.ndarray:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +21,12 @@ from fednas_flwr.data.images import RecordsPair
 from fednas_flwr.data.records import Records, select_records
 from fednas_flwr.data.sources import DATA_SETS, digest_records, find_source, fingerprint, load_sites
 from fednas_flwr.data.splits import hash_positions
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.errors import ConfigError, NoEffectError, show, unknown_choice
 
 __all__ = ["Prepared", "Records", "prepare"]
 
 # Changes whenever the same source would give other prepared records.
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 # Public and fixed: these choices must be the same in every run and at everybody's.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
@@ -141,7 +142,10 @@ def prepare(
     }
     for setting, value in settings.items():
         if value and setting not in entry.settings:
-            raise ConfigError(f"dataset.{setting}={value} has no effect with dataset.name={name}.")
+            raise NoEffectError(
+                f"dataset.{setting}={show(value)} has no effect with dataset.name={name}: "
+                "remove it."
+            )
     for setting, limit in (("limit_train", limit_train), ("limit_test", limit_test)):
         if limit is not None and limit < 1:
             raise ConfigError(f"dataset.{setting}={limit} must be at least 1, or null for all.")
@@ -153,7 +157,11 @@ def prepare(
     @functools.cache
     def read(path: Path) -> RecordsPair:
         taken = {k: v for k, v in settings.items() if k in entry.settings and k not in _NOT_READ}
-        return entry.read(path, **taken)
+        with _reading(name, path if entry.roots else None):
+            train, test = entry.read(path, **taken)
+        if test is not None:
+            _check_test(name, train, test)
+        return train, test
 
     def build() -> dict[str, Records]:
         train, test = (load_sites(source, name=name, read=read), None) if sites else read(source)
@@ -171,14 +179,21 @@ def prepare(
             parts["server_test"] = _limited(test, limit_test)
         return parts
 
-    source = find_source(name, root=root, download=download, sites=sites)
+    with _reading(name, root):
+        source = find_source(name, root=root, download=download, sites=sites)
+        files: object = fingerprint(name, source) if entry.roots else []
     choices = [_CACHE_VERSION, name, sites, server_test, limit_train, limit_test]
     shaping = {k: v for k, v in settings.items() if k not in _NOT_READ}
-    files: object = fingerprint(name, source) if entry.roots else []
     if entry.by_content:
         files = digest_records(read(source))
     key = hashlib.blake2b(json.dumps([choices, shaping, files]).encode(), digest_size=10)
-    parts = load_or_build(cache / f"{name}-{key.hexdigest()}", build)
+    try:
+        parts = load_or_build(cache / f"{name}-{key.hexdigest()}", build)
+    except OSError as error:
+        raise ConfigError(
+            f"dataset.cache={cache} cannot hold the prepared data ({error.strerror or error}): "
+            "choose another folder, or make room."
+        ) from error
     train = parts["train"]
     if train.features.dtype.is_floating_point:
         means, stds = _table_statistics(train, statistics or {}, mean=mean, std=std)
@@ -190,6 +205,34 @@ def prepare(
             )
         means, stds = _image_statistics(train, mean=mean, std=std)
     return Prepared(train, parts.get("server_test"), means, stds)
+
+
+@contextmanager
+def _reading(name: str, path: Path | None) -> Iterator[None]:
+    """Turn whatever a reader makes of a broken or forbidden file into one sentence."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        origin = f"dataset={name}" if path is None else f"dataset.root={path}"
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConfigError(f"{origin} cannot be read: {reason}.") from error
+
+
+def _check_test(name: str, train: Records, test: Records) -> None:
+    """Refuse a test part that no network of the training part could be measured on."""
+
+    def kind(records: Records) -> str:
+        return f"{records.features.dtype} of shape {tuple(records.features.shape[1:])}"
+
+    if kind(train) != kind(test):
+        raise ConfigError(
+            f"the test records of dataset={name} are {kind(test)}, its training records "
+            f"{kind(train)}: store both parts in one form."
+        )
+    if train.class_names != test.class_names:
+        raise ConfigError(f"the test records of dataset={name} have other classes than training's.")
 
 
 def _limited(records: Records, limit: int | None) -> Records:

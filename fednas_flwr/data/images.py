@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fednas_flwr.data.records import Records, encode_labels, record_ids
+from fednas_flwr.data.records import Records, canonical, encode_labels, record_ids
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.memory import check_fits
 
 RecordsPair = tuple[Records, Records | None]
 
@@ -67,7 +68,12 @@ def load_torchvision(name: str, *, root: Path, download: bool) -> RecordsPair:
 
 
 def load_image_folder(
-    root: Path, *, image_size: int | None, channels: int | None, class_names: Sequence[str]
+    root: Path,
+    *,
+    image_size: int | None,
+    channels: int | None,
+    class_names: Sequence[str],
+    id_column: str | None = None,
 ) -> RecordsPair:
     """Return the png and jpg images of one folder per class.
 
@@ -76,9 +82,12 @@ def load_image_folder(
         image_size: Side in pixels to which images are resized (bilinear), or None to keep theirs.
         channels: 1 or 3, or None for that of the first image.
         class_names: The classes in order, or empty for the sorted names of the train folders.
+        id_column: If given, images lie in ``<class>/<person>/``, and the records get a column of
+            this name with their persons.
 
     Raises:
-        ConfigError: No images, an unreadable one, a folder that is no class, differing sizes.
+        ConfigError: No images, an unreadable one, a folder that is no class, differing sizes, an
+            image that is not in a person's folder.
     """
     if not root.is_dir():
         raise ConfigError(f"dataset.root={root} is not a folder: give one with a folder per class.")
@@ -86,29 +95,40 @@ def load_image_folder(
     names = tuple(class_names) or tuple(path.name for path in _folders(train_root))
 
     def read(folder: Path) -> Records:
-        files = [
-            path
-            for class_folder in _folders(folder)
-            for path in sorted(class_folder.iterdir())
-            if path.suffix.lower() in _SUFFIXES
-        ]
-        if not files:
-            raise ConfigError(f"{folder} has no png or jpg images: expected <class>/<image>.png.")
-        labels = encode_labels(
-            np.array([path.parent.name for path in files]), names, where=str(folder)
-        )
-        images = decode_images(
+        files = _images(folder, has_persons=id_column is not None)
+        class_folders = [path.relative_to(folder).parts[0] for path in files]
+        labels = encode_labels(np.array(class_folders), names, where=str(folder))
+        images, ids = decode_images(
             len(files),
             lambda i: (str(files[i]), files[i].read_bytes()),
             image_size=image_size,
             channels=channels,
         )
-        ids = record_ids(path.read_bytes() for path in files)
-        return Records(torch.from_numpy(images), labels, ids, names)
+        if id_column is None:
+            return Records(torch.from_numpy(images), labels, ids, names)
+        persons = np.array([path.parent.name for path in files])
+        ids = record_ids(person.encode() for person in persons.tolist())
+        columns = {id_column: persons}
+        return Records(torch.from_numpy(images), labels, ids, names, columns, id_column=id_column)
 
     test_root = root / "test"
     has_test = train_root != root and test_root.is_dir()
     return read(train_root), read(test_root) if has_test else None
+
+
+def _images(root: Path, *, has_persons: bool) -> list[Path]:
+    """Return the images in the folders of all classes, or of all persons in them."""
+    class_folders = _folders(root)
+    folders = [p for c in class_folders for p in _folders(c)] if has_persons else class_folders
+    files = [p for folder in folders for p in sorted(folder.iterdir())]
+    files = [path for path in files if path.suffix.lower() in _SUFFIXES]
+    form = "<class>/<person>/<image>.png" if has_persons else "<class>/<image>.png"
+    if not files:
+        raise ConfigError(f"{root} has no png or jpg images: expected {form}.")
+    for path in (p for c in class_folders for p in c.iterdir() if has_persons):
+        if path.suffix.lower() in _SUFFIXES:
+            raise ConfigError(f"{path} is in no person's folder: with id_column expected {form}.")
+    return files
 
 
 def _folders(root: Path) -> list[Path]:
@@ -121,16 +141,18 @@ def records_from_arrays(
     labels: np.ndarray,
     class_names: tuple[str, ...],
     *,
-    contents: Sequence[bytes] | None = None,
+    ids: np.ndarray | None = None,
 ) -> Records:
-    """Return records; ids come from the contents, or else from the features' own bytes."""
+    """Return records; without given ids these are hashes of pixels, or of a table's numbers."""
     features = np.ascontiguousarray(features)
     is_table = features.ndim == 2
     num_features = features.shape[1] if is_table else 0
+    if ids is None:
+        ids = record_ids(row.tobytes() for row in (canonical(features) if is_table else features))
     return Records(
         features=torch.from_numpy(features),
         labels=torch.from_numpy(labels.astype(np.int64)),
-        ids=record_ids((row.tobytes() for row in features) if contents is None else contents),
+        ids=ids,
         class_names=class_names,
         feature_names=tuple(f"x{i}" for i in range(num_features)),
         num_numeric=num_features,
@@ -143,11 +165,17 @@ def decode_images(
     *,
     image_size: int | None,
     channels: int | None,
-) -> np.ndarray:
-    """Return uint8 ``[count, C, H, W]`` from encoded images, each given with its name."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return uint8 ``[count, C, H, W]`` from encoded images, each given with its name, and ids.
+
+    An id is the hash of an image's own pixels, before it is resized, without transparency: it is
+    the same for a file that was compressed anew without loss, in any format, and for shades of gray
+    stored as colours.
+    """
     from PIL import Image
 
     images = np.empty((0, 0, 0, 0), dtype=np.uint8)
+    ids: list[bytes] = []
     for i in range(count):
         name, content = source(i)
         try:
@@ -157,14 +185,22 @@ def decode_images(
                         f"{name} has more than 8 bits per pixel (mode {opened.mode}), which would "
                         "be cut off: rescale the images to 8 bits first."
                     )
-                channels = channels or (1 if opened.mode in ("1", "L", "LA") else 3)
+                is_gray = opened.mode in ("1", "L", "LA")
+                channels = channels or (1 if is_gray else 3)
+                own = opened.convert("L" if is_gray else "RGB")
                 image = opened.convert("L" if channels == 1 else "RGB")
-        except OSError as error:
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # of Pillow
             raise ConfigError(f"{name} cannot be read as an image: {error}.") from error
+        ids.extend(record_ids([_own_pixels(np.asarray(own))]))
         if image_size is not None and image.size != (image_size, image_size):
             image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)
         pixels = np.asarray(image).reshape(image.height, image.width, channels)
         if i == 0:
+            check_fits(
+                count * pixels.size,
+                f"{count} images of {channels}x{image.height}x{image.width} pixels",
+                "set a smaller dataset.image_size",
+            )
             images = np.empty((count, channels, image.height, image.width), dtype=np.uint8)
         elif pixels.shape[:2] != images.shape[2:]:
             raise ConfigError(
@@ -172,4 +208,11 @@ def decode_images(
                 f"{images.shape[3]}x{images.shape[2]}: set dataset.image_size."
             )
         images[i] = pixels.transpose(2, 0, 1)
-    return images
+    return images, np.array(ids, dtype="S32")
+
+
+def _own_pixels(pixels: np.ndarray) -> bytes:
+    """Return the bytes of an image ``[H, W]`` or ``[H, W, 3]`` channel by channel, gray as one."""
+    if pixels.ndim == 3 and (pixels == pixels[:, :, :1]).all():
+        pixels = pixels[:, :, 0]
+    return np.moveaxis(pixels, -1, 0).tobytes() if pixels.ndim == 3 else pixels.tobytes()

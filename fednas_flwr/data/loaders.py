@@ -22,6 +22,8 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.names import SPLITS
 from fednas_flwr.randomness import make_generator
 
+_SCANNED = 65536  # records that are looked at together
+
 
 @dataclass(frozen=True)
 class Split:
@@ -33,6 +35,8 @@ class Split:
         rows: int64 ``[n]``, the rows of this split.
         mean: Per channel of images scaled to 0..1, or per feature of a table.
         std: As ``mean``, above 0.
+        persons: int64 ``[n]``, whose each row is: ``0 .. num_units - 1``, each of them at least
+            once. None where every record is a unit of its own.
     """
 
     features: Tensor
@@ -40,10 +44,30 @@ class Split:
     rows: Tensor
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    persons: Tensor | None = None
 
     def __len__(self) -> int:
         """Return the number of records."""
         return len(self.rows)
+
+    @property
+    def num_units(self) -> int:
+        """Number of what privacy protects one of: of persons, or else of records."""
+        if self.persons is None:
+            return len(self)
+        return int(self.persons.max()) + 1 if len(self) else 0
+
+    def records_of(self, units: Tensor) -> list[Tensor]:
+        """Return the int64 indices of the records of each unit.
+
+        Args:
+            units: int64 ``[U]``, each in ``0 .. num_units - 1``.
+        """
+        if self.persons is None:
+            return list(units[:, None])
+        counts = torch.bincount(self.persons, minlength=self.num_units)
+        by_person = torch.split(self.persons.argsort(stable=True), counts.tolist())
+        return [by_person[unit] for unit in units.tolist()]
 
     def batch(self, indices: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Return normalised records and labels on the device.
@@ -108,8 +132,20 @@ def make_client_data(
     mean, std = prepared.mean, prepared.std
     if not mean:
         mean, std = _own_statistics(records, rows[0])
-    splits = [Split(records.features, records.labels, part, mean, std) for part in rows]
-    return ClientData(*splits)
+    return ClientData(
+        *(
+            Split(records.features, records.labels, part, mean, std, _persons(records, part))
+            for part in rows
+        )
+    )
+
+
+def _persons(records: Records, rows: Tensor) -> Tensor | None:
+    """Return whose each row is, numbered from 0; None where nobody says."""
+    if not records.by_person:
+        return None
+    _, persons = np.unique(records.ids[rows.numpy()], return_inverse=True)
+    return torch.from_numpy(persons.astype(np.int64))
 
 
 def server_split(records: Records, mean: tuple[float, ...], std: tuple[float, ...]) -> Split:
@@ -134,7 +170,27 @@ def concat_splits(a: Split, b: Split) -> Split:
     """
     if a.features is not b.features or (a.mean, a.std) != (b.mean, b.std):
         raise ValueError("only parts of the same client's records can be joined.")
-    return replace(a, rows=torch.cat([a.rows, b.rows]))
+    persons = None
+    if a.persons is not None and b.persons is not None:  # nobody is in two parts
+        persons = torch.cat([a.persons, b.persons + a.num_units])
+    return replace(a, rows=torch.cat([a.rows, b.rows]), persons=persons)
+
+
+def largest_feature(split: Split) -> tuple[int, float]:
+    """Return the channel or column of the largest magnitude after normalisation, and that.
+
+    Of images, what their whole range 0..255 would become; 0 of no record.
+    """
+    if split.features.dtype == torch.uint8:
+        shape = split.features.shape[1:]
+        ends = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, shape[0], 1, 1)
+        split = replace(split, features=ends, labels=torch.zeros(2).long(), rows=torch.arange(2))
+    largest = torch.zeros(split.features.shape[1])
+    for indices in torch.split(torch.arange(len(split)), _SCANNED) if len(split) else ():
+        x, _ = split.batch(indices, "cpu")
+        largest = torch.maximum(largest, x.abs().amax((0, *range(2, x.dim()))))
+    column = int(largest.argmax())
+    return column, float(largest[column])
 
 
 def oversampled(split: Split) -> Split:
@@ -146,7 +202,7 @@ def oversampled(split: Split) -> Split:
     by_class = [split.rows[labels == label] for label in torch.unique(labels)]
     largest = max((len(rows) for rows in by_class), default=0)
     repeated = [rows.repeat(-(-largest // len(rows)))[:largest] for rows in by_class]
-    return replace(split, rows=torch.cat([split.rows[:0], *repeated]))
+    return replace(split, rows=torch.cat([split.rows[:0], *repeated]), persons=None)
 
 
 def epoch_batches(

@@ -32,7 +32,7 @@ def load_npz(
     if path.suffix == ".xz":
         raise ConfigError(f"dataset.root={path} is still compressed: unpack it with xz -dk first.")
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {key: archive[key] for key in archive.files}
     except (OSError, ValueError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         raise ConfigError(
@@ -73,14 +73,14 @@ def records_from_npz(
         ConfigError: The arrays are not of this form.
     """
 
-    def read(part: str) -> tuple[np.ndarray, list[bytes] | None, np.ndarray]:
+    def read(part: str) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
         labels = _whole_labels(arrays[f"y_{part}"], origin=origin, part=part)
         if f"x_{part}" in arrays:
-            features, contents = arrays[f"x_{part}"], None
+            features, ids = arrays[f"x_{part}"], None
             features = _channels_first(features, origin=origin)
         else:
             contents = _cut(arrays[f"{part}_bytes"], arrays[f"{part}_off"], origin=origin)
-            features = decode_images(
+            features, ids = decode_images(
                 len(contents),
                 lambda i: (f"image {i} of {origin}, part {part}", contents[i]),
                 image_size=image_size,
@@ -91,7 +91,7 @@ def records_from_npz(
                 f"{origin} holds {len(features)} records and {len(labels)} labels in its part "
                 f"{part}: it needs as many labels as records, at least one."
             )
-        return features, contents, labels
+        return features, ids, labels
 
     present = [
         part
@@ -105,20 +105,26 @@ def records_from_npz(
         )
     read_parts = [read(part) for part in present[:2]]
     num_classes = 1 + max(int(labels.max()) for _, _, labels in read_parts)
+    num_records = sum(len(labels) for _, _, labels in read_parts)
+    if not class_names and num_classes > num_records:
+        raise ConfigError(
+            f"{origin} has the label {num_classes - 1}, but only {num_records} records: expected "
+            "class numbers 0, 1, ...; correct it, or name all classes in dataset.class_names."
+        )
     names = tuple(class_names) or tuple(str(i) for i in range(num_classes))
     if num_classes > len(names):
         raise ConfigError(
             f"{origin} has the label {num_classes - 1}, but dataset.class_names names only "
             f"{len(names)} classes."
         )
-    parts = [records_from_arrays(x, y, names, contents=contents) for x, contents, y in read_parts]
+    parts = [records_from_arrays(x, y, names, ids=ids) for x, ids, y in read_parts]
     return parts[0], parts[1] if len(parts) == 2 else None
 
 
 def _whole_labels(labels: np.ndarray, *, origin: str, part: str) -> np.ndarray:
     """Return the labels as int64 ``[N]`` after checking that they are class numbers."""
     whole = labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer)
-    if not whole or (len(labels) and int(labels.min()) < 0):
+    if not whole or (len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < 2**63):
         raise ConfigError(
             f"y_{part} in {origin} is {labels.dtype} of shape {labels.shape}: expected the class "
             "numbers 0, 1, ... as one integer per record."

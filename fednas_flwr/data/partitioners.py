@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fednas_flwr.data.records import Records
+from fednas_flwr.data.records import Records, select_records
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.files import write_atomically
+from fednas_flwr.names import PARTITIONS
 from fednas_flwr.randomness import derive_seed
 
-PARTITIONS = ("iid", "dirichlet", "label_groups", "quantity", "column", "sites")
 # Zhang et al., FDNAS (arXiv 2011.03372): three groups of classes over ten clients.
 FDNAS_GROUPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8, 9))
 _ATTEMPTS = 100
@@ -32,7 +32,7 @@ def partition(
     *,
     name: str,
     clients: int,
-    seed: int,
+    seed: int = 0,
     alpha: float = 0.5,
     min_size: int = 10,
     groups: Sequence[Sequence[int]] = (),
@@ -41,6 +41,9 @@ def partition(
     column: str | None = None,
 ) -> list[np.ndarray]:
     """Return ascending int64 record indices per client: disjoint, and none left over.
+
+    Where records say whose they are, a random division is one of persons, each with all records
+    and counting as one of the class of the first.
 
     Args:
         records: The records that clients hold.
@@ -75,6 +78,10 @@ def partition(
             f"partition.alpha={alpha} must be above 0 and partition.min_size={min_size} at least 1."
         )
     rng = np.random.default_rng(derive_seed(seed, "partition", name))
+    owners = None
+    if records.by_person and name not in ("column", "sites"):
+        _, first, owners = np.unique(records.ids, return_index=True, return_inverse=True)
+        records = select_records(records, first)
     if name == "iid":
         parts = np.array_split(rng.permutation(len(records)), clients)
     elif name == "dirichlet":
@@ -89,6 +96,8 @@ def partition(
     else:
         by = "site" if name == "sites" else column
         parts = _by_column(records, clients=clients, name=name, column=by)
+    if owners is not None:
+        parts = [np.flatnonzero(np.isin(owners, part)) for part in parts]
     parts = [np.sort(part).astype(np.int64) for part in parts]
     empty = [client for client, part in enumerate(parts) if len(part) == 0]
     if empty:

@@ -29,6 +29,9 @@ class Records:
         columns: ``[N]`` strings per column by which a table or sites can be partitioned.
         feature_names: One name per feature of a table, numeric ones first; empty for images.
         num_numeric: How many leading features are numbers to standardise; the rest is one-hot.
+        id_column: Column that says whose each record is, and gave the ids, which then are the same
+            in every export of the data. A person stays in one part and with one client, and is the
+            unit of privacy. Empty where ids were hashed from what the records hold.
     """
 
     features: Tensor
@@ -38,6 +41,7 @@ class Records:
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     feature_names: tuple[str, ...] = ()
     num_numeric: int = 0
+    id_column: str = ""
 
     def __post_init__(self) -> None:
         """Check that every part has the same number of records."""
@@ -45,6 +49,11 @@ class Records:
         sizes |= {name: len(values) for name, values in self.columns.items()}
         if len(set(sizes.values())) != 1:
             raise ValueError(f"records need one entry of each kind per record, got {sizes}.")
+
+    @property
+    def by_person(self) -> bool:
+        """Whether it is known whose each record is."""
+        return bool(self.id_column)
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -55,6 +64,13 @@ def record_ids(contents: Iterable[bytes]) -> np.ndarray:
     """Return S32 ``[N]``: the keyless blake2b-128, in hex, of each record's content or given id."""
     digests = [hashlib.blake2b(part, digest_size=16).hexdigest().encode() for part in contents]
     return np.array(digests, dtype="S32")
+
+
+def canonical(numbers: np.ndarray) -> np.ndarray:
+    """Return numbers as float32 whose bytes are equal where they are: one zero and one NaN."""
+    numbers = np.asarray(numbers, dtype=np.float32) + np.float32(0)  # -0 + 0 = 0
+    numbers[np.isnan(numbers)] = np.nan
+    return numbers
 
 
 def select_records(records: Records, rows: np.ndarray) -> Records:

@@ -62,7 +62,9 @@ def _torchvision(name: str) -> DataSet:
 DATA_SETS: dict[str, DataSet] = {
     "digits": DataSet(lambda root: load_digits()),
     **{name: _torchvision(name) for name in TORCHVISION_SETS},
-    "image_folder": DataSet(load_image_folder, _IMAGES, roots=("folder",), sites=("*/",)),
+    "image_folder": DataSet(
+        load_image_folder, _IMAGES | {"id_column"}, roots=("folder",), sites=("*/",)
+    ),
     "npz": DataSet(load_npz, _IMAGES | {"statistics"}, roots=("file",), sites=("*.npz",)),
     "csv": DataSet(
         load_csv,
@@ -120,7 +122,7 @@ def find_source(name: str, *, root: Path | None, download: bool, sites: bool) ->
     entry = DATA_SETS[name]
     if root is None and entry.roots:
         raise ConfigError(f"dataset={name} needs its place on disk: give dataset.root=<path>.")
-    root = Path(root or "").expanduser()
+    root = root or Path()
     if not entry.roots:
         return root
     if folder := entry.folder:

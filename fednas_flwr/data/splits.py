@@ -8,6 +8,7 @@ ledger can add up what was spent on each part. The main function is :func:`assig
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 
 import numpy as np
@@ -75,3 +76,27 @@ def assign_splits(ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float]
         if shares[position + 1 :].sum() == 0:
             edges[position] = 1.0
     return np.searchsorted(edges, hash_positions(ids, key=key), side="right").astype(np.int8)
+
+
+def assignment_digest(
+    ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float], id_column: str
+) -> str:
+    """Return the blake2b-128, in hex, of what decides which part each of some records is in.
+
+    That is the key and the fractions, with the name of the column that gives ids, whose records may
+    come and go without changing sides. Ids that are hashes of records' content may be the same
+    records' in another form, so without such a column all ids count, in any order.
+
+    Args:
+        ids: ``[N]`` byte strings.
+        key: See :func:`assign_splits`.
+        fractions: See there.
+        id_column: ``Records.id_column``.
+    """
+    shares = [[name, float(fractions[name])] for name in SPLITS]
+    digest = hashlib.blake2b(digest_size=16, person=b"fednas parts")
+    digest.update(json.dumps([key.hex(), shares, id_column]).encode())
+    if not id_column:
+        for record_id in sorted(ids.tolist()):
+            digest.update(record_id.ljust(32, b"\0"))
+    return digest.hexdigest()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fednas_flwr.data.images import RecordsPair
-from fednas_flwr.data.records import Records, encode_labels, record_ids
+from fednas_flwr.data.records import Records, canonical, encode_labels, record_ids
 from fednas_flwr.errors import ConfigError
 
 _MOST_CATEGORIES = 256
@@ -33,14 +33,17 @@ def load_csv(
 ) -> RecordsPair:
     """Return the records of a table and of its official test part, None where it has none.
 
-    A record's id is the hash of the ``id_column``, or else of the row's text (columns by name,
-    without the label). All columns but those of fractions are kept as ``Records.columns``.
+    A record's id is the hash of its value in the ``id_column``, or else of its features as they are
+    parsed, columns by name: 1.5 and 1.50 are one number, and columns that are no features do not
+    count. A number with one more digit, or one more feature, makes another record of it; only an
+    ``id_column`` prevents that. All columns but those of fractions are kept as ``Records.columns``.
 
     Args:
         path: A csv file with a header, or a folder with train.csv and optionally test.csv, whose
             columns and classes are those of train.csv; each may be compressed (.gz).
         label: Name of the label column, or ``last`` or None for the last one.
-        id_column: Column whose equal values (a patient, a card) must stay in one part; no feature.
+        id_column: Column that names the person (a patient, a card) whom a row is of, the same in
+            every export; no feature.
         numeric: Numeric features; with ``categorical`` also empty, every column that holds only
             numbers is numeric and every other categorical.
         categorical: Categorical features, one feature ``column=value`` per category.
@@ -155,11 +158,14 @@ def _read_records(
     records = Records(
         features=torch.from_numpy(np.stack(columns, axis=1)),
         labels=encode_labels(texts[label], classes, where=f"{path}, column {label},"),
-        ids=_ids(texts, label=label, id_column=id_column, path=path),
+        ids=_given_ids(texts[id_column], name=id_column, path=path)
+        if id_column is not None
+        else _feature_ids({name: texts[name] for name in found}, numbers),
         class_names=classes,
         columns={n: texts[n].astype(np.str_) for n in kept},
         feature_names=tuple(feature_names),
         num_numeric=len(numbers),
+        id_column=id_column or "",
     )
     return records, found
 
@@ -230,14 +236,23 @@ def _sorted_classes(texts: np.ndarray) -> tuple[str, ...]:
         return tuple(found)
 
 
-def _ids(
-    texts: Mapping[str, np.ndarray], *, label: str, id_column: str | None, path: Path
-) -> np.ndarray:
-    """Return the ids of all rows: see :func:`load_csv`."""
-    if id_column is None:
-        columns = [texts[name] for name in sorted(texts) if name != label]
-        return record_ids("\x1f".join(row).encode() for row in zip(*columns, strict=True))
-    if (texts[id_column] == "").any():
-        row = int(np.argmax(texts[id_column] == ""))
-        raise ConfigError(f"{path} has no id ({id_column}) in row {row + 1}: fill or remove it.")
-    return record_ids(text.encode() for text in texts[id_column].tolist())
+def _given_ids(texts: np.ndarray, *, name: str, path: Path) -> np.ndarray:
+    """Return the ids that a column gives."""
+    if (texts == "").any():
+        row = int(np.argmax(texts == ""))
+        raise ConfigError(f"{path} has no id ({name}) in row {row + 1}: fill or remove it.")
+    return record_ids(text.encode() for text in texts.tolist())
+
+
+def _feature_ids(texts: Mapping[str, np.ndarray], numbers: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return hashes of parsed rows, given the categorical and the numeric columns by name."""
+    values = [canonical(numbers[name]) for name in sorted(numbers)]
+    others = ["\x1f".join(row) for row in zip(*(texts[n] for n in sorted(texts)), strict=True)]
+    if not values:
+        return record_ids(other.encode() for other in others)
+    rows = np.stack(values, axis=1)
+    if not others:
+        return record_ids(row.tobytes() for row in rows)
+    return record_ids(
+        row.tobytes() + other.encode() for row, other in zip(rows, others, strict=True)
+    )

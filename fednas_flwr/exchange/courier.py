@@ -12,15 +12,24 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import median
 from typing import Any, Protocol
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fednas_flwr.errors import ClientLeftError, ReplyError
-from fednas_flwr.exchange.gate import MAX_EXAMPLES, accept_reply, check_facts, misfits
+from fednas_flwr.exchange.gate import (
+    MAX_EXAMPLES,
+    accept_reply,
+    check_facts,
+    held_shares,
+    misfits,
+    outliers,
+)
+from fednas_flwr.exchange.limits import honest_limits, norm
 from fednas_flwr.exchange.messages import (
     Header,
     Reply,
@@ -30,6 +39,7 @@ from fednas_flwr.exchange.messages import (
 )
 from fednas_flwr.exchange.requests import Describe, Search, Settings
 from fednas_flwr.exchange.states import Layout, Packed
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.verbs import VERBS
 
 POLL_S = 0.05
@@ -62,6 +72,9 @@ class Courier:
         deadline_s: Seconds until the replies of an exchange must be there.
         connect_s: Seconds until the clients must have appeared.
         wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.exchange.wire`.
+        fewest_records: Share of the median client's records that a client must declare.
+        most_records: Multiple of them that it may declare.
+        largest_share: Of an average, that one client of three or more may have: from above 0 to 1.
         emit: Receives ``client_failed``, ``client_left`` and ``client_back`` events; a client that
             has left because its replies were refused is ``expelled``.
 
@@ -81,6 +94,9 @@ class Courier:
         deadline_s: float = 3600.0,
         connect_s: float = 60.0,
         wire: str = "float32",
+        fewest_records: float = 0.0,
+        most_records: float = math.inf,
+        largest_share: float = 1.0,
         emit: Emit = ignore_events,
     ) -> None:
         """See the class."""
@@ -91,6 +107,8 @@ class Courier:
         self.deadline_s = deadline_s
         self.connect_s = connect_s
         self.wire = wire
+        self.fewest_records, self.most_records = fewest_records, most_records
+        self.largest_share = largest_share
         self.emit = emit
         self.wait: Callable[[float], None] = time.sleep
         self.bytes_sent = 0
@@ -101,6 +119,7 @@ class Courier:
         self._max_examples: dict[int, float] = {}  # client -> records it has
         self._left: dict[int, str] = {}  # clients that are asked no more: their reason
         self._refused: Counter[int] = Counter()  # client -> replies that the gate has refused
+        self._held: set[int] = set()  # clients whose weight was once held to the largest share
         self._missed: set[int] = set()  # clients without an accepted reply when last asked
 
     def connect(
@@ -109,7 +128,8 @@ class Courier:
         """Wait for the clients of ``grid`` and learn which node is which client.
 
         A node that says less than is needed, an index out of range, or the same one as another node
-        is left out, and so is a client whose facts are not those of most.
+        is left out, and so is a client whose facts are not those of most or that declares far fewer
+        or far more records.
 
         Args:
             grid: Flower's way to the clients.
@@ -168,6 +188,15 @@ class Courier:
         for index, reason in misfits(facts, alike).items():
             del facts[index]
             reasons.append(f"client {index}: {_plain(reason)}")
+        declared = {
+            index: {"": max_examples[index]}
+            | {f"{split} ": number for split, number in known.get("splits", {}).items()}
+            for index, known in facts.items()
+        }
+        strange = outliers(declared, fewest=self.fewest_records, most=self.most_records)
+        for index, reason in strange.items():
+            del facts[index]
+            reasons.append(f"client {index}: {reason}")
         for client in sorted(set(range(self.num_clients)) - set(facts)):
             self._emit_failure("connect", 0, "query.describe", client, "; ".join(reasons))
         if len(facts) < self.quorum:
@@ -184,6 +213,11 @@ class Courier:
         """Indices of the connected clients that have not left, ascending."""
         return [client for client in self._nodes if client not in self._left]
 
+    @property
+    def left(self) -> dict[int, str]:
+        """Why each client that has left was not asked any more, by client, ascending."""
+        return dict(sorted(self._left.items()))
+
     def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Courier:
         """Return a courier of its own to some of the connected clients, with their own quorum."""
         part = Courier(
@@ -193,6 +227,7 @@ class Courier:
             deadline_s=self.deadline_s,
             connect_s=self.connect_s,
             wire=self.wire,
+            largest_share=self.largest_share,
             emit=emit,
         )
         part._grid = self._grid
@@ -222,7 +257,9 @@ class Courier:
         own_settings: Mapping[int, Settings] | None = None,
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
+        releases: Sequence[PlannedRelease] = (),
         also_left: bool = False,
+        among: Collection[int] | None = None,
     ) -> Iterator[tuple[int, Reply]]:
         """Send one request to every client and yield ``(client, reply)`` in client order.
 
@@ -239,18 +276,22 @@ class Courier:
             own_settings: Arguments for single clients in their place.
             states: Packed tensors to send.
             layouts: The states that every reply must carry.
+            releases: With privacy what the stage releases: bounds what replies may be.
             also_left: Whether clients that have left are asked, too, except for those whose replies
                 were refused.
+            among: Which clients are asked, None for all; the others count as if they had answered.
 
         Raises:
             QuorumError: After the last reply, when fewer than the quorum were accepted.
         """
-        accepted = 0
+        accepted = 0 if among is None else len(set(self.clients) - set(among))
         failures: dict[int, str] = {}
         for client, answer in self._exchange(
             *(verb, stage, server_round, phase, settings, states or {}, layouts or {}),
             own_settings=own_settings,
+            planned={p.kind: p for p in releases if (p.stage, p.verb) == (stage, verb)},
             also_left=also_left,
+            among=among,
         ):
             if isinstance(answer, Reply):
                 accepted += 1
@@ -262,7 +303,7 @@ class Courier:
                 failures[client] = answer
                 self._emit_failure(stage, server_round, verb, client, answer)
         if accepted < self.quorum:
-            missing = sorted((self._left | failures).items())
+            missing = sorted((self.left | failures).items())
             first, *others = [f"client {client}: {why}" for client, why in missing]
             raise QuorumError(
                 f"{first} ({verb} in round {server_round}: {accepted} of {self.num_clients} "
@@ -280,36 +321,69 @@ class Courier:
         layouts: Mapping[str, Layout],
         *,
         own_settings: Mapping[int, Settings] | None = None,
+        planned: Mapping[str, PlannedRelease] | None = None,
         also_left: bool = False,
+        among: Collection[int] | None = None,
     ) -> Iterator[tuple[int, Reply | str]]:
         """Ask every node; yield each client with its accepted reply or why it has none."""
         if self._grid is None:
             raise ValueError("call connect(grid) before ask")
         records = encode_states(states)
         messages: dict[int, Message] = {}
-        headers: dict[int, Header] = {}
+        accepts: dict[int, Callable[[Message], Reply]] = {}
+        most: dict[int, float] = {}  # examples
+        accept = partial(
+            accept_reply,
+            layouts=layouts,
+            metrics=VERBS[verb].metrics,
+            sent=states if isinstance(settings, Search) and settings.sparse else None,
+            wire=self.wire,
+            base=states if VERBS[verb].trains else None,
+        )
+        named = [len(known.get("class_names", [])) for known in self.facts.values()]
+        limits = partial(
+            honest_limits,
+            verb,
+            classes=max(1, int(median(named))) if named else 1,  # as most clients have it
+            sizes={name: sum(layout.sizes.values()) for name, layout in layouts.items()},
+            sent={name: norm(state) for name, state in states.items()},
+        )
         for client in self._nodes:
             if self._refused[client] >= STRIKES or (client in self._left and not also_left):
+                continue
+            if among is not None and client not in among:
                 continue
             node = self._nodes[client]
             header = Header(self.run, stage, server_round, phase, client, secrets.token_hex(8))
             own = (own_settings or {}).get(client, settings)
             content = encode_request(header, own, records)
             self.bytes_sent += payload_bytes(content)
-            headers[client] = header
+            facts = self.facts.get(client, {})
+            own_limits = limits(
+                own,
+                examples=self._max_examples.get(client, MAX_EXAMPLES),
+                planned=planned or {},
+                records=facts.get("splits", {}),
+            )
+            most[client] = own_limits.examples
+            accepts[client] = partial(accept, header=header, limits=own_limits)
             messages[client] = Message(content, node, verb, ttl=self.deadline_s + 60)
         sent = set(self._grid.push_messages(list(messages.values())))
         pending = {message.metadata.message_id: c for c, message in messages.items()}
         unsent = {c: "the request could not be sent" for i, c in pending.items() if i not in sent}
         pending = {i: client for i, client in pending.items() if i in sent}
-        accept = partial(
-            accept_reply,
-            layouts=layouts,
-            sent=states if isinstance(settings, Search) and settings.sparse else None,
-            wire=self.wire,
-            base=states if VERBS[verb].trains else None,
-        )
-        yield from self._in_order(pending, unsent, headers, accept)
+        scales = held_shares(most, self.largest_share) if self.facts else {}
+        for client in scales.keys() - self._held:
+            message = (
+                f"client {client} may weigh {most[client]:g} of {sum(most.values()):g} examples: "
+                f"it is held to {self.largest_share:g} of an average (runtime.largest_share)"
+            )
+            self.emit("warning", message=message)
+            self._held.add(client)
+        for client, answer in self._in_order(pending, unsent, accepts):
+            if isinstance(answer, Reply) and client in scales:
+                answer = answer.weighing(scales[client], summed=VERBS[verb].gradients_of)
+            yield client, answer
 
     def _emit_failure(
         self, stage: str, server_round: int, verb: str, client: int, reason: str
@@ -328,22 +402,21 @@ class Courier:
         self,
         pending: dict[str, int],
         arrived: Mapping[int, Reply | str],
-        headers: Mapping[int, Header],
-        accept: Callable[..., Reply],
+        accepts: Mapping[int, Callable[[Message], Reply]],
     ) -> Iterator[tuple[int, Reply | str]]:
-        """Yield every client of ``headers`` with its accepted reply or the reason it has none."""
+        """Yield every client of ``accepts`` with its accepted reply or the reason it has none."""
         if self._grid is None:
             raise ValueError("call connect(grid) before ask")
         deadline = time.monotonic() + self.deadline_s
         answers = dict(arrived)
-        for client in headers:
+        for client in accepts:
             while client not in answers:
                 late = time.monotonic() >= deadline
                 messages = list(self._grid.pull_messages(list(pending)))
                 for message in messages:
                     sender = pending.pop(message.metadata.reply_to_message_id, None)
                     if sender is not None:
-                        answers[sender] = self._read(message, headers[sender], accept)
+                        answers[sender] = self._read(message, sender, accepts[sender])
                 if late:
                     reason = f"no reply within {self.deadline_s:g} s"
                     answers |= dict.fromkeys(pending.values(), reason)
@@ -352,19 +425,20 @@ class Courier:
                     self.wait(POLL_S)
             yield client, answers.pop(client)
 
-    def _read(self, message: Message, header: Header, accept: Callable[..., Reply]) -> Reply | str:
+    def _read(
+        self, message: Message, client: int, accept: Callable[[Message], Reply]
+    ) -> Reply | str:
         """Return the reply if the gate accepts it, else the reason."""
         if message.has_content():
             self.bytes_received += payload_bytes(message.content)
         try:
-            most = self._max_examples.get(header.client, MAX_EXAMPLES)
-            return accept(message, header=header, max_examples=most)
+            return accept(message)
         except ClientLeftError as error:
-            self._left[header.client] = _plain(str(error))
-            return self._left[header.client]
+            self._left[client] = _plain(str(error))
+            return self._left[client]
         except ReplyError as error:
             reason = _plain(str(error))
-            return self._strike(header.client, reason) if message.has_content() else reason
+            return self._strike(client, reason) if message.has_content() else reason
 
     def _strike(self, client: int, reason: str) -> str:
         """Count a refused reply and return the reason; with the last one the client has left."""

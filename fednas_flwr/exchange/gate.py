@@ -9,22 +9,30 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
 from flwr.app import Message
 
 from fednas_flwr.errors import ClientLeftError, ConfigError, ReplyError
+from fednas_flwr.exchange.limits import Limits, distance
 from fednas_flwr.exchange.messages import BUDGET_SPENT, Header, Reply, decode_reply
-from fednas_flwr.exchange.states import Layout, Packed, fill_unchanged
+from fednas_flwr.exchange.states import MOMENTS, Layout, Packed, fill_unchanged, unpack
 from fednas_flwr.exchange.wire import restore
 from fednas_flwr.hardware.latency import from_json
-from fednas_flwr.names import ACCOUNTANTS, SPLITS
+from fednas_flwr.names import ACCOUNTANTS, SPLITS, UNITS
+from fednas_flwr.verbs import METRICS
 
 LARGEST_TABLE = 2**20  # characters: some 5,000 layers
+LONGEST_TEXT = 200  # characters of a tag or of a name
+FEWEST_VOTES = 3  # clients of which most can be right
 MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
+NO_LIMITS = Limits(MAX_EXAMPLES)
+# Tensors of which a negative value would make every network that uses them NaN.
+NON_NEGATIVE = {"buffers": ("running_var",), MOMENTS: ("alphas.exp_avg_sq.", "alphas.step.")}
 
 
 def accept_reply(
@@ -32,7 +40,8 @@ def accept_reply(
     *,
     header: Header,
     layouts: Mapping[str, Layout],
-    max_examples: float = MAX_EXAMPLES,
+    limits: Limits = NO_LIMITS,
+    metrics: Collection[str] = METRICS,
     sent: Mapping[str, Packed] | None = None,
     wire: str = "float32",
     base: Mapping[str, Packed] | None = None,
@@ -45,8 +54,9 @@ def accept_reply(
             reply from another run, round, phase or client is refused.
         layouts: The states the reply must have, no more and no fewer, each with the tensors of
             its layout.
-        max_examples: How many records the client has: its weight is at most this. A tiny or a
-            huge weight would overflow the aggregate although every tensor is finite.
+        limits: What an honest reply stays within. A tiny or a huge weight would overflow the
+            aggregate although every tensor is finite.
+        metrics: The names that the verb may give.
         sent: The states of the request, where the reply may leave out the tensors that have not
             changed, and name the others (``facts["changed"]``); they are filled in.
         wire: What float32 vectors travel as, see :mod:`fednas_flwr.exchange.wire`.
@@ -55,8 +65,8 @@ def accept_reply(
     Raises:
         ClientLeftError: The client's privacy budget has ended.
         ReplyError: The client reports an error, or the reply is malformed, replayed, of other
-            tensors than asked for, not finite or huge, or its number of examples is out of range;
-            or an accuracy is not finite.
+            tensors than asked for, not finite or beyond what an honest one can be, or its number
+            of examples or a metric is out of range, or no metric of the verb.
     """
     if message.has_error() and message.error.code == BUDGET_SPENT:
         raise ClientLeftError(message.error.reason or "its privacy budget has ended")
@@ -65,13 +75,20 @@ def accept_reply(
     answered, reply = decode_reply(message.content)
     if answered != header:
         raise ReplyError(f"reply to another request: {answered} instead of {header}")
-    if not 1 <= reply.num_examples <= max_examples:
+    if not 1 <= reply.num_examples <= limits.examples:
         raise ReplyError(
-            f"num-examples must be from 1 to {max_examples:g}, got {reply.num_examples}"
+            f"num-examples must be from 1 to {limits.examples:g}, got {reply.num_examples}"
         )
-    for name, value in reply.metrics.items():  # a loss may be infinite: a network may diverge
-        if name.endswith("accuracy") and not math.isfinite(value):
+    for name, value in reply.metrics.items():
+        if name == "train_loss" and not math.isfinite(value):
+            raise ReplyError(f"train_loss={value} is not finite: lower the learning rate")
+        if not math.isfinite(value):
             raise ReplyError(f"{name}={value} is not finite")
+        if name not in metrics:
+            raise ReplyError(f"{name} is none of the metrics asked for, {sorted(metrics)}")
+        low, high = limits.metric_range(name)
+        if not low <= value <= high:
+            raise ReplyError(f"{name}={value} is not from {low:.3g} to {high:.3g}")
     if set(reply.states) != set(layouts):
         raise ReplyError(f"states {sorted(layouts)} were asked for, got {sorted(reply.states)}")
     changed = _changed(reply.facts, layouts) if sent is not None else {}
@@ -93,7 +110,26 @@ def accept_reply(
         for name, chosen in changed.items()
         if sent is not None
     }
-    return replace(reply, states=states | filled)
+    states |= filled
+    for name, packed in states.items():
+        _check_values(name, packed, layouts[name], limits, {} if base is None else base)
+    return replace(reply, states=states)
+
+
+def _check_values(
+    name: str, packed: Packed, layout: Layout, limits: Limits, base: Mapping[str, Packed]
+) -> None:
+    """Refuse a state farther from the one sent than an honest one, or with a negative variance."""
+    own = base.get(name, {})
+    moved, most = distance(packed, own), limits.norms.get(name, math.inf)
+    if not moved <= most:
+        raise ReplyError(
+            f"{name} has a norm of {moved:.3g}{' from those sent' if own else ''}, where an honest "
+            f"client's is at most {most:.3g}"
+        )
+    for key, tensor in unpack(packed, layout).items() if name in NON_NEGATIVE else ():
+        if any(part in key for part in NON_NEGATIVE[name]) and bool((tensor < 0).any()):
+            raise ReplyError(f"{name} has a negative {key}")
 
 
 def _changed(facts: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, str]:
@@ -144,12 +180,60 @@ def misfits(facts: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> dict
     return found
 
 
+def outliers(
+    declared: Mapping[int, Mapping[str, float]], *, fewest: float, most: float
+) -> dict[int, str]:
+    """Return the clients that declare far fewer or far more records than most, and of what.
+
+    Fewer raise the noise that all must add, since noise is calibrated to the client that needs
+    most; more are a weight in every average. Of one or two clients nobody can tell who is right.
+
+    Args:
+        declared: By client, numbers of records by what they are of.
+        fewest: Least share of the median client's, 0 or more.
+        most: Largest multiple of it, 1 or more.
+    """
+    found = {}
+    for client, numbers in declared.items() if len(declared) >= FEWEST_VOTES else ():
+        for name, number in numbers.items():
+            usual = median(others.get(name, number) for others in declared.values())
+            if not fewest * usual <= number <= most * usual:
+                found[client] = (
+                    f"it declares {number:g} {name}records, where the median client has {usual:g}: "
+                    f"{fewest:g} to {most:g} times that are taken"
+                )
+    return found
+
+
+def held_shares(examples: Mapping[int, float], largest: float) -> dict[int, float]:
+    """Return the clients whose weight must be scaled, and by what, to keep to a share of the sum.
+
+    Args:
+        examples: Largest weight of each client; of one or two none is scaled.
+        largest: Share of a client; the sum that counts is that of the others as they declare it.
+    """
+    total = sum(examples.values())
+    if len(examples) < FEWEST_VOTES or largest == 1:
+        return {}
+    scales = {c: largest / (1 - largest) * (total - n) / n for c, n in examples.items()}
+    return {client: scale for client, scale in scales.items() if scale < 1}
+
+
 def _counts(values: object) -> bool:
     return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
 
 
+def _text(value: object) -> bool:
+    """Return whether this is a line of text."""
+    return isinstance(value, str) and len(value) <= LONGEST_TEXT and value.isprintable()
+
+
 def _names(values: object) -> bool:
-    return isinstance(values, list) and all(type(v) is str for v in values)
+    return isinstance(values, list) and all(map(_text, values))
+
+
+def _texts(values: object) -> bool:
+    return isinstance(values, dict) and all(map(_text, [*values, *values.values()]))
 
 
 def _declared(values: object) -> bool:
@@ -202,10 +286,16 @@ def _latency(text: object) -> bool:
 
 _FORMS: dict[str, Callable[[Any], bool]] = {
     "client": lambda client: type(client) is int,
+    "tag": _text,
+    "hardware": _text,
+    "versions": _texts,
+    "data_set": _text,
     "epsilon": _epsilons,
     "budget": _budget,
     "secure_noise": lambda secure: type(secure) is bool,
+    "unit": lambda unit: unit in UNITS,
     "spent": _epsilon,
+    "awaits": lambda text: isinstance(text, str) and bool(re.fullmatch("[0-9a-f]{32}", text)),
     "covered_steps": lambda steps: isinstance(steps, dict) and _counts(list(steps.values())),
     "input_shape": _counts,
     "class_counts": _counts,

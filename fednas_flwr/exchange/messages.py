@@ -9,10 +9,10 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.exchange.requests import Settings, decode, encode
 from fednas_flwr.exchange.states import Packed
-from fednas_flwr.typed import parse
+from fednas_flwr.typed import Between, Checked, Length, parse
 
 HEADER = "header"
 JSON = "json"
@@ -30,9 +30,11 @@ NUM_EXAMPLES = "num-examples"
 STATE_PREFIX = "state."
 LONGEST_HEADER = 2**22  # characters of JSON in a reply; parsed it takes ten times as much
 MOST_METRICS = 64  # in a reply, and characters of each name
+LONGEST_NAME = 300  # bytes of a run's name: a site keeps it in its ledger
 BUDGET_SPENT = 1001  # error code of a client that leaves the run: Flower's own are below 1000
 
 Json = Any  # what json.loads returns
+Name = Annotated[str, Length(Between(0, LONGEST_NAME))]
 Record = TypeVar("Record", ConfigRecord, MetricRecord)
 
 with warnings.catch_warnings():  # torch warns once per process: messages can only be read
@@ -41,11 +43,12 @@ with warnings.catch_warnings():  # torch warns once per process: messages can on
 
 
 @dataclass(frozen=True)
-class Header:
+class Header(Checked):
     """Which exchange a message belongs to; a reply repeats its request's header.
 
     Attributes:
-        run: Name of the run, the same for all its messages.
+        run: Name of the run, the same for all its messages; like the other texts, of at most 300
+            bytes.
         stage: ``search`` or ``retrain``; rounds are counted within a stage.
         round: From 1; 0 before the first round.
         phase: Number of the exchange within its round, from 1.
@@ -53,12 +56,12 @@ class Header:
         nonce: Random text, new for every message.
     """
 
-    run: str
-    stage: str
+    run: Name
+    stage: Name
     round: int
     phase: int
     client: int
-    nonce: str
+    nonce: Name
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,16 @@ class Reply:
     states: Mapping[str, Packed] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Json] = field(default_factory=dict)
+
+    def weighing(self, scale: float, *, summed: Sequence[str]) -> Reply:
+        """Return the reply with its weight scaled, and so its ``summed`` states."""
+        scaled = {
+            name: {dtype: vector * scale for dtype, vector in self.states[name].items()}
+            for name in summed
+        }
+        return replace(
+            self, num_examples=self.num_examples * scale, states={**self.states, **scaled}
+        )
 
 
 def encode_states(states: Mapping[str, Packed]) -> dict[str, ArrayRecord]:

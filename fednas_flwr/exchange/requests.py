@@ -26,10 +26,11 @@ from fednas_flwr.search.settings import (
     ShareBelow1,
     Steps,
 )
-from fednas_flwr.typed import Between, Checked, Length, parse
+from fednas_flwr.typed import Between, Checked, Length, check_range, parse
 from fednas_flwr.verbs import SPLIT_OF
 
 MOST_TRIALS = 1000
+MOST_RELEASES = 32  # kinds of them in a schedule; a site keeps each schedule for good
 Candidates = Annotated[list[list[int]], Length(Between(1, MOST_CANDIDATES))]
 Description = dict[str, Any]  # what a network is built from, see ``builders.make_network``
 
@@ -130,7 +131,7 @@ class Commit(Settings):
     """``query.commit``: everything that the run means to release."""
 
     data_set: str
-    releases: tuple[PlannedRelease, ...]
+    releases: Annotated[tuple[PlannedRelease, ...], Length(Between(0, MOST_RELEASES))]
 
 
 @dataclass(frozen=True)
@@ -209,10 +210,32 @@ class TrainCandidates(Settings):
 
 @dataclass(frozen=True)
 class RewardCandidates(Settings):
-    """``evaluate.candidates``; see :class:`TrainCandidates`."""
+    """``evaluate.candidates``: of paths through the supernet, or of the members of a pool.
 
-    candidates: Candidates
+    Attributes:
+        candidates: Paths, see :class:`TrainCandidates`; None is ``network``.
+        network: What a pool is built from; None is ``candidates``.
+    """
+
+    candidates: Candidates | None = None
     site: Site | None = None
+    network: Description | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges, that one of the two is given, and how many candidates there are."""
+        super().__post_init__()
+        if (self.candidates is None) == (self.network is None):
+            raise ConfigError("candidates or network must be given, and not both.")
+        if self.network is not None:
+            members = self.network.get("genotypes")
+            count = len(members) if isinstance(members, list) else 0
+            wanted = f"a list of 1 to {MOST_CANDIDATES}"
+            check_range(1 <= count <= MOST_CANDIDATES, "genotypes", members, wanted)
+
+    @property
+    def count(self) -> int:
+        """How many candidates are measured."""
+        return len(self.candidates or (self.network or {})["genotypes"])
 
 
 @dataclass(frozen=True)
@@ -270,11 +293,19 @@ class Train(Settings):
 
 @dataclass(frozen=True)
 class Evaluate(Settings):
-    """``evaluate.model``: of a network on one of the splits."""
+    """``evaluate.model``: of a network on one of the splits.
+
+    Attributes:
+        network: What it is built from.
+        split: The split's name.
+        statistics_batch_size: In batches of how many train records batch norm's statistics are
+            estimated anew before; None takes those that were sent, and so do private clients.
+    """
 
     network: Description
     split: str
     site: Site | None = None
+    statistics_batch_size: Count | None = None
 
 
 @dataclass(frozen=True)

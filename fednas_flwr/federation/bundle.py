@@ -45,7 +45,8 @@ def check_bundle(fab: bytes) -> None:
         fab: Flower's bundle as it came, which may be anything.
 
     Raises:
-        ConfigError: A name or byte of a file differs, e.g. because the versions do.
+        ConfigError: A name or byte of a file differs, e.g. because the versions do, or two files
+            have one name.
     """
     own = _digest({name: text.encode() for name, text in bundle_files().items()})
     if (found := _digest(_read_bundle(fab))) != own:
@@ -61,7 +62,12 @@ def _read_bundle(fab: bytes) -> dict[str, bytes]:
     try:
         with zipfile.ZipFile(io.BytesIO(fab)) as archive:
             items = archive.infolist()
-            if len(items) > _MOST_FILES or any(item.file_size > _LARGEST_FILE for item in items):
+            names = {item.filename for item in items}
+            if (
+                len(items) > _MOST_FILES
+                or len(names) < len(items)  # which of two files counts depends on who unpacks
+                or any(item.file_size > _LARGEST_FILE for item in items)
+            ):
                 return {"": fab}
             files = {item.filename: archive.read(item) for item in items}
     except _NOT_READABLE:

@@ -6,6 +6,7 @@ whether noise suits the size of a network is checked once that is built.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -88,6 +89,9 @@ def _handler(
                 safe = (ConfigError,)
             reply = answer(client, request)
             trail.released(request, reply, gate=client.gate)
+            if "awaits" in reply.facts:
+                awaited = f"fednas approve {reply.facts['awaits']}"
+                print(f"{awaited}: run {request.header.run!r} waits for it", file=sys.stderr)
             return Message(encode_reply(request.header, reply), reply_to=message)
         except BudgetExceededError as error:
             trail.refused(verb, request, str(error))
@@ -159,12 +163,17 @@ Site = tuple[tuple[str, str], ...]  # SITE_KEYS that a node sets, with their val
 
 
 def _trail(site: Site) -> AuditTrail:
-    """Return the site's audit trail: its ``audit``, else beside its ledger, else none."""
+    """Return the site's audit trail: its ``audit``, else beside its ledger, else none.
+
+    A node that names only half of ledger and key keeps none: it refuses everything.
+    """
     own = dict(site)
-    if "audit" not in own and "ledger" not in own:
+    if ("audit" not in own and "ledger" not in own) or ("ledger" in own) != ("ledger-key" in own):
         return AuditTrail(None)
+    ledger = Path(own["ledger"]) if "ledger" in own else None
     path = Path(own.get("audit") or Path(own["ledger"]).with_name("audit.jsonl"))
-    return AuditTrail(path, own.get("superlink", ""))
+    key_path = Path(own.get("ledger-key", f"{path}.key"))
+    return AuditTrail(path, key_path, ledger=ledger, superlink=own.get("superlink", ""))
 
 
 def _policy_text(site: Site) -> str | None:

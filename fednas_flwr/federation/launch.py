@@ -15,6 +15,7 @@ from fednas_flwr.config import Config, dump_config
 from fednas_flwr.errors import unknown_choice
 from fednas_flwr.federation import flower
 from fednas_flwr.federation.client_app import make_client_app
+from fednas_flwr.federation.clusters import check_cluster
 from fednas_flwr.federation.deployment import deploy
 from fednas_flwr.federation.grids import InProcessGrid
 from fednas_flwr.federation.server_app import serve
@@ -54,7 +55,8 @@ def _launch_ray(config: Config, *, listeners: Iterable[Listener], resumed: bool)
     """Run Flower's simulation; the first error of the server is raised, not Flower's summary."""
     from flwr.simulation import run_simulation
 
-    logging.getLogger("flwr").setLevel(logging.ERROR)
+    check_cluster(config)
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # what it says at ERROR is raised, too
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     errors: list[BaseException] = []  # of the server, which runs in a thread
     stops: list[BaseException] = []  # of Ray, or Ctrl-C, both in this thread
@@ -91,7 +93,9 @@ def _launch_ray(config: Config, *, listeners: Iterable[Listener], resumed: bool)
             backend_config=backend_config,
         )
     except BaseException as error:
-        stops.append(error.__cause__ or error)
+        while error.__cause__ is not None:  # Flower's "crashed" is not what happened
+            error = error.__cause__
+        stops.append(error)
         ended.wait(timeout=SERVER_ENDS_S)
         raise stops[0] from None
     if errors:

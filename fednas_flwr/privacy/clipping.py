@@ -51,7 +51,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.privacy.micro_batches import from_units, in_units, micro_batches
+from fednas_flwr.privacy.micro_batches import from_units, in_units, micro_batches, person_means
 from fednas_flwr.privacy.record_gradients import (
     own_linear_layers,
     record_gradients,
@@ -88,6 +88,7 @@ def clipped_gradient_sum(
     max_norm: float,
     micro_batch_size: int | None = None,
     class_factors: Tensor | None = None,
+    persons: Tensor | None = None,
     watch: Watch = unwatched,
 ) -> dict[str, Tensor]:
     """Return ``sum_i f_i min(1, R / ||g_i||) g_i`` over a batch, by parameter name.
@@ -112,6 +113,9 @@ def clipped_gradient_sum(
             rounding, not the sum.
         class_factors: Public factors f in (0, 1], one per class; multiply after clipping, since
             clipping would cancel what is multiplied before. None means 1.
+        persons: Whose each record is, int64 [B], ascending from 0: g_i and f_i are then the means
+            over the records of a person i, whose presence changes the sum by at most R. All records
+            must be in one micro-batch. None: every record counts for itself.
         watch: Is shown all that the sum is made of, record by record, for the self-test.
 
     Returns:
@@ -136,14 +140,14 @@ def clipped_gradient_sum(
         >>> sums["weight"]
         tensor([[1.5000]], dtype=torch.float64)
     """
-    _check_arguments(x, y, max_norm, micro_batch_size, class_factors)
+    _check_arguments(x, y, max_norm, micro_batch_size, class_factors, persons)
     sums: dict[str, Tensor] = {}
     with (
         _only_trainable(module, parameters),
         record_gradients(module, parameters, _watched(loss, watch)) as gradients,
     ):
         for x_B, y_B, count in micro_batches(x, y, micro_batch_size):
-            scale = _Scale(max_norm, _factors(class_factors, y_B), count)
+            scale = _Scale(max_norm, _factors(class_factors, y_B), count, persons)
             _add(sums, _clipped_sum(gradients(x_B, y_B), parameters, scale, watch))
     return _with_zeros(sums, parameters, max_norm)
 
@@ -159,6 +163,7 @@ def clipped_alpha_gradient_sum(
     relaxation: Relaxation | None = None,
     micro_batch_size: int | None = None,
     class_factors: Tensor | None = None,
+    persons: Tensor | None = None,
     watch: Watch = unwatched,
 ) -> dict[str, Tensor]:
     """Return ``sum_i f_i min(1, R / ||h_i||) h_i`` over a batch, by kind of cell.
@@ -180,6 +185,7 @@ def clipped_alpha_gradient_sum(
         relaxation: Chosen without looking at records; None is the softmax over all ops.
         micro_batch_size: As for :func:`clipped_gradient_sum`.
         class_factors: As for :func:`clipped_gradient_sum`.
+        persons: As for :func:`clipped_gradient_sum`.
         watch: As for :func:`clipped_gradient_sum`.
 
     Returns:
@@ -190,7 +196,7 @@ def clipped_alpha_gradient_sum(
 
     Guarantee: sensitivity R under adding or removing one record; see the head of this module.
     """
-    _check_arguments(x, y, max_norm, micro_batch_size, class_factors)
+    _check_arguments(x, y, max_norm, micro_batch_size, class_factors, persons)
     refuse_batch_norm(supernet)
     sums: dict[str, Tensor] = {}
     op_weights, by_alphas = relaxation or _softmax(alphas)
@@ -207,17 +213,18 @@ def clipped_alpha_gradient_sum(
                     losses_of(supernet(x_B, leaves), y_B, loss), leaves
                 ).items()
             ]
-            scale = _Scale(max_norm, _factors(class_factors, y_B), count)
+            scale = _Scale(max_norm, _factors(class_factors, y_B), count, persons)
             _add(sums, _clipped_sum(gradients, alphas, scale, watch))
     return _with_zeros(sums, alphas, max_norm)
 
 
 class _Scale(NamedTuple):
-    """How the rows of a micro-batch are scaled: R, public factors [B], how many are records."""
+    """How a micro-batch is scaled: R, public factors [B], how many rows are records, and whose."""
 
     max_norm: float
     factors_B: Tensor | None
     num_records: int
+    persons: Tensor | None
 
 
 def _clipped_sum(
@@ -236,10 +243,13 @@ def _clipped_sum(
     if small:
         flat = [torch.cat(small, dim=1), *flat[len(small) :]]
     parts = [part for matrix in flat for part in torch.split(matrix, COLUMNS, dim=1)]
+    for part in parts:
+        watch(part)
+    if scale.persons is not None:
+        parts = [person_means(part, scale.persons) for part in parts]
     factors_B = _scaled(parts, scale)
     sums = []
     for part in parts:
-        watch(part)
         # No row is multiplied that is left out: 0 * inf would be NaN.
         kept = part.masked_fill((factors_B == 0)[:, None], 0.0).double()
         units = in_units(kept.mul_(factors_B[:, None]), bound=scale.max_norm)
@@ -252,15 +262,21 @@ def _clipped_sum(
 def _scaled(parts: list[Tensor], scale: _Scale) -> Tensor:
     """Return what every row is multiplied by, float64 [B]; 0 leaves it out.
 
-    Left out are rows that are no records, and records whose gradient is not finite.
+    Left out are rows that are no records, and records whose gradient is not finite; of persons, the
+    same.
     """
+    count, factors_B = scale.num_records, scale.factors_B
+    if scale.persons is not None:
+        count = int(scale.persons.max()) + 1 if count else 0
+        if factors_B is not None:
+            factors_B = person_means(factors_B[:, None], scale.persons)[:, 0]
     norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in parts]
     norms_B = torch.linalg.vector_norm(torch.stack(norms, dim=1), dim=1)
     scale_B: Tensor = (scale.max_norm / norms_B).clamp(max=1.0)  # R / 0 = inf: factor 1
-    if scale.factors_B is not None:
-        scale_B = scale_B * scale.factors_B.to(scale_B)
+    if factors_B is not None:
+        scale_B = scale_B * factors_B.to(scale_B)
     scale_B = scale_B.where(norms_B.isfinite(), 0.0)
-    scale_B[scale.num_records :] = 0.0
+    scale_B[count:] = 0.0
     return scale_B
 
 
@@ -336,6 +352,7 @@ def _check_arguments(
     max_norm: float,
     micro_batch_size: int | None,
     class_factors: Tensor | None,
+    persons: Tensor | None,
 ) -> None:
     if len(x) != len(y):
         raise ValueError(f"expected one label per record, got {len(x)} records, {len(y)} labels")
@@ -345,3 +362,5 @@ def _check_arguments(
         raise ValueError(f"micro_batch_size must be at least 1, got {micro_batch_size}")
     if class_factors is not None and not bool(((class_factors > 0) & (class_factors <= 1)).all()):
         raise ValueError(f"class_factors must be in (0, 1], got {class_factors.tolist()}")
+    if persons is not None and len(x) > (len(x) if micro_batch_size is None else micro_batch_size):
+        raise ValueError(f"{len(x)} records of persons must be in one micro-batch")

@@ -17,6 +17,12 @@ between 3 and 4 leaves the ledger one row *ahead* of its mark: the row counts al
 released, and the next use moves the mark. A ledger *behind* its mark, or two rows ahead, is no
 crash's work: it was rolled back, truncated, edited or deleted, and nothing is released any more.
 
+An account keeps in mind which assignments it was used with: a data set, and which record is in
+which split. Releases on the first one are charged to the splits that they read, those on any other
+to every split. So everything that was released of a record is charged to the split that it has
+in the first assignment, however the same records were exported, divided or named later: no split's
+budget can be passed by records that have changed sides.
+
 Guarantee:
     Whoever can write the ledger's folder, but neither read the key nor write the mark, cannot make
     a site spend more than its budget. Whoever can restore old copies of both together can.
@@ -42,6 +48,8 @@ from fednas_flwr.privacy.mark import Mark, connect, damaged, equal, plain_errors
 from fednas_flwr.privacy.renyi import Release, renyi_divergence
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
 
+MOST_COMMITMENTS = 100  # of new runs in a day (UTC): a server could fill the disk with them
+_DAY_S = 86_400
 _COLUMNS = (
     "sequence, time, account, data_set, run, stage, round, verb, splits, noise_multiplier, "
     "sample_rate, steps, run_steps, committed_steps"
@@ -54,7 +62,13 @@ _SCHEMA = """
     CREATE TABLE IF NOT EXISTS totals (state TEXT, mac TEXT);
     CREATE TABLE IF NOT EXISTS commitments (run TEXT PRIMARY KEY, terms TEXT, mac TEXT);
 """
-_State = dict[str, Any]  # {account: {"orders": [...], "totals": {split: [...]}}}
+_LATER_SCHEMA = """
+    CREATE TABLE IF NOT EXISTS days (day INTEGER PRIMARY KEY, commitments INTEGER);
+    CREATE TABLE IF NOT EXISTS approvals (run TEXT PRIMARY KEY, mac TEXT);
+"""  # which ledgers of older versions lack
+# {account: {"orders": [...], "totals": {split: [...]}, "assignments": [[data set, HMAC], ...]}}
+_State = dict[str, Any]
+_UNKNOWN = ["", ""]  # the first assignment of an account that an older version has used
 
 
 @dataclass(frozen=True)
@@ -168,7 +182,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         self._rows.close()
         self._mark.close()
 
-    def reserve(self, entry: Entry, *, epsilon: float, delta: float) -> None:
+    def reserve(self, entry: Entry, *, epsilon: float, delta: float, assignment: str) -> None:
         """Book ``entry``, or raise; what is booked may then be released, once.
 
         For every split, all that any run ever booked on it is composed by a ``RenyiFilter``, whose
@@ -178,15 +192,18 @@ class Ledger(AbstractContextManager["Ledger"]):
             entry: The release.
             epsilon: The account's budget.
             delta: The budget's delta.
+            assignment: The :meth:`fingerprint` of the records and their splits.
 
         Raises:
             BudgetExceededError: A split's budget does not afford this.
-            ConfigError: The run leaves the terms it committed to, or books more steps.
+            ConfigError: The run leaves the terms it committed to, or books more steps; the entry is
+                not charged to every split, and the account was first used with another assignment.
             RuntimeError: The ledger is damaged, or was opened before a fork.
             OSError: A file cannot be written, or stayed locked.
         """
         with self._exclusive() as (last, last_mac):
             state = self._state(last, last_mac)
+            self._assign(state, entry, assignment)
             self._spend(state, entry, epsilon=epsilon, delta=delta)
             values = self._values(last + 1, entry)
             mac = self._mark.hmac("row", last_mac, values)
@@ -217,7 +234,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             terms: All terms as text, which :meth:`committed` returns.
 
         Raises:
-            ConfigError: The run has committed to other terms.
+            ConfigError: The run has committed to other terms, or too many others have today.
             RuntimeError: The ledger is damaged, or was opened before a fork.
             OSError: A file cannot be written, or stayed locked.
         """
@@ -226,6 +243,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             if known is not None and known != terms:
                 raise ConfigError(f"run {run} has committed to other terms: start a new run.")
             if known is None:
+                self._count_commitment()
                 mac = self._mark.hmac("commitment", run, terms)
                 self._rows.execute("INSERT INTO commitments VALUES (?, ?, ?)", (run, terms, mac))
                 self._rows.execute("COMMIT")
@@ -234,6 +252,49 @@ class Ledger(AbstractContextManager["Ledger"]):
         """Return the terms that a run has committed to, None if it has not."""
         with self._exclusive():
             return self._commitment(run)
+
+    def commitments(self) -> dict[str, str]:
+        """Return the terms of every run, in the order in which they committed to them."""
+        with self._exclusive():
+            runs = self._rows.execute("SELECT run FROM commitments ORDER BY rowid").fetchall()
+            return {run: self._commitment(run) or "" for (run,) in runs}
+
+    def approve(self, run: str) -> None:
+        """Note that a person has approved what a run has committed to.
+
+        Raises:
+            ConfigError: The run has committed to nothing.
+        """
+        with self._exclusive():
+            terms = self._commitment(run)
+            if terms is None:
+                raise ConfigError(f"run {run} has committed to nothing that could be approved.")
+            mac = self._mark.hmac("approval", run, terms)
+            self._rows.execute("INSERT OR REPLACE INTO approvals VALUES (?, ?)", (run, mac))
+            self._rows.execute("COMMIT")
+
+    def is_approved(self, run: str) -> bool:
+        """Return whether a person has approved what a run has committed to."""
+        with self._exclusive():
+            query = "SELECT mac FROM approvals WHERE run = ?"
+            row = self._rows.execute(query, (run,)).fetchone()
+            terms = self._commitment(run)
+            return row is not None and equal(row[0], self._mark.hmac("approval", run, terms))
+
+    def fingerprint(self, data_set: str, assignment: str) -> str:
+        """Return the HMAC of what decides which record of a data set is in which split."""
+        return self._mark.hmac("assignment", data_set, assignment)
+
+    def is_first(self, account: str, assignment: str) -> bool:
+        """Return whether releases may be charged to the splits that they read alone.
+
+        Args:
+            account: Whose budget pays.
+            assignment: What :meth:`fingerprint` returns for the records that are held now.
+        """
+        with self._exclusive() as (last, last_mac):
+            known = _known_assignments(self._state(last, last_mac).get(account, {"totals": {}}))
+        return not known or known[0][1] == assignment
 
     def spent(self, account: str, *, epsilon: float, delta: float) -> float:
         """Return how much of a budget is used: ``RenyiFilter.spent``, the maximum over splits."""
@@ -292,6 +353,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         try:
             if self._mark.is_empty():
                 self._rows.executescript(_SCHEMA)
+            self._rows.executescript(_LATER_SCHEMA)
             if self._last_row() is not None and not self._mark.key_path.exists():
                 raise damaged(f"the key {self._mark.key_path} is missing")
             self._mark.load_key()
@@ -349,6 +411,19 @@ class Ledger(AbstractContextManager["Ledger"]):
             raise damaged(f"row {last} of {self.path} was edited")
         return False
 
+    def _count_commitment(self) -> None:
+        """Count one more for this day; the next day nobody asks for this day's number again."""
+        day = int(self._clock() // _DAY_S)
+        row = self._rows.execute("SELECT commitments FROM days WHERE day = ?", (day,)).fetchone()
+        number = 1 if row is None else row[0] + 1
+        if number > MOST_COMMITMENTS:
+            raise ConfigError(
+                f"refused: {MOST_COMMITMENTS} runs have committed to a schedule at this site today "
+                "(UTC), no more can: start the run tomorrow."
+            )
+        self._rows.execute("DELETE FROM days")
+        self._rows.execute("INSERT INTO days VALUES (?, ?)", (day, number))
+
     def _commitment(self, run: str) -> str | None:
         """Return the terms of a run."""
         query = "SELECT terms, mac FROM commitments WHERE run = ?"
@@ -398,6 +473,17 @@ class Ledger(AbstractContextManager["Ledger"]):
             raise damaged(f"the totals of {self.path} were edited or removed")
         state: _State = json.loads(row[0])
         return state
+
+    def _assign(self, state: _State, entry: Entry, assignment: str) -> None:
+        """Note the entry's assignment in ``state``; refuse one that must pay on every split."""
+        booked = state.setdefault(entry.account, {"totals": {}})
+        known, this = _known_assignments(booked), [entry.data_set, assignment]
+        if known and known[0][1] != assignment and set(entry.splits) != set(SPLITS):
+            raise ConfigError(
+                f"refused: since run {entry.run} committed to its schedule, the budget "
+                f"{entry.account} was used with other records or splits: start a new run."
+            )
+        booked["assignments"] = known if this in known else [*known, this]
 
     def _spend(self, state: _State, entry: Entry, *, epsilon: float, delta: float) -> None:
         """Add the entry to the totals in ``state``, or raise where it does not fit."""
@@ -461,6 +547,12 @@ class Ledger(AbstractContextManager["Ledger"]):
         if not equal(mac, self._hmac_of(sequence, before[0])):
             raise damaged(f"row {sequence} of {self.path} was edited")
         return (terms[0], terms[1], terms[2], terms[3])
+
+
+def _known_assignments(booked: _State) -> list[list[str]]:
+    """Return the assignments of an account in the order of their first use."""
+    known: list[list[str]] | None = booked.get("assignments")
+    return known or ([_UNKNOWN] if booked["totals"] else [])
 
 
 def _booked_filter(booked: _State, split: str, *, epsilon: float, delta: float) -> RenyiFilter:

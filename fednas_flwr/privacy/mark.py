@@ -2,7 +2,8 @@
 
 The mark says which row of the ledger was the last one, under the key's seal, so that a ledger that
 was rolled back, truncated or deleted is noticed. It is a sqlite file, because its write lock is
-also the lock of the ledger: it frees itself when a process is killed. Only ``ledger`` uses this.
+also the lock of the ledger: it frees itself when a process is killed. ``ledger`` uses all of this,
+and whatever else is sealed with its key the functions of keys and seals.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class Mark:
         """Read the key; on a new site, which no mark was set on, create it. Needs the lock."""
         new = self._connection.execute("SELECT 1 FROM mark").fetchone() is None
         if new and not self.key_path.exists():
-            _create_key(self.key_path)
-        self._key = _read_key(self.key_path)
+            create_key(self.key_path)
+        self._key = read_key(self.key_path)
         if new:
             self.move(0, self.genesis())
 
@@ -110,12 +111,17 @@ class Mark:
 
     def hmac(self, purpose: str, previous: object, content: object) -> str:
         """Return the HMAC-SHA256 of some content after ``previous`` in a chain, as hex digits."""
-        text = json.dumps([purpose, previous, content], default=lambda blob: [blob.hex()])
-        return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
+        return seal(self._key, purpose, previous, content)
 
     def genesis(self) -> str:
         """Return what stands for the HMAC of row 0."""
         return self.hmac("genesis", "", "fednas ledger 1")
+
+
+def seal(key: bytes, purpose: str, previous: object, content: object) -> str:
+    """Return the HMAC-SHA256 of some content after ``previous`` in a chain, as hex digits."""
+    text = json.dumps([purpose, previous, content], default=lambda blob: [blob.hex()])
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
 def equal(found: object, expected: str) -> bool:
@@ -187,14 +193,14 @@ def _code(error: Exception) -> int:
     return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)) & 0xFF
 
 
-def _create_key(path: Path) -> None:
+def create_key(path: Path) -> None:
     """Write a new key, whole or not at all."""
     with replacing(path) as temporary:
         temporary.touch(mode=0o600)
         temporary.write_text(secrets.token_hex(_KEY_BYTES), encoding="ascii")
 
 
-def _read_key(path: Path) -> bytes:
+def read_key(path: Path) -> bytes:
     """Return the key in a file that only its owner can read."""
     if not path.exists():
         raise damaged(f"the key {path} is missing")

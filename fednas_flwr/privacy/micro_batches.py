@@ -12,7 +12,8 @@ Tensor suffix: B rows of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +45,55 @@ def filled(rows: Tensor, size: int) -> Tensor:
     copy = rows.new_zeros(size, *rows.shape[1:])
     copy[: len(rows)] = rows
     return copy
+
+
+def by_person(groups: Sequence[Tensor], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the records of persons in parts of at most ``size``, at least one part.
+
+    Nobody is in two parts. Of a person with more records ``size`` are drawn anew by every call;
+    nobody can foresee which.
+
+    Args:
+        groups: Indices of each person's records, int64.
+        size: At least 1.
+
+    Yields:
+        Indices [N], and whose each is [N]: 0, 1, ... in the order of the part.
+    """
+    generator = torch.Generator().manual_seed(secrets.randbits(63))
+    part: list[Tensor] = []
+    for group in groups:
+        group = group[torch.randperm(len(group), generator=generator)[:size].sort().values]
+        if sum(map(len, part)) + len(group) > size:
+            yield _joined(part)
+            part = []
+        part.append(group)
+    yield _joined(part)
+
+
+def _joined(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    empty = torch.empty(0, dtype=torch.int64)
+    persons = [torch.full((len(group),), person) for person, group in enumerate(groups)]
+    return torch.cat([empty, *groups]), torch.cat([empty, *persons])
+
+
+def person_means(rows: Tensor, persons: Tensor) -> Tensor:
+    """Return the mean of each person's rows, in one row each, float64 [B, V]; zeros after them.
+
+    A person's rows are added in their order, so that the mean does not depend, in any bit, on who
+    else is there.
+
+    Args:
+        rows: [B, V]; those after the first N are left out.
+        persons: int64 [N], ascending from 0, each person at least once.
+    """
+    sums = rows.new_zeros(rows.shape, dtype=torch.float64)
+    counts = torch.bincount(persons, minlength=len(rows)).to(rows.device)
+    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)[:-1]])
+    for k in range(int(counts.max()) if len(rows) else 0):
+        having = (counts > k).nonzero().flatten()
+        sums[having] += rows[first[having] + k].double()
+    return sums / counts.clamp(min=1)[:, None]
 
 
 def in_units(values: Tensor, *, bound: float) -> Tensor:

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
+from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.renyi import Release, poisson_rate
-from fednas_flwr.verbs import SPLIT_OF
+from fednas_flwr.typed import Between, Checked, Length, OneOf
+from fednas_flwr.verbs import PRIVATE_VERBS, SPLIT_OF
+
+STAGES = ("search", "retrain", "evaluate")
+KINDS = ("weights", "alphas", "rewards", "metrics")
 
 
 @dataclass(frozen=True)
-class PlannedRelease:
+class PlannedRelease(Checked):
     """One kind of release of a stage: clipped sums over Poisson batches of records, noised.
 
     Attributes:
@@ -28,10 +34,10 @@ class PlannedRelease:
         noise_multiplier: sigma; the noise has std ``sigma * R``. None is still to be calibrated.
     """
 
-    stage: str
-    verb: str
-    kind: str
-    splits: tuple[str, ...]
+    stage: Annotated[str, OneOf(STAGES)]
+    verb: Annotated[str, OneOf(PRIVATE_VERBS)]
+    kind: Annotated[str, OneOf(KINDS)]
+    splits: Annotated[tuple[str, ...], Length(Between(0, len(SPLITS)))]
     batch_size: float | None
     steps: int
     max_grad_norm: float

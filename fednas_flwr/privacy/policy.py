@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.names import LARGEST_NOISE_MULTIPLIER, SPLITS
+from fednas_flwr.names import LARGEST_NOISE_MULTIPLIER, SPLITS, Unit
 from fednas_flwr.privacy.noise import noise_range
 from fednas_flwr.privacy.plan import PlannedRelease
 
 # Beyond these float arithmetic, not privacy, would decide what a release hides.
 LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
 LEAST_SAMPLE_RATE = 1e-9
+APPROVALS = AUTOMATIC, MANUAL = ("automatic", "manual")
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,16 @@ class DataSetPolicy:
     Attributes:
         data_set: The id, which only the policy gives.
         account: The budget that is charged; data sets that overlap name the same one.
-        records: Declared, public number of records by split: the only source of rates and weights.
+        unit: What one of is protected: a ``record``, or a ``person`` with all records.
+        records: Declared, public number of units by split: the only source of rates and weights.
         fractions: Shares of the splits, which the site fixes for good: a record that were in
             another split in another run would be charged to two budgets, each seeing half.
         threads: torch's threads. They and the size of micro-batches decide how results are
             rounded, hence they are the site's: a server could choose them so that one record
             changes the gradients of others.
         micro_batch_size: Records that are computed at a time.
+        approve: ``manual``: no run releases anything before a person at the site has approved what
+            it has committed to; ``automatic``: the rules of the policy are enough.
     """
 
     data_set: str
@@ -45,12 +49,19 @@ class DataSetPolicy:
     largest_grad_norm: float
     largest_steps: int
     verbs: frozenset[str]
+    unit: Unit
     records: Mapping[str, int]
     fractions: Mapping[str, float]
     threads: int
     micro_batch_size: int
     secure_noise: bool
     test_seed: bool
+    approve: str
+
+    @property
+    def needs_approval(self) -> bool:
+        """Whether a person must approve each run."""
+        return self.approve == MANUAL
 
 
 @dataclass(frozen=True)
@@ -58,17 +69,6 @@ class Policy:
     """What the site allows, by data set id."""
 
     data_sets: Mapping[str, DataSetPolicy]
-
-    def charged_splits(self, data_set: str, splits: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the splits that a release which reads ``splits`` must be booked on.
-
-        Where several data sets share an account, a record may be in different splits of them. The
-        client's epsilon is that of its worst split, which counts all that such a record has paid
-        only if every release is charged to every split.
-        """
-        accounts = [allowed.account for allowed in self.data_sets.values()]
-        shared = accounts.count(self.data_sets[data_set].account) > 1
-        return SPLITS if shared else splits
 
 
 def check_verb(

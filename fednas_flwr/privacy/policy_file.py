@@ -17,8 +17,9 @@ from typing import Any
 import yaml
 
 from fednas_flwr.errors import ConfigError, show, unknown_choice
-from fednas_flwr.names import LARGEST_MICRO_BATCH, SPLITS
+from fednas_flwr.names import LARGEST_MICRO_BATCH, SPLITS, UNITS
 from fednas_flwr.privacy.policy import (
+    APPROVALS,
     LARGEST_GRAD_NORM,
     DataSetPolicy,
     Policy,
@@ -153,11 +154,25 @@ def _text(value: object, where: str) -> str:
     return value
 
 
+def _approval(value: object, where: str) -> str:
+    """Return who approves runs."""
+    if value not in APPROVALS:
+        raise unknown_choice(where, show(value), APPROVALS)
+    return str(value)
+
+
 def _verbs(value: object, where: str) -> frozenset[str]:
     """Return the names in a list."""
     if not isinstance(value, list) or not value:
         raise _wrong(where, value, "a list of verbs")
     return frozenset(_text(verb, where) for verb in value)
+
+
+def _unit(value: object, where: str) -> str:
+    """Return a unit of privacy."""
+    if value not in UNITS:
+        raise unknown_choice(where, show(value), UNITS)
+    return str(value)
 
 
 def _fractions(value: object, where: str) -> dict[str, float]:
@@ -185,12 +200,14 @@ _READERS: dict[str, Callable[[object, str], object]] = {
     "largest_grad_norm": _norm,
     "largest_steps": _count,
     "verbs": _verbs,
+    "unit": _unit,
     "records": _count,
     "fractions": _fractions,
     "threads": _count,
     "micro_batch_size": _micro_batch,
     "secure_noise": _flag,
     "test_seed": _flag,
+    "approve": _approval,
 }
 
 

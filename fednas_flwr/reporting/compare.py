@@ -274,7 +274,9 @@ def _markdown(comparison: Comparison) -> str:
     lines = markdown_table(comparison.titles(), comparison.rows()) if comparison.groups else []
     if lines:
         lines += ["", "Mean ± standard deviation (n - 1) over seeds; traffic in both directions;"]
-        lines += ["epsilon: the largest of all clients, per record added or removed (PRV)."]
+        lines += [
+            "epsilon: the largest of all clients, per record (or person) added or removed (PRV)."
+        ]
     if comparison.not_counted:
         lines += ["", *(f"- {folder}: {reason}" for folder, reason in comparison.not_counted)]
     return "\n".join(lines).strip() + "\n"

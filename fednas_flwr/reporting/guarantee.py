@@ -9,26 +9,29 @@ from collections.abc import Mapping
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
-from fednas_flwr.names import GDP, PRV, RDP
+from fednas_flwr.names import GDP, PERSON, PRV, RDP, RECORD
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.units import DASH
 
-UNIT = "per record, add/remove"
 TEST_SEED = "test seed: no privacy"
-PROTECTED = (
-    "One record of one client: epsilon and delta bound how well anyone who sees what the clients "
-    "sent, the server included, can tell whether that record was there. Neighbouring data sets "
-    "differ by one record of one client, added or removed. A person with several records is "
-    "protected less."
+_PROTECTED = (
+    "One {what} of one client: epsilon and delta bound how well anyone who sees what the clients "
+    "sent, the server included, can tell whether that {unit} was there. Neighbouring data sets "
+    "differ by one {what} of one client, added or removed."
 )
-MECHANISM = (
-    "Every step draws each record with probability p on its own (Poisson sampling), clips what "
-    "each record contributes to a norm, sums, and adds Gaussian noise of the noise multiplier "
+_SEVERAL = " A person with several records is protected less."
+_MECHANISM = (
+    "Every step draws each {unit} with probability p on its own (Poisson sampling), clips what "
+    "each {unit} contributes to a norm, sums, and adds Gaussian noise of the noise multiplier "
     "times that norm. The client does all of it before anything leaves."
 )
-ACCOUNTING = (
+_MEAN = (
+    " A person contributes the mean of their records; of more records than a micro-batch holds, "
+    "each step draws some."
+)
+_ACCOUNTING = (
     "Epsilon is what the schedule that the run committed to costs, together with everything booked "
-    "on the same data before, composed per split by the PRV accountant of dp-accounting; a record "
+    "on the same data before, composed per split by the PRV accountant of dp-accounting; a {unit} "
     "lies in one split, so the client's epsilon is that of its worst split. Each client holds the "
     "server to that schedule, and a Renyi filter over the client's ledger to the client's budget, "
     "which is also the bound for runs that were chosen after seeing earlier ones."
@@ -45,6 +48,10 @@ SIMULATED = (
     "The clients were simulated on one machine: each had a policy and a ledger of its own, "
     "but whoever ran the simulation saw all records."
 )
+OWN_LEDGERS = (
+    "Earlier uses of the same data are not counted: this run made its clients' ledgers. Set "
+    "privacy.sites to a folder that keeps them, and every run on the data adds up."
+)
 GIVEN_GENOTYPE = (
     "The genotype was given: if it was searched on records of these clients, that search's privacy "
     "is not part of this statement."
@@ -56,6 +63,31 @@ _MEASURED_BY_CLIENTS = ("train_", "validation_")
 def is_noised(metric: str) -> bool:
     """Return whether a round's metric was measured by clients, who add noise in a private run."""
     return metric.startswith(_MEASURED_BY_CLIENTS)
+
+
+def unit(event: Event) -> str:
+    """Return what every client protects at least one of, ``record`` or ``person``.
+
+    A person is protected at every client only if each protects persons. Older runs know records.
+    """
+    units = {str(client.get("unit", RECORD)) for client in event["clients"]}
+    return PERSON if units == {PERSON} else RECORD
+
+
+def unit_text(event: Event) -> str:
+    """Return the unit of privacy in a few words."""
+    return f"per {unit(event)}, add/remove"
+
+
+def promise_texts(event: Event) -> list[str]:
+    """Return what is protected, how, and how it was counted: a paragraph each."""
+    by_person = unit(event) == PERSON
+    what = "person with all records" if by_person else RECORD
+    return [
+        _PROTECTED.format(what=what, unit=unit(event)) + ("" if by_person else _SEVERAL),
+        _MECHANISM.format(unit=unit(event)) + (_MEAN if by_person else ""),
+        _ACCOUNTING.format(unit=unit(event)),
+    ]
 
 
 def largest(epsilons: Mapping[str, float | None] | None) -> float | None:
@@ -102,7 +134,7 @@ def epsilon_text(epsilon: float | None) -> str:
 def overall_text(event: Event) -> str:
     """Return the pair of :func:`overall` with the unit of privacy."""
     epsilon, delta = overall(event)
-    return f"({epsilon_text(epsilon)}, {delta:g}) {UNIT}"
+    return f"({epsilon_text(epsilon)}, {delta:g}) {unit_text(event)}"
 
 
 def search_text(config: Mapping[str, Any], event: Event | None) -> str:
@@ -120,8 +152,8 @@ def search_text(config: Mapping[str, Any], event: Event | None) -> str:
         costs = {str(place): client["search_epsilon"] for place, client in enumerate(told)}
         epsilon, delta = largest(costs), overall(event)[1]
         return (
-            f"private: by itself it costs at most ({epsilon_text(epsilon)}, {delta:g}) {UNIT}, the "
-            "largest of the clients; it is part of the run's epsilon"
+            f"private: by itself it costs at most ({epsilon_text(epsilon)}, {delta:g}) "
+            f"{unit_text(event)}, the largest of the clients; it is part of the run's epsilon"
         )
     algorithm, stages = config.get("algorithm"), config.get("stages") or ["search"]
     if not isinstance(algorithm, dict) or "dp_aware" not in algorithm or "search" not in stages:
@@ -199,7 +231,7 @@ def client_table(
     clients = event["clients"]
     parts = list(dict.fromkeys(part for client in clients for part in client["records"]))
     splits = [s for s in parts if any(s in (c["epsilon"].get(PRV) or {}) for c in clients)]
-    head = ["client", f"records: {' / '.join(parts)}"]
+    head = ["client", f"{unit(event)}s: {' / '.join(parts)}"]
     head += [*(f"epsilon, {split} (PRV)" for split in splits), "epsilon (PRV)"]
     head += [f"epsilon, {ACCOUNTANTS[name]}" for name in (RDP, GDP)]
     head += ["delta", "spent of budget (filter)", "noise"]

@@ -2,8 +2,8 @@
 
 Dong and Yang (2020), arXiv 2001.00326, trained every cell; such a table says what a search has
 found without the luck and the cost of another training. :func:`read_table` reads one,
-:func:`found_cell` takes the cell from a run, :func:`percentiles_by_round` those that its alphas
-stood for while it searched, :func:`print_lookup` shows several runs.
+:func:`found_cell` takes the cell from a run, :func:`percentiles_by_round` those that stood
+best while it searched, :func:`print_lookup` shows several runs.
 """
 
 import re
@@ -139,16 +139,21 @@ def found_cell(run: Run) -> Cell:
 
 
 def percentiles_by_round(table: CellTable, snapshots: Iterable[Event]) -> dict[int, float]:
-    """Return the percentile of the cell that the alphas of each round stand for.
+    """Return the percentile of the cell that each round would have derived.
 
     Args:
         table: The accuracies.
-        snapshots: ``alphas`` events (``Run.alphas()``). Those without ``cells``, which old runs
-            have written, or whose cell the table lacks are left out; so are those of other spaces.
+        snapshots: ``alphas`` events (``Run.alphas()``), and ``rewarded`` ones of ``genotypes``, of
+            which the best counts. Those without cells, which old runs have written, or whose cell
+            the table lacks are left out; so are those of other spaces.
     """
     found = {}
     for event in snapshots:
         cells = event.get("cells") or {}
+        if event.get("genotypes"):
+            rewards = event["rewards"]
+            best = max(range(len(rewards)), key=rewards.__getitem__)
+            cells = event["genotypes"][best]["cells"]
         if [(edge["source"], edge["target"]) for edge in cells.get("cell", [])] == PAIRS:
             percentile = table.percentiles.get(_ops(cells))
             if percentile is not None:
@@ -215,10 +220,10 @@ def _read(path: Path) -> Any:
             heads = {mark: pd.read_csv(path, sep=mark, nrows=0) for mark in ",;\t"}
             frame = pd.read_csv(path, sep=max(heads, key=lambda mark: heads[mark].shape[1]))
     except OSError as error:
-        raise ConfigError(f"--table {path} cannot be read: {error.strerror or error}.") from error
+        raise ConfigError(f"the table {path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, EOFError, ImportError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise ConfigError(f"--table {path} is not a table that pandas reads: {reason}.") from error
+        raise ConfigError(f"{path} is not a table that pandas reads: {reason}.") from error
     return frame
 
 

@@ -205,9 +205,7 @@ def _privacy(run: Run) -> str:
             "\n".join(_promises(run, event)),
             "\n".join(markdown_table(*guarantee.release_table(event))),
             *privacy_notes(run),
-            guarantee.PROTECTED,
-            guarantee.MECHANISM,
-            guarantee.ACCOUNTING,
+            *guarantee.promise_texts(event),
         ]
     return "\n\n".join(["## Privacy", *paragraphs])
 
@@ -224,7 +222,7 @@ def _promises(run: Run, event: Event) -> list[str]:
             [
                 str(client["client"]),
                 pair if guarantee.is_secure(client) else f"none ({guarantee.TEST_SEED})",
-                guarantee.UNIT,
+                guarantee.unit_text({"clients": [client]}),
                 guarantee.spent_text(client, spent),
             ]
         )

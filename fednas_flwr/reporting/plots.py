@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from fednas_flwr.reporting.events import Event, clients_of
+from fednas_flwr.reporting.runs import Run
 
 Figure = dict[str, Any]
 
@@ -52,6 +53,18 @@ def curves(
         layout["yaxis"] |= {"type": "log", "dtick": 1, "exponentformat": "power"}
     layout["showlegend"] = len(series) > 1
     return {"data": traces, "layout": layout}
+
+
+def percentiles(run: Run, stage: str) -> Figure | None:
+    """Return the percentile of the cell that stood best in each round of the search, by a table."""
+    event = run.last("looked_up") if stage == "search" else None
+    if event is None or not event["percentiles"]:
+        return None
+    rounds, values = zip(*event["percentiles"], strict=True)
+    layout = axes(x="round", y=f"percentile of {event['cells']:,} cells")
+    layout["yaxis"]["range"] = [0, 102]
+    layout["showlegend"] = False
+    return {"data": [_line(list(rounds), list(values), "percentile", BLUE)], "layout": layout}
 
 
 def traffic(rounds: Sequence[Event]) -> Figure | None:

@@ -101,6 +101,13 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
                 self._say(
                     f"client {event['client']} is back in {event['stage']} round {event['round']}"
                 )
+            case "approval_awaited":
+                for one in event["clients"]:
+                    self._say(
+                        f"client {one['client']} waits for a person's approval: `fednas approve "
+                        f"{one['schedule']}` at its site",
+                        style="yellow",
+                    )
             case "privacy":
                 self._is_private = True
                 self._show_privacy(event)

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from fednas_flwr.files import write_atomically
-from fednas_flwr.reporting import exploration, guarantee, plots, texts
+from fednas_flwr.reporting import decidedness, exploration, guarantee, plots, texts
 from fednas_flwr.reporting.cells import cell_svg
 from fednas_flwr.reporting.runs import CONFIG_FILE, Run, read_run
 from fednas_flwr.reporting.units import DASH
@@ -36,7 +36,9 @@ def write_report(run_folder: Path) -> Path:
     derived, partition = run.last("derived") or {}, run.last("partition") or {}
     evaluated = run.last("evaluated") or {}
     genotype = derived.get("genotype")
-    alphas = plots.alphas(run.alphas(), genotype)
+    alphas, edges = plots.alphas(run.alphas(), genotype), decidedness.edges(run.alphas())
+    warnings = Counter(str(e["message"]) for e in run.of_kind("warning"))
+    warnings.update(filter(None, [decidedness.warning(edges)]))
     stages = [_stage(run, name) for name in texts.STAGES if run.rounds(name)]
     figures = {name: figure for stage in stages for name, figure in stage["figures"].items()}
     figures |= {f"alphas_{kind}": shown["figure"] for kind, shown in alphas["kinds"].items()}
@@ -62,6 +64,9 @@ def write_report(run_folder: Path) -> Path:
         "cells": [(kind, picture) for kind, picture, _ in cells],
         "narrow_cells": all(width <= WIDEST_IN_PAIRS for _, _, width in cells),
         "alphas": alphas,
+        "decided_text": decidedness.text(edges),
+        "decided_head": decidedness.TABLE_HEAD,
+        "decided_rows": decidedness.table(edges),
         "splits": splits,
         "partition_text": texts.partition_text(partition, declared=run.is_private),
         "privacy": _privacy(run),
@@ -76,7 +81,7 @@ def write_report(run_folder: Path) -> Path:
         "failure_text": texts.failure_text(run),
         "answered_text": texts.answered_text(run),
         "origin": "found" if run.rounds("search") else "given",
-        "warnings": Counter(str(e["message"]) for e in run.of_kind("warning")).most_common(),
+        "warnings": warnings.most_common(),
         "figures": figures,
         "figures_json": _json(figures),
         "alphas_json": _json({"rounds": alphas["rounds"], "kinds": steps}),
@@ -115,7 +120,7 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
     def chart(label: str, series: dict[str, str], **look: Any) -> tuple[str, plots.Figure | None]:
         return label, plots.curves(rounds, series, **look)
 
-    charts = {
+    charts: dict[str, tuple[str, plots.Figure | None]] = {
         "loss": chart(f"Loss{noised}", {f"{k}_loss": k for k in both}, title="loss"),
         "accuracy": chart(
             f"Accuracy{noised}", {f"{k}_accuracy": k for k in both}, title="accuracy", percent=True
@@ -134,6 +139,7 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
             {"theta_entropy": "entropy"},
             title="nats",
         ),
+        "percentile": ("Percentile of the cell in the table", plots.percentiles(run, name)),
         "skip": chart(
             "Share of skip connections", {"skip_share": "share"}, title="share", percent=True
         ),
@@ -177,7 +183,7 @@ def _privacy(run: Run) -> dict[str, Any]:
         "summary": guarantee.overall_text(event) if event else "",
         "warning": guarantee.warning_text(event) if event else "",
         "texts": [
-            *(guarantee.PROTECTED, guarantee.MECHANISM, guarantee.ACCOUNTING),
+            *(guarantee.promise_texts(event) if event else ()),
             *texts.privacy_notes(run),
         ],
         "tables": tables,

@@ -10,7 +10,13 @@ from typing import Any
 from fednas_flwr.names import SPLITS
 from fednas_flwr.reporting import guarantee
 from fednas_flwr.reporting.events import Event, clients_of
-from fednas_flwr.reporting.guarantee import TEST_SEED, UNIT, epsilon_text, overall, warning_text
+from fednas_flwr.reporting.guarantee import (
+    TEST_SEED,
+    epsilon_text,
+    overall,
+    unit_text,
+    warning_text,
+)
 from fednas_flwr.reporting.runs import Run
 from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent, score
 
@@ -92,7 +98,9 @@ def tiles(run: Run) -> list[dict[str, str]]:
     num_clients = len(run.client_results())
     traffic = numbers["traffic_mb"]
     epsilon, delta = overall(privacy) if privacy else (None, 0.0)
-    unit = TEST_SEED if privacy and warning_text(privacy) else f"at delta {delta:g}, {UNIT}"
+    unit = f"at delta {delta:g}, {unit_text(privacy)}" if privacy else ""
+    if privacy and warning_text(privacy):
+        unit = TEST_SEED
     parties = Counter(failure["client"] for failure in run.failures())
     left = len(run.departures())
     troubles = [f"by {len(parties)} client{'s' if len(parties) > 1 else ''}"] if parties else []
@@ -176,11 +184,14 @@ def privacy_notes(run: Run) -> list[str]:
     """Return sentences on what a private run's statement does not hold by itself."""
     runtime = run.config.get("runtime")
     simulated = isinstance(runtime, dict) and runtime.get("name") in ("inline", "ray")
+    privacy = run.config.get("privacy")
+    own_ledgers = simulated and not (isinstance(privacy, dict) and privacy.get("sites"))
     resumed = len(run.of_kind("privacy")) > 1
     return [
         *([guarantee.RESUMED] if resumed else []),
         *([guarantee.NOT_ALL] if run.privacy is not None and not _released_all(run) else []),
         *([guarantee.SIMULATED] if simulated else []),
+        *([guarantee.OWN_LEDGERS] if own_ledgers else []),
         *([guarantee.GIVEN_GENOTYPE] if run.config.get("genotype") else []),
     ]
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fednas_flwr.search.gumbel import Relaxed
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.search.training import Batch
-from fednas_flwr.search_spaces.space import Supernet
 
 
 def alpha_gradient_sum(
-    supernet: Supernet, batch: Batch, *, objective: Objective = CLASSIFICATION
+    supernet: Relaxed, batch: Batch, *, objective: Objective = CLASSIFICATION
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the sum over a batch of per-sample gradients of the alphas, and the batch's losses.
 
@@ -35,7 +35,7 @@ def alpha_gradient_sum(
 
 
 def virtual_step(
-    supernet: Supernet,
+    supernet: Relaxed,
     batch: Batch,
     *,
     inner_lr: float,
@@ -63,7 +63,7 @@ def virtual_step(
 
 
 def second_order_gradient(
-    supernet: Supernet,
+    supernet: Relaxed,
     *,
     weights: Mapping[str, Tensor],
     virtual_weights: Mapping[str, Tensor],
@@ -114,7 +114,7 @@ def second_order_gradient(
 
 
 def mixed_level_gradient(
-    supernet: Supernet,
+    supernet: Relaxed,
     *,
     train_batch: Batch,
     validation_batch: Batch,

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fednas_flwr.search.settings import BanditSettings, Configuration, Range
+from fednas_flwr.search.settings import BanditSettings, Configuration, Range, check_ranges
 from fednas_flwr.typed import check_range
 
 
@@ -167,10 +167,8 @@ def draw_configurations(
     Raises:
         ConfigError: A range is missing or unknown, or gives a value that is out of range.
     """
+    check_ranges(ranges)
     names = [field.name for field in fields(Configuration)]
-    check_range(
-        sorted(ranges) == sorted(names), "ranges", sorted(ranges), f"one for each of {names}"
-    )
     shares = torch.rand(count, len(names), generator=generator, dtype=torch.float64).tolist()
     return [
         Configuration(**{n: ranges[n].at(u) for n, u in zip(names, row, strict=True)})

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fednas_flwr.hardware.costs import HardwareLoss
+from fednas_flwr.search.gumbel import Relaxed
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search_spaces.space import Supernet
 
@@ -36,7 +37,7 @@ class Gradients(Protocol):
         """
 
     def alphas(
-        self, supernet: Supernet, weights: Descent, *, rule: str, validation_weight: float
+        self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
     ) -> Gradient:
         """Return the gradient of a supernet's alphas, on validation records.
 
@@ -144,12 +145,15 @@ def train(network: nn.Module, gradients: Gradients, weights: Descent) -> None:
 
 
 def make_sgd(
-    parameters: Iterable[Tensor], settings: SGD, *, nesterov: bool = False
+    parameters: Iterable[Tensor] | Iterable[dict[str, Any]],
+    settings: SGD,
+    *,
+    nesterov: bool = False,
 ) -> torch.optim.SGD:
     """Return torch's SGD with the constants of ``settings``, at ``settings.lr``.
 
     Args:
-        parameters: To step.
+        parameters: To step; or torch's groups of them, of which each is clipped by itself.
         settings: The constants.
         nesterov: Whether momentum, where there is any, is Nesterov's.
     """
@@ -172,10 +176,10 @@ def make_adam(
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
-    """Scale the gradients of an optimiser's parameters to a norm of at most ``clip_norm``."""
+    """Scale the gradients of each of an optimiser's groups to a norm of at most ``clip_norm``."""
     if clip_norm is not None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(parameters, clip_norm)
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], clip_norm)
 
 
 def trainable_weights(network: nn.Module) -> dict[str, nn.Parameter]:

@@ -12,8 +12,10 @@ from fednas_flwr.hardware.costs import HardwareLoss
 from fednas_flwr.search.architect import alpha_gradient_sum, second_order_gradient
 from fednas_flwr.search.descent import Descent, Gradient, Tensors
 from fednas_flwr.search.gates import alpha_gradient
+from fednas_flwr.search.gumbel import Relaxed
 from fednas_flwr.search.local_search import exact_alpha_gradient
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.search.pool import Pool, by_member
 from fednas_flwr.search.proxyless import gate_gradient
 from fednas_flwr.search.training import Batch, Tally, weight_gradient, weight_gradient_sum
 from fednas_flwr.search_spaces.mbconv_plan import CELL
@@ -77,7 +79,9 @@ class ExactGradients:
                     return
 
     def weights(self, network: nn.Module) -> Gradient:
-        """Return the gradient on the step's train batch."""
+        """Return the gradient on the step's train batch; of a pool each member's."""
+        if isinstance(network, Pool):
+            return by_member(network, self.weights)
         return weight_gradient(
             network,
             self.train_batch,
@@ -87,7 +91,7 @@ class ExactGradients:
         )
 
     def alphas(
-        self, supernet: Supernet, weights: Descent, *, rule: str, validation_weight: float
+        self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
     ) -> Gradient:
         """Return the gradient of the alphas by any rule."""
         gradient, losses = exact_alpha_gradient(

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.architect import (
     alpha_gradient_sum,
     mixed_level_gradient,
     second_order_gradient,
     virtual_step,
 )
-from fednas_flwr.search.descent import Descent, Descents, Gradients
+from fednas_flwr.search.descent import Descent, Descents, Gradient, Gradients
+from fednas_flwr.search.gumbel import GumbelPath, Relaxed
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.search.settings import NonNegative, Rule
+from fednas_flwr.search.regularisation import beta_gradient
+from fednas_flwr.search.settings import NonNegative, Positive, Rule
 from fednas_flwr.search.training import Batch
 from fednas_flwr.search_spaces.space import Supernet
 from fednas_flwr.typed import Checked
@@ -34,15 +38,35 @@ class Alternating(Checked):
         proximal: mu, at least 0: the weights' loss has ``(mu / 2) ||w - w_0||^2`` added, w_0 being
             those that the search began with (FedProx: Li et al. 2020, arXiv 1812.06127, Eq. 2). It
             reads no record, so that it costs no privacy.
+        beta_decay: Weight of beta-DARTS' regulariser of the alphas, at least 0; see
+            ``regularisation.beta_gradient``.
+        temperature: Of GDAS, above 0: both gradients are of single paths, each drawn anew
+            (``gumbel.GumbelPath``). None computes all ops.
     """
 
     rule: Rule
     validation_weight: NonNegative = 1.0
     proximal: NonNegative = 0.0
+    beta_decay: NonNegative = 0.0
+    temperature: Positive | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that the rule fits."""
+        super().__post_init__()
+        if self.temperature is not None and self.rule == "second_order":
+            raise ConfigError(
+                "rule=second_order with single paths is not defined: the look-ahead is of another "
+                "path; set rule=first_order."
+            )
 
 
 def alternate(
-    supernet: Supernet, gradients: Gradients, descents: Descents, alternating: Alternating
+    supernet: Supernet,
+    gradients: Gradients,
+    descents: Descents,
+    alternating: Alternating,
+    *,
+    generator: torch.Generator | None = None,
 ) -> None:
     """Search in place: each step moves the alphas, then the weights.
 
@@ -51,28 +75,48 @@ def alternate(
         gradients: Exact or noised.
         descents: Of weights and alphas.
         alternating: The constants.
+        generator: Of single paths, where they are drawn; on the CPU.
     """
     assert descents.alphas is not None
     supernet.train()
     held = supernet.weights() if alternating.proximal else {}
     start = {name: weight.detach().clone() for name, weight in held.items()}
+
+    def network() -> Relaxed:
+        """Return what the next gradient is of."""
+        if alternating.temperature is None:
+            return supernet
+        assert generator is not None
+        return GumbelPath(supernet, temperature=alternating.temperature, generator=generator)
+
     for _ in gradients.steps():
         gradient = gradients.alphas(
-            supernet,
+            network(),
             descents.weights,
             rule=alternating.rule,
             validation_weight=alternating.validation_weight,
         )
+        if alternating.beta_decay:
+            gradient = _with_beta(gradient, supernet, alternating.beta_decay)
         descents.alphas.step(gradient)
-        by_weights = dict(gradients.weights(supernet))
-        for name, at_start in start.items():
-            pull = alternating.proximal * (held[name].detach() - at_start)
+        by_weights = dict(gradients.weights(network()))
+        for name in by_weights if start else ():
+            pull = alternating.proximal * (held[name].detach() - start[name])
             by_weights[name] = pull if (own := by_weights[name]) is None else own + pull
         descents.weights.step(by_weights)
 
 
+def _with_beta(gradient: Gradient, supernet: Supernet, weight: float) -> Gradient:
+    """Return the alphas' gradient with that of beta-DARTS' regulariser."""
+    further = beta_gradient(supernet.alphas(), weight=weight)
+    return {
+        kind: added if (own := gradient.get(kind)) is None else own + added
+        for kind, added in further.items()
+    }
+
+
 def exact_alpha_gradient(
-    supernet: Supernet,
+    supernet: Relaxed,
     train_batch: Batch,
     validation_batch: Batch,
     *,

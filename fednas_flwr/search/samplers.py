@@ -1,6 +1,7 @@
 """What chooses the candidates of a search: :class:`RandomSampler` and :class:`Evolution`.
 
-A third :class:`Sampler` is the controller of ``search.controller``. A candidate is a path: for each
+A third :class:`Sampler` is the controller of ``search.controller``; :class:`RejectionSampler` keeps
+any of them from proposing what must not be a result. A candidate is a path: for each
 edge the column of its op. Samplers know numbers only, no networks and no clients. In a search with
 shared weights rewards grow while these are trained, so that what has been sampled long ago should
 not be compared with what is new.
@@ -10,7 +11,7 @@ Tensor suffixes: N candidates, E edges.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 from fednas_flwr.search.settings import EvolutionSettings
 
 Path = list[int]
+
+MOST_DRAWS = 1000  # times that a sampler is asked again for what was rejected
 
 
 class Sampler(Protocol):
@@ -124,3 +127,50 @@ class Evolution:
         step = 1 + int(torch.randint(self.choices[edge] - 1, (), generator=generator))
         child[edge] = (child[edge] + step) % self.choices[edge]
         return child
+
+
+class RejectionSampler:
+    """Another sampler whose draws are conditioned on not being rejected: what is, is drawn anew.
+
+    A controller goes on to learn by its own ``log pi``. Its expected step is still that of the
+    conditioned policy ``pi / Z``, since the difference, ``grad log Z`` times the mean advantage, is
+    zero where the baseline is the mean reward. If all of ``MOST_DRAWS`` repeated draws of a path
+    are rejected, as where a policy has collapsed, a uniform one that is not takes its place.
+    """
+
+    def __init__(
+        self, sampler: Sampler, choices: Sequence[int], rejects: Callable[[Path], bool]
+    ) -> None:
+        """Wrap a sampler.
+
+        Args:
+            sampler: What proposes and learns.
+            choices: Number of ops of each edge.
+            rejects: Whether a path must not be proposed; at least one path must be left. It must
+                not depend on records.
+        """
+        self.sampler, self.rejects = sampler, rejects
+        self._uniform = RandomSampler(choices)
+
+    def sample(self, count: int, generator: torch.Generator) -> list[Path]:
+        """Return ``count`` paths, none of which is rejected."""
+        paths: list[Path] = []
+        draws = 0
+        while len(paths) < count:
+            sampler = self.sampler if draws < MOST_DRAWS else self._uniform
+            drawn = sampler.sample(count - len(paths), generator)
+            paths += [path for path in drawn if not self.rejects(path)]
+            draws += 1
+        return paths
+
+    def learn(self, paths: Sequence[Path], rewards: Sequence[float]) -> dict[str, float]:
+        """Let the sampler learn."""
+        return self.sampler.learn(paths, rewards)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the sampler's."""
+        return self.sampler.tensors()
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give the sampler its own back."""
+        self.sampler.load(tensors)

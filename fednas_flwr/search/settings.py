@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
+from fednas_flwr.errors import ConfigError, show, unknown_choice
 from fednas_flwr.typed import Between, Checked, OneOf, check_range
 
 GATES = ("two", "full")
@@ -18,9 +20,13 @@ NORMED_NETWORKS = ("efficientnet_b0", "mobilenet_v2")  # given networks with nor
 # Of a record's decrease of loss in a reward, in nats. How float32 rounds a loss (near 1: by 1e-7)
 # depends on the size of its batch: with a bound near that, rounding would be a record's reward.
 LEAST_LOSS_BOUND = 1e-3
-LARGEST = 1e30  # of rates, decays and norms: fits float32
+LARGEST = 1e30  # fits float32
+LARGEST_STEP = 1e4  # of rates, decays and weights of losses: one step of more leaves every network
+LARGEST_NORM = 1e4  # of gradients
+LARGEST_LIST = 100_000  # of configurations, which every exploration goes through
 MOST_CANDIDATES = 1000  # in one request
 MOMENTA = ("reset", "averaged", "server")
+REWARDED = ("local", "averaged")  # models whose validation loss FEATHERS' rewards compare
 
 # Types of fields, with the values that they may have; see ``typed.Checked``.
 Count = Annotated[int, Between(1)]
@@ -29,9 +35,15 @@ Steps = Annotated[int, Between(1, 10**6)]  # or epochs, before a client answers
 Positive = Annotated[float, Between(0, LARGEST, above=True)]
 NonNegative = Annotated[float, Between(0, LARGEST)]
 Share = Annotated[float, Between(0, 1)]
+_STEP = "a larger one leaves every network in one step"
+_NORM = "no gradient that a network learns from is larger: null clips nothing"
+LearningRate = Annotated[float, Between(0, LARGEST_STEP, above=True, reason=_STEP)]
+RateOrZero = Annotated[float, Between(0, LARGEST_STEP, reason=_STEP)]
+ClipNorm = Annotated[float, Between(0, LARGEST_NORM, above=True, reason=_NORM)]
+ListLength = Annotated[int, Between(1, LARGEST_LIST, reason="all are held in memory")]
 ShareAbove0 = Annotated[float, Between(0, 1, above=True)]
 ShareBelow1 = Annotated[float, Between(0, 1, below=True)]
-LossBound = Annotated[float, Between(LEAST_LOSS_BOUND, LARGEST)]
+LossBound = Annotated[float, Between(LEAST_LOSS_BOUND, 1e3, reason="in nats, of one record")]
 Rule = Annotated[str, OneOf(RULES)]
 Gates = Annotated[str, OneOf(GATES)]
 
@@ -48,11 +60,11 @@ class SGD(Checked):
         clip_norm: Largest norm of a batch's mean gradient, > 0; None does not clip.
     """
 
-    lr: Positive
-    min_lr: NonNegative
+    lr: LearningRate
+    min_lr: RateOrZero
     momentum: ShareBelow1
-    weight_decay: NonNegative
-    clip_norm: Positive | None
+    weight_decay: RateOrZero
+    clip_norm: ClipNorm | None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -70,8 +82,26 @@ class SGD(Checked):
 class Adam(Checked):
     """Alphas: Adam, whose betas the rule of the search gives; ``lr`` 0 keeps the alphas."""
 
-    lr: NonNegative
-    weight_decay: NonNegative
+    lr: RateOrZero
+    weight_decay: RateOrZero
+
+
+@dataclass(frozen=True)
+class Temperatures(Checked):
+    """The temperature of GDAS' softmax, which falls linearly over the rounds.
+
+    Attributes:
+        first: Of the first round, above 0; 10 in the paper.
+        last: Of the last round, above 0; .1 in the paper.
+    """
+
+    first: Positive
+    last: Positive
+
+    def at_round(self, server_round: int, num_rounds: int) -> float:
+        """Return the temperature of a round of ``num_rounds``; rounds count from 1."""
+        progress = (server_round - 1) / max(1, num_rounds - 1)
+        return self.first + (self.last - self.first) * progress
 
 
 @dataclass(frozen=True)
@@ -87,11 +117,11 @@ class Configuration(Checked):
         dropout: Drop-path probability, from 0 to below 1; of derived networks only.
     """
 
-    lr: Positive
-    weight_decay: NonNegative
+    lr: LearningRate
+    weight_decay: RateOrZero
     momentum: ShareBelow1
-    alpha_lr: NonNegative
-    alpha_weight_decay: NonNegative
+    alpha_lr: RateOrZero
+    alpha_weight_decay: RateOrZero
     dropout: ShareBelow1
 
     def sgd(self, clip_norm: float | None) -> SGD:
@@ -148,6 +178,28 @@ class Range(Checked):
         return min(1.0, (value - self.low) / (self.high - self.low))
 
 
+def check_ranges(ranges: Mapping[str, Range]) -> None:
+    """Raise ConfigError unless there is one range for each value of a :class:`Configuration`.
+
+    The sentence begins with ``ranges``, the name of the setting.
+    """
+    names = [field.name for field in fields(Configuration)]
+    for name in ranges:
+        if name not in names:
+            raise unknown_choice("ranges", name, names)
+    missing = [name for name in names if name not in ranges]
+    if missing:
+        raise ConfigError(
+            f"ranges={show(list(ranges))} has no value for {', '.join(missing)}: give each as "
+            "{low: <number>, high: <number>, log: <true or false>}."
+        )
+    for share in (0.0, 1 - 2**-53):  # the least and the largest draw
+        try:
+            Configuration(**{name: ranges[name].at(share) for name in names})
+        except ConfigError as error:  # its sentence begins with the value
+            raise ConfigError(f"ranges.{error}") from None
+
+
 @dataclass(frozen=True)
 class BanditSettings(Checked):
     """Constants of the bandit.
@@ -202,9 +254,9 @@ class ControllerSettings(Checked):
         baseline_decay: Of the moving average of rewards, in [0, 1).
     """
 
-    lr: Positive
+    lr: LearningRate
     temperature: Positive
-    entropy_weight: NonNegative
+    entropy_weight: RateOrZero
     baseline_decay: ShareBelow1
 
 
@@ -231,5 +283,5 @@ class DPAware(Checked):
             0 only clips.
     """
 
-    max_grad_norm: Positive
-    noise_multiplier: NonNegative
+    max_grad_norm: ClipNorm
+    noise_multiplier: RateOrZero

@@ -85,6 +85,7 @@ def search(
     evolution: EvolutionSettings | None = None,
     limits: Limits | None = None,
     latency_ms: Callable[[Genotype], float] | None = None,
+    draw: Callable[[torch.Generator], Genotype] | None = None,
 ) -> list[Scored]:
     """Return different architectures, the best first, by ``combine`` over all of them.
 
@@ -103,6 +104,7 @@ def search(
         evolution: Sizes of population and tournament.
         limits: What a network may cost.
         latency_ms: See :meth:`Limits.exceeded`.
+        draw: Returns an architecture that is drawn; None draws uniformly.
 
     Raises:
         ConfigError: No architecture within the limits was found.
@@ -117,7 +119,7 @@ def search(
         if evolution is not None and len(found) >= evolution.population:
             genotype = _child(space, list(found.values()), evolution, generator)
         else:
-            genotype = space.random_genotype(generator)
+            genotype = (draw or space.random_genotype)(generator)
         key = repr(genotype)
         if key in seen:
             continue
@@ -135,6 +137,27 @@ def search(
             f"{', '.join(counts)}: raise them, or choose a smaller search space."
         )
     return ranked(list(found.values()))
+
+
+def draw_by_alphas(
+    space: SearchSpace, alphas: Mapping[str, torch.Tensor], generator: torch.Generator
+) -> Genotype:
+    """Return a genotype drawn by the softmax of alphas.
+
+    ``derive(alphas + G)`` with G from Gumbel's distribution: the argmax of an edge is then op o
+    with probability ``softmax(alphas)_o`` (Gumbel 1954); where a space derives more than an argmax
+    per edge, the genotype follows from the drawn alphas as it does from a supernet's.
+
+    Args:
+        space: Of the alphas.
+        alphas: [edges, ops] by kind of cell.
+        generator: On the CPU.
+    """
+    drawn = {}
+    for kind, alpha_EO in alphas.items():
+        uniform_EO = torch.rand(alpha_EO.shape, generator=generator, dtype=torch.float64)
+        drawn[kind] = alpha_EO.double() - (-uniform_EO.clamp(min=1e-300).log()).log()
+    return space.derive(drawn)
 
 
 def ranked(found: list[Scored]) -> list[Scored]:

@@ -24,7 +24,7 @@ from fednas_flwr.search_spaces.degenerate import (
     nearest_trained,
     routes,
 )
-from fednas_flwr.search_spaces.genotype import Edge, Genotype
+from fednas_flwr.search_spaces.genotype import Edge, Genotype, arrows
 from fednas_flwr.search_spaces.operations import Sizes
 from fednas_flwr.search_spaces.space import SpaceShape, check_alphas, check_cells, check_op
 
@@ -87,10 +87,10 @@ def check_edges(edges: Sequence[Edge], *, kind: str, ops: tuple[str, ...], nodes
     pairs = [(edge.target, edge.source) for edge in edges]
     targets = [target for target in nodes for _ in range(KEPT)]
     if [target for target, _ in pairs] != targets or sorted(set(pairs)) != pairs:
-        found = _arrows((edge.source, edge.target) for edge in edges)
+        found = arrows([(edge.source, edge.target) for edge in edges])
         raise ConfigError(
             f"cell {kind!r}: each of the nodes {nodes[0]} to {nodes[-1]} needs two edges from "
-            f"different earlier nodes, ordered by target, then source; got {found or 'no edges'}."
+            f"different earlier nodes, ordered by target, then source; got {found}."
         )
 
 
@@ -248,9 +248,10 @@ class WholeGraphSpace(SpaceShape):
 
         return first_trained(draw, self.is_degenerate)
 
-    def is_degenerate(self, genotype: Genotype) -> bool:
+    @classmethod
+    def is_degenerate(cls, genotype: Genotype) -> bool:
         """Return whether no op with weights lies on a route from the input to the output."""
-        return not has_weights(genotype.cells[CELL], outputs=self.outputs)
+        return not has_weights(genotype.cells[CELL], outputs=cls.outputs)
 
     @classmethod
     def genotype(cls, path: Iterable[int]) -> Genotype:
@@ -268,11 +269,6 @@ class WholeGraphSpace(SpaceShape):
         pairs = tuple((edge.source, edge.target) for edge in edges)
         if pairs != candidate_edges(self.nodes):
             raise ConfigError(
-                f"cell {CELL!r}: the edges {_arrows(candidate_edges(self.nodes))} are needed "
-                f"in this order; got {_arrows(pairs) or 'no edges'}."
+                f"cell {CELL!r}: the edges {arrows(candidate_edges(self.nodes))} are needed "
+                f"in this order; got {arrows(pairs)}."
             )
-
-
-def _arrows(pairs: Iterable[tuple[int, int]]) -> str:
-    """Return edges as text, ``0 -> 1, 0 -> 2``."""
-    return ", ".join(f"{source} -> {target}" for source, target in pairs)

@@ -8,6 +8,7 @@ form (:func:`from_json`); whether the ops and edges belong to a space is that sp
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fednas_flwr.typed import parse
 
 FORMAT = "fednas-genotype"
 VERSION = 1
+SHOWN = 20  # edges in a message
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,18 @@ def skip_share(genotype: Genotype) -> float:
     """
     ops = [edge.op for edges in genotype.cells.values() for edge in edges]
     return ops.count("skip_connect") / len(ops) if ops else 0.0
+
+
+def arrows(pairs: Sequence[tuple[int, int]]) -> str:
+    """Return edges as text for a message, the first twenty of them.
+
+    Example:
+        >>> arrows([(0, 1), (0, 2)])
+        '0 -> 1, 0 -> 2'
+    """
+    text = ", ".join(f"{source} -> {target}" for source, target in pairs[:SHOWN])
+    more = f", ... ({len(pairs)} edges)" if len(pairs) > SHOWN else ""
+    return f"{text}{more}" or "no edges"
 
 
 def to_json(genotype: Genotype) -> str:

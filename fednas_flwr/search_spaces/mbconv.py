@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.search_spaces.degenerate import WEIGHTLESS, first_trained, nearest_trained
-from fednas_flwr.search_spaces.genotype import Edge, Genotype
+from fednas_flwr.search_spaces.genotype import Edge, Genotype, arrows
 from fednas_flwr.search_spaces.mbconv_network import MBConvNetwork
 from fednas_flwr.search_spaces.mbconv_plan import (
     CANDIDATES,
@@ -181,11 +181,11 @@ class MBConvSpace(SpaceShape):
         for edge in edges:
             check_op(edge, kind=CELL, ops=self.ops)
         chain = [(block, block + 1) for block in range(len(blocks))]
-        if [(edge.source, edge.target) for edge in edges] != chain:
-            found = ", ".join(f"{edge.source} -> {edge.target}" for edge in edges)
+        pairs = [(edge.source, edge.target) for edge in edges]
+        if pairs != chain:
             raise ConfigError(
                 f"cell {CELL!r}: the edges 0 -> 1, 1 -> 2, ... up to {len(blocks)} are needed in "
-                f"this order, one for each block of the skeleton; got {found or 'no edges'}."
+                f"this order, one for each block of the skeleton; got {arrows(pairs)}."
             )
         for edge, row in zip(edges, blocks, strict=True):
             if row[self.ops.index(edge.op)] is None:

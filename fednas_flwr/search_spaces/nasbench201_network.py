@@ -9,7 +9,7 @@ Tensor suffixes: E edges, O ops.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,6 +24,7 @@ from fednas_flwr.search_spaces.operations import (
     discrete_states,
     make_norm,
     mixed_states,
+    path_states,
     relu_conv_norm,
 )
 
@@ -101,6 +102,31 @@ class NASBench201Body(nn.Module):
         logits: Tensor = self.skeleton(x, op_weights[CELL])
         return logits
 
+    def path(
+        self, x: Tensor, columns: Mapping[str, Sequence[int]], gates: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return logits [B, classes] with one op on every edge; nothing else is computed.
+
+        Args:
+            x: Images.
+            columns: By kind of cell the column of each edge's op.
+            gates: By kind of cell what its output is multiplied by, [E].
+        """
+        logits: Tensor = self.skeleton(x, (columns[CELL], gates[CELL]))
+        return logits
+
+    def weights_beside(self, columns: Mapping[str, Sequence[int]]) -> list[nn.Parameter]:
+        """Return the weights of all ops that a path leaves out."""
+        return [
+            weight
+            for cell in self.modules()
+            if isinstance(cell, SearchCell)
+            for edge, column in zip(cell.mixed_ops(), columns[CELL], strict=True)
+            for other in range(len(OPS))
+            if other != column and (op := edge.op(other)) is not None
+            for weight in op.parameters()
+        ]
+
 
 class _Skeleton(nn.Module):
     """Stem, three stages of cells with a residual block before the second and third, classifier.
@@ -129,7 +155,9 @@ class _Skeleton(nn.Module):
         self.head_norm = make_norm(channels, norm=norm, affine=affine)
         self.classifier = nn.Linear(channels, sizes.num_classes)
 
-    def forward(self, x: Tensor, cell_argument: Tensor | float) -> Tensor:
+    def forward(
+        self, x: Tensor, cell_argument: Tensor | tuple[Sequence[int], Tensor] | float
+    ) -> Tensor:
         x = channels_last(self.stem(x))
         for reduction, stage in zip(self.reductions, self.stages, strict=True):
             x = reduction(x)
@@ -171,9 +199,21 @@ class SearchCell(nn.Module):
         make = functools.partial(make_operation, channels=channels, norm=norm, affine=False)
         self.edges = nn.ModuleList(MixedOp(OPS, make) for _ in EDGES)
 
-    def forward(self, x: Tensor, weights_EO: Tensor) -> Tensor:
-        """Return a tensor shaped like ``x``."""
-        return mixed_states([x], EDGES, self.edges, weights_EO)[-1]
+    def mixed_ops(self) -> list[MixedOp]:
+        """Return the edges' ops."""
+        return [edge for edge in self.edges if isinstance(edge, MixedOp)]
+
+    def forward(self, x: Tensor, ops: Tensor | tuple[Sequence[int], Tensor]) -> Tensor:
+        """Return a tensor shaped like ``x``.
+
+        Args:
+            x: The cell's input.
+            ops: The weight of every op on every edge, [E, O] or [B, E, O]; or of a path each edge's
+                column and gate, and then nothing else is computed.
+        """
+        if isinstance(ops, Tensor):
+            return mixed_states([x], EDGES, self.edges, ops)[-1]
+        return path_states([x], EDGES, self.mixed_ops(), *ops)[-1]
 
 
 class _DiscreteCell(nn.Module):

@@ -227,6 +227,35 @@ def mixed_states(
     return states
 
 
+def path_states(
+    inputs: Sequence[Tensor],
+    edges: Sequence[tuple[int, int]],
+    ops: Iterable[MixedOp],
+    columns: Sequence[int],
+    gates_E: Tensor,
+) -> list[Tensor]:
+    """Return the states of a cell's inputs and nodes, with one op on each edge; of stride 1.
+
+    Args:
+        inputs: States of the first nodes.
+        edges: (source, target) of every edge; every later node has one.
+        ops: Of every edge.
+        columns: For every edge the column of its op; ``none`` and what is zero without it are left
+            out.
+        gates_E: What each op's output is multiplied by.
+    """
+    states: list[Tensor | None] = list(inputs)
+    wiring = [(edge, op.op(column)) for edge, op, column in zip(edges, ops, columns, strict=True)]
+    for node in range(len(inputs), edges[-1][1] + 1):
+        incoming = [
+            gates_E[index] * op(state)
+            for index, ((source, target), op) in enumerate(wiring)
+            if target == node and op is not None and (state := states[source]) is not None
+        ]
+        states.append(add_all(incoming) if incoming else None)
+    return [torch.zeros_like(inputs[0]) if state is None else state for state in states]
+
+
 class MixedOp(nn.Module):
     """One edge of a supernet: ``sum_o w_o * op_o(x)`` (Liu et al. 2019, Eq. 2) without ``none``."""
 
@@ -240,6 +269,10 @@ class MixedOp(nn.Module):
         super().__init__()
         self.ops = nn.ModuleDict({op: make(op) for op in ops if op != "none"})
         self.columns = [index for index, op in enumerate(ops) if op != "none"]
+
+    def op(self, column: int) -> nn.Module | None:
+        """Return the module of a column; None is ``none``."""
+        return dict(zip(self.columns, self.ops.values(), strict=True)).get(column)
 
     def forward(self, x_BCHW: Tensor, weights_O: Tensor) -> Tensor:
         """Return the weighted sum; the weights are [O], or [B, O] for one set per example."""

@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.errors import ConfigError, show, unknown_choice
 from fednas_flwr.names import BATCH, ENGINES, FAST, Engine, Norm
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.operations import check_norm
@@ -204,12 +204,13 @@ def check_cells(genotype: Genotype, *, space: str, kinds: Mapping[str, int]) -> 
     """Raise ConfigError unless the genotype names this space and has exactly its kinds of cell."""
     if genotype.space != space:
         raise ConfigError(
-            f"the genotype's space is {genotype.space!r}, but search_space={space}: choose the "
-            "search space that it was found in."
+            f"the genotype's space is {show(genotype.space)!r}, but search_space={space}: choose "
+            "the search space that it was found in."
         )
     if set(genotype.cells) != set(kinds):
         raise ConfigError(
-            f"a {space} genotype has the cells {sorted(kinds)}, got {sorted(genotype.cells)}."
+            f"a {space} genotype has the cells {sorted(kinds)}, got "
+            f"{show(', '.join(sorted(genotype.cells)))}."
         )
 
 
@@ -217,6 +218,7 @@ def check_op(edge: Edge, *, kind: str, ops: tuple[str, ...]) -> None:
     """Raise ConfigError unless the edge's op is one of ``ops``."""
     if edge.op not in ops:
         raise ConfigError(
-            f"cell {kind!r}: edge {edge.source} -> {edge.target} has the unknown op {edge.op!r}, "
+            f"cell {kind!r}: edge {edge.source} -> {edge.target} has the unknown op "
+            f"{show(edge.op)!r}, "
             f"expected one of {', '.join(ops)}."
         )

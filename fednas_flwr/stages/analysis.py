@@ -116,7 +116,7 @@ def _samples(config: Config) -> dict[str, Any] | None:
     if checkpoint is None:
         return None
     space = DP_CELL_SPACES[config.search_space.name]
-    sampler = make_sampler(config.seed, config.algorithm, space.choices())
+    sampler = make_sampler(config.seed, config.algorithm, space)
     sampler.load(server_state(checkpoint))
     paths = sampler.sample(SAMPLES, make_generator(config.seed, "analysis"))
     shares_EO = op_shares(torch.tensor(paths), len(space.ops))

@@ -12,6 +12,7 @@ from fednas_flwr.config import DifferentialPrivacy
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.privacy.accounting import calibrate_noise
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import filter_epsilon
 
 CALIBRATED = ("rewards", "alphas", "weights", "retrain")  # in this order
@@ -55,19 +56,41 @@ def calibrated(
                 named = " and ".join(dict.fromkeys(other.noise_name for other in others))
                 raise ConfigError(
                     f"privacy.epsilon={privacy.epsilon:g}: {named} alone cost {used:.3g} of "
-                    f"{target:.3g} on the {split} records, which leaves nothing for {name}; raise "
-                    "it or the noise multipliers, or take fewer rounds."
+                    f"{target:.3g} on the {split} records of a client that declares "
+                    f"{declared[split]} of them, which leaves nothing for {name}; raise it, "
+                    "privacy.fewest_records or the noise multipliers, or take fewer rounds."
                 )
-            sigma = calibrate_noise(
-                target_epsilon=target,
-                delta=privacy.delta,
-                sample_rate=own[0].rate(declared),
-                steps=sum(release.steps for release in own),
-                others=before,
-                accountant=filter_epsilon,
-            )
-            needed = max(needed, sigma)
+            needed = max(needed, _least_noise(privacy, name, target, own, before, declared))
     return needed
+
+
+def _least_noise(
+    privacy: DifferentialPrivacy,
+    name: str,
+    target: float,
+    own: Sequence[PlannedRelease],
+    before: Sequence[Release],
+    declared: Mapping[str, int],
+) -> float:
+    """Return the least noise multiplier with which one client keeps the target."""
+    steps = sum(release.steps for release in own)
+    try:
+        return calibrate_noise(
+            target_epsilon=target,
+            delta=privacy.delta,
+            sample_rate=own[0].rate(declared),
+            steps=steps,
+            others=before,
+            accountant=filter_epsilon,
+        )
+    except ValueError as error:
+        given: float | None = getattr(privacy, name).epsilon
+        key = "privacy.epsilon" if given is None else f"privacy.{name}.epsilon"
+        value = privacy.epsilon if given is None else given
+        raise ConfigError(
+            f"{key}={value:g}: no noise keeps {name} to the {target:.3g} that it has for {steps} "
+            f"steps at privacy.delta={privacy.delta:g}; raise {key}, or take fewer rounds."
+        ) from error
 
 
 def _share(

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.errors import ConfigError, ReplyError
-from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.courier import Courier, QuorumError
 from fednas_flwr.exchange.gate import check_facts
+from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import Commit
 from fednas_flwr.names import PRV
 from fednas_flwr.privacy.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.reporting.events import Event
 
-NEEDED_FACTS = ("splits", "budget", "secure_noise")  # that every client must tell of itself
+APPROVAL_POLL_S = 10.0
+NEEDED_FACTS = ("splits", "budget", "secure_noise", "unit")  # that every client must tell of itself
 
 
 def commit(
@@ -40,7 +45,8 @@ def commit(
         resumed: Whether the run may have released something before.
 
     Raises:
-        QuorumError: Too few clients accept it; the message names the rule that it breaks.
+        QuorumError: Too few clients accept it; the message names the rule that it breaks, or the
+            person who has not approved it in time.
         ConfigError: No round is done, and too few clients' budgets cover the first stage.
     """
     privacy = config.privacy
@@ -48,7 +54,7 @@ def commit(
     request = Commit(privacy.data_set, tuple(schedule))
     committed = {split for planned in schedule for split in planned.splits}
     clients, search_epsilons = [], {}
-    for client, reply in courier.ask("query.commit", stage="commit", settings=request):
+    for client, reply in _agreed(courier, request, config.runtime.approval_s):
         facts = courier.facts[client]
         try:
             check_facts(reply.facts, needed=("epsilon", "covered_steps"))
@@ -71,8 +77,9 @@ def commit(
                 "rates": [planned.rate(facts["splits"]) for planned in schedule],
                 "budget": facts["budget"],
                 "secure_noise": facts["secure_noise"],
+                "unit": facts["unit"],
                 "epsilon": reply.facts["epsilon"],
-                "covers": _covered_rounds(config, schedule, reply.facts["covered_steps"], done),
+                "covers": covered_rounds(config, schedule, reply.facts["covered_steps"], done),
             }
         )
     for client in set(courier.clients) - {told["client"] for told in clients}:
@@ -93,6 +100,66 @@ def commit(
         )
 
 
+def _agreed(courier: Courier, request: Commit, approval_s: float) -> list[tuple[int, Reply]]:
+    """Return the clients that keep the schedule and their replies, after waiting for approvals.
+
+    A client at which a person must approve the schedule is asked again until that is done; the
+    event ``approval_awaited`` names the run, so that one that ended here can go on under its name.
+    """
+    replies = dict(courier.ask("query.commit", stage="commit", settings=request))
+    deadline = time.monotonic() + approval_s
+    told: dict[int, str] = {}
+    while waiting := _awaited(replies):
+        if waiting != told:
+            schedules = [{"client": c, "schedule": awaited} for c, awaited in waiting.items()]
+            courier.emit("approval_awaited", run=courier.run, clients=schedules)
+            told = waiting
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            break
+        courier.wait(min(APPROVAL_POLL_S, left_s))
+        asked = courier.ask("query.commit", stage="commit", settings=request, among=waiting)
+        replies = {c: r for c, r in replies.items() if c not in waiting} | dict(asked)
+    for client, awaited in waiting.items():
+        reason = (
+            f"its schedule {awaited} waits for a person's approval: have `fednas approve "
+            f"{awaited}` typed at that site, then resume this run"
+        )
+        place = {"stage": "commit", "round": 0, "verb": "query.commit", "client": client}
+        courier.emit("client_left", **place, reason=reason)
+        courier.dismiss(client, reason)
+        del replies[client]
+    if waiting and len(replies) < courier.quorum:
+        reasons = "; ".join(f"client {c}: {why}" for c, why in courier.left.items())
+        raise QuorumError(
+            f"{reasons} ({len(replies)} of {courier.num_clients} clients have agreed to the "
+            f"schedule, {courier.quorum} are needed). Nothing was released."
+        )
+    return sorted(replies.items())
+
+
+def _awaited(replies: Mapping[int, Reply]) -> dict[int, str]:
+    """Return the schedule that each client waits to have approved; malformed ones are none."""
+    awaited = {}
+    for client, reply in replies.items():
+        with suppress(ReplyError):
+            check_facts(reply.facts, needed=("awaits",))
+            awaited[client] = reply.facts["awaits"]
+    return awaited
+
+
+def awaited_run(events: Sequence[Event]) -> str | None:
+    """Return the name of a run that ended as it waited for approvals, which has released nothing.
+
+    Args:
+        events: Of a run folder.
+    """
+    agreements = [e for e in events if e["event"] in ("approval_awaited", "privacy")]
+    if not agreements or agreements[-1]["event"] == "privacy":
+        return None
+    return str(agreements[-1]["run"])
+
+
 def _search_epsilon(
     schedule: Sequence[PlannedRelease], declared: Mapping[str, int], delta: float
 ) -> float | None:
@@ -104,7 +171,7 @@ def _search_epsilon(
     return epsilon if math.isfinite(epsilon) else None
 
 
-def _covered_rounds(
+def covered_rounds(
     config: Config,
     schedule: Sequence[PlannedRelease],
     covered_steps: Mapping[str, int],

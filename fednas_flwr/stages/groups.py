@@ -8,7 +8,6 @@ that all that reads a run reads a group. What the run itself keeps is who is in 
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,7 @@ from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE, read_run
 from fednas_flwr.stages.run import Run
 from fednas_flwr.stages.run_folder import GROUPS_FILE
 from fednas_flwr.strategies.base import RoundStrategy
-from fednas_flwr.strategies.clusters import group_by_alphas, group_by_fact
+from fednas_flwr.strategies.clusters import group_by_alphas, group_by_fact, group_name
 from fednas_flwr.strategies.fdnas import FDNAS
 
 Groups = dict[str, list[int]]
@@ -58,18 +57,17 @@ def run_groups(
         run_group: Runs what follows, of a run whose algorithm is FDNAS.
 
     Raises:
-        ConfigError: A client names no group, or a hardware loss is of a group that does not exist
-            or has a target that no network reaches.
+        ConfigError: Too few clients name a group, or a hardware loss is of a group that does not
+            exist or has a target that no network reaches.
         QuorumError: Every group has failed.
     """
     algorithm, strategy = _algorithm(run.config), None
     groups: Groups | None = None
     if algorithm.group_by != "alphas":
-        groups = group_by_fact(
-            {client: run.courier.facts[client] for client in run.courier.clients},
-            algorithm.group_by,
-        )
-        _check_names(algorithm, groups)
+        groups = group_by_fact(_with_names(run, algorithm.group_by), algorithm.group_by)
+        for name in algorithm.group_hardware:
+            if name not in groups:
+                raise unknown_choice("algorithm.group_hardware", name, groups)
     check_hardware(run.config, supernet_space(run.config, run.prepared))
     if algorithm.inherit:
         strategy = search(replace(run, config=replace(run.config, algorithm=algorithm.search)))
@@ -95,16 +93,32 @@ def _algorithm(config: Config) -> CFDNASSettings:
     return config.algorithm
 
 
-def _check_names(algorithm: CFDNASSettings, groups: Groups) -> None:
-    for name in algorithm.group_hardware:
-        if name not in groups:
-            raise unknown_choice("algorithm.group_hardware", name, groups)
-    for name in groups:
-        if not re.fullmatch(r"[\w .-]{1,64}", name) or name.startswith("."):
-            raise ConfigError(
-                f"group {name!r} cannot name a folder: expected up to 64 letters, digits, spaces, "
-                "dots, hyphens and underscores."
-            )
+def _with_names(run: Run, name: str) -> dict[int, Mapping[str, object]]:
+    """Return the facts of the clients that name a group; those that do not are left out.
+
+    Raises:
+        ConfigError: It is the run's own ``client_tags`` that name none, or too few are left.
+    """
+    courier, found = run.courier, {}
+    tags = run.config.client_tags or [""] * run.config.clients
+    for client in courier.clients:
+        try:
+            group_name(courier.facts[client], client, name)
+        except ConfigError as error:
+            simulated = run.config.runtime.name != "deployment"
+            if simulated and courier.facts[client].get("tag", "") == tags[client]:
+                raise
+            courier.dismiss(client, str(error))
+            place = {"stage": "connect", "round": 0, "verb": "query.describe", "client": client}
+            courier.emit("client_left", **place, reason=str(error))
+        else:
+            found[client] = courier.facts[client]
+    if len(found) < courier.quorum:
+        raise ConfigError(
+            f"algorithm.group_by={name}: {len(found)} of {courier.num_clients} clients name a "
+            f"group, {courier.quorum} are needed: give each node a tag in its --node-config."
+        )
+    return found
 
 
 def _by_alphas(run: Run, strategy: RoundStrategy) -> Groups:

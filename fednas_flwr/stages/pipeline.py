@@ -1,4 +1,4 @@
-"""The stages of a run, in order: search, derive, retrain, evaluate, export, report.
+"""The stages of a run, in order: search, derive, retrain, export, evaluate, report.
 
 Runs on the server, over any Grid. Each round leaves a checkpoint, so a run that was killed goes
 through the same stages again and finds its rounds done.
@@ -22,6 +22,7 @@ from flwr.serverapp import Grid
 from torch import nn
 
 import fednas_flwr
+from fednas_flwr.builders.check import pools_records
 from fednas_flwr.builders.clients import make_client, make_courier
 from fednas_flwr.builders.data import has_real_sites, make_data, make_server_data
 from fednas_flwr.builders.networks import (
@@ -53,10 +54,11 @@ from fednas_flwr.exchange.states import Packed
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.names import SPLITS
 from fednas_flwr.reporting.events import EventLog, read_events
+from fednas_flwr.reporting.lookup import CellTable, percentiles_by_round, read_table
 from fednas_flwr.reporting.runs import EVENTS_FILE
 from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search_spaces.genotype import Genotype, save_genotype, to_json
-from fednas_flwr.stages.commitment import NEEDED_FACTS, commit
+from fednas_flwr.stages.commitment import NEEDED_FACTS, awaited_run, commit
 from fednas_flwr.stages.groups import run_groups
 from fednas_flwr.stages.latency import cost_of, with_latency
 from fednas_flwr.stages.run import Run
@@ -95,8 +97,11 @@ def _run_stages(
     if config.run_dir is None:
         raise ValueError("config.run_dir must name the run folder")
     folder = Path(config.run_dir)
-    # A resumed run books under another name: what it repeats is released again.
-    name = f"{folder.name}.{secrets.token_hex(4)}"
+    table = None if config.dataset.table is None else read_table(Path(config.dataset.table))
+    # A resumed run books under another name, since what it repeats is released again; but one that
+    # people have approved meanwhile keeps the name that they have approved.
+    earlier = read_events(folder / EVENTS_FILE) if resumed else []
+    name = awaited_run(earlier) or f"{folder.name}.{secrets.token_hex(4)}"
     courier = make_courier(config, run=name, emit=log.emit)
     private = isinstance(config.privacy, DifferentialPrivacy)
     needed = ("client", *(NEEDED_FACTS if private else ()))
@@ -108,10 +113,9 @@ def _run_stages(
         if not (folder / PARTITION_FILE).exists():
             save_partition(folder / PARTITION_FILE, parts)
         courier.connect(grid, needed=needed)
-    if resumed:
-        for event in read_events(folder / EVENTS_FILE):
-            if event.get("expelled"):
-                courier.expel(event["client"], event["reason"])
+    for event in earlier:
+        if event.get("expelled"):
+            courier.expel(event["client"], event["reason"])
     facts = [known for _, known in sorted(courier.facts.items())]
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in facts]
     counts = [known.get("class_counts", []) for known in facts]
@@ -133,7 +137,8 @@ def _run_stages(
         done = {stage: point.round for stage, point in latest.items() if point is not None}
         schedule = make_schedule(config, splits, done=done)
         commit(courier, config, schedule, done=done, resumed=resumed)
-    run = Run(config, folder, grid, log, courier, checkpoints, prepared, schedule, circumstances)
+    shared = (prepared, schedule, circumstances, table)
+    run = Run(config, folder, grid, log, courier, checkpoints, *shared)
     try:
         _run_from_search(run)
     finally:
@@ -142,7 +147,10 @@ def _run_stages(
 
 
 def _run_from_search(run: Run) -> None:
-    """Search, retrain, evaluate and export, as far as the configuration says."""
+    """Search, retrain, export and evaluate, as far as the configuration says.
+
+    A network that is trained is exported before anything can go wrong with its test.
+    """
     config = run.config
     if isinstance(config.algorithm, CFDNASSettings):
         run_groups(run, search=_start_search, run_group=_run_from_search)
@@ -154,14 +162,14 @@ def _run_from_search(run: Run) -> None:
     if "retrain" not in config.stages:
         return
     network, states = _retrain(run, description, configuration)
-    if "evaluate" in config.stages:
-        _evaluate(run, description, network, states)
     if "export" in config.stages:
         with run.stage("export"):
             export_safetensors(network, description, run.folder)
             path, difference = export_onnx(network, run.prepared.input_shape, run.folder)
             files = ["model.safetensors", path.name]
             run.log.emit("exported", files=files, onnx_max_difference=difference)
+    if "evaluate" in config.stages:
+        _evaluate(run, description, network, states)
 
 
 def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
@@ -173,6 +181,8 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
     if "search" in config.stages and not isinstance(config.algorithm, GivenNetwork):
         strategy = _start_search(run)
         genotype, configuration = strategy.derive(), strategy.configuration()
+        if run.table is not None:
+            _look_up(run, run.table)
     else:
         given = given_genotype(config)
         if given is None:
@@ -180,6 +190,14 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
         genotype = given
     save_genotype(run.folder / GENOTYPE_FILE, genotype)
     return genotype, configuration
+
+
+def _look_up(run: Run, table: CellTable) -> None:
+    """Tell the percentiles of the cells that stood best in the rounds."""
+    events = read_events(run.folder / EVENTS_FILE)
+    snapshots = [event for event in events if event["event"] in ("alphas", "rewarded")]
+    percentiles = percentiles_by_round(table, snapshots)
+    run.log.emit("looked_up", cells=len(table.percentiles), percentiles=sorted(percentiles.items()))
 
 
 def _start_search(run: Run) -> RoundStrategy:
@@ -240,8 +258,7 @@ def _evaluate(
             central = evaluate(network.to(device), test, device, with_scores=True).as_json()
             network.cpu()
         private = private_stage(config, run.schedule, "evaluate")
-        pooled = config.runtime.name != "deployment" and private is None
-        if config.dataset.linear_baseline and pooled:
+        if pools_records(config):
             linear = _linear_baseline(run)
         site = None if private is None else Site(private.data_set)
         results: dict[str, list[dict[str, Any]]] = {"clients": [], "personalised": []}
@@ -258,14 +275,20 @@ def _evaluate(
 def _ask_tests(
     run: Run, verb: str, settings: Settings, states: dict[str, Packed]
 ) -> list[dict[str, Any]]:
-    """Return what every client measures; too few of them is a warning."""
+    """Return what every client that has test records measures; too few of them is a warning."""
     results: list[dict[str, Any]] = []
+    courier = run.courier
+    having = [c for c in courier.clients if courier.facts[c].get("splits", {}).get("test") != 0]
+    if not having:
+        return results
+    if len(having) < len(courier.clients):
+        courier = courier.part(having, run=courier.run, emit=courier.emit)
     try:
-        for client, reply in run.courier.ask(
-            verb, stage="evaluate", settings=settings, states=states
+        for client, reply in courier.ask(
+            verb, stage="evaluate", settings=settings, states=states, releases=run.schedule
         ):
             fields = {"client": client, "num_examples": reply.num_examples}
-            results.append(fields | dict(reply.metrics))
+            results.append(dict(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test
         run.log.emit("warning", message=f"few clients could test the network: {error}")
     return results

@@ -17,6 +17,7 @@ from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.reporting.events import EventLog
+from fednas_flwr.reporting.lookup import CellTable
 from fednas_flwr.stages.schedule import Schedule
 
 
@@ -33,6 +34,7 @@ class Run:
     prepared: Prepared
     schedule: Schedule  # of a private run's releases
     circumstances: dict[str, Any]  # versions and machine
+    table: CellTable | None = None  # by which the search is told
     inherited: Mapping[str, Packed] | None = None  # states that the search goes on from
 
     @contextmanager

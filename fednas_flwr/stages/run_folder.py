@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.config import Config, dump_config
-from fednas_flwr.errors import ConfigError, MissingSettingError
+from fednas_flwr.config import Config, dump_config, expanded
+from fednas_flwr.errors import ConfigError, MissingSettingError, show
 from fednas_flwr.files import write_atomically
 from fednas_flwr.reporting.runs import CONFIG_FILE, is_complete
 
@@ -27,12 +30,25 @@ RUNS = Path("runs")  # where run folders are made, below the folder of the comma
 
 
 def check_free(config: Config) -> None:
-    """Raise ConfigError when ``run_dir`` already holds a run."""
-    if config.run_dir is not None and _config_file(config.run_dir).exists():
-        raise ConfigError(
-            f"run_dir={config.run_dir} already holds a run: continue it with "
-            f"resume={config.run_dir}, or choose another folder."
-        )
+    """Raise ConfigError when no run folder can be made, or ``run_dir`` already holds a run."""
+    folder = _folder("run_dir", config.run_dir or str(RUNS))
+    with _usable("run_dir", folder):
+        if config.run_dir is not None and (folder / CONFIG_FILE).exists():
+            raise ConfigError(
+                f"run_dir={config.run_dir} already holds a run: continue it with "
+                f"resume={config.run_dir}, or choose another folder."
+            )
+    check_writable("run_dir", folder)
+
+
+def check_writable(setting: str, folder: Path) -> None:
+    """Raise ConfigError for a folder that cannot be written, or made."""
+    with _usable(setting, folder):
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{there} is no folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, f"{there} cannot be written")
 
 
 def create_run_folder(config: Config) -> Config:
@@ -41,42 +57,67 @@ def create_run_folder(config: Config) -> Config:
     With ``run_dir`` null the folder is ``runs/<time>_<algorithm>_<dataset>``.
 
     Raises:
-        ConfigError: ``run_dir`` already holds a run.
+        ConfigError: ``run_dir`` already holds a run, or cannot be written.
     """
     check_free(config)
-    if config.run_dir is not None:
-        file = _config_file(config.run_dir)
-        file.parent.mkdir(parents=True, exist_ok=True)
-    else:
-        stem = f"{_now()}_{config.algorithm.name}_{config.dataset.name}"
-        file = _first_free(RUNS.resolve() / stem) / CONFIG_FILE
-    config = replace(config, run_dir=str(file.parent))
-    write_atomically(file, yaml.safe_dump(json.loads(dump_config(config)), sort_keys=False))
+    stem = f"{_now()}_{config.algorithm.name}_{config.dataset.name}"
+    folder = _folder("run_dir", config.run_dir or str(RUNS / stem))
+    with _usable("run_dir", folder):
+        if config.run_dir is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            folder = _first_free(folder)
+        config = replace(config, run_dir=str(folder))
+        text = yaml.safe_dump(json.loads(dump_config(config)), sort_keys=False)
+        write_atomically(folder / CONFIG_FILE, text)
     return config
 
 
 def sweep_folder(run_dir: str | None) -> Path:
     """Return the folder for the run folders of a sweep: ``run_dir``, or ``runs/<time>_sweep``."""
-    return Path(run_dir or RUNS / f"{_now()}_sweep").expanduser().resolve()
+    return _folder("run_dir", run_dir or str(RUNS / f"{_now()}_sweep"))
 
 
 def open_run_folder(path: str) -> Config:
     """Return the config of an existing run, for resuming it.
 
     Raises:
-        ConfigError: The folder holds no run, or one that another version started.
+        ConfigError: The folder holds no run, or one that another version started, or its
+            configuration is damaged.
     """
-    file = _config_file(path)
-    if not file.is_file():
-        raise ConfigError(f"resume={path}: {file} does not exist; give the folder of a run.")
+    folder = _folder("resume", path)
+    tree = read_config_file(path)
     try:
-        config = parse_config(yaml.safe_load(file.read_text()))
+        config = parse_config(tree)
     except MissingSettingError as error:
         raise ConfigError(
             f"resume={path}: it was started by another version, which had no setting "
             f"`{error.key}`; it cannot be continued."
         ) from error
-    return replace(config, run_dir=str(file.parent))
+    except ConfigError as error:
+        raise ConfigError(f"resume={path}: {error}") from error
+    return replace(config, run_dir=str(folder))
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """Return the settings in the folder of a run, as they stand there.
+
+    Raises:
+        ConfigError: The folder holds no run, or its file is no mapping in YAML.
+    """
+    file = _folder("resume", path) / CONFIG_FILE
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"resume={path}: {file} does not exist; give the folder of a run."
+        ) from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"resume={path}: {file} cannot be read: {reason}.") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"resume={path}: {file} is no mapping of settings: give another folder.")
+    return tree
 
 
 def check_whole(config: Config) -> None:
@@ -94,8 +135,8 @@ def find_unfinished(config: Config) -> Config | None:
 
     Looked for in ``run_dir``, else in ``runs``; where the run folder is does not count.
     """
-    folders = [Path(config.run_dir)] if config.run_dir else RUNS.resolve().glob("*")
-    files = [file for folder in folders if (file := _config_file(str(folder))).is_file()]
+    folders = [_folder("run_dir", config.run_dir)] if config.run_dir else RUNS.resolve().glob("*")
+    files = [file for folder in folders if (file := folder / CONFIG_FILE).is_file()]
     for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         try:
             found = open_run_folder(str(file.parent))
@@ -111,9 +152,11 @@ def occupied(folder: Path) -> Iterator[None]:
     """Hold a run's folder: no second process can continue a run that is going on.
 
     Raises:
-        ConfigError: Another process of this machine holds it.
+        ConfigError: Another process of this machine holds it, or it cannot be written.
     """
-    with (folder / LOCK_FILE).open("w") as file:
+    with ExitStack() as stack:
+        with _usable("run_dir", folder):
+            file = stack.enter_context((folder / LOCK_FILE).open("w"))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -123,8 +166,20 @@ def occupied(folder: Path) -> Iterator[None]:
         yield
 
 
-def _config_file(run_dir: str) -> Path:
-    return Path(run_dir).expanduser().resolve() / CONFIG_FILE
+def _folder(setting: str, path: str) -> Path:
+    return expanded(setting, path).resolve()
+
+
+@contextmanager
+def _usable(setting: str, folder: Path) -> Iterator[None]:
+    """Say in one sentence why a folder cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{setting}={show(str(folder))} cannot be used ({error.strerror or error}): choose "
+            "another folder."
+        ) from error
 
 
 def _now() -> str:

@@ -7,12 +7,14 @@ on any Grid.
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, TypedDict
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -22,7 +24,7 @@ from fednas_flwr.errors import unknown_choice
 from fednas_flwr.exchange.checkpoint import Checkpoint, CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.messages import Reply
-from fednas_flwr.exchange.requests import Amount, Settings, Site
+from fednas_flwr.exchange.requests import Amount, RewardCandidates, Settings, Site
 from fednas_flwr.exchange.robust import TrimmedMean
 from fednas_flwr.exchange.states import (
     MOMENTS,
@@ -44,6 +46,7 @@ from fednas_flwr.search_spaces.space import SearchSpace
 
 SERVER = "server."  # before the names of the server's own tensors in a checkpoint
 VELOCITY = "velocity"  # the state of its momentum there
+EXACT_REWARDS, NOISY_REWARDS = (0.0, 1.0), (-1.0, 2.0)  # what a client's accuracy is held to
 ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
 
 
@@ -144,6 +147,9 @@ class RoundStrategy(Strategy):
     def load_server_tensors(self, tensors: Tensors) -> None:
         """Take back what :meth:`server_tensors` returned."""
 
+    def fit_states(self) -> None:
+        """Give the states the form that the restored ``values`` say; most models keep theirs."""
+
     def ask(
         self,
         verb: str,
@@ -164,6 +170,7 @@ class RoundStrategy(Strategy):
             own_settings=own_settings,
             states=states,
             layouts=layouts,
+            releases=() if self.private is None else self.private.releases,
         ):
             self._client_metrics.setdefault(client, {}).update(reply.metrics)
             yield client, reply
@@ -183,6 +190,36 @@ class RoundStrategy(Strategy):
         average, metrics = self.average(replies)
         self.move(average, momentum)
         return metrics
+
+    def reward(
+        self, request: RewardCandidates
+    ) -> tuple[list[float], float | None, dict[str, float]]:
+        """Return each candidate's accuracy over all clients' validation records.
+
+        Returns:
+            The accuracies; the standard deviation of the noise on each, None where it depends on
+            how the clients' values lie; and the clients' metrics, averaged.
+        """
+        layout = Layout.of({"rewards": torch.zeros(request.count)})
+        bounds = NOISY_REWARDS if self.private else EXACT_REWARDS
+        average, replies = self.new_average(), []
+        for _, reply in self.ask(
+            "evaluate.candidates", request, states=self.model, layouts={"rewards": layout}
+        ):
+            own = {
+                dtype: vector.clamp(*bounds) for dtype, vector in reply.states["rewards"].items()
+            }
+            average.add({"rewards": own}, weight=reply.num_examples)
+            replies.append(Reply(reply.num_examples, reply.metrics))
+        weight = sum(reply.num_examples for reply in replies)
+        rewards = unpack(average.result()["rewards"], layout)["rewards"].tolist()
+        noise: float | None = 0.0
+        if self.private and not isinstance(average, WeightedAverage):
+            noise = None
+        elif self.private is not None:
+            sigma = self.private.noise_multiplier("rewards") or 0.0
+            noise = sigma * math.sqrt(request.count * len(replies)) / weight
+        return rewards, noise, mean_metrics(replies)
 
     def average(
         self, replies: Iterable[tuple[int, Reply]]
@@ -371,12 +408,13 @@ class RoundStrategy(Strategy):
         checkpoint = self.checkpoints.latest(self.stage) if self.checkpoints else None
         if checkpoint is None:
             return 0
+        self.values = dict(checkpoint.values)
+        self.fit_states()
         for state, packed in self.states.items():
             for dtype in packed:
                 packed[dtype] = checkpoint.tensors[f"{state}.{dtype}"]
         self.load_server_tensors(server_state(checkpoint))
         self._velocity = _named(checkpoint, f"{VELOCITY}.")
-        self.values = dict(checkpoint.values)
         return checkpoint.round
 
     def _load_named(self, tensors: Mapping[str, Tensor]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.states import Packed
 
@@ -16,22 +17,33 @@ def group_by_fact(facts: Mapping[int, Mapping[str, object]], name: str) -> dict[
     """Return the clients, ascending, by what each says of itself (Zhang et al., 2020, Alg. 2).
 
     Args:
-        facts: By client.
+        facts: By client, of which each has a :func:`group_name`.
         name: ``tag`` or ``hardware``.
-
-    Raises:
-        ConfigError: A client says nothing.
     """
     groups: dict[str, list[int]] = {}
     for client in sorted(facts):
-        label = facts[client].get(name)
-        if not isinstance(label, str) or not label:
-            raise ConfigError(
-                f"algorithm.group_by={name}, but client {client} has no {name}: give the node a "
-                "tag in its --node-config, or simulated clients client_tags=[...]."
-            )
-        groups.setdefault(label, []).append(client)
+        groups.setdefault(group_name(facts[client], client, name), []).append(client)
     return dict(sorted(groups.items()))
+
+
+def group_name(facts: Mapping[str, object], client: int, name: str) -> str:
+    """Return the group that a client says it is in, which also names a folder.
+
+    Raises:
+        ConfigError: It says nothing, or what names no folder.
+    """
+    label = facts.get(name)
+    if not isinstance(label, str) or not label:
+        raise ConfigError(
+            f"algorithm.group_by={name}, but client {client} has no {name}: give the node a "
+            "tag in its --node-config, or simulated clients client_tags=[...]."
+        )
+    if not re.fullmatch(r"[\w .-]{1,64}", label) or label.startswith("."):
+        raise ConfigError(
+            f"group {show(label)!r} cannot name a folder: expected up to 64 letters, digits, "
+            "spaces, dots, hyphens and underscores."
+        )
+    return label
 
 
 def group_by_alphas(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Unpack
 
-import torch
-
 from fednas_flwr.exchange.courier import Courier
-from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import RewardCandidates, TrainCandidates
-from fednas_flwr.exchange.states import Layout, Tensors, WeightedAverage, unpack
+from fednas_flwr.exchange.states import Tensors
 from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, rewards_release
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.samplers import Path, Sampler
@@ -19,9 +15,7 @@ from fednas_flwr.search.settings import SGD, DPAware
 from fednas_flwr.search_spaces.dp_cells import DPCellSpace
 from fednas_flwr.search_spaces.genotype import Genotype
 from fednas_flwr.search_spaces.space import Supernet
-from fednas_flwr.strategies.base import RoundStrategy, Shared, mean_metrics
-
-EXACT_REWARDS, NOISY_REWARDS = (0.0, 1.0), (-1.0, 2.0)  # what a client's accuracy is held to
+from fednas_flwr.strategies.base import RoundStrategy, Shared
 
 
 class DPNAS(RoundStrategy):
@@ -113,34 +107,13 @@ class DPNAS(RoundStrategy):
         self, paths: Sequence[Path], server_round: int
     ) -> tuple[list[float], dict[str, float]]:
         """Return each candidate's accuracy over all clients' validation records, and metrics."""
-        layout = Layout.of({"rewards": torch.zeros(len(paths))})
-        bounds = NOISY_REWARDS if self.private else EXACT_REWARDS
-        average, replies = self.new_average(), []
-        for _, reply in self.ask(
-            "evaluate.candidates",
-            RewardCandidates([list(path) for path in paths], site=self.site),
-            states=self.model,
-            layouts={"rewards": layout},
-        ):
-            own = {
-                dtype: vector.clamp(*bounds) for dtype, vector in reply.states["rewards"].items()
-            }
-            average.add({"rewards": own}, weight=reply.num_examples)
-            replies.append(Reply(reply.num_examples, reply.metrics))
-        weight = sum(reply.num_examples for reply in replies)
-        rewards = unpack(average.result()["rewards"], layout)["rewards"].tolist()
-        noise: float | None = 0.0
-        if self.private and not isinstance(average, WeightedAverage):
-            noise = None  # depends on how the clients' values lie
-        elif self.private is not None:
-            sigma = self.private.noise_multiplier("rewards") or 0.0
-            noise = sigma * math.sqrt(len(paths) * len(replies)) / weight
+        request = RewardCandidates([list(path) for path in paths], site=self.site)
+        rewards, noise, metrics = self.reward(request)
         self.courier.emit(
             "rewarded", stage=self.stage, round=server_round, paths=paths, rewards=rewards,
             noise=noise,
         )  # fmt: skip
-        mean = sum(rewards) / len(rewards)
-        return rewards, {"validation_accuracy": mean, **mean_metrics(replies)}
+        return rewards, {"validation_accuracy": sum(rewards) / len(rewards), **metrics}
 
     def derive(self) -> Genotype:
         """Return the best of the final candidates.

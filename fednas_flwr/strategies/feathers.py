@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import nn
 
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.requests import (
+    Evaluate,
     LocalSearch,
     LocalTraining,
     Probe,
@@ -21,7 +22,7 @@ from fednas_flwr.exchange.requests import (
     Train,
     Trial,
 )
-from fednas_flwr.exchange.states import Layout, unpack
+from fednas_flwr.exchange.states import MOMENTS, Layout, Packed, unpack
 from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, rewards_release
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.local_search import Alternating
@@ -33,6 +34,13 @@ from fednas_flwr.strategies.base import RoundStrategy, Shared
 BOUND_PER_SCALE = 4.0
 
 
+class Measured(NamedTuple):
+    """A client's mean loss, and of how many records."""
+
+    loss: float
+    num_examples: float
+
+
 class FEATHERS(RoundStrategy):
     """Seng et al. (2023), Alg. 1: explore configurations, then train with the best one.
 
@@ -40,6 +48,12 @@ class FEATHERS(RoundStrategy):
     from the same states (``train.probe``), and the bandit learns their rewards. With a search
     space the rounds are those of federated DARTS (search stage); without one they train the
     weights of a derived network on the clients' train records (evaluation stage, Alg. 3).
+
+    The text rewards what each client's own trained model gains on its own records. With skewed
+    labels that is most where a client forgets the others' classes, and high learning rates win,
+    whose models do not average. ``rewarded="averaged"`` rewards the decrease of the loss from the
+    global model to the average of the trained ones instead: for each trial one exchange trains and
+    another measures, and one before all of them measures the global model.
 
     Deviations: a learning rate is not annealed, it is the bandit that lowers it. One message asks a
     client for all trials of a phase, so that no client waits for another between them and the
@@ -59,7 +73,8 @@ class FEATHERS(RoundStrategy):
         batch_size: Records per step.
         clip_norm: Of the weights' batch gradients; None does not clip.
         auxiliary_weight: Weight of a derived network's auxiliary loss.
-        loss_bound: M; a record counts for at most this much in a reward.
+        loss_bound: M; a record counts for at most this much in a reward; of ``averaged`` a client.
+        rewarded: ``local`` or ``averaged``; the latter without privacy only.
         seed: The run's seed; the draw before a round comes from (seed, stage, round).
         **shared: See :class:`RoundStrategy`.
     """
@@ -80,6 +95,7 @@ class FEATHERS(RoundStrategy):
         loss_bound: float,
         seed: int,
         auxiliary_weight: float = 0.0,
+        rewarded: str = "local",
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
@@ -92,7 +108,7 @@ class FEATHERS(RoundStrategy):
         )
         self.tuner = tuner
         self.nas_rounds, self.clip_norm, self.seed = nas_rounds, clip_norm, seed
-        self.loss_bound = loss_bound
+        self.loss_bound, self.rewarded = loss_bound, rewarded
         self.values = {"tuner": tuner.to_json(), "loss": None}
         self.description, self.alternating = dict(description), alternating
         self.local_epochs, self.batch_size = local_epochs, batch_size
@@ -104,13 +120,7 @@ class FEATHERS(RoundStrategy):
         if explores(server_round, self.nas_rounds):
             self._explore(server_round, progress=(server_round - 1) / num_rounds)
         best = self.tuner.best()
-        local = self._local(best)
-        request: Settings
-        if isinstance(local, LocalTraining):
-            verb, request = "train.weights", Train(local, site=self.site)
-        else:
-            verb, request = "train.search", Search(local, site=self.site)
-        metrics = self.train(verb, request, best.momentum)
+        metrics = self.train(*self._training(best), best.momentum)
         loss = metrics.get("validation_loss", metrics.get("train_loss"))
         self.values = {"tuner": self.tuner.to_json(), "loss": loss}
         return metrics | {"lr": best.lr, "alpha_lr": best.alpha_lr}
@@ -122,7 +132,9 @@ class FEATHERS(RoundStrategy):
         generator = make_generator(self.seed, "bandit", self.stage, server_round)
         before = self.tuner.seeing(progress=progress, loss=self.values["loss"])
         entropy, arms, bound = before.bandit.entropy(), before.draw(generator), self._bound()
-        rewards, noise = self._rewards([before.configurations[arm] for arm in arms], bound)
+        tried = [before.configurations[arm] for arm in arms]
+        measure = self._rewards if self.rewarded == "local" else self._averaged_rewards
+        rewards, noise = measure(tried, bound)
         rewarded = dict(zip(arms, rewards, strict=True))
         self.tuner = before.updated(rewarded, generator, noise=noise)
         best = self.tuner.bandit.best()
@@ -180,6 +192,42 @@ class FEATHERS(RoundStrategy):
         noise = bound * (sigma or 0.0) * math.sqrt(num_clients) / weight
         return (total / weight).tolist(), noise
 
+    def _averaged_rewards(
+        self, configurations: Sequence[Configuration], bound: float
+    ) -> tuple[list[float], float]:
+        """Return each configuration's reward by the averaged model, and 0, the std of no noise."""
+        before = self._losses(self.states)
+        rewards = []
+        for configuration in configurations:
+            verb, request = self._training(configuration)
+            average, _ = self.average(
+                self.ask(verb, request, states=self.states, layouts=self.layouts)
+            )
+            after = self._losses(average)
+            both = [client for client in after if client in before]
+            total = sum(
+                after[c].num_examples * _clamped(before[c].loss - after[c].loss, bound)
+                for c in both
+            )
+            rewards.append(total / sum(after[c].num_examples for c in both))
+        return rewards, 0.0
+
+    def _losses(self, states: Mapping[str, Packed]) -> dict[int, Measured]:
+        """Return each client's validation loss of a model, by its own train records' statistics."""
+        request = Evaluate(self.description, "validation", statistics_batch_size=self.batch_size)
+        model = {name: state for name, state in states.items() if name != MOMENTS}
+        return {
+            client: Measured(reply.metrics["loss"], reply.num_examples)
+            for client, reply in self.ask("evaluate.model", request, states=model)
+        }
+
+    def _training(self, configuration: Configuration) -> tuple[str, Settings]:
+        """Return verb and request of a round of training with a configuration."""
+        local = self._local(configuration)
+        if isinstance(local, LocalTraining):
+            return "train.weights", Train(local, site=self.site)
+        return "train.search", Search(local, site=self.site)
+
     def _local(self, configuration: Configuration) -> LocalSearch | LocalTraining:
         """Return what clients do with a configuration."""
         amount, sgd = self.amount(self.local_epochs, self.batch_size), self._sgd(configuration)
@@ -196,6 +244,11 @@ class FEATHERS(RoundStrategy):
 
     def _sgd(self, configuration: Configuration) -> SGD:
         return self.client_weights(configuration.sgd(self.clip_norm))
+
+
+def _clamped(decrease: float, bound: float) -> float:
+    """Return a decrease within the bound; one that is no number counts -bound."""
+    return max(-bound, min(bound, decrease)) if math.isfinite(decrease) else -bound
 
 
 def explores(server_round: int, nas_rounds: int) -> bool:

@@ -7,13 +7,15 @@ server averages both with weights N_k / N.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Unpack
 
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.requests import LocalSearch, Search
 from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases
 from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.search.regularisation import rising
+from fednas_flwr.search.settings import SGD, Adam, Temperatures
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 from fednas_flwr.strategies.base import RoundStrategy, Shared
 
@@ -32,6 +34,8 @@ class FedDARTS(RoundStrategy):
         batch_size: Records per step.
         weights: SGD, annealed over the rounds.
         alphas: Adam.
+        beta_decay: Weight of beta-DARTS' regulariser in the last round; it rises linearly.
+        temperatures: Of GDAS' single paths, one for each gradient; None computes all ops.
         **shared: See :class:`RoundStrategy`.
     """
 
@@ -46,20 +50,29 @@ class FedDARTS(RoundStrategy):
         batch_size: int,
         weights: SGD,
         alphas: Adam,
+        beta_decay: float = 0.0,
+        temperatures: Temperatures | None = None,
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
         super().__init__(supernet, courier, space=space, **shared)
         self.alternating, self.weights, self.alphas_settings = alternating, weights, alphas
         self.local_epochs, self.batch_size = local_epochs, batch_size
+        self.beta_decay, self.temperatures = beta_decay, temperatures
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Search locally everywhere, average weights, alphas and buffers."""
+        falling = self.temperatures
+        temperature = None if falling is None else falling.at_round(server_round, num_rounds)
         local = LocalSearch(
             self.amount(self.local_epochs, self.batch_size),
             self.client_weights(self.weights.at_round(server_round, num_rounds)),
             self.alphas_settings,
-            alternating=self.alternating,
+            alternating=replace(
+                self.alternating,
+                beta_decay=rising(self.beta_decay, server_round, num_rounds),
+                temperature=temperature,
+            ),
         )
         return self.train("train.search", Search(local, site=self.site), self.weights.momentum)
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import Evaluate, TakeGradients
-from fednas_flwr.exchange.states import Packed, Tensors, WeightedAverage
+from fednas_flwr.exchange.states import Packed, Tensors, WeightedAverage, pack
 from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, metrics_release
 from fednas_flwr.search.descent import clip_gradients, make_adam, make_sgd
+from fednas_flwr.search.regularisation import beta_gradient, rising
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 from fednas_flwr.strategies.base import RoundStrategy, Shared, mean_metrics
@@ -56,6 +57,8 @@ class FNAS(RoundStrategy):
         evaluate_every: Rounds between evaluations of the supernet on validation records; 0: never.
         weights: SGD, annealed over the rounds.
         alphas: Adam.
+        beta_decay: Weight of beta-DARTS' regulariser in the last round, for each local step; it
+            rises linearly. The server adds its gradient, which reads no record, to the clients'.
         **shared: See :class:`RoundStrategy`; the server's own SGD has the momentum.
     """
 
@@ -73,6 +76,7 @@ class FNAS(RoundStrategy):
         evaluate_every: int = 0,
         weights: SGD,
         alphas: Adam,
+        beta_decay: float = 0.0,
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
@@ -81,7 +85,8 @@ class FNAS(RoundStrategy):
         self.order, self.reduce, self.fused = order, reduce, fused
         self.local_steps, self.batch_size = local_steps, batch_size
         self.evaluate_every = evaluate_every
-        self.weights, self.alphas_settings = weights, alphas
+        self.weights, self.alphas_settings, self.beta_decay = weights, alphas, beta_decay
+        self._beta_weight = 0.0
         (self._weight_vector,) = self.states["weights"].values()
         (self._alpha_vector,) = self.states["alphas"].values()
         self._optimizers: dict[str, torch.optim.Optimizer] = {
@@ -102,6 +107,7 @@ class FNAS(RoundStrategy):
             site=self.site,
         )
         self._optimizers["weights"].param_groups[0]["lr"] = sgd.lr
+        self._beta_weight = rising(self.beta_decay, server_round, num_rounds)
         if self.fused:
             metrics = self._step(("weights", "alphas"), "train.gradients", request, sgd)
             return metrics | self._evaluate(server_round, num_rounds)
@@ -150,12 +156,22 @@ class FNAS(RoundStrategy):
         for state, total in totals.items():
             (vector,) = self.states[state].values()
             vector.grad = total if self.reduce == "sum" else total / num_examples
+            if state == "alphas":
+                vector.grad = vector.grad + self._beta_gradient()
             optimizer = self._optimizers[state]
             clip_gradients(optimizer, sgd.clip_norm if state == "weights" else None)
             optimizer.step()
         if buffers.total_weight:
             self.states["buffers"] = buffers.result()["buffers"]
         return mean_metrics(metrics)
+
+    def _beta_gradient(self) -> Tensor | float:
+        """Return the gradient of the round's regulariser, packed as the alphas are."""
+        if not self._beta_weight:
+            return 0.0
+        weight = self._beta_weight * self.local_steps
+        (gradient,) = pack(beta_gradient(self.alphas(), weight=weight)).values()
+        return gradient
 
     def _evaluate(self, server_round: int, num_rounds: int) -> dict[str, float]:
         """Evaluate the supernet on the clients' validation records when it is time to."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from fednas_flwr.builders.clients import make_client
-from fednas_flwr.builders.networks import make_network
+from fednas_flwr.builders.networks import describe_derived, make_network, make_space
 from fednas_flwr.clients import release
 from fednas_flwr.clients.admission import check_fields
 from fednas_flwr.clients.noised_measures import METRICS_NORM
@@ -27,18 +27,19 @@ from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import REQUESTS, LocalTraining, encode
 from fednas_flwr.exchange.states import MOMENTS, Layout, load_states, network_states, pack, unpack
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.randomness import seeded
 from fednas_flwr.search.descent import no_moments
-from fednas_flwr.search.objective import Objective
+from fednas_flwr.search.objective import Objective, heads
 from fednas_flwr.search.settings import Adam
 from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
 
+from ..asked import ONE_STEP
 from .conftest import (
     ASKED,
     CANDIDATES,
     GONE,
     LOSS_BOUND,
     METRICS,
-    ONE_STEP,
     RECORDS,
     STEP,
     TERMS,
@@ -243,12 +244,16 @@ def without_noise(monkeypatch):
     return asked
 
 
-def clipped(network, split, parameters, norm, factors=None):
+def clipped(network, split, parameters, norm, factors=None, auxiliary=0.0, cut_out=False):
     """Return the sum of clipped gradients, one float64 record at a time."""
     total, most = [torch.zeros_like(p) for p in parameters], 0.0
     for row in range(len(split)):
         x, y = split.batch(torch.tensor([row]), "cpu")
-        loss = functional.cross_entropy(network(x.double()), y)
+        logits = network(torch.zeros_like(x).double() if cut_out else x.double())
+        logits, further = heads(logits)
+        loss = functional.cross_entropy(logits, y)
+        if further is not None:
+            loss = loss + auxiliary * functional.cross_entropy(further, y)
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         gradients = [
             torch.zeros_like(p) if g is None else g
@@ -324,6 +329,44 @@ def test_retraining_is_dp_sgd_with_momentum_over_train_and_validation(
         optimizer.step()
     close(reply.states["weights"]["float32"], flat(parameters))
     assert reply.num_examples == BOTH
+
+
+@pytest.mark.parametrize("switched_on", ["auxiliary head", "drop path", "cutout"])
+def test_private_retraining_does_what_else_it_is_asked(
+    switched_on, make_site, networks, without_noise
+):
+    """Where it is drawn it is all paths that are dropped, and all pixels that are cut out."""
+    site = make_site(committed=EVERYTHING, records=np.arange(40))
+    asked = {"drop_path_prob": 1 - 1e-12 if switched_on == "drop path" else 0.0}
+    network, states = make_network(networks.description), networks.states["derived"]
+    if switched_on == "auxiliary head":
+        shapes, sizes = (
+            {"input_shape": (3, 8, 8), "num_classes": 3},
+            {"channels": 2, "num_cells": 3},
+        )
+        with seeded(3, "auxiliary"):
+            space = make_space("darts", norm="group", **shapes, **sizes)
+            genotype = space.derive(space.supernet().alphas())
+            description = describe_derived(
+                genotype, shapes, sizes=sizes, norm="group", auxiliary=True
+            )
+            network = make_network(description)
+        asked |= {"network": description, "auxiliary_weight": 0.7}
+        states = {kind: pack(state) for kind, state in network_states(network).items() if state}
+    elif switched_on == "cutout":
+        site.client.augmentation.__dict__["cutout"] = 100
+    request = site.request("train.weights", clip_norm=None, **asked)
+    reply = site.answer(replace(request, states=states))
+    load_states(network, states)
+    network.double().train()
+    network.drop_path_prob = asked["drop_path_prob"]
+    parameters = list(network.parameters())
+    split, cut_out = site.client.split("train+validation"), switched_on == "cutout"
+    total = clipped(network, split, parameters, NORM, auxiliary=0.7, cut_out=cut_out)
+    for parameter, gradient in zip(parameters, total, strict=True):
+        parameter.grad = gradient / BOTH
+    torch.optim.SGD(parameters, lr=0.1, weight_decay=0.01).step()
+    close(reply.states["weights"]["float32"], flat(parameters))
 
 
 FACTORS = torch.tensor([0.2, 1.0, 0.6])
@@ -682,7 +725,7 @@ def test_every_verb_refuses_what_its_run_has_not_committed_to(make_site, no_reco
                 [*others, replace(own, stage="evaluate")],
                 [*others, replace(own, splits=("test",))],
                 [*others, replace(own, splits=(*own.splits, "test"))],
-                [*others, replace(own, kind="gradients")],
+                [*others, replace(own, kind="rewards" if kind == "metrics" else "metrics")],
             ):
                 site = make_site(committed=plan)
                 key = f"release={stage}/{verb}/{kind}/"

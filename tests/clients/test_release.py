@@ -6,15 +6,21 @@ import math
 import re
 from dataclasses import asdict, fields, replace
 
+import numpy as np
 import pytest
 import torch
 
+from fednas_flwr.clients.release import ReleaseGate, read_commitment
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import Header
+from fednas_flwr.exchange.states import network_states
+from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.gdp import gdp_epsilon
+from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.policy import Policy
 from fednas_flwr.privacy.renyi import Release
 
 from .conftest import ASKED, RECORDS, TERMS, schedule
@@ -166,12 +172,96 @@ def test_noise_that_could_not_be_added_is_refused_before_anything_is_booked(
     assert site.rows() == []
 
 
-def test_data_sets_that_share_a_budget_pay_on_every_split(make_site):
-    for account, splits in (("own", ("train",)), ("other", ("train", "validation", "test"))):
-        site = make_site(policy={"account": account})
-        release(site.gate, admit(site), 30, zeros)
-        (row,) = site.rows()
-        assert (row.account, row.splits) == (account, splits)
+def test_two_policies_that_name_one_account_pay_on_every_split_but_for_the_first(make_site):
+    """The second policy knows nothing of the first: what they share is the ledger."""
+    first = make_site(policy={"account": "shared"})
+    release(first.gate, admit(first), 30, zeros)
+    second = Policy({"lab": replace(first.gate.allowed, data_set="lab")})
+    gate = ReleaseGate(second, first.gate._ledger, SecureGenerator(), data_set="lab")
+    gate.hold("the same")
+    header = replace(HEADER, run="second")
+    gate.commit("second", schedule())
+    planned = admit(first)
+    gate.release(planned, header, 30, zeros)
+    release(first.gate, planned, 30, zeros)
+    booked = [(row.data_set, row.splits) for row in first.rows()]
+    assert booked == [("ward", ("train",)), ("lab", SPLITS), ("ward", ("train",))]
+    # and what is told beforehand is what will be booked
+    told = gate.epsilons("second")["rdp"]
+    assert set(told) == set(SPLITS)
+    assert told["test"] > first.gate.epsilons("run")["rdp"].get("test", 0)
+    assert first.gate._ledger.verify() == 3
+
+
+def test_a_run_whose_account_was_used_with_other_records_meanwhile_is_refused(make_site):
+    """Both committed when nothing was booked; who books first pays by split."""
+    site = make_site()
+    other = make_site(folder=site.folder, committed=[], records=np.arange(79))
+    other.gate.commit("other", schedule())
+    release(site.gate, admit(site), 30, zeros)
+    with pytest.raises(ConfigError, match="used with other records or splits: start a new run"):
+        other.gate.release(admit(site), replace(HEADER, run="other"), 30, zeros)
+    other.gate.commit("third", schedule())
+    other.gate.release(admit(site), replace(HEADER, run="third"), 30, zeros)
+    assert [row.splits for row in site.rows()] == [("train",), SPLITS]
+
+
+def test_a_run_is_refused_once_records_have_changed_sides(make_site, no_record):
+    site = make_site()
+    release(site.gate, admit(site), 30, zeros)
+    fractions = {"train": 0.4, "validation": 0.4, "test": 0.2}
+    for change in ({"records": np.arange(79)}, {"policy": {"fractions": fractions}}):
+        changed = make_site(folder=site.folder, committed=[], **change)
+        with pytest.raises(ConfigError, match="their splits have changed: start a new run"):
+            changed.ask("train.gradients")
+    assert len(site.rows()) == 1
+
+
+def test_a_person_approves_a_schedule_before_anything_is_released(make_site):
+    site = make_site(policy={"approve": "manual"}, committed=[])
+    waits = [site.commit().facts for _ in range(2)]  # as a server that asks again
+    assert waits[0] == waits[1]
+    assert set(waits[0]) == {"awaits"}
+    awaited = waits[0]["awaits"]
+    for verb in ASKED:
+        with pytest.raises(ConfigError, match=f"rule approve: schedule={awaited}, not approved by"):
+            site.ask(verb)
+    assert site.rows() == []
+    again = make_site(folder=site.folder, policy={"approve": "manual"}, committed=[])
+    again.gate._ledger.approve("run")
+    assert set(site.commit().facts) == {"epsilon", "covered_steps"}
+    for asked in (site, again):
+        asked.ask("train.weight_gradient")
+    with pytest.raises(ConfigError, match="other terms"):  # it is approved as it was seen
+        site.commit(steps=51)
+    with pytest.raises(ConfigError, match="committed values: release="):
+        site.ask("train.weight_gradient", run="another")
+
+
+def test_a_model_larger_than_the_one_that_was_approved_is_refused(make_site, networks):
+    site = make_site(policy={"approve": "manual"}, committed=[])
+    site.commit()
+    kept = read_commitment(site.gate._ledger.committed("run"))
+    sizes = {
+        kind: sum(tensor.numel() for tensor in states.values())
+        for kind, states in network_states(networks.supernet).items()
+        if kind in ("weights", "alphas")
+    }
+    assert kept.sizes == sizes
+    site.gate._ledger.approve("run")
+    for kind, splits in (("weights", ("train",)), ("alphas", ("validation",))):
+        asked = {"verb": "train.gradients", "kind": kind, "splits": splits}
+        admit(site, **asked, num_values=sizes[kind])
+        with pytest.raises(ConfigError, match=f"number of {kind}={sizes[kind] + 1}, not at most "):
+            admit(site, **asked, num_values=sizes[kind] + 1)
+
+
+def test_a_gate_that_holds_no_records_commits_to_nothing(make_site):
+    allowed = make_site().gate.allowed
+    ledger = make_site(committed=[]).gate._ledger
+    gate = ReleaseGate(Policy({"a": allowed}), ledger, SecureGenerator(), data_set="a")
+    with pytest.raises(ValueError, match="call hold first"):
+        gate.commit("run", schedule())
 
 
 def test_a_request_that_the_ledger_refuses_reads_no_record(make_site, no_record):
@@ -274,6 +364,32 @@ def test_a_schedule_outside_the_policy_is_refused_and_nothing_is_kept(make_site,
     sentence = refused(site, *others, first | change)
     assert re.search(words, sentence)
     assert len(sentence) < 250
+
+
+LONG = "x" * 10**6
+
+
+@pytest.mark.parametrize(
+    ("releases", "words"),
+    [
+        ([{"stage": LONG}], "stage=x+ is unknown: choose one of evaluate, retrain, search"),
+        ([{"verb": LONG}], "verb=x+.* is unknown"),
+        ([{"kind": LONG}], "kind=x+.* is unknown"),
+        ([{"splits": ["train"] * 10**5}], "expected 0 to 3 entries"),
+        ([{}] * 33, "releases=.* expected 0 to 32 entries"),
+    ],
+)
+def test_a_server_cannot_fill_a_sites_disk_by_what_it_commits_to(
+    make_site, monkeypatch, releases, words
+):
+    """Refused before the ledger is touched."""
+    site = make_site()
+    first = asdict(schedule()[0])
+    monkeypatch.setattr(Ledger, "_exclusive", None)
+    with pytest.raises(ConfigError) as refusal:
+        site.ask("query.commit", run="new", releases=[first | change for change in releases])
+    assert re.search(words, str(refusal.value))
+    assert len(str(refusal.value)) < 400
 
 
 def test_a_schedule_in_which_a_kind_of_release_stands_twice_is_refused(make_site):

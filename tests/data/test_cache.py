@@ -1,9 +1,11 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +25,15 @@ def assert_equal(one, other):
     assert torch.equal(one.labels, other.labels)
     assert one.ids.tolist() == other.ids.tolist()
     assert one.class_names == other.class_names
+    assert one.id_column == other.id_column
     assert {k: v.tolist() for k, v in one.columns.items()} == {
         k: v.tolist() for k, v in other.columns.items()
     }
 
 
 def test_round_trip_is_memory_mapped(tmp_path: Path, images):
-    parts = {"train": images, "server_test": select_records(images, np.arange(9))}
+    persons = replace(select_records(images, np.arange(9)), id_column="patient")
+    parts = {"train": images, "server_test": persons}
     for build in (lambda: parts, never):
         loaded = load_or_build(tmp_path / "set", build)
         assert loaded.keys() == parts.keys()
@@ -56,6 +60,46 @@ def test_a_damaged_cache_is_built_again(tmp_path: Path, images, file, damage):
         os.truncate(path, path.stat().st_size - 1)
     assert_equal(load_or_build(tmp_path / "set", lambda: {"train": images})["train"], images)
     assert os.listdir(tmp_path) == ["set"]
+
+
+DAMAGES = {
+    "zeros in the features": lambda folder: overwrite(folder / "train-features.npy", -64, 64),
+    "zeros in the labels": lambda folder: overwrite(folder / "train-labels.npy", -64, 64),
+    "a broken header": lambda folder: overwrite(folder / "train-ids.npy", 0, 8),
+    "an index of another form": lambda folder: (folder / "index.json").write_text("[1]"),
+    "an index without files": lambda folder: (folder / "index.json").write_text("{}"),
+    "an index of bytes": lambda folder: (folder / "index.json").write_bytes(b"\xff"),
+    "a file in its place": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
+    "a folder in a file's place": lambda folder: (
+        (folder / "train-ids.npy").unlink(),
+        (folder / "train-ids.npy").mkdir(),
+    ),
+}
+
+
+def overwrite(path: Path, position: int, count: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position, os.SEEK_END if position < 0 else os.SEEK_SET)
+        file.write(bytes(count))
+    times = path.stat()
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 1))  # clocks tick in steps
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_cache_with_other_content_is_built_again(tmp_path: Path, images, damage):
+    images.features[-1] = 7  # not zeros
+    images.labels[-8:] = 1
+    load_or_build(tmp_path / "set", lambda: {"train": images})
+    DAMAGES[damage](tmp_path / "set")
+    assert_equal(load_or_build(tmp_path / "set", lambda: {"train": images})["train"], images)
+    assert_equal(load_or_build(tmp_path / "set", never)["train"], images)
+    assert os.listdir(tmp_path) == ["set"]
+
+
+def test_a_copied_cache_is_used(tmp_path: Path, images):
+    load_or_build(tmp_path / "set", lambda: {"train": images})
+    shutil.copytree(tmp_path / "set", tmp_path / "copy", copy_function=shutil.copyfile)
+    assert_equal(load_or_build(tmp_path / "copy", never)["train"], images)
 
 
 def test_a_process_killed_while_writing_leaves_nothing_that_is_read(tmp_path: Path, images):

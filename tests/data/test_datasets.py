@@ -1,9 +1,11 @@
+import io
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from fednas_flwr.data.datasets import prepare
 from fednas_flwr.data.partitioners import partition
@@ -73,11 +75,23 @@ def test_limits_take_the_same_records_always(cache: Path, npz: Path):
     assert [i for i in whole if i in set(ids(30))] == ids(30)
 
 
-def test_changed_files_are_read_again(cache: Path, npz: Path):
-    assert prepare(cache=cache, name="npz", root=npz).num_classes == 4
-    np.savez(npz, x_train=np.zeros((200, 6, 6, 3), np.uint8), y_train=np.zeros(200, int))
-    os.utime(npz, (1, 1))
-    assert prepare(cache=cache, name="npz", root=npz, server_test=False).num_classes == 1
+def test_a_file_changed_at_equal_size_is_read_again(cache: Path, npz: Path):
+    """Its name and size are as before; the time of its change is later by any amount."""
+    before = npz.stat()
+    first = prepare(cache=cache, name="npz", root=npz).train.features.clone()
+    with np.load(npz) as arrays:
+        np.savez(npz, **dict(arrays) | {"x_train": 255 - arrays["x_train"]})
+    os.utime(npz, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert npz.stat().st_size == before.st_size
+    assert torch.equal(prepare(cache=cache, name="npz", root=npz).train.features, 255 - first)
+
+
+@pytest.mark.parametrize(("train", "test"), [(30, 7), (7, 30), (30, 30), (31, 30), (30, None)])
+def test_each_limit_is_of_its_own_records_and_of_its_own_cached_copy(npz: Path, train, test):
+    shared = npz.parent.parent / "cache of all limits"
+    prepare(cache=shared, name="npz", root=npz, limit_train=30, limit_test=7)
+    data = prepare(cache=shared, name="npz", root=npz, limit_train=train, limit_test=test)
+    assert (len(data.train), len(data.server_test)) == (train, test or 50)
 
 
 def test_given_statistics_of_a_table(cache: Path, table_csv: Path):
@@ -135,3 +149,60 @@ def test_too_few_records_for_a_server_test(cache: Path, tmp_path: Path):
     (tmp_path / "t.csv").write_text("a,y\n1,0\n")
     with pytest.raises(ConfigError, match="too few .* dataset.server_test=false"):
         prepare(cache=cache, name="csv", root=tmp_path / "t.csv")
+
+
+OTHER_TESTS = {
+    "a table": lambda x: x.reshape(len(x), -1).astype(np.float32),
+    "smaller images": lambda x: x[:, :5, :5],
+    "grey images": lambda x: x[..., 0],
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_TESTS)
+def test_a_test_part_of_another_kind_is_refused(cache: Path, tmp_path: Path, kind):
+    x = np.random.default_rng(0).integers(0, 256, (40, 6, 6, 3), np.uint8)
+    y = np.arange(40) % 4
+    path = tmp_path / "data.npz"
+    np.savez(path, x_train=x, y_train=y, x_test=OTHER_TESTS[kind](x), y_test=y)
+    with pytest.raises(ConfigError, match=r"the test records of dataset=npz are .*one form"):
+        prepare(cache=cache, name="npz", root=path)
+    assert not cache.exists()
+
+
+def _png() -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3)).save(content, "PNG")
+    return content.getvalue()
+
+
+BROKEN = {  # name of the data set, path below its root, content
+    "empty npz": ("npz", "data.npz", b""),
+    "cut npz": ("npz", "data.npz", b"PK\x03\x04 and no more"),
+    "csv of bytes": ("csv", "data.csv", b"a,b\n\xff\xfe\x00,1\n"),
+    "csv with an open quote": ("csv", "data.csv", b'a,b\n"x,1\n2,3\n'),
+    "no gzip": ("csv", "data.csv.gz", b"\x1f\x8b\x08nonsense"),
+    "cut png": ("image_folder", "one/a.png", _png()[:-40]),
+    "png with a broken chunk": ("image_folder", "one/a.png", _png().replace(b"IDAT", b"\0\0\0\0")),
+    "cifar of bytes": ("cifar10", "cifar-10-batches-py/data_batch_1", b"no pickle"),
+    "mnist of bytes": ("mnist", "MNIST/raw/train-images-idx3-ubyte", b"\0"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_file_is_one_sentence(cache: Path, tmp_path: Path, kind):
+    name, file, content = BROKEN[kind]
+    path = tmp_path / "root" / file
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    root = path if name in ("npz", "csv") else tmp_path / "root"
+    with pytest.raises(ConfigError) as raised:
+        prepare(cache=cache, name=name, root=root)
+    sentence = str(raised.value)
+    assert str(tmp_path / "root") in sentence
+    assert "\n" not in sentence
+    assert not cache.exists()
+
+
+def test_a_root_that_cannot_be_looked_at_is_one_sentence(cache: Path):
+    with pytest.raises(ConfigError, match=r"^dataset.root=/a+ cannot be read: "):
+        prepare(cache=cache, name="npz", root=Path("/" + 300 * "a"))

@@ -6,7 +6,12 @@ import pytest
 import torch
 from PIL import Image
 
-from fednas_flwr.data.images import load_digits, load_image_folder, load_torchvision
+from fednas_flwr.data.images import (
+    load_digits,
+    load_image_folder,
+    load_torchvision,
+    records_from_arrays,
+)
 from fednas_flwr.data.records import record_ids
 from fednas_flwr.errors import ConfigError
 
@@ -70,8 +75,53 @@ def test_folder_of_classes(tmp_path: Path):
     assert train.labels.tolist() == [0, 0, 1]
     assert train.features.shape == (3, 1, 4, 6)
     assert train.features[:, 0, 0, 0].tolist() == [30, 20, 10]
-    files = [tmp_path / "cat" / "1.jpg", tmp_path / "cat" / "2.PNG", tmp_path / "dog" / "1.png"]
-    assert train.ids.tolist() == record_ids(file.read_bytes() for file in files).tolist()
+    pixels = [bytes([value] * 24) for value in (30, 20, 10)]
+    assert train.ids.tolist() == record_ids(pixels).tolist()
+
+
+def test_an_id_is_of_an_images_own_pixels_however_they_are_stored_and_used(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    colours = rng.integers(0, 256, (9, 7, 3), np.uint8)
+    gray = rng.integers(0, 256, (9, 7), np.uint8)
+    stored = {
+        "1": (colours, {"compress_level": 0}),
+        "2": (colours, {"compress_level": 9, "optimize": True}),
+        "3": (np.dstack([colours, np.full((9, 7), 128, np.uint8)]), {}),  # half transparent
+        "4": (gray, {}),
+        "5": (np.stack([gray] * 3, 2), {}),
+        "6": (gray.T, {}),
+    }
+    (tmp_path / "a").mkdir()
+    for name, (pixels, options) in stored.items():
+        Image.fromarray(pixels).save(tmp_path / "a" / f"{name}.png", **options)
+    found = [
+        load_image_folder(tmp_path, **DEFAULTS | how)[0].ids.tolist()
+        for how in ({"image_size": 5}, {"image_size": 8, "channels": 1}, {"image_size": 9})
+    ]
+    assert found[0] == found[1] == found[2]
+    one, two, three, four, five, six = found[0]
+    assert one == two == three
+    assert four == five
+    assert len({one, four, six}) == 3
+    # as those of the same pixels in an array
+    arrays = [colours.transpose(2, 0, 1)[None], gray[None, None]]
+    told = [records_from_arrays(x, np.zeros(1), ("a",)).ids[0] for x in arrays]
+    assert told == [one, four]
+
+
+def test_folder_of_classes_and_persons(tmp_path: Path):
+    for file in ("dog/ann/1", "cat/bob/2", "cat/ann/1"):
+        save_image(tmp_path / f"{file}.png")
+    train, _ = load_image_folder(tmp_path, **DEFAULTS, id_column="patient")
+    assert train.by_person
+    assert train.labels.tolist() == [0, 0, 1]
+    assert train.columns["patient"].tolist() == ["ann", "bob", "ann"]
+    assert train.ids.tolist() == record_ids([b"ann", b"bob", b"ann"]).tolist()
+    save_image(tmp_path / "dog" / "3.png")
+    with pytest.raises(ConfigError, match=r"dog/3.png is in no person's folder: .*<person>"):
+        load_image_folder(tmp_path, **DEFAULTS, id_column="patient")
+    with pytest.raises(ConfigError, match="ann has no png or jpg images: expected <class>/<pers"):
+        load_image_folder(tmp_path / "dog" / "ann", **DEFAULTS, id_column="patient")
 
 
 def test_folder_with_train_and_test_resized_to_three_channels(tmp_path: Path):

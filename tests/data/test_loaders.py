@@ -13,6 +13,7 @@ from fednas_flwr.data.loaders import (
     augment,
     concat_splits,
     epoch_batches,
+    largest_feature,
     make_client_data,
     oversampled,
     server_split,
@@ -55,6 +56,29 @@ def test_a_batch_is_normalised_per_channel(images):
     # bit-equal whatever else is in the batch
     alone, _ = split.batch(torch.tensor([0]), "cpu")
     assert torch.equal(alone[0], x[1])
+
+
+def test_a_split_knows_the_records_of_each_person(images):
+    persons = np.random.default_rng(2).integers(0, 90, 600)
+    ids = record_ids(str(person).encode() for person in persons.tolist())
+    data = client_data(replace(images, ids=ids, id_column="patient"), np.arange(0, 600, 2))
+    held = [set(persons[s.rows].tolist()) for s in (data.train, data.validation, data.test)]
+    assert sum(map(len, held)) == len(set.union(*held)) == len(set(persons[::2].tolist()))
+    both = concat_splits(data.train, data.validation)
+    for split in (data.train, both):
+        found = split.records_of(torch.arange(split.num_units))
+        assert torch.cat(found).sort().values.tolist() == list(range(len(split)))
+        owners = [set(persons[split.rows[indices].numpy()].tolist()) for indices in found]
+        assert [len(owner) for owner in owners] == [1] * split.num_units
+        assert len(set.union(*owners)) == split.num_units
+        (last,) = split.records_of(torch.tensor([split.num_units - 1]))
+        assert torch.equal(last, found[-1])
+    alone = client_data(images, np.arange(600)).train
+    assert alone.num_units == len(alone)
+    assert [r.tolist() for r in alone.records_of(torch.tensor([4, 2]))] == [[4], [2]]
+    assert (
+        replace(data.test, rows=torch.empty(0).long(), persons=torch.empty(0).long()).num_units == 0
+    )
 
 
 def test_the_servers_records(images):
@@ -274,3 +298,33 @@ def test_oversampling_repeats_rarer_classes_evenly():
     assert labels[rows].bincount().tolist() == [5, 5, 5]
     assert rows.bincount(minlength=9).tolist() == [0, 1, 1, 1, 1, 3, 2, 5, 1]
     assert len(oversampled(replace(split, rows=split.rows[:0])).rows) == 0
+
+
+@given(
+    st.lists(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=2), min_size=1),
+    st.tuples(st.floats(-5, 5), st.floats(-5, 5)),
+    st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)),
+)
+def test_the_largest_feature_is_that_of_all_normalised_ones(rows, mean, std):
+    features = torch.tensor(rows)
+    split = Split(features, torch.zeros(len(rows)).long(), torch.arange(len(rows)), mean, std)
+    x, _ = split.batch(torch.arange(len(rows)), "cpu")
+    column, value = largest_feature(split)
+    assert value == float(x.abs().max())
+    assert float(x[:, column].abs().max()) == value
+
+
+def test_the_largest_feature_of_images_is_that_of_black_or_white(images):
+    split = client_data(images, np.arange(10), mean=(0.5, 0.9, 0.5), std=(0.5, 0.1, 0.5)).train
+    column, value = largest_feature(split)
+    assert (column, value) == (1, pytest.approx(9.0))
+
+
+def test_missing_numbers_are_no_large_features():
+    split = Split(
+        torch.tensor([[torch.nan, 1.0], [torch.nan, -3.0]]),
+        *(torch.zeros(2).long(), torch.arange(2), (0.0, 0.0), (1.0, 1.0)),
+    )
+    assert largest_feature(split) == (1, 3.0)
+    empty = replace(split, rows=torch.arange(0))
+    assert largest_feature(empty) == (0, 0.0)

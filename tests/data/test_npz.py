@@ -7,7 +7,6 @@ import torch
 from PIL import Image
 
 from fednas_flwr.data.npz import load_npz
-from fednas_flwr.data.records import record_ids
 from fednas_flwr.errors import ConfigError
 
 DEFAULTS = {"image_size": None, "channels": None, "class_names": ()}
@@ -72,7 +71,9 @@ def test_encoded_images(tmp_path: Path, part):
     path = save(tmp_path, y_train=LABELS, **{f"y_{part}": LABELS[:2]}, **arrays)
     train, test = load_npz(path, **(DEFAULTS | {"class_names": ("x", "y", "z")}))
     assert train.features.numpy().tolist() == decoded.transpose(0, 3, 1, 2).tolist()
-    assert train.ids.tolist() == record_ids(encoded).tolist()
+    (tmp_path / "plain").mkdir()
+    plain = save(tmp_path / "plain", x_train=decoded, y_train=LABELS)
+    assert train.ids.tolist() == load_npz(plain, **DEFAULTS)[0].ids.tolist()
     assert test.labels.tolist() == [0, 2]
     assert train.class_names == ("x", "y", "z")
     gray, _ = load_npz(path, image_size=4, channels=1, class_names=())
@@ -115,3 +116,17 @@ def test_no_npz_file(tmp_path: Path):
         load_npz(tmp_path / "single.npy", **DEFAULTS)
     with pytest.raises(ConfigError, match="unpack it with xz -dk"):
         load_npz(tmp_path / "data.npz.xz", **DEFAULTS)
+
+
+@pytest.mark.parametrize("label", [4, 3_000_000_000, 2**63 + 7])
+def test_a_label_beyond_the_records_takes_no_memory(tmp_path: Path, label):
+    x = np.zeros((4, 5, 5), np.uint8)
+    path = save(tmp_path, x_train=x, y_train=np.array([0, 1, 2, label], np.uint64))
+    with pytest.raises(ConfigError, match="class numbers 0, 1, ..."):
+        load_npz(path, **DEFAULTS)
+    names = {"class_names": tuple("abcde")}
+    if label == 4:
+        assert load_npz(path, **DEFAULTS | names)[0].labels.tolist() == [0, 1, 2, 4]
+    else:
+        with pytest.raises(ConfigError, match="5 classes|class numbers"):
+            load_npz(path, **DEFAULTS | names)

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,21 @@ def test_partitions_cover_all_records_and_repeat(images, choice):
     if choice["name"] != "column":
         other = partition(images, seed=4, **choice)
         assert [p.tolist() for p in other] != [p.tolist() for p in parts]
+
+
+@pytest.mark.parametrize("choice", EVERY[:5], ids=lambda choice: choice["name"])
+def test_persons_are_divided_with_all_their_records(images, choice):
+    persons = np.random.default_rng(1).integers(0, 150, len(images))
+    ids = record_ids(str(person).encode() for person in persons.tolist())
+    parts = partition(replace(images, ids=ids, id_column="patient"), seed=3, **choice)
+    assert_covers(parts, len(images))
+    held = [set(persons[part].tolist()) for part in parts]
+    assert sum(map(len, held)) == len(set(persons.tolist()))  # nobody is with two clients
+    if choice["name"] == "iid":
+        assert max(map(len, held)) - min(map(len, held)) <= 1
+    # without the source's word for it, equal ids are equal records only
+    apart = partition(replace(images, ids=ids), seed=3, **choice)
+    assert sum(len(set(persons[part].tolist())) for part in apart) > len(set(persons.tolist()))
 
 
 @given(size=st.integers(1, 200), clients=st.integers(1, 20), seed=st.integers(0, 9), data=st.data())

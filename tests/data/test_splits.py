@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.data import splits
-from fednas_flwr.data.splits import assign_splits, hash_positions
+from fednas_flwr.data.splits import assign_splits, assignment_digest, hash_positions
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.names import SPLITS
 
@@ -88,6 +88,28 @@ def test_unusable_fractions_are_refused(fractions):
 def test_unusable_keys_are_refused(key):
     with pytest.raises(ValueError, match="1 to 64 bytes"):
         hash_positions(MANY[:3], key=key)
+
+
+@given(ids=some_ids, other=some_ids, key=keys, fractions=shares(), data=st.data())
+def test_the_digest_of_an_assignment_is_equal_where_the_assignment_is(
+    ids, other, key, fractions, data
+):
+    def digest(ids, key=key, fractions=fractions, id_column=""):
+        ids = np.array(ids, dtype="S32")
+        return assignment_digest(ids, key=key, fractions=fractions, id_column=id_column)
+
+    assert digest(data.draw(st.permutations(ids))) == digest(ids)
+    assert (digest(other) == digest(ids)) == (sorted(other) == sorted(ids))
+    # where a column gives ids, records come and go without a change of sides
+    assert digest(other, id_column="patient") == digest(ids, id_column="patient")
+    for id_column in ("", "patient"):
+        assert digest(ids, key=key[:-1] + bytes([key[-1] ^ 1]), id_column=id_column) != digest(
+            ids, id_column=id_column
+        )
+        moved = dict(zip(fractions, [*fractions.values()][1:] + [fractions["train"]], strict=True))
+        same = digest(ids, fractions=moved, id_column=id_column) == digest(ids, id_column=id_column)
+        assert same == (moved == fractions)
+    assert digest(ids, id_column="card") != digest(ids, id_column="patient") != digest(ids)
 
 
 def test_examples_in_docstrings():

@@ -12,6 +12,8 @@ from fednas_flwr.errors import ConfigError
 def test_columns_are_detected(table_csv: Path):
     table, test = load_csv(table_csv, id_column="patient")
     assert test is None
+    assert table.by_person
+    assert not load_csv(table_csv)[0].by_person
     names = ("age", "pressure", "smokes=no", "smokes=yes", "site=A", "site=B")
     assert table.feature_names == names
     assert table.num_numeric == 2
@@ -24,6 +26,7 @@ def test_columns_are_detected(table_csv: Path):
     np.testing.assert_array_equal(table.features.numpy(), np.float32(expected))
     assert table.labels.tolist() == [0, 1, 1, 0]
     assert table.class_names == ("0", "1")
+    assert table.id_column == "patient"
     assert table.ids.tolist() == record_ids([b"p1", b"p2", b"p1", b"p3"]).tolist()
     # all but the label and fractions can make a partition
     assert set(table.columns) == {"patient", "age", "smokes", "site"}
@@ -56,12 +59,47 @@ def test_ignored_columns_and_numeric_categories(table_csv: Path):
     assert "patient" in table.columns
 
 
-def test_an_id_is_the_rows_text_without_order_of_columns_or_label(tmp_path: Path):
-    (tmp_path / "one.csv").write_text("a,b,y\n1.50,x,0\n2,z,1\n")
-    (tmp_path / "two.csv").write_text("b,a,y\nz,2,0\nx,1.50,0\n")
-    one, _ = load_csv(tmp_path / "one.csv")
-    two, _ = load_csv(tmp_path / "two.csv")
-    assert one.ids.tolist() == two.ids.tolist()[::-1]
+ROWS = "a,b,y\n1.5,x,0\n2,z,1\n0,,1\n"
+SAME = {
+    "order of columns and rows, labels": "b,y,a\n,0,0\nz,0,2\nx,1,1.5\n",
+    "one more decimal, which is 0": "a,b,y\n1.50,x,0\n2.0,z,1\n0.00,,1\n",
+    "another notation": "a,b,y\n+15e-1,x,0\n2e0,z,1\n-0,,1\n",
+}
+OTHER = {
+    "one more digit": ROWS.replace("1.5", "1.51"),
+    "one more feature": "a,b,c,y\n1.5,x,1,0\n2,z,1,1\n0,,1,1\n",
+}
+
+
+def ids_of(path: Path, text: str, **settings: object) -> list[bytes]:
+    path.write_text(text)
+    return sorted(load_csv(path, label="y", **settings)[0].ids.tolist())
+
+
+@pytest.mark.parametrize("text", SAME.values(), ids=SAME)
+def test_an_id_is_of_a_rows_parsed_features(tmp_path: Path, text: str):
+    assert ids_of(tmp_path / "two.csv", text) == ids_of(tmp_path / "one.csv", ROWS)
+
+
+@pytest.mark.parametrize("text", OTHER.values(), ids=OTHER)
+def test_other_features_make_other_records_unless_a_column_gives_ids(tmp_path: Path, text: str):
+    one, two = ids_of(tmp_path / "one.csv", ROWS), ids_of(tmp_path / "two.csv", text)
+    assert one != two
+
+    def named(text: str) -> str:
+        lines = zip("npqr", text.splitlines(), strict=True)
+        return "\n".join(f"{name},{line}" for name, line in lines)
+
+    one, two = (ids_of(tmp_path / "t.csv", named(t), id_column="n") for t in (ROWS, text))
+    assert one == two == sorted(record_ids([b"p", b"q", b"r"]).tolist())
+
+
+def test_a_column_that_is_no_feature_changes_no_id(tmp_path: Path):
+    features = {"numeric": ("a",), "categorical": ("b",)}
+    more = OTHER["one more feature"]
+    assert ids_of(tmp_path / "1.csv", ROWS, **features) == ids_of(
+        tmp_path / "2.csv", more, **features
+    )
 
 
 def test_compressed_with_mark_and_text_labels(tmp_path: Path):

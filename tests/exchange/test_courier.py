@@ -91,6 +91,17 @@ def train_losses(replies):
         {"class_names": ["a", 3]},
         {"input_shape": [3, True]},
         {"feature_names": None},
+        {"tag": ["a"]},
+        {"tag": None},
+        {"tag": "a" * 201},
+        {"tag": "a\x1b[2J"},
+        {"hardware": 7},
+        {"hardware": "x" * 10**4},
+        {"versions": "1"},
+        {"versions": {"torch": [1]}},
+        {"data_set": ["records"]},
+        {"class_names": ["a\nb"]},
+        {"input_shape": [-1]},
     ],
 )
 def test_a_client_whose_facts_are_malformed_is_not_connected(federation, fact):

@@ -12,6 +12,8 @@ import torch
 from flwr.app import Array, ArrayRecord, Error
 
 from fednas_flwr.exchange.courier import QuorumError
+from fednas_flwr.exchange.gate import held_shares, outliers
+from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.robust import TrimmedMean
 from fednas_flwr.exchange.states import WeightedAverage
 
@@ -144,7 +146,17 @@ DAMAGES = {
     "digests of another type": (edit_json(digests=3), "malformed"),
     # metrics
     "accuracy NaN": (set_metric("train_accuracy", float("nan")), "train_accuracy=nan is not fin"),
+    "training loss NaN": (set_metric("train_loss", float("nan")), "train_loss=nan is not finite"),
+    "training loss inf": (set_metric("train_loss", float("inf")), "lower the learning rate"),
     "accuracy inf": (set_metric("accuracy", float("inf")), "accuracy=inf is not finite"),
+    "loss NaN": (set_metric("train_loss", float("nan")), "train_loss=nan is not finite"),
+    "loss inf": (set_metric("train_loss", float("inf")), "train_loss=inf is not finite"),
+    "loss negative": (set_metric("train_loss", -0.1), "train_loss=-0.1 is not from 0 to inf"),
+    "accuracy negative": (set_metric("train_accuracy", -0.01), "-0.01 is not from 0 to 1"),
+    "accuracy above 1": (set_metric("train_accuracy", 1.01), "1.01 is not from 0 to 1"),
+    "a metric of another verb": (set_metric("accuracy", 0.5), "accuracy is none of the metrics"),
+    "a metric of the server": (set_metric("central_accuracy", 1.0), "none of the metrics asked"),
+    "a metric that is no metric": (set_metric("client", 0.0), "client is none of the metrics"),
     # num-examples
     "no metrics": (without("metrics"), "malformed"),
     "num-examples NaN": (set_metric("num-examples", float("nan")), "num-examples"),
@@ -195,6 +207,8 @@ DAMAGES = {
     "-inf": (poison("weights", 4, -np.inf), "weights is not finite"),
     "inf - inf": (poison("weights", slice(0, 2), [np.inf, -np.inf]), "weights is not finite"),
     "finite, but an average would overflow": (poison("weights", 3, 3e38), "weights is not finite"),
+    "weights of 1e16": (poison("weights", slice(None), 1e16), "weights has a norm of 3.16e+16"),
+    "an alpha that no Adam reaches": (poison("alphas", 1, 100.0), "alphas has a norm of 100"),
     "NaN in an alpha": (poison("alphas", 2, np.nan), "alphas is not finite"),
     # errors
     "raises": (refuse, "RuntimeError: out of memory"),
@@ -255,12 +269,69 @@ def test_an_old_reply_is_not_taken_twice(federation):
 
 
 def test_whatever_is_accepted_has_a_finite_average(federation):
-    large = federation(damage={BAD: set_vector("weights", np.full(10, 5e18, np.float32))})
+    large = federation(damage={BAD: set_vector("weights", np.full(10, 9e5, np.float32))})
     large.courier.connect(large.grid)
     replies = list(large.ask())
     assert [client for client, _ in replies] == [0, 1, 2]
     means = averaged([(c, replace(r, num_examples=1e9)) for c, r in replies], WeightedAverage())
     assert torch.isfinite(means["weights"]["float32"]).all()
+
+
+def test_a_client_far_from_most_in_what_it_declares_is_an_outlier():
+    usual = {client: {"": 100.0, "train ": 60.0} for client in range(4)}
+    assert outliers(usual, fewest=0.1, most=10) == {}
+    few = outliers(usual | {1: {"": 100.0, "train ": 5.9}}, fewest=0.1, most=10)
+    assert list(few) == [1]
+    assert few[1].startswith("it declares 5.9 train records, where the median client has 60")
+    assert list(outliers(usual | {2: {"": 1001.0}}, fewest=0.1, most=10)) == [2]
+    edge = {1: {"": 10.0, "train ": 6.0}, 2: {"": 1000.0, "train ": 600.0}}
+    assert outliers(usual | edge, fewest=0.1, most=10) == {}
+    assert outliers({0: {"": 1.0}, 1: {"": 1e9}}, fewest=0.1, most=10) == {}  # whom to believe?
+
+
+def test_no_client_of_three_or_more_has_more_than_the_largest_share():
+    assert held_shares({0: 10, 1: 20, 2: 970}, 0.5) == {2: pytest.approx(30 / 970)}
+    assert held_shares({0: 10, 1: 20, 2: 970}, 0.8) == {2: pytest.approx(120 / 970)}
+    for examples, largest in (({0: 10, 1: 20, 2: 30}, 0.5), ({0: 1, 1: 99}, 0.5), ({0: 1}, 0.5)):
+        assert held_shares(examples, largest) == {}
+    assert held_shares({0: 1, 1: 1, 2: 1000}, 1.0) == {}
+
+
+@pytest.mark.parametrize(("largest", "weight"), [(1.0, 17.0), (0.5, 17.0 * 200 / 900)])
+def test_a_heavy_client_is_held_to_the_largest_share_and_named_once(largest, weight, federation):
+    heavy = federation(largest_share=largest)
+    heavy.courier.connect(heavy.grid)
+    heavy.courier._max_examples[BAD] = 900
+    for _ in range(2):
+        replies = dict(heavy.ask())
+        weights = [replies[client].num_examples for client in range(3)]
+        assert weights == [10.0, pytest.approx(weight), 24.0]
+    messages = [event["message"] for event in heavy.events]
+    assert len(messages) == (largest < 1)
+    assert all("client 1 may weigh 900 of 1100 examples" in message for message in messages)
+
+
+def test_a_client_cannot_name_so_many_classes_that_it_may_step_farther(federation):
+    """Oversampling takes as many more steps; how many classes there are is what most say."""
+    limits = []
+    for told in (["a"], ["a"] * 10_000):
+        many = federation(
+            facts={BAD: {"class_names": told}, 0: {"class_names": ["a"]}},
+            damage={BAD: poison("alphas", 0, 5e3)},
+        )
+        many.courier.connect(many.grid)
+        assert [client for client, _ in many.ask()] == [0, 2]
+        limits.append(many.events[-1]["reason"])
+    assert limits[0] == limits[1]
+    assert limits[0].startswith("alphas has a norm of 5e+03, where an honest client's is at most")
+
+
+def test_a_sum_of_gradients_is_scaled_with_its_weight():
+    states = {"weights": {"float32": torch.ones(2)}, "buffers": {"float32": torch.ones(1)}}
+    held = Reply(8.0, states=states).weighing(0.25, summed=("weights",))
+    assert held.num_examples == 2
+    assert held.states["weights"]["float32"].tolist() == [0.25, 0.25]
+    assert held.states["buffers"]["float32"].tolist() == [1.0]
 
 
 def test_a_reply_of_another_run_or_site_is_refused(federation):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from fednas_flwr.errors import ReplyError
 from fednas_flwr.exchange.gate import accept_reply, check_facts
+from fednas_flwr.exchange.limits import Limits
 from fednas_flwr.exchange.messages import Header, Reply, encode_reply
 from fednas_flwr.exchange.states import Layout, Packed, pack
 from fednas_flwr.federation.grids import InProcessGrid
@@ -181,7 +182,7 @@ def test_a_reply_is_refused_or_sound(
             message_with(content),
             header=HEADER,
             layouts=LAYOUTS,
-            max_examples=MOST,
+            limits=Limits(MOST),
             sent=SENT if sparse else None,
         )
     except ReplyError:

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array
+from flwr.app import Array, ConfigRecord
 
-from fednas_flwr.errors import ReplyError
+from fednas_flwr.errors import ConfigError, ReplyError
+from fednas_flwr.exchange import messages
 from fednas_flwr.exchange.messages import (
     Header,
     Reply,
@@ -19,6 +21,7 @@ from fednas_flwr.exchange.messages import (
     encode_states,
     payload_bytes,
 )
+from fednas_flwr.exchange.requests import Describe
 
 from .conftest import SEARCH
 
@@ -116,3 +119,16 @@ def test_payload_counts_every_vector():
     data = 4 * 1000 + 8 * 3 + 8 * 2 + 2
     assert data < payload_bytes(content) <= data + 4 * 128  # and four npy headers
     assert payload_bytes(encode_reply(HEADER, Reply(1))) == 0
+
+
+@pytest.mark.parametrize("name", ["run", "stage", "nonce"])
+def test_names_that_a_site_would_keep_are_short(name: str) -> None:
+    content = encode_request(HEADER, Describe(), {})
+    text = json.loads(str(content[messages.HEADER][messages.JSON]))
+    for length in (300, 301):
+        text["header"][name] = "é" * (length // 2) + "x" * (length % 2)
+        content[messages.HEADER] = ConfigRecord({messages.JSON: json.dumps(text)})
+        if length == 300:
+            decode_request("query.describe", content)
+    with pytest.raises(ConfigError, match=f"header.{name}=é+ is out of range: expected 0 to 300"):
+        decode_request("query.describe", content)

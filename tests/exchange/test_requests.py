@@ -6,7 +6,7 @@ import json
 import math
 import types
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
@@ -47,11 +47,13 @@ from fednas_flwr.exchange.requests import (
     encode,
 )
 from fednas_flwr.hardware.costs import HardwareTerms
-from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.plan import KINDS, STAGES, PlannedRelease
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.search.settings import SGD, Adam, DPAware
-from fednas_flwr.verbs import VERBS
+from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
+
+from ..asked import smallest
 
 # --- all requests that there are, as strategies
 
@@ -117,9 +119,9 @@ trainings = st.builds(
 trials = st.builds(Trial, weights=sgds, alphas=adams, drop_path_prob=shares)
 releases = st.builds(
     PlannedRelease,
-    stage=names,
-    verb=names,
-    kind=names,
+    stage=st.sampled_from(STAGES),
+    verb=st.sampled_from(PRIVATE_VERBS),
+    kind=st.sampled_from(KINDS),
     splits=st.lists(names, max_size=3).map(tuple),
     batch_size=st.none() | numbers,
     steps=st.integers(-(2**62), 2**62),
@@ -329,7 +331,6 @@ def test_the_cases_above_reach_every_dataclass_and_none_is_left_out():
 # --- ranges
 
 
-SGD_OF = {"lr": 0.1, "min_lr": 0.0, "momentum": 0.9, "weight_decay": 0.0, "clip_norm": None}
 BAD = {
     "query.latency": {
         "batch_size": [0, -1, 1025],
@@ -373,21 +374,14 @@ BAD = {
     },
     "evaluate.candidates": {"candidates": [[], [[0]] * 1001]},
 }
-AT_LEAST = {
-    "query.latency": MeasureLatency(1, 2),
-    "train.gradients": TakeGradients(0, 1, {"weights": 0.0}, None, 1, 0.1, Site("a")),
-    "train.search": Search(
-        LocalSearch(Amount(None, 1, 1), SGD(**SGD_OF), Adam(0.0, 0.0), Alternating("first_order"))
-    ),
-    "train.candidate": TrainCandidates([[0]], 0, 1, None, SGD(**SGD_OF), DPAware(0.1, 0.0)),
-    "train.probe": Probe(
-        None,
-        LocalTraining({}, "train", Amount(1, None, None), SGD(**SGD_OF), 0.0, 0.0),
-        [Trial(SGD(**SGD_OF), Adam(0.0, 0.0), 0.0)],
-        1e-3,
-    ),
-    "evaluate.candidates": RewardCandidates([[0]]),
-}
+AT_LEAST = smallest(Site("a"))
+AT_LEAST["train.candidate"] = replace(AT_LEAST["train.candidate"], dp_aware=DPAware(0.1, 0.0))
+AT_LEAST["train.probe"] = replace(
+    AT_LEAST["train.probe"],
+    search=None,
+    training=AT_LEAST["train.weights"].local,
+    loss_bound=1e-3,
+)
 
 
 @pytest.mark.parametrize(

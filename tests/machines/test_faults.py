@@ -246,7 +246,7 @@ def test_a_private_run_goes_on_without_sites_that_are_silent_or_lost(
         with Ledger(state / "ledger" / "ledger.sqlite", state / "ledger.key") as ledger:
             booked = ledger.verify()
         trail = state / "ledger" / "audit.jsonl"
-        verify_trail(trail)
+        verify_trail(trail, state / "ledger.key")
         lines = [json.loads(line) for line in trail.read_text().splitlines()]
         sent = Counter(line["event"] for line in lines if line.get("verb", "").startswith("train"))
         assert 0 < sent["released"] <= booked <= sent["asked"], site

@@ -170,6 +170,21 @@ def test_a_bundle_with_other_files_is_refused(name: str, content: bytes | None) 
         check_bundle(zipped(left))
 
 
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("first", [True, False])
+def test_a_bundle_that_holds_two_files_of_one_name_is_refused(first: bool) -> None:
+    """Whichever of them is ours: readers differ in which one they take."""
+    name, other = "fednas_launched/client_app.py", b"import os"
+    files = [*FILES.items()]
+    files.insert(0 if first else len(files), (name, other))
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for path, content in files:
+            archive.writestr(path, content)
+    with pytest.raises(ConfigError, match="is refused"):
+        check_bundle(packed.getvalue())
+
+
 @given(st.binary())
 def test_what_is_no_bundle_is_refused(fab: bytes) -> None:
     with pytest.raises(ConfigError, match="is refused"):

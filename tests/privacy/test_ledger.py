@@ -20,13 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednas_flwr.errors import BudgetExceededError, ConfigError
-from fednas_flwr.privacy.ledger import Entry, Ledger
+from fednas_flwr.names import SPLITS
+from fednas_flwr.privacy.ledger import MOST_COMMITMENTS, Entry, Ledger
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
 
 BUDGET = {"epsilon": 4.0, "delta": 1e-5}
 UNIT = Release(noise_multiplier=3.0, sample_rate=1.0, steps=1)
 ENTRY = Entry("ward", "ward-a", "run", "search", 1, "train.search", ("train",), UNIT, 1000)
+# in memory, where syncing is free: power loss cannot be tested, and kill -9 keeps the cache
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 STEPS = ("locked", "inserted", "committed", "moved", "reserved", "drawn", "sent")
 
 
@@ -48,14 +51,12 @@ def open_ledger(folder, **options):
 def book(folder, count=1, entry=ENTRY):
     with open_ledger(folder) as ledger:
         for _ in range(count):
-            ledger.reserve(entry, **BUDGET)
+            ledger.reserve(entry, **BUDGET, assignment="a")
 
 
 @pytest.fixture
 def folder():
-    # in memory, where syncing is free: power loss cannot be tested, and kill -9 keeps the cache
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(dir=memory))
+    folder = Path(tempfile.mkdtemp(dir=MEMORY))
     yield folder
     shutil.rmtree(folder)
 
@@ -77,9 +78,9 @@ def test_a_row_comes_back_as_it_was_booked(folder):
     release = Release(noise_multiplier=1.1, sample_rate=0.1 + 0.2, steps=7)
     first = replace(ENTRY, run="é\x00'", round=3, splits=("train", "test"), release=release)
     with open_ledger(folder, clock=lambda: 1234.5) as ledger:
-        ledger.reserve(first, epsilon=100.0, delta=1e-5)
-        ledger.reserve(first, epsilon=100.0, delta=1e-5)
-        ledger.reserve(replace(ENTRY, account="other"), **BUDGET)
+        ledger.reserve(first, epsilon=100.0, delta=1e-5, assignment="a")
+        ledger.reserve(first, epsilon=100.0, delta=1e-5, assignment="a")
+        ledger.reserve(replace(ENTRY, account="other"), **BUDGET, assignment="a")
     with open_ledger(folder) as ledger:
         rows = ledger.entries("ward")
         assert [(row.sequence, row.time, row.run_steps) for row in rows] == [
@@ -95,15 +96,15 @@ def test_a_row_comes_back_as_it_was_booked(folder):
 def test_splits_pay_apart_and_the_largest_counts(folder):
     with open_ledger(folder) as ledger:
         for _ in range(UNITS):
-            ledger.reserve(replace(ENTRY, splits=("train",)), **BUDGET)
+            ledger.reserve(replace(ENTRY, splits=("train",)), **BUDGET, assignment="a")
         one = ledger.spent("ward", **BUDGET)
-        ledger.reserve(replace(ENTRY, splits=("validation",)), **BUDGET)
+        ledger.reserve(replace(ENTRY, splits=("validation",)), **BUDGET, assignment="a")
         assert ledger.spent("ward", **BUDGET) == one
         with pytest.raises(BudgetExceededError):
-            ledger.reserve(replace(ENTRY, splits=("validation", "train")), **BUDGET)
+            ledger.reserve(replace(ENTRY, splits=("validation", "train")), **BUDGET, assignment="a")
         # the refused one paid nothing on its other split
         for _ in range(UNITS - 1):
-            ledger.reserve(replace(ENTRY, splits=("validation",)), **BUDGET)
+            ledger.reserve(replace(ENTRY, splits=("validation",)), **BUDGET, assignment="a")
         assert ledger.verify() == 2 * UNITS
         assert ledger.spent("ward", **BUDGET) == one
         assert ledger.spent("nobody", **BUDGET) == 0
@@ -112,7 +113,7 @@ def test_splits_pay_apart_and_the_largest_counts(folder):
 def test_the_refusal_names_data_set_budget_spent_and_asked(folder):
     book(folder, UNITS)
     with open_ledger(folder) as ledger, pytest.raises(BudgetExceededError) as refusal:
-        ledger.reserve(ENTRY, **BUDGET)
+        ledger.reserve(ENTRY, **BUDGET, assignment="a")
     spent, needed = RenyiFilter(**BUDGET), RenyiFilter(epsilon=5, delta=1e-5)
     needed = RenyiFilter(epsilon=5, delta=1e-5, orders=spent.orders)
     for _ in range(UNITS):
@@ -138,7 +139,7 @@ def test_a_larger_budget_keeps_the_orders_that_were_fixed(folder):
     book(folder, UNITS)
     with open_ledger(folder) as ledger:
         for _ in range(2):
-            ledger.reserve(ENTRY, epsilon=40.0, delta=1e-5)
+            ledger.reserve(ENTRY, epsilon=40.0, delta=1e-5, assignment="a")
         with sqlite3.connect(ledger.path) as reader:
             state = json.loads(reader.execute("SELECT state FROM totals").fetchone()[0])
         reader.close()
@@ -159,19 +160,20 @@ def test_a_run_keeps_to_what_it_committed_even_after_a_restart(folder, change, m
     book(folder)
     with open_ledger(folder) as ledger:
         with pytest.raises(ConfigError, match=message):
-            ledger.reserve(replace(ENTRY, **change), epsilon=1e5, delta=1e-5)
+            ledger.reserve(replace(ENTRY, **change), epsilon=1e5, delta=1e-5, assignment="a")
         assert ledger.verify() == 1
         for other in ({"run": "b"}, {"stage": "b"}, {"verb": "b"}, {"splits": ("test",)}):
             terms = {"committed_steps": 1000, "release": Release(2.0, 1.0, 1), **other}
-            ledger.reserve(replace(ENTRY, **terms), epsilon=1e5, delta=1e-5)
-        ledger.reserve(replace(ENTRY, release=Release(3.0, 1.0, 999)), epsilon=1e5, delta=1e-5)
+            ledger.reserve(replace(ENTRY, **terms), epsilon=1e5, delta=1e-5, assignment="a")
+        rest = replace(ENTRY, release=Release(3.0, 1.0, 999))
+        ledger.reserve(rest, epsilon=1e5, delta=1e-5, assignment="a")
 
 
 def test_the_clock_decides_nothing(folder):
     times = iter([2e9, 1e9, -5.0, 3e9])
     with open_ledger(folder, clock=lambda: next(times)) as ledger:
         for _ in range(4):
-            ledger.reserve(ENTRY, **BUDGET)
+            ledger.reserve(ENTRY, **BUDGET, assignment="a")
         assert [row.time for row in ledger.entries()] == [2 * 10**9, 10**9, -5, 3 * 10**9]
         assert ledger.verify() == 4
     book(folder, UNITS - 4)
@@ -196,8 +198,8 @@ def test_the_clock_decides_nothing(folder):
 def test_what_sqlite_would_not_give_back_is_refused(folder, change):
     with open_ledger(folder) as ledger:
         with pytest.raises((ValueError, OverflowError)):
-            ledger.reserve(replace(ENTRY, **change), **BUDGET)
-        ledger.reserve(ENTRY, **BUDGET)
+            ledger.reserve(replace(ENTRY, **change), **BUDGET, assignment="a")
+        ledger.reserve(ENTRY, **BUDGET, assignment="a")
         assert ledger.verify() == 1
 
 
@@ -226,7 +228,7 @@ def test_the_sum_never_exceeds_the_budget(plan):
             entry = replace(ENTRY, run=f"run {i}", splits=splits, release=release)
             fits = all(model[split].affords(release) for split in splits)
             try:
-                ledger.reserve(entry, **BUDGET)
+                ledger.reserve(entry, **BUDGET, assignment="a")
                 booked = True
             except BudgetExceededError:
                 booked = False
@@ -257,6 +259,93 @@ def test_a_second_ledger_needs_its_own_key(folder):
     book(folder)
     with pytest.raises(RuntimeError, match="or the key is another ledger's"):
         Ledger(folder / "second" / "site.sqlite", folder / "key" / "site")
+
+
+def test_a_run_is_approved_for_the_terms_that_were_seen_by_whoever_has_the_key(folder):
+    with open_ledger(folder) as ledger:
+        for run in ("b", "a"):
+            ledger.commit(run, f"terms of {run}")
+        assert list(ledger.commitments().items()) == [("b", "terms of b"), ("a", "terms of a")]
+        with pytest.raises(ConfigError, match="run c has committed to nothing that could be appro"):
+            ledger.approve("c")
+        ledger.approve("b")
+    with open_ledger(folder) as ledger:
+        assert [ledger.is_approved(run) for run in "abc"] == [False, True, False]
+    sql(folder, "INSERT INTO approvals SELECT 'a', mac FROM approvals")
+    with open_ledger(folder) as ledger:
+        assert [ledger.is_approved(run) for run in "abc"] == [False, True, False]
+
+
+# --- assignments of records to splits
+
+
+def test_the_first_assignment_of_an_account_pays_by_split_and_every_other_on_all(folder):
+    everywhere = replace(ENTRY, splits=SPLITS)
+    with open_ledger(folder) as ledger:
+        a, b = (ledger.fingerprint("ward-a", digest) for digest in ("1", "2"))
+        assert len({a, b, ledger.fingerprint("ward-b", "1")}) == 3
+        assert ledger.is_first("ward", a)
+        assert ledger.is_first("ward", b)  # nothing is booked yet
+        ledger.reserve(ENTRY, **BUDGET, assignment=a)
+        for entry in (ENTRY, replace(ENTRY, splits=("train", "test"))):
+            with pytest.raises(ConfigError, match="used with other records or splits: start a ne"):
+                ledger.reserve(entry, **BUDGET, assignment=b)
+        ledger.reserve(everywhere, **BUDGET, assignment=b)
+        ledger.reserve(ENTRY, **BUDGET, assignment=a)
+        ledger.reserve(replace(ENTRY, account="lab"), **BUDGET, assignment=b)
+    with open_ledger(folder) as ledger:  # and after a restart
+        assert [ledger.is_first("ward", one) for one in (a, b)] == [True, False]
+        assert [ledger.is_first("lab", one) for one in (a, b)] == [False, True]
+        assert ledger.verify() == 4
+
+
+def test_an_account_of_which_an_older_version_kept_no_assignment_pays_on_all_splits(folder):
+    book(folder)
+    with open_ledger(folder) as ledger:
+        ledger._state = lambda *_: {"ward": {"orders": [2], "totals": {"train": [0.1]}}}
+        assert not ledger.is_first("ward", "a")
+
+
+@given(
+    uses=st.lists(
+        st.tuples(st.integers(0, 3), st.sets(st.sampled_from(SPLITS), min_size=1)), max_size=12
+    ),
+    sides=st.lists(st.sampled_from([*SPLITS, None]), min_size=4, max_size=4),
+)
+@settings(max_examples=30)
+def test_no_record_pays_more_than_the_split_of_its_first_side_was_charged(uses, sides):
+    """A record that from assignment to assignment changes sides as it likes, or is missing."""
+    folder = Path(tempfile.mkdtemp(dir=MEMORY))
+    try:
+        with open_ledger(folder) as ledger:
+            real = 0
+            for number, (assignment, read) in enumerate(uses):
+                first = ledger.is_first("ward", str(assignment))
+                splits = tuple(s for s in SPLITS if s in read or not first)
+                entry = replace(ENTRY, run=f"run {number}", splits=splits)
+                ledger.reserve(entry, epsilon=1e5, delta=1e-5, assignment=str(assignment))
+                real += sides[assignment] in read
+            charged = [split for row in ledger.entries() for split in row.entry.splits]
+        home = sides[uses[0][0]] if uses else None
+        assert real <= (charged.count(home) if home else max(map(charged.count, SPLITS), default=0))
+        if home is None and uses:
+            assert real <= min(map(charged.count, SPLITS))
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_day_takes_so_many_new_commitments_and_no_more(folder):
+    times = iter([0.0] * (MOST_COMMITMENTS + 1) + [86_399.0, 86_400.0])
+    with open_ledger(folder, clock=lambda: next(times)) as ledger:
+        for number in range(MOST_COMMITMENTS):
+            ledger.commit(f"run {number}", "terms")
+        ledger.commit("run 0", "terms")  # a retried message
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="100 runs have committed .* start the run tomor"):
+                ledger.commit("one more", "terms")
+        assert ledger.committed("one more") is None
+        ledger.commit("one more", "terms")
+        assert ledger.committed("one more") == "terms"
 
 
 # --- kill -9, races, threads, forks
@@ -290,7 +379,7 @@ def test_threads_share_a_ledger(folder):
 
     def reserve():
         try:
-            ledger.reserve(ENTRY, **BUDGET)
+            ledger.reserve(ENTRY, **BUDGET, assignment="a")
             outcomes.append("booked")
         except BudgetExceededError:
             outcomes.append("refused")
@@ -310,14 +399,14 @@ def test_a_ledger_is_not_used_over_a_fork(folder, monkeypatch):
     with open_ledger(folder) as ledger:
         monkeypatch.setattr(os, "getpid", lambda: 0)
         with pytest.raises(RuntimeError, match="opened before a fork"):
-            ledger.reserve(ENTRY, **BUDGET)
+            ledger.reserve(ENTRY, **BUDGET, assignment="a")
 
 
 def test_waiting_for_another_process_ends(folder):
     with open_ledger(folder) as holder, open_ledger(folder, wait_s=0.1) as ledger:
         holder._mark.lock()
         with pytest.raises(OSError, match="nothing is released: database is locked"):
-            ledger.reserve(ENTRY, **BUDGET)
+            ledger.reserve(ENTRY, **BUDGET, assignment="a")
 
 
 def test_opening_waits_for_a_process_that_is_creating_the_site(folder):
@@ -405,7 +494,7 @@ def test_a_commitment_is_not_read_from_an_edited_row(folder, column):
     for sequence in (1, 2):
         sql(folder, f"UPDATE entries SET {column} = 0.5 WHERE sequence = {sequence}")
     with open_ledger(folder) as ledger, pytest.raises(RuntimeError, match="row 2 .* was edited"):
-        ledger.reserve(ENTRY, **BUDGET)
+        ledger.reserve(ENTRY, **BUDGET, assignment="a")
 
 
 @pytest.mark.parametrize(
@@ -453,12 +542,12 @@ def test_old_totals_under_the_newest_rows_are_found(folder):
         connection.execute("UPDATE totals SET state = ?, mac = ?", old)
     connection.close()
     with open_ledger(folder) as ledger, pytest.raises(RuntimeError, match="totals"):
-        ledger.reserve(ENTRY, **BUDGET)
+        ledger.reserve(ENTRY, **BUDGET, assignment="a")
 
 
 def test_totals_that_are_not_the_sum_are_found_by_verify(folder):
     with open_ledger(folder) as ledger:
-        ledger.reserve(ENTRY, **BUDGET)
+        ledger.reserve(ENTRY, **BUDGET, assignment="a")
         ledger._state = lambda last, mac: {  # as after a mistake of ours: nobody else has the key
             "ward": {"orders": [2.0, 3.0], "totals": {"train": [0.0, 0.0]}}
         }
@@ -499,15 +588,15 @@ def test_deleting_ledger_and_mark_resets_nothing(folder):
 @pytest.mark.parametrize("file", ["ledger/site.sqlite", "key/site.mark"])
 def test_a_file_deleted_or_replaced_while_open_is_found(folder, file):
     with open_ledger(folder) as ledger:
-        ledger.reserve(ENTRY, **BUDGET)
+        ledger.reserve(ENTRY, **BUDGET, assignment="a")
         content = (folder / file).read_bytes()
         (folder / file).unlink()
         with pytest.raises(RuntimeError, match="was deleted or replaced while it was open"):
-            ledger.reserve(ENTRY, **BUDGET)
+            ledger.reserve(ENTRY, **BUDGET, assignment="a")
         (folder / "other").write_bytes(content)
         (folder / "other").rename(folder / file)
         with pytest.raises(RuntimeError, match="was deleted or replaced while it was open"):
-            ledger.reserve(ENTRY, **BUDGET)
+            ledger.reserve(ENTRY, **BUDGET, assignment="a")
 
 
 def test_an_old_or_edited_mark_is_found(folder):
@@ -544,7 +633,7 @@ def test_flipped_bytes_never_give_budget_back(data):
         try:
             with open_ledger(folder, wait_s=0.1) as ledger:
                 for _ in range(UNITS):
-                    ledger.reserve(ENTRY, **BUDGET)
+                    ledger.reserve(ENTRY, **BUDGET, assignment="a")
                     count += 1
         except (RuntimeError, OSError):  # BudgetExceededError is a RuntimeError
             pass
@@ -589,7 +678,7 @@ def test_a_disk_that_takes_no_more_releases_nothing(folder, step):
         ledger._checkpoint = fill
         try:
             with pytest.raises(OSError, match="cannot be used, nothing is released: "):
-                ledger.reserve(ENTRY, **BUDGET)
+                ledger.reserve(ENTRY, **BUDGET, assignment="a")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             ledger._checkpoint = lambda name: None
@@ -598,9 +687,9 @@ def test_a_disk_that_takes_no_more_releases_nothing(folder, step):
         booked = 1 if step == "committed" else 0
         assert ledger.verify() == booked
         for _ in range(UNITS - booked):
-            ledger.reserve(ENTRY, **BUDGET)
+            ledger.reserve(ENTRY, **BUDGET, assignment="a")
         with pytest.raises(BudgetExceededError):
-            ledger.reserve(ENTRY, **BUDGET)
+            ledger.reserve(ENTRY, **BUDGET, assignment="a")
 
 
 def test_read_only_files_release_nothing(folder):
@@ -642,7 +731,7 @@ def answer_once(folder, die=None):
 
     with open_ledger(folder) as ledger:
         ledger._checkpoint = checkpoint
-        ledger.reserve(ENTRY, **BUDGET)
+        ledger.reserve(ENTRY, **BUDGET, assignment="a")
         checkpoint("drawn")
         with open(folder / "sent", "a") as sent:
             sent.write("x")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import SPLITS
+from fednas_flwr.names import LARGEST_EPSILON, LEAST_EPSILON, SPLITS
 from fednas_flwr.privacy import policy_file
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import (
@@ -20,7 +20,6 @@ from fednas_flwr.privacy.policy import (
 )
 from fednas_flwr.privacy.policy_file import load_policy, parse_policy, template
 from fednas_flwr.privacy.renyi import Release
-from fednas_flwr.privacy.renyi_filter import RenyiFilter
 from fednas_flwr.typed import parse as parse_typed
 from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
 
@@ -31,12 +30,14 @@ WARD = {
     "largest_grad_norm": 1.0,
     "largest_steps": 5000,
     "verbs": ["query.describe", "train.search"],
+    "unit": "record",
     "records": 1000,
     "fractions": {"train": 0.6, "validation": 0.2, "test": 0.2},
     "threads": 1,
     "micro_batch_size": 8,
     "secure_noise": True,
     "test_seed": False,
+    "approve": "automatic",
 }
 
 
@@ -358,6 +359,7 @@ def test_numbers_may_be_written_without_a_point():
         ({"verbs": [["train.search"]]}, "ward.verbs="),
         ({"verbs": ["train.serach"]}, "ward.verbs=train.serach is unknown.*nearest: train.search"),
         ({"verbs": ["evaluate.personalised"]}, "evaluate.personalised cannot be private"),
+        ({"unit": "patient"}, "ward.unit=patient is unknown.*person, record"),
         ({"records": 0}, "ward.records=0"),
         ({"records": {"train": 1}}, "ward.records={'train': 1} .* integer of at least 1"),
         ({"fractions": {"train": 1}}, "ward.fractions lacks validation, test"),
@@ -369,6 +371,8 @@ def test_numbers_may_be_written_without_a_point():
         ({"records": 1, "fractions": {"train": 0, "validation": 1, "test": 0}}, "of train=0"),
         ({"secure_noise": "true"}, "ward.secure_noise=true .* true or false"),
         ({"test_seed": 1}, "ward.test_seed=1 .* true or false"),
+        ({"approve": "manuel"}, "ward.approve=manuel is unknown: .* .nearest: manual"),
+        ({"approve": True}, "ward.approve=True is unknown: choose one of automatic, manual"),
         ({"test_seed": True}, "secure_noise and test_seed exclude one another"),
         ({"account": ""}, "ward.account= .* a name"),
         ({"account": 5}, "ward.account=5"),
@@ -421,21 +425,21 @@ def test_an_unreadable_file_is_one_sentence(tmp_path):
             load_policy(tmp_path / name)
 
 
-def test_overlapping_data_sets_share_one_budget_and_pay_on_every_split():
+def test_overlapping_data_sets_share_one_budget():
     def both(**changes):
         sections = {"a": {**WARD, "account": "b"}, "b": {**WARD, **changes}, "c": WARD}
         return parse_policy(yaml.safe_dump({"data_sets": sections}))
 
     policy = both()
     assert [policy.data_sets[name].account for name in "abc"] == ["b", "b", "c"]
-    for name in "ab":
-        assert policy.charged_splits(name, ("train",)) == SPLITS
-    assert policy.charged_splits("c", ("train",)) == ("train",)
     for change in ({"epsilon": 4.0}, {"delta": 1e-6}):
         with pytest.raises(ConfigError, match="a and b share the account b and must have the same"):
             both(**change)
 
 
-def test_budgets_of_a_policy_are_budgets_of_the_filter():
-    section = POLICY.data_sets["ward"]
-    RenyiFilter(epsilon=section.epsilon, delta=section.delta)
+@pytest.mark.parametrize("epsilon", [LEAST_EPSILON, LARGEST_EPSILON])
+def test_a_budget_that_no_filter_has_is_refused_with_the_policy(epsilon):
+    assert parse(epsilon=epsilon).data_sets["ward"].epsilon == epsilon
+    beyond = epsilon / 2 if epsilon == LEAST_EPSILON else 2 * epsilon
+    with pytest.raises(ConfigError, match=r"site.yaml: data_sets.ward: epsilon must be in"):
+        parse(epsilon=beyond)

@@ -24,9 +24,9 @@ def rows(tmp_path):
     path, key = tmp_path / "ledger" / "site.sqlite", tmp_path / "key" / "site"
     with Ledger(path, key, clock=lambda: next(clock)) as ledger:
         for entry in (WEIGHTS, ALPHAS, WEIGHTS, replace(WEIGHTS, run="second"), WEIGHTS):
-            ledger.reserve(entry, **BUDGET)
+            ledger.reserve(entry, **BUDGET, assignment="a")
         both = replace(ALPHAS, account="lab", splits=("validation", "train"))
-        ledger.reserve(both, **BUDGET)
+        ledger.reserve(both, **BUDGET, assignment="a")
         return ledger.entries()
 
 

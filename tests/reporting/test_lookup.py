@@ -23,6 +23,7 @@ from fednas_flwr.reporting.lookup import (
     read_cell,
     read_table,
 )
+from fednas_flwr.reporting.plots import percentiles
 from fednas_flwr.reporting.runs import read_run
 
 OPS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
@@ -250,6 +251,56 @@ def test_percentiles_by_round_follow_the_cells_of_the_alphas(tmp_path, make_run)
     assert percentiles_by_round(table, old) == {}
 
 
+def test_of_a_halved_pool_the_best_of_each_measurement_counts(tmp_path):
+    cells = some_cells(5)
+    table = read_table(write(tmp_path / "t.csv", made_rows(cells)))
+    genotypes = [{"space": "nasbench201", "cells": {"cell": edges(cell)}} for cell in cells]
+    events = [
+        {"round": 2, "genotypes": genotypes[:4], "rewards": [0.1, 0.3, 0.4, 0.2]},
+        {"round": 4, "genotypes": genotypes[2::-1], "rewards": [0.4, 0.5, 0.2]},
+        {"round": 5, "paths": [[1]], "rewards": [0.4]},
+    ]
+    found = percentiles_by_round(table, events)
+    assert found == {2: table.percentiles[cells[2]], 4: table.percentiles[cells[1]]}
+
+
+@pytest.mark.parametrize("algorithm", ["fed_darts", "successive_halving"])
+def test_the_report_draws_the_percentile_over_rounds(algorithm, run_inline, tmp_path):
+    table = write(tmp_path / "all.csv", made_rows(CELLS))
+    more = ["algorithm.pool.draws=4", "algorithm.pool.keep=3", "algorithm.pool.by=[synflow]"]
+    run = run_inline(
+        *(f"algorithm={algorithm}", f"dataset.table={table}", "stages=[search]", "clients=2"),
+        *(more if algorithm == "successive_halving" else []),
+    )
+    assert run.error is None
+    (told,) = [event for event in run.events if event["event"] == "looked_up"]
+    found = read_run(run.folder)
+    assert told["cells"] == len(CELLS)
+    assert told["percentiles"][-1][1] == read_table(table).percentiles[found_cell(found)]
+    assert [number for number, _ in told["percentiles"]] == [1, 2]
+    (trace,) = percentiles(found, "search")["data"]
+    assert list(trace["x"]) == [number for number, _ in told["percentiles"]]
+    assert trace["y"] == pytest.approx([value for _, value in told["percentiles"]], abs=1e-3)
+    page = (run.folder / "report.html").read_text(encoding="utf-8")
+    assert "Percentile of the cell in the table" in page
+    assert percentiles(found, "retrain") is None
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [("search_space=darts", "dataset.table=none.csv with search_space=darts: tables hold cells")],
+)
+def test_a_table_is_for_its_own_space(compose_config, override, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        compose_config("dataset.table=none.csv", override)
+
+
+def test_a_run_with_a_table_that_cannot_be_read_does_not_begin(run_inline):
+    run = run_inline("dataset.table=none.csv", "stages=[search]")
+    assert "the table none.csv cannot be read: No such file" in str(run.error)
+    assert not [event for event in run.events if event["event"] == "round"]
+
+
 def test_a_search_is_looked_up_from_its_folder(tmp_path, tiny_overrides, capsys, monkeypatch):
     """A real run: its cell of every round and the derived one stand in a table of all cells."""
     monkeypatch.chdir(tmp_path)
@@ -257,7 +308,8 @@ def test_a_search_is_looked_up_from_its_folder(tmp_path, tiny_overrides, capsys,
     run_dir = tmp_path / "searched"
     space = ["search_space=nasbench201", "search_space.channels=4", "search_space.num_cells=1"]
     stages = ["stages=[search]", "clients=2", f"run_dir={run_dir}"]
-    assert cli.main(["run", *tiny_overrides, *space, *stages]) == 0
+    tiny = [text for text in tiny_overrides if not text.startswith("retrain.rounds")]
+    assert cli.main(["run", *tiny, *space, *stages]) == 0
     capsys.readouterr()
     assert cli.main(["lookup", str(run_dir), "--table", str(table)]) == 0
     printed = capsys.readouterr().out

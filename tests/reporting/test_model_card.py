@@ -5,6 +5,7 @@ import pytest
 import yaml
 
 from fednas_flwr.reporting.model_card import write_model_card
+from fednas_flwr.reporting.report import write_report
 from fednas_flwr.reporting.runs import read_run
 from fednas_flwr.reporting.texts import facts
 
@@ -69,6 +70,24 @@ def test_the_card_tells_what_the_statement_does_not_hold(make_run: Callable[...,
     assert "The run was resumed: the table of releases" in text
     assert "that search's privacy is not part of this statement" in text
     assert "simulated" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, True),
+        ({"privacy": {"name": "dp", "sites": "kept"}}, False),
+        ({"runtime": {"name": "deployment"}}, False),
+    ],
+)
+def test_a_run_that_made_its_ledgers_says_that_earlier_uses_are_not_counted(
+    make_run: Callable[..., Path], changes: dict[str, object], told: bool
+) -> None:
+    folder = make_run("run", private=True)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(yaml.safe_dump(config | changes))
+    for text in (write_model_card(folder).read_text(), write_report(folder).read_text()):
+        assert ("Earlier uses of the same data are not counted" in text) == told
 
 
 @pytest.mark.parametrize("private", [False, True])

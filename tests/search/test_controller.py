@@ -11,7 +11,7 @@ import torch
 
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.search.controller import Controller, Policy, reinforce_loss
-from fednas_flwr.search.samplers import Evolution, RandomSampler
+from fednas_flwr.search.samplers import Evolution, RandomSampler, RejectionSampler
 from fednas_flwr.search.settings import ControllerSettings, EvolutionSettings
 
 SETTINGS = ControllerSettings(lr=0.01, temperature=1.0, entropy_weight=0.02, baseline_decay=0.9)
@@ -192,3 +192,44 @@ def test_the_baseline_is_a_moving_average_of_regularised_rewards():
     assert controller.learn(paths, [1.0] * 4)["controller_baseline"] == pytest.approx(0.55)
     entropy = controller.learn(paths, [0.0] * 4)["controller_entropy"]
     assert entropy == pytest.approx(math.log(3), abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["controller", "evolution", "random"])
+def test_what_is_rejected_is_never_proposed(name):
+    """Of 81 paths the 16 without the op 0 are left; before, nearly every draw was another."""
+    plain, generator = make_sampler(name, SMALL), make_generator(0, "draws")
+    sampler = RejectionSampler(plain, SMALL, rejects=lambda path: 0 in path)
+    for _ in range(3):  # random draws, then children
+        paths = sampler.sample(30, generator)
+        assert len(paths) == 30
+        assert not any(0 in path for path in paths)
+        sampler.learn(paths, [float(sum(path)) for path in paths])
+    assert any(0 in path for path in plain.sample(200, generator))
+    assert sampler.tensors().keys() == plain.tensors().keys()
+
+
+def test_accepted_paths_are_drawn_as_often_as_the_conditioned_policy_says():
+    sampler = make_sampler("controller", SMALL)
+    with torch.no_grad():
+        for decoder in sampler.policy.decoders:
+            decoder.bias += torch.tensor([0.0, 0.7, -0.7])
+    accepting = RejectionSampler(sampler, SMALL, rejects=lambda path: path[0] == path[1])
+    paths = every_path(SMALL)
+    probs = sampler.policy(paths).exp().detach() * (paths[:, 0] != paths[:, 1])
+    drawn = accepting.sample(4000, make_generator(1, "draws"))
+    places = torch.tensor([27 * a + 9 * b + 3 * c + d for a, b, c, d in drawn])
+    shares = places.bincount(minlength=81) / 4000
+    torch.testing.assert_close(shares, probs / probs.sum(), rtol=0, atol=0.025)
+
+
+def test_a_collapsed_policy_gives_way_to_uniform_draws():
+    sampler = make_sampler("controller", SMALL)
+    with torch.no_grad():
+        for decoder in sampler.policy.decoders:
+            decoder.bias[0] = 1e4
+    accepting = RejectionSampler(sampler, SMALL, rejects=lambda path: path == [0] * 4)
+    generator = make_generator(2, "draws")
+    assert sampler.sample(5, generator) == [[0] * 4] * 5
+    paths = accepting.sample(400, generator)
+    assert [0] * 4 not in paths
+    assert len({tuple(path) for path in paths}) > 60

@@ -20,7 +20,7 @@ ALPHAS = Adam(0.05, weight_decay=1e-3)
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
 
-def search(net, train, validation, rule, alphas=ALPHAS, validation_weight=0.5):
+def search(net, train, validation, rule, alphas=ALPHAS, validation_weight=0.5, beta_decay=0.0):
     """Search for one pass over ``train``; return where the gradients came from."""
     gradients = ExactGradients(lambda: iter(train), lambda: iter(validation))
     own, others = net.weights(), net.alphas()
@@ -28,11 +28,11 @@ def search(net, train, validation, rule, alphas=ALPHAS, validation_weight=0.5):
         Descent(own, make_sgd(own.values(), WEIGHTS), WEIGHTS.clip_norm),
         Descent(others, make_adam(others.values(), alphas)),
     )
-    alternate(net, gradients, descents, Alternating(rule, validation_weight))
+    alternate(net, gradients, descents, Alternating(rule, validation_weight, beta_decay=beta_decay))
     return gradients
 
 
-def explicit(net, train, validation, rule):
+def explicit(net, train, validation, rule, beta_decay):
     """The same with nothing of ours but the two gradients that have tests of their own."""
     weights, alphas = list(net.weights().values()), list(net.alphas().values())
     sgd = torch.optim.SGD(weights, lr=0.3, momentum=0.9, weight_decay=0.01)
@@ -66,8 +66,9 @@ def explicit(net, train, validation, rule):
                 validation_batch=validation_batch,
                 inner_lr=0.3,
             )[0].values()
-        for alpha, gradient in zip(alphas, gradients, strict=True):
-            alpha.grad = gradient
+        decays = torch.autograd.grad(beta_decay * torch.cat(alphas).logsumexp(-1).mean(), alphas)
+        for alpha, gradient, decay in zip(alphas, gradients, decays, strict=True):
+            alpha.grad = gradient + decay
         adam.step()
         loss = F.cross_entropy(net(train_batch[0]), train_batch[1])
         losses.append(loss.item())
@@ -78,14 +79,15 @@ def explicit(net, train, validation, rule):
     return losses
 
 
+@pytest.mark.parametrize("beta_decay", [0.0, 2.0])
 @pytest.mark.parametrize("rule", ["first_order", "second_order", "mixed_level"])
-def test_a_pass_equals_an_explicit_loop(rule, net, batch):
+def test_a_pass_equals_an_explicit_loop(rule, beta_decay, net, batch):
     train = [batch(6, seed) for seed in range(4)]
     validation = [batch(5, 10 + seed) for seed in range(6)]  # more than are needed
     twin = copy.deepcopy(net)
     start = copy.deepcopy(net)
-    gradients = search(net, train, validation, rule)
-    losses = explicit(twin, train, validation, rule)
+    gradients = search(net, train, validation, rule, beta_decay=beta_decay)
+    losses = explicit(twin, train, validation, rule, beta_decay)
     for (name, mine), (_, other), (_, old) in zip(
         net.named_parameters(), twin.named_parameters(), start.named_parameters(), strict=True
     ):

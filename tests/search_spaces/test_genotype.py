@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fednas_flwr.builders.networks import make_space
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search_spaces.genotype import (
     Edge,
@@ -143,3 +144,21 @@ def test_skip_share_counts_edges_of_all_cells():
     three = Genotype("toy", {**GENOTYPE.cells, "reduction": (Edge("none", 0, 1),) * 2})
     assert skip_share(three) == 0.25
     assert skip_share(Genotype("toy", {})) == 0.0
+
+
+@pytest.mark.parametrize("space", ["nasbench201", "darts", "mbconv"])
+@pytest.mark.parametrize("large", ["edges", "kinds", "op", "name"])
+def test_a_huge_genotype_is_refused_in_a_short_sentence(space, large):
+    sizes = {"channels": 4, "num_cells": 3}
+    if space == "mbconv":
+        sizes = {"skeleton": "small", "candidates": "proxyless", "width": 1.0}
+    made = make_space(space, input_shape=(3, 8, 8), num_classes=3, norm="batch", **sizes)
+    op = made.ops[-1]
+    cells = {kind: (Edge(op, 0, 1),) * 300_000 for kind in made.cell_kinds}
+    if large == "kinds":
+        cells = {f"kind {i}": () for i in range(300_000)}
+    if large == "op":
+        cells = {kind: (Edge("x" * 300_000, 0, 1),) for kind in made.cell_kinds}
+    with pytest.raises(ConfigError) as raised:
+        made.check(Genotype("s" * 300_000 if large == "name" else space, cells))
+    assert len(str(raised.value)) < 600

@@ -173,7 +173,7 @@ def test_a_group_is_not_resumed_alone(whole, capsys):
 
 def test_clients_with_similar_updates_of_the_alphas_form_a_group(run):
     torch.manual_seed(0)
-    alphas = {"float32": torch.randn(12)}
+    alphas = {"float32": 100 * torch.randn(12)}
     directions = torch.randn(2, 12)
     replies = []
     for client in range(6):

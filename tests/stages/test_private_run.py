@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from fednas_flwr.builders.clients import PRIVATE_SITE_KEYS, check_public, make_courier
+from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.builders.strategies import make_search
 from fednas_flwr.cli import main
@@ -26,24 +27,7 @@ from fednas_flwr.config import dump_config
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError
-from fednas_flwr.exchange.requests import (
-    Amount,
-    Commit,
-    Describe,
-    Evaluate,
-    LocalSearch,
-    LocalTraining,
-    MeasureLatency,
-    Personalise,
-    Probe,
-    RewardCandidates,
-    Search,
-    Site,
-    TakeGradients,
-    Train,
-    TrainCandidates,
-    Trial,
-)
+from fednas_flwr.exchange.requests import Amount, Commit, Describe, Evaluate, Site
 from fednas_flwr.federation import client_app
 from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
@@ -55,12 +39,14 @@ from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import filter_epsilon
 from fednas_flwr.reporting.events import EventLog, read_events
 from fednas_flwr.search.descent import make_adam, make_sgd
-from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.stages import commitment
+from fednas_flwr.stages.commitment import commit
 from fednas_flwr.stages.pipeline import run_stages
 from fednas_flwr.stages.run_folder import create_run_folder, open_run_folder
 from fednas_flwr.stages.schedule import make_schedule, private_stage
 from fednas_flwr.verbs import PRIVATE_VERBS
+
+from ..asked import SUPERNET, smallest
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 DP = [
@@ -138,12 +124,14 @@ def write_policy(sites: Path, client: int, **changes):
         "largest_grad_norm": 1.0,
         "largest_steps": 1000,
         "verbs": list(PRIVATE_VERBS),
+        "unit": "record",
         "records": 40,
         "fractions": {"train": 0.5, "validation": 0.4, "test": 0.1},
         "threads": 1,
         "micro_batch_size": 8,
         "secure_noise": True,
         "test_seed": False,
+        "approve": "automatic",
         **changes,
     }
     path = sites / f"client-{client}" / "policy.yaml"
@@ -343,11 +331,13 @@ def test_a_resumed_run_with_rounds_done_goes_on_while_its_budget_lasts(start, tm
     client_app._client.cache_clear()
     resumed = start(resume=killed.folder)
     _, event = named(resumed.events, "privacy")
+    assert [item["steps"] for item in event["schedule"]] == [6 - done] * 2
     (covers,) = event["clients"][0]["covers"]
     assert covers["rounds"] < covers["of"] == 6 - done
     assert covers["rounds"] == 4 or not done
     after = len(rows(tmp_path, 0)) - before
     if done:
+        assert {row.committed_steps for row in rows(tmp_path, 0)[-after:]} == {5}
         assert isinstance(resumed.error, QuorumError)
         assert "the budget is" in str(resumed.error)
         assert 8 <= after < 10
@@ -471,22 +461,40 @@ def test_what_a_policy_refuses_is_told_and_the_run_goes_on_if_a_quorum_remains(
         assert len(named(run.events, "round")) == 2
 
 
+@pytest.fixture
+def left_at_the_schedule(compose_config, tmp_path, monkeypatch):
+    """Return which client leaves, as an event, when the two sites are asked to keep a schedule."""
+    monkeypatch.setitem(release.ACCOUNTANTS, "prv", rdp_epsilon)
+
+    def left():
+        config = compose_config(
+            *SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}"
+        )
+        grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+        events = []
+        courier = make_courier(config, run="run", emit=lambda event, **f: events.append(f))
+        courier.connect(grid)
+        records = [facts["splits"] for _, facts in sorted(courier.facts.items())]
+        schedule = make_schedule(config, records, done={})
+        commit(courier, config, schedule, done={}, resumed=False)
+        assert list(courier.clients) == [0]
+        (left,) = (fields for fields in events if "reason" in fields)
+        assert (left["client"], left["verb"]) == (1, "query.commit")
+        return left
+
+    return left
+
+
 @pytest.mark.parametrize("malformed", [None, 3, {"search": "2"}, {"search": -1}])
-def test_a_client_that_answers_the_schedule_with_nonsense_is_not_asked_again(
-    start, tmp_path, monkeypatch, malformed
+def test_a_client_that_answers_the_schedule_with_nonsense_leaves(
+    left_at_the_schedule, tmp_path, monkeypatch, malformed
 ):
     def covered_steps(gate, schedule):
         return {"search": 1} if gate._ledger.path.is_relative_to(tmp_path / "client-0") else bad
 
     bad = malformed
     monkeypatch.setattr(release.ReleaseGate, "covered_steps", covered_steps)
-    run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
-    assert run.error is None
-    (left,) = named(run.events, "client_left")
-    assert (left["client"], left["verb"]) == (1, "query.commit")
-    assert "says covered_steps=" in left["reason"]
-    assert rows(tmp_path, 1) == []
-    assert len(rows(tmp_path, 0)) == 2
+    assert "says covered_steps=" in left_at_the_schedule()["reason"]
 
 
 EPSILON = {name: {"train": 1.0, "validation": 1.0} for name in ("prv", "rdp", "gdp")}
@@ -508,23 +516,32 @@ EPSILON = {name: {"train": 1.0, "validation": 1.0} for name in ("prv", "rdp", "g
         ),
     ],
 )
-def test_a_client_that_tells_a_nonsensical_epsilon_is_not_asked_again(
-    start, tmp_path, monkeypatch, malformed
+def test_a_client_that_tells_a_nonsensical_epsilon_leaves(
+    left_at_the_schedule, tmp_path, monkeypatch, malformed
 ):
     def epsilons(gate, header):
         is_first = gate._ledger.path.is_relative_to(tmp_path / "client-0")
         return EPSILON if is_first else malformed
 
     monkeypatch.setattr(release.ReleaseGate, "epsilons", epsilons)
+    assert "epsilon" in left_at_the_schedule()["reason"]
+
+
+def test_a_client_that_has_left_at_the_schedule_is_not_asked_again(start, tmp_path, monkeypatch):
+    def epsilons(gate, header):
+        is_first = gate._ledger.path.is_relative_to(tmp_path / "client-0")
+        return EPSILON if is_first else {}
+
+    monkeypatch.setattr(release.ReleaseGate, "epsilons", epsilons)
     run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
     assert run.error is None
     (left,) = named(run.events, "client_left")
     assert (left["client"], left["verb"]) == (1, "query.commit")
-    assert "epsilon" in left["reason"]
     assert rows(tmp_path, 1) == []
+    assert len(rows(tmp_path, 0)) == 2
 
 
-@pytest.mark.parametrize("fact", ["splits", "budget", "secure_noise", "spent"])
+@pytest.mark.parametrize("fact", ["splits", "budget", "secure_noise", "unit", "spent"])
 def test_a_client_that_keeps_a_needed_fact_to_itself_does_not_stop_the_run(
     start, tmp_path, monkeypatch, fact
 ):
@@ -591,22 +608,47 @@ def real_sites(tmp_path, made_data):
     return equip
 
 
-ADAM = Adam(lr=0.01, weight_decay=0.0)
-SGD_1 = SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None)
-LOCAL = LocalSearch(Amount(None, 1, None), SGD_1, ADAM, alternating=Alternating("first_order"))
-GRADIENT = TakeGradients(0, 1, {"weights": 0.1}, None, 1, 0.1)
-SUPERNET = {"name": "supernet"}
-TRAINING = LocalTraining({"name": "x"}, "train", Amount(None, 1, None), SGD_1, 0.0, 0.0)
-ASKED_WITHOUT_PRIVACY = {
-    "train.search": Search(LOCAL),
-    "train.probe": Probe(LOCAL, None, [Trial(SGD_1, ADAM, 0.0)], 1.0),
-    "train.candidate": TrainCandidates([[0]], 0, 1, None, SGD_1, None),
-    "train.weight_gradient": GRADIENT,
-    "train.weights": Train(TRAINING),
-    "evaluate.candidates": RewardCandidates([[0]]),
-    "evaluate.model": Evaluate(SUPERNET, "validation"),
-    "query.latency": MeasureLatency(1, 2),
-}
+def write_table(path: Path, *, changed: bool) -> None:
+    """Write a table of patients; ``changed``: exported again with one more decimal and a column."""
+    rng = np.random.default_rng(0)
+    features, labels = rng.normal(0, 1, (60, 4)), rng.integers(0, 2, 60)
+    digits = 4 if changed else 3
+    lines = [
+        ",".join([f"p{i}", *(f"{x:.{digits}f}" for x in row), *["7"] * changed, f"{label}"])
+        for i, (row, label) in enumerate(zip(features, labels, strict=True))
+    ]
+    head = ["patient", *"abcd", *["ward"] * changed, "ill"]
+    path.write_text("\n".join([",".join(head), *lines]) + "\n")
+
+
+@pytest.mark.parametrize("id_column", ["patient", None])
+def test_a_new_export_of_the_same_records_is_charged_to_all_splits_unless_a_column_gives_ids(
+    compose_config, real_sites, start, tmp_path, id_column
+):
+    sizes = ["search_space=mlp_small", *(f"{p}.channels=8" for p in ("search_space", "retrain"))]
+    sizes += [f"{part}.norm=group" for part in ("search_space", "retrain")]
+    searched = ["algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "stages=[search]"]
+    overrides = [*searched, "privacy.epsilon=1000", *REAL_SITES, *sizes, "dataset=csv"]
+    dataset = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": [*"abcd"]}
+    dataset |= {"statistics": {name: [0, 1] for name in "abcd"}, "id_column": id_column}
+    for changed in (False, True):
+        for kept in (client_app._gate, client_app._client, client_app._data):
+            kept.cache_clear()
+        unit = "person" if id_column else "record"
+        grid = real_sites(compose_config(*overrides), unit=unit)
+        (node,) = (context.node_config for context in grid._contexts.values())
+        Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
+        node["data-path"] = str(tmp_path / "patients.csv")
+        write_table(Path(node["data-path"]), changed=changed)
+        assert start(*overrides, grid=grid).error is None
+    with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as booked:
+        splits = [row.entry.splits for row in booked.entries()]
+    first, second = splits[:4], splits[4:]
+    assert first == [("train",), ("validation",)] * 2
+    assert second == (first if id_column else [("train", "validation", "test")] * 4)
+
+
+ASKED_WITHOUT_PRIVACY = smallest()
 
 
 def test_a_site_with_a_policy_refuses_a_run_without_privacy(start, compose_config, real_sites):
@@ -620,15 +662,17 @@ def test_a_site_with_a_policy_refuses_a_run_without_privacy(start, compose_confi
     courier = make_courier(config, run="run")
     courier.connect(grid)
     assert "class_counts" not in courier.facts[0]
+    last = ASKED_WITHOUT_PRIVACY["evaluate.personalised"]
+    public = ("query.describe", "query.commit", "evaluate.personalised")
     for verb, given in ASKED_WITHOUT_PRIVACY.items():
+        if verb in public:
+            continue
         with pytest.raises(QuorumError, match="rule data_sets: data set=None"):
             list(courier.ask(verb, stage="search", settings=given))
-    last = Personalise(TRAINING)
     with pytest.raises(QuorumError, match="private verb=evaluate.personalised is unknown"):
         list(courier.ask("evaluate.personalised", stage="search", settings=last))
-    named = replace(GRADIENT, site=SITE)
     with pytest.raises(QuorumError, match="rule committed values: release=search/train.weight_gra"):
-        list(courier.ask("train.weight_gradient", stage="search", settings=named))
+        list(courier.ask("train.weight_gradient", stage="search", settings=ASKED))
 
 
 def test_an_error_that_is_no_refusal_keeps_its_text_at_the_site(
@@ -674,7 +718,8 @@ SITE = Site("records")
 PLANNED = PlannedRelease(
     "search", "train.weight_gradient", "weights", ("train",), 8, 2, 1.0, noise_multiplier=1.0
 )
-ASKED = replace(GRADIENT, site=SITE)
+OF_SITE = smallest(SITE)
+ASKED = OF_SITE["train.weight_gradient"]
 NORMED = {"name": "mobilenet_v2"}
 
 
@@ -683,11 +728,12 @@ def committed(**changes):
 
 
 def training(**changes):
-    return Train(replace(TRAINING, **changes), site=SITE)
+    asked = OF_SITE["train.weights"]
+    return replace(asked, local=replace(asked.local, **changes))
 
 
 WITHOUT_DATA = [
-    ("train.search", Search(LOCAL, site=SITE), "rule verbs: verb=train.search"),
+    ("train.search", OF_SITE["train.search"], "rule verbs: verb=train.search"),
     ("query.commit", replace(committed(), data_set="other"), "rule data_sets: data set=other"),
     ("query.commit", committed(noise_multiplier=0.0), "noise_multiplier=0.0, not"),
     ("query.commit", committed(noise_multiplier=None), "noise_multiplier=None, not"),
@@ -846,9 +892,106 @@ def test_a_real_site_must_declare_what_its_records_would_tell(compose_config, ov
         check_public(config, prepared)
 
 
+def approval(node, awaited=None):
+    """The command that a person at a site types."""
+    files = {"--policy": node["policy"], "--ledger": node["ledger"], "--key": node["ledger-key"]}
+    options = [text for pair in files.items() for text in pair]
+    return ["approve", *([awaited] if awaited else []), *options]
+
+
+def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(
+    compose_config, real_sites, start, capsys
+):
+    """Not approved in time it ends with a sentence; approved, it goes on under the same name."""
+    overrides = [*SEARCH, *REAL_SITES, "runtime.approval_s=0", "privacy.weights.noise_multiplier=2"]
+    grid = real_sites(compose_config(*overrides), approve="manual")
+    (node,) = (context.node_config for context in grid._contexts.values())
+    run = start(*overrides, grid=grid)
+    (event,) = named(run.events, "approval_awaited")
+    ((client, awaited),) = [(one["client"], one["schedule"]) for one in event["clients"]]
+    assert client == 0
+    assert str(run.error).startswith(
+        f"client 0: its schedule {awaited} waits for a person's approval: have `fednas approve "
+        f"{awaited}` typed at that site, then resume this run (0 of 1 clients have agreed"
+    )
+    assert str(run.error).endswith("Nothing was released.")
+    assert not named(run.events, "privacy")
+    assert f"fednas approve {awaited}: run '{event['run']}' waits" in capsys.readouterr().err
+
+    again = start(resume=run.folder, grid=grid)  # too early
+    assert str(again.error) == str(run.error)
+    capsys.readouterr()
+    assert main(approval(node)) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        awaited,
+        event["run"],
+        "budget records: epsilon 1000 at delta 1e-05 for one record",
+        "0 is spent",
+    ):
+        assert part in shown
+    rows = [line.split("│")[1:-1] for line in shown.splitlines() if "│ search" in line]
+    assert {tuple(cell.strip() for cell in row) for row in rows} == {
+        ("search", "train.alpha_gradient", "alphas", "validation", "2", "1", "1", "8", "0.5"),
+        ("search", "train.weight_gradient", "weights", "train", "2", "2", "1", "8", "0.4"),
+    }
+    space = supernet_space(run.config, make_data(compose_config(*SEARCH))[0])
+    weights = sum(weight.numel() for weight in space.supernet().weights().values())
+    assert f"size of the model that is searched: 30 alphas and {weights:,} weights" in shown
+    assert "epsilon with all that was booked before (PRV): train " in shown
+    assert main(approval(node, "0" * 32)) == 2
+    refusal = f"no schedule {'0' * 32} waits for approval; there is {awaited}."
+    assert refusal in capsys.readouterr().err
+
+    assert main(approval(node, awaited)) == 0
+    assert f"approved {awaited}." in capsys.readouterr().out
+    last = start(resume=run.folder, grid=grid)
+    assert last.error is None
+    with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as booked:
+        assert {row.entry.run for row in booked.entries()} == {event["run"]}
+    assert main(approval(node)) == 0
+    assert capsys.readouterr().out.endswith("nothing waits for approval.\n")
+    new = start(*overrides, grid=real_sites(compose_config(*overrides), approve="manual"))
+    assert awaited not in str(new.error)  # the next run is another one
+    assert "waits for a person's approval" in str(new.error)
+
+
+def test_a_run_goes_on_once_a_person_has_approved_it_and_without_a_site_where_nobody_does(
+    compose_config, real_sites, start, monkeypatch
+):
+    monkeypatch.setattr(commitment, "APPROVAL_POLL_S", 0.01)
+    overrides = [*SEARCH, *REAL_SITES, "clients=3", "runtime.approval_s=3"]
+    grid = real_sites(compose_config(*overrides), approve="manual")
+    nodes = {c.node_config["partition-id"]: c.node_config for c in grid._contexts.values()}
+    write_policy(Path(nodes[2]["policy"]).parent.parent, 0)  # this site needs no person
+    asked = []
+
+    def person(event):
+        """Approve at site 0, and at no other."""
+        if event["event"] == "approval_awaited":
+            asked.append({one["client"]: one["schedule"] for one in event["clients"]})
+            if 0 in asked[-1]:
+                assert main(approval(nodes[0], asked[-1][0])) == 0
+
+    run = start(*overrides, grid=grid, listener=person)
+    assert run.error is None
+    assert [sorted(waiting) for waiting in asked] == [[0, 1], [1]]
+    (left,) = named(run.events, "client_left")
+    assert left["client"] == 1
+    assert "have `fednas approve" in left["reason"]
+    (event,) = named(run.events, "privacy")
+    assert [client["client"] for client in event["clients"]] == [0, 2]
+    for index, node in nodes.items():
+        with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as booked:
+            assert len(booked.entries()) == (0 if index == 1 else 4)
+    lines = trail_of(Path(nodes[2]["ledger"]).with_name("audit.jsonl"))
+    asked = [line["verb"] for line in lines if line["event"] == "asked"]
+    assert asked.count("query.commit") == 1  # who has agreed is not asked again
+
+
 def trail_of(path):
     """The lines of an audit trail without what differs from run to run."""
-    changing = ("time", "previous", "run", "flower_run")
+    changing = ("time", "mac", "run", "flower_run")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in changing} for line in lines]
 
@@ -877,7 +1020,7 @@ def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
             list(courier.ask("query.commit", stage="commit", settings=Commit("other", ())))
         assert start(*SEARCH, *REAL_SITES, grid=grid).error is None
         path = tmp_path / name / "ledger" / "audit.jsonl"
-        assert verify_trail(path)[0] == len(trail_of(path))
+        assert verify_trail(path, tmp_path / name / "key") == len(trail_of(path))
         trails.append(trail_of(path))
     assert trails[0] == trails[1]
     (refused,) = (line for line in trails[0] if line["event"] == "refused")

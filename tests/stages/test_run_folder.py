@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from fednas_flwr import api
 from fednas_flwr.config import Config
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.stages.run_folder import create_run_folder, find_unfinished, occupied
+from fednas_flwr.strategies.fed_darts import FedDARTS
 
 STAMP = {"time": "2026-11-20T18:45:16.000+00:00", "elapsed": 1.0}
 
@@ -75,3 +77,40 @@ def test_a_folder_has_one_process_at_a_time_and_is_free_after_a_kill(tmp_path: P
         holder.kill()
     with occupied(tmp_path):
         pass
+
+
+FOREIGN = {
+    "no YAML": b"a: [1\n b: }",
+    "bytes": b"\xff\xfe\x00\x81",
+    "a list": b"- 1\n- 2\n",
+    "a text": b"hello",
+    "nothing": b"",
+    "another mapping": b"model: resnet\nlr: 0.1\n",
+    "a name of another type": b"algorithm: {name: [1]}\ndataset: 3\n",
+    "a tag": b"!!python/object/apply:os.getcwd []\n",
+    "depth": b"[" * 5000,
+}
+
+
+@pytest.mark.parametrize("content", FOREIGN)
+@pytest.mark.parametrize("own_strategy", [False, True])
+def test_a_foreign_configuration_is_not_continued(
+    tmp_path: Path, content: str, own_strategy: bool
+) -> None:
+    (tmp_path / "config.yaml").write_bytes(FOREIGN[content])
+    with pytest.raises(ConfigError) as raised:
+        api.run(tmp_path, strategy=FedDARTS if own_strategy else None)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 1000
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_resume_auto_passes_a_foreign_configuration(
+    compose_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = compose_config()
+    run = begun(config, "run", "failed", age_s=10)
+    (tmp_path / "runs" / "foreign").mkdir()
+    (tmp_path / "runs" / "foreign" / "config.yaml").write_bytes(FOREIGN["no YAML"])
+    assert find_unfinished(config) == run

@@ -158,3 +158,23 @@ def test_a_liar_cannot_claim_more_than_all_right_and_a_median_does_not_hear_it(
         held = torch.stack([torch.ones_like(others[0]), *others])
         expected = held.mean(0) if aggregate == "mean" else held.median(0).values
         torch.testing.assert_close(torch.tensor(found), expected)
+
+
+@pytest.mark.parametrize("sampler", ["controller", "evolution", "random"])
+def test_no_degenerate_candidate_is_trained_measured_or_found(sampler, compose_config, federate):
+    """From samplers that like ops without weights, of whose own draws many are degenerate."""
+    strategy = federate(compose_config(*DPNAS, f"algorithm.sampler={sampler}")).strategy
+    own, space = strategy.sampler.sampler, strategy.cells
+    generator = torch.Generator().manual_seed(0)
+    if sampler == "controller":
+        with torch.no_grad():
+            for decoder in own.policy.decoders:
+                decoder.bias[:4] += 3  # none, the pools and the skip connection
+        plain = [space.genotype(path) for path in own.sample(300, generator)]
+        assert sum(space.is_degenerate(genotype) for genotype in plain) > 20
+    else:
+        own.choices = (4,) * 14 + (10,)  # the last edge alone may have weights
+    for _ in range(3):
+        paths = strategy.sampler.sample(60, generator)
+        assert not any(space.is_degenerate(space.genotype(path)) for path in paths)
+        strategy.sampler.learn(paths, [0.5] * len(paths))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from fednas_flwr.exchange.states import load_states
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.bandit import Bandit, draw_configurations
 from fednas_flwr.search.settings import Adam, Range
+from fednas_flwr.strategies.feathers import _clamped
 
 SETTINGS = [
     *("algorithm=feathers", "algorithm.num_configurations=6", "algorithm.nas_rounds=2"),
@@ -28,9 +30,8 @@ SETTINGS = [
 ROUNDS = 3
 
 
-@pytest.fixture(scope="module")
-def searched(compose_config, federate):
-    federation = federate(compose_config(*SETTINGS))
+def record(federation):
+    """Run a federation's search and keep what was asked and answered."""
     federation.asked = asked = []
     ask = federation.courier.ask
 
@@ -45,6 +46,11 @@ def searched(compose_config, federate):
     federation.courier.ask = recording
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     return federation
+
+
+@pytest.fixture(scope="module")
+def searched(compose_config, federate):
+    return record(federate(compose_config(*SETTINGS)))
 
 
 def explored(federation):
@@ -169,6 +175,102 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
     assert (
         strategy.tuner.configurations[event["best"]] == strategy.tuner.configurations[learnt.best()]
     )
+
+
+@pytest.fixture(scope="module")
+def averaged(compose_config, federate):
+    return record(federate(compose_config(*SETTINGS, "algorithm.rewarded=averaged")))
+
+
+def test_averaged_rewards_are_of_the_model_that_the_next_round_would_begin_with(averaged):
+    """Every client's own search, numpy's average of the states, and losses before and after."""
+    event = explored(averaged)[0]
+    arms = sorted(map(int, event["rewards"]))
+    searches = of_verb(averaged, "train.search")
+    measured = of_verb(averaged, "evaluate.model")
+    assert len(arms) == event["kappa"] > 1
+    assert len(measured) == 2 + sum(e["kappa"] for e in explored(averaged))  # two before trials
+    assert len(searches) == ROUNDS + sum(e["kappa"] for e in explored(averaged))
+    assert not of_verb(averaged, "train.probe")
+    for index, arm in enumerate(arms):
+        arguments, _ = searches[index]
+        assert arguments["settings"].local.weights.lr == (
+            averaged.strategy.tuner.configurations[arm].lr
+        )
+        states = []
+        for client in averaged.clients:
+            header = Header("test", "search", 1, 1, client.index, "nonce")
+            request = Request("train.search", header, arguments["settings"], arguments["states"])
+            states.append(ANSWERS["train.search"](client, request, request.settings).states)
+        counts = [len(client.data.train) for client in averaged.clients]
+        mean = {
+            state: {
+                dtype: torch.stack(
+                    [n / sum(counts) * s[state][dtype] for n, s in zip(counts, states, strict=True)]
+                ).sum(0)
+                for dtype in packed
+            }
+            for state, packed in states[0].items()
+            if state != "buffers"  # the losses' own statistics take their place
+        }
+        decreases, sizes = [], []
+        for client in averaged.clients:
+            supernet = client.network({"name": "supernet"}, arguments["states"])
+            before = loss_of(client, supernet)
+            load_states(supernet, mean | {"buffers": arguments["states"]["buffers"]})
+            decreases.append(before - loss_of(client, supernet))
+            sizes.append(len(client.data.validation))
+        expected = sum(d * n for d, n in zip(decreases, sizes, strict=True)) / sum(sizes)
+        assert event["rewards"][str(arm)] == pytest.approx(expected, abs=2e-5)
+    assert max(map(abs, event["rewards"].values())) > 2e-3
+    best = averaged.strategy.tuner.configurations[event["best"]].lr
+    assert searches[len(arms)][0]["settings"].local.weights.lr == best
+
+
+def test_trials_of_averaged_models_leave_the_global_model_alone(averaged):
+    searches = of_verb(averaged, "train.search")
+    kappa = explored(averaged)[0]["kappa"]
+    first = searches[0][0]["states"]
+    for arguments, _ in searches[1 : kappa + 1]:  # the last begins round 1
+        for state, packed in first.items():
+            for dtype, vector in packed.items():
+                assert torch.equal(arguments["states"][state][dtype], vector)
+
+
+def test_averaged_models_are_rewarded_in_retraining_too(run_inline):
+    run = run_inline(*SETTINGS, "algorithm.rewarded=averaged", "rounds=1", "retrain.rounds=3")
+    assert run.error is None
+    told = [event for event in run.events if event["event"] == "explored"]
+    assert [(e["stage"], e["round"]) for e in told] == [
+        ("search", 1),
+        ("retrain", 1),
+        ("retrain", 3),
+    ]
+    assert all(reward != 0 for event in told for reward in event["rewards"].values())
+
+
+def test_wild_losses_of_a_client_do_not_choose(compose_config, federate, monkeypatch):
+    federation = federate(compose_config(*SETTINGS, "algorithm.rewarded=averaged"))
+    bound, honest = federation.config.algorithm.loss_bound, ANSWERS["evaluate.model"]
+
+    def lying(client, request, asked):
+        reply = honest(client, request, asked)
+        return replace(reply, metrics=reply.metrics | {"loss": -1e15 * (1 + request.header.phase)})
+
+    monkeypatch.setitem(ANSWERS, "evaluate.model", lying)
+    federation.strategy.start(federation.grid, num_rounds=1)
+    rewards = [r for e in explored(federation) for r in e["rewards"].values()]
+    assert rewards == [bound] * len(rewards)
+
+
+def test_a_decrease_that_is_no_number_is_the_worst_reward():
+    assert [_clamped(d, 5.0) for d in (math.nan, math.inf, -math.inf, 0.5)] == [-5, -5, -5, 0.5]
+
+
+def test_private_rewards_of_averaged_models_are_refused(compose_config):
+    private = ["privacy=dp", "search_space.norm=group", "retrain.norm=group"]
+    with pytest.raises(ConfigError, match=r"rewarded=averaged with privacy=dp.*rewarded=local"):
+        compose_config(*SETTINGS, *private, "algorithm.rewarded=averaged")
 
 
 def test_the_best_configuration_searches(searched):

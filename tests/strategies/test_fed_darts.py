@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.data.loaders import epoch_batches
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Header, Request
 from fednas_flwr.exchange.requests import Amount, LocalSearch, Search
 from fednas_flwr.randomness import make_generator, seeded
@@ -30,6 +31,7 @@ SETTINGS = [
 
 def alternate(supernet, client, server_round, config, lr):
     """DARTS' alternating steps as one would write them in a notebook; in place."""
+    beta_decay = config.algorithm.beta_decay * server_round / ROUNDS
     weights, alphas = list(supernet.weights().values()), list(supernet.alphas().values())
     sgd = torch.optim.SGD(weights, lr=lr, momentum=0.9, weight_decay=3e-4)
     adam = torch.optim.Adam(alphas, lr=0.006, betas=(0.5, 0.999), weight_decay=1e-3)
@@ -50,7 +52,8 @@ def alternate(supernet, client, server_round, config, lr):
         for train in passes(client.data.train, 1):
             validation = next(validation_batches)
             objective = loss(train) if config.algorithm.name == "fednas" else 0.0
-            objective = objective + loss(validation)
+            objective = objective + config.algorithm.validation_weight * loss(validation)
+            objective = objective + beta_decay * torch.cat(alphas).logsumexp(-1).mean()
             for alpha, gradient in zip(alphas, torch.autograd.grad(objective, alphas), strict=True):
                 alpha.grad = gradient
             adam.step()
@@ -64,9 +67,18 @@ def alternate(supernet, client, server_round, config, lr):
     return sum(value * count for value, count in losses) / len(client.data.train)
 
 
-@pytest.mark.parametrize("algorithm", ["fed_darts", "fednas"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ["fed_darts"],
+        ["fed_darts", "algorithm.beta_decay=5"],
+        ["fednas"],
+        ["fednas", "algorithm.validation_weight=3"],
+    ],
+)
 def test_rounds_equal_local_loops_and_a_weighted_average(algorithm, compose_config, federate):
-    config = compose_config(f"algorithm={algorithm}", *UNEQUAL, *SETTINGS)
+    name, *given = algorithm
+    config = compose_config(f"algorithm={name}", *UNEQUAL, *SETTINGS, *given)
     federation = federate(config)
     with seeded(config.seed, "supernet"):
         supernet = supernet_space(config, federation.data[0]).supernet()
@@ -121,3 +133,43 @@ def test_oversampling_repeats_records_and_counts_them_once(compose_config, feder
     assert {reply.num_examples for reply in replies} == {len(client.data.train)}
     one, other = (reply.states["weights"]["float32"] for reply in replies)
     assert not torch.equal(one, other)
+
+
+GDAS = [
+    *("algorithm=fed_darts", "algorithm.beta_decay=0"),
+    "algorithm.temperatures={first: 10.0, last: 0.1}",
+]
+
+
+def test_single_paths_of_gdas_take_their_temperature_from_the_round(compose_config, federate):
+    """Different runs of one seed are equal; every round of all clients is as hot as it should."""
+    alphas, asked = [], []
+    for _ in range(2):
+        federation = federate(compose_config(*GDAS, *UNEQUAL, *SETTINGS, "rounds=3"))
+        strategy = federation.strategy
+        ask = strategy.ask
+
+        def told(verb, settings, ask=ask, **arguments):
+            asked.append(settings.local.alternating.temperature)
+            return ask(verb, settings, **arguments)
+
+        strategy.ask = told
+        strategy.start(federation.grid, num_rounds=3)
+        assert not [e for e in federation.events if e["event"] == "client_failed"]
+        alphas.append(strategy.alphas()["cell"].clone())
+    assert asked[:3] == pytest.approx([10.0, 5.05, 0.1])
+    assert torch.equal(*alphas)
+    assert alphas[0].std() > 0.004  # they were drawn with .001
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["search_space=darts_small"], r"search_space=darts: single paths.*nasbench201"),
+        (["algorithm.rule=second_order"], r"no second order; set"),
+        (["privacy=dp", "search_space.norm=group", "retrain.norm=group"], r"with privacy=dp"),
+    ],
+)
+def test_single_paths_are_refused_where_there_are_none(more, sentence, compose_config):
+    with pytest.raises(ConfigError, match=sentence):
+        compose_config(*GDAS, *more)

@@ -156,7 +156,8 @@ def test_a_run_tunes_a_given_genotype(compose_config, federate, tiny_overrides, 
     space = supernet_space(config, federate(config).data[0])
     given, folder = tmp_path / "found.json", tmp_path / "run"
     save_genotype(given, space.random_genotype(torch.Generator()))
-    overrides = [*tiny_overrides, *SETTINGS, f"genotype={given}"]
+    tiny = [text for text in tiny_overrides if not text.startswith(("search_space", "rounds"))]
+    overrides = [*tiny, *SETTINGS, f"genotype={given}"]
     assert main(["run", *overrides, f"run_dir={folder}"]) == 0
     events = read_events(folder / "events.jsonl")
     (derived,) = [event for event in events if event["event"] == "derived"]

@@ -116,6 +116,29 @@ def test_mean_over_unequal_clients_equals_vanilla_nas_on_the_pooled_data(mean_ru
     plain.assert_equals(mean_run.strategy)
 
 
+@pytest.mark.parametrize(("fused", "clients"), [("false", UNEQUAL), ("true", ["clients=1"])])
+def test_the_server_adds_the_regulariser_that_rises_over_the_rounds(
+    fused, clients, compose_config, federate
+):
+    beta = ["algorithm.beta_decay=0.3", f"algorithm.fused={fused}"]
+    federation = federate(compose_config("algorithm=fnas", *FULL, *clients, *beta))
+    strategy = run(federation)
+    plain = Plain(federation.config, federation.data[0])
+    for step in range(ROUNDS):
+        before = plain.gradients(
+            plain.mean_loss(pooled(federation.clients, "validation")), plain.alphas
+        )
+        plain.step_weights(step, plain.mean_loss(pooled(federation.clients, "train")))
+        decay = 0.3 * (step + 1) / ROUNDS * plain.alphas[0].logsumexp(-1).mean()
+        if fused == "true":
+            decays = plain.gradients(decay, plain.alphas)
+            plain.step_alphas([g + d for g, d in zip(before, decays, strict=True)])
+        else:
+            loss = plain.mean_loss(pooled(federation.clients, "validation"))
+            plain.step_alphas(loss + decay)
+    plain.assert_equals(strategy)
+
+
 def test_one_client_with_all_records_is_vanilla_nas(mean_run, compose_config, federate):
     vanilla = federate(compose_config("algorithm=vanilla_nas", *FULL, "clients=1"))
     pool = [sum(len(getattr(c.data, s)) for c in mean_run.clients) for s in ("train", "test")]
@@ -318,3 +341,47 @@ def test_evaluation_on_validation_records_every_so_many_rounds_and_at_the_end(
     for event in rounds:
         assert math.isfinite(event["metrics"]["train_loss"])
         assert set(event["clients"]) == {"0", "1"}
+
+
+@pytest.mark.parametrize("algorithm", ["fnas", "vanilla_nas"])
+@pytest.mark.parametrize("batch_size", ["null", "1000", "16"])
+def test_oversampling_repeats_records_and_counts_them_once(
+    algorithm, batch_size, compose_config, federate
+):
+    """A client of rare classes answers for no more records than it has, by their mean gradient."""
+    partition = ["clients=1"] if algorithm == "vanilla_nas" else UNEQUAL
+    config = compose_config(
+        *(f"algorithm={algorithm}", *GROUP, *partition, "oversample=true", "rounds=1"),
+        f"algorithm.batch_size={batch_size}",
+    )
+    federation = federate(config)
+    asked = []
+    ask = federation.courier.ask
+
+    def noting(verb, **arguments):
+        for client, reply in ask(verb, **arguments):
+            asked.append((verb, client, reply))
+            yield client, reply
+
+    federation.courier.ask = noting
+    federation.strategy.start(federation.grid, num_rounds=1)
+    assert not [e for e in federation.events if e["event"] in ("client_failed", "client_left")]
+    gradients = [(v, index, r) for v, index, r in asked if v != "evaluate.model"]
+    repeated = 0
+    for verb, index, reply in gradients:
+        client = federation.clients[index]
+        split = client.data.train if verb == "train.weight_gradient" else client.data.validation
+        rows = client.for_training(split)
+        assert 1 <= reply.num_examples <= len(split)
+        repeated += len(rows) > len(split) == reply.num_examples
+        if (verb, batch_size) == ("train.weight_gradient", "null"):
+            plain = Plain(config, federation.data[0])
+            expected = torch.autograd.grad(
+                plain.mean_loss(rows.batch(torch.arange(len(rows)), "cpu")),
+                plain.weights,
+                materialize_grads=True,
+                allow_unused=True,
+            )
+            mean = reply.states["weights"]["float32"] / reply.num_examples
+            torch.testing.assert_close(mean, torch.cat([g.reshape(-1) for g in expected]), **CLOSE)
+    assert repeated or batch_size == "16"

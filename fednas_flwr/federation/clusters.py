@@ -1,0 +1,70 @@
+"""Whether the Ray that a run asks for answers, and can hold one of its clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from functools import cache
+
+from fednas_flwr.config import Config
+from fednas_flwr.errors import ConfigError, show
+
+CONNECTS_S, ANSWERS_S = 4.0, 12.0
+
+Nodes = tuple[tuple[float, float], ...]  # CPUs and GPUs of each machine
+
+# In a process of its own: Ray waits for a silent cluster for ever.
+_ASK = """
+import json, sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="critical")
+nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+print(json.dumps([[node.get("CPU", 0), node.get("GPU", 0)] for node in nodes]))
+"""
+
+
+def check_cluster(config: Config) -> None:
+    """Raise ConfigError if ``runtime=ray`` has no place for a client; other runtimes pass."""
+    runtime = config.runtime
+    if runtime.name != "ray":
+        return
+    cpus, gpus = runtime.client_cpus, runtime.client_gpus
+    address = runtime.ray_address
+    nodes = _own_node() if address is None else _nodes(address)
+    if not any(cpus <= node_cpus and gpus <= node_gpus for node_cpus, node_gpus in nodes):
+        there = "; ".join(f"{c:g} CPUs and {g:g} GPUs" for c, g in nodes[:4])
+        raise ConfigError(
+            f"runtime.client_cpus={cpus:g} with runtime.client_gpus={gpus:g}: no machine of the "
+            f"cluster holds such a client (there are {there}); lower what one client takes."
+        )
+
+
+def _own_node() -> Nodes:
+    import torch
+
+    return ((os.cpu_count() or 1, torch.cuda.device_count()),)
+
+
+@cache
+def _nodes(address: str) -> Nodes:
+    """Return CPUs and GPUs of every node of the cluster at an address."""
+    silent = ConfigError(
+        f"runtime.ray_address={show(address)}: no Ray cluster answers there; start it, correct the "
+        "address, or set runtime.ray_address=null for one on this machine."
+    )
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if host:
+            socket.create_connection((host, int(port)), timeout=CONNECTS_S).close()
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK, address],
+            capture_output=True,
+            text=True,
+            timeout=ANSWERS_S,
+            check=True,
+        )
+    except (OSError, ValueError, OverflowError, subprocess.SubprocessError) as error:
+        raise silent from error
+    return tuple((float(cpus), float(gpus)) for cpus, gpus in json.loads(done.stdout))

@@ -1,0 +1,164 @@
+"""What can be known of a run before it begins, from its configuration and the prepared data.
+
+:func:`check_run` is asked before the first message, and before there is a run folder. What only
+the clients know, such as the budgets of real sites, is found out by their answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fednas_flwr.builders.check import Made, check_buildable
+from fednas_flwr.builders.clients import simulated_ledger, simulated_policy, simulated_site
+from fednas_flwr.config import Config, DifferentialPrivacy
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.exchange.states import network_states
+from fednas_flwr.names import SPLITS
+from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.policy import Policy, check_planned, check_verb
+from fednas_flwr.privacy.renyi_filter import Reading, RenyiFilter, covered_steps
+from fednas_flwr.stages.commitment import covered_rounds
+from fednas_flwr.stages.run_folder import check_writable
+from fednas_flwr.stages.schedule import make_schedule
+
+
+def check_run(config: Config) -> None:
+    """Raise ConfigError for what will not run: device, data, networks or simulated sites.
+
+    Leaves nothing but the cache of prepared data.
+    """
+    made = check_buildable(config)
+    if isinstance(config.privacy, DifferentialPrivacy):
+        check_sites(config, config.privacy, made)
+
+
+def check_sites(
+    config: Config,
+    privacy: DifferentialPrivacy,
+    made: Made,
+) -> None:
+    """Refuse a schedule that the policies or budgets of too many simulated sites refuse.
+
+    Args:
+        config: The run's.
+        privacy: Its privacy.
+        made: Its records and networks.
+    """
+    for index in range(config.clients) if privacy.sites is not None else ():
+        if (folder := simulated_site(config, index)) is not None:
+            check_writable("privacy.sites", folder)
+    policies = [
+        simulated_policy(config, index, made.records, rows) for index, rows in enumerate(made.parts)
+    ]
+    for index, policy in enumerate(policies):
+        if privacy.data_set not in policy.data_sets:
+            raise ConfigError(
+                f"privacy.data_set={privacy.data_set}: client {index}'s policy has only "
+                f"{', '.join(policy.data_sets)}."
+            )
+    declared = [policy.data_sets[privacy.data_set].records for policy in policies]
+    schedule = make_schedule(config, declared, done={})
+    sizes = {
+        (stage, kind): sum(tensor.numel() for tensor in state.values())
+        for stage, network in made.networks.items()
+        for kind, state in network_states(network).items()
+    }
+    covers = {}
+    for index, policy in enumerate(policies):
+        for planned in schedule:
+            num_values = sizes.get((planned.stage, planned.kind), 1)
+            _check_release(privacy, policy, planned, client=index, num_values=num_values)
+        covers[index] = _covers(config, privacy, policy, schedule, client=index)
+    quorum = max(1, math.ceil(config.runtime.quorum * config.clients - 1e-9))
+    for of_stage in zip(*covers.values(), strict=True):
+        short = {
+            client: cover["rounds"]
+            for client, cover in zip(covers, of_stage, strict=True)
+            if cover["rounds"] < cover["of"]
+        }
+        if config.clients - len(short) < quorum:
+            raise _uncovered(privacy, of_stage[0], short, quorum=quorum)
+
+
+def _check_release(
+    privacy: DifferentialPrivacy,
+    policy: Policy,
+    planned: PlannedRelease,
+    *,
+    client: int,
+    num_values: int,
+) -> None:
+    """Refuse what a site's policy refuses, by the names of the settings."""
+    secure = privacy.test_seed is None
+    try:
+        allowed = check_verb(
+            policy, privacy.data_set, planned.verb, secure_noise=secure, test_seed=not secure
+        )
+        check_planned(allowed, planned, num_values=num_values)
+    except ConfigError as error:
+        raise ConfigError(f"{_settings(privacy, planned)}: client {client}: {error}") from error
+
+
+def _settings(privacy: DifferentialPrivacy, planned: PlannedRelease) -> str:
+    """Return the settings that the terms of a release follow from, with their values."""
+    name, norm = planned.noise_name, f"max_grad_norm={planned.max_grad_norm:g}"
+    if name == "metrics":
+        return f"privacy.metrics_noise_multiplier={privacy.metrics_noise_multiplier:g}"
+    noise = getattr(privacy, name)
+    if noise.noise_multiplier is not None:
+        return f"privacy.{name}.noise_multiplier={noise.noise_multiplier:g} with {norm}"
+    if noise.epsilon is not None:
+        return f"privacy.{name}.epsilon={noise.epsilon:g} with {norm}"
+    return f"privacy.epsilon={privacy.epsilon:g} with privacy.{name}.{norm}"
+
+
+def _covers(
+    config: Config,
+    privacy: DifferentialPrivacy,
+    policy: Policy,
+    schedule: Sequence[PlannedRelease],
+    *,
+    client: int,
+) -> list[dict[str, Any]]:
+    """Return how many rounds of each stage a simulated site's budget covers, at most.
+
+    Releases may be charged to more splits than they read, which the site finds out by its records.
+    """
+    allowed = policy.data_sets[privacy.data_set]
+    folder = simulated_site(config, client)
+    ledger, key = simulated_ledger(folder) if folder is not None else (None, None)
+    if ledger is not None and key is not None and ledger.exists():
+        with Ledger(ledger, key) as books:
+            left = books.filters(allowed.account, epsilon=allowed.epsilon, delta=allowed.delta)
+    else:
+        fresh = RenyiFilter(epsilon=allowed.epsilon, delta=allowed.delta)
+        left = dict.fromkeys(SPLITS, fresh)
+    stages: dict[str, list[Reading]] = {}
+    for planned in schedule:
+        reading = (planned.release(allowed.records), planned.splits)
+        stages.setdefault(planned.stage, []).append(reading)
+    return covered_rounds(config, schedule, covered_steps(left, stages), {})
+
+
+def _uncovered(
+    privacy: DifferentialPrivacy,
+    cover: Mapping[str, Any],
+    short: Mapping[int, int],
+    *,
+    quorum: int,
+) -> ConfigError:
+    """Return the error for a stage that too few budgets cover."""
+    covered = ", ".join(f"client {client}: {number}" for client, number in short.items())
+    rounds = "1 round" if cover["of"] == 1 else f"{cover['of']} rounds"
+    cure = "take fewer rounds or more noise"
+    if cover["stage"] == "evaluate":
+        sigma = privacy.metrics_noise_multiplier
+        cure = f"raise privacy.metrics_noise_multiplier={sigma:g} or set it to null"
+    return ConfigError(
+        f"privacy.epsilon={privacy.epsilon:g}: {cover['stage']} takes {rounds}, more than what is "
+        f"left of budgets covers ({covered}), and {quorum} clients must stay: {cure}, or lower "
+        "runtime.quorum."
+    )

@@ -1,0 +1,110 @@
+"""Table: what searches find on 8,000 CIFAR-10 images, by a published table of all cells.
+
+    python scripts/table_search_quality.py --root <cifar10.npz> --table <file> [--seeds 5]
+
+The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). The data-free search, which is also
+the one that we recommend with privacy, stands beside the recommended one and its private form;
+federated DARTS with its defaults gives their cost. Found cells are looked up, not retrained.
+Continues where it was stopped; every finished run is added to
+scripts/results/search_quality.json. The file of images holds x_train, y_train, x_test and y_test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+from pathlib import Path
+
+from table_runs import measure
+
+from fednas_flwr.reporting.lookup import CellTable, found_cell, read_table
+from fednas_flwr.reporting.runs import Run
+from fednas_flwr.reporting.tables import start_results
+
+RESULTS = Path(__file__).parent / "results" / "search_quality.json"
+RUNS = Path("runs/table_search_quality")
+DATA = (
+    *("dataset=npz", "dataset.limit_train=8000", "dataset.crop_padding=4", "dataset.flip=true"),
+    *("clients=4", "search_space=nasbench201_small", "stages=[search]", "tensorboard=false"),
+)
+ZERO_COST = ("algorithm=zero_cost", "algorithm.draws=250", "rounds=1")
+RECOMMENDED = ("experiment=search/recommended",)
+PRIVATE = ("experiment=search/halving_private",)
+ROWS = [  # search, partition, settings
+    ("zero_cost", "none", ZERO_COST),
+    ("recommended", "iid", RECOMMENDED),
+    ("recommended", "dirichlet", RECOMMENDED),
+    ("halving, epsilon 3", "iid", PRIVATE),
+    ("halving, epsilon 3", "dirichlet", PRIVATE),
+    ("fed_darts", "iid", ("algorithm=fed_darts",)),
+]
+COLUMNS = [
+    {"metric": "percentile", "title": "percentile of the found cell", "decimals": 1},
+    {"metric": "cpu", "title": "CPU (s)", "decimals": 0},
+    {"metric": "megabytes", "title": "traffic (MB)", "decimals": 1},
+]
+
+
+def main() -> None:
+    """Run what is missing, one run after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=5)
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    start_results(
+        RESULTS,
+        title="Percentile of found NAS-Bench-201 cells, 8,000 CIFAR-10 images (JPEG), 4 clients",
+        command="python scripts/table_search_quality.py --root <cifar10.npz> --table <file>",
+        columns=COLUMNS,
+    )
+    table, root = read_table(options.table), options.root.resolve()
+    for seed in range(1, options.seeds + 1):
+        for search, partition, settings in ROWS:
+            make(search, partition, settings, seed, table=table, root=root)
+
+
+def make(
+    search: str,
+    partition: str,
+    settings: tuple[str, ...],
+    seed: int,
+    *,
+    table: CellTable,
+    root: Path,
+) -> None:
+    """Make one run of the table."""
+    started = cpu_seconds()
+
+    def more(run: Run) -> dict[str, float]:
+        rounds = run.rounds("search")
+        traffic = sum(event["bytes_sent"] + event["bytes_received"] for event in rounds)
+        return {
+            "percentile": table.percentiles[found_cell(run)],
+            "cpu": cpu_seconds() - started,
+            "megabytes": traffic / 1e6,
+        }
+
+    own = [] if partition == "none" else [f"partition={partition}"]
+    name = search.replace(", epsilon 3", "_private")
+    measure(
+        RESULTS,
+        RUNS / f"{name}_{partition}_s{seed}",
+        overrides=[*settings, *DATA, *own],
+        group={"search": search, "partition": partition},
+        seed=seed,
+        root=root,
+        more=more,
+    )
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of all processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    main()

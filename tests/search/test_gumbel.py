@@ -1,0 +1,161 @@
+"""GDAS' single paths against the dense supernet with the same gates, and their probabilities."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.search.descent import Descent, Descents, make_adam, make_sgd
+from fednas_flwr.search.exact_gradients import ExactGradients
+from fednas_flwr.search.gumbel import GumbelPath
+from fednas_flwr.search.local_search import Alternating, alternate
+from fednas_flwr.search.settings import SGD, Adam, Temperatures
+from fednas_flwr.search_spaces.darts import DARTSSpace
+from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
+
+SIZES = {"input_shape": (3, 8, 8), "num_classes": 3, "channels": 4, "num_cells": 1}
+WEIGHTS = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
+
+
+def make_supernet(engine="fast", norm="batch", seed=0):
+    with seeded(seed, "supernet"):
+        supernet = NASBench201Space(**SIZES, engine=engine, norm=norm).supernet()
+        with torch.no_grad():
+            supernet.alphas()["cell"].copy_(torch.randn(6, 5))
+    return supernet.train()
+
+
+def make_batch(seed, size=6):
+    generator = make_generator(seed, "batch")
+    x = torch.randn(size, *SIZES["input_shape"], generator=generator)
+    return x, torch.randint(0, 3, (size,), generator=generator)
+
+
+def draw(supernet, seed, temperature=2.0):
+    generator = make_generator(seed, "gumbel")
+    return GumbelPath(supernet, temperature=temperature, generator=generator)
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("engine", ["fast", "reference"])
+def test_a_path_is_the_supernet_with_all_other_ops_at_zero(engine, norm):
+    """Logits, and the gradients of the path's weights and of the gates."""
+    supernet, computed = make_supernet(engine, norm), set()
+    for seed in range(6):
+        path, (x, y) = draw(supernet, seed), make_batch(seed)
+        columns = torch.tensor(path.columns["cell"])[:, None]
+        computed |= set(columns[:, 0].tolist())
+        gates_E = torch.ones(6, requires_grad=True)
+        weights_EO = torch.zeros(6, 5).scatter(1, columns, gates_E[:, None])
+        dense = supernet(x, {"cell": weights_EO})
+        single = path(x)
+        torch.testing.assert_close(single, dense, rtol=1e-4, atol=1e-5)
+
+        noise = make_generator(seed, "gumbel")
+        gumbel_EO = -torch.empty(6, 5).exponential_(generator=noise).log()
+        alphas_EO = supernet.alphas()["cell"].detach()
+        assert columns[:, 0].tolist() == (alphas_EO + gumbel_EO).argmax(-1).tolist()
+        own = path.weights()
+        loss = F.cross_entropy(dense, y)
+        by_gates, *by_weights = torch.autograd.grad(
+            loss, [gates_E, *own.values()], allow_unused=True
+        )
+        p_EO = ((alphas_EO + gumbel_EO) / 2.0).softmax(-1)
+        p_E1, chosen_EO = p_EO.gather(1, columns), torch.zeros(6, 5).scatter(1, columns, 1.0)
+        expected = by_gates[:, None] * p_E1 * (chosen_EO - p_EO) / 2.0
+        alphas, *weights = torch.autograd.grad(
+            F.cross_entropy(single, y), [*path.alphas().values(), *own.values()], allow_unused=True
+        )
+        torch.testing.assert_close(alphas, expected, rtol=1e-3, atol=1e-6)
+        for (name, weight), mine, other in zip(own.items(), weights, by_weights, strict=True):
+            mine, other = (torch.zeros_like(weight) if g is None else g for g in (mine, other))
+            torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5, msg=name)
+    assert computed == set(range(5))
+
+
+def test_only_the_weights_of_drawn_ops_and_those_that_all_paths_share_are_the_paths():
+    supernet = make_supernet()
+    path = draw(supernet, 1)
+    names = {"nor_conv_1x1": 2, "nor_conv_3x3": 3}
+    for name in supernet.weights():
+        parts = name.split(".")
+        if "edges" in parts:
+            edge, op = int(parts[parts.index("edges") + 1]), parts[parts.index("ops") + 1]
+            assert (name in path.weights()) == (path.columns["cell"][edge] == names[op]), name
+        else:
+            assert name in path.weights(), name
+    assert any(column in (2, 3) for column in path.columns["cell"])
+
+
+def test_ops_are_drawn_with_the_softmax_of_the_alphas_at_any_temperature():
+    supernet, generator = make_supernet(), make_generator(0, "draws")
+    counts = torch.zeros(6, 5)
+    for _ in range(3000):
+        columns = GumbelPath(supernet, temperature=0.1, generator=generator).columns["cell"]
+        counts[torch.arange(6), columns] += 1
+    expected = supernet.alphas()["cell"].detach().softmax(-1)
+    torch.testing.assert_close(counts / 3000, expected, rtol=0, atol=0.04)
+
+
+def test_a_local_search_steps_alphas_and_weights_on_paths_of_their_own():
+    """Against an explicit loop; weights beside a step's path neither move nor decay in it."""
+    supernet = make_supernet(norm="group").double()  # some gates are scales before a norm
+    twin, start = copy.deepcopy(supernet), copy.deepcopy(supernet)
+    batches = [make_batch(seed) for seed in range(6)]
+    batches = [(x.double(), y) for x, y in batches]
+    train, validation = batches[:3], batches[3:]
+    own, others = supernet.weights(), supernet.alphas()
+    descents = Descents(
+        Descent(own, make_sgd(own.values(), WEIGHTS), WEIGHTS.clip_norm),
+        Descent(others, make_adam(others.values(), Adam(0.05, 1e-3))),
+    )
+    alternate(
+        supernet,
+        ExactGradients(lambda: iter(train), lambda: iter(validation)),
+        descents,
+        Alternating("first_order", temperature=0.7),
+        generator=make_generator(3, "paths"),
+    )
+    generator = make_generator(3, "paths")
+    weights, (alphas,) = list(twin.weights().values()), twin.alphas().values()
+    sgd = torch.optim.SGD(weights, lr=0.1, momentum=0.9, weight_decay=0.01)
+    adam = torch.optim.Adam([alphas], lr=0.05, betas=(0.5, 0.999), weight_decay=1e-3)
+    touched = set()
+    for (x, y), (validation_x, validation_y) in zip(train, validation, strict=True):
+        path = GumbelPath(twin, temperature=0.7, generator=generator)
+        adam.zero_grad()
+        sgd.zero_grad()
+        F.cross_entropy(path(validation_x), validation_y).backward()
+        adam.step()
+        path = GumbelPath(twin, temperature=0.7, generator=generator)
+        sgd.zero_grad()
+        F.cross_entropy(path(x), y).backward()
+        touched |= set(path.weights())
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        sgd.step()
+    for mine, other in zip(supernet.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-10)
+    initial = start.weights()
+    still = [name for name in own if name not in touched]
+    assert still
+    assert all(torch.equal(own[name], initial[name]) for name in still)
+    assert (supernet.alphas()["cell"] - start.alphas()["cell"]).abs().max() > 0.01
+
+
+def test_the_temperature_falls_linearly_from_the_first_round_to_the_last():
+    temperatures = Temperatures(first=10.0, last=0.1)
+    assert [temperatures.at_round(r, 4) for r in (1, 2, 3, 4)] == pytest.approx([10, 6.7, 3.4, 0.1])
+    assert temperatures.at_round(1, 1) == 10
+
+
+def test_what_is_not_defined_is_refused():
+    with pytest.raises(ConfigError, match=r"second_order with single paths.*first_order"):
+        Alternating("second_order", temperature=1.0)
+    darts = DARTSSpace(**{**SIZES, "num_cells": 3}).supernet()
+    with pytest.raises(ValueError, match=r"nasbench201 only"):
+        draw(darts, 0)

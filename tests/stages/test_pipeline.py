@@ -1,0 +1,75 @@
+"""What is kept where a stage fails, and who is asked to test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from fednas_flwr.data.partitioners import save_partition
+from fednas_flwr.data.splits import assign_splits
+from fednas_flwr.stages import pipeline
+
+
+def last(events: list[dict], name: str) -> dict:
+    return [event for event in events if event["event"] == name][-1]
+
+
+def test_a_network_is_exported_although_its_test_fails(run_inline, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (80, 3, 8, 8)).astype(np.uint8)
+    labels = {"y_train": np.zeros(60, int), "y_test": np.arange(20) % 2}
+    np.savez(tmp_path / "own.npz", x_train=images[:60], x_test=images[60:], **labels)
+    done = run_inline(f"dataset.root={tmp_path / 'own.npz'}", "dataset.linear_baseline=true")
+    assert isinstance(done.error, ValueError)  # of logistic regression, for one class
+    assert last(done.events, "run_finished")["status"] == "failed"
+    assert last(done.events, "exported")["files"] == ["model.safetensors", "model.onnx"]
+    assert load_file(done.folder / "model.safetensors")
+    assert "evaluated" not in [event["event"] for event in done.events]
+
+
+def test_a_training_loss_that_is_not_finite_ends_the_run(run_inline, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [f"{rng.normal(40, 10):.2f},{i % 2}" for i in range(120)]
+    (tmp_path / "table.csv").write_text("\n".join(["age,ill", *rows]))
+    done = run_inline(
+        *("dataset=csv", f"dataset.root={tmp_path / 'table.csv'}"),
+        "dataset.statistics={age: [40, 1e-300]}",  # what `check` would refuse
+        *("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8"),
+    )
+    assert "train_loss=nan is not finite: lower the learning rate" in str(done.error)
+    assert last(done.events, "run_finished")["status"] == "failed"
+    assert not (done.folder / "genotype.json").exists()
+
+
+def test_clients_without_test_records_are_not_asked_to_test(
+    run_inline, compose_config, tmp_path: Path
+) -> None:
+    config = compose_config()
+    prepared, _ = pipeline.make_data(config)
+    key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
+    splits = assign_splits(prepared.train.ids, key=key, fractions=fractions)
+    without = np.flatnonzero(splits != 2)[:30]
+    others = np.setdiff1d(np.arange(len(splits)), without)
+    save_partition(tmp_path / "parts.json", [without, others[::2], others[1::2]])
+    own = (f"partition.file={tmp_path / 'parts.json'}", "rounds=1", "retrain.rounds=1")
+    done = run_inline(*own, "personalised=true", "runtime.quorum=1")
+    assert done.error is None
+    assert [
+        tuple(r["client"] for r in last(done.events, "evaluated")[kind])
+        for kind in ("clients", "personalised")
+    ] == [(1, 2), (1, 2)]
+    assert not [e for e in done.events if e["event"] in ("client_failed", "warning")]
+
+
+@pytest.mark.parametrize("fraction", ["0", ".0001"])
+def test_a_run_without_test_records_completes(run_inline, fraction: str) -> None:
+    train = 0.6 if fraction == "0" else 0.5999
+    fractions = json.dumps({"train": train, "validation": 0.4, "test": float(fraction)})
+    done = run_inline(f"dataset.fractions={fractions}".replace('"', ""), "rounds=1")
+    assert done.error is None
+    assert last(done.events, "evaluated")["clients"] == []
+    assert not [e for e in done.events if e["event"] in ("client_failed", "warning")]

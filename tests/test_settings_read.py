@@ -1,0 +1,184 @@
+"""Every setting of a run is read by it, or is refused when it is given.
+
+A recorder notes which settings the configuration is asked for, in the server and its clients. What
+was not asked for must have a row in :data:`fednas_flwr.builders.effects.RULES`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fednas_flwr.builders.algorithms import ALGORITHMS
+from fednas_flwr.builders.check import check_buildable
+from fednas_flwr.builders.configuration import parse_config
+from fednas_flwr.builders.effects import without_effect
+from fednas_flwr.composition import compose_tree
+from fednas_flwr.config import Config, NoPrivacy, dump_config
+from fednas_flwr.federation.client_app import make_client_app
+from fednas_flwr.federation.grids import InProcessGrid
+from fednas_flwr.federation.server_app import serve
+from fednas_flwr.reporting.events import read_events
+from fednas_flwr.stages.run_folder import create_run_folder
+from fednas_flwr.typed import Checked
+
+GROUPS = {  # the groups of a configuration, by what their classes derive from
+    "AlgorithmSettings": "algorithm",
+    "SearchSpaceSettings": "search_space",
+    "Dataset": "dataset",
+    "Partition": "partition",
+    "Runtime": "runtime",
+    "Retrain": "retrain",
+    "NoPrivacy": "privacy",
+    "DifferentialPrivacy": "privacy",
+    "Config": "",
+}
+# Who reads a setting to copy, check, compare or print all of them does not use it.
+COPIES = ("dataclasses.py", "typed.py", "copy.py", "configuration.py", "refusals.py", "effects.py")
+
+
+@contextmanager
+def recorded() -> Iterator[set[str]]:
+    """Yield the dotted names of the settings that are read meanwhile."""
+    read: set[str] = set()
+
+    def noting(instance: Any, name: str) -> Any:
+        value = object.__getattribute__(instance, name)
+        if not name.startswith("_"):
+            frame = sys._getframe(1)
+            for kind in type(instance).__mro__:
+                group = GROUPS.get(kind.__name__)
+                own = group is not None and name in kind_fields(type(instance))
+                if own and not frame.f_code.co_filename.endswith(COPIES):
+                    read.add(f"{group}.{name}".lstrip("."))
+        return value
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (Checked, NoPrivacy):
+            patch.setattr(kind, "__getattribute__", noting, raising=False)
+        yield read
+
+
+def kind_fields(kind: type) -> frozenset[str]:
+    """Return the names of a dataclass's fields."""
+    return frozenset(kind.__dataclass_fields__)  # type: ignore[attr-defined]
+
+
+def settings_of(config: Config) -> set[str]:
+    """Return the dotted names of all settings, those of a nested group by the group's."""
+    names = set()
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            names |= {f"{field.name}.{own.name}" for own in fields(value)}
+        else:
+            names.add(field.name)
+    return names
+
+
+def overruled(name: str, idle: Mapping[str, Any]) -> bool:
+    """Return whether the rules say of a setting, or of the group that holds it, that it is idle."""
+    return name in idle or name.partition(".")[0] in idle
+
+
+IMAGES = ["search_space=nasbench201_small", "search_space.channels=2", "retrain.channels=2"]
+MBCONV = ["search_space=mbconv_small", "search_space.width=0.1", "retrain=mbconv"]
+CELLS = ["search_space=dp_cells_small", "search_space.widths=[2,2,4]", "retrain=dp_cells"]
+TABLE = ["search_space=mlp_small", "search_space.channels=8", "retrain.channels=8"]
+DP = ["privacy=dp", "privacy.epsilon=30", "search_space.norm=group", "retrain.norm=group"]
+SHORT = ["rounds=1", "retrain.rounds=1", "clients=2", "device=cpu", "tensorboard=false"]
+GIVEN = ["algorithm.network=linear"]
+
+RUNS = {
+    "fed_darts": [*IMAGES],
+    "fed_darts of a table": [*TABLE, "dataset=csv"],
+    "fed_darts, searched only": [*IMAGES, "stages=[search]"],
+    "fed_darts with privacy": [*IMAGES, *DP],
+    "fednas": [*IMAGES, "aggregate=mean"],
+    "fedprox_darts": [*IMAGES, "partition=dirichlet"],
+    "fnas": [*IMAGES, "partition=quantity"],
+    "vanilla_nas": [*IMAGES, "clients=1"],
+    "dp_fnas": [*IMAGES, *DP],
+    "feathers": [*IMAGES, "algorithm.num_configurations=3"],
+    "feathers, its retraining only": [*IMAGES, "stages=[retrain]", "genotype"],
+    "random_search": [*IMAGES],
+    "successive_halving": [*IMAGES, "algorithm.pool={draws: 2, keep: 2}"],
+    "successive_halving with privacy": [*IMAGES, *DP, "algorithm.pool={draws: 2, keep: 2}"],
+    "random_search untried": [*IMAGES, "algorithm.trial_rounds=0"],
+    "zero_cost": [*IMAGES, "algorithm.draws=2"],
+    "zero_cost, searched only": [*IMAGES, "algorithm.draws=2", "stages=[search]"],
+    "fdnas": [*MBCONV, "partition=label_groups", "partition.groups=[[0,1],[2]]"],
+    "cfdnas": [*MBCONV, "client_tags=[a,b]", "algorithm.group_rounds=1"],
+    "dpnas": [*CELLS],
+    "fedavg": [*GIVEN],
+    "fedavg of a genotype": [*IMAGES, "stages=[retrain,evaluate,export]", "genotype"],
+    "fedavg with privacy": [*GIVEN, "privacy=dp", "privacy.epsilon=30"],
+    "fedex": [*GIVEN, "algorithm.num_configurations=3"],
+}
+
+
+def data_of(overrides: list[str], made_data: Path, folder: Path) -> list[str]:
+    """Return overrides that give the made images, or a made table."""
+    if "dataset=csv" not in overrides:
+        return ["dataset=npz", f"dataset.root={made_data}"]
+    rng = np.random.default_rng(0)
+    rows = [f"{a:.3f},{b:.3f},{int(a > b)}" for a, b in rng.normal(size=(80, 2))]
+    (folder / "table.csv").write_text("\n".join(["a,b,label", *rows]))
+    return [f"dataset.root={folder / 'table.csv'}"]
+
+
+@pytest.fixture(scope="module")
+def genotype(made_data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file that holds a cell of NAS-Bench-201."""
+    import torch
+
+    from fednas_flwr.search_spaces import NASBench201Space
+    from fednas_flwr.search_spaces.genotype import save_genotype
+
+    space = NASBench201Space(input_shape=(3, 8, 8), num_classes=3, channels=2, num_cells=1)
+    path = tmp_path_factory.mktemp("genotype") / "cell.json"
+    save_genotype(path, space.random_genotype(torch.Generator().manual_seed(1)))
+    return f"genotype={path}"
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_setting_is_read_or_refused(
+    run: str, made_data: Path, genotype: str, tmp_path: Path
+) -> None:
+    overrides = [genotype if text == "genotype" else text for text in RUNS[run]]
+    overrides += data_of(overrides, made_data, tmp_path)
+    overrides += [f"dataset.cache={made_data.parent / 'cache'}", f"run_dir={tmp_path / 'run'}"]
+    algorithm = f"algorithm={run.split()[0].rstrip(',')}"
+    given = {text.partition("=")[0] for text in overrides}
+    searching = ALGORITHMS[algorithm.partition("=")[2]].search is not None
+    stages = "stages=[search,retrain,evaluate]" if searching else "stages=[retrain,evaluate]"
+    short = [text for text in [*SHORT, stages] if text.partition("=")[0] not in given]
+    config = parse_config(compose_tree([algorithm, *overrides, *short]))
+    with recorded() as read:
+        check_buildable(config)
+        config = create_run_folder(config)
+        grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+        serve(config, grid, listeners=[], resumed=False)
+    assert read_events(tmp_path / "run" / "events.jsonl")[-1]["status"] == "completed"
+    idle = without_effect(config)
+    unread = {name for name in settings_of(config) - read if not overruled(name, idle)}
+    assert sorted(unread - {"algorithm.name", "search_space.name", "privacy.name"}) == []
+
+
+def test_every_algorithm_is_run() -> None:
+    assert {run.split()[0].rstrip(",") for run in RUNS} == set(ALGORITHMS)
+
+
+def test_the_recorder_sees_what_is_read(compose_config: Callable[..., Config]) -> None:
+    config = compose_config()
+    with recorded() as read:
+        assert config.retrain.rounds == 2
+        dump_config(config)
+    assert read == {"retrain", "retrain.rounds"}

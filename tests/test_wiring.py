@@ -1,0 +1,289 @@
+"""Settings and data arrive where they act, through builders, stages, messages and clients.
+
+Each test switches on what the other tests leave at a value without effect, and compares with the
+computation written out by hand.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from torch.nn import functional as F
+
+from fednas_flwr.builders.clients import PRIVATE_SITE_KEYS, make_client, make_site_gate
+from fednas_flwr.builders.data import make_data, make_server_data
+from fednas_flwr.builders.networks import (
+    describe_network,
+    load_network,
+    make_network,
+    supernet_space,
+)
+from fednas_flwr.builders.strategies import make_retraining
+from fednas_flwr.clients.answer import answer
+from fednas_flwr.data.loaders import augment, epoch_batches, server_split
+from fednas_flwr.data.records import record_ids
+from fednas_flwr.data.splits import assign_splits
+from fednas_flwr.exchange.messages import Header, Reply, Request
+from fednas_flwr.exchange.requests import (
+    Amount,
+    LocalTraining,
+    Personalise,
+    TakeGradients,
+    TrainCandidates,
+)
+from fednas_flwr.exchange.states import network_states, pack
+from fednas_flwr.randomness import derive_seed, make_generator, seeded
+from fednas_flwr.search.candidate import Candidate
+from fednas_flwr.search.settings import SGD
+from fednas_flwr.strategies.base import mean_metrics
+
+NORMALISED = ["dataset.mean=[0.2,0.3,0.4]", "dataset.std=[0.3,0.2,0.1]"]
+AUGMENTED = ["dataset.crop_padding=3", "dataset.flip=true", "dataset.cutout=3"]
+MEAN, STD = (torch.tensor(v).view(3, 1, 1) for v in ([0.2, 0.3, 0.4], [0.3, 0.2, 0.1]))
+STEP = SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None)
+
+
+def ask(client, verb, settings, states=None):
+    """Return the client's reply in the first search round."""
+    return answer(client, Request(verb, Header("run", "search", 1, 1, 0, ""), settings, states))
+
+
+def packed(network):
+    return {name: pack(state) for name, state in network_states(network).items() if state}
+
+
+def flat(tensors):
+    return torch.cat([tensor.detach().flatten().clone() for tensor in tensors])
+
+
+def augmented(split, rows, generator):
+    """Return a batch as the settings ``AUGMENTED`` say."""
+    x, y = split.batch(rows, "cpu")
+    return augment(x, generator=generator, crop_padding=3, flip=True, cutout=3), y
+
+
+def test_retraining_is_the_loop_with_all_that_may_be_switched_on(compose_config, federate):
+    """Class factors, auxiliary head, drop path, crops, flips, cutout, normalisation."""
+    config = compose_config(
+        *("clients=1", "search_space=darts_small", "search_space.channels=4", "retrain=small"),
+        *("retrain.channels=4", "retrain.num_cells=3", "retrain.norm=group"),
+        *("retrain.auxiliary_weight=0.7", "retrain.drop_path_prob=0.6", "retrain.weights.lr=0.005"),
+        *("dataset.class_names=[red,green,blue]", "class_factors={blue: 0.25, red: 0.5}"),
+        *(*NORMALISED, *AUGMENTED),
+    )
+    fed = federate(config)
+    space = supernet_space(config, fed.data[0])
+    with seeded(5, "alphas"):
+        alphas = {kind: torch.randn_like(a) for kind, a in space.supernet().alphas().items()}
+    description = describe_network(config, fed.data[0], space.derive(alphas))
+    strategy, network = make_retraining(config, description, fed.courier, None)
+    twin = make_network(description).train()
+    strategy.load_into(twin)
+    start = flat(twin.parameters())
+    strategy.start(fed.grid, num_rounds=2)
+    strategy.load_into(network)
+
+    split, factors = fed.clients[0].split("train+validation"), torch.tensor([0.5, 1.0, 0.25])
+    assert split.mean == (0.2, 0.3, 0.4)
+    assert split.std == (0.3, 0.2, 0.1)
+    for number in (1, 2):
+        sgd = config.retrain.weights.at_round(number, 2)
+        optimizer = torch.optim.SGD(
+            twin.parameters(), sgd.lr, momentum=sgd.momentum, weight_decay=sgd.weight_decay
+        )
+        generator = make_generator(config.seed, "retrain", number, 0, "weights")
+        twin.drop_path_prob = 0.6 * (number - 1) / 2
+        torch.manual_seed(derive_seed(config.seed, "retrain", number, 0, "train.weights"))
+        size = config.retrain.batch_size
+        for rows in epoch_batches(len(split), batch_size=size, generator=generator):
+            x, y = augmented(split, rows, generator)
+            logits, auxiliary = twin(x)
+            losses = F.cross_entropy(logits, y, reduction="none")
+            losses = losses + 0.7 * F.cross_entropy(auxiliary, y, reduction="none")
+            optimizer.zero_grad()
+            (factors[y] * losses).mean().backward()
+            torch.nn.utils.clip_grad_norm_(twin.parameters(), sgd.clip_norm)
+            optimizer.step()
+    moved, expected = (flat(n.parameters()) - start for n in (network, twin))
+    # group norm over few pixels amplifies rounding
+    assert (moved - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_fnas_and_dpnas_augment_their_batches(compose_config, federate):
+    fnas = federate(
+        compose_config("algorithm=fnas", "clients=1", "search_space.norm=group", *AUGMENTED)
+    )
+    client, supernet = fnas.clients[0], supernet_space(fnas.config, fnas.data[0]).supernet().train()
+    lrs = {"weights": 0.0, "alphas": 0.0}
+    reply = ask(client, "train.gradients", TakeGradients(0, 1, lrs, None, 1, 0.1), packed(supernet))
+    for state, name, tensors in (
+        ("weights", "train", supernet.weights()),
+        ("alphas", "validation", supernet.alphas()),
+    ):
+        split = getattr(client.data, name)
+        x, y = augmented(
+            split, torch.arange(len(split)), make_generator(fnas.config.seed, "search", 1, 0, name)
+        )
+        loss = F.cross_entropy(supernet(x), y, reduction="sum") / len(split)
+        gradients = torch.autograd.grad(loss, list(tensors.values()))
+        expected = torch.cat([g.flatten() for g in gradients]) * len(client.data.train)
+        torch.testing.assert_close(reply.states[state]["float32"], expected, rtol=1e-3, atol=1e-3)
+
+    config = compose_config(
+        *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=1"),
+        *("search_space.widths=[4,4,8]", "search_space.head=8", *AUGMENTED),
+    )
+    client = federate(config).clients[0]
+    supernet = client.make_space().supernet().train()
+    path = [5] * 15
+    asked = TrainCandidates([path], 0, 1, None, STEP, None)
+    reply = ask(client, "train.candidate", asked, {"weights": packed(supernet)["weights"]})
+    split = client.data.train
+    x, y = augmented(
+        split, torch.arange(len(split)), make_generator(config.seed, "search", 1, 0, "train")
+    )
+    F.cross_entropy(Candidate(supernet, path)(x), y).backward()
+    weights = supernet.weights().values()
+    moved = [w.detach() - (0.0 if w.grad is None else 0.1 * w.grad) for w in weights]
+    expected = torch.cat([w.flatten() for w in moved])
+    torch.testing.assert_close(reply.states["weights"]["float32"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_personalised_metrics_are_of_test_records_after_local_training(compose_config, federate):
+    config = compose_config(
+        "clients=1", "dataset.fractions={train: 0.4, validation: 0.3, test: 0.3}"
+    )
+    client = federate(config).clients[0]
+    description = {"name": "linear", "input_shape": [3, 8, 8], "num_classes": 3}
+    network = make_network(description)
+    states, split = packed(network), client.split("train")
+    local = LocalTraining(description, "train", Amount(1, None, None), STEP, 0.0, 0.0)
+    reply = ask(client, "evaluate.personalised", Personalise(local), states)
+    x, y = split.batch(torch.arange(len(split)), "cpu")
+    F.cross_entropy(network(x), y).backward()
+    torch.optim.SGD(network.parameters(), lr=0.1).step()
+    test = client.data.test
+    x, y = test.batch(torch.arange(len(test)), "cpu")
+    with torch.no_grad():
+        expected = F.cross_entropy(network(x), y).item()
+    sizes = {len(s) for s in vars(client.data).values()}
+    assert len(sizes) == 3
+    assert reply.num_examples == len(test)
+    assert reply.metrics["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory):
+    """A file of images that say little of their labels: no two models of them are alike."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (160, 3, 8, 8), dtype=np.uint8), rng.integers(0, 3, 160)
+    path = tmp_path_factory.mktemp("noise") / "noise.npz"
+    np.savez(path, x_train=x[:100], y_train=y[:100], x_test=x[100:], y_test=y[100:])
+    return path
+
+
+@pytest.fixture(scope="module")
+def linear_run(run_inline, noise):
+    """A retrained linear network of clients half of whose records are for tests."""
+    return run_inline(
+        *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
+        *("dataset.fractions={train: 0.3, validation: 0.2, test: 0.5}", "clients=2"),
+        *("dataset.linear_baseline=true", "retrain.weights.lr=0.01", *NORMALISED),
+        f"dataset.root={noise}",
+    )
+
+
+def test_the_servers_test_set_is_normalised_as_the_training_is(linear_run, noise):
+    assert linear_run.error is None
+    (evaluated,) = (e for e in linear_run.events if e["event"] == "evaluated")
+    data = np.load(noise)
+    x = (torch.from_numpy(data["x_test"]) / 255 - MEAN) / STD
+    y = torch.from_numpy(data["y_test"])
+    with torch.no_grad():
+        logits = load_network(linear_run.folder)(x)
+    found = evaluated["central"]
+    assert found["num_examples"] == len(y)
+    assert found["loss"] == pytest.approx(F.cross_entropy(logits, y).item(), rel=1e-5)
+    assert found["accuracy"] == int((logits.argmax(1) == y).sum()) / len(y)
+
+
+def test_a_linear_baseline_never_sees_test_records(linear_run, noise):
+    (evaluated,) = (e for e in linear_run.events if e["event"] == "evaluated")
+    data, settings = np.load(noise), linear_run.config.dataset
+    ids = record_ids(image.tobytes() for image in data["x_train"])
+    parts = assign_splits(ids, key=settings.split_key.encode(), fractions=settings.fractions)
+    assert 30 < (parts == 2).sum() < 70
+
+    def area(rows):
+        def inputs(images):
+            return ((torch.from_numpy(images) / 255 - MEAN) / STD).flatten(1).numpy()
+
+        model = LogisticRegression(max_iter=1000).fit(
+            inputs(data["x_train"][rows]), data["y_train"][rows]
+        )
+        decisions = model.decision_function(inputs(data["x_test"]))
+        odds = [
+            decisions[:, c] - np.logaddexp.reduce(np.delete(decisions, c, 1), axis=1)
+            for c in range(3)
+        ]
+        return np.mean([roc_auc_score(data["y_test"] == c, odds[c]) for c in range(3)])
+
+    assert evaluated["linear"]["auroc"] == pytest.approx(area(parts < 2), rel=1e-4)
+    assert abs(area(parts < 2) - area(parts < 3)) > 1e-3  # else the test could not tell
+
+
+def test_the_servers_own_test_set_of_real_sites_is_normalised_as_the_training_is(compose_config):
+    real = ["runtime=deployment", "runtime.superlink=site", "partition=sites"]
+    config = compose_config(*real, *NORMALISED)
+    facts = {"input_shape": [3, 8, 8], "feature_names": [], "class_names": ["0", "1", "2"]}
+    assert make_server_data(compose_config(*real), facts).mean == (0.5, 0.5, 0.5)
+    prepared = make_server_data(config, facts)
+    assert prepared.mean == (0.2, 0.3, 0.4)
+    assert prepared.std == (0.3, 0.2, 0.1)
+    split = server_split(prepared.server_test, prepared.mean, prepared.std)
+    x, _ = split.batch(torch.arange(len(split)), "cpu")
+    pixels = prepared.server_test.features
+    torch.testing.assert_close(x, (pixels / 255 - MEAN) / STD, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sites_own_key_and_its_policys_fractions_decide_its_splits(compose_config, tmp_path):
+    fractions = {"train": 0.2, "validation": 0.7, "test": 0.1}
+    policy = {
+        **{"epsilon": 3.0, "delta": 1e-5, "least_noise_multiplier": 0.5, "largest_grad_norm": 1.0},
+        **{"largest_steps": 10, "verbs": ["query.describe"], "records": 80, "fractions": fractions},
+        **{"secure_noise": True, "test_seed": False},
+    }
+    (tmp_path / "policy.yaml").write_text(yaml.safe_dump({"data_sets": {"ward": policy}}))
+    site = dict.fromkeys(PRIVATE_SITE_KEYS, "read elsewhere") | {
+        "policy": str(tmp_path / "policy.yaml"),
+        "ledger": str(tmp_path / "ledger" / "rows"),
+        "ledger-key": str(tmp_path / "key"),
+        "data-set": "ward",
+        "split-key": "of the site",
+    }
+    runs = compose_config("clients=1", "dataset.split_key=the run")
+    private = compose_config(
+        *("clients=1", "privacy=dp", "algorithm=dp_fnas", "dataset.split_key=the run"),
+        *("search_space.norm=group", "retrain.norm=group"),
+    )
+    prepared, _ = data = make_data(runs)
+    alone = make_client(runs, 0, data=data, networks={}, site={"split-key": "of the site"})
+    gated = make_client(private, 0, data=data, networks={}, site=site, gate=make_site_gate(site))
+    for client, own in ((alone, runs.dataset.fractions), (gated, fractions)):
+        key = b"of the site"
+        parts = assign_splits(prepared.train.ids, key=key, fractions=own)
+        for number, split in enumerate(vars(client.data).values()):
+            assert split.rows.tolist() == np.flatnonzero(parts == number).tolist()
+
+
+def test_a_metric_that_one_client_lacks_is_averaged_over_those_that_have_it():
+    replies = [
+        Reply(10, {"train_loss": 1.0}),
+        Reply(30, {"train_loss": 3.0, "validation_loss": 2.0}),
+        Reply(10, {"validation_loss": 4.0}),
+    ]
+    assert mean_metrics(replies) == {"train_loss": 2.5, "validation_loss": 2.5}
