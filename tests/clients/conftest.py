@@ -53,6 +53,8 @@ POLICY = {
     "unit": "record",
     "records": sum(RECORDS.values()),
     "fractions": {split: count / sum(RECORDS.values()) for split, count in RECORDS.items()},
+    "threads": 1,
+    "micro_batch_size": 8,
     "secure_noise": True,
     "test_seed": False,
     "approve": "automatic",
@@ -267,7 +269,7 @@ def make_site(
         def asked(verb: str) -> Settings:
             """Return what a verb is given unless a test changes it: one step of each release."""
             every = smallest(
-                Site("ward", micro_batch_size=64),
+                Site("ward"),
                 network=networks.description,
                 split="train+validation",
                 weights=STEP,

@@ -77,7 +77,7 @@ sgds = st.builds(
     clip_norm=st.none() | rates,
 )
 adams = st.builds(Adam, lr=from_zero, weight_decay=from_zero)
-sites = st.builds(Site, data_set=names, micro_batch_size=st.integers(1, 1024))
+sites = st.builds(Site, data_set=names)
 sizes = st.none() | st.integers(1, 2**62)
 amounts = st.builds(
     Amount, epochs=st.none(), steps=st.integers(1, 10**6), batch_size=sizes
@@ -343,7 +343,6 @@ BAD = {
         "batch_size": [0, -8],
         "order": [0, 3, -1],
         "inner_lr": [0.0, -0.1, 1e31],
-        "site.micro_batch_size": [0, -1, 1025],
     },
     "train.search": {
         "local.amount.steps": [0, -1, 10**6 + 1],

@@ -127,6 +127,8 @@ def write_policy(sites: Path, client: int, **changes):
         "unit": "record",
         "records": 40,
         "fractions": {"train": 0.5, "validation": 0.4, "test": 0.1},
+        "threads": 1,
+        "micro_batch_size": 8,
         "secure_noise": True,
         "test_seed": False,
         "approve": "automatic",
@@ -632,7 +634,8 @@ def test_a_new_export_of_the_same_records_is_charged_to_all_splits_unless_a_colu
     for changed in (False, True):
         for kept in (client_app._gate, client_app._client, client_app._data):
             kept.cache_clear()
-        grid = real_sites(compose_config(*overrides))
+        unit = "person" if id_column else "record"
+        grid = real_sites(compose_config(*overrides), unit=unit)
         (node,) = (context.node_config for context in grid._contexts.values())
         Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
         node["data-path"] = str(tmp_path / "patients.csv")
@@ -923,7 +926,7 @@ def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(
     for part in (
         awaited,
         event["run"],
-        "budget records: epsilon 1000 at delta 1e-05",
+        "budget records: epsilon 1000 at delta 1e-05 for one record",
         "0 is spent",
     ):
         assert part in shown
