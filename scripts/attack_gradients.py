@@ -99,7 +99,7 @@ def trained(
         splits = ask(client, "query.describe", Describe()).facts["splits"]
         assert client.gate is not None
         client.gate.commit("attack", schedule_of(config, json.dumps(splits)))
-        asked = Train(local, site=Site(privacy.data_set, privacy.micro_batch_size))
+        asked = Train(local, site=Site(privacy.data_set))
     load_states(after, ask(client, "train.weights", asked, states).states)
     return before, after
 

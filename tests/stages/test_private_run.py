@@ -714,7 +714,7 @@ def test_errors_while_a_real_site_opens_its_data_keep_their_text_there(
     assert "4711" in capsys.readouterr().err
 
 
-SITE = Site("records", 64)
+SITE = Site("records")
 PLANNED = PlannedRelease(
     "search", "train.weight_gradient", "weights", ("train",), 8, 2, 1.0, noise_multiplier=1.0
 )
