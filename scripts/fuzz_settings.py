@@ -49,16 +49,17 @@ LARGEST = 3  # of every count that can be smaller, where nothing is drawn
 SPAN = 8  # drawn whole numbers are up to so far above the least one
 MOST_DRAWN = 3  # settings of a run that are drawn, beside its choices: with more, most are refused
 MISFITS = 0.15  # share of the draws whose choices need not fit, nor follow a refusal's advice
-NEEDED = {  # what a partition cannot do without
+NEEDED = {  # what a partition or an algorithm cannot do without
     "column": ["partition.column=ward"],
     "label_groups": ["partition.groups=[[0,1],[2]]", "partition.clients_per_group=[1,1]"],
     "quantity": ["partition.fractions=[0.6,0.4]"],
+    "cfdnas": ["client_tags=[a,b]"],
 }
 KEPT = {  # what a run needs to be small, its own and on this machine
     *("run_dir", "dataset.cache", "dataset.root", "dataset.download", "tensorboard", "device"),
     *("runtime.name", "runtime.deadline_s", "runtime.connect_s"),
 }
-WIDE = {"batch_size": 8, "channels": 8, "partition.min_size": 1, "privacy.epsilon": 1000.0}
+WIDE = {"batch_size": 8, "min_size": 1, "search_space.channels": 8, "retrain.channels": 8}
 RATES = ("lr", "min_lr", "alpha_lr")  # above 1 every training diverges
 TEXTS = ("", "a", "0", "nothing", "~/nothing", "a b", "é")
 MOST_CHARACTERS = 1500  # of a refusal
@@ -132,27 +133,33 @@ def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
     retrain = [file for file in choices("retrain") if space.startswith(file)] or ["small"]
     partitions = choices("partition")
     if fits:  # others need a folder of sites, or a column of a table
-        unfit = ("sites",) if name == "csv" else ("sites", "column")
+        unfit = ("sites", "label_groups") if name in ("csv", "digits") else ("sites", "column")
+        unfit += ("column",) if name == "digits" else ()
         partitions = [other for other in partitions if other not in unfit]
     partition = draw(st.sampled_from(partitions))
+    algorithm = draw(st.sampled_from(choices("algorithm")))
+    needed = NEEDED.get(partition, []) + NEEDED.get(algorithm, [])
     chosen = [
-        f"algorithm={draw(st.sampled_from(choices('algorithm')))}",
+        f"algorithm={algorithm}",
         *data[name],
         f"search_space={space}",
         f"retrain={draw(st.sampled_from(retrain))}",
         f"partition={partition}",
         f"privacy={draw(st.sampled_from(['none', 'none', *choices('privacy')]))}",
         *("device=cpu", "tensorboard=false", "clients=2"),
-        *(NEEDED.get(partition, []) if fits else []),
+        *(needed if fits else []),
     ]
     tree = _composed(tuple(advised(chosen) if fits else chosen))
     if isinstance(tree, ConfigError):
         return chosen
     chosen, config = tree
-    idle = {*without_effect(config), *(override.partition("=")[0] for override in chosen)}
-    small = {key: value for key, value in smallest(config).items() if key not in idle}
-    chosen = chosen + [f"{key}={value}" for key, value in small.items()]
-    known = {key: own for key, own in leaves(config) if not (fits and key in idle)}
+    idle = tuple(f"{name}." for name in without_effect(config))
+    keys = (override.partition("=")[0] for override in chosen)
+    given = tuple(f"{key}." for key in keys if "." in key)
+    for key, value in smallest(config).items():
+        if not f"{key}.".startswith((*idle, *given)):
+            chosen = [*chosen, f"{key}={value}"]
+    known = {key: own for key, own in leaves(config) if not (fits and f"{key}.".startswith(idle))}
     for key in draw(st.lists(st.sampled_from(sorted(known)), max_size=MOST_DRAWN, unique=True)):
         hint, value = known[key]
         chosen.append(f"{key}={written(draw(values(hint, key, value)))}")
@@ -252,7 +259,11 @@ def values(hint: Any, key: str, value: Any = None, bounds: tuple[Any, ...] = ())
     least, most = int(sizes.low), int(min(sizes.high, sizes.low + 4))
     if origin in (list, tuple):
         entry = value[0] if value else None
-        return st.lists(values(arguments[0], key, entry), min_size=least, max_size=most)
+        entries = values(arguments[0], key, entry)
+        return st.lists(entries, min_size=least, max_size=most, unique_by=str)
+    if origin is dict and key.endswith("fractions"):  # which sum to 1
+        cuts = st.lists(st.integers(0, 10), min_size=len(value) - 1, max_size=len(value) - 1)
+        return cuts.map(lambda drawn: shares(list(value), sorted(drawn)))
     if origin is dict:
         known = list(value) if isinstance(value, dict) else []
         entries = values(arguments[1], key, next(iter(value.values())) if known else None)
@@ -262,6 +273,12 @@ def values(hint: Any, key: str, value: Any = None, bounds: tuple[Any, ...] = ())
         own = get_type_hints(hint, include_extras=True)
         return st.fixed_dictionaries({n: values(own[n], f"{key}.{n}") for n in own})
     return st.just(value)
+
+
+def shares(names: list[str], cuts: list[int]) -> dict[str, float]:
+    """Return tenths that sum to 1, by name: the stretches between cuts of a line."""
+    ends = zip([0, *cuts], [*cuts, 10], strict=True)
+    return {name: (end - start) / 10 for name, (start, end) in zip(names, ends, strict=True)}
 
 
 def numbers(between: Between, name: str, value: Any) -> Any:

@@ -36,6 +36,7 @@ from fednas_flwr.exchange.requests import (
     TrainCandidates,
 )
 from fednas_flwr.exchange.states import network_states, pack
+from fednas_flwr.privacy.policy_file import template
 from fednas_flwr.randomness import derive_seed, make_generator, seeded
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.settings import SGD
@@ -252,17 +253,14 @@ def test_the_servers_own_test_set_of_real_sites_is_normalised_as_the_training_is
 
 def test_a_sites_own_key_and_its_policys_fractions_decide_its_splits(compose_config, tmp_path):
     fractions = {"train": 0.2, "validation": 0.7, "test": 0.1}
-    policy = {
-        **{"epsilon": 3.0, "delta": 1e-5, "least_noise_multiplier": 0.5, "largest_grad_norm": 1.0},
-        **{"largest_steps": 10, "verbs": ["query.describe"], "records": 80, "fractions": fractions},
-        **{"secure_noise": True, "test_seed": False},
-    }
-    (tmp_path / "policy.yaml").write_text(yaml.safe_dump({"data_sets": {"ward": policy}}))
+    policy = yaml.safe_load(template())
+    policy["data_sets"]["my-data"] |= {"fractions": fractions, "records": 80}
+    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy))
     site = dict.fromkeys(PRIVATE_SITE_KEYS, "read elsewhere") | {
         "policy": str(tmp_path / "policy.yaml"),
         "ledger": str(tmp_path / "ledger" / "rows"),
         "ledger-key": str(tmp_path / "key"),
-        "data-set": "ward",
+        "data-set": "my-data",
         "split-key": "of the site",
     }
     runs = compose_config("clients=1", "dataset.split_key=the run")
