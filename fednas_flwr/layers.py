@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+ALIGNED = 16  # elements of a row that starts at a border of 64 bytes, as the row before it does
+
 
 def conv2d(
     x_BCHW: Tensor,
@@ -258,14 +260,17 @@ class _Convolution(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """:func:`linear`, without bias."""
+    """:func:`linear`, without bias.
+
+    Rows are padded, so that all start alike in memory: MKL adds up others in another order.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         matrix = weight[0] if weight.dim() == 3 else weight
         ctx.save_for_backward(x, matrix)
         ctx.shape = weight.shape
-        return F.linear(x, matrix)
+        return F.linear(_aligned(x), _aligned(matrix))
 
     @staticmethod
     @once_differentiable
@@ -273,12 +278,18 @@ class _Linear(torch.autograd.Function):
         x, matrix = ctx.saved_tensors
         x_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
-            x_gradient = g @ matrix
+            x_gradient = _aligned(g) @ _aligned(matrix.mT).mT
         if ctx.needs_input_grad[1]:
             rows = g.reshape(len(x), -1, g.shape[-1]).mT
             per_record = rows @ x.reshape(len(x), -1, x.shape[-1])
             weight_gradient = _as_weight(per_record, ctx.shape)
         return x_gradient, weight_gradient
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Return rows of a multiple of 64 bytes, with zeros at their ends."""
+    missing = -rows.shape[-1] % ALIGNED
+    return F.pad(rows, (0, missing)) if missing else rows
 
 
 def _repeat(x_BCHW: Tensor, channels: int) -> Tensor:

@@ -100,7 +100,7 @@ def make_steps(config: Config) -> partial[object]:
         client.gate.commit(header.run, schedule)
         private = private_stage(config, schedule, "search")
         assert private is not None
-        site = Site(private.data_set, private.micro_batch_size)
+        site = Site(private.data_set)
     settings = TrainCandidates(
         [space.path(space.random_genotype(generator)) for _ in range(NUM_CANDIDATES)],
         step=0,

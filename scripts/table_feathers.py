@@ -5,9 +5,9 @@
 5 and 10 clients with 2,000 images and batches of 32, 3 seeds, and 100 clients with 5,000 images, in
 batches of 8 so that 50 still make several steps, 2 seeds; iid and label-skewed. FedEx retrains the
 architecture that DARTS has found with the same clients, division and seed, as in the paper's Table
-2. With --options instead FEATHERS' bandit by Eq. 6, with resampling, and seeing the training state,
-5 clients: the default is FEATHERS with 5 clients in the first table. Continues where it was
-stopped; every finished run is added to scripts/results/.
+2. With --options instead FEATHERS' bandit by Eq. 6, with resampling, seeing the training state, and
+rewarded by the averaged model, 5 clients: the default is FEATHERS with 5 clients in the first
+table. Continues where it was stopped; every finished run is added to scripts/results/.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ OPTIONS = {
     "resampling": [RESAMPLED],
     "seeing the state": [SEES_STATE],
     "both": [RESAMPLED, SEES_STATE],
+    "averaged rewards": ["algorithm.rewarded=averaged"],
 }
 COLUMNS = [
     {"metric": "central_accuracy", "title": "test accuracy (%)", "scale": 100, "decimals": 1},

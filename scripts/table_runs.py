@@ -80,3 +80,9 @@ def make_run(folder: Path, *, overrides: Sequence[str], seed: int, root: Path | 
         print(f"{folder}: exit code {done.returncode}\n{done.stdout[-2000:]}", flush=True)
         return None
     return read_run(folder)
+
+
+def commit() -> str:
+    """Return the commit of this checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from scipy.stats import rankdata, spearmanr
+from table_runs import commit
 
 from fednas_flwr.hardware.latency import machine_name
 from fednas_flwr.randomness import make_generator
@@ -180,12 +180,6 @@ def compare(
         "pool": float(np.mean(pools)),
         "pool_best": float(np.mean(tops)),
     }
-
-
-def commit() -> str:
-    """Return the commit of this checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

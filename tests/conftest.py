@@ -22,12 +22,19 @@ from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
 from fednas_flwr.federation.server_app import serve
+from fednas_flwr.privacy import micro_batches
 from fednas_flwr.reporting.events import read_events
 from fednas_flwr.stages.run_folder import create_run_folder, open_run_folder
 
 torch.set_num_threads(1)  # results must not depend on the number of cores
 settings.register_profile("no time limits", deadline=None)
 settings.load_profile("no time limits")
+
+
+@pytest.fixture
+def uncut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contributions as they are, for a close look: that they are cut to a unit is tested apart."""
+    monkeypatch.setattr(micro_batches, "UNIT_BITS", 56)
 
 
 @pytest.fixture(scope="session")

@@ -26,11 +26,12 @@ from fednas_flwr.builders.strategies import make_search
 from fednas_flwr.composition import compose_tree
 from fednas_flwr.config import Config, Dataset, conf_folder
 from fednas_flwr.data.partitioners import save_partition
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, NoEffectError
 from fednas_flwr.search_spaces.genotype import load_genotype, save_genotype
 
 Compose = Callable[..., Config]
 
+COST = "{table: null, unit: ms, target: 3.0, loss: additive, scale: 1.0, exponent: 1.0}"
 # Files that need nothing but the installation, beside those of the made data set.
 BUILDS = [
     *(f"algorithm={n}" for n in ("fed_darts", "fedex", "fednas", "fnas", "random_search")),
@@ -95,10 +96,86 @@ def made_table(dataset: Dataset, folder: Path) -> Path:
 
 
 def test_check_builds_no_tensors_and_draws_nothing(compose_config: Compose) -> None:
-    config = compose_config("search_space.channels=32768")  # terabytes of weights
+    config = compose_config("search_space.channels=256")  # a gigabyte of weights
     state = torch.random.get_rng_state()
     check_buildable(config)
     assert torch.equal(state, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("group", ["search_space", "retrain"])
+def test_memory_is_estimated_before_it_is_allocated(compose_config: Compose, group: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{group}: .* GiB .*{group}.channels=1000000") as told:
+        check_buildable(compose_config(f"{group}.channels=1000000"))
+    assert "takes at least" in str(told.value)
+
+
+PRIVATE = ["privacy=dp", "search_space.norm=group", "retrain.norm=group"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["dataset.cutout=1000"], "dataset.cutout=1000 is out of range: expected 0 to below 8"),
+        (["dataset.crop_padding=8"], "dataset.crop_padding=8 is out of range"),
+        (
+            [*PRIVATE, "privacy.delta=.9"],
+            "privacy.delta=0.9 with .* lower it, or set privacy.large",
+        ),
+        ([*PRIVATE, "clients=1", "privacy.delta=.0125"], "expected below 1 / 80 = 0.0125"),
+        (["search_space=mbconv_small", "stages=[search]"], "set both to null"),
+        (["stages=[search]", "retrain.num_cells=null"], "set both to numbers"),
+    ],
+)
+def test_what_the_data_rules_out_is_refused_before_a_run(
+    compose_config: Compose, overrides: list[str], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check_buildable(compose_config(*overrides))
+
+
+def test_a_delta_of_one_over_records_is_asked_for_by_name(compose_config: Compose) -> None:
+    check_buildable(compose_config(*PRIVATE, "privacy.delta=.9", "privacy.large_delta=true"))
+    check_buildable(compose_config(*PRIVATE, "clients=1", "privacy.delta=.0124"))
+
+
+def test_tables_are_not_augmented_and_need_a_column(
+    compose_config: Compose, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    table = ["search_space=mlp_small", "search_space.channels=8", "retrain.channels=8"]
+    for columns in (2, 0):
+        path = tmp_path / f"{columns}.npz"
+        rows = rng.normal(size=(60, columns)).astype(np.float32)
+        np.savez(path, x_train=rows, y_train=np.arange(60) % 2)
+        given = [*table, f"dataset.root={path}"]
+        if columns:
+            check_buildable(compose_config(*given))
+            for setting in ("flip=true", "cutout=1", "crop_padding=1"):
+                with pytest.raises(NoEffectError, match="has no effect with a table: remove it"):
+                    check_buildable(compose_config(*given, f"dataset.{setting}"))
+        else:
+            with pytest.raises(ConfigError):
+                check_buildable(compose_config(*given))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ([], r"client_tags=\[\]: every simulated client needs a tag"),
+        (["client_tags=[a,'',b]"], "every simulated client needs a tag"),
+        (["client_tags=[a,b,../c]"], "cannot name a folder"),
+        (["algorithm.group_by=alphas", "algorithm.num_groups=4"], "num_groups=4 with clients=3"),
+        (["client_tags=[a,b,b]", f"algorithm.group_hardware={{gpu: {COST}}}"], "hardware=gpu is"),
+    ],
+)
+def test_groups_are_checked_before_the_search(
+    compose_config: Compose, overrides: list[str], sentence: str
+) -> None:
+    blocks = ["algorithm=cfdnas", "search_space=mbconv_small", "retrain=mbconv"]
+    with pytest.raises(ConfigError, match=sentence):
+        check_buildable(compose_config(*blocks, *overrides))
+    with pytest.raises(ConfigError, match="its groups begin with a search"):
+        compose_config(*blocks, "stages=[retrain]", "genotype=a.json")
 
 
 @pytest.mark.parametrize("network", ["mobilenet_v2", "plain_cnn"])

@@ -109,6 +109,8 @@ RUNS = {
     "feathers": [*IMAGES, "algorithm.num_configurations=3"],
     "feathers, its retraining only": [*IMAGES, "stages=[retrain]", "genotype"],
     "random_search": [*IMAGES],
+    "successive_halving": [*IMAGES, "algorithm.pool={draws: 2, keep: 2}"],
+    "successive_halving with privacy": [*IMAGES, *DP, "algorithm.pool={draws: 2, keep: 2}"],
     "random_search untried": [*IMAGES, "algorithm.trial_rounds=0"],
     "zero_cost": [*IMAGES, "algorithm.draws=2"],
     "zero_cost, searched only": [*IMAGES, "algorithm.draws=2", "stages=[search]"],

@@ -143,7 +143,7 @@ def _check_images(dataset: Dataset, prepared: Prepared) -> None:
 
 def _check_delta(privacy: DifferentialPrivacy, *, records: int) -> None:
     """Refuse a delta with which publishing one of the records outright would count as private."""
-    if privacy.delta * records >= 1 and not privacy.large_delta:
+    if not privacy.large_delta and privacy.delta * records >= 1:
         raise ConfigError(
             f"privacy.delta={privacy.delta:g} with {records} records of a client: expected below "
             f"1 / {records} = {1 / records:.3g}, since with more a client could publish one record "

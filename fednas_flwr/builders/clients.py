@@ -75,6 +75,11 @@ def make_client(
 
     if gate is None:
         gate = _simulated_gate(config, index, prepared.train, parts[index])
+        if gate is not None and gate.allowed.threads != config.threads:
+            raise ConfigError(
+                f"threads={config.threads}, but the simulated sites' policies, which decide, have "
+                f"threads={gate.allowed.threads}: set it to that, or take another privacy.sites."
+            )
     fractions: Mapping[str, float] = config.dataset.fractions
     if gate is not None:
         check_public(config, prepared)
@@ -92,7 +97,7 @@ def make_client(
         data=own,
         class_names=prepared.train.class_names,
         device=device,
-        threads=config.threads,
+        threads=config.threads if gate is None else gate.allowed.threads,
         make_network=build_network,
         make_space=lambda: supernet_space(config, prepared),
         augmentation=Augmentation(
@@ -107,6 +112,7 @@ def make_client(
         oversample=config.oversample and gate is None,  # a private site reads a record once
         gate=gate,
         wire=config.wire,
+        cache=Path(config.dataset.cache).expanduser(),
     )
 
 
@@ -208,6 +214,8 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
         "unit": PERSON if records.by_person else RECORD,
         "records": num_units(records, rows),
         "fractions": config.dataset.fractions,
+        "threads": config.threads,
+        "micro_batch_size": privacy.micro_batch_size,
         "secure_noise": privacy.test_seed is None,
         "test_seed": privacy.test_seed is not None,
         "approve": AUTOMATIC,

@@ -28,6 +28,7 @@ from fednas_flwr.config import (
     FNASSettings,
     GivenNetwork,
     RandomSearchSettings,
+    SuccessiveHalvingSettings,
     ZeroCostSettings,
 )
 from fednas_flwr.errors import NoEffectError, NoEffectWarning, show
@@ -126,7 +127,7 @@ def _measures(c: Config) -> bool:
 def _rewards(c: Config) -> bool:
     """Return whether clients are asked for rewards of trials or candidates."""
     return isinstance(c.algorithm, FEATHERSSettings) or (
-        isinstance(c.algorithm, DPNASSettings) and searches(c)
+        isinstance(c.algorithm, DPNASSettings | SuccessiveHalvingSettings) and searches(c)
     )
 
 
@@ -139,7 +140,8 @@ def _noise_given(c: Config, *kinds: str) -> bool:
 def _shares_search(c: Config) -> bool:
     """Return whether ``privacy.search_share`` decides any noise."""
     kinds: tuple[str, ...] = ("weights", "alphas")
-    if isinstance(c.algorithm, FEATHERSSettings | DPNASSettings):  # the alphas' share no split
+    weights_only = FEATHERSSettings | DPNASSettings | SuccessiveHalvingSettings
+    if isinstance(c.algorithm, weights_only):  # others have no alphas, or on no split of retraining
         kinds = ("weights",)
     return searches(c) and _retrains(c) and not _noise_given(c, *kinds)
 
@@ -171,6 +173,7 @@ def _ignores(setting: str) -> Rule:
     return Rule(f"partition.{setting}", lambda c: _partition_ignores(setting, c), cause)
 
 
+_EPOCHS = FedDARTSSettings | FEATHERSSettings | FDNASSettings | SuccessiveHalvingSettings
 STAGES = "stages={c.stages}"
 NO_SEARCH = "algorithm={c.algorithm.name} and stages={c.stages}, which do not search"
 STEPS = "privacy=dp, whose clients take noised steps"
@@ -338,12 +341,7 @@ RULES: tuple[Rule, ...] = (
     # Privacy.
     Rule(
         "algorithm.local_epochs",
-        lambda c: (
-            _private(c)
-            and isinstance(c.algorithm, FedDARTSSettings | FEATHERSSettings)
-            or _private(c)
-            and isinstance(c.algorithm, FDNASSettings)
-        ),
+        lambda c: _private(c) and isinstance(c.algorithm, _EPOCHS),
         STEPS,
         "remove it, and set privacy.local_steps",
     ),
@@ -369,7 +367,11 @@ RULES: tuple[Rule, ...] = (
         _is(ZeroCostSettings),
         "algorithm=zero_cost, whose search asks clients nothing",
     ),
-    Rule("privacy.alphas", _is(DPNASSettings), "algorithm=dpnas, whose supernet has no alphas"),
+    Rule(
+        "privacy.alphas",
+        _is(DPNASSettings, SuccessiveHalvingSettings),
+        "algorithm={c.algorithm.name}, which has no alphas",
+    ),
     Rule(
         "privacy.local_steps",
         _is(FNASSettings, DPNASSettings),
@@ -450,6 +452,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.runtime.name != "ray",
         "runtime={c.runtime.name}",
         "set runtime=ray or remove it",
+    ),
+    Rule(
+        "runtime.approval_s",
+        lambda c: not _private(c),
+        "privacy=none, for which no site's policy asks a person",
     ),
     Rule(
         "runtime.superlink",

@@ -272,7 +272,7 @@ def _print_schedule(
     print(f"run: {run if run.isprintable() else ascii(run)}")
     print(
         f"data set: {allowed.data_set}; budget {allowed.account}: epsilon {allowed.epsilon:g} at "
-        f"delta {allowed.delta:g}, of which {gate.spent():.3g} is spent"
+        f"delta {allowed.delta:g} for one {allowed.unit}, of which {gate.spent():.3g} is spent"
     )
     columns = (Column(title, overflow="fold") for title in SCHEDULE_HEAD)
     table = Table(*columns, title="what the run may release, at most")

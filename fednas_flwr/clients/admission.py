@@ -7,16 +7,18 @@ fail is tried before, inside :func:`before_reading`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.release import ReleaseGate
+from fednas_flwr.clients.shown_sizes import machine, shown_size, structure
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.requests import (
@@ -35,6 +37,7 @@ from fednas_flwr.exchange.requests import (
 from fednas_flwr.exchange.states import network_states
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import refused
+from fednas_flwr.privacy.self_test import Computation, largest_size, unwatched
 from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.verbs import PRIVATE_VERBS, SPLIT_OF, SUPERNET, VERBS
 
@@ -176,23 +179,46 @@ def before_reading(request: Request) -> Iterator[None]:
 
 
 def rehearse(
-    client: Client, computation: Callable[[Tensor, Tensor], object], size: int, *chosen: Any
-) -> None:
-    """Compute on a full micro-batch of zeros, of the last class, shaped like the client's records.
+    client: Client, computation: Computation, network: nn.Module, kind: str, *chosen: Any
+) -> int:
+    """Compute on made-up records, shaped like the client's; return the micro-batch size to use.
 
-    Once for everything that the server has chosen and on which success could depend, memory
-    included: no computation on records takes more.
+    First a micro-batch of the site's size, of zeros of the last class: once for everything that the
+    server has chosen and on which success could depend, memory included. No computation on records
+    takes more. Then the self-test, which takes the size down to one at which no record changes what
+    is computed of another.
+
+    Args:
+        client: With a gate.
+        computation: Of a micro-batch of any size.
+        network: What it computes with.
+        kind: Of the computation; with the network it says by which kernels it is made.
+        chosen: What the server has chosen besides.
     """
-    key = json.dumps([size, *chosen])
+    key = json.dumps([kind, *chosen])
     if key in client.rehearsed:
-        return
-    x = torch.zeros(size, *client.data.train.features.shape[1:], device=client.device)
-    y = torch.full((size,), len(client.class_names) - 1, device=client.device)
+        return client.rehearsed[key]
+    size = gate_of(client).allowed.micro_batch_size
+    shape, device = tuple(client.data.train.features.shape[1:]), client.device
+    num_classes = len(client.class_names)
+    x = torch.zeros(size, *shape, device=device)
+    y = torch.full((size,), num_classes - 1, device=device)
     try:
-        computation(x, y)
+        computation(x, y, unwatched)
+        client.rehearsed[key] = shown_size(
+            [kind, size, shape, num_classes, *machine(device, client.threads), structure(network)],
+            client.cache,
+            partial(
+                largest_size,
+                *(computation, network, shape),
+                num_classes=num_classes,
+                size=size,
+                device=device,
+            ),
+        )
     except RuntimeError as error:  # of torch
         raise ValueError(error) from error
-    client.rehearsed.add(key)
+    return client.rehearsed[key]
 
 
 def check_fields(verb: str, reply: Reply) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,7 +59,9 @@ class Client:
         oversample: Whether training repeats records of rarer classes.
         gate: What releases must pass; with one the client answers private verbs only.
         wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.exchange.wire`.
-        rehearsed: Which computations private verbs have tried on a made-up record.
+        cache: Folder of what may be computed anew, results of self-tests among it; None for none.
+        rehearsed: Which computations private verbs have tried on made-up records, and the
+            micro-batch size of each that makes records' results independent of one another.
     """
 
     index: int
@@ -77,7 +80,8 @@ class Client:
     oversample: bool = False
     gate: ReleaseGate | None = None
     wire: str = "float32"
-    rehearsed: set[str] = field(default_factory=set)
+    cache: Path | None = None
+    rehearsed: dict[str, int] = field(default_factory=dict)
 
     def network(
         self, description: Mapping[str, Any], states: Mapping[str, Packed] | None = None

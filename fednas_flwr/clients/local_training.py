@@ -33,7 +33,7 @@ from fednas_flwr.search.descent import (
 )
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.local_search import alternate
-from fednas_flwr.search.path_network import PathNetwork, largest_paths
+from fednas_flwr.search.path_network import PathNetwork, covering_paths
 from fednas_flwr.search.pool import Pool
 from fednas_flwr.search.proxyless import search_paths
 from fednas_flwr.search_spaces.space import Supernet
@@ -79,10 +79,11 @@ def prepare_search(
     )
     hardware = None if paths is None or paths.hardware is None else paths.hardware.loss()
     if isinstance(gradients, NoisedGradients) and paths is not None:
-        largest_EK = largest_paths(supernet, mode=paths.gates)
-        gradients.rehearse_weights(PathNetwork(supernet.train(), largest_EK[:, :1]), "path")
-        if not warms_up:
-            gradients.rehearse_gates(supernet, largest_EK, hardware, asdict(paths))
+        for active_E1 in covering_paths(supernet, mode="one"):
+            network = PathNetwork(supernet.train(), active_E1)
+            gradients.rehearse_weights(network, "path", active_E1.tolist())
+        for paths_EK in () if warms_up else covering_paths(supernet, mode=paths.gates):
+            gradients.rehearse_gates(supernet, paths_EK, hardware, asdict(paths), paths_EK.tolist())
     elif isinstance(gradients, NoisedGradients):
         if local.alternating is not None and local.alternating.temperature is not None:
             raise ConfigError(
@@ -140,7 +141,7 @@ def prepare_training(
     )
     network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
     if isinstance(gradients, NoisedGradients):
-        gradients.rehearse_weights(network, local.network, local.drop_path_prob)
+        gradients.rehearse_weights(network, local.network, local.drop_path_prob > 0)
 
     sent = sent_moments(request, network)
 

@@ -15,12 +15,12 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.clients.admission import gate_of, rehearse, site_of
+from fednas_flwr.clients.admission import gate_of, rehearse
 from fednas_flwr.clients.client import Client
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import ConfigError
@@ -32,7 +32,9 @@ from fednas_flwr.privacy.clipping import (
     clipped_alpha_gradient_sum,
     clipped_gradient_sum,
 )
+from fednas_flwr.privacy.micro_batches import by_person, from_units, in_units
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.self_test import Watch
 from fednas_flwr.search.descent import Descent, Gradient, trainable_weights
 from fednas_flwr.search.gates import active_gates, alpha_gradient
 from fednas_flwr.search.gumbel import Relaxed
@@ -43,7 +45,16 @@ from fednas_flwr.search.training import Batch
 from fednas_flwr.search_spaces.mbconv_plan import CELL
 from fednas_flwr.search_spaces.space import Supernet
 
-ClippedSum = Callable[[Tensor, Tensor], Tensors]  # of features [B, ...] and labels [B]
+# Of features [N, ...] and labels [N], watched, in micro-batches of one size; None is one of all.
+ClippedSum = Callable[..., Tensors]  # of features [B, ...] and labels [B]; takes How by name
+
+
+class How(TypedDict, total=False):
+    """How a clipped sum is computed; see ``clipping.clipped_gradient_sum``."""
+
+    micro_batch_size: int
+    persons: Tensor | None
+    watch: Watch
 
 
 class NoisedGradients:
@@ -72,17 +83,16 @@ class NoisedGradients:
         """See the class."""
         self._client, self._header, self._planned = client, request.header, planned
         self._steps, self._auxiliary_weight = steps, auxiliary_weight
-        self._micro_batch_size = site_of(request).micro_batch_size
+        self._sizes: dict[str, int] = {}  # of micro-batches, by kind: what rehearsals have shown
 
     def rehearse_weights(self, network: nn.Module, *chosen: Any) -> None:
         """Try the weights' gradient; ``chosen`` is all that the server has chosen besides."""
         computation = partial(self._weight_sum, network.train())
-        rehearse(self._client, computation, self._micro_batch_size, "weights", *chosen)
+        self._rehearse("weights", computation, network, "weights", *chosen)
 
     def rehearse_alphas(self, supernet: Supernet) -> None:
         """Try the alphas' gradient."""
-        computation = partial(self._alpha_sum, supernet.train())
-        rehearse(self._client, computation, self._micro_batch_size, "alphas")
+        self._rehearse("alphas", partial(self._alpha_sum, supernet.train()), supernet, "alphas")
 
     def rehearse_gates(
         self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None, *chosen: Any
@@ -94,7 +104,19 @@ class NoisedGradients:
                 raise ConfigError("refused, the costs of hardware are not of this supernet's ops.")
             self._cost_gradient(supernet, paths_EK, hardware)
         computation = partial(self._gate_sum, supernet, paths_EK, hardware)
-        rehearse(self._client, computation, self._micro_batch_size, "gates", *chosen)
+        kind = "gates" if hardware is None else f"gates, {hardware.form}"
+        self._rehearse("alphas", computation, PathNetwork(supernet, paths_EK), kind, *chosen)
+
+    def _rehearse(
+        self, state: str, clipped_sum: ClippedSum, network: nn.Module, kind: str, *chosen: Any
+    ) -> None:
+        """Try a sum; the micro-batches of a state are the smallest that one of its sums needs."""
+
+        def computation(x: Tensor, y: Tensor, watch: Watch) -> object:
+            return clipped_sum(x, y, watch=watch)
+
+        size = rehearse(self._client, computation, network, kind, *chosen)
+        self._sizes[state] = min(size, self._sizes.get(state, size))
 
     def steps(self) -> Iterator[None]:
         """Yield as often as was agreed on; each release draws its own records."""
@@ -115,10 +137,9 @@ class NoisedGradients:
         jointly to ``sqrt(M) R`` would cost the same, and let a member with large gradients
         take from the others' steps; M releases of their own would need the same noise.
         """
-        noised = self._mean("weights", partial(self._weight_sum, network))
-        if not isinstance(network, Pool):
-            return noised
-        return {name: gradient * math.sqrt(len(network)) for name, gradient in noised.items()}
+        norm = math.sqrt(len(network)) if isinstance(network, Pool) else 1.0
+        noised = self._mean("weights", partial(self._weight_sum, network), norm=norm)
+        return {name: gradient * norm for name, gradient in noised.items()}
 
     def alphas(
         self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
@@ -146,41 +167,59 @@ class NoisedGradients:
         """Return nothing: what was seen is not told."""
         return {}
 
-    def _mean(self, state: str, clipped_sum: ClippedSum) -> Tensors:
+    def _mean(self, state: str, clipped_sum: ClippedSum, *, norm: float = 1.0) -> Tensors:
         """Return the noised sum over a Poisson batch, over the batch's expected size."""
         size = gate_of(self._client).expected_batch(self._planned[state])
-        return {n: total / size for n, total in self._release(state, clipped_sum).items()}
+        released = self._release(state, clipped_sum, norm=norm)
+        return {name: total / size for name, total in released.items()}
 
-    def _release(self, state: str, clipped_sum: ClippedSum) -> Tensors:
-        """Return one release, on the client's device: the noised sum over a Poisson batch."""
+    def _release(self, state: str, clipped_sum: ClippedSum, *, norm: float = 1.0) -> Tensors:
+        """Return one release, on the client's device: the noised sum over a Poisson batch.
+
+        Contributions of a norm up to ``norm`` times R are released over ``norm``.
+        """
         client, planned = self._client, self._planned[state]
         split = client.split("+".join(planned.splits))
-        rows_sum = partial(self._sum_over, split, clipped_sum)
-        sums = gate_of(client).release(planned, self._header, len(split), rows_sum)
-        return {name: total.to(client.device) for name, total in sums.items()}
 
-    def _sum_over(self, split: Split, clipped_sum: ClippedSum, rows: Tensor) -> Tensors:
-        """Return the clipped sum over some rows; one micro-batch is in memory at a time."""
+        def total(units: Tensor) -> Tensors:
+            sums = self._sum_over(split, clipped_sum, state, units)
+            return {name: value / norm for name, value in sums.items()}
+
+        sums = gate_of(client).release(planned, self._header, split.num_units, total)
+        return {name: value.to(client.device) for name, value in sums.items()}
+
+    def _sum_over(
+        self, split: Split, clipped_sum: ClippedSum, state: str, units: Tensor
+    ) -> Tensors:
+        """Return the clipped sum over some units; one micro-batch is in memory at a time.
+
+        The sums of micro-batches are whole numbers of one unit, so that adding them rounds nothing.
+        """
+        size, bound = self._sizes[state], self._planned[state].max_grad_norm
         totals: Tensors = {}
-        for part in torch.split(rows, self._micro_batch_size) if len(rows) else (rows,):
-            sums = clipped_sum(*self._batch(split, part))
+        for rows, persons in _micro_batches(split, units, size):
+            added = clipped_sum(*self._batch(split, rows), micro_batch_size=size, persons=persons)
+            sums = {name: in_units(total, bound=bound) for name, total in added.items()}
             totals = {name: totals[name] + s for name, s in sums.items()} if totals else sums
-        return totals
+        return {name: from_units(total, bound=bound) for name, total in totals.items()}
 
     def _batch(self, split: Split, rows: Tensor) -> Batch:
-        """Return the augmented batch of some rows; nobody can foresee the draws."""
+        """Return the augmented batch of some rows; nobody can foresee the draws.
+
+        They are independent and alike at every position, and augmenting moves whole numbers of a
+        record: so what a record becomes does not depend on its neighbours.
+        """
         x, y = split.batch(rows, self._client.device)
         generator = torch.Generator().manual_seed(secrets.randbits(63))
         return (self._client.augmented(x, generator) if len(rows) else x), y
 
-    def _weight_sum(self, network: nn.Module, x: Tensor, y: Tensor) -> Tensors:
+    def _weight_sum(self, network: nn.Module, x: Tensor, y: Tensor, **how: Unpack[How]) -> Tensors:
         """Return the clipped sum of gradients by the weights that a network computes with.
 
-        Of a pool of M networks each member's, over ``sqrt(M)``.
+        Of a pool each member's.
         """
         if isinstance(network, Pool):
-            sums = by_member(network, lambda member: self._weight_sum(member, x, y))
-            return {name: total / math.sqrt(len(network)) for name, total in sums.items()}
+            return by_member(network, lambda member: self._weight_sum(member, x, y, **how))
         objective, weight = self._client.objective, self._auxiliary_weight
         return clipped_gradient_sum(
             network,
@@ -190,9 +229,10 @@ class NoisedGradients:
             parameters=trainable_weights(network),
             max_norm=self._planned["weights"].max_grad_norm,
             class_factors=objective.class_factors,
+            **how,
         )
 
-    def _alpha_sum(self, supernet: Supernet, x: Tensor, y: Tensor) -> Tensors:
+    def _alpha_sum(self, supernet: Supernet, x: Tensor, y: Tensor, **how: Unpack[How]) -> Tensors:
         """Return the clipped sum of gradients by the alphas."""
         return clipped_alpha_gradient_sum(
             supernet,
@@ -202,6 +242,7 @@ class NoisedGradients:
             alphas=supernet.alphas(),
             max_norm=self._planned["alphas"].max_grad_norm,
             class_factors=self._client.objective.class_factors,
+            **how,
         )
 
     def _gate_sum(
@@ -211,6 +252,7 @@ class NoisedGradients:
         hardware: HardwareLoss | None,
         x: Tensor,
         y: Tensor,
+        **how: Unpack[How],
     ) -> Tensors:
         """Return the clipped sum of gradients by the alphas, through the paths' gates."""
         alphas, objective = supernet.alphas(), self._client.objective
@@ -235,6 +277,7 @@ class NoisedGradients:
             ),
             max_norm=self._planned["alphas"].max_grad_norm,
             class_factors=objective.class_factors,
+            **how,
         )
 
     def _cost_gradient(
@@ -244,3 +287,13 @@ class NoisedGradients:
         if hardware is None or hardware.form != "additive":
             return torch.zeros_like(supernet.alphas()[CELL])
         return cost_gradient(hardware, supernet, paths_EK)
+
+
+def _micro_batches(
+    split: Split, units: Tensor, size: int
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the rows of up to ``size`` records of some units, and whose they are; at least once."""
+    if split.persons is not None:
+        yield from by_person(split.records_of(units), size)
+    else:
+        yield from ((rows, None) for rows in (torch.split(units, size) if len(units) else (units,)))

@@ -1,13 +1,17 @@
 """Noised means over all declared records: what private clients tell of losses and accuracies.
 
 Each is one release of a sum of one vector per record, of a norm that is known, scaled to the
-clipping norm that was committed to. Losses and hits are computed in batches of a fixed size.
+clipping norm that was committed to. What is measured of a record does not depend, in any bit, on
+what stands beside it, and sums of it are exact: see :mod:`fednas_flwr.privacy.micro_batches`.
+
+Tensor suffixes: B rows of a micro-batch, V values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,10 +22,16 @@ from fednas_flwr.clients.admission import gate_of, rehearse
 from fednas_flwr.clients.client import Client
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.exchange.messages import Header
+from fednas_flwr.exchange.states import Tensors
+from fednas_flwr.privacy.micro_batches import exact_sum, filled, person_means
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.record_gradients import own_linear_layers
+from fednas_flwr.privacy.self_test import Watch, unwatched
 from fednas_flwr.search.objective import heads
 
-BATCH = 256
+# Of features [B, ...] and labels [B], watched: values of every record, float64 [B, V].
+Measure = Callable[[Tensor, Tensor, Watch], Tensor]
+
 METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 0 to 1
 
 
@@ -29,25 +39,34 @@ def noised_mean(
     client: Client,
     header: Header,
     planned: PlannedRelease,
-    num_records: int,
-    total: Callable[[Tensor], Tensor],
+    split: Split,
+    values: Callable[[Tensor], Tensor],
     *,
     norm: float,
 ) -> Tensor:
-    """Return one release: the noised mean over declared records of a vector per record.
+    """Return one release: the noised mean over declared units of a vector per unit.
 
     Args:
         client: With a gate.
         header: Of the request.
         planned: The plan; its clipping norm is what noise is in units of.
-        num_records: How many records there are.
-        total: Given rows, returns the sum of their vectors, float64.
+        split: What is measured. Of a person counts the mean of all records.
+        values: Given indices, returns a vector of each record, float64 [N, V].
         norm: Largest norm of a record's vector.
     """
     gate, scale = gate_of(client), norm / planned.max_grad_norm
-    sums = gate.release(
-        planned, header, num_records, lambda rows: {planned.kind: total(rows) / scale}
-    )
+
+    def total(units: Tensor) -> Tensors:
+        vectors = values(units) if split.persons is None else means(units)
+        return {planned.kind: exact_sum(vectors, bound=norm) / scale}
+
+    def means(units: Tensor) -> Tensor:
+        groups = split.records_of(units)
+        rows = torch.cat([units[:0], *groups])
+        persons = torch.arange(len(groups)).repeat_interleave(torch.tensor(list(map(len, groups))))
+        return person_means(values(rows), persons)
+
+    sums = gate.release(planned, header, split.num_units, total)
     return sums[planned.kind] * (scale / gate.expected_batch(planned))
 
 
@@ -63,27 +82,51 @@ def prepare_metrics(
     A record's loss counts for at most twice that of guessing.
     """
     bound = 2 * math.log(max(2, len(client.class_names)))
-    network.eval()
-
     measure = partial(_loss_and_hits, client, network, bound)
-    rehearse(client, measure, BATCH, "metrics", description)
+    with _measuring(network):
+        size = rehearse(client, measure, network, "metrics", description)
     split = client.split("+".join(planned.splits))
 
+    def values(rows: Tensor) -> Tensor:
+        with _measuring(network):
+            return _measured(client, split, measure, size, rows)
+
     def release() -> dict[str, float]:
-        total = partial(_total, client, split, measure, 2)
         loss, accuracy = noised_mean(
-            client, header, planned, len(split), total, norm=METRICS_NORM
+            client, header, planned, split, values, norm=METRICS_NORM
         ).tolist()
         return {"loss": loss * bound, "accuracy": accuracy}
 
     return release
 
 
-def rehearse_losses(client: Client, network: nn.Module, description: object) -> None:
-    """Try the losses of a network on made-up records."""
-    rehearse(
-        client, partial(_loss_and_hits, client, network.eval(), 1.0), BATCH, "losses", description
-    )
+def prepare_losses(client: Client, network: nn.Module, description: object) -> Callable[[], Tensor]:
+    """Return what computes the loss of every validation record, times its class's factor, [N].
+
+    float64 on the CPU, in evaluation mode. Reads no record itself.
+    """
+    objective = client.objective
+
+    @torch.no_grad()
+    def measure(x: Tensor, y: Tensor, watch: Watch) -> Tensor:
+        logits, _ = heads(network(x))
+        losses_B, factors_B = objective.plain_losses(logits, y), objective.record_factors(y)
+        values_B1 = losses_B.double().cpu()[:, None]
+        if factors_B is not None:
+            values_B1 = values_B1 * factors_B.double().cpu()[:, None]
+        watch(logits)
+        watch(values_B1)
+        return values_B1
+
+    with _measuring(network):
+        size = rehearse(client, measure, network, "losses", description)
+    split = client.data.validation
+
+    def losses() -> Tensor:
+        with _measuring(network):
+            return _measured(client, split, measure, size, torch.arange(len(split)))[:, 0]
+
+    return losses
 
 
 def prepare_rewards(
@@ -109,40 +152,46 @@ def prepare_rewards(
     """
 
     @torch.no_grad()
-    def num_correct(measured: Sequence[nn.Module], x: Tensor, y: Tensor) -> Tensor:
-        hits_MB = [client.objective.hits(candidate(x), y) for candidate in measured]
-        return torch.stack(hits_MB).sum(1).double().cpu()
+    def correct(measured: Sequence[nn.Module], x: Tensor, y: Tensor, watch: Watch) -> Tensor:
+        hits = []
+        for candidate in measured:
+            logits = candidate(x)
+            hits.append(client.objective.hits(logits, y))
+            watch(logits)
+        hits_BM = torch.stack(hits, dim=1).double().cpu()
+        watch(hits_BM)
+        return hits_BM
 
-    rehearse(client, partial(num_correct, largest), BATCH, "rewards", *chosen)
+    networks = nn.ModuleList([*candidates, *largest]).eval()
+    with _measuring(networks):
+        size = rehearse(client, partial(correct, largest), networks, "rewards", *chosen)
     split = client.data.validation
 
+    def values(rows: Tensor) -> Tensor:
+        with _measuring(networks):
+            return _measured(client, split, partial(correct, candidates), size, rows)
+
     def release() -> Tensor:
-        total = partial(_total, client, split, partial(num_correct, candidates), len(candidates))
         norm = math.sqrt(len(candidates))
-        return noised_mean(client, header, planned, len(split), total, norm=norm)
+        return noised_mean(client, header, planned, split, values, norm=norm)
 
     return release
 
 
-def _total(
-    client: Client,
-    split: Split,
-    measure: Callable[[Tensor, Tensor], Tensor],
-    num_values: int,
-    rows: Tensor,
-) -> Tensor:
-    """Return the sum of what is measured of some rows, one batch at a time."""
-    total = torch.zeros(num_values, dtype=torch.float64)
-    for part in torch.split(rows, BATCH) if len(rows) else ():
-        total += measure(*split.batch(part, client.device))
-    return total
+def _measured(client: Client, split: Split, measure: Measure, size: int, rows: Tensor) -> Tensor:
+    """Return what is measured of some rows [N, V], in micro-batches of exactly ``size``."""
+    values = []
+    for part in torch.split(rows, size) if len(rows) else (rows,):
+        x, y = split.batch(part, client.device)
+        values.append(measure(filled(x, size), filled(y, size), unwatched)[: len(part)])
+    return torch.cat(values)
 
 
 @torch.no_grad()
 def _loss_and_hits(
-    client: Client, network: nn.Module, bound: float, x: Tensor, y: Tensor
+    client: Client, network: nn.Module, bound: float, x: Tensor, y: Tensor, watch: Watch
 ) -> Tensor:
-    """Return the sum over records of (loss / bound, correct), each from 0 to 1; float64 [2].
+    """Return (loss / bound, correct) of every record, each from 0 to 1; float64 [B, 2].
 
     A loss that is not finite counts as the bound.
     """
@@ -150,4 +199,19 @@ def _loss_and_hits(
     losses = client.objective.plain_losses(logits, y).double()
     losses = losses.nan_to_num(nan=bound).clamp(0, bound) / bound
     correct = client.objective.hits(logits, y).double()
-    return torch.stack([losses.sum(), correct.sum()]).cpu()
+    values_B2 = torch.stack([losses, correct], dim=1).cpu()
+    watch(logits)
+    watch(values_B2)
+    return values_B2
+
+
+@contextmanager
+def _measuring(network: nn.Module) -> Iterator[None]:
+    """Put a network in evaluation mode inside the block, and let it round all rows alike."""
+    was_training = network.training
+    network.eval()
+    try:
+        with own_linear_layers(network):
+            yield
+    finally:
+        network.train(was_training)

@@ -31,9 +31,9 @@ from fednas_flwr.clients.local_training import (
 from fednas_flwr.clients.noised_gradients import NoisedGradients
 from fednas_flwr.clients.noised_measures import (
     noised_mean,
+    prepare_losses,
     prepare_metrics,
     prepare_rewards,
-    rehearse_losses,
 )
 from fednas_flwr.clients.replies import (
     make_reply,
@@ -311,7 +311,7 @@ def probe(client: Client, request: Request, asked: Probe) -> Reply:
         planned = _plan(client, request, network)
         trainings = [prepare(client, request, own, network, planned) for own in asked.trainings()]
         if gate is not None:
-            rehearse_losses(client, network, described)
+            losses = prepare_losses(client, network, described)
     if gate is None:
         refresh_statistics(client, request, network, batch_size)
         before = validation_losses(client, network)
@@ -327,18 +327,17 @@ def probe(client: Client, request: Request, asked: Probe) -> Reply:
                 decreases = before - validation_losses(client, network)
                 rewards.append(clipped_decreases(decreases, bound).mean()[None])
                 continue
-        records = len(client.data.validation)
 
-        def total(rows: Tensor) -> Tensor:
+        def decreases_of(rows: Tensor) -> Tensor:
             nonlocal before
-            after = validation_losses(client, network)
+            after = losses()
             if not len(before):
                 restore()
-                before = validation_losses(client, network)
-            return clipped_decreases(before - after, bound)[rows].sum()[None]
+                before = losses()
+            return clipped_decreases(before - after, bound)[rows, None]
 
-        plan = planned["rewards"]
-        rewards.append(noised_mean(client, request.header, plan, records, total, norm=bound))
+        plan, split = planned["rewards"], client.data.validation
+        rewards.append(noised_mean(client, request.header, plan, split, decreases_of, norm=bound))
     records = len(client.data.validation)
     weight = records if gate is None else gate.expected_batch(planned["rewards"])
     return make_reply(weight, {"rewards": {"rewards": torch.cat(rewards).float()}})

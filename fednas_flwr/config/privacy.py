@@ -93,7 +93,8 @@ class DifferentialPrivacy(Checked):
         fewest_records: Of three or more clients, the share of the median client's records that one
             must declare of each split; one that declares fewer is left out. Noise is calibrated to
             the client that needs most.
-        micro_batch_size: Records whose gradients are held at a time, 1 to 1024.
+        micro_batch_size: Of the simulated sites' policies: records that are computed at a time, 1
+            to 1024. A real site's own policy says it.
         sites: Folder of the simulated sites' policies, ledgers and keys; null is ``sites`` in the
             run folder, which gives every run budgets of its own.
         test_seed: For tests of simulations: noise that everybody can repeat. No privacy.

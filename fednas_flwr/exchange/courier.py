@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import median
 from typing import Any, Protocol
 
 from flwr.app import Message
@@ -339,9 +340,11 @@ class Courier:
             wire=self.wire,
             base=states if VERBS[verb].trains else None,
         )
+        named = [len(known.get("class_names", [])) for known in self.facts.values()]
         limits = partial(
             honest_limits,
             verb,
+            classes=max(1, int(median(named))) if named else 1,  # as most clients have it
             sizes={name: sum(layout.sizes.values()) for name, layout in layouts.items()},
             sent={name: norm(state) for name, state in states.items()},
         )
@@ -359,7 +362,6 @@ class Courier:
             own_limits = limits(
                 own,
                 examples=self._max_examples.get(client, MAX_EXAMPLES),
-                classes=max(1, len(facts.get("class_names", []))),
                 planned=planned or {},
                 records=facts.get("splits", {}),
             )

@@ -106,6 +106,7 @@ def honest_limits(
         release = planned["weights"]
         total = largest_sum(release, records, num_values=sizes.get("weights", 0))
         mean = min(mean, total / release.expected_batch(records))
+    mean *= math.sqrt(_num_members(settings))
     if mean < math.inf and steps <= LONGEST:
         weights, velocity = sent.get("weights", 0.0), sent.get(MOMENTS, 0.0)
         moved = largest_move(steps, sgd, mean, weights, velocity)
@@ -224,6 +225,14 @@ def _training(settings: Settings, rows: float) -> tuple[SGD, int] | None:
     if isinstance(settings, Search | Train):
         return settings.local.weights, _steps(settings.local.amount, rows)
     return None
+
+
+def _num_members(settings: Settings) -> int:
+    """Return how many networks are trained side by side, each clipped by itself: 1, or a pool."""
+    described = settings.local.network if isinstance(settings, Train) else {}
+    # a server may send anything, and a site that refuses it still answers
+    genotypes = described.get("genotypes") if isinstance(described, dict) else None
+    return max(1, len(genotypes)) if isinstance(genotypes, list) else 1
 
 
 def _steps(amount: Amount, rows: float) -> int:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from fednas_flwr.errors import ConfigError, unknown_choice
-from fednas_flwr.names import LARGEST_MICRO_BATCH
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
@@ -42,11 +41,9 @@ class Site(Checked):
 
     Attributes:
         data_set: Id that the site's policy gives the data.
-        micro_batch_size: Records whose gradients are in memory at a time, 1 to 1024.
     """
 
     data_set: str
-    micro_batch_size: Annotated[int, Between(1, LARGEST_MICRO_BATCH)] = 1
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,14 @@ Guarantee:
     * the sum itself: dividing it by the number of records drawn breaks it, dividing it by a
       public number does not.
 
-    Rounding: norms, factors and sums are float64 whatever the module computes in, so that a record
-    contributes at most ``R (1 + 1e-14)``. That a kernel rounds the gradient of a record alike
-    whatever else is in the batch is not promised by torch, and where it does not, the other
-    records' contributions move a little too (more at a kink of a ReLU). On CPU they were seen to
-    move only between one and several records at a time; ``micro_batch_size=1`` excludes it.
+    Rounding: norms and factors are float64 whatever the module computes in, so that a record
+    contributes at most ``R (1 + 1e-14)``. Contributions are cut to multiples of a unit of 2^-40 R
+    or little more, whose sums are exact (``micro_batches``): S is the same in any order and in any
+    micro-batches.
+    That a kernel rounds the gradient of a record alike whatever else is in the batch is not
+    promised by torch. With weights that cancel, a last bit reverses gradients, so it is needed:
+    give a ``micro_batch_size`` that the self-test allows (``self_test``), or 1. Without one S may
+    move by more than R.
 
 Edge cases:
     =========================================  ============================================
@@ -43,13 +46,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.privacy.record_gradients import record_gradients, refuse_batch_norm
+from fednas_flwr.privacy.micro_batches import from_units, in_units, micro_batches, person_means
+from fednas_flwr.privacy.record_gradients import (
+    own_linear_layers,
+    record_gradients,
+    refuse_batch_norm,
+)
 from fednas_flwr.privacy.record_losses import Group, Loss, differentiate, losses_of
+from fednas_flwr.privacy.self_test import Watch, unwatched
 
 COLUMNS = 8192  # of gradients that are turned into float64 at a time
 SMALLEST_MAX_NORM = 1e-100  # squares of much smaller numbers vanish in float64
@@ -79,6 +88,8 @@ def clipped_gradient_sum(
     max_norm: float,
     micro_batch_size: int | None = None,
     class_factors: Tensor | None = None,
+    persons: Tensor | None = None,
+    watch: Watch = unwatched,
 ) -> dict[str, Tensor]:
     """Return ``sum_i f_i min(1, R / ||g_i||) g_i`` over a batch, by parameter name.
 
@@ -97,10 +108,15 @@ def clipped_gradient_sum(
         parameters: The module's parameters to differentiate by, under the names of the result; all
             others (frozen alphas) are held fixed.
         max_norm: R, at least 1e-100 and finite.
-        micro_batch_size: How many records are computed at a time; None means all. Changes memory
-            and rounding, not the sum.
+        micro_batch_size: How many records are computed at a time, made-up ones included, which fill
+            the last micro-batch and contribute nothing; None means all. Changes memory and
+            rounding, not the sum.
         class_factors: Public factors f in (0, 1], one per class; multiply after clipping, since
             clipping would cancel what is multiplied before. None means 1.
+        persons: Whose each record is, int64 [B], ascending from 0: g_i and f_i are then the means
+            over the records of a person i, whose presence changes the sum by at most R. All records
+            must be in one micro-batch. None: every record counts for itself.
+        watch: Is shown all that the sum is made of, record by record, for the self-test.
 
     Returns:
         float64 tensors shaped like the parameters, on their device.
@@ -124,16 +140,16 @@ def clipped_gradient_sum(
         >>> sums["weight"]
         tensor([[1.5000]], dtype=torch.float64)
     """
-    _check_arguments(x, y, max_norm, micro_batch_size, class_factors)
+    _check_arguments(x, y, max_norm, micro_batch_size, class_factors, persons)
     sums: dict[str, Tensor] = {}
     with (
         _only_trainable(module, parameters),
-        record_gradients(module, parameters, loss) as gradients,
+        record_gradients(module, parameters, _watched(loss, watch)) as gradients,
     ):
-        for x_B, y_B in _micro_batches(x, y, micro_batch_size):
-            factors_B = _factors(class_factors, y_B)
-            _add(sums, _clipped_sum(gradients(x_B, y_B), parameters, max_norm, factors_B))
-    return _with_zeros(sums, parameters)
+        for x_B, y_B, count in micro_batches(x, y, micro_batch_size):
+            scale = _Scale(max_norm, _factors(class_factors, y_B), count, persons)
+            _add(sums, _clipped_sum(gradients(x_B, y_B), parameters, scale, watch))
+    return _with_zeros(sums, parameters, max_norm)
 
 
 def clipped_alpha_gradient_sum(
@@ -147,6 +163,8 @@ def clipped_alpha_gradient_sum(
     relaxation: Relaxation | None = None,
     micro_batch_size: int | None = None,
     class_factors: Tensor | None = None,
+    persons: Tensor | None = None,
+    watch: Watch = unwatched,
 ) -> dict[str, Tensor]:
     """Return ``sum_i f_i min(1, R / ||h_i||) h_i`` over a batch, by kind of cell.
 
@@ -167,6 +185,8 @@ def clipped_alpha_gradient_sum(
         relaxation: Chosen without looking at records; None is the softmax over all ops.
         micro_batch_size: As for :func:`clipped_gradient_sum`.
         class_factors: As for :func:`clipped_gradient_sum`.
+        persons: As for :func:`clipped_gradient_sum`.
+        watch: As for :func:`clipped_gradient_sum`.
 
     Returns:
         float64 tensors shaped like the alphas, on their device. Nothing else has changed.
@@ -176,12 +196,13 @@ def clipped_alpha_gradient_sum(
 
     Guarantee: sensitivity R under adding or removing one record; see the head of this module.
     """
-    _check_arguments(x, y, max_norm, micro_batch_size, class_factors)
+    _check_arguments(x, y, max_norm, micro_batch_size, class_factors, persons)
     refuse_batch_norm(supernet)
     sums: dict[str, Tensor] = {}
     op_weights, by_alphas = relaxation or _softmax(alphas)
-    with _only_trainable(supernet, {}), torch.enable_grad():
-        for x_B, y_B in _micro_batches(x, y, micro_batch_size):
+    loss = _watched(loss, watch)
+    with _only_trainable(supernet, {}), own_linear_layers(supernet), torch.enable_grad():
+        for x_B, y_B, count in micro_batches(x, y, micro_batch_size):
             leaves = {
                 kind: w_EK.detach().to(alphas[kind].dtype).repeat(len(x_B), 1, 1).requires_grad_()
                 for kind, w_EK in op_weights.items()
@@ -192,18 +213,24 @@ def clipped_alpha_gradient_sum(
                     losses_of(supernet(x_B, leaves), y_B, loss), leaves
                 ).items()
             ]
-            factors_B = _factors(class_factors, y_B)
-            _add(sums, _clipped_sum(gradients, alphas, max_norm, factors_B))
-    return _with_zeros(sums, alphas)
+            scale = _Scale(max_norm, _factors(class_factors, y_B), count, persons)
+            _add(sums, _clipped_sum(gradients, alphas, scale, watch))
+    return _with_zeros(sums, alphas, max_norm)
+
+
+class _Scale(NamedTuple):
+    """How a micro-batch is scaled: R, public factors [B], how many rows are records, and whose."""
+
+    max_norm: float
+    factors_B: Tensor | None
+    num_records: int
+    persons: Tensor | None
 
 
 def _clipped_sum(
-    gradients: list[Group],
-    parameters: Mapping[str, Tensor],
-    max_norm: float,
-    factors_B: Tensor | None,
+    gradients: list[Group], parameters: Mapping[str, Tensor], scale: _Scale, watch: Watch
 ) -> dict[str, Tensor]:
-    """Return the clipped sum of the gradients of B records, float64 by name.
+    """Return the clipped sum of the gradients of B rows, in units, by name.
 
     Columns of [B, P] are turned into float64 by parts, in cache; small gradients are joined first.
     """
@@ -216,17 +243,55 @@ def _clipped_sum(
     if small:
         flat = [torch.cat(small, dim=1), *flat[len(small) :]]
     parts = [part for matrix in flat for part in torch.split(matrix, COLUMNS, dim=1)]
+    for part in parts:
+        watch(part)
+    if scale.persons is not None:
+        parts = [person_means(part, scale.persons) for part in parts]
+    factors_B = _scaled(parts, scale)
+    sums = []
+    for part in parts:
+        # No row is multiplied that is left out: 0 * inf would be NaN.
+        kept = part.masked_fill((factors_B == 0)[:, None], 0.0).double()
+        units = in_units(kept.mul_(factors_B[:, None]), bound=scale.max_norm)
+        watch(units)
+        sums.append(units.sum(0))
+    pieces = torch.split(torch.cat(sums), [parameters[name].numel() for name in names])
+    return {n: piece.view(parameters[n].shape) for n, piece in zip(names, pieces, strict=True)}
+
+
+def _scaled(parts: list[Tensor], scale: _Scale) -> Tensor:
+    """Return what every row is multiplied by, float64 [B]; 0 leaves it out.
+
+    Left out are rows that are no records, and records whose gradient is not finite; of persons, the
+    same.
+    """
+    count, factors_B = scale.num_records, scale.factors_B
+    if scale.persons is not None:
+        count = int(scale.persons.max()) + 1 if count else 0
+        if factors_B is not None:
+            factors_B = person_means(factors_B[:, None], scale.persons)[:, 0]
     norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in parts]
-    norms_B = torch.linalg.vector_norm(torch.stack(norms), dim=0)
-    keep_B = norms_B.isfinite()
-    scale_B = (max_norm / norms_B).clamp(max=1.0)  # R / 0 = inf: factor 1
+    norms_B = torch.linalg.vector_norm(torch.stack(norms, dim=1), dim=1)
+    scale_B: Tensor = (scale.max_norm / norms_B).clamp(max=1.0)  # R / 0 = inf: factor 1
     if factors_B is not None:
         scale_B = scale_B * factors_B.to(scale_B)
-    scale_B = scale_B.where(keep_B, 0.0)
-    drop_B1 = ~keep_B[:, None]  # 0 * inf would be NaN
-    sum_P = torch.cat([scale_B @ part.masked_fill(drop_B1, 0.0).double() for part in parts])
-    pieces = torch.split(sum_P, [parameters[name].numel() for name in names])
-    return {n: piece.view(parameters[n].shape) for n, piece in zip(names, pieces, strict=True)}
+    scale_B = scale_B.where(norms_B.isfinite(), 0.0)
+    scale_B[count:] = 0.0
+    return scale_B
+
+
+def _watched(loss: Loss, watch: Watch) -> Loss:
+    """Return the loss, of which outputs and losses are watched."""
+    if watch is unwatched:
+        return loss
+
+    def watched(output: Any, y_B: Tensor) -> Tensor:
+        losses_B: Tensor = loss(output, y_B)
+        for tensor in (*(output if isinstance(output, tuple) else (output,)), losses_B):
+            watch(tensor)
+        return losses_B
+
+    return watched
 
 
 def _add(sums: dict[str, Tensor], others: Mapping[str, Tensor]) -> None:
@@ -235,10 +300,14 @@ def _add(sums: dict[str, Tensor], others: Mapping[str, Tensor]) -> None:
         sums[name] = sums[name] + other if name in sums else other
 
 
-def _with_zeros(sums: dict[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the sums in the order of the parameters, zeros where there is none."""
+def _with_zeros(
+    sums: dict[str, Tensor], parameters: Mapping[str, Tensor], max_norm: float
+) -> dict[str, Tensor]:
+    """Return sums in units as float64, in the parameters' order, zeros where there is none."""
     return {
-        name: sums[name] if name in sums else torch.zeros_like(parameter, dtype=torch.float64)
+        name: from_units(sums[name], bound=max_norm)
+        if name in sums
+        else torch.zeros_like(parameter, dtype=torch.float64)
         for name, parameter in parameters.items()
     }
 
@@ -256,13 +325,6 @@ def _softmax(alphas: Mapping[str, Tensor]) -> Relaxation:
 
 def _factors(class_factors: Tensor | None, y_B: Tensor) -> Tensor | None:
     return None if class_factors is None else class_factors.to(y_B.device)[y_B]
-
-
-def _micro_batches(x: Tensor, y: Tensor, size: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield consecutive slices of at most ``size`` records, without gradients by x."""
-    size = max(len(x), 1) if size is None else size
-    for start in range(0, len(x), size):
-        yield x[start : start + size].detach(), y[start : start + size]
 
 
 @contextmanager
@@ -290,6 +352,7 @@ def _check_arguments(
     max_norm: float,
     micro_batch_size: int | None,
     class_factors: Tensor | None,
+    persons: Tensor | None,
 ) -> None:
     if len(x) != len(y):
         raise ValueError(f"expected one label per record, got {len(x)} records, {len(y)} labels")
@@ -299,3 +362,5 @@ def _check_arguments(
         raise ValueError(f"micro_batch_size must be at least 1, got {micro_batch_size}")
     if class_factors is not None and not bool(((class_factors > 0) & (class_factors <= 1)).all()):
         raise ValueError(f"class_factors must be in (0, 1], got {class_factors.tolist()}")
+    if persons is not None and len(x) > (len(x) if micro_batch_size is None else micro_batch_size):
+        raise ValueError(f"{len(x)} records of persons must be in one micro-batch")

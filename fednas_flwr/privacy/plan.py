@@ -92,13 +92,11 @@ class PrivateStage:
 
     Attributes:
         data_set: Id that the sites' policies give the data.
-        micro_batch_size: Records whose gradients are in memory at a time.
         local_steps: Noised steps of a local training, in place of epochs.
         releases: Everything that the stage releases.
     """
 
     data_set: str
-    micro_batch_size: int
     local_steps: int
     releases: tuple[PlannedRelease, ...] = ()
 

@@ -33,6 +33,10 @@ class DataSetPolicy:
         records: Declared, public number of units by split: the only source of rates and weights.
         fractions: Shares of the splits, which the site fixes for good: a record that were in
             another split in another run would be charged to two budgets, each seeing half.
+        threads: torch's threads. They and the size of micro-batches decide how results are
+            rounded, hence they are the site's: a server could choose them so that one record
+            changes the gradients of others.
+        micro_batch_size: Records that are computed at a time.
         approve: ``manual``: no run releases anything before a person at the site has approved what
             it has committed to; ``automatic``: the rules of the policy are enough.
     """
@@ -48,6 +52,8 @@ class DataSetPolicy:
     unit: Unit
     records: Mapping[str, int]
     fractions: Mapping[str, float]
+    threads: int
+    micro_batch_size: int
     secure_noise: bool
     test_seed: bool
     approve: str

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from fednas_flwr.errors import ConfigError, show, unknown_choice
-from fednas_flwr.names import SPLITS, UNITS
+from fednas_flwr.names import LARGEST_MICRO_BATCH, SPLITS, UNITS
 from fednas_flwr.privacy.policy import (
     APPROVALS,
     LARGEST_GRAD_NORM,
@@ -133,6 +133,13 @@ def _count(value: object, where: str, least: int = 1) -> int:
     return value
 
 
+def _micro_batch(value: object, where: str) -> int:
+    """Return a number of records that are computed at a time."""
+    if _count(value, where) > LARGEST_MICRO_BATCH:
+        raise _wrong(where, value, f"at most {LARGEST_MICRO_BATCH}")
+    return _count(value, where)
+
+
 def _flag(value: object, where: str) -> bool:
     """Return true or false."""
     if not isinstance(value, bool):
@@ -196,6 +203,8 @@ _READERS: dict[str, Callable[[object, str], object]] = {
     "unit": _unit,
     "records": _count,
     "fractions": _fractions,
+    "threads": _count,
+    "micro_batch_size": _micro_batch,
     "secure_noise": _flag,
     "test_seed": _flag,
     "approve": _approval,

@@ -14,7 +14,7 @@ from fednas_flwr.reporting.plots import edge_labels
 
 LAST_ROUNDS = 5  # snapshots of the alphas that the spread is taken over
 SPREADS = 2.0  # that a lead must exceed
-LEAST_SPREAD = 0.02  # alphas that hardly move, such as a short search's, have decided nothing
+LEAST_SPREAD = 0.002  # alphas that stay where they were drawn (with .001) have decided nothing
 TABLE_HEAD = ["cell", "edge", "op", "next", "lead", "spread", "decided"]
 
 
@@ -105,7 +105,7 @@ def warning(found: Sequence[Edge]) -> str:
     return (
         f"The search has decided little: on {undecided} of {len(found)} edges the chosen op is not "
         "clearly ahead of the next one, so another seed may derive another cell. Raise rounds or "
-        "algorithm.alphas.lr."
+        "the learning rate of the alphas."
     )
 
 

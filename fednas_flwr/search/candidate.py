@@ -125,6 +125,7 @@ class ClippedGradients(ExactGradients):
             self.train_tally.add(losses_B, objective.hits(logits, labels))
             return losses_B
 
+        parts = -(-len(x) // MICRO_BATCH)
         sums = clipped_gradient_sum(
             network,
             x,
@@ -132,7 +133,7 @@ class ClippedGradients(ExactGradients):
             loss=losses,
             parameters=trainable_weights(network),
             max_norm=clipping.max_grad_norm,
-            micro_batch_size=MICRO_BATCH,
+            micro_batch_size=-(-len(x) // parts),
             class_factors=objective.class_factors,
         )
         std = clipping.noise_multiplier * clipping.max_grad_norm

@@ -83,16 +83,29 @@ def offered_ops(supernet: Supernet) -> Tensor:
     return torch.tensor([[name is not None for name in row] for row in names])
 
 
-def largest_paths(supernet: Supernet, *, mode: str) -> Tensor:
-    """Return the paths [E, K] with the most weights: no others of the mode take more memory."""
-    sizes = [
-        [
-            0 if (op := block.op(column)) is None else count_parameters(op)
-            for column in range(len(block.names))
-        ]
-        for block in _blocks(supernet)
+def covering_paths(supernet: Supernet, *, mode: str) -> list[Tensor]:
+    """Return paths [E, K] that compute every op of every block between them.
+
+    The first ones have the most weights: no others of the mode take more memory.
+    """
+    orders = []
+    for block, offered_O in zip(_blocks(supernet), offered_ops(supernet).tolist(), strict=True):
+        ops = [block.op(column) for column in range(len(offered_O))]
+        sizes = [0 if op is None else count_parameters(op) for op in ops]
+        offered = [column for column, is_offered in enumerate(offered_O) if is_offered]
+        orders.append(sorted(offered, key=lambda column: -sizes[column]))
+    num_ops = supernet.alphas()[CELL].shape[1]
+    num_paths = NUM_PATHS[mode] or num_ops
+    return [
+        torch.tensor([_turned(order, first, num_ops)[:num_paths] for order in orders])
+        for first in range(0, max(map(len, orders)), num_paths)
     ]
-    return torch.tensor(sizes).argsort(dim=-1, descending=True, stable=True)[:, : NUM_PATHS[mode]]
+
+
+def _turned(order: list[int], first: int, num_ops: int) -> list[int]:
+    """Return all columns: those of ``order`` from position ``first`` on, then what it lacks."""
+    first %= len(order)
+    return order[first:] + order[:first] + [c for c in range(num_ops) if c not in order]
 
 
 def expected_cost(costs: Costs, alphas_EO: Tensor, paths_EK: Tensor, gates: Tensor) -> Tensor:

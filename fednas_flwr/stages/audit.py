@@ -287,7 +287,7 @@ class _Planted:
             batch_size=None,
             order=1,
             inner_lr=1.0,
-            site=Site(privacy.data_set, privacy.micro_batch_size),
+            site=Site(privacy.data_set),
         )
         self._run, self._round = secrets.token_hex(8), 0
         commitment = Commit(privacy.data_set, planned)

@@ -260,7 +260,7 @@ def _evaluate(
         private = private_stage(config, run.schedule, "evaluate")
         if pools_records(config):
             linear = _linear_baseline(run)
-        site = None if private is None else Site(private.data_set, private.micro_batch_size)
+        site = None if private is None else Site(private.data_set)
         results: dict[str, list[dict[str, Any]]] = {"clients": [], "personalised": []}
         if config.dataset.fractions["test"] > 0:
             if private is None or private.noise_multiplier("metrics") is not None:

@@ -69,7 +69,6 @@ def private_stage(
         return None
     return PrivateStage(
         privacy.data_set,
-        privacy.micro_batch_size,
         privacy.retrain.local_steps if stage == "retrain" else privacy.local_steps,
         tuple(release for release in schedule if release.stage == stage),
     )

@@ -127,7 +127,7 @@ class RoundStrategy(Strategy):
         """What requests to private clients name besides, None without privacy."""
         if self.private is None:
             return None
-        return Site(self.private.data_set, self.private.micro_batch_size)
+        return Site(self.private.data_set)
 
     @property
     def model(self) -> dict[str, Packed]:

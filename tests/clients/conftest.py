@@ -24,21 +24,9 @@ from fednas_flwr.data.loaders import ClientData, Split
 from fednas_flwr.exchange import messages
 from fednas_flwr.exchange.messages import Header, Reply, Request, decode_request, encode_states
 from fednas_flwr.exchange.requests import (
-    Amount,
-    Commit,
-    Describe,
-    Evaluate,
-    LocalSearch,
-    LocalTraining,
-    MeasureLatency,
-    Personalise,
-    Probe,
     RewardCandidates,
-    Search,
     Settings,
     Site,
-    TakeGradients,
-    Train,
     TrainCandidates,
     Trial,
     encode,
@@ -49,9 +37,10 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.randomness import seeded
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.descent import no_moments
-from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.search.settings import SGD
 from fednas_flwr.verbs import PRIVATE_VERBS
+
+from ..asked import ALPHAS, smallest
 
 RECORDS = {"train": 40, "validation": 20, "test": 12}  # declared: not what the data holds
 POLICY = {
@@ -64,6 +53,8 @@ POLICY = {
     "unit": "record",
     "records": sum(RECORDS.values()),
     "fractions": {split: count / sum(RECORDS.values()) for split, count in RECORDS.items()},
+    "threads": 1,
+    "micro_batch_size": 8,
     "secure_noise": True,
     "test_seed": False,
     "approve": "automatic",
@@ -86,8 +77,7 @@ ASKED = {
     "evaluate.model": ("search", {"metrics": ("validation",)}),
 }
 STEP = SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.01, clip_norm=5.0)
-TRIAL = Trial(STEP, Adam(lr=0.01, weight_decay=0.0), drop_path_prob=0.0)
-ONE_STEP = Amount(epochs=None, steps=1, batch_size=None)
+TRIAL = Trial(STEP, ALPHAS, drop_path_prob=0.0)
 LOSS_BOUND = 0.5
 # Paths of the space dp_cells: one that a step of trains, some that are rewarded. The weights are
 # set so that DIVIDED says class 0 of some records and class 1 of the others.
@@ -278,26 +268,17 @@ def make_site(
 
         def asked(verb: str) -> Settings:
             """Return what a verb is given unless a test changes it: one step of each release."""
-            here = Site("ward", micro_batch_size=64)
-            search = LocalSearch(ONE_STEP, STEP, TRIAL.alphas, Alternating("first_order"))
-            split = "train+validation"
-            local = LocalTraining(networks.description, split, ONE_STEP, STEP, 0.0, 0.0)
-            lrs = {"weights": 0.1, "alphas": 0.1}
-            settings: dict[str, Settings] = {
-                "query.describe": Describe(),
-                "query.commit": Commit("ward", tuple(schedule())),
-                "query.latency": MeasureLatency(batch_size=1, passes=2, site=here),
-                "train.search": Search(search, site=here),
-                "train.probe": Probe(search, None, [TRIAL], LOSS_BOUND, here),
-                "train.candidate": TrainCandidates(
-                    CANDIDATES["train.candidate"], 0, 1, None, STEP, None, here
-                ),
-                "train.weights": Train(local, site=here),
-                "evaluate.candidates": RewardCandidates(CANDIDATES["evaluate.candidates"], here),
-                "evaluate.model": Evaluate({"name": "supernet"}, "validation", here),
-                "evaluate.personalised": Personalise(local),
-            }
-            return settings.get(verb) or TakeGradients(0, 1, lrs, None, 1, 0.1, here)
+            every = smallest(
+                Site("ward"),
+                network=networks.description,
+                split="train+validation",
+                weights=STEP,
+                loss_bound=LOSS_BOUND,
+            )
+            given = every.get(verb, every["train.gradients"])  # also of what is no verb
+            if isinstance(given, TrainCandidates | RewardCandidates):
+                return replace(given, candidates=CANDIDATES[verb])
+            return replace(given, releases=tuple(schedule())) if verb == "query.commit" else given
 
         def request(
             verb: str, *, run: str = "run", moments: bool = False, **changes: Any

@@ -26,7 +26,7 @@ from .conftest import METRICS, RECORDS, STEP, TERMS, received, schedule
 
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
 MEMBERS = 3
-SITE = Site("ward", micro_batch_size=64)
+SITE = Site("ward")
 
 
 @pytest.fixture

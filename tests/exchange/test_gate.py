@@ -311,6 +311,21 @@ def test_a_heavy_client_is_held_to_the_largest_share_and_named_once(largest, wei
     assert all("client 1 may weigh 900 of 1100 examples" in message for message in messages)
 
 
+def test_a_client_cannot_name_so_many_classes_that_it_may_step_farther(federation):
+    """Oversampling takes as many more steps; how many classes there are is what most say."""
+    limits = []
+    for told in (["a"], ["a"] * 10_000):
+        many = federation(
+            facts={BAD: {"class_names": told}, 0: {"class_names": ["a"]}},
+            damage={BAD: poison("alphas", 0, 5e3)},
+        )
+        many.courier.connect(many.grid)
+        assert [client for client, _ in many.ask()] == [0, 2]
+        limits.append(many.events[-1]["reason"])
+    assert limits[0] == limits[1]
+    assert limits[0].startswith("alphas has a norm of 5e+03, where an honest client's is at most")
+
+
 def test_a_sum_of_gradients_is_scaled_with_its_weight():
     states = {"weights": {"float32": torch.ones(2)}, "buffers": {"float32": torch.ones(1)}}
     held = Reply(8.0, states=states).weighing(0.25, summed=("weights",))

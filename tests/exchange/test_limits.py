@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -170,6 +171,19 @@ def test_training_moves_no_farther_than_its_clipped_or_noised_steps():
     both = limits("train.weights", training(0.01, steps), sizes=sizes, sent=sent, planned=noised)
     assert both.norms["weights"] < private.norms["weights"] / 10
     assert both.norms["buffers"] == 1e6 * math.sqrt(3)
+
+
+def test_of_a_pool_every_member_moves_as_far_as_it_may_alone():
+    """Each member's gradient is clipped by itself, also where noise is added to all at once."""
+    steps, sizes = Amount(None, 3, None), {"weights": 100}
+    for clip_norm, planned in ((1.0, []), (None, [plan()])):
+        alone = training(clip_norm, steps)
+        pool = replace(alone, local=replace(alone.local, network={"genotypes": 4 * [{}]}))
+        one, four = (
+            limits("train.weights", asked, sizes=sizes, planned=planned).norms["weights"]
+            for asked in (alone, pool)
+        )
+        assert four == pytest.approx(2 * one)
 
 
 def test_a_search_moves_the_alphas_by_its_steps_of_adam():

@@ -6,7 +6,7 @@ import json
 import math
 import types
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
@@ -53,6 +53,8 @@ from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.search.settings import SGD, Adam, DPAware
 from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
 
+from ..asked import smallest
+
 # --- all requests that there are, as strategies
 
 rates = st.floats(1e-12, 1e30)
@@ -75,7 +77,7 @@ sgds = st.builds(
     clip_norm=st.none() | rates,
 )
 adams = st.builds(Adam, lr=from_zero, weight_decay=from_zero)
-sites = st.builds(Site, data_set=names, micro_batch_size=st.integers(1, 1024))
+sites = st.builds(Site, data_set=names)
 sizes = st.none() | st.integers(1, 2**62)
 amounts = st.builds(
     Amount, epochs=st.none(), steps=st.integers(1, 10**6), batch_size=sizes
@@ -335,7 +337,6 @@ def test_the_cases_above_reach_every_dataclass_and_none_is_left_out():
 # --- ranges
 
 
-SGD_OF = {"lr": 0.1, "min_lr": 0.0, "momentum": 0.9, "weight_decay": 0.0, "clip_norm": None}
 BAD = {
     "query.latency": {
         "batch_size": [0, -1, 1025],
@@ -348,7 +349,6 @@ BAD = {
         "batch_size": [0, -8],
         "order": [0, 3, -1],
         "inner_lr": [0.0, -0.1, 1e31],
-        "site.micro_batch_size": [0, -1, 1025],
     },
     "train.search": {
         "local.amount.steps": [0, -1, 10**6 + 1],
@@ -380,21 +380,14 @@ BAD = {
     },
     "evaluate.candidates": {"candidates": [[], [[0]] * 1001]},
 }
-AT_LEAST = {
-    "query.latency": MeasureLatency(1, 2),
-    "train.gradients": TakeGradients(0, 1, {"weights": 0.0}, None, 1, 0.1, Site("a")),
-    "train.search": Search(
-        LocalSearch(Amount(None, 1, 1), SGD(**SGD_OF), Adam(0.0, 0.0), Alternating("first_order"))
-    ),
-    "train.candidate": TrainCandidates([[0]], 0, 1, None, SGD(**SGD_OF), DPAware(0.1, 0.0)),
-    "train.probe": Probe(
-        None,
-        LocalTraining({}, "train", Amount(1, None, None), SGD(**SGD_OF), 0.0, 0.0),
-        [Trial(SGD(**SGD_OF), Adam(0.0, 0.0), 0.0)],
-        1e-3,
-    ),
-    "evaluate.candidates": RewardCandidates([[0]]),
-}
+AT_LEAST = smallest(Site("a"))
+AT_LEAST["train.candidate"] = replace(AT_LEAST["train.candidate"], dp_aware=DPAware(0.1, 0.0))
+AT_LEAST["train.probe"] = replace(
+    AT_LEAST["train.probe"],
+    search=None,
+    training=AT_LEAST["train.weights"].local,
+    loss_bound=1e-3,
+)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -118,16 +119,40 @@ def test_code_that_comes_with_a_run_is_never_executed_at_a_site(cluster: Any) ->
 
 
 @pytest.mark.slow
-def test_a_private_search_on_three_sites(cluster: Any) -> None:
+def test_a_private_search_on_three_sites(cluster: Any, loopback: ModuleType) -> None:
+    """At one of them a person types the command that releases the schedule."""
     run_dir = cluster.folder / "server" / "state" / "run"
-    cluster.operate(
+    loopback.edit(cluster.folder / SITES[0] / "policy.yaml", r"approve: \w+", "approve: manual")
+    running = cluster.launch(
         *("fednas", "run", "runtime=deployment", "runtime.superlink=server", "runtime.quorum=1"),
         *("partition=sites", "dataset=npz", "dataset.server_test=false", "clients=3", "rounds=1"),
         *("algorithm=dp_fnas", "privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=1000"),
         *("algorithm.batch_size=8", "search_space.norm=group", "search_space.channels=2"),
         *("search_space.num_cells=1", "stages=[search]", "tensorboard=false", f"run_dir={run_dir}"),
+        "runtime.approval_s=600",
     )
-    events = read_events(run_dir / "events.jsonl")
+    file = run_dir / "events.jsonl"
+
+    def awaited() -> list[Any]:
+        events = read_events(file) if file.exists() else []
+        assert running.poll() is None, running.communicate()[0]
+        return [event["clients"] for event in events if event["event"] == "approval_awaited"]
+
+    ((asked,),) = loopback.until("the question for approval", awaited)
+    assert asked["client"] == 0
+    for command in (["approve"], ["approve", asked["schedule"]]):
+        done = subprocess.run(
+            [sys.executable, "-m", "fednas_flwr.cli", *command],
+            cwd=cluster.folder / SITES[0],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "train.weight_gradient" in done.stdout
+    assert f"fednas approve {asked['schedule']}" in cluster.read(f"{SITES[0]}-clientapp")
+    output, _ = running.communicate()
+    assert running.returncode == 0, output
+    events = read_events(file)
     assert events[-1]["event"] == "run_finished"
     assert events[-1]["status"] == "completed"
     assert sum(event["event"] == "round" for event in events) == 1

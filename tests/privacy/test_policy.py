@@ -33,6 +33,8 @@ WARD = {
     "unit": "record",
     "records": 1000,
     "fractions": {"train": 0.6, "validation": 0.2, "test": 0.2},
+    "threads": 1,
+    "micro_batch_size": 8,
     "secure_noise": True,
     "test_seed": False,
     "approve": "automatic",

@@ -24,20 +24,21 @@ def test_leads_and_spreads_by_hand():
     """Of 7 rounds the last 5 count; an edge leads, one jumps, one hardly moves."""
     jumps = [9.0, 9.0, 0.3, -0.3, 0.3, -0.3, 0.2]
     snapshots = [
-        snapshot(n, [[0.0, 0.1, 1.0 + 0.01 * n], [0.0, 0.0, jump], [0.03, 0.0, -5.0]])
+        snapshot(n, [[0.0, 0.1, 1.0 + 0.01 * n], [0.0, 0.0, jump], [0.003, 0.0, -5.0]])
         for n, jump in enumerate(jumps)
     ]
     grows, jumping, still = decidedness.edges(snapshots)
     assert (grows.op, grows.next_op, grows.label) == ("conv", "skip", "0 → 1")
     assert grows.lead == pytest.approx(0.96)
-    assert grows.spread == decidedness.LEAST_SPREAD  # .016, which is less
+    assert grows.spread == pytest.approx(0.01 * statistics.stdev(range(5)))
     assert grows.is_decided
     assert jumping.next_op == "none"  # the first of equals
     assert jumping.lead == pytest.approx(0.2)
     assert jumping.spread == pytest.approx(statistics.stdev(jumps[-5:]))
     assert not jumping.is_decided
     assert (still.op, still.next_op) == ("none", "skip")
-    assert not still.is_decided  # .03 is no lead, however still it stands
+    assert still.spread == decidedness.LEAST_SPREAD
+    assert not still.is_decided  # .003 is no lead, however still it stands
     assert decidedness.text([grows, jumping, still]).startswith("Decided: 1 of 3 edges.")
     assert "on 2 of 3 edges" in decidedness.warning([grows, jumping, still])
     assert decidedness.warning([grows, grows, still]) == ""
@@ -73,7 +74,7 @@ def test_there_is_nothing_to_say_of_one_snapshot_or_without_cells():
     assert decidedness.text([]) == decidedness.warning([]) == ""
 
 
-@pytest.mark.parametrize(("lead", "warns"), [(0.5, False), (0.01, True)])
+@pytest.mark.parametrize(("lead", "warns"), [(0.5, False), (0.001, True)])
 def test_the_report_warns_of_a_cell_that_is_hardly_decided(lead, warns, tmp_path):
     with EventLog(tmp_path / "events.jsonl") as log:
         for number in (1, 2, 3):

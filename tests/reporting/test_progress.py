@@ -68,6 +68,15 @@ def test_warnings_and_failures_are_printed_whole_and_a_repeated_failure_once() -
         assert "warning: the newest checkpoint is damaged" in text
 
 
+def test_whoever_waits_for_a_person_is_told_with_the_command() -> None:
+    awaited = [{"client": client, "schedule": "a1" * 16} for client in (0, 2)]
+    text = _show([{"event": "approval_awaited", "run": "r", "clients": awaited}], terminal=False)
+    assert text.splitlines() == [
+        f"client {client} waits for a person's approval: `fednas approve {'a1' * 16}` at its site"
+        for client in (0, 2)
+    ]
+
+
 def test_a_terminal_gets_bars_and_its_cursor_back(make_run: Callable[..., Path]) -> None:
     text = _show(read_events(make_run("run") / "events.jsonl"), terminal=True)
     assert "search" in text

@@ -22,6 +22,7 @@ PATHS = {
 }
 
 
+@pytest.mark.usefixtures("uncut")
 @pytest.mark.parametrize("name", PATHS)
 def test_clipped_sum_equals_a_loop_over_records(name):
     with seeded(0, "supernet"):
@@ -54,6 +55,7 @@ def test_clipped_sum_equals_a_loop_over_records(name):
     assert all(weight.grad is None for weight in supernet.parameters())
 
 
+@pytest.mark.usefixtures("uncut")
 @pytest.mark.parametrize("dp_aware", [None, DPAware(0.05, 0.0), DPAware(0.05, 2.0)])
 def test_candidates_are_trained_one_after_the_other(dp_aware):
     """Batch by batch, momentum kept; DP-aware ``(sum_i clip(g_i) + C N(0, sigma^2 I)) / B``."""

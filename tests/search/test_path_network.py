@@ -22,8 +22,8 @@ from fednas_flwr.search.objective import CLASSIFICATION
 from fednas_flwr.search.path_network import (
     PathNetwork,
     cost_gradient,
+    covering_paths,
     drawable_alphas,
-    largest_paths,
     offered_ops,
 )
 from fednas_flwr.search.proxyless import gate_gradient, uniform_alphas
@@ -78,6 +78,7 @@ def clip_to(gradients, norm):
     return [sum(s * g for s, g in zip(scales, part, strict=True)) for part in parts], lengths
 
 
+@pytest.mark.usefixtures("uncut")
 @pytest.mark.parametrize("seed", range(4))
 def test_weights_of_a_path_are_clipped_as_those_of_its_derived_network(seed, supernet, records):
     path = paths(supernet, "one", seed)
@@ -106,6 +107,7 @@ def test_weights_of_a_path_are_clipped_as_those_of_its_derived_network(seed, sup
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.usefixtures("uncut")
 @pytest.mark.parametrize("hardware", [None, MULTIPLICATIVE], ids=["plain", "multiplicative"])
 @pytest.mark.parametrize("mode", ["two", "full"])
 def test_alphas_are_clipped_by_record_through_the_gates(mode, hardware, supernet, records):
@@ -174,15 +176,27 @@ def test_alphas_of_a_search_are_drawn_from_as_they_are(supernet):
     assert torch.equal(drawable_alphas(supernet), supernet.alphas()["blocks"])
 
 
-def test_the_largest_paths_have_the_most_weights(supernet):
-    assert largest_paths(supernet, mode="one").tolist() == [[2], [2], [2]]
-    assert largest_paths(supernet, mode="two").tolist() == [[2, 3], [2, 3], [2, 3]]
-    assert largest_paths(supernet, mode="full").shape == (3, 4)
+@pytest.mark.parametrize("mode", ["one", "two", "full"])
+def test_covering_paths_compute_every_op_that_is_offered_and_no_other(supernet, mode):
+    covering = covering_paths(supernet, mode=mode)
+    offered_EO = offered_ops(supernet)
+    computed_EO = torch.zeros_like(offered_EO)
+    for paths_EK in covering:
+        assert paths_EK.shape == (3, {"one": 1, "two": 2, "full": 4}[mode])
+        assert all(len(set(row)) == len(row) for row in paths_EK.tolist())
+        assert bool(offered_EO.gather(1, paths_EK[:, :1]).all())
+        computed_EO.scatter_(1, paths_EK, True)
+    assert bool(computed_EO[offered_EO].all())
+
+
+def test_the_first_covering_paths_have_the_most_weights(supernet):
+    assert covering_paths(supernet, mode="one")[0].tolist() == [[2], [2], [2]]
+    assert covering_paths(supernet, mode="two")[0].tolist() == [[2, 3], [2, 3], [2, 3]]
     counts = {
         sum(w.numel() for w in PathNetwork(supernet, paths(supernet, "one", s)).weights().values())
         for s in range(30)
     }
-    most = PathNetwork(supernet, largest_paths(supernet, mode="one")).weights().values()
+    most = PathNetwork(supernet, covering_paths(supernet, mode="one")[0]).weights().values()
     assert len(counts) > 5
     assert max(counts) <= sum(w.numel() for w in most)
 

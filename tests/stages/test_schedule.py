@@ -264,6 +264,23 @@ def test_feathers_shares_the_target_between_rewards_and_the_rest(compose_config)
         assert 0.98 * 4 < cost(schedule, split) <= 4
 
 
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        (["privacy.epsilon=.001", "stages=[retrain]", "genotype=a.json"], "privacy.epsilon=0.001"),
+        (["privacy.retrain.epsilon=.001"], "privacy.retrain.epsilon=0.001"),
+        (
+            ["privacy.weights.noise_multiplier=null", "privacy.weights.epsilon=.002"],
+            "privacy.weights.epsilon=0.002",
+        ),
+    ],
+)
+def test_an_epsilon_that_no_noise_keeps_is_refused_by_its_setting(compose_config, given, key):
+    config = compose_config(*DP_FNAS, "privacy.delta=1e-300", *given)
+    with pytest.raises(ConfigError, match=f"^{key}: no noise keeps .* raise {key.split('=')[0]}"):
+        make_schedule(config, RECORDS, done={})
+
+
 # What the four arms of experiment=feathers/fraud_private earned in the first phase of a run at
 # epsilon 2 per mechanism, with noise of .004: the first is much too slow.
 EARNED = (0.08, 0.39, 0.43, 0.47)

@@ -135,7 +135,10 @@ def test_oversampling_repeats_records_and_counts_them_once(compose_config, feder
     assert not torch.equal(one, other)
 
 
-GDAS = ["algorithm=fed_darts", "algorithm.temperatures={first: 10.0, last: 0.1}"]
+GDAS = [
+    *("algorithm=fed_darts", "algorithm.beta_decay=0"),
+    "algorithm.temperatures={first: 10.0, last: 0.1}",
+]
 
 
 def test_single_paths_of_gdas_take_their_temperature_from_the_round(compose_config, federate):

@@ -25,6 +25,7 @@ CONSTANT = ["algorithm.weights.lr=0.05", "algorithm.weights.min_lr=0.05"]
 SEARCH = [
     *("algorithm=fed_darts", "algorithm.batch_size=16", "search_space.norm=group", *CONSTANT),
     *("dataset.crop_padding=0", "dataset.flip=false", "algorithm.weights.clip_norm=null"),
+    "algorithm.beta_decay=0",
 ]
 UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.65,0.35]"]
 ROUNDS = 3

@@ -1,0 +1,123 @@
+"""Sums over records in which no record changes what another contributes, not by one bit.
+
+Kernels round the rows of a batch differently in batches of another size. So records are computed in
+micro-batches of one size, which made-up rows fill and which whoever holds the records fixes; and
+floating-point sums depend on order and on what else is added. So contributions are whole numbers of
+a unit, whose sums are exact. That rows are rounded alike at every position of a micro-batch, and
+beside every neighbour, is what :mod:`~fednas_flwr.privacy.self_test` shows.
+
+Tensor suffix: B rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+UNIT_BITS = 40
+
+
+def micro_batches(x: Tensor, y: Tensor, size: int | None) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield records in parts of exactly ``size``, at least one part.
+
+    Args:
+        x: Features [N, ...]; the parts carry no gradients by them.
+        y: Labels int64 [N].
+        size: B, at least 1; None makes one part of all records, of whatever size.
+
+    Yields:
+        Features [B, ...], labels [B] and how many of the rows, the first ones, are records; the
+        others are zeros, of class 0. Each part is a copy in memory of its own, so that none is
+        aligned otherwise than another.
+    """
+    size = max(1, len(x)) if size is None else size
+    for start in range(0, max(1, len(x)), size):
+        x_B, y_B = x[start : start + size].detach(), y[start : start + size]
+        yield filled(x_B, size), filled(y_B, size), len(y_B)
+
+
+def filled(rows: Tensor, size: int) -> Tensor:
+    """Return a copy [size, ...] of up to ``size`` rows, zeros after them."""
+    copy = rows.new_zeros(size, *rows.shape[1:])
+    copy[: len(rows)] = rows
+    return copy
+
+
+def by_person(groups: Sequence[Tensor], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the records of persons in parts of at most ``size``, at least one part.
+
+    Nobody is in two parts. Of a person with more records ``size`` are drawn anew by every call;
+    nobody can foresee which.
+
+    Args:
+        groups: Indices of each person's records, int64.
+        size: At least 1.
+
+    Yields:
+        Indices [N], and whose each is [N]: 0, 1, ... in the order of the part.
+    """
+    generator = torch.Generator().manual_seed(secrets.randbits(63))
+    part: list[Tensor] = []
+    for group in groups:
+        group = group[torch.randperm(len(group), generator=generator)[:size].sort().values]
+        if sum(map(len, part)) + len(group) > size:
+            yield _joined(part)
+            part = []
+        part.append(group)
+    yield _joined(part)
+
+
+def _joined(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    empty = torch.empty(0, dtype=torch.int64)
+    persons = [torch.full((len(group),), person) for person, group in enumerate(groups)]
+    return torch.cat([empty, *groups]), torch.cat([empty, *persons])
+
+
+def person_means(rows: Tensor, persons: Tensor) -> Tensor:
+    """Return the mean of each person's rows, in one row each, float64 [B, V]; zeros after them.
+
+    A person's rows are added in their order, so that the mean does not depend, in any bit, on who
+    else is there.
+
+    Args:
+        rows: [B, V]; those after the first N are left out.
+        persons: int64 [N], ascending from 0, each person at least once.
+    """
+    sums = rows.new_zeros(rows.shape, dtype=torch.float64)
+    counts = torch.bincount(persons, minlength=len(rows)).to(rows.device)
+    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)[:-1]])
+    for k in range(int(counts.max()) if len(rows) else 0):
+        having = (counts > k).nonzero().flatten()
+        sums[having] += rows[first[having] + k].double()
+    return sums / counts.clamp(min=1)[:, None]
+
+
+def in_units(values: Tensor, *, bound: float) -> Tensor:
+    """Return values as whole numbers of a unit, int64: cut towards zero, so that no norm grows.
+
+    The unit is a power of two from 2^-40 to 2^-39 of ``bound``. Sums of up to 2^22 vectors of norm
+    at most ``bound`` fit, and are exact in any order.
+
+    Args:
+        values: Finite.
+        bound: Above 0.
+    """
+    return (values.double() / _unit(bound)).to(torch.int64)
+
+
+def from_units(sums: Tensor, *, bound: float) -> Tensor:
+    """Return sums in units, int64, as float64: nothing is rounded below 2^13 times ``bound``."""
+    return sums.double() * _unit(bound)
+
+
+def exact_sum(rows: Tensor, *, bound: float) -> Tensor:
+    """Return the sum over rows [N, V] of vectors of norm at most ``bound``, float64 [V]."""
+    return from_units(in_units(rows, bound=bound).sum(0), bound=bound)
+
+
+def _unit(bound: float) -> float:
+    return math.ldexp(1.0, math.frexp(bound)[1] - UNIT_BITS)

@@ -1,0 +1,167 @@
+"""A self-test on made-up records: are the rows of a batch computed alike wherever they stand?
+
+Sensitivity is that of one record only if no record changes, in any bit, what is computed of another
+one. Kernels decide which; so before a private client computes with a network, this is shown for its
+machine, threads, libraries and layers. What it cannot show is a kernel that is chosen by the values
+of a record: none is known of torch.
+
+Main function: :func:`largest_size`. Tensor suffix: B rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import cycle
+
+import torch
+from torch import Tensor, nn
+
+from fednas_flwr.randomness import make_generator
+
+# Is shown tensors [B, ...] of which row i belongs to record i.
+Watch = Callable[[Tensor], object]
+# Of features [B, ...] and labels [B]; shows outputs, losses, gradients, contributions.
+Computation = Callable[[Tensor, Tensor, Watch], object]
+
+ALL_KEPT = 1e-30  # a probability of dropping paths at which none is dropped, though it is computed
+
+
+def unwatched(_: Tensor) -> None:
+    """Look at nothing."""
+
+
+def largest_size(
+    computation: Computation,
+    network: nn.Module,
+    shape: Sequence[int],
+    *,
+    num_classes: int,
+    size: int,
+    device: torch.device,
+) -> int:
+    """Return the largest micro-batch size at which every row is computed alike: 1 if none is.
+
+    Tried are ``size`` and the powers of two below it, with made-up weights; afterwards the network
+    has its own again.
+
+    Args:
+        computation: Computes with the network.
+        network: In the mode in which records will be computed.
+        shape: Of a record's features.
+        num_classes: Labels are below it.
+        size: At least 1.
+        device: That of the network.
+    """
+    with _made_up_weights(network):
+        while size > 1 and not rows_are_alike(
+            computation, shape, num_classes=num_classes, size=size, device=device
+        ):
+            size = 1 << (size - 1).bit_length() - 1
+    return size
+
+
+def rows_are_alike(
+    computation: Computation,
+    shape: Sequence[int],
+    *,
+    num_classes: int,
+    size: int,
+    device: torch.device,
+) -> bool:
+    """Return whether a record's rows are equal in every bit at every position, beside any others.
+
+    Records are numbers of very different size, of which neighbours in memory nearly cancel. One
+    stands at all positions at once, then at every second one beside another, zeros, numbers that
+    overflow, denormals, infinities and NaN; all of these are compared with themselves, too.
+
+    Returns:
+        False also if nothing could be seen: if what is shown of the record is not finite, or its
+        contribution is zero.
+    """
+    generator = make_generator(0, "self-test", *shape)
+    record, other = (_numbers((1, *shape), generator, sign=1.0)[0] for _ in range(2))
+    constants = [torch.full(tuple(shape), value) for value in (0.0, math.inf, math.nan)]
+    kinds = [record, other, 1e30 * other, 1e-40 * other.sign(), *constants]
+    expected: list[list[Tensor]] = [[] for _ in kinds]  # what is shown of the first of each
+
+    def is_seen_as_before(placed: Sequence[int]) -> bool:
+        """Compute a batch of these kinds; compare every row with the first one of its kind."""
+        shown: list[Tensor] = []
+        computation(
+            torch.stack([kinds[kind] for kind in placed]).to(device),
+            torch.tensor([kind % num_classes for kind in placed], device=device),
+            lambda tensor: shown.append(tensor.detach()),
+        )
+        for kind in set(placed):
+            rows = torch.tensor([i for i, other in enumerate(placed) if other == kind])
+            of_kind = [tensor[rows.to(tensor.device)] for tensor in shown]
+            expected[kind] = expected[kind] or [rows[:1].clone() for rows in of_kind]
+            if not all(map(_same_bits, of_kind, expected[kind])):
+                return False
+        return True
+
+    others = cycle(range(1, len(kinds)))
+    turns = max(2, -(-(len(kinds) - 1) // (size // 2)))
+    arrangements = [[0] * size] + [
+        [0 if (place + turn) % 2 else next(others) for place in range(size)]
+        for turn in range(turns)
+    ]
+    if not all(map(is_seen_as_before, arrangements)):
+        return False
+    return all(bool(row.isfinite().all()) for row in expected[0]) and bool(expected[0][-1].any())
+
+
+def _same_bits(rows: Tensor, row: Tensor) -> bool:
+    """Return whether all rows are this one, bit by bit; NaN is like every NaN."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[row.element_size()]
+    same = rows.contiguous().view(integers) == row.contiguous().view(integers)
+    if row.is_floating_point():
+        same |= rows.isnan() & row.isnan()
+    return bool(same.all())
+
+
+def _numbers(shape: Sequence[int], generator: torch.Generator, *, sign: float) -> Tensor:
+    """Return numbers over nine binary orders of magnitude, of which pairs are nearly equal.
+
+    In a sum of products of such rows, whose pairs have equal signs in one factor (``sign`` 1) and
+    opposite ones in the other (-1), most digits cancel, and any change of order shows in what is
+    left.
+    """
+    exponents = torch.randint(-4, 5, tuple(shape), generator=generator)
+    numbers = torch.randn(tuple(shape), generator=generator) * 2.0**exponents
+    rows = numbers.view(shape[0], -1)
+    even = rows[:, 0 : rows.shape[1] // 2 * 2 : 2]
+    noise = torch.randn(even.shape, generator=generator) * 2.0**-10
+    rows[:, 1::2] = sign * even * (1 + noise)
+    return numbers
+
+
+@contextmanager
+def _made_up_weights(network: nn.Module) -> Iterator[None]:
+    """Give a network made-up weights inside the block, and let it drop no paths and no units."""
+    generator = make_generator(0, "self-test", "weights")
+    own = [(parameter, parameter.detach().clone()) for parameter in network.parameters()]
+    dropped = [
+        (module, name, getattr(module, name))
+        for module in network.modules()
+        for name in ("drop_path_prob", "p")
+        if isinstance(getattr(module, name, None), float)
+    ]
+    try:
+        for parameter, _ in own:
+            if parameter.dim() > 1:
+                numbers = _numbers(parameter.shape, generator, sign=-1.0)
+                numbers /= numbers.flatten(1).norm(dim=1).clamp(min=1e-3).mean()
+            else:
+                numbers = torch.randn(parameter.shape, generator=generator)
+            parameter.data.copy_(numbers)
+        for module, name, probability in dropped:
+            setattr(module, name, ALL_KEPT if probability > 0 else 0.0)
+        yield
+    finally:
+        for parameter, values in own:
+            parameter.data.copy_(values)
+        for module, name, probability in dropped:
+            setattr(module, name, probability)

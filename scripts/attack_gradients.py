@@ -1,0 +1,313 @@
+"""Table and picture: what a curious server learns of records, with and without privacy=dp.
+
+    scripts/attack_gradients.sh [--shadows 24]
+
+Two attacks on what clients send (``train.weights`` of a convolutional network, scikit-learn's
+digits), each on an exact and on a private client with the same settings:
+
+- Gradient inversion (Geiping et al. 2020, arXiv 2003.14053): images are fitted whose gradient
+  points where that of the client's only step did. The attacker is given the labels, and the private
+  client one release at the whole epsilon, with less noise than any longer run has.
+- Membership (LiRA, online: Carlini et al. 2022, arXiv 2112.03570): was a record among those that a
+  trained network has seen? Every one of the networks, each trained on a random half of the records,
+  is the target once, and the others its shadows. Beside it a threshold on the loss.
+
+Writes scripts/results/attacks.json and attacks.svg; some minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from sklearn.metrics import roc_auc_score
+from table_runs import commit
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fednas_flwr import api
+from fednas_flwr.builders.clients import make_client
+from fednas_flwr.builders.data import make_data
+from fednas_flwr.builders.networks import make_network
+from fednas_flwr.clients.answer import answer
+from fednas_flwr.clients.client import Client
+from fednas_flwr.config import Config, DifferentialPrivacy
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.loaders import server_split
+from fednas_flwr.evaluation.metrics import evaluate
+from fednas_flwr.exchange.messages import Header, Reply, Request
+from fednas_flwr.exchange.requests import Amount, Describe, LocalTraining, Site, Train
+from fednas_flwr.exchange.states import load_states, network_states, pack
+from fednas_flwr.hardware.latency import machine_name
+from fednas_flwr.randomness import seeded
+from fednas_flwr.reporting.tables import append_result, start_results
+from fednas_flwr.search.settings import SGD
+from fednas_flwr.stages.schedule import Schedule, make_schedule
+
+RESULTS = Path(__file__).parent / "results"
+COMMAND = "scripts/attack_gradients.sh"
+CPU, SEED = torch.device("cpu"), 1
+EPSILON = 8.0
+RECORDS = 400  # of which each network has seen half
+BATCHES = (1, 1, 1, 4)  # records of the clients whose only step is inverted
+EPOCHS, STEPS, BATCH = 40, 80, 32  # of membership: exact epochs, private steps
+NETWORK = {"name": "plain_cnn", "input_shape": [1, 8, 8], "num_classes": 10}
+RATES = SGD(lr=0.05, min_lr=0.05, momentum=0.9, weight_decay=0.0, clip_norm=None)
+COLUMNS = [
+    {"metric": "psnr", "title": "inversion: PSNR (dB)", "decimals": 1},
+    {"metric": "found", "title": "records recognised (%)", "scale": 100, "decimals": 0},
+    {"metric": "lira", "title": "membership: LiRA, AUC", "decimals": 3},
+    {"metric": "lira_rate", "title": "found at 1 % false alarms (%)", "scale": 100, "decimals": 1},
+    {"metric": "loss", "title": "loss threshold, AUC", "decimals": 3},
+    {"metric": "accuracy", "title": "test accuracy (%)", "scale": 100, "decimals": 1},
+]
+
+
+def compose(private: bool, steps: int, batch: int, folder: Path) -> Config:
+    """Return the configuration of one kind of client."""
+    dp = ["privacy=dp", f"privacy.epsilon={EPSILON}", f"privacy.retrain.local_steps={steps}"]
+    return api.compose(
+        *("algorithm=fedavg", "algorithm.network=plain_cnn", "dataset=digits", "clients=1"),
+        *("stages=[retrain]", "retrain.rounds=1", f"retrain.batch_size={batch}", f"seed={SEED}"),
+        f"dataset.limit_train={RECORDS}",
+        "dataset.fractions={train: 1.0, validation: 0.0, test: 0.0}",
+        *([*dp, f"privacy.sites={folder}"] if private else []),
+    )
+
+
+def trained(
+    config: Config, prepared: Prepared, rows: np.ndarray, local: LocalTraining, folder: Path
+) -> tuple[nn.Module, nn.Module]:
+    """Return the network that a client of these records is sent, and the one that it answers."""
+    privacy = config.privacy
+    if isinstance(privacy, DifferentialPrivacy):  # a site, with a budget of its own
+        config = replace(config, privacy=replace(privacy, sites=str(folder)))
+    client = make_client(config, 0, data=(prepared, [rows]), networks={})
+    with seeded(SEED, "attacked"):
+        before, after = make_network(NETWORK), make_network(NETWORK)
+    after.load_state_dict(before.state_dict())
+    states = {kind: pack(state) for kind, state in network_states(before).items() if state}
+    asked = Train(local)
+    if isinstance(privacy, DifferentialPrivacy):
+        splits = ask(client, "query.describe", Describe()).facts["splits"]
+        assert client.gate is not None
+        client.gate.commit("attack", schedule_of(config, json.dumps(splits)))
+        asked = Train(local, site=Site(privacy.data_set, privacy.micro_batch_size))
+    load_states(after, ask(client, "train.weights", asked, states).states)
+    return before, after
+
+
+SCHEDULES: dict[tuple[int, int, str], Schedule] = {}  # calibrating noise takes a second
+
+
+def schedule_of(config: Config, records: str) -> Schedule:
+    """Return what a private client of so many records by split, as JSON, commits to."""
+    privacy = config.privacy
+    assert isinstance(privacy, DifferentialPrivacy)
+    key = (privacy.retrain.local_steps, config.retrain.batch_size, records)
+    if key not in SCHEDULES:
+        SCHEDULES[key] = make_schedule(config, [json.loads(records)], done={})
+    return SCHEDULES[key]
+
+
+def ask(client: Client, verb: str, settings: object, states: object = None) -> Reply:
+    """Return a client's reply to the server."""
+    request = Request(verb, Header("attack", "retrain", 1, 1, 0, ""), settings, states or {})
+    return answer(client, request)
+
+
+def one_step(private: bool, epochs: int, steps: int, batch: int | None) -> LocalTraining:
+    """Return what a client is asked to do."""
+    amount = Amount(None, steps, None) if private else Amount(epochs, None, batch)
+    return LocalTraining(NETWORK, "train+validation", amount, RATES, 0.0, 0.0)
+
+
+def invert(before: nn.Module, after: nn.Module, labels: Tensor, *, steps: int = 500) -> Tensor:
+    """Return images [B, 1, 8, 8] from -1 to 1 whose gradient points along the client's step."""
+    weights = [weight.detach() for weight in before.parameters()]
+    step = torch.cat(
+        [(w - own.detach()).flatten() for w, own in zip(weights, after.parameters(), strict=True)]
+    )
+    generator = torch.Generator().manual_seed(SEED)
+    x = torch.randn(len(labels), 1, 8, 8, generator=generator).mul_(0.3).requires_grad_()
+    optimizer = torch.optim.Adam([x], lr=0.05)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        loss = functional.cross_entropy(before(x), labels)
+        found = torch.autograd.grad(loss, list(before.parameters()), create_graph=True)
+        flat = torch.cat([gradient.flatten() for gradient in found])
+        variation = x.diff(dim=2).abs().mean() + x.diff(dim=3).abs().mean()
+        misfit = 1 - functional.cosine_similarity(flat, step, dim=0) + 1e-3 * variation
+        optimizer.zero_grad()
+        misfit.backward()
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            x.clamp_(-1, 1)
+    return x.detach()
+
+
+def inversion(private: bool, prepared: Prepared, folder: Path) -> dict[str, object]:
+    """Return the images of clients' records, what was made of their answers, and the scores."""
+    order = np.random.default_rng(SEED).permutation(RECORDS)
+    split = server_split(prepared.train, prepared.mean, prepared.std)
+    everything = split.batch(torch.arange(RECORDS), CPU)[0].flatten(1)
+    pairs, squares, found, start = [], [], [], 0
+    for number, batch in enumerate(BATCHES):
+        rows = np.sort(order[start : start + batch])
+        start += batch
+        config = compose(private, 1, batch, folder)
+        place = folder / f"inverted-{number}"
+        before, after = trained(config, prepared, rows, one_step(private, 1, 1, None), place)
+        x, labels = split.batch(torch.from_numpy(rows), CPU)
+        guessed = invert(before, after, labels)
+        for label in labels.unique():  # of equal labels the order cannot be known: the best one
+            mine = (labels == label).nonzero().flatten().tolist()
+            free = list(mine)
+            for i in mine:
+                errors = [float((guessed[j] - x[i]).square().mean()) for j in free]
+                j = free.pop(int(np.argmin(errors)))
+                squares.append(min(errors))
+                nearest = torch.cdist(guessed[j].flatten()[None], everything).argmin()
+                found.append(int(nearest) == int(rows[i]))
+                pairs.append((batch, x[i, 0], guessed[j, 0]))
+    return {
+        "pairs": pairs,
+        "psnr": float(np.mean([10 * math.log10(4 / max(square, 1e-10)) for square in squares])),
+        "found": float(np.mean(found)),
+    }
+
+
+def membership(private: bool, shadows: int, prepared: Prepared, folder: Path) -> dict[str, object]:
+    """Return the scores of LiRA and of the loss threshold, and the ROC curve of LiRA."""
+    rng = np.random.default_rng(SEED)
+    config = compose(private, STEPS, BATCH, folder)
+    split = server_split(prepared.train, prepared.mean, prepared.std)
+    x, y = split.batch(torch.arange(RECORDS), CPU)
+    assert prepared.server_test is not None
+    test = server_split(prepared.server_test, prepared.mean, prepared.std)
+    seen = np.zeros((shadows, RECORDS), dtype=bool)
+    odds = np.zeros((shadows, RECORDS))  # log p / (1 - p) of the label
+    losses, accuracies = np.zeros((shadows, RECORDS)), []
+    for number in range(shadows):
+        rows = np.sort(rng.permutation(RECORDS)[: RECORDS // 2])
+        seen[number, rows] = True
+        local = one_step(private, EPOCHS, STEPS, BATCH)
+        _, network = trained(config, prepared, rows, local, folder / f"shadow-{number}")
+        accuracies.append(evaluate(network, test, CPU).accuracy)
+        with torch.no_grad():
+            logits = network.eval()(x).double()
+        rest = logits.scatter(1, y[:, None], -math.inf).logsumexp(1)
+        odds[number] = (logits.gather(1, y[:, None])[:, 0] - rest).numpy()
+        losses[number] = functional.cross_entropy(logits, y, reduction="none").numpy()
+    ratios = np.stack([likelihood_ratios(odds, seen, target) for target in range(shadows)])
+    return {
+        "lira": float(roc_auc_score(seen.ravel(), ratios.ravel())),
+        "lira_rate": rate_at(seen.ravel(), ratios.ravel(), 0.01),
+        "loss": float(roc_auc_score(seen.ravel(), -losses.ravel())),
+        "accuracy": float(np.mean(accuracies)),
+    }
+
+
+def likelihood_ratios(odds: np.ndarray, seen: np.ndarray, target: int) -> np.ndarray:
+    """Return each record's log ratio of a normal density with it to one without it."""
+    others = np.arange(len(odds)) != target
+    held, given = odds[others], seen[others]
+    means = [np.where(mask, held, 0).sum(0) / mask.sum(0) for mask in (given, ~given)]
+    spreads = [(held - mean)[mask].std() for mean, mask in zip(means, (given, ~given), strict=True)]
+    inside, outside = (
+        -0.5 * ((odds[target] - mean) / spread) ** 2 - math.log(spread)
+        for mean, spread in zip(means, spreads, strict=True)
+    )
+    return np.asarray(inside - outside)
+
+
+def rate_at(truth: np.ndarray, scores: np.ndarray, false_alarms: float) -> float:
+    """Return the share of members above the threshold that this share of the others exceeds."""
+    threshold = np.quantile(scores[~truth], 1 - false_alarms, method="higher")
+    return float((scores[truth] > threshold).mean())
+
+
+def draw(pairs: dict[str, list[tuple[int, Tensor, Tensor]]]) -> str:
+    """Return an SVG: the clients' images, and what was made of exact and of private answers."""
+    exact, private = pairs["exact"], pairs["private"]
+    rows = [
+        ("client's record", [x for _, x, _ in exact]),
+        ("from exact answers", [guess for _, _, guess in exact]),
+        ("from private answers", [guess for _, _, guess in private]),
+    ]
+    pixel, gap, left, top = 5, 8, 150, 28
+    side = 8 * pixel
+    width, height = left + len(exact) * (side + gap), top + len(rows) * (side + gap)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for column, (batch, *_) in enumerate(exact):
+        x = left + column * (side + gap)
+        parts.append(f'<text x="{x + side / 2}" y="18" text-anchor="middle">of {batch}</text>')
+    for number, (title, images) in enumerate(rows):
+        y = top + number * (side + gap)
+        parts.append(f'<text x="4" y="{y + side / 2 + 4}">{title}</text>')
+        for column, image in enumerate(images):
+            x = left + column * (side + gap)
+            for (i, j), value in np.ndenumerate(image.numpy()):
+                gray = int(255 * min(1.0, max(0.0, (1 - value) / 2)))
+                parts.append(
+                    f'<rect x="{x + j * pixel}" y="{y + i * pixel}" width="{pixel}" '
+                    f'height="{pixel}" fill="rgb({gray},{gray},{gray})"/>'
+                )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    """Attack, print, and write the table and the picture."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shadows", type=int, default=24)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    path, pairs = options.results / "attacks.json", {}
+    path.unlink(missing_ok=True)
+    start_results(
+        path,
+        title=f"What a server learns of digits: inverted gradients of {sum(BATCHES)} records, "
+        f"membership of {RECORDS} records in {options.shadows} networks",
+        command=COMMAND,
+        columns=COLUMNS,
+    )
+    for name, private in (("exact", False), ("private", True)):
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place)
+            prepared, _ = make_data(compose(private, 1, 1, folder))
+            found = inversion(private, prepared, folder)
+            pairs[name] = found.pop("pairs")
+            print(json.dumps({"clients": name, **found}), flush=True)
+            found |= membership(private, options.shadows, prepared, folder)
+        print(json.dumps({"clients": name, **found}), flush=True)
+        append_result(
+            path,
+            {
+                "settings": {"private": private, "shadows": options.shadows},
+                "group": {"clients": f"privacy=dp, epsilon {EPSILON:g}" if private else "exact"},
+                "seed": SEED,
+                "commit": commit(),
+                "machine": machine_name(CPU),
+                "seconds": time.monotonic() - started,
+                "metrics": found,
+            },
+        )
+    (options.results / "attacks.svg").write_text(draw(pairs))
+
+
+if __name__ == "__main__":
+    main()

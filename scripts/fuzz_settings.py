@@ -1,0 +1,428 @@
+"""Runs with generated settings: each is refused in a sentence, or completes with all that it owes.
+
+    scripts/fuzz_settings.sh --runs 1000 [--seed 1] [--limit-s 60] [--file failures.md]
+
+Choices and values are drawn by Hypothesis from the files of ``conf/`` and from the settings
+classes and their constraints, so that a new choice or setting is drawn without further work. Data
+and networks are the smallest. Each run has a process and a time limit of its own; what failed or
+hung is listed with the overrides that repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import hypothesis
+import numpy as np
+from hypothesis import HealthCheck, Phase
+from hypothesis import strategies as st
+
+from fednas_flwr import api
+from fednas_flwr.builders.configuration import parse_config
+from fednas_flwr.builders.effects import without_effect
+from fednas_flwr.cli import main
+from fednas_flwr.composition import compose_tree, given_settings
+from fednas_flwr.config import Config, conf_folder
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.typed import Between, Length, OneOf
+
+LARGEST = 3  # of every count that can be smaller, where nothing is drawn
+SPAN = 8  # drawn whole numbers are up to so far above the least one
+MOST_DRAWN = 3  # settings of a run that are drawn, beside its choices: with more, most are refused
+MISFITS = 0.15  # share of the draws whose choices need not fit, nor follow a refusal's advice
+NEEDED = {  # what a partition cannot do without
+    "column": ["partition.column=ward"],
+    "label_groups": ["partition.groups=[[0,1],[2]]", "partition.clients_per_group=[1,1]"],
+    "quantity": ["partition.fractions=[0.6,0.4]"],
+}
+KEPT = {  # what a run needs to be small, its own and on this machine
+    *("run_dir", "dataset.cache", "dataset.root", "dataset.download", "tensorboard", "device"),
+    *("runtime.name", "runtime.deadline_s", "runtime.connect_s"),
+}
+WIDE = {"batch_size": 8, "channels": 8, "partition.min_size": 1, "privacy.epsilon": 1000.0}
+RATES = ("lr", "min_lr", "alpha_lr")  # above 1 every training diverges
+TEXTS = ("", "a", "0", "nothing", "~/nothing", "a b", "é")
+MOST_CHARACTERS = 1500  # of a refusal
+SHARING = 10  # seconds that a second on the CPU may take
+LOADED = ("fednas_flwr.federation.launch", "flwr_datasets", "onnxruntime", "sklearn.linear_model")
+MEMORY = 6 * 2**30  # bytes of address space that a run may take beyond what it begins with
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        kind: ``completed``, ``refused``, ``failed`` or ``hung``.
+        reason: The sentence, or what is wrong.
+        overrides: What repeats it.
+    """
+
+    kind: str
+    reason: str
+    overrides: list[str]
+
+
+def make_data(folder: Path) -> dict[str, list[str]]:
+    """Write small data sets; return the overrides of each by name."""
+    rng, made = np.random.default_rng(0), {}
+    labels = rng.integers(0, 3, 110)
+    images = rng.integers(0, 120, (110, 3, 8, 8))
+    images[np.arange(110), labels] += 100
+    images = images.astype(np.uint8)
+    file = folder / "images.npz"
+    arrays = {"x_train": images[:80], "y_train": labels[:80]}
+    np.savez(file, **arrays, x_test=images[80:], y_test=labels[80:])
+    made["npz"] = ["dataset=npz", f"dataset.root={file}"]
+    file = folder / "table.csv"
+    rows = [
+        f"p{i % 90},{v:.3f},{w:.2f},{'ab'[i % 2]},{'no' if v < 0 else 'yes'}"
+        for i, (v, w) in enumerate(rng.normal(size=(120, 2)))
+    ]
+    file.write_text("\n".join(["person,age,weight,ward,ill", *rows]) + "\n")
+    made["csv"] = [
+        *("dataset=csv", f"dataset.root={file}", "dataset.ignore=[person,ward]"),
+        "dataset.statistics={age: [0, 1], weight: [0, 1]}",
+    ]
+    made["digits"] = ["dataset=digits", "dataset.limit_train=90", "dataset.limit_test=40"]
+    from PIL import Image
+
+    for i in range(60):
+        place = folder / "images" / "xyz"[i % 3] / f"{i}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 255, (8, 8), dtype=np.uint8)).save(place)
+    made["image_folder"] = ["dataset=image_folder", f"dataset.root={folder / 'images'}"]
+    return {n: [*given, f"dataset.cache={folder / 'cache'}"] for n, given in made.items()}
+
+
+def choices(group: str) -> list[str]:
+    """Return the names of a group of ``conf/``."""
+    names = (path.stem for path in (conf_folder() / group).glob("*.yaml"))
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+@st.composite
+def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
+    """Draw a run: choices that fit or not, smallest sizes, and settings of its own."""
+    fits = draw(st.integers(0, 99)) >= 100 * MISFITS
+    name = draw(st.sampled_from(sorted(data)))
+    spaces = choices("search_space")
+    if fits:
+        spaces = [space for space in spaces if space.startswith("mlp") == (name == "csv")]
+    space = draw(st.sampled_from(spaces))
+    retrain = [file for file in choices("retrain") if space.startswith(file)] or ["small"]
+    partitions = choices("partition")
+    if fits:  # others need a folder of sites, or a column of a table
+        unfit = ("sites",) if name == "csv" else ("sites", "column")
+        partitions = [other for other in partitions if other not in unfit]
+    partition = draw(st.sampled_from(partitions))
+    chosen = [
+        f"algorithm={draw(st.sampled_from(choices('algorithm')))}",
+        *data[name],
+        f"search_space={space}",
+        f"retrain={draw(st.sampled_from(retrain))}",
+        f"partition={partition}",
+        f"privacy={draw(st.sampled_from(['none', 'none', *choices('privacy')]))}",
+        *("device=cpu", "tensorboard=false", "clients=2"),
+        *(NEEDED.get(partition, []) if fits else []),
+    ]
+    tree = _composed(tuple(advised(chosen) if fits else chosen))
+    if isinstance(tree, ConfigError):
+        return chosen
+    chosen, config = tree
+    idle = {*without_effect(config), *(override.partition("=")[0] for override in chosen)}
+    small = {key: value for key, value in smallest(config).items() if key not in idle}
+    chosen = chosen + [f"{key}={value}" for key, value in small.items()]
+    known = {key: own for key, own in leaves(config) if not (fits and key in idle)}
+    for key in draw(st.lists(st.sampled_from(sorted(known)), max_size=MOST_DRAWN, unique=True)):
+        hint, value = known[key]
+        chosen.append(f"{key}={written(draw(values(hint, key, value)))}")
+    return chosen
+
+
+def advised(chosen: list[str]) -> list[str]:
+    """Return overrides after what refusals of them advise, in their own words."""
+    for _ in range(8):
+        error = _composed(tuple(chosen))
+        if not isinstance(error, ConfigError):
+            return chosen
+        if idle := re.match(r"([\w.]+)=.* has no effect .*remove it", str(error)):
+            chosen = [text for text in chosen if text.partition("=")[0] != idle[1]]
+            continue
+        advice = str(error)
+        advice = advice[max(advice.rfind(verb) for verb in (" set ", "choose one of ")) :]
+        if "algorithm=" in str(error) and advice.startswith("choose"):
+            named = [f"algorithm={re.findall(r'[a-z_]+', advice)[-1]}"]
+        else:
+            named = re.findall(r"[a-z_]+(?:\.[a-z_]+)*=[\w.]*\w", advice)
+        if not named or set(named) <= set(chosen):
+            return chosen
+        chosen = [*chosen, *named]
+    return chosen
+
+
+@cache
+def _composed(chosen: tuple[str, ...]) -> tuple[list[str], Config] | ConfigError:
+    try:
+        return list(chosen), parse_config(compose_tree(chosen), given=given_settings(chosen))
+    except ConfigError as error:
+        return error
+
+
+def smallest(config: Config) -> dict[str, Any]:
+    """Return all counts that can be smaller, as small as is allowed, up to ``LARGEST``."""
+    small: dict[str, Any] = {}
+    for key, (hint, value) in leaves(config):
+        name = key.rpartition(".")[2]
+        least = max([c.low for c in constraints(hint) if isinstance(c, Between)], default=0)
+        if value is None:
+            continue
+        if key in WIDE or name in WIDE:
+            small[key] = WIDE.get(key, WIDE.get(name))
+        elif type(value) is int and value > LARGEST and name != "seed":
+            small[key] = max(LARGEST, math.ceil(least))
+        elif name == "widths":
+            small[key] = written([2, 2, 4])
+    return small
+
+
+def leaves(settings: Any, prefix: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield key, type and value of every setting that is no group."""
+    hints = get_type_hints(type(settings), include_extras=True)
+    for field in fields(settings):
+        key, value = f"{prefix}{field.name}", getattr(settings, field.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{key}.")
+        elif field.name != "name" and key not in KEPT:
+            yield key, (hints[field.name], value)
+
+
+def constraints(hint: Any) -> list[Any]:
+    """Return the constraints of a type itself, not of its entries."""
+    if get_origin(hint) is Annotated:
+        return [*get_args(hint)[1:], *constraints(get_args(hint)[0])]
+    if get_origin(hint) in (Union, UnionType):
+        return [constraint for part in get_args(hint) for constraint in constraints(part)]
+    return []
+
+
+def values(hint: Any, key: str, value: Any = None, bounds: tuple[Any, ...] = ()) -> Any:
+    """Return the strategy of a setting's values; ``value`` is what it has."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return values(arguments[0], key, value, (*bounds, *arguments[1:]))
+    if origin in (Union, UnionType):
+        parts = [part for part in arguments if part is not NoneType]
+        found = st.one_of([values(part, key, value, bounds) for part in parts])
+        return st.none() | found if NoneType in arguments else found
+    names = [c.names for c in bounds if isinstance(c, OneOf)]
+    if names:
+        return st.sampled_from(names[0])
+    between = next((c for c in bounds if isinstance(c, Between)), Between(-2, 10))
+    if hint is bool:
+        return st.booleans()
+    if hint is int:
+        low = math.ceil(between.low)
+        return st.integers(low, int(min(between.high, low + SPAN)))
+    if hint is float:
+        return numbers(between, key.rpartition(".")[2], value)
+    if hint is str:
+        known = value if isinstance(value, str) else "a"
+        return st.sampled_from([known, *TEXTS])
+    sizes = next((c.size for c in bounds if isinstance(c, Length)), Between(0, 4))
+    least, most = int(sizes.low), int(min(sizes.high, sizes.low + 4))
+    if origin in (list, tuple):
+        entry = value[0] if value else None
+        return st.lists(values(arguments[0], key, entry), min_size=least, max_size=most)
+    if origin is dict:
+        known = list(value) if isinstance(value, dict) else []
+        entries = values(arguments[1], key, next(iter(value.values())) if known else None)
+        keys = st.sampled_from(known or ["a", "0", "1", "age"])
+        return st.dictionaries(keys, entries, min_size=max(least, len(known)), max_size=most)
+    if is_dataclass(hint):
+        own = get_type_hints(hint, include_extras=True)
+        return st.fixed_dictionaries({n: values(own[n], f"{key}.{n}") for n in own})
+    return st.just(value)
+
+
+def numbers(between: Between, name: str, value: Any) -> Any:
+    """Return the strategy of a number: near its value, at its ends, or anywhere of its scale."""
+    high = min(between.high, 1.0 if name in RATES else 100.0)
+    low = max(between.low, -10.0)
+    scaled = st.floats(-3, 3).map(lambda power: float(f"{10**power:.3g}"))
+    if isinstance(value, float) and value:
+        scaled |= st.floats(-1, 1).map(lambda power: float(f"{value * 10**power:.3g}"))
+    ends = [float(end) for end in (low, high) if end in between]
+    chosen = scaled.filter(lambda number: low <= number <= high and number in between)
+    return chosen | st.sampled_from(ends) if ends else chosen
+
+
+def written(value: Any) -> str:
+    """Return a value as an override has it."""
+    if isinstance(value, dict):
+        inside = ", ".join(f"{name}: {written(item)}" for name, item in value.items())
+        return f"{{{inside}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(written, value))}]"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
+
+
+def draws(number: int, seed: int, data: Mapping[str, list[str]]) -> Iterator[list[str]]:
+    """Yield the overrides of so many runs, drawn independently of one another."""
+    for run_seed in range(seed * 10**6, seed * 10**6 + number):
+        yield _drawn(run_seed, data)
+
+
+def _drawn(seed: int, data: Mapping[str, list[str]]) -> list[str]:
+    found: list[list[str]] = []
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=2,  # of which the first is the simplest, always
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.given(overrides(data))
+    def collect(drawn: list[str]) -> None:
+        found.append(drawn)
+
+    collect()
+    return found[-1]
+
+
+def run(drawn: list[str], folder: Path) -> Outcome:
+    """Run once, in this process, and look at all that it has left."""
+    kind, reason = _run(drawn, folder)
+    return Outcome(kind, reason, drawn)
+
+
+def _run(drawn: list[str], folder: Path) -> tuple[str, str]:
+    try:
+        config = api.compose(*drawn, f"run_dir={folder}")
+        api.run(config)
+    except ConfigError as error:
+        sentence = str(error)
+        if folder.exists():
+            return "failed", f"refused when the run had begun: {sentence}"
+        if "\n" in sentence or len(sentence) > MOST_CHARACTERS or not sentence.endswith("."):
+            return "failed", f"refused, but not in a sentence: {sentence!r}"
+        return "refused", sentence
+    except Exception as error:
+        return "failed", f"{type(error).__name__}: {error}"
+    wrong = flaw(config, folder)
+    return ("failed", wrong) if wrong else ("completed", "")
+
+
+def flaw(config: Config, folder: Path) -> str | None:
+    """Return what a completed run owes, None if nothing."""
+    from safetensors.torch import load_file
+
+    from fednas_flwr.reporting.events import read_events
+
+    events = read_events(folder / "events.jsonl")
+    if events[-1]["event"] != "run_finished" or events[-1]["status"] != "completed":
+        return f"its last event is {events[-1]}"
+    for event in events:
+        for name, value in event.get("metrics", {}).items():
+            if value is None or not math.isfinite(value):
+                return f"{event['event']} of {event.get('stage')} has {name}={value}"
+    models = list(folder.rglob("model.safetensors"))
+    if {"retrain", "export"} <= set(config.stages) and not models:
+        return "it exported no network"
+    for model in models:
+        if not all(tensor.isfinite().all() for tensor in load_file(model).values()):
+            return f"{model.name} is not finite"
+    if main(["report", str(folder)]) != 0:
+        return "fednas report refuses its folder"
+    return None
+
+
+def _child(drawn: list[str], folder: Path, limit_s: float, sender: Any) -> None:
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit_s), math.ceil(limit_s) + 5))
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
+    with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
+        sender.send(run(drawn, folder))
+
+
+def run_apart(drawn: list[str], folder: Path, limit_s: float) -> Outcome:
+    """Run in a process of its own, of ``limit_s`` seconds on a CPU, which may be shared."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(drawn, folder, limit_s, sender))
+    child.start()
+    sender.close()
+    try:
+        if not receiver.poll(SHARING * limit_s):
+            return Outcome("hung", f"not done after {SHARING * limit_s:g} s", drawn)
+        found: Outcome = receiver.recv()
+        return found
+    except EOFError:
+        child.join()
+        if child.exitcode == -signal.SIGXCPU:
+            return Outcome("hung", f"not done after {limit_s:g} s of CPU time", drawn)
+        return Outcome("failed", f"its process died, exit code {child.exitcode}", drawn)
+    finally:
+        try:
+            os.killpg(child.pid or 0, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        child.join()
+
+
+def fuzz() -> int:
+    """Run what the command line asks for; return 1 if anything failed or hung."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit-s", type=float, default=60.0, help="of CPU time, a run")
+    parser.add_argument("--file", type=Path, help="list what failed or hung here, too")
+    options = parser.parse_args()
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as place:
+        data = make_data(Path(place))
+        for module in LOADED:  # once for all processes
+            import_module(module)
+
+        for number, drawn in enumerate(draws(options.runs, options.seed, data)):
+            folder = Path(place) / "run"
+            outcome = run_apart(drawn, folder, options.limit_s)
+            shutil.rmtree(folder, ignore_errors=True)
+            counts[outcome.kind] += 1
+            if outcome.kind in ("failed", "hung"):
+                line = f"- {outcome.kind} (run {number}): {outcome.reason}\n    {drawn}"
+                print(line, flush=True)
+                if options.file:
+                    with options.file.open("a") as file:
+                        file.write(f"{line}\n")
+    kinds = ("completed", "refused", "failed", "hung")
+    print(", ".join(f"{counts[kind]} {kind}" for kind in kinds))
+    return 1 if counts["failed"] or counts["hung"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(fuzz())

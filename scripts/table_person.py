@@ -1,0 +1,88 @@
+"""Table: what it costs to protect a person in place of a record, on card fraud.
+
+    python scripts/table_person.py --root <folder of scripts/prepare_fraud.py>
+
+The table says nothing of who paid, so its rows are given to made-up cards, each of one class, of 1
+to 7 rows, 4 on average. ``record`` protects one row, ``person`` a card with all its rows: as many
+cards as rows are drawn for a step, but there is a fourth of them. 3 seeds, ordered by seed.
+Continues where it was stopped; every finished run is added to scripts/results/person.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from table_runs import measure
+
+from fednas_flwr.randomness import derive_seed
+from fednas_flwr.reporting.tables import start_results
+
+RESULTS = Path(__file__).parent / "results" / "person.json"
+RUNS = Path("runs/table_person")
+SEEDS = (1, 2, 3)
+EPSILONS = (1, 3, 8)
+LARGEST_CARD = 7
+COLUMN = "card"
+UNITS = {"record": f"dataset.ignore=[{COLUMN}]", "person": f"dataset.id_column={COLUMN}"}
+COLUMNS = [
+    {"metric": "central_auroc", "title": "test AUROC", "decimals": 3},
+    {"metric": "central_f1", "title": "test F1", "decimals": 3},
+    {"metric": "epsilon", "title": "epsilon (delta 1e-5)", "decimals": 2},
+    {"metric": "search_seconds", "title": "search (s)", "decimals": 0},
+    {"metric": "retrain_seconds", "title": "retrain (s)", "decimals": 0},
+]
+
+
+def main() -> None:
+    """Make the table with cards, then run what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--root", type=Path, required=True)
+    options = parser.parse_args()
+    data = RUNS / "data"
+    for part in ("train", "test"):
+        add_cards(options.root / f"{part}.csv.gz", data / f"{part}.csv.gz")
+    start_results(
+        RESULTS,
+        title="Records or persons protected, on card fraud with made-up cards, 3 seeds",
+        command="python scripts/table_person.py --root <folder>",
+        columns=COLUMNS,
+    )
+    for seed in SEEDS:
+        for epsilon in EPSILONS:
+            for unit, column in UNITS.items():
+                measure(
+                    RESULTS,
+                    RUNS / f"{unit}_{epsilon}_s{seed}",
+                    overrides=[
+                        "experiment=feathers/fraud_private",
+                        "clients=4",
+                        f"privacy.epsilon={epsilon}",
+                        column,
+                    ],
+                    group={"unit": unit, "epsilon": epsilon},
+                    seed=seed,
+                    root=data.resolve(),
+                )
+
+
+def add_cards(source: Path, target: Path) -> None:
+    """Write a table with a column that gives rows of one class to cards, before the label."""
+    table = pd.read_csv(source, dtype=str)
+    label = table.columns[-1]
+    rng = np.random.default_rng(derive_seed(0, "cards", source.name))
+    cards = np.empty(len(table), dtype=object)
+    for value in sorted(table[label].unique()):
+        rows = rng.permutation(np.flatnonzero(table[label] == value))
+        sizes = rng.integers(1, LARGEST_CARD + 1, len(rows))
+        numbers = np.repeat(np.arange(len(rows)), sizes)[: len(rows)]
+        cards[rows] = [f"{value}-{number}" for number in numbers]
+    table.insert(len(table.columns) - 1, COLUMN, cards)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    table.to_csv(target, index=False)
+
+
+if __name__ == "__main__":
+    main()
