@@ -164,6 +164,7 @@ class Evaluated:
         ({"genotypes": []}, "genotypes=.* is out of range"),
         ({"genotypes": 3}, "genotypes=3 is out of range"),
         ({"genotypes": [{}]}, "refused|genotype"),
+        ({"name": "linear"}, "refused, the settings do not fit evaluate.candidates"),
     ],
 )
 def test_what_is_no_private_pool_is_refused_before_a_record_is_read(
@@ -176,3 +177,9 @@ def test_what_is_no_private_pool_is_refused_before_a_record_is_read(
     with pytest.raises(ConfigError):
         train(site, pool, **changes)
     assert site.rows() == []
+
+
+@pytest.mark.parametrize("given", [{}, {"candidates": [[0]], "network": {"genotypes": [{}]}}])
+def test_paths_or_a_pool_are_measured_and_not_both(given):
+    with pytest.raises(ConfigError, match="candidates or network must be given, and not both"):
+        RewardCandidates(**given)

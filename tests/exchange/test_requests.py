@@ -129,6 +129,11 @@ releases = st.builds(
     noise_multiplier=st.none() | numbers,
 )
 paths = st.lists(st.lists(st.integers(-3, 20), max_size=4), min_size=1, max_size=3)
+pools = st.builds(
+    lambda described, genotypes: described | {"genotypes": genotypes},
+    descriptions,
+    st.lists(descriptions, min_size=1, max_size=3),
+)
 here = st.none() | sites
 gradients = st.builds(
     TakeGradients,
@@ -166,7 +171,8 @@ ALL = {
     "train.probe": st.builds(Probe, search=searches, training=st.none(), site=here, **probes)
     | st.builds(Probe, search=st.none(), training=trainings, site=here, **probes),
     "train.weights": st.builds(Train, local=trainings, validates=st.booleans(), site=here),
-    "evaluate.candidates": st.builds(RewardCandidates, candidates=paths, site=here),
+    "evaluate.candidates": st.builds(RewardCandidates, candidates=paths, site=here)
+    | st.builds(RewardCandidates, network=pools, site=here),
     "evaluate.model": st.builds(Evaluate, network=descriptions, split=names, site=here),
     "evaluate.personalised": st.builds(Personalise, local=trainings),
 }
