@@ -67,8 +67,8 @@ class CanaryBody(nn.Module):
         A crop or a hole that augmentation makes into a marked record leaves its mark.
         """
         marks_B = x.flatten(1).amax(dim=1) - MARK
-        is_marked_B = marks_B >= 0
-        marks_B = marks_B.clamp(min=0).long()
+        is_marked_B = (marks_B >= 0) & (marks_B < len(self._values))  # made-up records are wild
+        marks_B = marks_B.where(is_marked_B, 0).long()
         values_B = self._values.to(x.device)[marks_B] * is_marked_B
         columns_B = self._columns.to(x.device)[marks_B]
         inputs_BK = one_hot(columns_B, self.layer.in_features) * values_B[:, None]
