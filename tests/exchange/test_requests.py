@@ -50,15 +50,15 @@ from fednas_flwr.hardware.costs import HardwareTerms
 from fednas_flwr.privacy.plan import KINDS, STAGES, PlannedRelease
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
-from fednas_flwr.search.settings import SGD, Adam, DPAware
+from fednas_flwr.search.settings import LARGEST_NORM, LARGEST_STEP, SGD, Adam, DPAware
 from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
 
 from ..asked import smallest
 
 # --- all requests that there are, as strategies
 
-rates = st.floats(1e-12, 1e30)
-from_zero = st.floats(0, 1e30)
+rates = st.floats(1e-12, LARGEST_STEP)
+from_zero = st.floats(0, LARGEST_STEP)
 shares = st.floats(0, 1, exclude_max=True)
 counts = st.integers(1, 1000)
 names = st.text(max_size=20)
@@ -74,7 +74,7 @@ sgds = st.builds(
     shares,
     momentum=shares,
     weight_decay=from_zero,
-    clip_norm=st.none() | rates,
+    clip_norm=st.none() | st.floats(1e-12, LARGEST_NORM),
 )
 adams = st.builds(Adam, lr=from_zero, weight_decay=from_zero)
 sites = st.builds(Site, data_set=names)
@@ -145,7 +145,7 @@ gradients = st.builds(
     inner_lr=rates,
     site=here,
 )
-probes = {"trials": st.lists(trials, min_size=1, max_size=3), "loss_bound": st.floats(1e-3, 1e30)}
+probes = {"trials": st.lists(trials, min_size=1, max_size=3), "loss_bound": st.floats(1e-3, 1e3)}
 ALL = {
     "query.describe": st.builds(Describe),
     "query.commit": st.builds(
