@@ -83,7 +83,7 @@ def make_client(
     fractions: Mapping[str, float] = config.dataset.fractions
     if gate is not None:
         check_public(config, prepared)
-        _check_unit(gate.allowed.unit, prepared.train)
+        check_unit(gate.allowed.unit, prepared.train)
         fractions = gate.allowed.fractions
     key = site.get("split-key", config.dataset.split_key).encode()
     own = make_client_data(prepared, parts[index], key=key, fractions=fractions)
@@ -249,7 +249,7 @@ def check_public(config: Config, prepared: Prepared) -> None:
         )
 
 
-def _check_unit(unit: Unit, records: Records) -> None:
+def check_unit(unit: Unit, records: Records) -> None:
     """Raise ConfigError unless records say whose they are where, and only where, policies ask."""
     if unit == PERSON and not records.by_person:
         raise ConfigError(

@@ -11,7 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fednas_flwr.builders.check import Made, check_buildable
-from fednas_flwr.builders.clients import simulated_ledger, simulated_policy, simulated_site
+from fednas_flwr.builders.clients import (
+    check_unit,
+    simulated_ledger,
+    simulated_policy,
+    simulated_site,
+)
 from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.states import network_states
@@ -59,6 +64,7 @@ def check_sites(
                 f"privacy.data_set={privacy.data_set}: client {index}'s policy has only "
                 f"{', '.join(policy.data_sets)}."
             )
+        check_unit(policy.data_sets[privacy.data_set].unit, made.records)
     declared = [policy.data_sets[privacy.data_set].records for policy in policies]
     schedule = make_schedule(config, declared, done={})
     sizes = {
