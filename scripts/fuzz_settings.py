@@ -1,6 +1,6 @@
 """Runs with generated settings: each is refused in a sentence, or completes with all that it owes.
 
-    scripts/fuzz_settings.sh --runs 1000 [--seed 1] [--limit-s 60] [--file failures.md]
+    scripts/fuzz_settings.sh --runs 1000 [--seed 1] [--limit-s 60] [--file <report>]
 
 Choices and values are drawn by Hypothesis from the files of ``conf/`` and from the settings
 classes and their constraints, so that a new choice or setting is drawn without further work. Data

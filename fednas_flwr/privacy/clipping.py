@@ -224,7 +224,7 @@ class _Scale(NamedTuple):
     max_norm: float
     factors_B: Tensor | None
     num_records: int
-    persons: Tensor | None
+    persons: Tensor | None = None
 
 
 def _clipped_sum(

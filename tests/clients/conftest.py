@@ -170,7 +170,7 @@ def cells_config(compose_config):
 @pytest.fixture(scope="session")
 def cells_supernet(cells_config, prepared):
     """The candidates' supernet; its last bias lies in the widest gap between middle records."""
-    with seeded(1, "cells"):
+    with seeded(35, "cells"):  # whose gap is wide
         supernet = supernet_space(cells_config, prepared).supernet().eval()
     bias = supernet.body.head[-1].bias
     with torch.no_grad():

@@ -191,7 +191,7 @@ def test_agreement_with_the_loop_in_float64(name):
     assert max(map(max, errors)) < 1e-10, errors
 
 
-@pytest.mark.usefixtures("route")
+@pytest.mark.usefixtures("route", "uncut")
 @pytest.mark.parametrize("name", ["nasbench201 supernet", "plain_cnn"])
 def test_agreement_with_the_loop_for_every_size_of_micro_batches(name):
     network, shape = make_network(name, torch.float64)

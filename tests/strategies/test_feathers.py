@@ -14,6 +14,7 @@ from fednas_flwr.builders.strategies import make_retraining
 from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.metrics import evaluate
+from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.messages import Header, Request
 from fednas_flwr.exchange.requests import Amount, Probe, Search, Trial
 from fednas_flwr.exchange.states import load_states
@@ -251,16 +252,16 @@ def test_averaged_models_are_rewarded_in_retraining_too(run_inline):
 
 def test_wild_losses_of_a_client_do_not_choose(compose_config, federate, monkeypatch):
     federation = federate(compose_config(*SETTINGS, "algorithm.rewarded=averaged"))
-    bound, honest = federation.config.algorithm.loss_bound, ANSWERS["evaluate.model"]
+    honest = ANSWERS["evaluate.model"]
 
     def lying(client, request, asked):
         reply = honest(client, request, asked)
         return replace(reply, metrics=reply.metrics | {"loss": -1e15 * (1 + request.header.phase)})
 
     monkeypatch.setitem(ANSWERS, "evaluate.model", lying)
-    federation.strategy.start(federation.grid, num_rounds=1)
-    rewards = [r for e in explored(federation) for r in e["rewards"].values()]
-    assert rewards == [bound] * len(rewards)
+    with pytest.raises(QuorumError, match=r"loss=-2000000000000000.0 is not from 0 to inf"):
+        federation.strategy.start(federation.grid, num_rounds=1)
+    assert not explored(federation)
 
 
 def test_a_decrease_that_is_no_number_is_the_worst_reward():
@@ -288,7 +289,6 @@ def test_the_best_configuration_searches(searched):
 
 def test_nonsense_from_a_client_does_not_choose(compose_config, federate, monkeypatch):
     federation = federate(compose_config(*SETTINGS))
-    bound = federation.config.algorithm.loss_bound
     honest = ANSWERS["train.probe"]
 
     def lying(client, request, asked):
@@ -298,8 +298,11 @@ def test_nonsense_from_a_client_does_not_choose(compose_config, federate, monkey
         return replace(reply, states=wild) if client.index else reply
 
     monkeypatch.setitem(ANSWERS, "train.probe", lying)
-    federation.strategy.start(federation.grid, num_rounds=1)
-    assert all(abs(r) <= bound for e in explored(federation) for r in e["rewards"].values())
+    with pytest.raises(
+        QuorumError, match="client 1: rewards has a norm of 1.73e.15, where an honest"
+    ):
+        federation.strategy.start(federation.grid, num_rounds=1)
+    assert not explored(federation)
 
 
 @pytest.mark.parametrize(("scale", "expected"), [(0.0, 5.0), (0.1, 0.4), (1e-9, 1e-3), (9.0, 5.0)])

@@ -131,7 +131,7 @@ def test_a_client_without_validation_records_speaks_for_no_configuration(prepare
     assert federation.strategy.values["theta"]["loss_sum"] == pytest.approx(loss)
 
 
-@pytest.mark.parametrize("nonsense", [math.nan, -1e30, None])
+@pytest.mark.parametrize("nonsense", [1e30, None])
 def test_nonsense_from_a_client_counts_at_most_the_bound(prepared, monkeypatch, nonsense):
     honest = ANSWERS["train.weights"]
 
