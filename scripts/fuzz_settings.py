@@ -60,6 +60,7 @@ KEPT = {  # what a run needs to be small, its own and on this machine
     *("runtime.name", "runtime.deadline_s", "runtime.connect_s"),
 }
 WIDE = {"batch_size": 8, "min_size": 1, "search_space.channels": 8, "retrain.channels": 8}
+WIDE["search_space.width"] = 0.25
 RATES = ("lr", "min_lr", "alpha_lr")  # above 1 every training diverges
 TEXTS = ("", "a", "0", "nothing", "~/nothing", "a b", "é")
 MOST_CHARACTERS = 1500  # of a refusal
@@ -267,8 +268,10 @@ def values(hint: Any, key: str, value: Any = None, bounds: tuple[Any, ...] = ())
     if origin is dict:
         known = list(value) if isinstance(value, dict) else []
         entries = values(arguments[1], key, next(iter(value.values())) if known else None)
-        keys = st.sampled_from(known or ["a", "0", "1", "age"])
-        return st.dictionaries(keys, entries, min_size=max(least, len(known)), max_size=most)
+        if known:
+            return st.fixed_dictionaries(dict.fromkeys(known, entries))
+        keys = st.sampled_from(["a", "0", "1", "age"])
+        return st.dictionaries(keys, entries, min_size=least, max_size=most)
     if is_dataclass(hint):
         own = get_type_hints(hint, include_extras=True)
         return st.fixed_dictionaries({n: values(own[n], f"{key}.{n}") for n in own})
