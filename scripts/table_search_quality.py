@@ -3,8 +3,8 @@
     python scripts/table_search_quality.py --root <cifar10.npz> --table <file> [--seeds 5]
 
 The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). The data-free search, which is also
-the one that we recommend with privacy, stands beside the recommended one and its private form;
-federated DARTS with its defaults gives their cost. Found cells are looked up, not retrained.
+the one that we recommend with privacy, stands beside the recommended one, the same without the
+regulariser of beta-DARTS, and successive halving. Found cells are looked up, not retrained.
 Continues where it was stopped; every finished run is added to
 scripts/results/search_quality.json. The file of images holds x_train, y_train, x_test and y_test.
 """
@@ -30,14 +30,18 @@ DATA = (
 )
 ZERO_COST = ("algorithm=zero_cost", "algorithm.draws=250", "rounds=1")
 RECOMMENDED = ("experiment=search/recommended",)
+PLAIN = ("experiment=search/recommended", "algorithm.beta_decay=0")
+HALVING = ("experiment=search/halving",)
 PRIVATE = ("experiment=search/halving_private",)
 ROWS = [  # search, partition, settings
     ("zero_cost", "none", ZERO_COST),
     ("recommended", "iid", RECOMMENDED),
     ("recommended", "dirichlet", RECOMMENDED),
+    ("recommended without beta_decay", "iid", PLAIN),
+    ("halving", "iid", HALVING),
+    ("halving", "dirichlet", HALVING),
     ("halving, epsilon 3", "iid", PRIVATE),
     ("halving, epsilon 3", "dirichlet", PRIVATE),
-    ("fed_darts", "iid", ("algorithm=fed_darts",)),
 ]
 COLUMNS = [
     {"metric": "percentile", "title": "percentile of the found cell", "decimals": 1},
@@ -88,7 +92,7 @@ def make(
         }
 
     own = [] if partition == "none" else [f"partition={partition}"]
-    name = search.replace(", epsilon 3", "_private")
+    name = search.replace(", epsilon 3", "_private").replace(" ", "_")
     measure(
         RESULTS,
         RUNS / f"{name}_{partition}_s{seed}",
