@@ -30,7 +30,7 @@ from fednas_flwr.search.gates import active_gates, alpha_gradient
 from fednas_flwr.search.objective import CLASSIFICATION, heads
 from fednas_flwr.search.path_network import PathNetwork, covering_paths
 from fednas_flwr.search_spaces import DARTSSpace, MLPSpace, NASBench201Space
-from fednas_flwr.search_spaces.dp_cells import DPCellSpace
+from fednas_flwr.search_spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
 from fednas_flwr.search_spaces.mbconv_plan import CELL, Skeleton
 
@@ -238,11 +238,13 @@ def test_rows_of_drawn_paths_are_alike(device):
     )
     network = PathNetwork(supernet, paths_EK)
     assert passes(by_alphas(supernet, network, relaxation=gates), network, IMAGE, device)
-    with seeded(0, "dp_cells"):
-        supernet = DP_CELLS.supernet().to(device).train()
-    for path in all_alike(supernet):
-        network = Candidate(supernet, path)
-        assert passes(by_weights(network), network, IMAGE, device)
+    for name, space in DP_CELL_SPACES.items():
+        with seeded(0, name):
+            cells = space(input_shape=IMAGE, num_classes=CLASSES, widths=(4, 4, 8), head=8)
+            supernet = cells.supernet().to(device).train()
+        for path in all_alike(supernet):
+            network = Candidate(supernet, path)
+            assert passes(by_weights(network), network, IMAGE, device)
 
 
 class Mixing(nn.Module):
