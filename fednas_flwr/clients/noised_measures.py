@@ -23,7 +23,7 @@ from fednas_flwr.clients.client import Client
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.exchange.messages import Header
 from fednas_flwr.exchange.states import Tensors
-from fednas_flwr.privacy.micro_batches import exact_sum, filled, person_means
+from fednas_flwr.privacy.micro_batches import exact_sum, filled, joined, person_means
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.record_gradients import own_linear_layers
 from fednas_flwr.privacy.self_test import Watch, unwatched
@@ -61,9 +61,7 @@ def noised_mean(
         return {planned.kind: exact_sum(vectors, bound=norm) / scale}
 
     def means(units: Tensor) -> Tensor:
-        groups = split.records_of(units)
-        rows = torch.cat([units[:0], *groups])
-        persons = torch.arange(len(groups)).repeat_interleave(torch.tensor(list(map(len, groups))))
+        rows, persons = joined(split.records_of(units))
         return person_means(values(rows), persons)
 
     sums = gate.release(planned, header, split.num_units, total)

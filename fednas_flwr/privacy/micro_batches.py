@@ -65,13 +65,14 @@ def by_person(groups: Sequence[Tensor], size: int) -> Iterator[tuple[Tensor, Ten
     for group in groups:
         group = group[torch.randperm(len(group), generator=generator)[:size].sort().values]
         if sum(map(len, part)) + len(group) > size:
-            yield _joined(part)
+            yield joined(part)
             part = []
         part.append(group)
-    yield _joined(part)
+    yield joined(part)
 
 
-def _joined(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def joined(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the indices of all persons' records [N], and whose each is [N], from 0; maybe none."""
     empty = torch.empty(0, dtype=torch.int64)
     persons = [torch.full((len(group),), person) for person, group in enumerate(groups)]
     return torch.cat([empty, *groups]), torch.cat([empty, *persons])

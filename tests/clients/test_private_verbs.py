@@ -21,7 +21,7 @@ from fednas_flwr.clients.admission import check_fields
 from fednas_flwr.clients.noised_measures import METRICS_NORM
 from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.config import FedAvgSettings, NoPrivacy
-from fednas_flwr.data.loaders import Split
+from fednas_flwr.data.loaders import ClientData, Split
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import REQUESTS, LocalTraining, encode
@@ -181,6 +181,42 @@ def test_a_record_moves_what_is_released_by_the_clipping_norm_at_most(verb, make
                 assert least * (1 - 1e-5) < moved <= norm * (1 + 1e-3)
             else:
                 assert moved == 0
+
+
+def of_persons(copies):
+    """Return an edit of a client's data that gives every record, so many times, to a person."""
+
+    def held(split):
+        persons = torch.arange(len(split)).repeat_interleave(copies)
+        return replace(split, rows=split.rows.repeat_interleave(copies), persons=persons)
+
+    return lambda data: ClientData(held(data.train), held(data.validation), held(data.test))
+
+
+@pytest.mark.parametrize("verb", RELEASING)
+def test_a_person_counts_once_however_many_records(verb, make_site):
+    """The same noise and draws: a person's mean is that of each of three equal records."""
+    made = {"committed": [p for p in EVERYTHING if p.verb == verb], "test_seed": b"7"}
+    once, thrice = (
+        sums(make_site(hold=of_persons(copies), **made).ask(verb), verb) for copies in (1, 3)
+    )
+    for kind, released in once.items():
+        assert torch.equal(released, thrice[kind])
+
+
+@pytest.mark.parametrize("verb", RELEASING)
+def test_a_site_answers_also_where_it_has_nobody(verb, make_site):
+    def nobody(data):
+        return ClientData(
+            *(
+                replace(split, rows=split.rows[:0], persons=split.rows[:0])
+                for split in (data.train, data.validation, data.test)
+            )
+        )
+
+    plan = [p for p in EVERYTHING if p.verb == verb]
+    reply = make_site(hold=nobody, committed=plan).ask(verb)
+    assert all(value.isfinite().all() for value in sums(reply, verb).values())
 
 
 @pytest.mark.parametrize("verb", RELEASING)
