@@ -1,14 +1,16 @@
 """The Flower app bundle of a run: what the launcher sends, and the check that a site makes of it.
 
-The bundle only names the two apps of the installed package, so no code of ours travels; a site
-that runs ``client_process`` executes nothing of a bundle and refuses any other. Main functions:
-:func:`write_bundle`, :func:`check_bundle`.
+The bundle is what ``flwr build`` makes of the project's root: it only names the two apps of the
+installed package, so no code of ours travels; a site that runs ``client_process`` executes nothing
+of a bundle and refuses any other. Main functions: :func:`write_bundle`, :func:`check_bundle`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
+import tomllib
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -17,9 +19,11 @@ from pathlib import Path
 import fednas_flwr
 from fednas_flwr.errors import ConfigError
 
-CONFIG_KEY = "config-json"  # of Flower's run configuration, as the next
+CONFIG_KEY = "config-json"  # of Flower's run configuration, as the next two
 RESUMED_KEY = "resumed"
-LAUNCHED = "fednas_launched"  # name of the bundle's Python package
+OVERRIDES_KEY = "overrides"
+PROJECT_FILE = "pyproject.toml"
+BUNDLE_FILES = (PROJECT_FILE, "LICENSE", "hatch_build.py")
 _NOT_READABLE = (
     *(zipfile.BadZipFile, zlib.error, EOFError, ValueError),
     *(NotImplementedError, RuntimeError),  # an unknown compression, a password
@@ -27,19 +31,25 @@ _NOT_READABLE = (
 _MOST_FILES, _LARGEST_FILE = 20, 100_000  # ours are few and small; an archive may claim terabytes
 
 
+def checkout() -> Path | None:
+    """Return the project's root if the package stands in it, None if a wheel was installed."""
+    folder = Path(fednas_flwr.__file__).parents[1]
+    return folder if (folder / PROJECT_FILE).is_file() else None
+
+
 def write_bundle(folder: Path) -> Path:
     """Write the Flower app that names the installed package's apps, and return its folder."""
-    for name, text in bundle_files().items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in bundle_files().items():
+        (folder / name).write_bytes(content)
     return folder
 
 
 def check_bundle(fab: bytes) -> None:
     """Refuse a bundle that is not the one of the installed package.
 
-    Compressors differ between machines, so the files are compared, not the archives.
+    Compressors differ between machines, so the files are compared, not the archives; and of the
+    project file, which Flower writes anew, the values.
 
     Args:
         fab: Flower's bundle as it came, which may be anything.
@@ -48,13 +58,19 @@ def check_bundle(fab: bytes) -> None:
         ConfigError: A name or byte of a file differs, e.g. because the versions do, or two files
             have one name.
     """
-    own = _digest({name: text.encode() for name, text in bundle_files().items()})
+    own = _digest(bundle_files())
     if (found := _digest(_read_bundle(fab))) != own:
         raise ConfigError(
             f"the run's app code {found[:12]} is refused: this site runs the fednas_flwr "
             f"{fednas_flwr.__version__} that is installed here, whose bundle is {own[:12]}, and no "
-            "code of a run; start it by `fednas run` of that version."
+            "code of a run; start it by `fednas run` or `flwr run` of that version."
         )
+
+
+def bundle_files() -> dict[str, bytes]:
+    """Return the bundle's files by their names."""
+    folder = checkout() or Path(fednas_flwr.__file__).parent / "app"
+    return {name: (folder / name).read_bytes() for name in BUNDLE_FILES}
 
 
 def _read_bundle(fab: bytes) -> dict[str, bytes]:
@@ -80,59 +96,15 @@ def _digest(files: Mapping[str, bytes]) -> str:
     """Return the SHA-256 of files, names included, in hex."""
     digest = hashlib.sha256()
     for name in sorted(files):
-        digest.update(f"{name}\0{len(files[name])}\0".encode() + files[name])
+        content = _values(files[name]) if name == PROJECT_FILE else files[name]
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
 
 
-def bundle_files() -> dict[str, str]:
-    """Return the texts of the bundle's files by their paths."""
-    files = {
-        "LICENSE": "Apache License 2.0; the code that runs is the installed package fednas_flwr.\n",
-        "pyproject.toml": _PYPROJECT,
-        f"{LAUNCHED}/__init__.py": '"""Names the apps of the installed fednas_flwr."""\n',
-    }
-    for side in ("server", "client"):
-        files[f"{LAUNCHED}/{side}_app.py"] = (
-            f'"""The {side} app of the installed package."""\n\n'
-            f"from fednas_flwr.federation.{side}_app import app\n\n"
-            '__all__ = ["app"]\n'
-        )
-    return files
-
-
-# In the form in which Flower writes it into a bundle.
-_PYPROJECT = f"""[build-system]
-requires = [
-    "hatchling",
-]
-build-backend = "hatchling.build"
-
-[project]
-name = "{LAUNCHED.replace("_", "-")}"
-version = "{fednas_flwr.__version__}"
-description = "A run of fednas_flwr"
-dependencies = [
-    "flwr>=1.41,<1.42",
-]
-
-[project.license]
-file = "LICENSE"
-
-[tool.hatch.build.targets.wheel]
-packages = [
-    ".",
-]
-
-[tool.flwr.app]
-publisher = "fednas"
-fab-format-version = 1
-flwr-version-target = "1.41.0"
-
-[tool.flwr.app.components]
-serverapp = "{LAUNCHED}.server_app:app"
-clientapp = "{LAUNCHED}.client_app:app"
-
-[tool.flwr.app.config]
-{CONFIG_KEY} = ""
-{RESUMED_KEY} = false
-"""
+def _values(toml: bytes) -> bytes:
+    """Return the values of a TOML file in one form of writing; what is no TOML, itself."""
+    try:
+        values = tomllib.loads(toml.decode())
+        return json.dumps(values, sort_keys=True).encode()
+    except (ValueError, TypeError, RecursionError):  # a date is no JSON, and none of ours
+        return toml

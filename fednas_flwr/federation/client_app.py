@@ -32,7 +32,7 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import BUDGET_SPENT, decode_request, encode_reply
 from fednas_flwr.federation.bundle import CONFIG_KEY
-from fednas_flwr.federation.flower import CLIENT_RAISED
+from fednas_flwr.federation.flower import CLIENT_RAISED, take_along
 from fednas_flwr.verbs import VERBS
 
 DATA_PATH = "data-path"
@@ -48,7 +48,7 @@ def make_client_app(config_json: str | None = None) -> ClientApp:
 
     Args:
         config_json: The run's configuration, for runtimes in which Flower's run configuration is
-            empty; None reads it from there.
+            empty; None reads it from there, or where that has none, from each message.
     """
     app, entries = ClientApp(), registered()
     for verb in VERBS:
@@ -69,11 +69,12 @@ def _handler(
         keys = sorted(SITE_KEYS & context.node_config.keys())
         site = tuple((key, str(context.node_config[key])) for key in keys)
         trail, verb = _trail(site), message.metadata.message_type
+        along = take_along(message)
         request = None
         try:
             request = decode_request(verb, message.content)
             safe = () if private else safe  # what follows may tell of the site's own files
-            text = config_json or str(context.run_config[CONFIG_KEY])
+            text = config_json or str(context.run_config[CONFIG_KEY] or along[CONFIG_KEY])
             if "partition-id" not in context.node_config:
                 raise ConfigError("the node's configuration lacks partition-id=<0, 1, ...>.")
             index = int(context.node_config["partition-id"])

@@ -22,6 +22,8 @@ finish_only_with_a_reply   ``run_clientapp.push_message`` and             a clie
                                                                           SuperNode for ever
 stop_pulling               ``Grid.pull_messages`` of one grid             a server waits for clients
                                                                           of a Ray that has stopped
+send_along                 ``Grid.push_messages`` of one grid             clients of ``flwr run``
+                                                                          get no configuration
 begin_task                 ``TaskIdentity``, which Flower's processes     messages cannot be made in
                            set                                            a process of our own
 set_message_id             ``Metadata._message_id``, which a grid sets    replies name no request
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 VERSION = "1.41"
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION  # of a reply
+_ALONG = "fednas.along"
 _RECONNECTED = "Connection successful after %.2f seconds and %s tries."
 
 
@@ -153,6 +156,28 @@ def stop_pulling(grid: Grid, stops: list[BaseException]) -> None:
         return pull_unless_stopped
 
     _wrap(grid, "pull_messages", stopping)
+
+
+def send_along(grid: Grid, values: dict[str, str]) -> None:
+    """Have every message of ``grid`` carry ``values``, which :func:`take_along` returns."""
+    from flwr.app import ConfigRecord
+
+    def carrying(push: Callable[..., Iterable[str]]) -> Callable[..., Iterable[str]]:
+        def push_with_values(messages: Iterable[Message]) -> Iterable[str]:
+            messages = list(messages)
+            for message in messages:
+                message.content[_ALONG] = ConfigRecord(dict(values))
+            return push(messages)
+
+        return push_with_values
+
+    _wrap(grid, "push_messages", carrying)
+
+
+def take_along(message: Message) -> dict[str, str]:
+    """Take out of a message what :func:`send_along` has put into it."""
+    record = message.content.pop(_ALONG, None)
+    return {} if record is None else {key: str(value) for key, value in record.items()}
 
 
 def begin_task(node_id: int) -> None:

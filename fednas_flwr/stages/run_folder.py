@@ -29,9 +29,9 @@ LOCK_FILE = ".lock"
 RUNS = Path("runs")  # where run folders are made, below the folder of the command
 
 
-def check_free(config: Config) -> None:
+def check_free(config: Config, *, runs: Path = RUNS) -> None:
     """Raise ConfigError when no run folder can be made, or ``run_dir`` already holds a run."""
-    folder = _folder("run_dir", config.run_dir or str(RUNS))
+    folder = _folder("run_dir", config.run_dir or str(runs))
     with _usable("run_dir", folder):
         if config.run_dir is not None and (folder / CONFIG_FILE).exists():
             raise ConfigError(
@@ -51,17 +51,17 @@ def check_writable(setting: str, folder: Path) -> None:
             raise PermissionError(errno.EACCES, f"{there} cannot be written")
 
 
-def create_run_folder(config: Config) -> Config:
+def create_run_folder(config: Config, *, runs: Path = RUNS) -> Config:
     """Make a new run folder, write config.yaml into it, and return the config with its path.
 
-    With ``run_dir`` null the folder is ``runs/<time>_<algorithm>_<dataset>``.
+    With ``run_dir`` null the folder is ``<runs>/<time>_<algorithm>_<dataset>``.
 
     Raises:
         ConfigError: ``run_dir`` already holds a run, or cannot be written.
     """
-    check_free(config)
+    check_free(config, runs=runs)
     stem = f"{_now()}_{config.algorithm.name}_{config.dataset.name}"
-    folder = _folder("run_dir", config.run_dir or str(RUNS / stem))
+    folder = _folder("run_dir", config.run_dir or str(runs / stem))
     with _usable("run_dir", folder):
         if config.run_dir is not None:
             folder.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,16 +91,10 @@ def test_flower_builds_the_bundle_and_it_holds_no_code_of_ours(tmp_path: Path) -
     (fab,) = tmp_path.glob("*.fab")
     with zipfile.ZipFile(io.BytesIO(fab.read_bytes())) as archive:
         names = set(archive.namelist())
-        client_app = archive.read("fednas_launched/client_app.py").decode()
-    assert names == {
-        "pyproject.toml",
-        "LICENSE",
-        "fednas_launched/__init__.py",
-        "fednas_launched/server_app.py",
-        "fednas_launched/client_app.py",
-        ".info/CONTENT",
-    }
-    assert "from fednas_flwr.federation.client_app import app" in client_app
+        project = tomllib.loads(archive.read("pyproject.toml").decode())
+    assert names == {"pyproject.toml", "LICENSE", "hatch_build.py", ".info/CONTENT"}
+    apps = project["tool"]["flwr"]["app"]["components"]
+    assert apps["clientapp"] == "fednas_flwr.federation.client_app:app"
 
 
 def test_run_configuration_survives_flowers_toml(
@@ -286,7 +281,7 @@ def server_context(config: Config, *, resumed: bool) -> Context:
         node_id=1,
         node_config={},
         state=RecordDict(),
-        run_config={CONFIG_KEY: dump_config(config), "resumed": resumed},
+        run_config={CONFIG_KEY: dump_config(config), "resumed": resumed, "overrides": ""},
     )
 
 

@@ -106,8 +106,12 @@ def cluster(machines: Callable[..., Any]) -> Any:
 def test_code_that_comes_with_a_run_is_never_executed_at_a_site(cluster: Any) -> None:
     app = write_bundle(cluster.base / "foreign")
     marker = cluster.base / "executed"
-    (app / "fednas_launched" / "server_app.py").write_text(SERVER_APP)
-    (app / "fednas_launched" / "client_app.py").write_text(CLIENT_APP.format(marker=str(marker)))
+    project = (app / "pyproject.toml").read_text()
+    for side, code in (("server", SERVER_APP), ("client", CLIENT_APP)):
+        (app / f"own_{side}_app.py").write_text(code.replace("{marker!r}", repr(str(marker))))
+        project = project.replace(f"fednas_flwr.federation.{side}_app", f"own_{side}_app")
+    project = project.replace("fab-include = [", 'fab-include = ["/own_*.py", ')
+    (app / "pyproject.toml").write_text(project)
     output = cluster.operate("flwr", "run", str(app), "server", "--stream")
     answers = [line for line in output.splitlines() if "ANSWER" in line]
     assert len(answers) == 3, output

@@ -137,7 +137,7 @@ def test_a_sites_executor_finds_no_command_but_ours(folder: Path) -> None:
     assert found == ["flwr-clientapp"]
 
 
-FILES = {name: text.encode() for name, text in bundle_files().items()}
+FILES = bundle_files()
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # within flwr
@@ -174,7 +174,7 @@ def test_a_bundle_with_other_files_is_refused(name: str, content: bytes | None) 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_bundle_that_holds_two_files_of_one_name_is_refused(first: bool) -> None:
     """Whichever of them is ours: readers differ in which one they take."""
-    name, other = "fednas_launched/client_app.py", b"import os"
+    name, other = "hatch_build.py", b"import os"
     files = [*FILES.items()]
     files.insert(0 if first else len(files), (name, other))
     packed = io.BytesIO()
