@@ -171,7 +171,13 @@ def test_tables_are_not_augmented_and_need_a_column(
 def test_groups_are_checked_before_the_search(
     compose_config: Compose, overrides: list[str], sentence: str
 ) -> None:
-    blocks = ["algorithm=cfdnas", "search_space=mbconv_small", "retrain=mbconv"]
+    blocks = [
+        "algorithm=cfdnas",
+        "algorithm.group_by=tag",
+        "algorithm.num_groups=null",
+        "search_space=mbconv_small",
+        "retrain=mbconv",
+    ]
     with pytest.raises(ConfigError, match=sentence):
         check_buildable(compose_config(*blocks, *overrides))
     with pytest.raises(ConfigError, match="its groups begin with a search"):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fednas_flwr import cli
+from fednas_flwr import api, cli
 from fednas_flwr.builders.algorithms import ALGORITHMS
 from fednas_flwr.builders.configuration import parse_config
 from fednas_flwr.builders.networks import describe_derived, make_network, make_space, supernet_sizes
@@ -86,16 +86,28 @@ MISTAKES = {  # overrides: what the sentence must say
     "retrain.norm=bach": ["retrain.norm=bach", "(nearest: batch)"],
     "stages=[serch]": ["stages=serch", "(nearest: search)"],
     "dataset.fractions={train:1,validation:0,test:0}": ["dataset.fractions.validation=0"],
-    "+seed=2": ["'+seed=2'", "write seed=<value>"],
-    "++seed=2": ["'++seed=2'", "write seed=<value>"],
-    "~seed": ["'~seed'", "write seed=<value>"],
-    "algorithm@here=fnas": ["'algorithm@here=fnas'", "write algorithm=<value>"],
-    "--seed=2": ["'--seed=2'", "key=value"],
+    "+seed=2": ["An item is already at 'seed'"],
+    "+sead=2": ["setting=sead is unknown", "(nearest: seed)"],
+    "~seed": ["seed is missing"],
+    "algorithm@here=fnas": ["algorithm@here"],
+    "--seed=2": ["'--seed=2' is no option", "key=value, as in clients=5"],
+    "--clients 5": ["'--clients' is no option", "clients=5"],
+    "--config-dir=nowhere": ["--config-dir=nowhere is no folder"],
+    "--config-name=nothing": ["nothing"],
+    "--resolve": ["add that"],
+    "--cfg job -m": ["--multirun only runs"],
+    "hydra.sweep.dir=foo": ["hydra.sweep.dir=foo has no effect on a single run", "add -m"],
+    "hydra/launcher=joblib": ["hydra/launcher=joblib has no effect on a single run"],
+    "config=nowhere.yaml": ["config=nowhere.yaml: it is no configuration of a run"],
+    "-m seed=1,2 sweep.metric=epsilon": ["sweep.metric=epsilon has no effect", "optuna"],
+    "-m hydra/launcher=none seed=1,2": ["hydra/launcher/none", "[sweeps]"],
+    "-m seed=interval(1,2)": ["does not support sweep type", "hydra/sweeper=optuna"],
+    "-m hydra/sweeper=optuna sweep.metric=loss seed=range(1,3)": ["sweep.metric=loss is unknown"],
     "garbage": ["'garbage'", "key=value"],
     "stages=[search": ["'stages=[search'", "key=value"],
     "seed=1,2": ["seed=1,2", "add -m"],
     "seed=${nothing}": ["seed", "'nothing'"],
-    "algorithm=vanilla_nas": ["clients=3", "clients=1 or algorithm=fnas"],
+    "algorithm=vanilla_nas clients=3": ["clients=3", "clients=1 or algorithm=fnas"],
     "algorithm=fnas algorithm.order=2 algorithm.local_steps=2": ["set one of the two to 1"],
     "genotype=a.json": ["genotype=a.json", "stages=[retrain,evaluate,export]"],
     "stages=[retrain]": ["genotype=<file> or algorithm=fedavg"],
@@ -107,7 +119,7 @@ MISTAKES = {  # overrides: what the sentence must say
     "-m algorithm=fed_darts,fed_dart": ["algorithm=fed_dart ", "(nearest: fed_darts)"],
     "-m seed=1,2 rounds=5,0": ["rounds=0", "1 or more"],
     "-m seed=1,2 roundz=5": ["(nearest: rounds)"],
-    "-m algorithm=glob(*)": ["algorithm=glob(*)", "seed=1,2,3"],
+    "-m algorithm=glob(*)": ["algorithm=_base"],
 }
 
 
@@ -186,9 +198,10 @@ def test_cfg_prints_the_composed_configuration(capsys: pytest.CaptureFixture[str
     assert cli.main(["run", "--cfg", "algorithm=fnas", "seed=7"]) == 0
     tree = yaml.safe_load(capsys.readouterr().out)
     assert (tree["algorithm"]["name"], tree["seed"]) == ("fnas", 7)
-    assert cli.main(["run", "--cfg", "-m", "seed=1,2", "clients=range(2,4)"]) == 0
-    trees = [t for t in yaml.safe_load_all(capsys.readouterr().out) if t]
-    assert [(t["seed"], t["clients"]) for t in trees] == [(1, 2), (1, 3), (2, 2), (2, 3)]
+    assert cli.main(["run", "--cfg", "job", "--resolve", "--package", "algorithm.weights"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["lr"] == 0.1
+    assert cli.main(["run", "hydra.run.dir=foo", "--cfg", "job"]) == 0
+    assert api.compose("hydra.run.dir=foo").run_dir == "foo"
     assert not Path("runs").exists()
 
 
@@ -217,8 +230,9 @@ def test_run_folder_name_is_short_and_holds_one_run(
     assert f"resume={finished}" in sentence
     Path("new").mkdir()
     folder = finished.rename(Path("new") / "0_seed-1")
-    sentence = refused(capsys, *tiny_overrides, "-m", "seed=1,2", "run_dir=new")
-    assert f"{folder.resolve()} already holds a run" in sentence
+    assert cli.main(["run", *tiny_overrides, "-m", "seed=1,2", "run_dir=new"]) == cli.RUN_FAILED
+    assert f"{folder.resolve()} already holds a run" in capsys.readouterr().err
+    assert [path.name for path in folder.parent.glob("*/model.onnx")] == ["model.onnx"]
 
 
 @pytest.mark.parametrize("key", ["engine", "privacy.search_share"])
@@ -281,15 +295,13 @@ def test_sweep_goes_on_after_a_failing_job_and_says_so(
     brief = without(tiny_overrides, "retrain.rounds")
     assert cli.main(["run", *brief, *sweep]) == cli.RUN_FAILED
     output = capsys.readouterr()
-    assert sorted(path.name for path in Path("sweep").iterdir()) == [
-        "0_seed-1",
-        "1_seed-2",
-        "2_seed-3",
-    ]
-    assert "job 3 of 3: 2_seed-3" in output.out
+    jobs = sorted(path.name for path in Path("sweep").iterdir() if path.is_dir())
+    assert jobs == ["0_seed-1", "1_seed-2", "2_seed-3"]
+    assert "job 2_seed-3" in output.out
     assert "2 of 3 jobs completed; sweep folder: " in output.out
     assert "ZeroDivisionError: disk is full" in output.err
-    assert output.err.endswith("fednas: 1 jobs failed: 1_seed-2.\n")
+    assert output.err.endswith("fednas: 1 job failed: 1_seed-2.\n")
+    assert "1, 3" in Path("sweep/compare.html").read_text(encoding="utf-8")
     assert cli.main(["compare", "sweep", "--output", "table"]) == 0
     assert "1, 3" in capsys.readouterr().out
     table = json.loads(Path("table/compare.json").read_text())
@@ -303,7 +315,7 @@ def test_unnamed_sweep_has_one_folder_named_by_time(
     assert cli.main(["run", *without(tiny_overrides, "retrain.rounds"), *sweep]) == 0
     (parent,) = Path("runs").iterdir()
     time.strptime(parent.name, "%Y%m%d-%H%M%S_sweep")
-    names = sorted(path.name for path in parent.iterdir())
+    names = sorted(path.name for path in parent.iterdir() if path.is_dir())
     assert names == ["0_algorithm-fed_darts", "1_algorithm-random_search"]
 
 
@@ -314,10 +326,11 @@ def test_a_setting_without_effect_refuses_that_job_of_a_sweep_only(
     sweep = ["-m", "algorithm=fedavg,fed_darts", "rounds=1", "stages=[search]", "clients=1"]
     assert cli.main(["run", *kept, *sweep, "run_dir=sweep"]) == cli.RUN_FAILED
     output = capsys.readouterr()
-    assert [path.name for path in Path("sweep").iterdir()] == ["1_algorithm-fed_darts"]
+    refused = Path("sweep/0_algorithm-fedavg")
+    assert [path.name for path in refused.iterdir()] == ["error.txt"]
     assert "fednas: stages=[search] with algorithm=fedavg, which does not search" in output.err
     assert "1 of 2 jobs completed; sweep folder: " in output.out
-    assert output.err.endswith("fednas: 1 jobs failed: 0_algorithm-fedavg.\n")
+    assert output.err.endswith("fednas: 1 job failed: 0_algorithm-fedavg.\n")
 
 
 def test_what_typing_takes_from_an_experiment_is_told_in_one_line(

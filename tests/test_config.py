@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from fednas_flwr import compose
+from fednas_flwr import api, compose
 from fednas_flwr.builders.algorithms import ALGORITHMS
 from fednas_flwr.builders.configuration import check_combinations, load_config, parse_config
 from fednas_flwr.builders.effects import check_experiment
@@ -50,12 +50,15 @@ def test_a_base_is_no_choice_and_every_base_has_one() -> None:
     """A file whose name begins with an underscore is refused, and is a default of another one."""
     folder = conf_folder()
     bases = [path for path in folder.rglob("_*.yaml")]
-    assert len(bases) == 6
+    assert len(bases) == 8
     texts = [path.read_text(encoding="utf-8") for path in folder.rglob("*.yaml")]
     for path in bases:
         group, *rest = path.relative_to(folder).with_suffix("").parts
         name = "/".join(rest)
-        assert any(f"[{name}]" in text or f"- /{group}/{name}\n" in text for text in texts)
+        assert any(
+            f"[{name}]" in text or f"- /{group}/{name}\n" in text or f"{name}@_global_" in text
+            for text in texts
+        )
         with pytest.raises(
             ConfigError, match=f"^{group}={name} is unknown: choose one of "
         ) as told:
@@ -85,6 +88,24 @@ def test_every_file_composes_and_parses(choice: str) -> None:
     group, _, name = choice.partition("=")
     if hasattr(getattr(config, group, None), "name"):
         assert name.startswith(getattr(config, group).name)
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_an_algorithm_alone_is_a_whole_run(algorithm: str) -> None:
+    """With all that it needs of the other groups; what is typed wins."""
+    config = compose(f"algorithm={algorithm}")
+    api.check([config])
+    assert config.dataset.name == "digits"
+    assert config.clients == (1 if algorithm == "vanilla_nas" else 3)
+    assert (config.privacy.name == "dp") == (algorithm == "dp_fnas")
+    assert compose(f"algorithm={algorithm}", "retrain=small", "seed=7").retrain.batch_size == 32
+
+
+def test_privacy_brings_its_norms_and_a_typed_one_is_a_contradiction() -> None:
+    assert compose("privacy=dp").search_space.norm == "group"
+    assert compose("privacy=dp", "search_space=darts_small").retrain.norm == "group"
+    with pytest.raises(ConfigError, match="set search_space.norm=group retrain.norm=group"):
+        compose("privacy=dp", "search_space.norm=batch", "retrain.norm=batch")
 
 
 def test_every_group_is_tested() -> None:

@@ -8,6 +8,7 @@ mistakes are told at once.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -29,6 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: Sequence[str] | None) -> int:
     from fednas_flwr.cli import machines, privacy, results, run
 
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and arguments[0] in ("-sc", "--shell-completion"):  # as a shell asks for it
+        arguments.insert(0, "run")
+        os.environ["COMP_LINE"] = os.environ.get("COMP_LINE", "").replace(" run ", " ", 1)
     parser = argparse.ArgumentParser(
         prog="fednas", description="Federated neural architecture search on Flower."
     )

@@ -18,7 +18,7 @@ def add_commands(commands: Commands) -> None:
         commands, "compare", compare, help="table of several runs, mean over seeds"
     )
     parser.add_argument("run_folders", type=Path, nargs="+", help="run folders or sweeps")
-    parser.add_argument("--output", type=Path, help="folder for compare.csv, .md and .json")
+    parser.add_argument("--output", type=Path, help="folder for compare.csv, .md, .json and .html")
     parser = add_command(
         commands,
         "analyse",

@@ -1,37 +1,37 @@
-"""``fednas run``: one run, a sweep, or a run that goes on."""
+"""``fednas run``: one run, a sweep that Hydra runs, or a run that goes on."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-import warnings
-from dataclasses import replace
-
-from omegaconf import OmegaConf
 
 from fednas_flwr import api
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.cli.outcomes import RUN_FAILED, fail
 from fednas_flwr.cli.parsing import Commands, add_command
-from fednas_flwr.composition import compose_tree, expand_sweep, given_settings
-from fednas_flwr.config import Config
-from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning
+from fednas_flwr.cli.sweeps import configured, run_job, sweep
+from fednas_flwr.composition import read_arguments, run_hydra
+from fednas_flwr.errors import ConfigError, NoEffectError
+
+OF_SWEEPS = ("sweep.", "hydra.sweep", "hydra.launcher", "hydra/sweeper", "hydra/launcher")
 
 RUN_HELP = """
 overrides:
   group=name            one file of conf/<group>: algorithm, dataset, partition, search_space,
                         privacy, runtime, retrain, experiment
   key=value             any key of the composed configuration, e.g. seed=2 clients=5
-                        algorithm.weights.lr=.05; shown by `fednas run --cfg`
+                        algorithm.weights.lr=.05; shown by `fednas run --cfg job`
+  config=<file>         the config.yaml of a run in place of conf/, to repeat it
   resume=<run folder>   continue a run that was stopped; its own configuration is used
   resume=auto           continue the newest unfinished run of these overrides, else begin one
   -m key=a,b            sweep: one run per combination, each in its own folder
+
+Options and overrides are those of Hydra: -m with hydra/launcher=joblib hydra/sweeper=optuna (extra
+`sweeps`), --cfg job --resolve, --info, --config-dir, --config-name, --package, +key, ++key, ~key,
+glob(), hydra.sweep.dir; --shell-completion install=bash prints what completes `fednas run`.
 """
 
 
 def add_commands(commands: Commands) -> None:
     """Add ``run``."""
-    parser = add_command(
+    add_command(
         commands,
         "run",
         run,
@@ -39,89 +39,37 @@ def add_commands(commands: Commands) -> None:
         epilog=RUN_HELP,
         takes_overrides=True,
     )
-    parser.add_argument("-m", "--multirun", action="store_true", help="sweep over comma lists")
-    parser.add_argument("--cfg", action="store_true", help="print the configuration and stop")
 
 
-def run(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Resume a run, or compose, check and run the configuration, or each of a sweep."""
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Resume a run, or compose, check and run the configuration, or let Hydra sweep or inform."""
+    asked = read_arguments(arguments)
+    overrides, source = asked.overrides, asked.source
     resumes = [text for text in overrides if text.startswith("resume=")]
-    if resumes == ["resume=auto"] and not options.multirun:
+    if resumes == ["resume=auto"] and not asked.flags:
         from fednas_flwr.stages.run_folder import find_unfinished
 
         overrides = [text for text in overrides if text != "resume=auto"]
-        found = find_unfinished(api.compose(*overrides))
+        found = find_unfinished(configured(overrides, source))
         if found is not None:
             api.run(str(found.run_dir), quiet=False)
             return 0
     elif resumes:
-        if len(overrides) > 1 or options.multirun:
+        if len(overrides) > 1 or asked.flags:
             raise ConfigError(
                 f"{resumes[0]} takes no other setting: the run's own configuration is used."
             )
         api.run(resumes[0].removeprefix("resume="), quiet=False)
         return 0
-    if not options.multirun:
-        config = _configured(overrides, shown=options.cfg)
-        if not options.cfg:
-            api.run(config, quiet=False)
+    if asked.multirun:
+        return sweep(asked)
+    if asked.informs:
+        if not asked.completes:
+            configured(overrides, source)  # a mistake is one sentence
+        run_hydra(run_job, [*overrides, *asked.flags])
         return 0
-    jobs, refused = expand_sweep(overrides), dict[str, NoEffectError]()
-    configs = {}
-    for name, job in jobs.items():
-        try:
-            configs[name] = _configured(job, shown=options.cfg, end="---\n")
-        except NoEffectError as error:
-            refused[name] = error
-    if refused and not configs:
-        raise next(iter(refused.values()))
-    return 0 if options.cfg else _sweep(configs, refused, debug=options.debug)
-
-
-def _configured(overrides: list[str], *, shown: bool, end: str = "") -> Config:
-    """Return the configuration of overrides, printed where it is to be shown; tell warnings."""
-    tree = compose_tree(overrides)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", NoEffectWarning)
-        config = parse_config(tree, given=given_settings(overrides))
-    for warning in told:
-        print(f"fednas: warning: {warning.message}", file=sys.stderr)
-    if shown:
-        print(OmegaConf.to_yaml(OmegaConf.create(tree)), end=end)
-    return config
-
-
-def _sweep(configs: dict[str, Config], refused: dict[str, NoEffectError], *, debug: bool) -> int:
-    """Run every configuration in a folder of its own name; a failure does not stop the others.
-
-    A job that has a setting without effect is left out, and said to have failed; any other
-    mistake ends the sweep before it begins.
-    """
-    from fednas_flwr.stages.run_folder import create_run_folder, sweep_folder
-
-    parent = sweep_folder(next(iter(configs.values())).run_dir)
-    configs = {n: replace(config, run_dir=str(parent / n)) for n, config in configs.items()}
-    for name, config in list(configs.items()):
-        try:
-            api.check([config])
-        except NoEffectError as error:
-            refused[name] = error
-            del configs[name]
-    if not configs:
-        raise next(iter(refused.values()))
-    failed = list(refused)
-    for name, refusal in refused.items():
-        print(f"job {name} is left out:", file=sys.stderr)
-        fail(refusal, debug=debug)
-    for number, (name, config) in enumerate(configs.items(), 1):
-        print(f"job {number} of {len(configs)}: {name}", flush=True)
-        try:
-            api.execute(create_run_folder(config), resumed=False)
-        except Exception as error:
-            failed.append(name)
-            fail(error, debug=debug)
-    total = len(configs) + len(refused)
-    print(f"{total - len(failed)} of {total} jobs completed; sweep folder: {parent}")
-    if failed:
-        print(f"fednas: {len(failed)} jobs failed: {', '.join(failed)}.", file=sys.stderr)
-    return RUN_FAILED if failed else 0
+    for text in overrides:
+        if text.lstrip("+").startswith(OF_SWEEPS):
+            raise NoEffectError(f"{text} has no effect on a single run: add -m, or remove it.")
+    api.run(configured(overrides, source), quiet=False)
+    return 0

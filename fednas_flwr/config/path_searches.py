@@ -128,7 +128,8 @@ class CFDNASSettings(AlgorithmSettings):
         if (self.group_by == "alphas") != (self.num_groups is not None):
             raise ConfigError(
                 f"group_by={self.group_by} with num_groups={self.num_groups}: a number is "
-                "needed to group by alphas, and for that only."
+                "needed to group by alphas, and for that only; set num_groups="
+                f"{2 if self.num_groups is None else 'null'}."
             )
         if self.group_by == "alphas" and not self.inherit:
             raise ConfigError(

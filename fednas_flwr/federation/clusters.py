@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -10,11 +11,23 @@ import sys
 from functools import cache
 
 from fednas_flwr.config import Config
+from fednas_flwr.config.runtime import Runtime
 from fednas_flwr.errors import ConfigError, show
 
 CONNECTS_S, ANSWERS_S = 4.0, 12.0
 
 Nodes = tuple[tuple[float, float], ...]  # CPUs and GPUs of each machine
+
+
+def places(runtime: Runtime, nodes: Nodes) -> int:
+    """Return how many clients of ``runtime`` the machines of a cluster hold at a time."""
+
+    def fits(cpus: float, gpus: float) -> int:
+        by_gpus = gpus / runtime.client_gpus if runtime.client_gpus else math.inf
+        return math.floor(min(cpus / runtime.client_cpus, by_gpus) + 1e-9)
+
+    return sum(fits(cpus, gpus) for cpus, gpus in nodes)
+
 
 # In a process of its own: Ray waits for a silent cluster for ever.
 _ASK = """
@@ -33,7 +46,7 @@ def check_cluster(config: Config) -> None:
     cpus, gpus = runtime.client_cpus, runtime.client_gpus
     address = runtime.ray_address
     nodes = _own_node() if address is None else _nodes(address)
-    if not any(cpus <= node_cpus and gpus <= node_gpus for node_cpus, node_gpus in nodes):
+    if not places(runtime, nodes):
         there = "; ".join(f"{c:g} CPUs and {g:g} GPUs" for c, g in nodes[:4])
         raise ConfigError(
             f"runtime.client_cpus={cpus:g} with runtime.client_gpus={gpus:g}: no machine of the "

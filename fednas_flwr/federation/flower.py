@@ -20,10 +20,9 @@ answer_with                ``run_clientapp.install_from_fab`` and         a site
 finish_only_with_a_reply   ``run_clientapp.push_message`` and             a client process that is
                            ``.push_task_output``                          stopped blocks its
                                                                           SuperNode for ever
-stop_pulling               ``Grid.pull_messages`` of one grid             a server waits for clients
-                                                                          of a Ray that has stopped
 send_along                 ``Grid.push_messages`` of one grid             clients of ``flwr run``
                                                                           get no configuration
+take_along                 reads what ``send_along`` has added            the same
 begin_task                 ``TaskIdentity``, which Flower's processes     messages cannot be made in
                            set                                            a process of our own
 set_message_id             ``Metadata._message_id``, which a grid sets    replies name no request
@@ -139,23 +138,6 @@ def finish_only_with_a_reply() -> None:
 
     _wrap(run_clientapp, "push_message", noting)
     _wrap(run_clientapp, "push_task_output", finishing)
-
-
-def stop_pulling(grid: Grid, stops: list[BaseException]) -> None:
-    """Have ``grid`` raise the first of ``stops``, once there is one, and look for no more replies.
-
-    Flower's simulation ends when Ray fails, but its grid goes on saying that no reply is there yet.
-    """
-
-    def stopping(pull: Callable[..., Iterable[Message]]) -> Callable[..., Iterable[Message]]:
-        def pull_unless_stopped(message_ids: Iterable[str]) -> Iterable[Message]:
-            if stops:
-                raise stops[0]
-            return pull(message_ids)
-
-        return pull_unless_stopped
-
-    _wrap(grid, "pull_messages", stopping)
 
 
 def send_along(grid: Grid, values: dict[str, str]) -> None:

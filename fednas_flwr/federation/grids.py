@@ -25,6 +25,8 @@ class InProcessGrid(Grid):
         num_clients: Number of nodes; node ``i + 2`` has ``partition-id = i``.
     """
 
+    server_node_id = SERVER_NODE_ID
+
     def __init__(self, client_app: ClientApp, num_clients: int) -> None:
         """See the class."""
         flower.begin_task(SERVER_NODE_ID)
@@ -83,7 +85,7 @@ class InProcessGrid(Grid):
         for message_id in message_ids:
             message = self._messages.pop(message_id, None)
             if message is not None:
-                return [self._answer(message)]
+                return [self.answer(message)]
         return []
 
     def send_and_receive(
@@ -93,7 +95,8 @@ class InProcessGrid(Grid):
         ids = list(self.push_messages(messages))
         return [reply for message_id in ids for reply in self.pull_messages([message_id])]
 
-    def _answer(self, message: Message) -> Message:
+    def answer(self, message: Message) -> Message:
+        """Return the reply of the client that a message is for."""
         context = self._contexts[message.metadata.dst_node_id]
         try:
             return self._client_app(message, context)

@@ -9,10 +9,13 @@ import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import yaml
+from plotly.offline import get_plotlyjs
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +23,7 @@ from rich.text import Text
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.files import write_atomically
 from fednas_flwr.reporting.guarantee import TEST_SEED, warning_text
+from fednas_flwr.reporting.plots import axes
 from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE, Run, read_run
 from fednas_flwr.reporting.units import DASH, mean_and_deviation
 
@@ -37,7 +41,9 @@ COLUMNS: dict[str, tuple[str, float, int | None]] = {  # metric: title, scale, d
     "retrain_seconds": ("retrain (s)", 1, None),
     "traffic_mb": ("traffic (MB)", 1, None),
     "epsilon": ("epsilon", 1, None),
+    "clients_lost": ("clients lost", 1, None),
 }
+BEST_FILE = "optimization_results.yaml"  # of Hydra's Optuna sweeper, in the folder of a sweep
 
 
 @dataclass(frozen=True)
@@ -67,13 +73,17 @@ class Group:
 class Comparison:
     """Groups in the order in which their first runs were found, and what could not be counted.
 
+    The groups of the best trials of an optimising sweep come before the others.
+
     Attributes:
         groups: The groups of finished runs.
         not_counted: Folder and reason of every run that is in no group.
+        best: What an optimising sweep found best, one line per trial; its groups come first.
     """
 
     groups: tuple[Group, ...]
     not_counted: tuple[tuple[str, str], ...]
+    best: tuple[str, ...] = ()
 
     def titles(self) -> list[str]:
         """Return the table's head."""
@@ -107,6 +117,7 @@ def compare_runs(folders: Iterable[Path]) -> Comparison:
     Raises:
         ConfigError: A folder does not exist, or there is no run in it.
     """
+    folders = list(folders)
     members: dict[str, dict[Any, Run]] = {}
     not_counted = []
     for folder in run_folders(folders):
@@ -124,15 +135,46 @@ def compare_runs(folders: Iterable[Path]) -> Comparison:
     groups = [
         [by_seed[seed] for seed in sorted(by_seed, key=_order)] for by_seed in members.values()
     ]
+    trials = [trial for folder in folders for trial in _best_trials(folder)]
+    groups.sort(key=lambda runs: _rank(runs[0], trials))
     shown = _distinguishing([_flat_settings(group[0].config) for group in groups])
     return Comparison(
-        groups=tuple(_group(runs, shown) for runs in groups), not_counted=tuple(not_counted)
+        groups=tuple(_group(runs, shown) for runs in groups),
+        not_counted=tuple(not_counted),
+        best=tuple(f"best trial: {_trial_text(*trial)}" for trial in trials),
     )
+
+
+def _best_trials(folder: Path) -> list[tuple[dict[str, Any], list[float]]]:
+    """Return settings and values of the best trials of a sweep, several if it had several aims."""
+    path = folder / BEST_FILE
+    if not path.is_file():
+        return []
+    told = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if "solutions" in told:
+        return [(trial["params"], trial["values"]) for trial in told["solutions"]]
+    return [(told["best_params"], [told["best_value"]])]
+
+
+def _rank(run: Run, trials: Sequence[tuple[dict[str, Any], list[float]]]) -> int:
+    """Return the place of the trial whose settings a run has; all others come after."""
+    settings = _flat_settings(run.config)
+    for place, (params, _) in enumerate(trials):
+        if all(settings.get(name.lstrip("+")) == value for name, value in params.items()):
+            return place
+    return len(trials)
+
+
+def _trial_text(params: dict[str, Any], values: Sequence[float]) -> str:
+    settings = " ".join(f"{name}={value}" for name, value in params.items())
+    return f"{settings} ({', '.join(f'{value:.4g}' for value in values)})"
 
 
 def print_comparison(comparison: Comparison, console: Console | None = None) -> None:
     """Print the groups side by side, as many as fit, and the runs that were not counted."""
     console = console or Console()
+    for line in comparison.best:
+        console.print(Text(line, style="bold"), soft_wrap=True, highlight=False)
     rows = comparison.rows()
     at_once = max(1, (console.width - TITLE_WIDTH) // GROUP_WIDTH)
     for start in range(0, len(rows), at_once):
@@ -150,7 +192,7 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write compare.csv, compare.md and compare.json into a folder and return their paths.
+    """Write compare.csv, .md, .json and .html into a folder and return their paths.
 
     The CSV file holds plain numbers in the units of the metrics' names (accuracies as shares of 1);
     the JSON file every single run's values as well.
@@ -160,6 +202,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
         write_atomically(folder / "compare.csv", _csv(comparison)),
         write_atomically(folder / "compare.md", _markdown(comparison)),
         write_atomically(folder / "compare.json", _json(comparison)),
+        write_atomically(folder / "compare.html", _html(comparison)),
     ]
 
 
@@ -272,7 +315,8 @@ def _csv(comparison: Comparison) -> str:
 
 def _markdown(comparison: Comparison) -> str:
     lines = markdown_table(comparison.titles(), comparison.rows()) if comparison.groups else []
-    if lines:
+    lines = [line for best in comparison.best for line in (f"{best}  ", "")] + lines
+    if comparison.groups:
         lines += ["", "Mean ± standard deviation (n - 1) over seeds; traffic in both directions;"]
         lines += [
             "epsilon: the largest of all clients, per record (or person) added or removed (PRV)."
@@ -291,6 +335,65 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list
     ]
 
 
+def _html(comparison: Comparison) -> str:
+    """Return one offline page: the table, and a picture of each metric that was reached."""
+    head, *others = comparison.best or ("Runs side by side",)
+    titles, rows = comparison.titles(), comparison.rows()
+    names = [
+        ", ".join(f"{k}={_setting_text(v)}" for k, v in g.settings.items())
+        for g in comparison.groups
+    ]
+    figures = []
+    for metric, (title, scale, _) in COLUMNS.items():
+        statistics = [_statistics(group.reached(metric)) for group in comparison.groups]
+        if not any(one["mean"] is not None for one in statistics):
+            continue
+        means, deviations = (
+            [None if one[kind] is None else one[kind] * scale for one in statistics]  # type: ignore[operator]
+            for kind in ("mean", "deviation")
+        )
+        marks = {
+            "type": "scatter",
+            "mode": "markers",
+            "x": names,
+            "y": means,
+            "marker": {"size": 9},
+        }
+        layout = axes(x="", y=title)
+        figures.append({"data": [marks | {"error_y": {"array": deviations}}], "layout": layout})
+    cells = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows
+    )
+    return _PAGE.format(
+        head=escape(head),
+        lines="".join(f"<p>{escape(line)}</p>" for line in others),
+        titles="".join(f"<th>{escape(title)}</th>" for title in titles),
+        cells=cells,
+        skipped="".join(
+            f"<li>{escape(f)}: {escape(reason)}</li>" for f, reason in comparison.not_counted
+        ),
+        plotly=get_plotlyjs(),
+        figures=json.dumps(figures).replace("<", "\\u003c"),
+    )
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Runs side by side</title>
+<style>body{{font-family:sans-serif;margin:2em}}table{{border-collapse:collapse;display:block;
+overflow-x:auto}}td,th{{padding:.3em .7em;text-align:right;border-bottom:1px solid #ccc}}
+</style></head>
+<body><h1>{head}</h1>{lines}
+<table><thead><tr>{titles}</tr></thead><tbody>{cells}</tbody></table>
+<p>Mean ± standard deviation over seeds.</p><ul>{skipped}</ul><div id="figures"></div>
+<script>{plotly}</script>
+<script>for (const figure of {figures}) {{
+  const place = document.createElement("div");
+  document.getElementById("figures").append(place);
+  Plotly.newPlot(place, figure.data, figure.layout, {{displayModeBar: false, responsive: true}});
+}}</script></body></html>
+"""
+
+
 def _json(comparison: Comparison) -> str:
     groups = [
         {
@@ -306,5 +409,5 @@ def _json(comparison: Comparison) -> str:
         for group in comparison.groups
     ]
     skipped = [{"folder": folder, "reason": reason} for folder, reason in comparison.not_counted]
-    document = {"groups": groups, "not_counted": skipped}
+    document = {"best": comparison.best, "groups": groups, "not_counted": skipped}
     return json.dumps(document, indent=2, allow_nan=False) + "\n"

@@ -18,6 +18,13 @@ from fednas_flwr.reporting.guarantee import overall
 CONFIG_FILE = "config.yaml"
 EVENTS_FILE = "events.jsonl"
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
+SEARCH_LOSS = "validation_loss"  # of the search's last round
+METRICS = (
+    *(SEARCH_LOSS, "central_accuracy", "central_f1", "central_auroc", "client_accuracy"),
+    *("personalised_accuracy", "linear_accuracy", "linear_f1", "linear_auroc", "num_parameters"),
+    *("multiply_adds", "search_seconds", "retrain_seconds", "exchanges", "traffic_mb", "epsilon"),
+    "clients_lost",
+)
 NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
 
 
@@ -209,6 +216,14 @@ class Run:
             sum(e.get("bytes_received") or 0 for e in rounds),
         )
 
+    def metric(self, name: str) -> float | None:
+        """Return one of :data:`METRICS`; None where the run has not measured it."""
+        if name != SEARCH_LOSS:
+            return self.numbers()[name]
+        rounds = self.rounds("search")
+        value: float | None = rounds[-1]["metrics"].get(name) if rounds else None
+        return value
+
     def numbers(self) -> dict[str, float | None]:
         """Return the run's results by name.
 
@@ -216,7 +231,8 @@ class Run:
         ``client_accuracy`` is the plain mean over clients, ``personalised_accuracy`` that after
         each has trained the network on its own records; ``exchanges`` and ``traffic_mb``, both
         directions in 10^6 bytes, count all rounds; ``epsilon`` is the largest of all clients and
-        splits, by the PRV accountant, and None without privacy.
+        splits, by the PRV accountant, and None without privacy; ``clients_lost`` counts those that
+        have failed to answer once or more, or have left.
         """
         evaluated = self.last("evaluated") or {}
         derived = self.last("derived") or {}
@@ -242,6 +258,7 @@ class Run:
             "exchanges": sum(exchanges) if exchanges else None,
             "traffic_mb": sum(sum(self.traffic(name)) for name in names) / 1e6 if names else None,
             "epsilon": overall(self.privacy)[0] if self.privacy else None,
+            "clients_lost": len({e["client"] for e in self.failures() + self.departures()}),
         }
 
     def _of_final_rounds(self, kind: str) -> list[Event]:

@@ -55,8 +55,8 @@ def test_what_flower_no_longer_has_is_not_replaced(name, owner, attribute, monke
 def test_objects_of_another_flower_are_not_changed_either():
     with pytest.raises(AttributeError, match="activate_node"):
         flower.let_be_missed(SimpleNamespace, 1.0)
-    with pytest.raises(AttributeError, match="pull_messages"):
-        flower.stop_pulling(SimpleNamespace(), [])
+    with pytest.raises(AttributeError, match="push_messages"):
+        flower.send_along(SimpleNamespace(), {})
     with pytest.raises(AttributeError, match="_message_id"):
         flower.set_message_id(SimpleNamespace(metadata=SimpleNamespace()), "1")
 
@@ -81,21 +81,21 @@ def test_nothing_else_replaces_attributes_of_others():
 
 def test_the_version_is_the_one_that_is_installed_and_required():
     assert importlib.metadata.version("flwr").startswith(f"{flower.VERSION}.")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    project = tools["hatch"]["metadata"]["hooks"]["custom"]
     major, minor = flower.VERSION.split(".")
     required = f"flwr[simulation]>={flower.VERSION},<{major}.{int(minor) + 1}"
     assert required in project["dependencies"]
 
 
-def test_a_grid_that_is_stopped_raises_why():
+def test_what_is_sent_along_comes_with_every_message():
     grid = InProcessGrid(ClientApp(), 1)
-    stops: list[BaseException] = []
-    flower.stop_pulling(grid, stops)
-    (message_id,) = grid.push_messages([grid.create_message(RecordDict(), "query.x", 2, "")])
-    assert list(grid.pull_messages([message_id]))
-    stops.append(RuntimeError("Ray has stopped"))
-    with pytest.raises(RuntimeError, match="Ray has stopped"):
-        grid.pull_messages([message_id])
+    flower.send_along(grid, {"key": "value"})
+    message = grid.create_message(RecordDict(), "query.x", 2, "")
+    grid.push_messages([message])
+    assert flower.take_along(message) == {"key": "value"}
+    assert list(message.content) == []
+    assert flower.take_along(message) == {}
 
 
 def test_a_client_process_says_that_it_has_finished_only_after_its_reply(monkeypatch):

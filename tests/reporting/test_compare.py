@@ -11,6 +11,8 @@ from rich.console import Console
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.reporting.compare import compare_runs, print_comparison, write_comparison
 
+KINDS = ("csv", "md", "json", "html")
+
 
 def test_seeds_are_one_group_with_mean_and_deviation(
     make_run: Callable[..., Path], tmp_path: Path
@@ -96,7 +98,11 @@ def test_the_files_agree(make_run: Callable[..., Path], tmp_path: Path) -> None:
     folders = [make_run(f"run{seed}", seed=seed, accuracy=0.8 + 0.05 * seed) for seed in (1, 2)]
     comparison = compare_runs([*folders, make_run("other", algorithm="fnas", until="search")])
     paths = write_comparison(comparison, tmp_path / "out")
-    assert [path.name for path in paths] == ["compare.csv", "compare.md", "compare.json"]
+    assert [path.name for path in paths] == [f"compare.{kind}" for kind in KINDS]
+    html = paths[3].read_text(encoding="utf-8")
+    assert "87.5 ± 3.5" in html
+    assert "disk full" in html
+    assert "newPlot" in html
     (row,) = csv.DictReader(paths[0].read_text().splitlines())
     document = json.loads(paths[2].read_text())
     (group,) = document["groups"]

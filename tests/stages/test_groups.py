@@ -24,6 +24,7 @@ from fednas_flwr.strategies.clusters import group_by_alphas
 
 COST = "{table: null, unit: multiply_adds, target: 7e4, loss: additive, scale: %s, exponent: 1.0}"
 CFDNAS = [
+    *("algorithm.group_by=tag", "algorithm.num_groups=null"),
     *("algorithm=cfdnas", "search_space=mbconv_small", "retrain=mbconv", "clients=5"),
     *("search_space.width=0.25", "search_space.candidates=fdnas", "retrain.local_epochs=1"),
     *("algorithm.search.batch_size=16", "algorithm.search.local_epochs=1", "retrain.batch_size=16"),

@@ -1,0 +1,152 @@
+"""Sweeps that Hydra's own launchers and sweepers run, and files of the user's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fednas_flwr import cli
+from fednas_flwr.composition import compose_tree, expand_sweep, given_settings
+from fednas_flwr.reporting.events import read_events
+
+FEDNAS = [sys.executable, "-m", "fednas_flwr.cli"]
+ENOUGH_S = 900.0
+
+
+@pytest.fixture
+def brief(tiny_overrides: list[str]) -> list[str]:
+    """Overrides of a run that takes a second."""
+    return [*tiny_overrides, "clients=2", "rounds=1", "retrain.rounds=1"]
+
+
+def sweep(folder: Path, *arguments: str) -> str:
+    """Run ``fednas run -m`` in a process of its own, as joblib needs it; return its output."""
+    done = subprocess.run(
+        [*FEDNAS, "run", "-m", *arguments, f"hydra.sweep.dir={folder}"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=ENOUGH_S,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_joblib_runs_two_jobs_at_once(brief: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    folder = tmp_path / "sweep"
+    output = sweep(folder, *brief, "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    assert "2 of 2 jobs completed" in output
+    spans = []
+    for name in ("0_seed-1", "1_seed-2"):
+        events = read_events(folder / name / "events.jsonl")
+        assert events[-1]["status"] == "completed"
+        spans.append((events[0]["time"], events[-1]["time"]))
+    assert max(begin for begin, _ in spans) < min(end for _, end in spans)
+
+
+@pytest.mark.slow
+def test_the_best_trial_of_optuna_is_the_first_line(brief: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    folder = tmp_path / "sweep"
+    trials = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=8", "hydra.sweeper.n_jobs=1"]
+    trials += ["hydra.sweeper.sampler.seed=1", "algorithm.weights.lr=interval(.01,.5)"]
+    output = sweep(folder, *brief, *trials, "stages=[search,retrain,evaluate,export]")
+    assert "8 of 8 jobs completed" in output
+    found = yaml.safe_load((folder / "optimization_results.yaml").read_text())
+    losses = {}
+    for path in folder.glob("*/events.jsonl"):
+        (last,) = [e for e in read_events(path) if e["event"] == "round" and e["stage"] == "search"]
+        lr = yaml.safe_load((path.parent / "config.yaml").read_text())["algorithm"]["weights"]["lr"]
+        losses[lr] = last["metrics"]["validation_loss"]
+    best = min(losses, key=lambda lr: losses[lr])
+    assert found["best_params"] == {"algorithm.weights.lr": best}
+    assert found["best_value"] == pytest.approx(losses[best])
+    document = json.loads((folder / "compare.json").read_text())
+    assert document["best"][0].startswith(f"best trial: algorithm.weights.lr={best} (")
+    assert document["groups"][0]["settings"] == {"algorithm.weights.lr": best}
+    html = (folder / "compare.html").read_text(encoding="utf-8")
+    assert f"<h1>{document['best'][0]}</h1>" in html
+
+
+def test_two_metrics_give_a_front_and_a_failing_trial_does_not_stop_the_others(
+    brief: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    folder = tmp_path / "sweep"
+    done = subprocess.run(
+        [
+            *(*FEDNAS, "run", "-m", *brief, f"hydra.sweep.dir={folder}"),
+            *("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"),
+            *("hydra.sweeper.sampler.seed=3", "sweep.metric=[central_accuracy,num_parameters]"),
+            "algorithm.weights.lr=choice(.1,.2,1e30)",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=ENOUGH_S,
+    )
+    failed = list(folder.rglob("error.txt"))
+    assert done.returncode == (cli.RUN_FAILED if failed else 0), done.stderr
+    assert f"{3 - len(failed)} of 3 jobs completed" in done.stdout, done.stderr
+    found = yaml.safe_load((folder / "optimization_results.yaml").read_text())
+    assert all(len(trial["values"]) == 2 for trial in found["solutions"])
+
+
+def test_experiments_in_a_folder_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own"
+    (own / "experiment").mkdir(parents=True)
+    text = "# @package _global_\ndefaults:\n  - override /algorithm: fnas\nrounds: 3\n"
+    (own / "experiment" / "mine.yaml").write_text(text)
+    (own / "primary.yaml").write_text("defaults:\n  - config\n  - _self_\nseed: 41\n")
+    for where in ([f"--config-dir={own}"], [f"hydra.searchpath=[file://{own}]"]):
+        assert cli.main(["run", *where, "experiment=mine", "--cfg", "job"]) == 0
+        tree = yaml.safe_load(capsys.readouterr().out)
+        assert (tree["algorithm"]["name"], tree["rounds"]) == ("fnas", 3)
+    assert cli.main(["run", f"-cd={own}", "-cn=primary", "--cfg", "job"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["seed"] == 41
+    assert cli.main(["run", f"--config-dir={own}", "experiment=mime"]) == cli.USER_ERROR
+    assert "(nearest: mine)" in capsys.readouterr().err
+
+
+def test_hydras_grammar() -> None:
+    assert compose_tree(["++seed=7"])["seed"] == 7
+    assert compose_tree(["seed=${clients}", "clients=4"])["seed"] == 4
+    jobs = expand_sweep(["algorithm=glob(*,exclude=[_*,fe*,c*,s*])", "seed=range(1,3)"])
+    algorithms = {job[0].removeprefix("algorithm=") for job in jobs}
+    assert {"fnas", "zero_cost", "dpnas"} <= algorithms
+    assert "fed_darts" not in algorithms
+    assert len(jobs) == 2 * len(algorithms)
+    assert given_settings(["seed=2", "hydra.sweep.dir=x", "sweep.metric=epsilon"]).typed == ["seed"]
+
+
+def test_hydra_informs(capsys: pytest.CaptureFixture[str]) -> None:
+    done = subprocess.run([*FEDNAS, "run", "--info", "searchpath"], capture_output=True, text=True)
+    assert "file://" in done.stdout, done.stderr
+    environment = os.environ | {"COMP_LINE": "fednas run algorithm=fed_"}
+    completed = subprocess.run(
+        [*FEDNAS, "-sc", "query=bash"], capture_output=True, text=True, env=environment
+    )
+    assert "algorithm=fed_darts" in completed.stdout.split(), completed.stderr
+
+
+def test_a_runs_configuration_repeats_it(
+    brief: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", *brief, "seed=5", f"run_dir={tmp_path / 'first'}"]) == 0
+    config = f"config={tmp_path / 'first' / 'config.yaml'}"
+    assert cli.main(["run", config, f"run_dir={tmp_path / 'second'}"]) == 0
+    first, second = (tmp_path / name / "model.safetensors" for name in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes()
+    assert cli.main(["run", config, "seeed=2"]) == cli.USER_ERROR
+    assert "(nearest: seed)" in capsys.readouterr().err
+    assert cli.main(["run", config, "algorithm=fnas"]) == cli.USER_ERROR
+    assert "only single values are set" in capsys.readouterr().err
