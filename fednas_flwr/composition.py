@@ -507,11 +507,34 @@ def _check_key(key: str, tree: dict[str, Any], source: Source) -> None:
         if node == {}:
             parent = parent.rstrip(".")
             raise ConfigError(f"{key}: {parent} is set as a whole; write {parent}={{{part}: ...}}.")
+        group = key.partition(".")[0]
+        others = _choices_with(key, group, source) if group in _groups(source) else []
+        if others:
+            raise ConfigError(
+                f"{show(key)} is a setting of {', '.join(others)}, and "
+                f"{group}={tree[group].get('name')} has none of that name: choose the former, or "
+                "remove it."
+            )
         names = ", ".join(f"{parent}{name}" for name in node) if isinstance(node, dict) else "none"
         raise ConfigError(
             f"{show(key)} is no setting: {parent.rstrip('.') or 'the top level'} has {names} "
             f"(nearest: {', '.join(_nearest(key, tree))})."
         )
+
+
+def _choices_with(key: str, group: str, source: Source) -> list[str]:
+    """Return the choices of a group that have a setting; within :func:`_initialized`."""
+    found = []
+    for name in sorted(_groups(source)[group]):
+        try:
+            node: Any = _composed([f"{group}={name}"], source, resolve=False)
+        except (HydraException, OmegaConfBaseException):  # of a file of the user's
+            continue
+        for part in key.split("."):
+            node = node.get(part, MISSING) if isinstance(node, dict) else MISSING
+        if node != MISSING:
+            found.append(f"{group}={name}")
+    return found
 
 
 def _nearest(key: str, tree: dict[str, Any]) -> list[str]:

@@ -7,6 +7,8 @@ import difflib
 import reprlib
 from collections.abc import Iterable
 
+MEANT = {"gpu": "cuda"}  # names that others use
+
 
 class ConfigError(ValueError):
     """What the user asked for cannot be run; the message is one sentence that says what can."""
@@ -61,7 +63,8 @@ def unknown_choice(what: str, value: object, allowed: Iterable[str]) -> ConfigEr
         algorithm=fed_dart is unknown: choose one of fed_darts, fnas (nearest: fed_darts).
     """
     names, given = sorted(allowed), show(value)
-    nearest = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
+    meant = [MEANT[given]] if MEANT.get(given) in names else []
+    nearest = meant or difflib.get_close_matches(given, names, n=1, cutoff=0.5)
     hint = f" (nearest: {nearest[0]})" if nearest else ""
     return ConfigError(f"{what}={given} is unknown: choose one of {', '.join(names)}{hint}.")
 

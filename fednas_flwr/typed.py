@@ -12,6 +12,7 @@ dataclass derived from :class:`Checked` refuses all others, however it is made;
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -225,7 +226,12 @@ def _convert(key: str, hint: Any, value: Any) -> Any:
             return hint(value)
     elif origin is None and hint not in LARGEST and isinstance(value, hint):
         return value
-    raise ConfigError(f"{key}={show(value)} has the wrong type: expected {_type_name(hint)}.")
+    decode = ""
+    if isinstance(value, str) and hint in LARGEST and re.fullmatch(r"[-+.\deE]+", value):
+        decode = "; this is text, as from the environment: write ${oc.decode:${oc.env:NAME}}"
+    raise ConfigError(
+        f"{key}={show(value)} has the wrong type: expected {_type_name(hint)}{decode}."
+    )
 
 
 def _type_name(hint: Any) -> str:

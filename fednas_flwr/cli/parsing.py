@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Handler = Callable[[argparse.Namespace, list[str]], int]
@@ -15,7 +15,7 @@ def add_command(
     name: str,
     handler: Handler,
     *,
-    help: str,
+    help: str | None = None,
     epilog: str | None = None,
     takes_overrides: bool = False,
 ) -> argparse.ArgumentParser:
@@ -25,13 +25,14 @@ def add_command(
         commands: The commands, or the actions of a command, to add to.
         name: What the user writes.
         handler: Does it, given the options and the overrides; returns the exit code.
-        help: One line for the list of commands.
+        help: One line for the list of commands; None leaves it out of that.
         epilog: What follows the list of arguments, as it is laid out.
         takes_overrides: Whether further arguments are overrides of the configuration.
     """
+    listed: dict[str, Any] = {} if help is None else {"help": help}
     parser = commands.add_parser(
         name,
-        help=help,
+        **listed,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=not takes_overrides,

@@ -45,9 +45,7 @@ def add_commands(commands: Commands) -> None:
         help="CSV (also compressed) or Parquet file with a column of cells, as "
         "|op~0|+|op~0|op~1|+|op~0|op~1|op~2|, and columns of accuracies",
     )
-    parser = add_command(
-        commands, "tables", tables, help="render README tables from scripts/results"
-    )
+    parser = add_command(commands, "tables", tables)  # for those who write the README
     parser.add_argument("readme", type=Path, nargs="?", default=Path("README.md"))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 from torch import nn
 
 from fednas_flwr.builders.clients import make_client, make_site_gate
@@ -43,14 +44,15 @@ SITE_KEYS = {
 }
 
 
-def make_client_app(config_json: str | None = None) -> ClientApp:
+def make_client_app(config_json: str | None = None, *, mods: Sequence[Mod] = ()) -> ClientApp:
     """Return the app that answers all verbs.
 
     Args:
         config_json: The run's configuration, for runtimes in which Flower's run configuration is
             empty; None reads it from there, or where that has none, from each message.
+        mods: Flower's, or your own, around every answer; the first is the outermost.
     """
-    app, entries = ClientApp(), registered()
+    app, entries = ClientApp(mods=list(mods)), registered()
     for verb in VERBS:
         category, action = verb.split(".")
         register = {"train": app.train, "evaluate": app.evaluate, "query": app.query}[category]

@@ -135,7 +135,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._seconds.clear()
         self._last_line = -math.inf
         if self._bars is None:
-            rounds = f", {event['rounds']} rounds" if event["rounds"] else ""
+            plural = "" if event["rounds"] == 1 else "s"
+            rounds = f", {event['rounds']} round{plural}" if event["rounds"] else ""
             self._say(f"{event['stage']}: started{rounds}")
             return
         self._bars.start()

@@ -75,3 +75,27 @@ def test_what_runs_from_a_bundle_finds_the_page_in_the_installed_package(
     page = installed / "fednas_flwr" / "reporting" / "page"
     for name in PAGE[1:]:
         assert (page / name).read_text(encoding="utf-8") in html
+
+
+def test_an_installed_wheel_runs_provisions_and_reports(installed: Path, tmp_path: Path) -> None:
+    """The quickstart of one round, without the checkout."""
+    sites = tmp_path / "sites.yaml"
+    sites.write_text((ROOT / "docker" / "sites.yaml").read_text())
+    brief = ["rounds=1", "retrain.rounds=1", "dataset.limit_train=200", "run_dir=run"]
+    commands = {
+        "run": brief,
+        "report": ["run"],
+        "provision": [str(sites), "--output", "machines"],
+    }
+    for command, arguments in commands.items():
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "fednas_flwr", command, *arguments],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "model.onnx").is_file()
+    assert "<html" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert (tmp_path / "machines" / "north" / "start.sh").is_file()
