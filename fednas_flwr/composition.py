@@ -179,7 +179,9 @@ def _composed(
     overrides: Sequence[str], source: Source = CONF, *, resolve: bool = True
 ) -> dict[str, Any]:
     """Return Hydra's tree; within :func:`_initialized`."""
-    return _plain(compose(source.name, list(overrides)), resolve=resolve)
+    tree = _plain(compose(source.name, list(overrides)), resolve=resolve)
+    first = {name: tree[name] for name in ("algorithm",) if name in tree}
+    return {**first, **tree}  # although it is composed last, by what it needs of the others
 
 
 def _plain(tree: Any, *, resolve: bool = True) -> dict[str, Any]:
