@@ -76,6 +76,7 @@ def test_the_best_trial_of_optuna_is_the_first_line(brief: list[str], tmp_path: 
     assert f"<h1>{document['best'][0]}</h1>" in html
 
 
+@pytest.mark.slow
 def test_two_metrics_give_a_front_and_a_failing_trial_does_not_stop_the_others(
     brief: list[str], tmp_path: Path
 ) -> None:
