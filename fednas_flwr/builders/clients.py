@@ -19,6 +19,7 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.splits import assignment_digest
+from fednas_flwr.data.statistics import column_moments
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
 from fednas_flwr.files import write_atomically
@@ -107,7 +108,8 @@ def make_client(
         ),
         networks=networks,
         tag=site.get("tag", config.client_tags[index] if config.client_tags else ""),
-        feature_names=prepared.train.feature_names,
+        schema=prepared.train.schema,
+        moments=None if prepared.mean else column_moments(prepared.train, own.train.rows),
         objective=make_objective(config, prepared.train.class_names, device),
         oversample=config.oversample and gate is None,  # a private site reads a record once
         gate=gate,
@@ -239,7 +241,8 @@ def check_public(config: Config, prepared: Prepared) -> None:
         needed["image_size"] = settings.image_size is not None
         needed["channels"] = settings.channels is not None
     if settings.name == "csv":
-        needed["numeric or categorical"] = bool(settings.numeric or settings.categorical)
+        declared = settings.numeric or settings.dates or settings.categorical
+        needed["numeric or categorical"] = bool(declared)
         needed["categories"] = set(settings.categories).issuperset(settings.categorical)
     missing = [f"dataset.{name}" for name, value in needed.items() if not value]
     if missing:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import count
@@ -103,6 +103,8 @@ def describe(client: Client, request: Request, asked: Describe) -> Reply:
         "class_counts": counts.tolist(),
         "splits": {name: len(split) for name, split in splits.items()},
     }
+    if client.moments is not None:
+        facts["moments"] = [asdict(of) for of in client.moments]
     return Reply(num_examples=max(1, int(counts.sum())), facts=facts)
 
 
@@ -114,7 +116,7 @@ def identity(client: Client) -> dict[str, Any]:
         "hardware": f"{client.device.type} {platform.machine()}",
         "versions": {"fednas_flwr": version("fednas_flwr"), "torch": torch.__version__},
         "input_shape": list(client.data.train.features.shape[1:]),
-        "feature_names": list(client.feature_names),
+        "schema": [asdict(column) for column in client.schema],
         "class_names": list(client.class_names),
     }
 

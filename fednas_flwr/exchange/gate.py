@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from flwr.app import Message
 
+from fednas_flwr.data.schema import Column
+from fednas_flwr.data.statistics import Moments
 from fednas_flwr.errors import ClientLeftError, ConfigError, ReplyError
 from fednas_flwr.exchange.limits import Limits, distance
 from fednas_flwr.exchange.messages import BUDGET_SPENT, Header, Reply, decode_reply
@@ -24,6 +26,7 @@ from fednas_flwr.exchange.states import MOMENTS, Layout, Packed, fill_unchanged,
 from fednas_flwr.exchange.wire import restore
 from fednas_flwr.hardware.latency import from_json
 from fednas_flwr.names import ACCOUNTANTS, SPLITS, UNITS
+from fednas_flwr.typed import parse
 from fednas_flwr.verbs import METRICS
 
 LARGEST_TABLE = 2**20  # characters: some 5,000 layers
@@ -236,6 +239,18 @@ def _texts(values: object) -> bool:
     return isinstance(values, dict) and all(map(_text, [*values, *values.values()]))
 
 
+def _all_parse(kind: type, values: object) -> bool:
+    """Return whether this is a list of what a dataclass can be made of."""
+    if not isinstance(values, list):
+        return False
+    try:
+        for value in values:
+            parse(kind, value, key="")
+    except ConfigError:
+        return False
+    return True
+
+
 def _declared(values: object) -> bool:
     """Return whether these are numbers of records by split."""
     return (
@@ -300,7 +315,8 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "input_shape": _counts,
     "class_counts": _counts,
     "class_names": _names,
-    "feature_names": _names,
+    "schema": lambda values: _all_parse(Column, values),
+    "moments": lambda values: _all_parse(Moments, values),
     "splits": _declared,
     "latency": _latency,
 }

@@ -240,6 +240,40 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         console.print(Text(f"report: {report}"), soft_wrap=True, highlight=False)
 
 
+class CountDisplay(AbstractContextManager["CountDisplay"]):
+    """Shows how many of something are done; called with that number and with that of all.
+
+    On a terminal it is a moving bar, elsewhere nothing.
+
+    Args:
+        what: What is counted, e.g. ``records``.
+        console: Where to print; standard output by default.
+    """
+
+    def __init__(self, what: str, console: Console | None = None) -> None:
+        """Show nothing yet."""
+        console = console or Console()
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), _TimeLeft())
+        self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bars.add_task(what, total=None, ends_at=None)
+        self._started = time.monotonic()
+
+    def __enter__(self) -> "CountDisplay":
+        """Begin to show."""
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the terminal back."""
+        self._bars.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` are done."""
+        seconds = (time.monotonic() - self._started) * (total / max(done, 1))
+        ends_at = self._started + seconds
+        self._bars.update(self._task, completed=done, total=total, ends_at=ends_at)
+
+
 class _TimeLeft(ProgressColumn):
     """Counts down to the expected end between rounds, so that a long round does not look stuck."""
 

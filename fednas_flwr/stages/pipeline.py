@@ -11,8 +11,9 @@ import os
 import platform
 import secrets
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,16 @@ from fednas_flwr.builders.networks import (
 )
 from fednas_flwr.builders.strategies import make_retraining, make_search
 from fednas_flwr.config import CFDNASSettings, Config, DifferentialPrivacy, GivenNetwork
+from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import concat_splits, server_split
 from fednas_flwr.data.partitioners import save_partition
+from fednas_flwr.data.statistics import Moments, Statistics, pooled
 from fednas_flwr.errors import ReplyError
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
 from fednas_flwr.evaluation.metrics import evaluate, linear_baseline
+from fednas_flwr.evaluation.model import Model
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
-from fednas_flwr.exchange.courier import QuorumError
+from fednas_flwr.exchange.courier import Courier, QuorumError
 from fednas_flwr.exchange.gate import check_facts
 from fednas_flwr.exchange.requests import (
     Amount,
@@ -53,7 +57,7 @@ from fednas_flwr.exchange.requests import (
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.names import SPLITS
-from fednas_flwr.reporting.events import EventLog, read_events
+from fednas_flwr.reporting.events import Event, EventLog, read_events
 from fednas_flwr.reporting.lookup import CellTable, percentiles_by_round, read_table
 from fednas_flwr.reporting.runs import EVENTS_FILE
 from fednas_flwr.search.settings import Configuration
@@ -65,9 +69,10 @@ from fednas_flwr.stages.run import Run
 from fednas_flwr.stages.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.stages.schedule import Schedule, make_schedule, private_stage
 from fednas_flwr.strategies.base import RoundStrategy
+from fednas_flwr.typed import parse
 
 # What each real site must tell of its data, from which the server builds networks.
-SITE_FACTS = ("input_shape", "feature_names", "class_names")
+SITE_FACTS = ("input_shape", "schema", "class_names")
 
 
 def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
@@ -116,6 +121,9 @@ def _run_stages(
     for event in earlier:
         if event.get("expelled"):
             courier.expel(event["client"], event["reason"])
+    if prepared.uses_own_statistics and not private:
+        courier.statistics = statistics = _common_statistics(prepared, courier, earlier, log)
+        prepared = replace(prepared, mean=statistics.mean, std=statistics.std)
     facts = [known for _, known in sorted(courier.facts.items())]
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in facts]
     counts = [known.get("class_counts", []) for known in facts]
@@ -146,6 +154,45 @@ def _run_stages(
             _report_spending(run)
 
 
+def _common_statistics(
+    prepared: Prepared, courier: Courier, earlier: Sequence[Event], log: EventLog
+) -> Statistics:
+    """Return by what all clients standardise their tables: the pooled moments of their train parts.
+
+    A resumed run goes on with those that it began with. A client whose moments cannot be right is
+    asked no more.
+
+    Raises:
+        QuorumError: Too few clients are left.
+    """
+    known = [event for event in earlier if event["event"] == "statistics"]
+    if known:
+        return Statistics(tuple(known[-1]["mean"]), tuple(known[-1]["std"]))
+    parties = []
+    for client in courier.clients:
+        facts = courier.facts[client]
+        moments = [parse(Moments, of, key="moments") for of in facts.get("moments", ())]
+        most = facts.get("splits", {}).get("train", 0)
+        if len(moments) != prepared.train.num_numeric or any(of.count > most for of in moments):
+            reason = (
+                f"its moments are not of {prepared.train.num_numeric} columns of {most} records"
+            )
+            courier.expel(client, reason)
+            place = {"stage": "connect", "round": 0, "verb": "query.describe", "client": client}
+            log.emit("client_left", **place, reason=reason, expelled=True)
+        else:
+            parties.append(moments)
+    if len(parties) < courier.quorum:
+        raise QuorumError(
+            f"{len(parties)} of {courier.num_clients} clients tell means and deviations of their "
+            f"columns, {courier.quorum} are needed."
+        )
+    (num_features,) = prepared.input_shape
+    statistics = pooled(parties, num_features=num_features)
+    log.emit("statistics", mean=list(statistics.mean), std=list(statistics.std))
+    return statistics
+
+
 def _run_from_search(run: Run) -> None:
     """Search, retrain, export and evaluate, as far as the configuration says.
 
@@ -164,10 +211,12 @@ def _run_from_search(run: Run) -> None:
     network, states = _retrain(run, description, configuration)
     if "export" in config.stages:
         with run.stage("export"):
-            export_safetensors(network, description, run.folder)
-            path, difference = export_onnx(network, run.prepared.input_shape, run.folder)
+            model = Model(network, run.prepared.inputs, description)
+            export_safetensors(model, run.folder)
+            path, difference = export_onnx(model, run.folder)
             files = ["model.safetensors", path.name]
-            run.log.emit("exported", files=files, onnx_max_difference=difference)
+            inputs = asdict(model.inputs)
+            run.log.emit("exported", files=files, onnx_max_difference=difference, inputs=inputs)
     if "evaluate" in config.stages:
         _evaluate(run, description, network, states)
 
@@ -325,7 +374,7 @@ def _linear_baseline(run: Run) -> dict[str, float] | None:
     prepared = run.prepared
     if prepared.server_test is None:
         return None
-    data = make_data(run.config)
+    data = prepared, make_data(run.config)[1]
     clients = [
         make_client(run.config, index, data=data, networks={}).data
         for index in range(run.config.clients)
