@@ -66,18 +66,19 @@ class Result:
 
     @cached_property
     def scores(self) -> dict[str, Any]:
-        """What the evaluation found: ``central``, ``linear``, ``clients`` and ``personalised``.
+        """What the evaluation found, by what was measured: ``central``, ``linear``, ``trees``, ...
 
-        ``central`` has loss, accuracy and F1 on the server's test set, ``linear`` those of logistic
-        regression; None where they were not measured. ``clients`` and ``personalised`` have a dict
-        for each client. Empty if the run has not been evaluated.
+        ``central`` has loss, accuracy and scores on the server's test set, ``linear`` those of
+        logistic regression, ``trees`` of boosted trees; None where they were not measured.
+        ``clients`` and ``personalised`` have a dict for each client. Empty if the run has not been
+        evaluated.
         """
         from fednas_flwr.reporting.runs import read_run
 
         event = read_run(self.folder).last("evaluated") or {}
         return {
             name: event[name]
-            for name in ("central", "linear", "clients", "personalised")
+            for name in ("central", "linear", "trees", "clients", "personalised")
             if name in event
         }
 

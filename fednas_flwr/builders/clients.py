@@ -119,19 +119,23 @@ def make_client(
 
 
 def make_objective(config: Config, class_names: tuple[str, ...], device: torch.device) -> Objective:
-    """Return what networks are trained for; a class without a given factor has 1.
+    """Return what networks are trained for and judged by; a class without a factor has 1.
 
     Raises:
-        ConfigError: A factor is of a class that does not exist.
+        ConfigError: A factor, or ``positive``, is of a class that does not exist.
     """
-    given = config.class_factors
+    given, positive = config.class_factors, None
+    if config.positive is not None:
+        if config.positive not in class_names:
+            raise unknown_choice("positive", config.positive, class_names)
+        positive = class_names.index(config.positive)
     for name in given:
         if name not in class_names:
             raise unknown_choice("class_factors", name, class_names)
     if not given:
-        return Objective()
+        return Objective(positive=positive)
     factors = [given.get(name, 1.0) for name in class_names]
-    return Objective(torch.tensor(factors, device=device))
+    return Objective(torch.tensor(factors, device=device), positive)
 
 
 def make_site_gate(site: Mapping[str, str]) -> ReleaseGate | None:

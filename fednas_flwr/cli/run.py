@@ -6,6 +6,7 @@ import argparse
 import sys
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 from omegaconf import OmegaConf
 
@@ -39,6 +40,16 @@ def add_commands(commands: Commands) -> None:
         epilog=RUN_HELP,
         takes_overrides=True,
     )
+    data_parser = add_command(
+        commands,
+        "data",
+        data,
+        help="what a data set holds, and how clients would divide it",
+        epilog="DATA is a table, an npz file or a folder of images; overrides as of fednas run, "
+        "such as clients=5 partition=dirichlet dataset.label=outcome",
+        takes_overrides=True,
+    )
+    data_parser.add_argument("data", type=Path)
     parser.add_argument("-m", "--multirun", action="store_true", help="sweep over comma lists")
     parser.add_argument("--cfg", action="store_true", help="print the configuration and stop")
 
@@ -76,6 +87,38 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     if refused and not configs:
         raise next(iter(refused.values()))
     return 0 if options.cfg else _sweep(configs, refused, debug=options.debug)
+
+
+def data(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Print what a data set holds, its division over clients, and suggested settings."""
+    from fednas_flwr.builders.data import make_data
+    from fednas_flwr.data.summary import summary
+
+    name = _data_set(options.data)
+    table = ["search_space=mlp_small"] if name == "csv" else []
+    given = [f"dataset={name}", f"dataset.root='{options.data.resolve()}'", *table, *overrides]
+    config = parse_config(compose_tree(given))
+    prepared, parts = make_data(config)
+    dataset = config.dataset
+    key, fractions = dataset.split_key.encode(), dataset.fractions
+    for line in summary(prepared, parts, key=key, fractions=fractions):
+        print(line)
+    return 0
+
+
+def _data_set(path: Path) -> str:
+    """Return the name of the data set that reads a file or folder."""
+    from fednas_flwr.data.table_files import suffix_of
+
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: give a table, an npz file or a folder.")
+    if path.suffix == ".npz":
+        return "npz"
+    if suffix_of(path) or (path.is_dir() and any(suffix_of(file) for file in path.iterdir())):
+        return "csv"
+    if path.is_dir():
+        return "image_folder"
+    raise ConfigError(f"{path} is no table, npz file or folder of images.")
 
 
 def _configured(overrides: list[str], *, shown: bool, end: str = "") -> Config:

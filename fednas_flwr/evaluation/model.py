@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fednas_flwr.data.raw import read_raw
 from fednas_flwr.data.schema import Inputs, normalised
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.search.objective import CLASSIFICATION
 
 BATCH_SIZE = 256
 
@@ -46,7 +47,8 @@ class Predictions:
     @property
     def labels(self) -> list[str]:
         """The most probable class of each record."""
-        return [self.class_names[i] for i in self.probabilities.argmax(1)]
+        chosen = CLASSIFICATION.predictions(torch.from_numpy(self.probabilities))
+        return [self.class_names[i] for i in chosen.tolist()]
 
     @property
     def accuracy(self) -> float | None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.files import write_atomically
-from fednas_flwr.reporting import guarantee
+from fednas_flwr.reporting import guarantee, scores
 from fednas_flwr.reporting.compare import markdown_table
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.runs import EVENTS_FILE, Run, read_run
-from fednas_flwr.reporting.texts import NUMBERS, cost, privacy_notes, settings_text, title
+from fednas_flwr.reporting.texts import (
+    COLUMN_HEAD,
+    NUMBERS,
+    column_rows,
+    cost,
+    privacy_notes,
+    settings_text,
+    title,
+)
 from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent, score
 
 if TYPE_CHECKING:
@@ -109,7 +117,7 @@ def _inputs(run: Run) -> str:
         return ""
     lines = ["## What it takes and gives", ""]
     if inputs["schema"]:
-        lines += markdown_table(["column", "what it is", "standardised by"], column_rows(inputs))
+        lines += markdown_table(COLUMN_HEAD, column_rows(run))
         lines += [
             "",
             "A missing number or date counts as the mean; a missing or unknown category belongs to "
@@ -125,19 +133,6 @@ def _inputs(run: Run) -> str:
     classes = ", ".join(inputs["class_names"])
     lines += ["", f"It gives a label and probabilities (softmax) of the classes {classes}."]
     return "\n".join(lines)
-
-
-def column_rows(inputs: Mapping[str, Any]) -> list[list[str]]:
-    """Return a row for each column of a table: its name, what it is, and mean and deviation."""
-    pairs = iter(zip(inputs["mean"], inputs["std"], strict=True))
-    rows = {}
-    for column in (c for c in inputs["schema"] if c["kind"] != "category"):
-        mean, std = next(pairs)
-        also = ", with a feature that says if it is missing" * column["indicator"]
-        rows[column["name"]] = [column["name"], column["kind"] + also, f"{mean:.6g}, {std:.6g}"]
-    for column in (c for c in inputs["schema"] if c["kind"] == "category"):
-        rows[column["name"]] = [column["name"], f"one of {', '.join(column['categories'])}", DASH]
-    return [rows[column["name"]] for column in inputs["schema"]]
 
 
 def _numbers(values: Sequence[float]) -> str:
@@ -242,22 +237,32 @@ def _results(run: Run) -> str:
     rows = [
         ["accuracy on the server's test set", percent(numbers["central_accuracy"])],
         [
-            "F1 on it (of two classes the last, of more the mean)",
+            "F1 on it",
             score(numbers["central_f1"]),
         ],
-        ["AUROC on it, likewise", score(numbers["central_auroc"])],
+        ["AUROC on it", score(numbers["central_auroc"])],
         [f"mean accuracy on the clients' test parts{noised}", percent(numbers["client_accuracy"])],
         ["the same after local training", percent(numbers["personalised_accuracy"])],
         ["linear model on the same data", percent(numbers["linear_accuracy"])],
         ["F1 of the linear model", score(numbers["linear_f1"])],
         ["AUROC of the linear model", score(numbers["linear_auroc"])],
+        ["boosted trees on the same data", percent(numbers["trees_accuracy"])],
+        ["F1 of the boosted trees", score(numbers["trees_f1"])],
+        ["AUROC of the boosted trees", score(numbers["trees_auroc"])],
         *([f"time of {name}", duration(seconds)] for name, seconds in stages.items()),
         ["traffic, both directions", num_bytes(None if traffic is None else traffic * 1e6)],
         ["dropped replies", str(len(run.failures()))],
         *([f"client {e['client']} left the run", str(e["reason"])] for e in run.departures()),
     ]
     reached = [row for row in rows if row[1] != DASH]
-    return "\n".join(["## Results", "", *markdown_table(["result", "value"], reached)])
+    lines = ["## Results", "", *markdown_table(["result", "value"], reached)]
+    if tables := scores.tables(run):
+        lines += ["", scores.positive_text(run)]
+    for name, head, body in tables:
+        lines += ["", f"### {name}", "", *markdown_table(head, body)]
+    if text := scores.calibration_text(run):
+        lines += ["", text]
+    return "\n".join(lines)
 
 
 def _loading(run: Run, place: str) -> str:

@@ -89,6 +89,9 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
                     f"group {event['group']}: {event['stage']} finished in "
                     f"{duration(event['seconds'])}"
                 )
+            case "data":
+                for line in event["found"]:
+                    self._say(f"data: {line}")
             case "client_failed":
                 self._show_failure(event)
             case "client_left":
@@ -219,6 +222,9 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         ("linear model", percent(numbers["linear_accuracy"])),
         ("linear model, F1", score(numbers["linear_f1"])),
         ("linear model, AUROC", score(numbers["linear_auroc"])),
+        ("boosted trees", percent(numbers["trees_accuracy"])),
+        ("boosted trees, F1", score(numbers["trees_f1"])),
+        ("boosted trees, AUROC", score(numbers["trees_auroc"])),
         ("parameters", count(numbers["num_parameters"])),
         ("multiply-adds", count(numbers["multiply_adds"])),
         *((f"time of {name}", duration(stages[name])) for name in stages if name in STAGES),

@@ -24,7 +24,7 @@ from torch import nn
 
 import fednas_flwr
 from fednas_flwr.builders.check import pools_records
-from fednas_flwr.builders.clients import make_client, make_courier
+from fednas_flwr.builders.clients import make_client, make_courier, make_objective
 from fednas_flwr.builders.data import has_real_sites, make_data, make_server_data
 from fednas_flwr.builders.networks import (
     describe_network,
@@ -38,10 +38,12 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import concat_splits, server_split
 from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.data.statistics import Moments, Statistics, pooled
+from fednas_flwr.data.summary import found
 from fednas_flwr.errors import ReplyError
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
-from fednas_flwr.evaluation.metrics import evaluate, linear_baseline
+from fednas_flwr.evaluation.metrics import evaluate, pooled_baselines, predicted
 from fednas_flwr.evaluation.model import Model
+from fednas_flwr.evaluation.scores import best_threshold, detailed, shares_at
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier, QuorumError
 from fednas_flwr.exchange.gate import check_facts
@@ -60,6 +62,7 @@ from fednas_flwr.names import SPLITS
 from fednas_flwr.reporting.events import Event, EventLog, read_events
 from fednas_flwr.reporting.lookup import CellTable, percentiles_by_round, read_table
 from fednas_flwr.reporting.runs import EVENTS_FILE
+from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search_spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.stages.commitment import NEEDED_FACTS, awaited_run, commit
@@ -136,6 +139,8 @@ def _run_stages(
         clients=sorted(courier.facts),
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
+    if len(prepared.train) and not private and (lines := found(prepared)):
+        log.emit("data", found=lines)
     checkpoints = CheckpointFolder(
         folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
     )
@@ -301,28 +306,67 @@ def _evaluate(
     config, prepared = run.config, run.prepared
     device = make_device(config.device)
     with run.stage("evaluate"):
-        central, linear = None, None
+        private = private_stage(config, run.schedule, "evaluate")
+        is_private = isinstance(config.privacy, DifferentialPrivacy)
+        threshold, central = None, None
+        objective = make_objective(config, prepared.train.class_names, torch.device("cpu"))
+        if not is_private and objective.positive_class(prepared.num_classes) is not None:
+            threshold = _threshold(run, description, states)
         if prepared.server_test is not None:
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
-            central = evaluate(network.to(device), test, device, with_scores=True).as_json()
+            measured = evaluate(
+                network.to(device), test, device, objective=objective, with_scores=True
+            )
+            logits, labels = predicted(network, test, device)
+            central = measured.as_json() | detailed(
+                logits, labels, objective=objective, threshold=threshold, seed=config.seed
+            )
             network.cpu()
-        private = private_stage(config, run.schedule, "evaluate")
-        if pools_records(config):
-            linear = _linear_baseline(run)
+        baselines = _baselines(run, objective) if pools_records(config) else {}
         site = None if private is None else Site(private.data_set)
         results: dict[str, list[dict[str, Any]]] = {"clients": [], "personalised": []}
         if config.dataset.fractions["test"] > 0:
             if private is None or private.noise_multiplier("metrics") is not None:
-                request = Evaluate(description, "test", site)
-                results["clients"] = _ask_tests(run, "evaluate.model", request, states)
+                request = Evaluate(description, "test", site, with_scores=not is_private)
+                results["clients"] = _ask_tests(
+                    run, "evaluate.model", request, states, threshold=threshold
+                )
             if config.personalised:
                 last = Personalise(_last_round(config, description))
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
-        run.log.emit("evaluated", central=central, linear=linear, **results)
+        told = {name: baselines.get(name) for name in ("linear", "trees")}
+        run.log.emit("evaluated", central=central, **told, **results)
+
+
+def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed]) -> float | None:
+    """Return the probability from which a record counts as positive, by validation records.
+
+    None where no client has such records of both kinds, or too few clients answer.
+    """
+    courier = run.courier
+    having = [c for c in courier.clients if courier.facts[c].get("splits", {}).get("validation")]
+    histograms = []
+    with suppress(QuorumError):
+        for _, reply in courier.ask(
+            "evaluate.model",
+            stage="evaluate",
+            settings=Evaluate(description, "validation", with_scores=True),
+            states=states,
+            among=having,
+        ):
+            with suppress(ReplyError):
+                check_facts(reply.facts, needed=("histogram",))
+                histograms.append(reply.facts["histogram"])
+    return best_threshold(histograms) if histograms else None
 
 
 def _ask_tests(
-    run: Run, verb: str, settings: Settings, states: dict[str, Packed]
+    run: Run,
+    verb: str,
+    settings: Settings,
+    states: dict[str, Packed],
+    *,
+    threshold: float | None = None,
 ) -> list[dict[str, Any]]:
     """Return what every client that has test records measures; too few of them is a warning."""
     results: list[dict[str, Any]] = []
@@ -336,7 +380,12 @@ def _ask_tests(
         for client, reply in courier.ask(
             verb, stage="evaluate", settings=settings, states=states, releases=run.schedule
         ):
-            fields = {"client": client, "num_examples": reply.num_examples}
+            fields: dict[str, Any] = {"client": client, "num_examples": reply.num_examples}
+            with suppress(ReplyError):
+                check_facts(reply.facts, needed=())
+                fields |= reply.facts.get("scores", {})
+                if threshold is not None and "histogram" in reply.facts:
+                    fields |= shares_at(reply.facts["histogram"], threshold)
             results.append(dict(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test
         run.log.emit("warning", message=f"few clients could test the network: {error}")
@@ -369,11 +418,11 @@ def _report_spending(run: Run) -> None:
     run.log.emit("privacy_spent", clients=spent)
 
 
-def _linear_baseline(run: Run) -> dict[str, float] | None:
-    """Return the test scores of logistic regression on the clients' pooled training records."""
+def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
+    """Return the test scores of models that are fitted to the clients' pooled training records."""
     prepared = run.prepared
     if prepared.server_test is None:
-        return None
+        return {}
     data = prepared, make_data(run.config)[1]
     clients = [
         make_client(run.config, index, data=data, networks={}).data
@@ -381,7 +430,7 @@ def _linear_baseline(run: Run) -> dict[str, float] | None:
     ]
     train = [concat_splits(client.train, client.validation) for client in clients]
     test = server_split(prepared.server_test, prepared.mean, prepared.std)
-    return linear_baseline(train, test, num_classes=prepared.num_classes)
+    return pooled_baselines(train, test, num_classes=prepared.num_classes, objective=objective)
 
 
 def _circumstances() -> dict[str, Any]:

@@ -21,7 +21,7 @@ def test_the_card_of_a_finished_run(make_run: Callable[..., Path]) -> None:
         "3 clients, split by iid, with together 60 train, 15 validation, 15 test records",
         "| algorithm.alpha_lr | 0.0003 |",
         "| accuracy on the server's test set | 90.0 % |",
-        "| F1 on it (of two classes the last, of more the mean) | 0.625 |",
+        "| F1 on it | 0.625 |",
         "| dropped replies | 1 |",
         f'model = load("{folder}")',
         "from 70.0 % to 90.0 %",
