@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -81,24 +81,15 @@ def records_from_npz(
     Raises:
         ConfigError: The arrays are not of this form.
     """
-    present = [
-        part
-        for part in ("train", "test", "val")
-        if f"y_{part}" in arrays and {f"x_{part}", f"{part}_bytes"} & arrays.keys()
-    ]
-    if "train" not in present:
-        raise ConfigError(
-            f"{origin} holds the arrays {', '.join(arrays)}: it needs x_train and y_train, or "
-            "train_bytes, train_off and y_train."
-        )
+    present = _parts(arrays, origin=origin)
     parts = [
         (
-            _features(arrays, part, origin=origin),
+            _features(arrays, part, origin=origin, decoding=decoding),
             _whole_labels(arrays[f"y_{part}"], origin=origin, part=part),
         )
-        for part in present[:2]
+        for part in present
     ]
-    for part, (features, labels) in zip(present, parts, strict=False):
+    for part, (features, labels) in zip(present, parts, strict=True):
         if len(features) != len(labels) or len(labels) == 0:
             raise ConfigError(
                 f"{origin} holds {len(features)} records and {len(labels)} labels in its part "
@@ -118,7 +109,7 @@ def records_from_npz(
             f"{len(names)} classes."
         )
     read: list[Records] = []
-    for part, (features, labels) in zip(present, parts, strict=False):
+    for part, (features, labels) in zip(present, parts, strict=True):
         if isinstance(features, np.ndarray):
             read.append(records_from_arrays(features, labels, names))
             continue
@@ -141,12 +132,46 @@ def named(contents: list[bytes], origin: str, index: int) -> tuple[str, bytes]:
 
 
 def _features(
-    arrays: Mapping[str, np.ndarray], part: str, *, origin: str
+    arrays: Mapping[str, np.ndarray], part: str, *, origin: str, decoding: Decoding
 ) -> np.ndarray | list[bytes]:
     """Return a part's images or rows, or its encoded images."""
     if f"x_{part}" in arrays:
+        defaults = asdict(DEFAULT_DECODING)
+        for name in (name for name, value in asdict(decoding).items() if value != defaults[name]):
+            value = getattr(decoding, name)
+            raise ConfigError(
+                f"dataset.{name}={value} has no effect on {origin}, whose x_{part} holds "
+                "plain arrays and no encoded images: remove it, or change the arrays."
+            )
         return channels_first(arrays[f"x_{part}"], origin=origin)
     return cut(arrays[f"{part}_bytes"], arrays[f"{part}_off"], origin=origin)
+
+
+def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> list[str]:
+    """Return ``train`` and, if there is one, the other part, each with all arrays that it needs."""
+    needed = {
+        part: ({f"x_{part}", f"y_{part}"}, {f"{part}_bytes", f"{part}_off", f"y_{part}"})
+        for part in ("train", "test", "val")
+    }
+    present = [part for part, forms in needed.items() if set.union(*forms) & arrays.keys()]
+    for part in present:
+        found = sorted(set.union(*needed[part]) & arrays.keys())
+        if found not in [sorted(form) for form in needed[part]]:
+            raise ConfigError(
+                f"{origin} holds {', '.join(found)}: a part needs x_{part} and y_{part}, or "
+                f"{part}_bytes, {part}_off and y_{part}; add what is missing, or remove the rest."
+            )
+    if "train" not in present:
+        raise ConfigError(
+            f"{origin} holds the arrays {', '.join(arrays)}: it needs x_train and y_train, or "
+            "train_bytes, train_off and y_train."
+        )
+    if len(present) > 2:
+        raise ConfigError(
+            f"{origin} holds a part test and a part val, but one of them is used: remove the other "
+            "(validation records are taken from train by dataset.fractions)."
+        )
+    return present
 
 
 def _whole_labels(labels: np.ndarray, *, origin: str, part: str) -> np.ndarray:
