@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from inspect import signature
 from typing import Any
 
@@ -67,8 +67,11 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
     schema = tuple(parse(Column, column, key="schema") for column in facts["schema"])
     dtype = torch.float32 if len(shape) == 1 else torch.uint8
     features = torch.empty(0, *shape, dtype=dtype)
-    empty = Records(*(features, torch.empty(0).long(), np.empty(0, "S32"), names), schema=schema)
     settings = config.dataset
+    label = settings.label if schema and settings.label != "last" else ""
+    empty = Records(
+        *(features, torch.empty(0).long(), np.empty(0, "S32"), names), schema=schema, label=label
+    )
     mean, std = normalisation(
         empty, mean=settings.mean, std=settings.std, statistics=settings.statistics
     )
@@ -82,6 +85,7 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
             f"it has shape {own.input_shape} and classes {', '.join(test.class_names)}, they have "
             f"{shape} and {', '.join(names)}."
         )
+    empty = replace(empty, label=test.label)
     return Prepared(empty, test, own.mean, own.std, own.intensity)
 
 
