@@ -76,7 +76,7 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
         empty, mean=settings.mean, std=settings.std, statistics=settings.statistics
     )
     if not settings.server_test or settings.root is None:
-        return Prepared(empty, None, mean, std, tuple(settings.intensity))
+        return Prepared(empty, None, mean, std, tuple(settings.intensity or ()))
     own = _prepare(config, sites=False, server_test=False)
     test = own.train
     if (own.input_shape, test.schema, test.class_names) != (shape, schema, names):

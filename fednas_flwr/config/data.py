@@ -12,7 +12,7 @@ import yaml
 
 from fednas_flwr.config.parsing import conf_folder
 from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.names import CORRUPT_RULES, MISSING_RULES
+from fednas_flwr.names import CORRUPT_RULES, DECIMALS, MISSING_RULES
 from fednas_flwr.search.settings import Count, CountOrZero, Positive, Share, ShareAbove0
 from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, parse
 
@@ -67,22 +67,18 @@ class Dataset(Checked):
     ignore: list[str]
     statistics: dict[str, list[float]]
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
-    intensity: Annotated[list[float], Length(Between(0, 2))]
+    intensity: Annotated[list[float], Length(Between(2, 2))] | None
     separator: Annotated[str, Length(Between(1, 1))] | None
     encoding: Text | None
-    decimal: Annotated[str, OneOf((".", ","))] | None
+    decimal: Annotated[str, OneOf(DECIMALS)] | None
     missing_values: list[str]
     missing: Annotated[str, OneOf(MISSING_RULES)]
 
     def __post_init__(self) -> None:
         """Check the ranges, and that no name is given twice."""
         super().__post_init__()
-        if self.intensity and not (
-            len(self.intensity) == 2 and self.intensity[0] < self.intensity[1]
-        ):
-            raise ConfigError(
-                f"intensity={self.intensity} must be [low, high] with low below high, or []."
-            )
+        if self.intensity and not self.intensity[0] < self.intensity[1]:
+            raise ConfigError(f"intensity={self.intensity} must be [low, high], low below high.")
         if self.encoding is not None:
             try:
                 codecs.lookup(self.encoding)

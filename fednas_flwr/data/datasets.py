@@ -109,7 +109,7 @@ def prepare(
     ignore: Sequence[str] = (),
     statistics: Mapping[str, Sequence[float]] | None = None,
     corrupt: str = "refuse",
-    intensity: Sequence[float] = (),
+    intensity: Sequence[float] | None = None,
     separator: str | None = None,
     encoding: str | None = None,
     decimal: str | None = None,
@@ -175,7 +175,7 @@ def prepare(
         "ignore": list(ignore),
         "statistics": dict(statistics or {}),
         "corrupt": corrupt,
-        "intensity": list(intensity),
+        "intensity": list(intensity or ()),
         "separator": separator,
         "encoding": encoding,
         "decimal": decimal,
@@ -238,7 +238,7 @@ def prepare(
         ) from error
     train = parts["train"]
     means, stds = normalisation(train, mean=mean, std=std, statistics=statistics or {})
-    return Prepared(train, parts.get("server_test"), means, stds, tuple(intensity))
+    return Prepared(train, parts.get("server_test"), means, stds, tuple(intensity or ()))
 
 
 def normalisation(

@@ -40,7 +40,7 @@ class Form:
     Attributes:
         separator: Between cells, one character.
         encoding: As Python names it.
-        decimal: ``.`` or ``,``.
+        decimal: ``point`` or ``comma``.
         missing_values: Texts that mean that a cell is missing, besides empty cells and pandas' own
             (NA, null, nan, ...).
     """
@@ -127,8 +127,9 @@ def _read_csv(path: Path, form: Form) -> tuple[Any, tuple[str, ...]]:
     separator = form.separator or _separator(text)
 
     table = pd.read_csv(io.StringIO(text), dtype=str, sep=separator)
-    decimal = form.decimal or ("," if separator != "," and _has_decimal_commas(table) else ".")
-    if decimal == ",":
+    has_commas = separator != "," and _has_decimal_commas(table)
+    decimal = form.decimal or ("comma" if has_commas else "point")
+    if decimal == "comma":
         for name in table.columns:
             known = table[name].dropna()
             if known.str.fullmatch(f"{_COMMA_NUMBER}|{_PLAIN_NUMBER}").all():
@@ -136,7 +137,7 @@ def _read_csv(path: Path, form: Form) -> tuple[Any, tuple[str, ...]]:
     found = {
         f"separator {SEPARATORS.get(separator, separator)}": separator != ",",
         f"encoding {encoding}": encoding not in ("utf-8", "utf-8-sig"),
-        "decimal comma": decimal == ",",
+        "decimal comma": decimal == "comma",
     }
     unusual = [note for note, holds in found.items() if holds]
     return table, (f"{path.name}: {', '.join(unusual)}",) if unusual else ()

@@ -247,7 +247,7 @@ def test_a_form_that_is_given_is_not_looked_for(tmp_path: Path):
     assert table.feature_names == ("a;b=1;2", "a;b=3;4")
     path.write_text("a;y\n1,5;0\n2,5;1\n")
     assert load_csv(path)[0].features.flatten().tolist() == [1.5, 2.5]
-    assert load_csv(path, decimal=".")[0].feature_names == ("a=1,5", "a=2,5")
+    assert load_csv(path, decimal="point")[0].feature_names == ("a=1,5", "a=2,5")
 
 
 def test_a_column_of_numbers_with_a_few_texts_is_an_error_that_names_them(tmp_path: Path):
