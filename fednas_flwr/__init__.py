@@ -1,7 +1,7 @@
 """Federated neural architecture search on Flower: one network from data that never moves.
 
 The command ``fednas`` runs everything, and so does :func:`run` of what :func:`compose` returns;
-:func:`load_network` gives back the network that a run trained.
+:func:`load` gives back the model that a run trained.
 """
 
 import os
@@ -17,7 +17,7 @@ __all__ = [
     "Result",
     "__version__",
     "compose",
-    "load_network",
+    "load",
     "register_algorithm",
     "register_data_set",
     "register_search_space",
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
         run,
     )
     from fednas_flwr.builders.algorithms import Algorithm
-    from fednas_flwr.builders.networks import load_network
+    from fednas_flwr.builders.networks import load
 
 
 def __getattr__(name: str) -> object:
     """Import what is asked for; torch takes seconds, and is imported when a run begins."""
     if name in __all__:
-        homes = {"Algorithm": "builders.algorithms", "load_network": "builders.networks"}
+        homes = {"Algorithm": "builders.algorithms", "load": "builders.networks"}
         return getattr(import_module(f"{__name__}.{homes.get(name, 'api')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,9 +29,9 @@ from fednas_flwr.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import nn
 
     from fednas_flwr.data.images import RecordsPair
+    from fednas_flwr.evaluation.model import Model
     from fednas_flwr.reporting.events import Listener
     from fednas_flwr.search_spaces.genotype import Genotype
     from fednas_flwr.search_spaces.space import SearchSpace
@@ -49,11 +49,11 @@ class Result:
     folder: Path
 
     @cached_property
-    def network(self) -> nn.Module:
-        """The trained network, on the CPU, in evaluation mode; ConfigError if none is exported."""
-        from fednas_flwr.builders.networks import load_network
+    def model(self) -> Model:
+        """The trained model, which takes raw data, on the CPU; ConfigError if none is exported."""
+        from fednas_flwr.builders.networks import load
 
-        return load_network(self.folder)
+        return load(self.folder)
 
     @cached_property
     def genotype(self) -> Genotype | None:
@@ -66,18 +66,19 @@ class Result:
 
     @cached_property
     def scores(self) -> dict[str, Any]:
-        """What the evaluation found: ``central``, ``linear``, ``clients`` and ``personalised``.
+        """What the evaluation found, by what was measured: ``central``, ``linear``, ``trees``, ...
 
-        ``central`` has loss, accuracy and F1 on the server's test set, ``linear`` those of logistic
-        regression; None where they were not measured. ``clients`` and ``personalised`` have a dict
-        for each client. Empty if the run has not been evaluated.
+        ``central`` has loss, accuracy and scores on the server's test set, ``linear`` those of
+        logistic regression, ``trees`` of boosted trees; None where they were not measured.
+        ``clients`` and ``personalised`` have a dict for each client. Empty if the run has not been
+        evaluated.
         """
         from fednas_flwr.reporting.runs import read_run
 
         event = read_run(self.folder).last("evaluated") or {}
         return {
             name: event[name]
-            for name in ("central", "linear", "clients", "personalised")
+            for name in ("central", "linear", "trees", "clients", "personalised")
             if name in event
         }
 

@@ -30,6 +30,10 @@ PARTITIONS: dict[str, tuple[str, ...]] = {
     "sites": (),
 }
 
+CORRUPT_RULES = ("refuse", "skip")  # what becomes of images that cannot be read
+DECIMALS = ("point", "comma")  # how a table writes its numbers
+MISSING_RULES = ("mean", "indicator")  # what becomes of missing numbers and dates of a table
+
 # How epsilon is computed from a schedule: numerically, by Renyi divergences, by a central limit.
 PRV, RDP, GDP = ACCOUNTANTS = ("prv", "rdp", "gdp")
 

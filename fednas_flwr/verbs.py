@@ -44,7 +44,7 @@ class Verb:
 
 _MODEL = frozenset({"weights", "alphas", "moments"})
 _IDENTITY = {
-    *("client", "tag", "hardware", "versions", "input_shape", "feature_names", "class_names"),
+    *("client", "tag", "hardware", "versions", "input_shape", "schema", "class_names"),
     *("splits", "data_set", "budget", "secure_noise", "unit", "spent"),
 }
 _TRAIN, _VALIDATION = frozenset({"train_loss", "train_accuracy"}), frozenset({"validation_loss"})

@@ -22,7 +22,7 @@ from fednas_flwr import (
     Algorithm,
     Result,
     compose,
-    load_network,
+    load,
     register_algorithm,
     register_data_set,
     register_search_space,
@@ -169,9 +169,9 @@ def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys) -> None:
     assert capsys.readouterr().out == ""
     check_whole(result)
     assert result.folder == tmp_path / "run"
-    assert not result.network.training
-    assert {p.device.type for p in result.network.parameters()} == {"cpu"}
-    assert result.network(torch.zeros(2, 3, 8, 8)).shape == (2, 3)
+    assert not result.model.training
+    assert {p.device.type for p in result.model.parameters()} == {"cpu"}
+    assert result.model(torch.zeros(2, 3, 8, 8)).shape == (2, 3)
     assert result.genotype is not None
     assert result.genotype.space == "nasbench201"
     (evaluated,) = (
@@ -185,12 +185,12 @@ def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys) -> None:
         [sys.executable, "-m", "fednas_flwr.cli", "run", *command], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert equal_networks(result.network, load_network(tmp_path / "command"))
+    assert equal_networks(result.model, load(tmp_path / "command"))
     with pytest.raises(ConfigError, match="already holds a run"):
         run(compose(*tiny))
     again = run(result.folder, quiet=False)  # nothing is left to do
     assert "run folder: " in capsys.readouterr().out
-    assert equal_networks(result.network, again.network)
+    assert equal_networks(result.model, again.model)
 
 
 def test_a_run_without_network_or_genotype_says_so(tiny) -> None:
@@ -198,13 +198,13 @@ def test_a_run_without_network_or_genotype_says_so(tiny) -> None:
     searched = run(compose(*shared, "rounds=2", "stages=[search]"))
     assert searched.scores == {}
     with pytest.raises(ConfigError, match="has not reached its export"):
-        _ = searched.network
+        _ = searched.model
     (folder := searched.folder / "given").mkdir()
     shared = [text for text in shared if not text.startswith(("search_space", "retrain"))]
     linear = ["algorithm=fedavg", "algorithm.network=linear", "retrain.rounds=2"]
     given = run(compose(*shared, *linear, f"run_dir={folder}"))
     assert given.genotype is None
-    assert given.network(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
+    assert given.model(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
 
 
 def test_mistakes_from_python_leave_no_folder(tiny, tmp_path) -> None:
@@ -261,7 +261,7 @@ def test_a_strategy_is_interrupted_and_continued(tiny, tmp_path) -> None:
         run(folder, strategy=Resting)
     continued = run(folder, strategy=LateAlphas)
     assert alphas_by_round(folder)[-2:] == [second, third]
-    assert equal_networks(whole.network, continued.network)
+    assert equal_networks(whole.model, continued.model)
 
 
 def test_a_strategy_without_settings_has_none_in_the_configuration(tiny) -> None:
@@ -342,7 +342,7 @@ def test_a_search_space_of_ones_own(tiny) -> None:
     check_whole(result)
     assert result.genotype is not None
     assert result.genotype.space == "small201"
-    assert equal_networks(result.network, load_network(result.folder))
+    assert equal_networks(result.model, load(result.folder))
     register_search_space("misnamed", Small201, defaults=sizes)
     with pytest.raises(ConfigError, match="search_space=misnamed makes a space .* small201"):
         run(compose(*kept, "search_space=misnamed", f"run_dir={result.folder / 'misnamed'}"))
@@ -373,7 +373,7 @@ def test_a_search_space_with_settings_of_its_own_gives_its_networks_size(tiny) -
     null = ["retrain.channels=null", "retrain.num_cells=null"]
     result = run(compose(*kept, "search_space=wide", *null))
     check_whole(result)
-    sizes = {len(p) for p in result.network.parameters() if p.dim() == 4}
+    sizes = {len(p) for p in result.model.parameters() if p.dim() == 4}
     assert sizes == {4, 8, 16}
 
 

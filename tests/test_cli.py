@@ -22,7 +22,9 @@ from fednas_flwr.builders.configuration import parse_config
 from fednas_flwr.builders.networks import describe_derived, make_network, make_space, supernet_sizes
 from fednas_flwr.clients import verbs
 from fednas_flwr.composition import compose_tree
+from fednas_flwr.data.schema import Inputs
 from fednas_flwr.evaluation.export import export_safetensors
+from fednas_flwr.evaluation.model import Model
 from fednas_flwr.privacy.accounting import prv_epsilon
 from fednas_flwr.privacy.ledger import Entry, Ledger
 from fednas_flwr.privacy.renyi import Release
@@ -552,7 +554,9 @@ def exported(folder: Path, *overrides: str) -> None:
         auxiliary=False,
     )
     folder.mkdir()
-    export_safetensors(make_network(description), description, folder)
+    names = tuple("0123456789")
+    inputs = Inputs(shape=(1, 8, 8), schema=(), mean=(0.5,), std=(0.5,), class_names=names)
+    export_safetensors(Model(make_network(description), inputs, description), folder)
 
 
 def test_latency_measure_writes_a_table_of_the_composed_space(

@@ -18,7 +18,7 @@ from fednas_flwr.builders.clients import PRIVATE_SITE_KEYS, make_client, make_si
 from fednas_flwr.builders.data import make_data, make_server_data
 from fednas_flwr.builders.networks import (
     describe_network,
-    load_network,
+    load,
     make_network,
     supernet_space,
 )
@@ -205,7 +205,7 @@ def test_the_servers_test_set_is_normalised_as_the_training_is(linear_run, noise
     x = (torch.from_numpy(data["x_test"]) / 255 - MEAN) / STD
     y = torch.from_numpy(data["y_test"])
     with torch.no_grad():
-        logits = load_network(linear_run.folder)(x)
+        logits = load(linear_run.folder).network(x)
     found = evaluated["central"]
     assert found["num_examples"] == len(y)
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, y).item(), rel=1e-5)
@@ -240,7 +240,7 @@ def test_a_linear_baseline_never_sees_test_records(linear_run, noise):
 def test_the_servers_own_test_set_of_real_sites_is_normalised_as_the_training_is(compose_config):
     real = ["runtime=deployment", "runtime.superlink=site", "partition=sites"]
     config = compose_config(*real, *NORMALISED)
-    facts = {"input_shape": [3, 8, 8], "feature_names": [], "class_names": ["0", "1", "2"]}
+    facts = {"input_shape": [3, 8, 8], "schema": [], "class_names": ["0", "1", "2"]}
     assert make_server_data(compose_config(*real), facts).mean == (0.5, 0.5, 0.5)
     prepared = make_server_data(config, facts)
     assert prepared.mean == (0.2, 0.3, 0.4)

@@ -19,6 +19,7 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.splits import assignment_digest
+from fednas_flwr.data.statistics import column_moments
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
 from fednas_flwr.files import write_atomically
@@ -107,7 +108,8 @@ def make_client(
         ),
         networks=networks,
         tag=site.get("tag", config.client_tags[index] if config.client_tags else ""),
-        feature_names=prepared.train.feature_names,
+        schema=prepared.train.schema,
+        moments=None if prepared.mean else column_moments(prepared.train, own.train.rows),
         objective=make_objective(config, prepared.train.class_names, device),
         oversample=config.oversample and gate is None,  # a private site reads a record once
         gate=gate,
@@ -117,19 +119,23 @@ def make_client(
 
 
 def make_objective(config: Config, class_names: tuple[str, ...], device: torch.device) -> Objective:
-    """Return what networks are trained for; a class without a given factor has 1.
+    """Return what networks are trained for and judged by; a class without a factor has 1.
 
     Raises:
-        ConfigError: A factor is of a class that does not exist.
+        ConfigError: A factor, or ``positive``, is of a class that does not exist.
     """
-    given = config.class_factors
+    given, positive = config.class_factors, None
+    if config.positive is not None:
+        if config.positive not in class_names:
+            raise unknown_choice("positive", config.positive, class_names)
+        positive = class_names.index(config.positive)
     for name in given:
         if name not in class_names:
             raise unknown_choice("class_factors", name, class_names)
     if not given:
-        return Objective()
+        return Objective(positive=positive)
     factors = [given.get(name, 1.0) for name in class_names]
-    return Objective(torch.tensor(factors, device=device))
+    return Objective(torch.tensor(factors, device=device), positive)
 
 
 def make_site_gate(site: Mapping[str, str]) -> ReleaseGate | None:
@@ -239,7 +245,8 @@ def check_public(config: Config, prepared: Prepared) -> None:
         needed["image_size"] = settings.image_size is not None
         needed["channels"] = settings.channels is not None
     if settings.name == "csv":
-        needed["numeric or categorical"] = bool(settings.numeric or settings.categorical)
+        declared = settings.numeric or settings.dates or settings.categorical
+        needed["numeric or categorical"] = bool(declared)
         needed["categories"] = set(settings.categories).issuperset(settings.categorical)
     missing = [f"dataset.{name}" for name, value in needed.items() if not value]
     if missing:

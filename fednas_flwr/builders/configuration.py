@@ -59,6 +59,8 @@ def _parse(tree: Mapping[str, Any]) -> Config:
         "search_space": choose_kind(tree, "search_space", spaces, hint=UNREGISTERED),
         "privacy": choose_kind(tree, "privacy", PRIVACY),
     }
+    if type(tree.get("positive")) is int:  # as Hydra reads the name of a class 0, 1, ...
+        tree = {**tree, "positive": str(tree["positive"])}
     config: Config = parse(Config, tree, key="", hints=hints)
     check_combinations(config)
     return config

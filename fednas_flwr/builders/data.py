@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from inspect import signature
 from typing import Any
 
@@ -11,12 +11,14 @@ import numpy as np
 import torch
 
 from fednas_flwr.config import Config, expanded
-from fednas_flwr.data.datasets import Prepared, prepare
+from fednas_flwr.data.datasets import Prepared, normalisation, prepare
 from fednas_flwr.data.partitioners import load_partition, partition
 from fednas_flwr.data.records import Records
+from fednas_flwr.data.schema import Column
 from fednas_flwr.data.sources import check_sites
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.names import PARTITIONS
+from fednas_flwr.typed import parse
 
 
 def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
@@ -62,20 +64,29 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
         ConfigError: The server's test set does not fit the clients.
     """
     shape, names = tuple(facts["input_shape"]), tuple(facts["class_names"])
-    features = tuple(facts["feature_names"])
-    empty = Records(torch.empty(0, *shape), torch.empty(0).long(), np.empty(0, "S32"), names)
-    mean, std = tuple(config.dataset.mean), tuple(config.dataset.std)
-    if not config.dataset.server_test or config.dataset.root is None:
-        return Prepared(empty, None, mean, std)
+    schema = tuple(parse(Column, column, key="schema") for column in facts["schema"])
+    dtype = torch.float32 if len(shape) == 1 else torch.uint8
+    features = torch.empty(0, *shape, dtype=dtype)
+    settings = config.dataset
+    label = settings.label if schema and settings.label != "last" else ""
+    empty = Records(
+        *(features, torch.empty(0).long(), np.empty(0, "S32"), names), schema=schema, label=label
+    )
+    mean, std = normalisation(
+        empty, mean=settings.mean, std=settings.std, statistics=settings.statistics
+    )
+    if not settings.server_test or settings.root is None:
+        return Prepared(empty, None, mean, std, tuple(settings.intensity or ()))
     own = _prepare(config, sites=False, server_test=False)
     test = own.train
-    if (own.input_shape, test.feature_names, test.class_names) != (shape, features, names):
+    if (own.input_shape, test.schema, test.class_names) != (shape, schema, names):
         raise ConfigError(
             f"the server's test set dataset.root={config.dataset.root} does not fit the clients: "
             f"it has shape {own.input_shape} and classes {', '.join(test.class_names)}, they have "
             f"{shape} and {', '.join(names)}."
         )
-    return Prepared(empty, test, own.mean, own.std)
+    empty = replace(empty, label=test.label)
+    return Prepared(empty, test, own.mean, own.std, own.intensity)
 
 
 def _prepare(config: Config, *, sites: bool, server_test: bool) -> Prepared:

@@ -212,12 +212,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "retrain.rounds retrain.local_epochs retrain.batch_size retrain.auxiliary_weight "
         "retrain.drop_path_prob retrain.weights privacy.retrain personalised "
-        "dataset.linear_baseline dataset.limit_test",
+        "dataset.linear_baseline dataset.limit_test positive",
         lambda c: not _retrains(c),
         STAGES + ", which lack retrain",
     ),
     Rule(
-        "personalised dataset.linear_baseline dataset.limit_test",
+        "personalised dataset.linear_baseline dataset.limit_test positive",
         lambda c: "evaluate" not in c.stages,
         STAGES + ", which lack evaluate",
     ),

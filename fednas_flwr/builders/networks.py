@@ -25,9 +25,11 @@ from fednas_flwr.config import (
     expanded,
 )
 from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.schema import Inputs
 from fednas_flwr.errors import ConfigError, unknown_choice
-from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
+from fednas_flwr.evaluation.export import INPUTS_KEY, METADATA_KEY, MODEL_FILE
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.evaluation.model import Model
 from fednas_flwr.names import FAST
 from fednas_flwr.randomness import seeded
 from fednas_flwr.search.pool import Pool
@@ -231,24 +233,23 @@ def described_space(description: Description) -> tuple[SearchSpace, Genotype]:
     return space, genotype
 
 
-def load_network(run_folder: str | Path) -> nn.Module:
-    """Return the trained network of a run, on the CPU, in evaluation mode.
+def load(run_folder: str | Path) -> Model:
+    """Return the trained model of a run, on the CPU; it takes raw data.
+
+    Args:
+        run_folder: A run's folder, or one that ``fednas export`` has made of it.
 
     Raises:
         ConfigError: The folder holds no exported model.
 
     Example:
-        ``network = load_network("runs/quickstart"); logits = network(images)``
+        ``load("runs/<run folder>").predict("patients.csv").labels``
     """
-    return load_exported(Path(run_folder))[0]
-
-
-def load_exported(run_folder: Path) -> tuple[nn.Module, tuple[int, ...]]:
-    """Return what :func:`load_network` returns, and the shape of one example."""
-    description = load_description(run_folder)
+    folder = Path(run_folder)
+    description, inputs = _metadata(folder)
     network = make_network(description)
-    network.load_state_dict(load_file(run_folder / MODEL_FILE))
-    return network.eval(), tuple(description["input_shape"])
+    network.load_state_dict(load_file(folder / MODEL_FILE))
+    return Model(network, inputs, description)
 
 
 def load_description(run_folder: Path) -> Description:
@@ -257,9 +258,20 @@ def load_description(run_folder: Path) -> Description:
     Raises:
         ConfigError: The folder holds no exported model.
     """
+    return _metadata(run_folder)[0]
+
+
+def _metadata(run_folder: Path) -> tuple[Description, Inputs]:
     path = run_folder / MODEL_FILE
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: the run has not reached its export.")
     with safe_open(path, framework="pt") as file:
-        description: Description = json.loads(file.metadata()[METADATA_KEY])
-    return description
+        metadata = file.metadata() or {}
+    missing = [key for key in (METADATA_KEY, INPUTS_KEY) if key not in metadata]
+    if missing:
+        raise ConfigError(
+            f"{path} lacks {' and '.join(missing)} in its metadata: export it anew, by "
+            "fednas run resume=<run folder> with this version."
+        )
+    description: Description = json.loads(metadata[METADATA_KEY])
+    return description, Inputs.from_json(metadata[INPUTS_KEY])

@@ -1,4 +1,4 @@
-"""Commands that read what runs have left: report, compare, analyse, lookup, tables."""
+"""Commands that use what runs have left: predict, export, report, compare, analyse, lookup."""
 
 from __future__ import annotations
 
@@ -12,6 +12,23 @@ from fednas_flwr.errors import ConfigError
 
 def add_commands(commands: Commands) -> None:
     """Add them."""
+    parser = add_command(
+        commands, "predict", predict, help="labels and probabilities of raw data by a run's model"
+    )
+    parser.add_argument("run_folder", type=Path, help="or a folder made by fednas export")
+    parser.add_argument(
+        "data", type=Path, help="table, image, folder of images, or npz file, as the model takes it"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("predictions.csv"), help="(default: predictions.csv)"
+    )
+    parser.add_argument("--batch-size", type=int, default=256, help="(default: 256)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto (default: cpu)")
+    parser = add_command(
+        commands, "export", export, help="put a run's model and its card into a folder to publish"
+    )
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("--to", type=Path, required=True, help="a new folder")
     parser = add_command(commands, "report", report, help="write report.html of a run again")
     parser.add_argument("run_folder", type=Path)
     parser = add_command(
@@ -47,6 +64,35 @@ def add_commands(commands: Commands) -> None:
     )
     parser = add_command(commands, "tables", tables)  # for those who write the README
     parser.add_argument("readme", type=Path, nargs="?", default=Path("README.md"))
+
+
+def predict(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Write a table of predictions; print their accuracy where the data has labels."""
+    from fednas_flwr.builders.networks import load, make_device
+    from fednas_flwr.reporting.progress import CountDisplay
+
+    if options.output.suffix != ".csv":
+        raise ConfigError(f"--output={options.output} must be a .csv file.")
+    model = load(options.run_folder).to(make_device(options.device))
+    with CountDisplay("records") as display:
+        found = model.predict(options.data, batch_size=options.batch_size, progress=display)
+    try:
+        found.table().to_csv(options.output, index=False)
+    except OSError as error:
+        raise ConfigError(f"--output={options.output} cannot be written: {error}.") from error
+    print(f"{len(found):,} records: {options.output}")
+    if found.accuracy is not None:
+        print(f"accuracy by the labels in {options.data}: {100 * found.accuracy:.1f} %")
+    return 0
+
+
+def export(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Copy a run's model files, and write its card as the README of a model repository."""
+    from fednas_flwr.reporting.model_card import export_model
+
+    for path in export_model(options.run_folder, options.to):
+        print(path)
+    return 0
 
 
 def report(options: argparse.Namespace, overrides: list[str]) -> int:

@@ -68,6 +68,8 @@ def admit(
     verb, settings = request.verb, request.settings
     if verb not in PRIVATE_VERBS:
         raise unknown_choice("private verb", verb, PRIVATE_VERBS)
+    if request.statistics is not None:
+        raise ConfigError("refused: a private site standardises by its own dataset.statistics.")
     if isinstance(settings, Describe):
         gate.check_verb(verb, gate.data_set)
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 
 import torch
 
@@ -32,6 +33,8 @@ def answer(client: Client, request: Request) -> Reply:
     """
     if client.gate is not None:
         admit(client.gate, request)
+    if request.statistics is not None:
+        client = replace(client, data=client.data.standardised(request.statistics))
     header = request.header
     threads = torch.get_num_threads()
     torch.set_num_threads(client.threads)

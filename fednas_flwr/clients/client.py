@@ -20,6 +20,8 @@ from fednas_flwr.data.loaders import (
     epoch_batches,
     oversampled,
 )
+from fednas_flwr.data.schema import Column
+from fednas_flwr.data.statistics import Moments
 from fednas_flwr.errors import unknown_choice
 from fednas_flwr.exchange.messages import Header
 from fednas_flwr.exchange.states import Packed, load_states
@@ -54,7 +56,9 @@ class Client:
         augmentation: Applied to training batches.
         networks: The networks built so far, shared by the clients of one process.
         tag: What the site calls itself; empty when it does not.
-        feature_names: Names of a table's features, the same for all clients; empty for images.
+        schema: Columns of a table, the same for all clients; empty for images.
+        moments: Of a table's numeric columns over the train part, where no statistics are declared;
+            else None.
         objective: Gives losses and hits; its tensors are on the device.
         oversample: Whether training repeats records of rarer classes.
         gate: What releases must pass; with one the client answers private verbs only.
@@ -75,7 +79,8 @@ class Client:
     augmentation: Augmentation
     networks: dict[str, nn.Module] = field(default_factory=dict)
     tag: str = ""
-    feature_names: tuple[str, ...] = ()
+    schema: tuple[Column, ...] = ()
+    moments: list[Moments] | None = None
     objective: Objective = CLASSIFICATION
     oversample: bool = False
     gate: ReleaseGate | None = None

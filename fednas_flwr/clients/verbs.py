@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import count
@@ -44,7 +44,8 @@ from fednas_flwr.clients.replies import (
 )
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.metrics import evaluate
+from fednas_flwr.evaluation.metrics import evaluate, predicted
+from fednas_flwr.evaluation.scores import histogram
 from fednas_flwr.evaluation.space_costs import measure_space
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.requests import (
@@ -103,6 +104,8 @@ def describe(client: Client, request: Request, asked: Describe) -> Reply:
         "class_counts": counts.tolist(),
         "splits": {name: len(split) for name, split in splits.items()},
     }
+    if client.moments is not None:
+        facts["moments"] = [asdict(of) for of in client.moments]
     return Reply(num_examples=max(1, int(counts.sum())), facts=facts)
 
 
@@ -114,7 +117,7 @@ def identity(client: Client) -> dict[str, Any]:
         "hardware": f"{client.device.type} {platform.machine()}",
         "versions": {"fednas_flwr": version("fednas_flwr"), "torch": torch.__version__},
         "input_shape": list(client.data.train.features.shape[1:]),
-        "feature_names": list(client.feature_names),
+        "schema": [asdict(column) for column in client.schema],
         "class_names": list(client.class_names),
     }
 
@@ -371,8 +374,17 @@ def evaluate_model(client: Client, request: Request, asked: Evaluate) -> Reply:
         if asked.statistics_batch_size is not None:
             refresh_statistics(client, request, network, asked.statistics_batch_size)
         split = client.split(asked.split)
-        metrics = evaluate(network, split, client.device, objective=client.objective)
-        return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
+        objective = client.objective
+        metrics = evaluate(network, split, client.device, objective=objective)
+        facts: dict[str, Any] = {}
+        if asked.with_scores:
+            logits, labels = predicted(network, split, client.device)
+            facts["scores"] = objective.scores(logits, labels)
+            positive = objective.positive_class(logits.shape[1])
+            if positive is not None:
+                shares = torch.softmax(logits.double(), 1)[:, positive]
+                facts["histogram"] = histogram(shares, labels == positive)
+        return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict(), facts=facts)
     with before_reading(request):
         network = client.network(asked.network, network_states_of(request))
         planned = admit(client.gate, request, network)["metrics"]

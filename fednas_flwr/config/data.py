@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Annotated
 import yaml
 
 from fednas_flwr.config.parsing import conf_folder
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, show
+from fednas_flwr.names import CORRUPT_RULES, DECIMALS, MISSING_RULES
 from fednas_flwr.search.settings import Count, CountOrZero, Positive, Share, ShareAbove0
-from fednas_flwr.typed import Between, Checked, Length, Text, check_distinct, parse
+from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, parse
 
 # of one side, in pixels: an image of more takes 800 MB
 ImageSize = Annotated[int, Between(1, 16_384, reason="in pixels")]
@@ -59,20 +61,38 @@ class Dataset(Checked):
     label: str
     id_column: str | None
     numeric: list[str]
+    dates: list[str]
     categorical: list[str]
     categories: dict[str, list[str]]
     ignore: list[str]
     statistics: dict[str, list[float]]
+    corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
+    intensity: Annotated[list[float], Length(Between(2, 2))] | None
+    separator: Annotated[str, Length(Between(1, 1))] | None
+    encoding: Text | None
+    decimal: Annotated[str, OneOf(DECIMALS)] | None
+    missing_values: list[str]
+    missing: Annotated[str, OneOf(MISSING_RULES)]
 
     def __post_init__(self) -> None:
         """Check the ranges, and that no name is given twice."""
         super().__post_init__()
-        for name in ("class_names", "numeric", "categorical", "ignore"):
+        if self.intensity and not self.intensity[0] < self.intensity[1]:
+            raise ConfigError(f"intensity={self.intensity} must be [low, high], low below high.")
+        if self.encoding is not None:
+            try:
+                codecs.lookup(self.encoding)
+            except LookupError:
+                raise ConfigError(
+                    f"encoding={show(self.encoding)} is unknown: expected one such as utf-8, "
+                    "utf-16 or cp1252, or null to find it."
+                ) from None
+        for name in ("class_names", "numeric", "dates", "categorical", "ignore", "missing_values"):
             check_distinct(name, getattr(self, name))
         for column, categories in self.categories.items():
             check_distinct(f"categories.{column}", categories)
-        columns = [*self.numeric, *self.categorical, *self.ignore]
-        check_distinct("numeric, dataset.categorical and dataset.ignore", columns)
+        columns = [*self.numeric, *self.dates, *self.categorical, *self.ignore]
+        check_distinct("numeric, dataset.dates, dataset.categorical and dataset.ignore", columns)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ class Config(Checked):
     leaves out at each end. ``wire`` is what the tensors of replies travel as
     (:mod:`fednas_flwr.exchange.wire`). ``momentum`` says where the momentum of local training goes
     between requests (:class:`~fednas_flwr.strategies.base.RoundStrategy`). ``oversample`` has
-    training repeat the records of rarer classes. ``personalised`` has clients test the trained
+    training repeat the records of rarer classes. ``positive`` is the class that F1, AUROC, average
+    precision, sensitivity and specificity are of. ``personalised`` has clients test the trained
     network again after local epochs of their own.
     """
 
@@ -62,6 +63,7 @@ class Config(Checked):
     momentum: Annotated[str, OneOf(MOMENTA)]
     client_tags: list[str]
     class_factors: dict[str, ShareAbove0]
+    positive: Text | None
     oversample: bool
     personalised: bool
     tensorboard: bool

@@ -12,13 +12,16 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from fednas_flwr.data.records import Records
+from fednas_flwr.data.schema import Column
 from fednas_flwr.files import sync
+from fednas_flwr.typed import parse
 
 _ATTEMPTS = 3
 
@@ -57,9 +60,10 @@ def _write(folder: Path, parts: Mapping[str, Records]) -> None:
             described[part] = {
                 "class_names": records.class_names,
                 "columns": list(records.columns),
-                "feature_names": records.feature_names,
-                "num_numeric": records.num_numeric,
+                "schema": [asdict(column) for column in records.schema],
+                "label": records.label,
                 "id_column": records.id_column,
+                "notes": records.notes,
             }
         files = {path.name: _facts(path) for path in sorted(unfinished.iterdir())}
         index = unfinished / "index.json"
@@ -92,9 +96,10 @@ def _read(folder: Path) -> dict[str, Records] | None:
                     name: _map(folder / f"{part}-column{i}.npy")
                     for i, name in enumerate(about["columns"])
                 },
-                feature_names=tuple(about["feature_names"]),
-                num_numeric=about["num_numeric"],
+                schema=tuple(parse(Column, column, key="column") for column in about["schema"]),
+                label=about["label"],
                 id_column=about["id_column"],
+                notes=tuple(about["notes"]),
             )
             for part, about in index["parts"].items()
         }

@@ -19,6 +19,7 @@ import numpy as np
 from fednas_flwr.data.cache import load_or_build
 from fednas_flwr.data.images import RecordsPair
 from fednas_flwr.data.records import Records, select_records
+from fednas_flwr.data.schema import Inputs
 from fednas_flwr.data.sources import DATA_SETS, digest_records, find_source, fingerprint, load_sites
 from fednas_flwr.data.splits import hash_positions
 from fednas_flwr.errors import ConfigError, NoEffectError, show, unknown_choice
@@ -26,11 +27,12 @@ from fednas_flwr.errors import ConfigError, NoEffectError, show, unknown_choice
 __all__ = ["Prepared", "Records", "prepare"]
 
 # Changes whenever the same source would give other prepared records.
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 # Public and fixed: these choices must be the same in every run and at everybody's.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
 _SERVER_TEST_SHARE = 0.2
+_DEFAULTS = {"corrupt": "refuse", "missing": "mean"}
 _NOT_READ = ("download", "statistics")  # settings that no reader takes
 
 
@@ -41,15 +43,17 @@ class Prepared:
     Attributes:
         train: What the clients hold.
         server_test: Public test records of the server, or None.
-        mean: Per channel of images scaled to 0..1, or per feature of a table; empty where each
-            client standardises its table by the statistics of its own training part.
+        mean: Per channel of images scaled to 0..1, or per feature of a table; empty of a table
+            whose statistics are not declared, and not known yet.
         std: As ``mean``; all above 0.
+        intensity: Of images of more than 8 bits, see :class:`~fednas_flwr.data.decoding.Decoding`.
     """
 
     train: Records
     server_test: Records | None
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    intensity: tuple[float, ...] = ()
 
     @property
     def num_classes(self) -> int:
@@ -62,8 +66,22 @@ class Prepared:
         return tuple(self.train.features.shape[1:])
 
     @property
+    def inputs(self) -> Inputs:
+        """What an exported model must know of its raw inputs."""
+        train = self.train
+        return Inputs(
+            shape=self.input_shape,
+            schema=train.schema,
+            mean=self.mean,
+            std=self.std,
+            class_names=train.class_names,
+            label=train.label,
+            intensity=self.intensity,
+        )
+
+    @property
     def uses_own_statistics(self) -> bool:
-        """Whether clients standardise by their own statistics, which no privacy budget covers."""
+        """Whether statistics follow from the clients' records, which no privacy budget covers."""
         return not self.mean
 
 
@@ -85,10 +103,18 @@ def prepare(
     label: str = "last",
     id_column: str | None = None,
     numeric: Sequence[str] = (),
+    dates: Sequence[str] = (),
     categorical: Sequence[str] = (),
     categories: Mapping[str, Sequence[str]] | None = None,
     ignore: Sequence[str] = (),
     statistics: Mapping[str, Sequence[float]] | None = None,
+    corrupt: str = "refuse",
+    intensity: Sequence[float] | None = None,
+    separator: str | None = None,
+    encoding: str | None = None,
+    decimal: str | None = None,
+    missing_values: Sequence[str] = (),
+    missing: str = "mean",
 ) -> Prepared:
     """Return the prepared data set; its tensors lie in the cache and are memory-mapped.
 
@@ -115,11 +141,19 @@ def prepare(
         label: See :func:`~fednas_flwr.data.tables.load_csv`.
         id_column: See there.
         numeric: See there.
+        dates: See there.
         categorical: See there.
         categories: See there.
         ignore: See there.
         statistics: ``{column: [mean, std]}`` of every numeric column of a table, by which all
-            clients standardise; without it each client uses its own.
+            clients standardise; without it the clients find them together.
+        corrupt: See :class:`~fednas_flwr.data.decoding.Decoding`.
+        intensity: See there.
+        separator: See :class:`~fednas_flwr.data.table_files.Form`.
+        encoding: See there.
+        decimal: See there.
+        missing_values: See there.
+        missing: See :func:`~fednas_flwr.data.tables.load_csv`.
 
     Raises:
         ConfigError: A setting that is unknown, missing, without effect, or not met by the data.
@@ -135,13 +169,21 @@ def prepare(
         "label": None if label == "last" else label,
         "id_column": id_column,
         "numeric": list(numeric),
+        "dates": list(dates),
         "categorical": list(categorical),
         "categories": {k: list(v) for k, v in (categories or {}).items()},
         "ignore": list(ignore),
         "statistics": dict(statistics or {}),
+        "corrupt": corrupt,
+        "intensity": list(intensity or ()),
+        "separator": separator,
+        "encoding": encoding,
+        "decimal": decimal,
+        "missing_values": list(missing_values),
+        "missing": missing,
     }
     for setting, value in settings.items():
-        if value and setting not in entry.settings:
+        if value and value != _DEFAULTS.get(setting) and setting not in entry.settings:
             raise NoEffectError(
                 f"dataset.{setting}={show(value)} has no effect with dataset.name={name}: "
                 "remove it."
@@ -195,16 +237,32 @@ def prepare(
             "choose another folder, or make room."
         ) from error
     train = parts["train"]
-    if train.features.dtype.is_floating_point:
-        means, stds = _table_statistics(train, statistics or {}, mean=mean, std=std)
-    else:
-        if statistics:
-            raise ConfigError(
-                "dataset.statistics is for tables: give those of images as dataset.mean and "
-                "dataset.std."
-            )
-        means, stds = _image_statistics(train, mean=mean, std=std)
-    return Prepared(train, parts.get("server_test"), means, stds)
+    means, stds = normalisation(train, mean=mean, std=std, statistics=statistics or {})
+    return Prepared(train, parts.get("server_test"), means, stds, tuple(intensity or ()))
+
+
+def normalisation(
+    records: Records,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    statistics: Mapping[str, Sequence[float]],
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and std per channel or feature as the settings declare them.
+
+    Both are empty of a table without ``statistics``, which then follow from the clients' records.
+
+    Raises:
+        ConfigError: The settings do not fit the records.
+    """
+    if records.features.dtype.is_floating_point:
+        return _table_statistics(records, statistics, mean=mean, std=std)
+    if statistics:
+        raise ConfigError(
+            "dataset.statistics is for tables: give those of images as dataset.mean and "
+            "dataset.std."
+        )
+    return _image_statistics(records, mean=mean, std=std)
 
 
 @contextmanager

@@ -6,16 +6,16 @@ part. Images become uint8 ``[N, C, H, W]``; nothing is normalised here.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from fednas_flwr.data.decoding import SUFFIXES, Decoding, decode_images
 from fednas_flwr.data.records import Records, canonical, encode_labels, record_ids
+from fednas_flwr.data.schema import Column
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.memory import check_fits
 
 RecordsPair = tuple[Records, Records | None]
 
@@ -26,7 +26,6 @@ TORCHVISION_SETS = {
     "cifar10": ("CIFAR10", "cifar-10-batches-py"),
     "cifar100": ("CIFAR100", "cifar-100-python"),
 }
-_SUFFIXES = {".png", ".jpg", ".jpeg"}
 
 
 def load_digits() -> RecordsPair:
@@ -70,20 +69,24 @@ def load_torchvision(name: str, *, root: Path, download: bool) -> RecordsPair:
 def load_image_folder(
     root: Path,
     *,
-    image_size: int | None,
-    channels: int | None,
+    image_size: int | None = None,
+    channels: int | None = None,
     class_names: Sequence[str],
     id_column: str | None = None,
+    corrupt: str = "refuse",
+    intensity: Sequence[float] = (),
 ) -> RecordsPair:
-    """Return the png and jpg images of one folder per class.
+    """Return the images of one folder per class.
 
     Args:
         root: Holds ``train/<class>/`` and optionally ``test/<class>/``, or ``<class>/`` itself.
-        image_size: Side in pixels to which images are resized (bilinear), or None to keep theirs.
-        channels: 1 or 3, or None for that of the first image.
+        image_size: See :class:`~fednas_flwr.data.decoding.Decoding`.
+        channels: See there; None is that of the train part.
         class_names: The classes in order, or empty for the sorted names of the train folders.
         id_column: If given, images lie in ``<class>/<person>/``, and the records get a column of
             this name with their persons.
+        corrupt: See :class:`~fednas_flwr.data.decoding.Decoding`.
+        intensity: See there.
 
     Raises:
         ConfigError: No images, an unreadable one, a folder that is no class, differing sizes, an
@@ -94,26 +97,30 @@ def load_image_folder(
     train_root = root / "train" if (root / "train").is_dir() else root
     names = tuple(class_names) or tuple(path.name for path in _folders(train_root))
 
-    def read(folder: Path) -> Records:
+    def read(folder: Path, channels: int | None) -> Records:
         files = _images(folder, has_persons=id_column is not None)
-        class_folders = [path.relative_to(folder).parts[0] for path in files]
-        labels = encode_labels(np.array(class_folders), names, where=str(folder))
-        images, ids = decode_images(
+        class_folders = np.array([path.relative_to(folder).parts[0] for path in files])
+        encode_labels(class_folders, names, where=str(folder))
+        decoded = decode_images(
             len(files),
             lambda i: (str(files[i]), files[i].read_bytes()),
-            image_size=image_size,
-            channels=channels,
+            Decoding(image_size, channels, corrupt, tuple(intensity)),
         )
+        images, ids = torch.from_numpy(decoded.images), decoded.ids
+        labels = encode_labels(class_folders[decoded.kept], names, where=str(folder))
         if id_column is None:
-            return Records(torch.from_numpy(images), labels, ids, names)
-        persons = np.array([path.parent.name for path in files])
+            return Records(images, labels, ids, names, notes=decoded.notes)
+        persons = np.array([files[i].parent.name for i in decoded.kept])
         ids = record_ids(person.encode() for person in persons.tolist())
         columns = {id_column: persons}
-        return Records(torch.from_numpy(images), labels, ids, names, columns, id_column=id_column)
+        return Records(
+            *(images, labels, ids, names, columns), id_column=id_column, notes=decoded.notes
+        )
 
     test_root = root / "test"
     has_test = train_root != root and test_root.is_dir()
-    return read(train_root), read(test_root) if has_test else None
+    train = read(train_root, channels)
+    return train, read(test_root, train.features.shape[1]) if has_test else None
 
 
 def _images(root: Path, *, has_persons: bool) -> list[Path]:
@@ -121,12 +128,12 @@ def _images(root: Path, *, has_persons: bool) -> list[Path]:
     class_folders = _folders(root)
     folders = [p for c in class_folders for p in _folders(c)] if has_persons else class_folders
     files = [p for folder in folders for p in sorted(folder.iterdir())]
-    files = [path for path in files if path.suffix.lower() in _SUFFIXES]
+    files = [path for path in files if path.suffix.lower() in SUFFIXES]
     form = "<class>/<person>/<image>.png" if has_persons else "<class>/<image>.png"
     if not files:
-        raise ConfigError(f"{root} has no png or jpg images: expected {form}.")
+        raise ConfigError(f"{root} has no images: expected {form}.")
     for path in (p for c in class_folders for p in c.iterdir() if has_persons):
-        if path.suffix.lower() in _SUFFIXES:
+        if path.suffix.lower() in SUFFIXES:
             raise ConfigError(f"{path} is in no person's folder: with id_column expected {form}.")
     return files
 
@@ -154,65 +161,5 @@ def records_from_arrays(
         labels=torch.from_numpy(labels.astype(np.int64)),
         ids=ids,
         class_names=class_names,
-        feature_names=tuple(f"x{i}" for i in range(num_features)),
-        num_numeric=num_features,
+        schema=tuple(Column(f"x{i}") for i in range(num_features)),
     )
-
-
-def decode_images(
-    count: int,
-    source: Callable[[int], tuple[str, bytes]],
-    *,
-    image_size: int | None,
-    channels: int | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return uint8 ``[count, C, H, W]`` from encoded images, each given with its name, and ids.
-
-    An id is the hash of an image's own pixels, before it is resized, without transparency: it is
-    the same for a file that was compressed anew without loss, in any format, and for shades of gray
-    stored as colours.
-    """
-    from PIL import Image
-
-    images = np.empty((0, 0, 0, 0), dtype=np.uint8)
-    ids: list[bytes] = []
-    for i in range(count):
-        name, content = source(i)
-        try:
-            with Image.open(io.BytesIO(content)) as opened:
-                if opened.mode.startswith(("I", "F")):
-                    raise ConfigError(
-                        f"{name} has more than 8 bits per pixel (mode {opened.mode}), which would "
-                        "be cut off: rescale the images to 8 bits first."
-                    )
-                is_gray = opened.mode in ("1", "L", "LA")
-                channels = channels or (1 if is_gray else 3)
-                own = opened.convert("L" if is_gray else "RGB")
-                image = opened.convert("L" if channels == 1 else "RGB")
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # of Pillow
-            raise ConfigError(f"{name} cannot be read as an image: {error}.") from error
-        ids.extend(record_ids([_own_pixels(np.asarray(own))]))
-        if image_size is not None and image.size != (image_size, image_size):
-            image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)
-        pixels = np.asarray(image).reshape(image.height, image.width, channels)
-        if i == 0:
-            check_fits(
-                count * pixels.size,
-                f"{count} images of {channels}x{image.height}x{image.width} pixels",
-                "set a smaller dataset.image_size",
-            )
-            images = np.empty((count, channels, image.height, image.width), dtype=np.uint8)
-        elif pixels.shape[:2] != images.shape[2:]:
-            raise ConfigError(
-                f"{name} is {image.width}x{image.height}, the first image "
-                f"{images.shape[3]}x{images.shape[2]}: set dataset.image_size."
-            )
-        images[i] = pixels.transpose(2, 0, 1)
-    return images, np.array(ids, dtype="S32")
-
-
-def _own_pixels(pixels: np.ndarray) -> bytes:
-    """Return the bytes of an image ``[H, W]`` or ``[H, W, 3]`` channel by channel, gray as one."""
-    if pixels.ndim == 3 and (pixels == pixels[:, :, :1]).all():
-        pixels = pixels[:, :, 0]
-    return np.moveaxis(pixels, -1, 0).tobytes() if pixels.ndim == 3 else pixels.tobytes()

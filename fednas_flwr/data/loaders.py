@@ -17,7 +17,9 @@ from torch.nn import functional
 
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.records import Records
+from fednas_flwr.data.schema import normalised
 from fednas_flwr.data.splits import assign_splits
+from fednas_flwr.data.statistics import Statistics, column_moments, pooled
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.names import SPLITS
 from fednas_flwr.randomness import make_generator
@@ -83,14 +85,7 @@ class Split:
         rows = self.rows.index_select(0, indices)
         y = self.labels.index_select(0, rows).to(device)
         x = self.features.index_select(0, rows).to(device)
-        if x.dtype == torch.uint8:
-            scale = torch.tensor([1 / (255 * std) for std in self.std], device=device)
-            shift = torch.tensor(
-                [mean / std for mean, std in zip(self.mean, self.std, strict=True)], device=device
-            )
-            return x.float().mul_(scale[:, None, None]).sub_(shift[:, None, None]), y
-        x.sub_(torch.tensor(self.mean, device=device)).div_(torch.tensor(self.std, device=device))
-        return x.nan_to_num_(nan=0.0), y
+        return normalised(x, self.mean, self.std), y
 
 
 @dataclass(frozen=True)
@@ -104,13 +99,31 @@ class ClientData:
     validation: Split
     test: Split
 
+    def standardised(self, statistics: Statistics) -> ClientData:
+        """Return the same records, standardised by other statistics.
+
+        Raises:
+            ConfigError: They are of another number of features.
+        """
+        num_features = self.train.features.shape[1]
+        if not len(statistics.mean) == len(statistics.std) == num_features:
+            raise ConfigError(
+                f"refused: statistics of {len(statistics.mean)} features, where this client's "
+                f"records have {num_features}."
+            )
+        parts = (self.train, self.validation, self.test)
+        return ClientData(
+            *(replace(part, mean=statistics.mean, std=statistics.std) for part in parts)
+        )
+
 
 def make_client_data(
     prepared: Prepared, indices: np.ndarray, *, key: bytes, fractions: Mapping[str, float]
 ) -> ClientData:
     """Return the parts of one client's records.
 
-    A table without given statistics is standardised by those of this client's train part.
+    A table without given statistics is standardised by those of this client's train part, until
+    those of all clients are known: :meth:`ClientData.standardised`.
 
     Args:
         prepared: The data set.
@@ -131,7 +144,8 @@ def make_client_data(
         )
     mean, std = prepared.mean, prepared.std
     if not mean:
-        mean, std = _own_statistics(records, rows[0])
+        own = _own_statistics(records, rows[0])
+        mean, std = own.mean, own.std
     return ClientData(
         *(
             Split(records.features, records.labels, part, mean, std, _persons(records, part))
@@ -158,7 +172,8 @@ def server_split(records: Records, mean: tuple[float, ...], std: tuple[float, ..
     """
     rows = torch.arange(len(records))
     if not mean:
-        mean, std = _own_statistics(records, rows)
+        own = _own_statistics(records, rows)
+        mean, std = own.mean, own.std
     return Split(records.features, records.labels, rows, mean, std)
 
 
@@ -332,20 +347,9 @@ def _covered(centre_B1: Tensor, side: int, size: int) -> Tensor:
     return (place >= start_B1) & (place < start_B1 + side)
 
 
-def _own_statistics(records: Records, rows: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and std per feature over these rows; 0 and 1 for one-hot features.
-
-    Missing numbers do not count; a column that is constant or missing here gets std 1.
-    """
-    numbers = records.features[rows, : records.num_numeric].double().numpy()
-    known = ~np.isnan(numbers)
-    count = np.maximum(known.sum(axis=0), 1)
-    mean = np.where(known, numbers, 0).sum(axis=0) / count
-    std = np.sqrt((np.where(known, numbers - mean, 0) ** 2).sum(axis=0) / count)
-    # Float32 cannot tell values that are closer than this.
-    std = np.where(std <= 1e-7 * np.abs(mean), 1.0, std)
-    one_hot = records.features.shape[1] - records.num_numeric
-    return (*mean.tolist(), *(0.0,) * one_hot), (*std.tolist(), *(1.0,) * one_hot)
+def _own_statistics(records: Records, rows: Tensor) -> Statistics:
+    """Return the statistics over these rows alone."""
+    return pooled([column_moments(records, rows)], num_features=records.features.shape[1])
 
 
 def _checked_size(num_examples: int, batch_size: int | None) -> int:

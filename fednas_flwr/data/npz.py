@@ -7,24 +7,36 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from fednas_flwr.data.images import RecordsPair, decode_images, records_from_arrays
+from fednas_flwr.data.decoding import DEFAULT_DECODING, Decoding, decode_images
+from fednas_flwr.data.images import RecordsPair, records_from_arrays
+from fednas_flwr.data.records import Records
 from fednas_flwr.errors import ConfigError
 
 
 def load_npz(
-    path: Path, *, image_size: int | None, channels: int | None, class_names: Sequence[str]
+    path: Path,
+    *,
+    image_size: int | None,
+    channels: int | None,
+    class_names: Sequence[str],
+    corrupt: str = "refuse",
+    intensity: Sequence[float] = (),
 ) -> RecordsPair:
     """Return the train and test parts of an npz file, see :func:`records_from_npz`.
 
     Args:
         path: The file.
-        image_size: Side in pixels to which encoded images are resized, or None to keep theirs.
-        channels: 1 or 3 for encoded images, or None for that of the first image.
+        image_size: Of encoded images, see :class:`~fednas_flwr.data.decoding.Decoding`.
+        channels: See there; None is that of the train part.
         class_names: Names of the classes 0, 1, ..., or empty to name them by their numbers.
+        corrupt: See :class:`~fednas_flwr.data.decoding.Decoding`.
+        intensity: See there.
 
     Raises:
         ConfigError: The file is missing, still compressed, or not of this form.
@@ -41,9 +53,8 @@ def load_npz(
     return records_from_npz(
         arrays,
         origin=str(path),
-        image_size=image_size,
-        channels=channels,
         class_names=class_names,
+        decoding=Decoding(image_size, channels, corrupt, tuple(intensity)),
     )
 
 
@@ -51,9 +62,8 @@ def records_from_npz(
     arrays: Mapping[str, np.ndarray],
     *,
     origin: str,
-    image_size: int | None = None,
-    channels: int | None = None,
     class_names: Sequence[str] = (),
+    decoding: Decoding = DEFAULT_DECODING,
 ) -> RecordsPair:
     """Return the train and test parts in named arrays, which take one of two forms.
 
@@ -65,44 +75,28 @@ def records_from_npz(
     Args:
         arrays: By name.
         origin: Where they come from, for messages.
-        image_size: See :func:`load_npz`.
-        channels: See there.
-        class_names: See there.
+        class_names: See :func:`load_npz`.
+        decoding: Of encoded images.
 
     Raises:
         ConfigError: The arrays are not of this form.
     """
-
-    def read(part: str) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        labels = _whole_labels(arrays[f"y_{part}"], origin=origin, part=part)
-        if f"x_{part}" in arrays:
-            for name, value in (("image_size", image_size), ("channels", channels)):
-                if value is not None:
-                    raise ConfigError(
-                        f"dataset.{name}={value} has no effect on {origin}, whose x_{part} holds "
-                        "plain arrays and no encoded images: remove it, or change the arrays."
-                    )
-            features, ids = arrays[f"x_{part}"], None
-            features = _channels_first(features, origin=origin)
-        else:
-            contents = _cut(arrays[f"{part}_bytes"], arrays[f"{part}_off"], origin=origin)
-            features, ids = decode_images(
-                len(contents),
-                lambda i: (f"image {i} of {origin}, part {part}", contents[i]),
-                image_size=image_size,
-                channels=channels,
-            )
+    present = _parts(arrays, origin=origin)
+    parts = [
+        (
+            _features(arrays, part, origin=origin, decoding=decoding),
+            _whole_labels(arrays[f"y_{part}"], origin=origin, part=part),
+        )
+        for part in present
+    ]
+    for part, (features, labels) in zip(present, parts, strict=True):
         if len(features) != len(labels) or len(labels) == 0:
             raise ConfigError(
                 f"{origin} holds {len(features)} records and {len(labels)} labels in its part "
                 f"{part}: it needs as many labels as records, at least one."
             )
-        return features, ids, labels
-
-    present = _parts(arrays, origin=origin)
-    read_parts = [read(part) for part in present]
-    num_classes = 1 + max(int(labels.max()) for _, _, labels in read_parts)
-    num_records = sum(len(labels) for _, _, labels in read_parts)
+    num_classes = 1 + max(int(labels.max()) for _, labels in parts)
+    num_records = sum(len(labels) for _, labels in parts)
     if not class_names and num_classes > num_records:
         raise ConfigError(
             f"{origin} has the label {num_classes - 1}, but only {num_records} records: expected "
@@ -114,8 +108,43 @@ def records_from_npz(
             f"{origin} has the label {num_classes - 1}, but dataset.class_names names only "
             f"{len(names)} classes."
         )
-    parts = [records_from_arrays(x, y, names, ids=ids) for x, ids, y in read_parts]
-    return parts[0], parts[1] if len(parts) == 2 else None
+    read: list[Records] = []
+    for part, (features, labels) in zip(present, parts, strict=True):
+        if isinstance(features, np.ndarray):
+            read.append(records_from_arrays(features, labels, names))
+            continue
+        channels = read[0].features.shape[1] if read else decoding.channels
+        name = f"{origin}, part {part}"
+        decoded = decode_images(
+            len(features),
+            partial(named, features, name),
+            replace(decoding, channels=channels),
+        )
+        kept = labels[decoded.kept]
+        records = records_from_arrays(decoded.images, kept, names, ids=decoded.ids)
+        read.append(replace(records, notes=decoded.notes))
+    return read[0], read[1] if len(read) == 2 else None
+
+
+def named(contents: list[bytes], origin: str, index: int) -> tuple[str, bytes]:
+    """Return an image of a file with its name, for messages."""
+    return f"image {index} of {origin}", contents[index]
+
+
+def _features(
+    arrays: Mapping[str, np.ndarray], part: str, *, origin: str, decoding: Decoding
+) -> np.ndarray | list[bytes]:
+    """Return a part's images or rows, or its encoded images."""
+    if f"x_{part}" in arrays:
+        defaults = asdict(DEFAULT_DECODING)
+        for name in (name for name, value in asdict(decoding).items() if value != defaults[name]):
+            value = getattr(decoding, name)
+            raise ConfigError(
+                f"dataset.{name}={value} has no effect on {origin}, whose x_{part} holds "
+                "plain arrays and no encoded images: remove it, or change the arrays."
+            )
+        return channels_first(arrays[f"x_{part}"], origin=origin)
+    return cut(arrays[f"{part}_bytes"], arrays[f"{part}_off"], origin=origin)
 
 
 def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> list[str]:
@@ -156,16 +185,19 @@ def _whole_labels(labels: np.ndarray, *, origin: str, part: str) -> np.ndarray:
     return labels.astype(np.int64)
 
 
-def _channels_first(images: np.ndarray, *, origin: str) -> np.ndarray:
-    """Return uint8 ``[N, C, H, W]``, or float32 ``[N, F]`` for a table."""
+def channels_first(
+    images: np.ndarray, *, origin: str, kinds: Sequence[type] = (np.uint8,)
+) -> np.ndarray:
+    """Return ``[N, C, H, W]`` of one of the given kinds, or float32 ``[N, F]`` for a table."""
     if images.ndim == 2 and images.dtype.kind in "fiu":
         rows = images.astype(np.float32)
         if np.isinf(rows).any():
             raise ConfigError(f"{origin} holds infinite features: replace or remove them.")
         return rows
-    if images.dtype == np.uint8 and images.ndim == 3:
+    is_image = images.dtype in kinds
+    if is_image and images.ndim == 3:
         return images[:, None]
-    if images.dtype == np.uint8 and images.ndim == 4:
+    if is_image and images.ndim == 4:
         first, last = images.shape[1] in (1, 3), images.shape[3] in (1, 3)
         if first != last:
             return images if first else images.transpose(0, 3, 1, 2)
@@ -175,7 +207,7 @@ def _channels_first(images: np.ndarray, *, origin: str) -> np.ndarray:
     )
 
 
-def _cut(joined: np.ndarray, offsets: np.ndarray, *, origin: str) -> list[bytes]:
+def cut(joined: np.ndarray, offsets: np.ndarray, *, origin: str) -> list[bytes]:
     """Return the images' bytes ``joined[offsets[i]:offsets[i + 1]]``."""
     ends = offsets.astype(np.int64)
     valid = joined.dtype == np.uint8 and len(ends) > 1 and ends[0] >= 0

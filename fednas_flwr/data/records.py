@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fednas_flwr.data.schema import CATEGORY, Column, feature_names
 from fednas_flwr.errors import ConfigError
 
 
@@ -27,11 +28,12 @@ class Records:
         ids: S32 ``[N]``, hex of :func:`record_ids`; equal for records that must not be separated.
         class_names: One name per class.
         columns: ``[N]`` strings per column by which a table or sites can be partitioned.
-        feature_names: One name per feature of a table, numeric ones first; empty for images.
-        num_numeric: How many leading features are numbers to standardise; the rest is one-hot.
+        schema: Columns of a table, in the order of its features; empty for images.
+        label: Name of a table's label column; empty if it has none.
         id_column: Column that says whose each record is, and gave the ids, which then are the same
             in every export of the data. A person stays in one part and with one client, and is the
             unit of privacy. Empty where ids were hashed from what the records hold.
+        notes: Sentences on what the reader has found and done, for people.
     """
 
     features: Tensor
@@ -39,9 +41,10 @@ class Records:
     ids: np.ndarray
     class_names: tuple[str, ...]
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    feature_names: tuple[str, ...] = ()
-    num_numeric: int = 0
+    schema: tuple[Column, ...] = ()
+    label: str = ""
     id_column: str = ""
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check that every part has the same number of records."""
@@ -49,6 +52,16 @@ class Records:
         sizes |= {name: len(values) for name, values in self.columns.items()}
         if len(set(sizes.values())) != 1:
             raise ValueError(f"records need one entry of each kind per record, got {sizes}.")
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """One name per feature of a table, those to standardise first; empty for images."""
+        return feature_names(self.schema)
+
+    @property
+    def num_numeric(self) -> int:
+        """Number of leading features that are numbers to standardise; the others are 0 or 1."""
+        return sum(column.kind != CATEGORY for column in self.schema)
 
     @property
     def by_person(self) -> bool:
@@ -99,7 +112,7 @@ def join_sites(sites: Mapping[str, Records]) -> Records:
                 f"{_listed(first.class_names)}, {name} has {_listed(records.class_names)}: "
                 "set dataset.class_names to the classes of all sites."
             )
-        if records.feature_names != first.feature_names:
+        if records.schema != first.schema:
             only = set(records.feature_names) ^ set(first.feature_names)
             raise ConfigError(
                 f"the sites {first_name} and {name} do not have the same feature columns (they "

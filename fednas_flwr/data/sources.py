@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +19,17 @@ from fednas_flwr.data.images import (
 )
 from fednas_flwr.data.npz import load_npz
 from fednas_flwr.data.records import Records, join_sites
+from fednas_flwr.data.table_files import SUFFIXES
 from fednas_flwr.data.tables import load_csv
 from fednas_flwr.errors import ConfigError
 
-_IMAGES = frozenset({"image_size", "channels", "class_names"})
-_TABLES = frozenset({"label", "id_column", "numeric", "categorical", "categories", "ignore"})
+_IMAGES = frozenset({"image_size", "channels", "class_names", "corrupt", "intensity"})
+_TABLES = frozenset(
+    {
+        *("label", "id_column", "numeric", "dates", "categorical", "categories", "ignore"),
+        *("separator", "encoding", "decimal", "missing_values", "missing"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ DATA_SETS: dict[str, DataSet] = {
         load_csv,
         _TABLES | {"class_names", "statistics"},
         roots=("file", "folder"),
-        sites=("*.csv", "*.csv.gz"),
+        sites=tuple(f"*{suffix}" for suffix in SUFFIXES),
     ),
 }
 
@@ -158,9 +164,10 @@ def digest_records(parts: RecordsPair) -> str:
             continue
         arrays = [records.features.numpy(), records.labels.numpy(), records.ids]
         arrays += [values.astype(np.str_) for values in records.columns.values()]
-        names = (records.class_names, list(records.columns), records.feature_names)
+        schema = [asdict(column) for column in records.schema]
+        names = (records.class_names, list(records.columns), schema)
         shapes = [(str(array.dtype), array.shape) for array in arrays]
-        digest.update(json.dumps([names, records.num_numeric, shapes]).encode())
+        digest.update(json.dumps([names, shapes]).encode())
         for array in arrays:
             digest.update(array.tobytes())
     return digest.hexdigest()

@@ -1,23 +1,36 @@
-"""Reader of CSV tables: a label column, numeric columns, and categorical columns as one-hot.
+"""Reader of tables: a label column, numbers, dates, and categories as one-hot.
 
 Numbers stay as they are in the file, NaN where missing: whoever makes batches standardises them,
-with statistics that were given or with a client's own (:mod:`fednas_flwr.data.loaders`).
+with statistics that were given or found together (:mod:`fednas_flwr.data.statistics`). Files are
+read by :mod:`fednas_flwr.data.table_files`; :func:`encode_rows` is for training and prediction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from fednas_flwr.data.images import RecordsPair
 from fednas_flwr.data.records import Records, canonical, encode_labels, record_ids
+from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
+from fednas_flwr.data.table_files import (
+    SUFFIXES,
+    Form,
+    Texts,
+    check_columns,
+    days_of,
+    numbers_of,
+    read_texts,
+    rows_text,
+)
 from fednas_flwr.errors import ConfigError
 
 _MOST_CATEGORIES = 256
+_NEARLY = 0.9  # share of numbers from which a column's other texts are taken for mistakes
 
 
 def load_csv(
@@ -26,10 +39,16 @@ def load_csv(
     label: str | None = "last",
     id_column: str | None = None,
     numeric: Sequence[str] = (),
+    dates: Sequence[str] = (),
     categorical: Sequence[str] = (),
     categories: Mapping[str, Sequence[str]] | None = None,
     ignore: Sequence[str] = (),
     class_names: Sequence[str] = (),
+    separator: str | None = None,
+    encoding: str | None = None,
+    decimal: str | None = None,
+    missing_values: Sequence[str] = (),
+    missing: str = "mean",
 ) -> RecordsPair:
     """Return the records of a table and of its official test part, None where it has none.
 
@@ -39,49 +58,91 @@ def load_csv(
     ``id_column`` prevents that. All columns but those of fractions are kept as ``Records.columns``.
 
     Args:
-        path: A csv file with a header, or a folder with train.csv and optionally test.csv, whose
-            columns and classes are those of train.csv; each may be compressed (.gz).
+        path: A table's file with a header (``SUFFIXES``), or a folder with train.csv and optionally
+            test.csv or the like, whose columns and classes are those of the train part.
         label: Name of the label column, or ``last`` or None for the last one.
         id_column: Column that names the person (a patient, a card) whom a row is of, the same in
             every export; no feature.
-        numeric: Numeric features; with ``categorical`` also empty, every column that holds only
-            numbers is numeric and every other categorical.
+        numeric: Numeric features; with ``dates`` and ``categorical`` also empty, every column that
+            holds only numbers is numeric, only dates a date, and every other categorical.
+        dates: Columns of dates, see :func:`~fednas_flwr.data.table_files.days_of`.
         categorical: Categorical features, one feature ``column=value`` per category.
         categories: Values of categorical columns; the values found, sorted, where not given.
         ignore: Columns that are not features.
         class_names: The label's values in class order, or empty for those found, sorted.
+        separator: See :class:`~fednas_flwr.data.table_files.Form`.
+        encoding: See there.
+        decimal: See there.
+        missing_values: See there.
+        missing: What becomes of missing numbers and dates: ``mean`` puts the mean in their place,
+            ``indicator`` also adds a feature that says so.
 
     Raises:
         ConfigError: A column or value that does not fit this description.
     """
+    form = Form(separator, encoding, decimal, tuple(missing_values))
     train_path, test_path = _parts(path)
-    table = _read_table(train_path)
-    label = table.columns[-1] if label in (None, "last") else label
-    train, found = _read_records(
-        table,
+    texts, notes = read_texts(train_path, form)
+    label = list(texts)[-1] if label in (None, "last") else label
+    train = _read_records(
+        texts,
         train_path,
         label=label,
         id_column=id_column,
-        numeric=numeric,
-        categorical=categorical,
+        kinds=_declared_kinds(
+            {NUMBER: numeric, DATE: dates, CATEGORY: categorical}, path=train_path
+        ),
         categories=categories or {},
         ignore=ignore,
         class_names=class_names,
+        missing=missing,
+        missing_values=missing_values,
     )
+    train = replace(train, notes=notes)
     if test_path is None:
         return train, None
-    test, _ = _read_records(
-        _read_table(test_path),
+    found = {column.name: column.categories for column in train.schema if column.kind == CATEGORY}
+    test = _read_records(
+        read_texts(test_path, form)[0],
         test_path,
         label=label,
         id_column=id_column,
-        numeric=train.feature_names[: train.num_numeric],
-        categorical=list(found),
+        kinds={column.name: column.kind for column in train.schema},
         categories=found,
         ignore=(),
         class_names=train.class_names,
+        missing=missing,
+        missing_values=missing_values,
     )
-    return train, test
+    return train, replace(test, schema=train.schema)
+
+
+def encode_rows(texts: Mapping[str, np.ndarray], schema: Sequence[Column], *, where: str) -> Texts:
+    """Return the features of rows by name, float32 ``[N]`` each, in the order of the schema.
+
+    Args:
+        texts: The columns' cells; empty ones are missing, and so are a column's missing values.
+        schema: The columns; a category that is none of a column's has no feature.
+        where: Where the rows come from, for messages.
+
+    Raises:
+        ConfigError: A column lacks, or a cell of a number or date is none.
+    """
+    check_columns(texts, [column.name for column in schema], where=where)
+    numbers, indicators, categories = {}, {}, {}
+    for column in schema:
+        cells = texts[column.name]
+        if column.missing_values:
+            cells = np.where(np.isin(cells.astype(np.str_), column.missing_values), "", cells)
+        if column.kind == CATEGORY:
+            for value in column.categories:
+                categories[f"{column.name}={value}"] = (cells == value).astype(np.float32)
+            continue
+        parsed = (days_of if column.kind == DATE else numbers_of)(cells)
+        numbers[column.name] = _checked_numbers(cells, parsed, column=column, where=where)
+        if column.indicator:
+            indicators[f"{column.name} is missing"] = (cells == "").astype(np.float32)
+    return {**numbers, **indicators, **categories}
 
 
 def _parts(root: Path) -> tuple[Path, Path | None]:
@@ -89,7 +150,7 @@ def _parts(root: Path) -> tuple[Path, Path | None]:
     if not root.is_dir():
         return root, None
     found = {
-        part: [path for path in (root / f"{part}.csv", root / f"{part}.csv.gz") if path.is_file()]
+        part: [root / f"{part}{s}" for s in SUFFIXES if (root / f"{part}{s}").is_file()]
         for part in ("train", "test")
     }
     if len(found["train"]) != 1 or len(found["test"]) > 1:
@@ -102,107 +163,126 @@ def _parts(root: Path) -> tuple[Path, Path | None]:
 
 
 def _read_records(
-    table: Any,
+    texts: Texts,
     path: Path,
     *,
     label: str,
     id_column: str | None,
-    numeric: Sequence[str],
-    categorical: Sequence[str],
+    kinds: Mapping[str, str],
     categories: Mapping[str, Sequence[str]],
     ignore: Sequence[str],
     class_names: Sequence[str],
-) -> tuple[Records, dict[str, list[str]]]:
-    """Return a table's records, and the values of its categorical columns; see :func:`load_csv`."""
-    names = list(table.columns)
+    missing: str,
+    missing_values: Sequence[str],
+) -> Records:
+    """Return a table's records; see :func:`load_csv`."""
+    names = list(texts)
     id_columns = [id_column] if id_column is not None else []
-    for column in (label, *id_columns, *numeric, *categorical, *categories, *ignore):
-        if column not in names:
-            raise ConfigError(f"{path} has no column {column}: it has {', '.join(names)}.")
-
-    texts = {name: table[name].to_numpy(dtype=object, na_value="") for name in names}
+    named = (label, *id_columns, *kinds, *categories, *ignore)
+    check_columns(texts, named, where=str(path))
     if (texts[label] == "").any():
         row = int(np.argmax(texts[label] == ""))
         raise ConfigError(f"{path} has no label ({label}) in row {row + 1}: fill or remove it.")
     excluded = [label, *id_columns, *ignore]
-    for column in (*numeric, *categorical):
-        if column in excluded or (column in numeric and column in categorical):
-            raise ConfigError(
-                f"column {column} of {path} has two uses: name it in only one of dataset.label, "
-                "dataset.id_column, dataset.numeric, dataset.categorical and dataset.ignore."
-            )
-    candidates = [n for n in names if n not in excluded]
-    if numeric or categorical:
-        candidates = [n for n in candidates if n in numeric or n in categorical]
-    one_hot = {*categorical, *categories}
-    numbers = {n: _numbers(texts[n]) for n in candidates if n not in one_hot}
-    if not (numeric or categorical):
-        numbers = {n: x for n, x in numbers.items() if not np.isnan(x[texts[n] != ""]).any()}
-
-    columns = [_numeric_column(texts[n], x, name=n, path=path) for n, x in numbers.items()]
-    feature_names = list(numbers)
-    found = {
-        name: _categories(texts[name], categories.get(name), name=name, path=path)
-        for name in candidates
-        if name not in numbers
-    }
-    for name, values in found.items():
-        columns.extend((texts[name] == value).astype(np.float32) for value in values)
-        feature_names.extend(f"{name}={value}" for value in values)
-    if not columns:
+    for column in kinds:
+        if column in excluded:
+            raise _two_uses(column, path)
+    candidates = [n for n in names if n not in excluded and (n in kinds or not kinds)]
+    given = {**kinds, **dict.fromkeys(categories, CATEGORY)}
+    kinds = {n: given.get(n) or _kind(texts[n], name=n, path=path) for n in candidates}
+    if not kinds:
         raise ConfigError(f"{path} has no feature columns besides its label {label}: add some.")
-
+    schema = [
+        Column(n, kind, (), missing == "indicator", tuple(missing_values))
+        for n, kind in kinds.items()
+        if kind != CATEGORY
+    ]
+    schema += [
+        Column(
+            n,
+            CATEGORY,
+            tuple(_categories(texts[n], categories.get(n), name=n, path=path)),
+            missing_values=tuple(missing_values),
+        )
+        for n, kind in kinds.items()
+        if kind == CATEGORY
+    ]
+    features = list(encode_rows(texts, schema, where=str(path)).values())
+    if not features:
+        raise ConfigError(f"{path} has no feature columns besides its label {label}: add some.")
     classes = tuple(class_names) or _sorted_classes(texts[label])
+    numbers = {n: numbers_of(texts[n]) for n, kind in kinds.items() if kind == NUMBER}
     fractional = {n for n, x in numbers.items() if (x % 1 > 0).any()}
     kept = [n for n in names if n != label and n not in fractional]
-    records = Records(
-        features=torch.from_numpy(np.stack(columns, axis=1)),
+    return Records(
+        features=torch.from_numpy(np.stack(features, axis=1)),
         labels=encode_labels(texts[label], classes, where=f"{path}, column {label},"),
         ids=_given_ids(texts[id_column], name=id_column, path=path)
         if id_column is not None
-        else _feature_ids({name: texts[name] for name in found}, numbers),
+        else _feature_ids({n: texts[n] for n in kinds if n not in numbers}, numbers),
         class_names=classes,
         columns={n: texts[n].astype(np.str_) for n in kept},
-        feature_names=tuple(feature_names),
-        num_numeric=len(numbers),
+        schema=tuple(schema),
+        label=label,
         id_column=id_column or "",
     )
-    return records, found
 
 
-def _read_table(path: Path) -> Any:
-    """Return the file as a pandas table of text, NaN where empty."""
-    import pandas as pd
-
-    try:
-        table = pd.read_csv(path, dtype=str, encoding="utf-8-sig")
-    except (OSError, EOFError, ValueError) as error:
-        raise ConfigError(f"dataset.root={path} cannot be read as a CSV table: {error}.") from error
-    if len(table) == 0:
-        raise ConfigError(f"dataset.root={path} has no rows: give a CSV table with a header.")
-    return table
+def _declared_kinds(columns: Mapping[str, Sequence[str]], *, path: Path) -> dict[str, str]:
+    """Return the kind of each column of which the settings say it, given the columns by kind."""
+    kinds: dict[str, str] = {}
+    for kind, names in columns.items():
+        for name in names:
+            if name in kinds:
+                raise _two_uses(name, path)
+            kinds[name] = kind
+    return kinds
 
 
-def _numbers(texts: np.ndarray) -> np.ndarray:
-    """Return float64 ``[N]``, NaN where a text is missing or no number."""
-    import pandas as pd
+def _two_uses(column: str, path: Path) -> ConfigError:
+    return ConfigError(
+        f"column {column} of {path} has two uses: name it in only one of dataset.label, "
+        "dataset.id_column, dataset.numeric, dataset.dates, dataset.categorical and dataset.ignore."
+    )
 
-    numbers: np.ndarray = pd.to_numeric(pd.Series(texts), errors="coerce").to_numpy(dtype=float)
-    return numbers
+
+def _kind(texts: np.ndarray, *, name: str, path: Path) -> str:
+    """Return what a column holds.
+
+    Raises:
+        ConfigError: Nearly all are numbers: the others must be mistakes, or all are categories.
+    """
+    is_text = (texts != "") & np.isnan(numbers_of(texts))
+    if not is_text.any():
+        return NUMBER
+    if not np.isnan(days_of(texts)[texts != ""]).any():
+        return DATE
+    if is_text.sum() > (1 - _NEARLY) * (texts != "").sum():
+        return CATEGORY
+    rows = np.flatnonzero(is_text)
+    values = ", ".join(sorted(set(texts[rows].tolist()))[:5])
+    raise ConfigError(
+        f"column {name} of {path} holds numbers but for {rows_text(texts, rows)}: correct them, "
+        f"set dataset.missing_values=[{values}] if they mean that the number is missing, or list "
+        "the column in dataset.categorical or dataset.ignore."
+    )
 
 
-def _numeric_column(texts: np.ndarray, numbers: np.ndarray, *, name: str, path: Path) -> np.ndarray:
+def _checked_numbers(
+    texts: np.ndarray, numbers: np.ndarray, *, column: Column, where: str
+) -> np.ndarray:
     """Return float32 ``[N]``, NaN where missing."""
     with np.errstate(over="ignore"):
-        column = numbers.astype(np.float32)
-    unreadable = np.flatnonzero((texts != "") & ~np.isfinite(column))
+        checked = numbers.astype(np.float32)
+    unreadable = np.flatnonzero((texts != "") & ~np.isfinite(checked))
     if len(unreadable):
-        row = int(unreadable[0])
+        kind = "numeric" if column.kind == NUMBER else "of dates"
         raise ConfigError(
-            f"column {name} of {path} is numeric but holds {texts[row]} in row {row + 1}: correct "
-            "it, or list the column in dataset.categorical or dataset.ignore."
+            f"column {column.name} of {where} is {kind} but holds {rows_text(texts, unreadable)}: "
+            "correct it, name it in dataset.missing_values if it means that the value is missing, "
+            "or list the column in dataset.categorical or dataset.ignore."
         )
-    return column
+    return checked
 
 
 def _categories(

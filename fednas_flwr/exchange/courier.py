@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.errors import ClientLeftError, ReplyError
 from fednas_flwr.exchange.gate import (
     MAX_EXAMPLES,
@@ -82,6 +83,7 @@ class Courier:
         bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts thrice.
         bytes_received: Bytes of all arrays in replies so far.
         facts: What each connected client said of itself, by client.
+        statistics: By which all clients standardise a table; None where they are declared.
         wait: Called with seconds where there is nothing to do but wait for replies.
     """
 
@@ -114,6 +116,7 @@ class Courier:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.facts: dict[int, Mapping[str, Any]] = {}
+        self.statistics: Statistics | None = None
         self._grid: Grid | None = None
         self._nodes: dict[int, int] = {}  # client -> node id
         self._max_examples: dict[int, float] = {}  # client -> records it has
@@ -232,6 +235,7 @@ class Courier:
         )
         part._grid = self._grid
         part._nodes = {client: self._nodes[client] for client in clients}
+        part.statistics = self.statistics
         part._refused = self._refused
         part._left = {client: why for client, why in self._left.items() if client in clients}
         part._max_examples = {client: self._max_examples[client] for client in clients}
@@ -356,7 +360,7 @@ class Courier:
             node = self._nodes[client]
             header = Header(self.run, stage, server_round, phase, client, secrets.token_hex(8))
             own = (own_settings or {}).get(client, settings)
-            content = encode_request(header, own, records)
+            content = encode_request(header, own, records, self.statistics)
             self.bytes_sent += payload_bytes(content)
             facts = self.facts.get(client, {})
             own_limits = limits(

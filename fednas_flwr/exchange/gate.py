@@ -17,15 +17,20 @@ from typing import Any
 import torch
 from flwr.app import Message
 
+from fednas_flwr.data.schema import Column
+from fednas_flwr.data.statistics import Moments
 from fednas_flwr.errors import ClientLeftError, ConfigError, ReplyError
+from fednas_flwr.evaluation.scores import BINS
 from fednas_flwr.exchange.limits import Limits, distance
 from fednas_flwr.exchange.messages import BUDGET_SPENT, Header, Reply, decode_reply
 from fednas_flwr.exchange.states import MOMENTS, Layout, Packed, fill_unchanged, unpack
 from fednas_flwr.exchange.wire import restore
 from fednas_flwr.hardware.latency import from_json
 from fednas_flwr.names import ACCOUNTANTS, SPLITS, UNITS
+from fednas_flwr.typed import parse
 from fednas_flwr.verbs import METRICS
 
+SCORES = ("f1", "auroc", "average_precision")
 LARGEST_TABLE = 2**20  # characters: some 5,000 layers
 LONGEST_TEXT = 200  # characters of a tag or of a name
 FEWEST_VOTES = 3  # clients of which most can be right
@@ -239,6 +244,34 @@ def _texts(values: object) -> bool:
     return isinstance(values, dict) and all(map(_text, [*values, *values.values()]))
 
 
+def _all_parse(kind: type, values: object) -> bool:
+    """Return whether this is a list of what a dataclass can be made of."""
+    if not isinstance(values, list):
+        return False
+    try:
+        for value in values:
+            parse(kind, value, key="")
+    except ConfigError:
+        return False
+    return True
+
+
+def _scores(values: object) -> bool:
+    """Return whether these are scores by name."""
+    return (
+        isinstance(values, dict)
+        and set(values) <= set(SCORES)
+        and all(type(value) is float and 0 <= value <= 1 for value in values.values())
+    )
+
+
+def _histogram(rows: object) -> bool:
+    """Return whether this is a histogram of probabilities for each of two kinds of records."""
+    if not isinstance(rows, list) or len(rows) != 2:
+        return False
+    return all(_counts(row) and len(row) == BINS and sum(row) <= MAX_EXAMPLES for row in rows)
+
+
 def _declared(values: object) -> bool:
     """Return whether these are numbers of records by split."""
     return (
@@ -303,7 +336,10 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "input_shape": _counts,
     "class_counts": _counts,
     "class_names": _names,
-    "feature_names": _names,
+    "schema": lambda values: _all_parse(Column, values),
+    "scores": _scores,
+    "histogram": _histogram,
+    "moments": lambda values: _all_parse(Moments, values),
     "splits": _declared,
     "latency": _latency,
 }

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.exchange.requests import Settings, decode, encode
 from fednas_flwr.exchange.states import Packed
@@ -73,12 +74,14 @@ class Request:
         header: See :class:`Header`.
         settings: Arguments of the verb.
         states: Packed tensors by state: ``weights``, ``alphas``, ``buffers``, ``moments``.
+        statistics: By which all clients standardise a table whose own are not declared.
     """
 
     verb: str
     header: Header
     settings: Settings
     states: Mapping[str, Packed] = field(default_factory=dict)
+    statistics: Statistics | None = None
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,16 @@ def encode_states(states: Mapping[str, Packed]) -> dict[str, ArrayRecord]:
 
 
 def encode_request(
-    header: Header, settings: Settings, states: Mapping[str, ArrayRecord]
+    header: Header,
+    settings: Settings,
+    states: Mapping[str, ArrayRecord],
+    statistics: Statistics | None = None,
 ) -> RecordDict:
     """Return the content of a request; ``states`` comes from :func:`encode_states`."""
-    text = json.dumps({"header": vars(header), "settings": encode(settings)})
-    return RecordDict({HEADER: ConfigRecord({JSON: text}), **states})
+    values: dict[str, Json] = {"header": vars(header), "settings": encode(settings)}
+    if statistics is not None:
+        values["statistics"] = vars(statistics)
+    return RecordDict({HEADER: ConfigRecord({JSON: json.dumps(values)}), **states})
 
 
 def decode_request(verb: str, content: RecordDict) -> Request:
@@ -142,10 +150,15 @@ def decode_request(verb: str, content: RecordDict) -> Request:
     except Exception as error:  # whatever a server can send, as in decode_reply
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise ConfigError(f"refused, a malformed request: {reason}.") from error
-    if not isinstance(text, dict) or set(text) != {"header", "settings"}:
-        raise ConfigError("refused: a request has a header and settings, and nothing else.")
+    if not isinstance(text, dict) or set(text) - {"statistics"} != {"header", "settings"}:
+        raise ConfigError(
+            "refused: a request has a header, settings and maybe statistics, and nothing else."
+        )
     header: Header = parse(Header, text["header"], key="header")
-    return Request(verb, header, decode(verb, text["settings"]), states)
+    statistics: Statistics | None = None
+    if "statistics" in text:
+        statistics = parse(Statistics, text["statistics"], key="statistics")
+    return Request(verb, header, decode(verb, text["settings"]), states, statistics)
 
 
 def encode_reply(header: Header, reply: Reply) -> RecordDict:

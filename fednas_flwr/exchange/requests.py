@@ -300,12 +300,15 @@ class Evaluate(Settings):
         split: The split's name.
         statistics_batch_size: In batches of how many train records batch norm's statistics are
             estimated anew before; None takes those that were sent, and so do private clients.
+        with_scores: Whether clients also tell scores, and a histogram of the probabilities of the
+            positive class; private ones never do.
     """
 
     network: Description
     split: str
     site: Site | None = None
     statistics_batch_size: Count | None = None
+    with_scores: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,34 @@
 """MODEL_CARD.md: what the model of a run is, what it was made from, and what it is not good for."""
 
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.files import write_atomically
-from fednas_flwr.reporting import guarantee
+from fednas_flwr.reporting import guarantee, scores
 from fednas_flwr.reporting.compare import markdown_table
 from fednas_flwr.reporting.events import Event
-from fednas_flwr.reporting.runs import Run, read_run
-from fednas_flwr.reporting.texts import NUMBERS, cost, privacy_notes, settings_text, title
+from fednas_flwr.reporting.runs import EVENTS_FILE, Run, read_run
+from fednas_flwr.reporting.texts import (
+    COLUMN_HEAD,
+    NUMBERS,
+    column_rows,
+    cost,
+    privacy_notes,
+    settings_text,
+    title,
+)
 from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent, score
 
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCardData
+
+HUB_METRICS = {"accuracy": "central_accuracy", "f1": "central_f1", "roc_auc": "central_auroc"}
+PUBLISHED = "snapshot_download('<user>/<model>')"  # of huggingface_hub
 SETTINGS = ("algorithm", "search_space", "retrain", "privacy")
 
 
@@ -21,18 +39,104 @@ def write_model_card(run_folder: Path) -> Path:
         FileNotFoundError: The folder holds no events.jsonl.
     """
     run = read_run(run_folder)
+    return write_atomically(run_folder / "MODEL_CARD.md", _card(run, f'"{run_folder}"'))
+
+
+def export_model(run_folder: Path, to: Path) -> list[Path]:
+    """Return the files of a new folder that is ready to be published as a model repository.
+
+    The model's files, its genotype, and the card as ``README.md`` in the form of the Hugging Face
+    Hub, with the results as metadata. Nothing in it names a path of this machine.
+
+    Raises:
+        ConfigError: The run has exported no model, or the folder is not new and cannot be made.
+    """
+    if not (run_folder / EVENTS_FILE).is_file():
+        raise ConfigError(f"{run_folder} holds no {EVENTS_FILE}: give the folder of a run.")
+    run = read_run(run_folder)
+    files = (run.last("exported") or {}).get("files") or []
+    if not files:
+        raise ConfigError(f"{run_folder} has no exported model: let its stage export run.")
+    try:
+        to.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"--to={to} must be a new folder: {error.strerror}.") from error
+    copied = [to / name for name in (*files, "genotype.json") if (run_folder / name).is_file()]
+    for path in copied:
+        shutil.copyfile(run_folder / path.name, path)
+    card = f"---\n{_metadata(run).to_yaml()}\n---\n\n{_card(run, PUBLISHED)}"
+    return [*copied, write_atomically(to / "README.md", card)]
+
+
+def _metadata(run: Run) -> ModelCardData:
+    """Return what the Hugging Face Hub reads of a card; it needs results to have a model's name."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    inputs = (run.last("exported") or {}).get("inputs") or {}
+    task = f"{'tabular' if len(inputs.get('shape', ())) == 1 else 'image'}-classification"
+    numbers = run.numbers()
+    results = [
+        EvalResult(
+            task_type=task,
+            dataset_type=_name(run, "dataset"),
+            dataset_name=_name(run, "dataset"),
+            metric_type=metric,
+            metric_value=numbers[name],
+        )
+        for metric, name in HUB_METRICS.items()
+        if numbers[name] is not None
+    ]
+    return ModelCardData(
+        model_name=title(run),
+        library_name="fednas_flwr",
+        pipeline_tag=task,
+        tags=["federated-learning", "neural-architecture-search", "onnx"],
+        eval_results=results or None,
+    )
+
+
+def _card(run: Run, place: str) -> str:
+    """Return the card; ``place`` is what the model is loaded from."""
     sections = [
         _heading(run),
         _data(run),
         _training(run),
         _results(run),
-        _loading(run),
+        _inputs(run),
+        _loading(run, place),
         _limits(run),
         _privacy(run),
     ]
-    return write_atomically(
-        run_folder / "MODEL_CARD.md", "\n\n".join(filter(None, sections)) + "\n"
-    )
+    return "\n\n".join(filter(None, sections)) + "\n"
+
+
+def _inputs(run: Run) -> str:
+    """Return what the exported model takes."""
+    inputs = (run.last("exported") or {}).get("inputs")
+    if not inputs:
+        return ""
+    lines = ["## What it takes and gives", ""]
+    if inputs["schema"]:
+        lines += markdown_table(COLUMN_HEAD, column_rows(run))
+        lines += [
+            "",
+            "A missing number or date counts as the mean; a missing or unknown category belongs to "
+            "none. Dates are days since 1970 in model.onnx, and 2024-05-31 or 31.5.2024 elsewhere.",
+        ]
+    else:
+        channels, height, width = inputs["shape"]
+        lines.append(
+            f"Images [N, {channels}, {height}, {width}], uint8 from 0 to 255, or in Python float "
+            "from 0 to 1; files of any size are resized (bilinear). Normalisation is inside: "
+            f"mean {_numbers(inputs['mean'])}, deviation {_numbers(inputs['std'])}."
+        )
+    classes = ", ".join(inputs["class_names"])
+    lines += ["", f"It gives a label and probabilities (softmax) of the classes {classes}."]
+    return "\n".join(lines)
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)
 
 
 def _name(run: Run, group: str) -> str:
@@ -133,31 +237,42 @@ def _results(run: Run) -> str:
     rows = [
         ["accuracy on the server's test set", percent(numbers["central_accuracy"])],
         [
-            "F1 on it (of two classes the last, of more the mean)",
+            "F1 on it",
             score(numbers["central_f1"]),
         ],
-        ["AUROC on it, likewise", score(numbers["central_auroc"])],
+        ["AUROC on it", score(numbers["central_auroc"])],
         [f"mean accuracy on the clients' test parts{noised}", percent(numbers["client_accuracy"])],
         ["the same after local training", percent(numbers["personalised_accuracy"])],
         ["linear model on the same data", percent(numbers["linear_accuracy"])],
         ["F1 of the linear model", score(numbers["linear_f1"])],
         ["AUROC of the linear model", score(numbers["linear_auroc"])],
+        ["boosted trees on the same data", percent(numbers["trees_accuracy"])],
+        ["F1 of the boosted trees", score(numbers["trees_f1"])],
+        ["AUROC of the boosted trees", score(numbers["trees_auroc"])],
         *([f"time of {name}", duration(seconds)] for name, seconds in stages.items()),
         ["traffic, both directions", num_bytes(None if traffic is None else traffic * 1e6)],
         ["dropped replies", str(len(run.failures()))],
         *([f"client {e['client']} left the run", str(e["reason"])] for e in run.departures()),
     ]
     reached = [row for row in rows if row[1] != DASH]
-    return "\n".join(["## Results", "", *markdown_table(["result", "value"], reached)])
+    lines = ["## Results", "", *markdown_table(["result", "value"], reached)]
+    if tables := scores.tables(run):
+        lines += ["", scores.positive_text(run)]
+    for name, head, body in tables:
+        lines += ["", f"### {name}", "", *markdown_table(head, body)]
+    if text := scores.calibration_text(run):
+        lines += ["", text]
+    return "\n".join(lines)
 
 
-def _loading(run: Run) -> str:
+def _loading(run: Run, place: str) -> str:
     exported = (run.last("exported") or {}).get("files") or []
     if not exported:
         return ""
     return (
-        "## How to load it\n\n```python\nfrom fednas_flwr import load_network\n\n"
-        f'network = load_network("{run.folder}")  # a torch module in eval mode\n```\n\n'
+        "## How to use it\n\n```python\nfrom fednas_flwr import load\n\n"
+        f"model = load({place})  # takes raw data: normalisation and classes are inside\n"
+        'print(model.predict("data").labels)  # arrays, a DataFrame, or a path\n```\n\n'
         f"Files: {', '.join(exported)}."
     )
 
@@ -167,7 +282,6 @@ def _limits(run: Run) -> str:
         "## Limits",
         "",
         _seed_limit(run),
-        "- Inputs must be prepared as in training (size, channels, normalisation).",
     ]
     known = [client["accuracy"] for client in run.client_results()]
     if known:

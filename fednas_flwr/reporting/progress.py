@@ -89,6 +89,9 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
                     f"group {event['group']}: {event['stage']} finished in "
                     f"{duration(event['seconds'])}"
                 )
+            case "data":
+                for line in event["found"]:
+                    self._say(f"data: {line}")
             case "client_failed":
                 self._show_failure(event)
             case "client_left":
@@ -220,6 +223,9 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         ("linear model", percent(numbers["linear_accuracy"])),
         ("linear model, F1", score(numbers["linear_f1"])),
         ("linear model, AUROC", score(numbers["linear_auroc"])),
+        ("boosted trees", percent(numbers["trees_accuracy"])),
+        ("boosted trees, F1", score(numbers["trees_f1"])),
+        ("boosted trees, AUROC", score(numbers["trees_auroc"])),
         ("parameters", count(numbers["num_parameters"])),
         ("multiply-adds", count(numbers["multiply_adds"])),
         *((f"time of {name}", duration(stages[name])) for name in stages if name in STAGES),
@@ -239,6 +245,40 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     report = run_folder / "report.html"
     if report.exists():
         console.print(Text(f"report: {report}"), soft_wrap=True, highlight=False)
+
+
+class CountDisplay(AbstractContextManager["CountDisplay"]):
+    """Shows how many of something are done; called with that number and with that of all.
+
+    On a terminal it is a moving bar, elsewhere nothing.
+
+    Args:
+        what: What is counted, e.g. ``records``.
+        console: Where to print; standard output by default.
+    """
+
+    def __init__(self, what: str, console: Console | None = None) -> None:
+        """Show nothing yet."""
+        console = console or Console()
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), _TimeLeft())
+        self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bars.add_task(what, total=None, ends_at=None)
+        self._started = time.monotonic()
+
+    def __enter__(self) -> "CountDisplay":
+        """Begin to show."""
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the terminal back."""
+        self._bars.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` are done."""
+        seconds = (time.monotonic() - self._started) * (total / max(done, 1))
+        ends_at = self._started + seconds
+        self._bars.update(self._task, completed=done, total=total, ends_at=ends_at)
 
 
 class _TimeLeft(ProgressColumn):

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from fednas_flwr.files import write_atomically
-from fednas_flwr.reporting import decidedness, exploration, guarantee, plots, texts
+from fednas_flwr.reporting import decidedness, exploration, guarantee, plots, scores, texts
 from fednas_flwr.reporting.cells import cell_svg
 from fednas_flwr.reporting.runs import CONFIG_FILE, Run, read_run
 from fednas_flwr.reporting.units import DASH
@@ -45,6 +45,7 @@ def write_report(run_folder: Path) -> Path:
     optional = {
         "partition": plots.partition(partition),
         "clients": plots.client_accuracy(evaluated),
+        "reliability": scores.reliability(run),
         "traffic_search": plots.traffic(run.rounds("search")),
         "traffic_retrain": plots.traffic(run.rounds("retrain")),
     }
@@ -71,6 +72,12 @@ def write_report(run_folder: Path) -> Path:
         "partition_text": texts.partition_text(partition, declared=run.is_private),
         "privacy": _privacy(run),
         "accuracy_text": texts.accuracy_text(run),
+        "score_tables": scores.tables(run),
+        "positive_text": scores.positive_text(run),
+        "calibration_text": scores.calibration_text(run),
+        "use": texts.use_rows(run),
+        "column_head": texts.COLUMN_HEAD,
+        "columns": texts.column_rows(run),
         "times": texts.time_rows(run),
         "traffic_rows": texts.traffic_rows(run),
         "exploration_rows": exploration.cost_rows(run),
@@ -209,6 +216,7 @@ def _sections(context: dict[str, Any]) -> list[tuple[str, str]]:
     """Return id and name of the sections that the page will have, in order."""
     figures = context["figures"]
     candidates = [
+        ("use", "Use this model", context["use"]),
         ("run", "What was run", True),
         *((stage["name"], texts.STAGES[stage["name"]], True) for stage in context["stages"]),
         ("groups", "Groups", context["groups"]),
@@ -216,6 +224,7 @@ def _sections(context: dict[str, Any]) -> list[tuple[str, str]]:
         ("alphas", "Architecture parameters", context["alphas"]["kinds"]),
         ("partition", "Who holds what", context["splits"] or "partition" in figures),
         ("privacy", "Privacy", context["privacy"]),
+        ("scores", "Scores", context["score_tables"]),
         ("accuracy", "Accuracy per client", "clients" in figures),
         ("cost", "Time and traffic", context["times"] or context["traffic_rows"]),
         ("model", "Model", context["exported"]),

@@ -227,7 +227,7 @@ class Run:
     def numbers(self) -> dict[str, float | None]:
         """Return the run's results by name.
 
-        Accuracies are shares of 1; F1 is the last class's of two, else their mean;
+        Accuracies are shares of 1; F1 and the like are of the positive class, else the mean;
         ``client_accuracy`` is the plain mean over clients, ``personalised_accuracy`` that after
         each has trained the network on its own records; ``exchanges`` and ``traffic_mb``, both
         directions in 10^6 bytes, count all rounds; ``epsilon`` is the largest of all clients and
@@ -241,16 +241,22 @@ class Run:
         exchanges = [e["exchanges"] for n in names for e in self.rounds(n) if "exchanges" in e]
         accuracies = [client["accuracy"] for client in self.client_results()]
         personalised = [c["accuracy"] for c in evaluated.get("personalised") or []]
-        central, linear = (evaluated.get(name) or {} for name in ("central", "linear"))
+        central, linear, trees = (
+            evaluated.get(name) or {} for name in ("central", "linear", "trees")
+        )
         return {
             "central_accuracy": central.get("accuracy"),
             "central_f1": central.get("f1"),
             "central_auroc": central.get("auroc"),
+            "central_average_precision": central.get("average_precision"),
             "client_accuracy": fmean(accuracies) if accuracies else None,
             "personalised_accuracy": fmean(personalised) if personalised else None,
             "linear_accuracy": linear.get("accuracy"),
             "linear_f1": linear.get("f1"),
             "linear_auroc": linear.get("auroc"),
+            "trees_accuracy": trees.get("accuracy"),
+            "trees_f1": trees.get("f1"),
+            "trees_auroc": trees.get("auroc"),
             "num_parameters": derived.get("num_parameters"),
             "multiply_adds": derived.get("multiply_adds"),
             "search_seconds": stages.get("search"),

@@ -90,11 +90,15 @@ def tiles(run: Run) -> list[dict[str, str]]:
     if best is not None and linear is not None:
         gain = f"network {100 * (best - linear):+.1f} points"
     linear_f1 = numbers["linear_f1"]
-    f1_note = "of two classes the last one's, of more the mean"
+    positive = (evaluated.get("central") or {}).get("positive")
+    names = (run.last("partition") or {}).get("class_names") or []
+    f1_note = "mean over the classes" if positive is None else f"of the class {names[positive]}"
     f1_note += "" if linear_f1 is None else f"; linear model {score(linear_f1)}"
+    f1_note += _of_trees(numbers["trees_f1"])
     linear_auroc = numbers["linear_auroc"]
     auroc_note = "likewise"
     auroc_note += "" if linear_auroc is None else f"; linear model {score(linear_auroc)}"
+    auroc_note += _of_trees(numbers["trees_auroc"])
     num_clients = len(run.client_results())
     traffic = numbers["traffic_mb"]
     epsilon, delta = overall(privacy) if privacy else (None, 0.0)
@@ -117,6 +121,7 @@ def tiles(run: Run) -> list[dict[str, str]]:
             "mean over clients, each on its own test part",
         ),
         ("Linear model", percent(linear), gain),
+        ("Boosted trees", percent(numbers["trees_accuracy"]), "on the same pooled records"),
         ("Epsilon", epsilon_text(epsilon) if privacy else DASH, unit),
         ("Parameters", count(numbers["num_parameters"]), "of the network"),
         ("Multiply-adds", count(numbers["multiply_adds"]), "for one example"),
@@ -130,6 +135,10 @@ def tiles(run: Run) -> list[dict[str, str]]:
     ]
     keys = ("label", "value", "note")
     return [dict(zip(keys, tile, strict=True)) for tile in tiles if tile[1] != DASH]
+
+
+def _of_trees(value: float | None) -> str:
+    return "" if value is None else f"; boosted trees {score(value)}"
 
 
 def cost(run: Run) -> tuple[str, str]:
@@ -157,6 +166,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         *((label, settings_text(config, key)) for key, label in GROUPS.items() if key in config),
         *((label, str(config[key])) for key, label in NUMBERS.items() if config.get(key)),
         ("the search was", searched if run.rounds("search") else ""),
+        ("data", ". ".join((run.last("data") or {}).get("found") or [])),
         ("commit", str(started.get("commit") or "")),
         ("machine", str(started.get("machine") or "")),
         ("device", str(started.get("device") or "")),
@@ -268,6 +278,39 @@ def traffic_rows(run: Run) -> list[list[str]]:
     if len(rows) > 1:
         rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
     return [[name, num_bytes(sent), num_bytes(received)] for name, sent, received in rows]
+
+
+COLUMN_HEAD = ["column", "what it is", "standardised by (mean, deviation)"]
+
+
+def column_rows(run: Run) -> list[list[str]]:
+    """Return a row for each column of the table that the exported model takes; none of images."""
+    inputs = (run.last("exported") or {}).get("inputs") or {"schema": [], "mean": [], "std": []}
+    pairs = iter(zip(inputs["mean"], inputs["std"], strict=True))
+    rows = {}
+    for column in (c for c in inputs["schema"] if c["kind"] != "category"):
+        mean, std = next(pairs)
+        also = ", with a feature that says if it is missing" * column["indicator"]
+        rows[column["name"]] = [column["name"], column["kind"] + also, f"{mean:.6g}, {std:.6g}"]
+    for column in (c for c in inputs["schema"] if c["kind"] == "category"):
+        rows[column["name"]] = [column["name"], f"one of {', '.join(column['categories'])}", DASH]
+    return [rows[column["name"]] for column in inputs["schema"]]
+
+
+def use_rows(run: Run) -> list[tuple[str, str]]:
+    """Return lines to copy that use the exported model, by how; none before the export."""
+    exported = run.last("exported") or {}
+    inputs = exported.get("inputs")
+    if not inputs:
+        return []
+    data = "patients.csv" if len(inputs["shape"]) == 1 else "images/"
+    folder = run.folder.resolve()
+    load = f'from fednas_flwr import load\nmodel = load("{folder}")\n'
+    return [
+        ("In Python", f'{load}print(model.predict("{data}").table())'),
+        ("On the command line", f"fednas predict {folder} {data} --output predictions.csv"),
+        ("To publish it", f"fednas export {folder} --to model-folder"),
+    ]
 
 
 def exported_text(run: Run) -> str:

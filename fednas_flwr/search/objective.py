@@ -18,9 +18,11 @@ class Objective:
     Attributes:
         class_factors: Public factors of the classes' losses, in (0, 1] [classes], on the device of
             the logits; None is 1. They never follow from a client's own counts.
+        positive: Class that scores are of; None is the last of two, and of more the mean of all.
     """
 
     class_factors: Tensor | None = None
+    positive: int | None = None
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return each record's loss [B], in nats, times the factor of its class.
@@ -63,59 +65,110 @@ class Objective:
         """Return the factor [B] of each record's class; None is 1."""
         return None if self.class_factors is None else self.class_factors.to(labels.device)[labels]
 
+    def predictions(self, logits: Tensor) -> Tensor:
+        """Return the predicted class of each record, int64 [B]; probabilities do as logits."""
+        return logits.argmax(1)
+
     def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return which records are predicted right, bool [B]."""
-        return logits.argmax(1) == labels
+        return self.predictions(logits) == labels
+
+    def positive_class(self, num_classes: int) -> int | None:
+        """Return the class that scores are of: the given one, else of two the last; else None."""
+        return 1 if self.positive is None and num_classes == 2 else self.positive
 
     def scores(self, logits: Tensor, labels: Tensor) -> dict[str, float]:
-        """Return :func:`f1` and, where it is defined, :func:`auroc`, by name.
+        """Return ``f1`` and, where they are defined, ``auroc`` and ``average_precision``.
+
+        They are of the positive class against the rest, or else the plain mean over the classes
+        that occur (macro).
 
         Args:
             logits: [N, classes], on the CPU.
             labels: int64 [N], on the CPU.
         """
-        found = {"f1": f1(labels, logits.argmax(1), num_classes=logits.shape[1])}
-        if len(torch.unique(labels)) > 1 and bool(logits.isfinite().all()):
-            found["auroc"] = auroc(labels, logits.double())
+        ones = torch.ones(1, len(labels), dtype=torch.float64)
+        found = self.weighted_scores(logits, labels, ones)
+        return {name: float(value) for name, value in found.items() if bool(value.isfinite())}
+
+    def weighted_scores(
+        self, logits: Tensor, labels: Tensor, weights_RN: Tensor
+    ) -> dict[str, Tensor]:
+        """Return :meth:`scores` under each of R weightings of the records, float64 [R].
+
+        NaN is where one is not defined; a weight of 2 counts a record twice, as resampling does.
+
+        Args:
+            logits: [N, classes], on the CPU.
+            labels: int64 [N], on the CPU.
+            weights_RN: float64 [R, N], 0 or more.
+        """
+        positive = self.positive_class(logits.shape[1])
+        classes = range(logits.shape[1]) if positive is None else [positive]
+        predictions = self.predictions(logits)
+        f1s = [f1(labels == c, predictions == c, weights_RN) for c in classes]
+        found = {"f1": torch.stack(f1s).nanmean(0)}
+        if positive is not None:  # a class that is never predicted and does not occur
+            found["f1"] = found["f1"].nan_to_num(nan=0.0)
+        if bool(logits.isfinite().all()):
+            odds = log_odds(logits.double())
+            areas = [ranked_areas(labels == c, odds[:, c], weights_RN) for c in classes]
+            found["auroc"] = torch.stack([area for area, _ in areas]).nanmean(0)
+            found["average_precision"] = torch.stack([mean for _, mean in areas]).nanmean(0)
         return found
 
 
-def f1(labels: Tensor, predictions: Tensor, *, num_classes: int) -> float:
-    """Return ``2 TP / (2 TP + FP + FN)``, in [0, 1].
-
-    Of two classes it is that of the last one, which is taken for the rare one (fraud, ill); of
-    more, the plain mean over those that occur (macro). A class that is never predicted has 0.
+def f1(positive_N: Tensor, called_N: Tensor, weights_RN: Tensor) -> Tensor:
+    """Return ``2 TP / (2 TP + FP + FN)``, in [0, 1], float64 [R]; NaN of 0 / 0.
 
     Args:
-        labels: int64 [N].
-        predictions: int64 [N].
-        num_classes: Number of classes.
+        positive_N: Which records are of the class, bool.
+        called_N: Which are predicted to be.
+        weights_RN: See :meth:`Objective.weighted_scores`.
     """
-    from sklearn.metrics import f1_score
-
-    average = "binary" if num_classes == 2 else "macro"
-    return float(f1_score(labels, predictions, average=average, zero_division=0.0))
+    both = weights_RN[:, positive_N & called_N].sum(1)
+    return 2 * both / (weights_RN[:, positive_N].sum(1) + weights_RN[:, called_N].sum(1))
 
 
-def auroc(labels: Tensor, logits: Tensor) -> float:
-    """Return the area under the ROC curve, in [0, 1]: of two classes that of the last one.
+def log_odds(logits: Tensor) -> Tensor:
+    """Return each class's log odds against all others, float64 [N, classes].
 
-    Of more, the plain mean over those that occur, each against the rest. Records are ranked by
-    their log odds: those above 36 nats all have a probability that rounds to 1, and rounding would
-    order equal ones.
+    Records are ranked by them: probabilities of those above 36 nats all round to 1, and rounding
+    would order equal ones.
 
     Args:
-        labels: int64 [N], of at least two classes.
-        logits: float64 [N, classes], finite.
+        logits: float64 [N, classes], finite; at least two classes.
     """
-    from sklearn.metrics import roc_auc_score
+    classes = range(logits.shape[1])
+    rest = [torch.cat([logits[:, :c], logits[:, c + 1 :]], dim=1).logsumexp(1) for c in classes]
+    return logits - torch.stack(rest, dim=1)
 
-    classes = [1] if logits.shape[1] == 2 else torch.unique(labels).tolist()
-    areas = []
-    for c in classes:
-        rest = torch.cat([logits[:, :c], logits[:, c + 1 :]], dim=1)
-        areas.append(float(roc_auc_score(labels == c, logits[:, c] - rest.logsumexp(1))))
-    return sum(areas) / len(areas)
+
+def ranked_areas(positive_N: Tensor, ranks_N: Tensor, weights_RN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the area under the ROC curve and the average precision, in [0, 1], float64 [R].
+
+    The average precision is ``sum_k (R_k - R_(k-1)) P_k`` over distinct ranks, not interpolated, as
+    scikit-learn has it; equal ranks count half in the area under the ROC curve. Both are NaN unless
+    there are records of both kinds.
+
+    Args:
+        positive_N: Which records are of the class, bool.
+        ranks_N: float64; larger is more likely positive.
+        weights_RN: See :meth:`Objective.weighted_scores`.
+    """
+    order_N = ranks_N.argsort(descending=True)
+    ordered_N = ranks_N[order_N]
+    ends_K = torch.nonzero(torch.cat([ordered_N[1:] != ordered_N[:-1], torch.tensor([True])]))[:, 0]
+    sorted_RN, is_positive_N = weights_RN[:, order_N], positive_N[order_N].double()
+    found_RK = (sorted_RN * is_positive_N).cumsum(1)[:, ends_K]
+    wrong_RK = (sorted_RN * (1 - is_positive_N)).cumsum(1)[:, ends_K]
+    zero = torch.zeros(len(weights_RN), 1, dtype=torch.float64)
+    hits_RK, misses_RK = found_RK.diff(prepend=zero), wrong_RK.diff(prepend=zero)
+    positives, negatives = found_RK[:, -1], wrong_RK[:, -1]
+    area = (misses_RK * (found_RK - hits_RK / 2)).sum(1) / (positives * negatives)
+    precision_RK = (found_RK / (found_RK + wrong_RK)).nan_to_num(nan=0.0)  # of no record yet
+    mean = (hits_RK * precision_RK).sum(1) / positives
+    return area, mean.where(negatives > 0, torch.nan)
 
 
 def heads(output: Output) -> tuple[Tensor, Tensor | None]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fednas_flwr.builders.algorithms import make_sampler
-from fednas_flwr.builders.networks import load_exported, make_device
+from fednas_flwr.builders.networks import load, make_device
 from fednas_flwr.config import Config, DPNASSettings
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.cell_analysis import op_shares, variants
@@ -158,10 +158,10 @@ def _inference(config: Config, batch_size: int) -> dict[str, Any] | None:
     folder = Path(str(config.run_dir))
     if not (folder / MODEL_FILE).is_file():
         return None
-    network, input_shape = load_exported(folder)
+    model = load(folder)
     device = make_device(config.device)
     (timing,) = time_modules(
-        [(network, input_shape)],
+        [(model.network, model.inputs.shape)],
         batch_size=batch_size,
         device=device,
         threads=config.threads,

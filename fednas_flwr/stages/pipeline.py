@@ -11,8 +11,9 @@ import os
 import platform
 import secrets
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import nn
 
 import fednas_flwr
 from fednas_flwr.builders.check import pools_records
-from fednas_flwr.builders.clients import make_client, make_courier
+from fednas_flwr.builders.clients import make_client, make_courier, make_objective
 from fednas_flwr.builders.data import has_real_sites, make_data, make_server_data
 from fednas_flwr.builders.networks import (
     describe_network,
@@ -33,13 +34,18 @@ from fednas_flwr.builders.networks import (
 )
 from fednas_flwr.builders.strategies import make_retraining, make_search
 from fednas_flwr.config import CFDNASSettings, Config, DifferentialPrivacy, GivenNetwork
+from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import concat_splits, server_split
 from fednas_flwr.data.partitioners import save_partition
+from fednas_flwr.data.statistics import Moments, Statistics, pooled
+from fednas_flwr.data.summary import found
 from fednas_flwr.errors import ReplyError
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
-from fednas_flwr.evaluation.metrics import evaluate, linear_baseline
+from fednas_flwr.evaluation.metrics import evaluate, pooled_baselines, predicted
+from fednas_flwr.evaluation.model import Model
+from fednas_flwr.evaluation.scores import best_threshold, detailed, shares_at
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
-from fednas_flwr.exchange.courier import QuorumError
+from fednas_flwr.exchange.courier import Courier, QuorumError
 from fednas_flwr.exchange.gate import check_facts
 from fednas_flwr.exchange.requests import (
     Amount,
@@ -53,9 +59,10 @@ from fednas_flwr.exchange.requests import (
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.names import SPLITS
-from fednas_flwr.reporting.events import EventLog, read_events
+from fednas_flwr.reporting.events import Event, EventLog, read_events
 from fednas_flwr.reporting.lookup import CellTable, percentiles_by_round
 from fednas_flwr.reporting.runs import EVENTS_FILE
+from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search_spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.stages.check import given_table
@@ -66,9 +73,10 @@ from fednas_flwr.stages.run import Run
 from fednas_flwr.stages.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.stages.schedule import Schedule, make_schedule, private_stage
 from fednas_flwr.strategies.base import RoundStrategy
+from fednas_flwr.typed import parse
 
 # What each real site must tell of its data, from which the server builds networks.
-SITE_FACTS = ("input_shape", "feature_names", "class_names")
+SITE_FACTS = ("input_shape", "schema", "class_names")
 
 
 def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
@@ -117,6 +125,9 @@ def _run_stages(
     for event in earlier:
         if event.get("expelled"):
             courier.expel(event["client"], event["reason"])
+    if prepared.uses_own_statistics and not private:
+        courier.statistics = statistics = _common_statistics(prepared, courier, earlier, log)
+        prepared = replace(prepared, mean=statistics.mean, std=statistics.std)
     facts = [known for _, known in sorted(courier.facts.items())]
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in facts]
     counts = [known.get("class_counts", []) for known in facts]
@@ -129,6 +140,8 @@ def _run_stages(
         clients=sorted(courier.facts),
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
+    if len(prepared.train) and not private and (lines := found(prepared)):
+        log.emit("data", found=lines)
     checkpoints = CheckpointFolder(
         folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
     )
@@ -145,6 +158,45 @@ def _run_stages(
     finally:
         if private:
             _report_spending(run)
+
+
+def _common_statistics(
+    prepared: Prepared, courier: Courier, earlier: Sequence[Event], log: EventLog
+) -> Statistics:
+    """Return by what all clients standardise their tables: the pooled moments of their train parts.
+
+    A resumed run goes on with those that it began with. A client whose moments cannot be right is
+    asked no more.
+
+    Raises:
+        QuorumError: Too few clients are left.
+    """
+    known = [event for event in earlier if event["event"] == "statistics"]
+    if known:
+        return Statistics(tuple(known[-1]["mean"]), tuple(known[-1]["std"]))
+    parties = []
+    for client in courier.clients:
+        facts = courier.facts[client]
+        moments = [parse(Moments, of, key="moments") for of in facts.get("moments", ())]
+        most = facts.get("splits", {}).get("train", 0)
+        if len(moments) != prepared.train.num_numeric or any(of.count > most for of in moments):
+            reason = (
+                f"its moments are not of {prepared.train.num_numeric} columns of {most} records"
+            )
+            courier.expel(client, reason)
+            place = {"stage": "connect", "round": 0, "verb": "query.describe", "client": client}
+            log.emit("client_left", **place, reason=reason, expelled=True)
+        else:
+            parties.append(moments)
+    if len(parties) < courier.quorum:
+        raise QuorumError(
+            f"{len(parties)} of {courier.num_clients} clients tell means and deviations of their "
+            f"columns, {courier.quorum} are needed."
+        )
+    (num_features,) = prepared.input_shape
+    statistics = pooled(parties, num_features=num_features)
+    log.emit("statistics", mean=list(statistics.mean), std=list(statistics.std))
+    return statistics
 
 
 def _run_from_search(run: Run) -> None:
@@ -165,10 +217,12 @@ def _run_from_search(run: Run) -> None:
     network, states = _retrain(run, description, configuration)
     if "export" in config.stages:
         with run.stage("export"):
-            export_safetensors(network, description, run.folder)
-            path, difference = export_onnx(network, run.prepared.input_shape, run.folder)
+            model = Model(network, run.prepared.inputs, description)
+            export_safetensors(model, run.folder)
+            path, difference = export_onnx(model, run.folder)
             files = ["model.safetensors", path.name]
-            run.log.emit("exported", files=files, onnx_max_difference=difference)
+            inputs = asdict(model.inputs)
+            run.log.emit("exported", files=files, onnx_max_difference=difference, inputs=inputs)
     if "evaluate" in config.stages:
         _evaluate(run, description, network, states)
 
@@ -253,28 +307,67 @@ def _evaluate(
     config, prepared = run.config, run.prepared
     device = make_device(config.device)
     with run.stage("evaluate"):
-        central, linear = None, None
+        private = private_stage(config, run.schedule, "evaluate")
+        is_private = isinstance(config.privacy, DifferentialPrivacy)
+        threshold, central = None, None
+        objective = make_objective(config, prepared.train.class_names, torch.device("cpu"))
+        if not is_private and objective.positive_class(prepared.num_classes) is not None:
+            threshold = _threshold(run, description, states)
         if prepared.server_test is not None:
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
-            central = evaluate(network.to(device), test, device, with_scores=True).as_json()
+            measured = evaluate(
+                network.to(device), test, device, objective=objective, with_scores=True
+            )
+            logits, labels = predicted(network, test, device)
+            central = measured.as_json() | detailed(
+                logits, labels, objective=objective, threshold=threshold, seed=config.seed
+            )
             network.cpu()
-        private = private_stage(config, run.schedule, "evaluate")
-        if pools_records(config):
-            linear = _linear_baseline(run)
+        baselines = _baselines(run, objective) if pools_records(config) else {}
         site = None if private is None else Site(private.data_set)
         results: dict[str, list[dict[str, Any]]] = {"clients": [], "personalised": []}
         if config.dataset.fractions["test"] > 0:
             if private is None or private.noise_multiplier("metrics") is not None:
-                request = Evaluate(description, "test", site)
-                results["clients"] = _ask_tests(run, "evaluate.model", request, states)
+                request = Evaluate(description, "test", site, with_scores=not is_private)
+                results["clients"] = _ask_tests(
+                    run, "evaluate.model", request, states, threshold=threshold
+                )
             if config.personalised:
                 last = Personalise(_last_round(config, description))
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
-        run.log.emit("evaluated", central=central, linear=linear, **results)
+        told = {name: baselines.get(name) for name in ("linear", "trees")}
+        run.log.emit("evaluated", central=central, **told, **results)
+
+
+def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed]) -> float | None:
+    """Return the probability from which a record counts as positive, by validation records.
+
+    None where no client has such records of both kinds, or too few clients answer.
+    """
+    courier = run.courier
+    having = [c for c in courier.clients if courier.facts[c].get("splits", {}).get("validation")]
+    histograms = []
+    with suppress(QuorumError):
+        for _, reply in courier.ask(
+            "evaluate.model",
+            stage="evaluate",
+            settings=Evaluate(description, "validation", with_scores=True),
+            states=states,
+            among=having,
+        ):
+            with suppress(ReplyError):
+                check_facts(reply.facts, needed=("histogram",))
+                histograms.append(reply.facts["histogram"])
+    return best_threshold(histograms) if histograms else None
 
 
 def _ask_tests(
-    run: Run, verb: str, settings: Settings, states: dict[str, Packed]
+    run: Run,
+    verb: str,
+    settings: Settings,
+    states: dict[str, Packed],
+    *,
+    threshold: float | None = None,
 ) -> list[dict[str, Any]]:
     """Return what every client that has test records measures; too few of them is a warning."""
     results: list[dict[str, Any]] = []
@@ -288,7 +381,12 @@ def _ask_tests(
         for client, reply in courier.ask(
             verb, stage="evaluate", settings=settings, states=states, releases=run.schedule
         ):
-            fields = {"client": client, "num_examples": reply.num_examples}
+            fields: dict[str, Any] = {"client": client, "num_examples": reply.num_examples}
+            with suppress(ReplyError):
+                check_facts(reply.facts, needed=())
+                fields |= reply.facts.get("scores", {})
+                if threshold is not None and "histogram" in reply.facts:
+                    fields |= shares_at(reply.facts["histogram"], threshold)
             results.append(dict(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test
         run.log.emit("warning", message=f"few clients could test the network: {error}")
@@ -321,19 +419,19 @@ def _report_spending(run: Run) -> None:
     run.log.emit("privacy_spent", clients=spent)
 
 
-def _linear_baseline(run: Run) -> dict[str, float] | None:
-    """Return the test scores of logistic regression on the clients' pooled training records."""
+def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
+    """Return the test scores of models that are fitted to the clients' pooled training records."""
     prepared = run.prepared
     if prepared.server_test is None:
-        return None
-    data = make_data(run.config)
+        return {}
+    data = prepared, make_data(run.config)[1]
     clients = [
         make_client(run.config, index, data=data, networks={}).data
         for index in range(run.config.clients)
     ]
     train = [concat_splits(client.train, client.validation) for client in clients]
     test = server_split(prepared.server_test, prepared.mean, prepared.std)
-    return linear_baseline(train, test, num_classes=prepared.num_classes)
+    return pooled_baselines(train, test, num_classes=prepared.num_classes, objective=objective)
 
 
 def _circumstances() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.states import pack
 from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
@@ -161,3 +162,10 @@ def test_another_clients_data_set_is_never_told_of(make_site, no_record):
                 site.ask(verb, data_set=name)
             assert "ward" not in str(refusal.value).replace(name, "")
     assert site.rows() == []
+
+
+def test_a_private_site_takes_no_statistics_of_a_server(make_site, no_record):
+    site = make_site()
+    request = replace(site.request("evaluate.model"), statistics=Statistics((0.0,), (1e-9,)))
+    with pytest.raises(ConfigError, match=r"standardises by its own dataset\.statis"):
+        site.answer(request)

@@ -87,6 +87,7 @@ def overwrite(path: Path, position: int, count: int) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_cache_with_other_content_is_built_again(tmp_path: Path, images, damage):
+    images = replace(images, features=images.features.clone(), labels=images.labels.clone())
     images.features[-1] = 7  # not zeros
     images.labels[-8:] = 1
     load_or_build(tmp_path / "set", lambda: {"train": images})

@@ -120,7 +120,7 @@ def test_folder_of_classes_and_persons(tmp_path: Path):
     save_image(tmp_path / "dog" / "3.png")
     with pytest.raises(ConfigError, match=r"dog/3.png is in no person's folder: .*<person>"):
         load_image_folder(tmp_path, **DEFAULTS, id_column="patient")
-    with pytest.raises(ConfigError, match="ann has no png or jpg images: expected <class>/<pers"):
+    with pytest.raises(ConfigError, match="ann has no images: expected <class>/<pers"):
         load_image_folder(tmp_path / "dog" / "ann", **DEFAULTS, id_column="patient")
 
 
@@ -147,16 +147,66 @@ def test_class_names_given_by_the_user_fix_the_order(tmp_path: Path):
 def test_images_that_cannot_be_used(tmp_path: Path):
     with pytest.raises(ConfigError, match="not a folder"):
         load_image_folder(tmp_path / "missing", **DEFAULTS)
-    with pytest.raises(ConfigError, match="no png or jpg images"):
+    with pytest.raises(ConfigError, match="has no images: expected <class>/<image>"):
         load_image_folder(tmp_path, **DEFAULTS)
     save_image(tmp_path / "a" / "1.png")
     save_image(tmp_path / "a" / "2.png", size=(5, 5))
-    with pytest.raises(ConfigError, match=r"2.png is 5x5, the first image 6x4: set dataset.image"):
+    with pytest.raises(ConfigError, match=r"2 different sizes \(6x4: 1, 5x5: 1\): set dataset.im"):
         load_image_folder(tmp_path, **DEFAULTS)
+
+
+def test_all_corrupt_files_are_named_at_once_or_skipped(tmp_path: Path):
+    for name in ("1", "4"):
+        save_image(tmp_path / "a" / f"{name}.png", value=int(name))
     (tmp_path / "a" / "2.png").write_bytes(b"no image")
-    with pytest.raises(ConfigError, match="2.png cannot be read as an image"):
+    whole = (tmp_path / "a" / "1.png").read_bytes()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "3.png").write_bytes(whole[:-30])  # cut within its pixels
+    save_image(tmp_path / "b" / "5.png", value=5)
+    with pytest.raises(ConfigError, match=r"2 of 5 files .*a/2.png .*b/3.png .*corrupt=skip"):
         load_image_folder(tmp_path, **DEFAULTS)
-    deep = Image.fromarray(np.full((4, 6), 60_000, dtype=np.uint16))
-    deep.save(tmp_path / "a" / "2.png")
-    with pytest.raises(ConfigError, match="2.png has more than 8 bits per pixel"):
-        load_image_folder(tmp_path, **DEFAULTS)
+    kept, _ = load_image_folder(tmp_path, **DEFAULTS, corrupt="skip")
+    assert kept.features[:, 0, 0, 0].tolist() == [1, 4, 5]
+    assert kept.labels.tolist() == [0, 0, 1]
+    assert len(kept.ids) == 3
+    assert "2 broken images left out: " in kept.notes[0]
+    (tmp_path / "none" / "c").mkdir(parents=True)
+    (tmp_path / "none" / "c" / "1.png").write_bytes(b"")
+    with pytest.raises(ConfigError, match="1 of 1 files cannot be read"):
+        load_image_folder(tmp_path / "none", **DEFAULTS, corrupt="skip")
+
+
+def test_sixteen_bits_are_brought_to_eight_by_a_stated_range(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    deep = np.array([[0, 1000, 4095, 65535]], dtype=np.uint16)
+    Image.fromarray(deep).save(tmp_path / "a" / "1.png")
+    full, _ = load_image_folder(tmp_path, **DEFAULTS)
+    assert full.features.flatten().tolist() == [0, 4, 16, 255]  # 1000 / 65535 * 255 = 3.89
+    assert full.notes == ("1 images of 16 bits: 0..65535 become 0..255",)
+    cut, _ = load_image_folder(tmp_path, **DEFAULTS, intensity=(1000, 4095))
+    assert cut.features.flatten().tolist() == [0, 0, 255, 255]
+    assert cut.ids.tolist() == full.ids.tolist()
+
+
+def test_images_are_turned_upright_and_keep_their_ids(tmp_path: Path):
+    pixels = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    (tmp_path / "a").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "a" / "1.png")
+    plain, _ = load_image_folder(tmp_path, **DEFAULTS)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # as a camera on its side writes: turn by 90 degrees clockwise
+    Image.fromarray(pixels).save(tmp_path / "a" / "1.png", exif=exif)
+    turned, _ = load_image_folder(tmp_path, **DEFAULTS)
+    assert turned.features[0, 0].tolist() == np.rot90(pixels, -1).tolist()
+    assert turned.ids.tolist() == plain.ids.tolist()
+    assert turned.notes == ("1 images turned upright as their EXIF orientation says",)
+
+
+def test_one_image_in_colour_makes_all_of_them_so(tmp_path: Path):
+    save_image(tmp_path / "a" / "1.png", value=7)
+    save_image(tmp_path / "a" / "2.png", value=9, mode="RGB")
+    both, _ = load_image_folder(tmp_path, **DEFAULTS)
+    assert both.features[:, :, 0, 0].tolist() == [[7, 7, 7], [9, 0, 255]]
+    assert both.notes == ("1 gray and 1 colour images: all become colour",)
+    gray, _ = load_image_folder(tmp_path, **DEFAULTS | {"channels": 1})
+    assert gray.features.shape == (2, 1, 4, 6)

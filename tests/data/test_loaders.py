@@ -20,6 +20,7 @@ from fednas_flwr.data.loaders import (
     step_batch,
 )
 from fednas_flwr.data.records import Records, record_ids, select_records
+from fednas_flwr.data.schema import Column
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.randomness import make_generator
 
@@ -126,8 +127,7 @@ def table() -> Records:
         labels=torch.zeros(400, dtype=torch.int64),
         ids=record_ids(row.tobytes() for row in features),
         class_names=("0",),
-        feature_names=("a", "b", "c", "d=0", "d=1"),
-        num_numeric=3,
+        schema=(*(Column(name) for name in "abc"), Column("d", "category", ("0", "1"))),
     )
 
 

@@ -9,6 +9,7 @@ from fednas_flwr.data.records import (
     record_ids,
     select_records,
 )
+from fednas_flwr.data.schema import Column
 from fednas_flwr.errors import ConfigError
 
 
@@ -20,8 +21,7 @@ def rows(*, classes=("a", "b"), width=2, names=None, count=3) -> Records:
         ids=record_ids(row.tobytes() for row in features.numpy()),
         class_names=tuple(classes),
         columns={"city": np.array(["x"] * count)},
-        feature_names=tuple(names or [f"f{i}" for i in range(width)]),
-        num_numeric=width,
+        schema=tuple(Column(name) for name in names or [f"f{i}" for i in range(width)]),
     )
 
 

@@ -1,7 +1,9 @@
 import gzip
+from datetime import date
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from fednas_flwr.data.records import record_ids
@@ -190,3 +192,87 @@ def test_folders_that_do_not_fit(tmp_path: Path, files, message):
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_csv(tmp_path)
+
+
+PATIENTS = "name;age;blood;seen;sex;ill\nAsa;50,5;1,25;2024-05-31;f;ja\nOle;61;;31.05.2024;m;nein\n"
+
+
+def write_forms(folder: Path) -> dict[str, Path]:
+    """The same table as semicolons with decimal commas, as UTF-16, tabs, Excel and Parquet."""
+    paths = {
+        "german": folder / "g.csv",
+        "utf-16": folder / "u.csv",
+        "tabs": folder / "t.tsv",
+        "excel": folder / "e.xlsx",
+        "parquet": folder / "p.parquet",
+    }
+    text = PATIENTS.replace("Asa", "Åsa")
+    paths["german"].write_text(text, encoding="cp1252")
+    paths["utf-16"].write_text(text, encoding="utf-16")
+    paths["tabs"].write_text(text.replace(";", "\t").replace(",", "."))
+    table = pd.DataFrame(
+        {
+            "name": ["Åsa", "Ole"],
+            "age": [50.5, 61.0],
+            "blood": [1.25, None],
+            "seen": pd.to_datetime(["2024-05-31", "2024-05-31"]),
+            "sex": ["f", "m"],
+            "ill": ["ja", "nein"],
+        }
+    )
+    table.to_excel(paths["excel"], index=False)
+    table.to_parquet(paths["parquet"])
+    return paths
+
+
+@pytest.mark.parametrize("form", ["german", "utf-16", "tabs", "excel", "parquet"])
+def test_a_table_is_read_as_it_is(tmp_path: Path, form: str):
+    table, _ = load_csv(write_forms(tmp_path)[form], id_column="name")
+    assert table.feature_names == ("age", "blood", "seen", "sex=f", "sex=m")
+    days = (date(2024, 5, 31) - date(1970, 1, 1)).days
+    expected = [[50.5, 1.25, days, 1, 0], [61, np.nan, days, 0, 1]]
+    np.testing.assert_array_equal(table.features.numpy(), np.float32(expected))
+    assert table.class_names == ("ja", "nein")
+    assert table.columns["name"].tolist() == ["Åsa", "Ole"]
+    told = {"german": "g.csv: separator semicolon, encoding cp1252, decimal comma"}
+    told |= {"utf-16": "u.csv: separator semicolon, encoding utf-16, decimal comma"}
+    told |= {"tabs": "t.tsv: separator tab"}
+    assert table.notes == ((told[form],) if form in told else ())
+
+
+def test_a_form_that_is_given_is_not_looked_for(tmp_path: Path):
+    path = tmp_path / "t.csv"
+    path.write_text("a;b,y\n1;2,0\n3;4,1\n", encoding="utf-16-le")
+    table, _ = load_csv(path, separator=",", encoding="utf-16-le")
+    assert table.feature_names == ("a;b=1;2", "a;b=3;4")
+    path.write_text("a;y\n1,5;0\n2,5;1\n")
+    assert load_csv(path)[0].features.flatten().tolist() == [1.5, 2.5]
+    assert load_csv(path, decimal="point")[0].feature_names == ("a=1,5", "a=2,5")
+
+
+def test_a_column_of_numbers_with_a_few_texts_is_an_error_that_names_them(tmp_path: Path):
+    path = tmp_path / "t.csv"
+    cells = [str(i) for i in range(40)]
+    cells[6], cells[30] = "unknown", "?"
+    path.write_text("age,y\n" + "".join(f"{cell},{i % 2}\n" for i, cell in enumerate(cells)))
+    message = r"age .* but for unknown in row 7, \? in row 31: .*missing_values=\[\?, unknown\]"
+    with pytest.raises(ConfigError, match=message):
+        load_csv(path)
+    table, _ = load_csv(path, missing_values=("?", "unknown"))
+    assert table.feature_names == ("age",)
+    assert np.flatnonzero(np.isnan(table.features[:, 0].numpy())).tolist() == [6, 30]
+    assert len(load_csv(path, categorical=("age",))[0].feature_names) == 40
+    with pytest.raises(ConfigError, match="age of .* is numeric but holds unknown in row 7, . in"):
+        load_csv(path, numeric=("age",))
+    with pytest.raises(ConfigError, match="age of .* is of dates but holds 0 in row 1, 1 in row 2"):
+        load_csv(path, dates=("age",))
+
+
+def test_an_indicator_says_which_numbers_are_missing(table_csv: Path):
+    table, _ = load_csv(table_csv, ignore=("patient", "smokes", "site"), missing="indicator")
+    names = ("age", "pressure", "age is missing", "pressure is missing")
+    assert table.feature_names == names
+    assert table.num_numeric == 2
+    assert table.features[:, 2:].tolist() == [[0, 0], [0, 1], [0, 0], [0, 0]]
+    plain, _ = load_csv(table_csv, ignore=("patient", "smokes", "site"))
+    assert table.ids.tolist() == plain.ids.tolist()

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import f1_score
 from torch import nn
 
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.evaluation import metrics
-from fednas_flwr.evaluation.metrics import Metrics, evaluate, linear_baseline, record_losses
-from fednas_flwr.search.objective import Objective, f1
+from fednas_flwr.evaluation.metrics import Metrics, evaluate, pooled_baselines, record_losses
+from fednas_flwr.search.objective import Objective
 
 
 def share_of_pairs(labels: list[bool], ranks: list[float]) -> float:
@@ -59,7 +60,7 @@ def test_evaluate_equals_a_loop_over_single_examples(network: nn.Module) -> None
     assert result.accuracy == hits / 300
     assert result.num_examples == 300
     assert result.as_dict() == {"loss": result.loss, "accuracy": result.accuracy}
-    no_scores = {"f1": None, "auroc": None}
+    no_scores = {"f1": None, "auroc": None, "average_precision": None}
     assert result.as_json() == {**result.as_dict(), "num_examples": 300, **no_scores}
 
 
@@ -102,10 +103,11 @@ def test_the_linear_baseline_is_that_of_sklearn_on_the_pooled_records() -> None:
     x = np.concatenate([arrays(split)[0] for split in clients])
     y = np.concatenate([arrays(split)[1] for split in clients])
     model = LogisticRegression(max_iter=1000).fit(x, y)
-    scores = linear_baseline(clients, test, num_classes=3)
+    scores = pooled_baselines(clients, test, num_classes=3)["linear"]
     assert scores["accuracy"] == pytest.approx(model.score(*arrays(test)))
     predictions = torch.from_numpy(model.predict(arrays(test)[0]))
-    assert scores["f1"] == f1(torch.from_numpy(arrays(test)[1]), predictions, num_classes=3)
+    expected = f1_score(arrays(test)[1], predictions, average="macro")
+    assert scores["f1"] == pytest.approx(expected)
     assert scores["accuracy"] > 0.6
 
 
@@ -132,7 +134,8 @@ def test_the_area_is_counted_from_the_networks_probabilities(network: nn.Module)
     assert found.auroc == pytest.approx(np.mean(areas))
     assert 0.0 < found.auroc < 1.0
     plain = evaluate(network, split, CPU)
-    assert found == Metrics(plain.loss, plain.accuracy, 300, f1=found.f1, auroc=found.auroc)
+    own = {"f1": found.f1, "auroc": found.auroc, "average_precision": found.average_precision}
+    assert found == Metrics(plain.loss, plain.accuracy, 300, **own)
     assert found.as_dict() == plain.as_dict()  # what clients send has no scores
 
 
@@ -190,7 +193,7 @@ def test_the_linear_baseline_scores_classes_it_has_never_seen_as_ties() -> None:
     model = LogisticRegression(max_iter=1000).fit(x.flatten(1).numpy(), y.numpy())
     x_test, y_test = test.batch(torch.arange(300), CPU)
     p = model.predict_proba(x_test.flatten(1).numpy())
-    scores = linear_baseline([train], test, num_classes=3)
+    scores = pooled_baselines([train], test, num_classes=3)["linear"]
     area = {
         c: share_of_pairs((y_test == c).tolist(), p[:, column].tolist())
         for column, c in enumerate((0, 2))
@@ -199,7 +202,7 @@ def test_the_linear_baseline_scores_classes_it_has_never_seen_as_ties() -> None:
     assert scores["auroc"] == pytest.approx((area[0] + 0.5 + area[2]) / 3, rel=1e-12)
     predictions = torch.from_numpy(model.predict(x_test.flatten(1).numpy()))
     assert scores["accuracy"] == int((predictions == y_test).sum()) / 300
-    assert scores["f1"] == f1(y_test, predictions, num_classes=3)
+    assert scores["f1"] == pytest.approx(f1_score(y_test, predictions, average="macro"))
 
 
 def test_the_linear_baseline_ranks_records_whose_probabilities_are_zero_and_one() -> None:
@@ -208,6 +211,23 @@ def test_the_linear_baseline_ranks_records_whose_probabilities_are_zero_and_one(
     labels = torch.tensor([0, 1] * 20 + [0, 1, 0, 1])
     train = Split(features, labels, torch.arange(40), (0.0,), (1.0,))
     test = Split(features, labels, torch.arange(40, 44), (0.0,), (1.0,))
-    scores = linear_baseline([train], test, num_classes=2)
+    scores = pooled_baselines([train], test, num_classes=2)["linear"]
     assert scores["auroc"] == 0.25  # of four pairs of a 1 and a 0 only (1e4, -1e4) is right
     assert scores["accuracy"] == 0.5
+
+
+def test_boosted_trees_are_a_baseline_of_tables_alone() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(600, 3)).astype(np.float32)
+    labels = torch.from_numpy((x[:, 0] * x[:, 1] > 0).astype(np.int64))  # no line parts these
+    parts = [
+        Split(torch.from_numpy(x), labels, rows, (0.0,) * 3, (1.0,) * 3)
+        for rows in torch.arange(600).split([250, 150, 200])
+    ]
+    found = pooled_baselines(parts[:2], parts[2], num_classes=2)
+    assert found["trees"]["accuracy"] > 0.85 > 0.6 > found["linear"]["accuracy"]
+    assert found["trees"]["auroc"] > found["linear"]["auroc"] + 0.2
+    images = [make_split(list(range(150)))]
+    assert set(pooled_baselines(images, make_split(list(range(150, 200))), num_classes=3)) == {
+        "linear"
+    }

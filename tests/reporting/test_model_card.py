@@ -21,9 +21,9 @@ def test_the_card_of_a_finished_run(make_run: Callable[..., Path]) -> None:
         "3 clients, split by iid, with together 60 train, 15 validation, 15 test records",
         "| algorithm.alpha_lr | 0.0003 |",
         "| accuracy on the server's test set | 90.0 % |",
-        "| F1 on it (of two classes the last, of more the mean) | 0.625 |",
+        "| F1 on it | 0.625 |",
         "| dropped replies | 1 |",
-        f'network = load_network("{folder}")',
+        f'model = load("{folder}")',
         "from 70.0 % to 90.0 %",
         "none: this run makes no differential-privacy claim",
     ):
@@ -131,4 +131,4 @@ def test_a_private_run_without_an_accepted_schedule_claims_nothing(
 def test_a_failed_run_says_so_and_offers_no_model(make_run: Callable[..., Path]) -> None:
     text = write_model_card(make_run("run", until="search")).read_text(encoding="utf-8")
     assert "**The run is failed**: client 2: disk full" in text
-    assert "load_network" not in text
+    assert "load" not in text

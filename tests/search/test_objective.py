@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 from torch.nn import functional as F
 
 import fednas_flwr
-from fednas_flwr.search.objective import CLASSIFICATION, Objective, f1, heads
+from fednas_flwr.search.objective import CLASSIFICATION, Objective, heads
 
 FACTORS = torch.tensor([1.0, 0.25, 0.5], dtype=torch.float64)
 
@@ -99,8 +100,33 @@ def test_hits_and_heads(outputs):
     ],
 )
 def test_f1_of_cases_counted_by_hand(num_classes, labels, predictions, expected):
-    found = f1(torch.tensor(labels), torch.tensor(predictions), num_classes=num_classes)
+    logits = F.one_hot(torch.tensor(predictions), num_classes).float()
+    found = CLASSIFICATION.scores(logits, torch.tensor(labels))["f1"]
     assert found == pytest.approx(expected)
+
+
+def test_scores_are_of_the_positive_class_that_is_named():
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(60, 3, generator=generator), torch.arange(60) % 3
+    odds = logits[:, 1].double() - logits[:, [0, 2]].double().logsumexp(1)
+    found = Objective(positive=1).scores(logits, labels)
+    assert found["f1"] == pytest.approx(f1_score(labels == 1, logits.argmax(1) == 1))
+    assert found["auroc"] == pytest.approx(roc_auc_score(labels == 1, odds))
+    assert found["average_precision"] == pytest.approx(average_precision_score(labels == 1, odds))
+    two = Objective(positive=0).scores(logits[:, :2], labels % 2)
+    assert two["auroc"] == pytest.approx(CLASSIFICATION.scores(logits[:, :2], labels % 2)["auroc"])
+    assert two["f1"] != CLASSIFICATION.scores(logits[:, :2], labels % 2)["f1"]
+
+
+def test_a_weight_of_two_counts_a_record_twice():
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(40, 3, generator=generator).round(), torch.arange(40) % 3
+    rows = torch.randint(40, (4, 40), generator=generator)
+    weights = torch.stack([torch.bincount(own, minlength=40).double() for own in rows])
+    found = CLASSIFICATION.weighted_scores(logits, labels, weights)
+    for i, own in enumerate(rows):
+        alone = CLASSIFICATION.scores(logits[own], labels[own])
+        assert {name: float(values[i]) for name, values in found.items()} == pytest.approx(alone)
 
 
 def pairs_ranked_right(labels, ranks):
@@ -154,7 +180,7 @@ def test_scores_equal_slow_counts(data):
     assert found.get("auroc") == (
         None if expected["auroc"] is None else pytest.approx(expected["auroc"])
     )
-    assert set(found) <= {"f1", "auroc"}
+    assert set(found) <= {"f1", "auroc", "average_precision"}
 
 
 @pytest.mark.parametrize("num_classes", [2, 3])
@@ -170,7 +196,7 @@ def test_what_is_not_finite_has_no_area(wild):
     assert scores.keys() == {"f1"}
     assert 0 <= scores["f1"] <= 1
     tame = logits.nan_to_num(3.0, 3.0, -3.0)
-    assert CLASSIFICATION.scores(tame, labels).keys() == {"f1", "auroc"}
+    assert CLASSIFICATION.scores(tame, labels).keys() == {"f1", "auroc", "average_precision"}
 
 
 @pytest.mark.parametrize("num_classes", [2, 3])
@@ -198,6 +224,6 @@ def test_losses_and_predictions_are_computed_here_alone():
             )
             if name.split(".")[-1] in losses or over_classes:
                 found.setdefault(path.relative_to(package).as_posix(), []).append(ast.unparse(call))
-    assert len(found.pop("search/objective.py")) >= 5
+    assert len(found.pop("search/objective.py")) >= 4
     assert len(found.pop("search/gumbel.py")) == 1  # over ops
     assert found == {}

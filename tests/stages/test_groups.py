@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from fednas_flwr.builders.check import check_buildable
-from fednas_flwr.builders.networks import load_network
+from fednas_flwr.builders.networks import load
 from fednas_flwr.cli import USER_ERROR, main
 from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.errors import ConfigError
@@ -65,7 +65,7 @@ def test_each_group_gets_its_network_report_and_results(whole):
         assert folder == whole.folder / "groups" / name
         for file in ("report.html", "MODEL_CARD.md", "genotype.json", "model.onnx", "config.yaml"):
             assert (folder / file).stat().st_size > 0
-        network = load_network(folder)
+        network = load(folder)
         assert network(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
         parameters = sum(p.numel() for p in network.parameters())
         assert event["results"]["num_parameters"] == parameters

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fednas_flwr.builders.networks import load_network
+from fednas_flwr.builders.networks import load
 from fednas_flwr.clients import answer as entrance
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError
@@ -73,7 +73,7 @@ def failures(run):
 
 def assert_sound(run):
     assert run.error is None
-    network = load_network(run.folder)
+    network = load(run.folder).network
     assert all(torch.isfinite(tensor).all() for tensor in network.state_dict().values())
     (exported,) = (e for e in run.events if e["event"] == "exported")
     assert exported["onnx_max_difference"] < 1e-3

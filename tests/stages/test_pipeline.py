@@ -73,3 +73,32 @@ def test_a_run_without_test_records_completes(run_inline, fraction: str) -> None
     assert done.error is None
     assert last(done.events, "evaluated")["clients"] == []
     assert not [e for e in done.events if e["event"] in ("client_failed", "warning")]
+
+
+def test_clients_find_the_statistics_of_a_table_together(run_inline, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [f"{rng.normal(40 + 20 * (i % 2), 10):.2f},{'ns'[i % 2]},{i % 3}" for i in range(200)]
+    (tmp_path / "table.csv").write_text("\n".join(["age,ward,ill", *rows]))
+    done = run_inline(
+        *("dataset=csv", f"dataset.root={tmp_path / 'table.csv'}", "dataset.ignore=[ward]"),
+        *("partition=column", "partition.column=ward", "clients=2", "search_space=mlp_small"),
+        *("search_space.channels=8", "retrain.channels=8", "rounds=1", "retrain.rounds=1"),
+    )
+    assert done.error is None
+    prepared, settings = pipeline.make_data(done.config)[0], done.config.dataset
+    key = settings.split_key.encode()
+    splits = assign_splits(prepared.train.ids, key=key, fractions=settings.fractions)
+    ages = prepared.train.features[splits == 0, 0].double().numpy()
+    found = last(done.events, "statistics")
+    assert found["mean"] == pytest.approx([ages.mean()])
+    assert found["std"] == pytest.approx([ages.std()])
+    assert last(done.events, "exported")["inputs"]["mean"] == found["mean"]
+    # a run that goes on keeps those that it began with, whatever the clients tell now
+    events = done.folder / "events.jsonl"
+    lines = events.read_text().splitlines()
+    kept = [line for line in lines if json.loads(line)["event"] in ("run_started", "statistics")]
+    changed = [line.replace(str(found["mean"][0]), "55.5") for line in kept]
+    events.write_text("\n".join(changed) + "\n")
+    again = run_inline(resume=done.folder)
+    assert again.error is None
+    assert last(again.events, "exported")["inputs"]["mean"] == [55.5]

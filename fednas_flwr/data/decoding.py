@@ -1,0 +1,287 @@
+"""Encoded images as arrays: any size, gray or in colour, 8 or 16 bits, upright, broken ones named.
+
+:func:`decode_images` is for data sets, :func:`decode_like` for prediction; both take the same way.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fednas_flwr.data.records import record_ids
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.memory import check_fits
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".dcm"}
+FULL_RANGE = (0.0, 65535.0)  # of 16 bits
+_MOST_NAMED = 20
+
+Source = Callable[[int], tuple[str, bytes]]  # name and content of an encoded image
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How images are brought to one form.
+
+    Attributes:
+        image_size: Side in pixels to which images are resized (bilinear, to a square), or None to
+            keep their size, which must be the same for all.
+        channels: 1 or 3; None is 3 if any image is in colour.
+        corrupt: What becomes of images that cannot be read: ``refuse`` names them all, ``skip``
+            leaves them out.
+        intensity: ``(low, high)``: values of an image of more than 8 bits that become 0 and 255;
+            those beyond are cut. Empty is the full range, 0 to 65535.
+    """
+
+    image_size: int | None = None
+    channels: int | None = None
+    corrupt: str = "refuse"
+    intensity: Sequence[float] = ()
+
+
+DEFAULT_DECODING = Decoding()
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Images in one form.
+
+    Attributes:
+        images: uint8 ``[N, C, H, W]``.
+        ids: S32 ``[N]``: the hash of an image's own pixels, before it is turned or resized, without
+            transparency: the same for a file that was compressed anew without loss, in any format,
+            and for shades of gray stored as colours.
+        kept: int64 ``[N]``, which of the encoded images they are.
+        notes: What was done, for people.
+    """
+
+    images: np.ndarray
+    ids: np.ndarray
+    kept: np.ndarray
+    notes: tuple[str, ...]
+
+
+def decode_images(count: int, source: Source, decoding: Decoding) -> Decoded:
+    """Return ``count`` encoded images in one form.
+
+    Raises:
+        ConfigError: Images cannot be read and are not to be skipped, differ in size without
+            ``image_size``, or do not fit into memory.
+    """
+    broken: dict[int, str] = {}
+    sizes: Counter[tuple[int, int]] = Counter()
+    modes: Counter[str] = Counter()
+    turned = 0
+    for i in range(count):
+        name, content = source(i)
+        try:
+            own_size, mode, is_turned = _header(content, name)
+        except _BrokenError as error:
+            broken[i] = f"{name} ({error})"
+            continue
+        sizes[own_size] += 1
+        modes[mode] += 1
+        turned += is_turned
+    size, channels = decoding.image_size, decoding.channels
+    channels = channels or (3 if modes["colour"] else 1)
+    if size is None and len(sizes) > 1:
+        raise ConfigError(
+            f"the images have {len(sizes)} different sizes ({_listed_sizes(sizes)}): set "
+            "dataset.image_size."
+        )
+    images = np.empty((0, channels, 1, 1), dtype=np.uint8)
+    if sizes:
+        width, height = next(iter(sizes)) if size is None else (size, size)
+        check_fits(
+            count * channels * width * height,
+            f"{count} images of {channels}x{height}x{width} pixels",
+            "set a smaller dataset.image_size",
+        )
+        images = np.empty((count, channels, height, width), dtype=np.uint8)
+    ids: list[bytes] = []
+    kept: list[int] = []
+    for i in range(count):
+        if i in broken:
+            continue
+        name, content = source(i)
+        try:
+            image, own = _open(content, name, decoding.intensity)
+        except _BrokenError as error:
+            broken[i] = f"{name} ({error})"
+            continue
+        images[len(kept)] = _fitted(image, channels, images.shape[2:])
+        ids.append(own)
+        kept.append(i)
+    if (broken and decoding.corrupt == "refuse") or not kept:
+        raise ConfigError(
+            f"{len(broken)} of {count} files cannot be read as an image: "
+            f"{_listed(broken.values())}: repair or remove them, or set dataset.corrupt=skip."
+        )
+    notes = [f"{len(broken)} broken images left out: {_listed(broken.values())}"] if broken else []
+    if size is not None and set(sizes) != {(size, size)}:
+        notes.append(f"resized to {size}x{size} (bilinear) from {_listed_sizes(sizes)}")
+    if modes["16 bit"]:
+        low, high = tuple(decoding.intensity) or FULL_RANGE
+        notes.append(f"{modes['16 bit']} images of 16 bits: {low:g}..{high:g} become 0..255")
+    if modes["colour"] and modes["gray"] + modes["16 bit"]:
+        become = "gray" if channels == 1 else "colour"
+        gray = modes["gray"] + modes["16 bit"]
+        notes.append(f"{gray} gray and {modes['colour']} colour images: all become {become}")
+    if turned:
+        notes.append(f"{turned} images turned upright as their EXIF orientation says")
+    return Decoded(
+        images[: len(kept)],
+        record_ids(ids),
+        np.array(kept, dtype=np.int64),
+        tuple(notes),
+    )
+
+
+def decode_like(
+    content: bytes, name: str, shape: Sequence[int], intensity: Sequence[float] = ()
+) -> np.ndarray:
+    """Return an encoded image as uint8 of the ``shape`` ``(C, H, W)``, resized as in training.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        image, _ = _open(content, name, intensity)
+    except _BrokenError as error:
+        raise ConfigError(f"{name} cannot be read as an image: {error}.") from error
+    return _fitted(image, shape[0], tuple(shape[1:]))
+
+
+class _BrokenError(Exception):
+    """An image that cannot be read."""
+
+
+def _header(content: bytes, name: str) -> tuple[tuple[int, int], str, bool]:
+    """Return upright (width, height); gray, colour or 16 bit; and whether it must be turned."""
+    if name.lower().endswith(".dcm"):
+        pixels = _dicom(content)
+        return (pixels.shape[1], pixels.shape[0]), "gray", False
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content)) as opened:
+            width, height = opened.size
+            is_deep = opened.mode.startswith(("I", "F"))
+            mode = "16 bit" if is_deep else "gray" if _is_gray(opened) else "colour"
+            orientation = opened.getexif().get(_ORIENTATION, 1)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # of Pillow
+        raise _BrokenError(_reason(error)) from error
+    is_turned = orientation in range(2, 9)
+    return ((height, width) if orientation in range(5, 9) else (width, height)), mode, is_turned
+
+
+def _reason(error: Exception) -> str:
+    """Return Pillow's reason in one line, without the address of the bytes that it read."""
+    text = " ".join(str(error).split())
+    return "of no known image format" if "cannot identify" in text else text
+
+
+_ORIENTATION = 0x0112  # EXIF's tag
+
+
+def _is_gray(image: Image) -> bool:
+    return image.mode in ("1", "L", "LA")
+
+
+def _open(content: bytes, name: str, intensity: Sequence[float]) -> tuple[Image, bytes]:
+    """Return an upright image of mode L or RGB, and the bytes of its own pixels."""
+    from PIL import Image, ImageOps
+
+    if name.lower().endswith(".dcm"):
+        pixels = _dicom(content)
+        return Image.fromarray(pixels), pixels.tobytes()
+    try:
+        with Image.open(io.BytesIO(content)) as opened:
+            if opened.mode.startswith(("I", "F")):
+                deep = np.asarray(opened).astype(np.float64)
+                low, high = tuple(intensity) or FULL_RANGE
+                shares = np.clip((deep - low) / (high - low), 0, 1)
+                own = np.asarray(opened)
+                image = Image.fromarray(np.rint(shares * 255).astype(np.uint8))
+            else:
+                image = opened.convert("L" if _is_gray(opened) else "RGB")
+                own = np.asarray(image)
+            if opened.getexif().get(_ORIENTATION, 1) != 1:
+                image.getexif()[_ORIENTATION] = opened.getexif()[_ORIENTATION]
+                image = ImageOps.exif_transpose(image)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # of Pillow
+        raise _BrokenError(_reason(error)) from error
+    return image, _own_pixels(own)
+
+
+def _dicom(content: bytes) -> np.ndarray:
+    """Return a DICOM image's pixels as its own window shows them, uint8 ``[H, W]``."""
+    try:
+        import pydicom
+        from pydicom.pixels import apply_modality_lut, apply_voi_lut
+    except ImportError as error:
+        raise ConfigError(
+            "DICOM images need pydicom: install fednas_flwr[dicom] with pip."
+        ) from error
+    try:
+        opened = pydicom.dcmread(io.BytesIO(content))
+        shown = apply_voi_lut(apply_modality_lut(opened.pixel_array, opened), opened)
+    except Exception as error:  # whatever a broken file makes of a parser of many formats
+        raise _BrokenError(" ".join(str(error).split())) from error
+    if shown.ndim != 2:
+        raise _BrokenError(f"one gray image was expected, got shape {shown.shape}")
+    values = shown.astype(np.float64)
+    span = values.max() - values.min()
+    shares = (values - values.min()) / (span or 1.0)
+    if opened.get("PhotometricInterpretation") == "MONOCHROME1":  # where 0 is white
+        shares = 1 - shares
+    pixels: np.ndarray = np.rint(shares * 255).astype(np.uint8)
+    return pixels
+
+
+def _fitted(image: Image, channels: int, size: tuple[int, ...]) -> np.ndarray:
+    """Return uint8 ``[C, H, W]`` of an image, resized where it has another size."""
+    from PIL import Image as Pillow
+
+    height, width = size
+    fitted = image.convert("L" if channels == 1 else "RGB")
+    if fitted.size != (width, height):
+        fitted = fitted.resize((width, height), Pillow.Resampling.BILINEAR)
+    return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
+
+
+def _own_pixels(pixels: np.ndarray) -> bytes:
+    """Return the bytes of an image ``[H, W]`` or ``[H, W, 3]`` channel by channel, gray as one."""
+    if pixels.ndim == 3 and (pixels == pixels[:, :, :1]).all():
+        pixels = pixels[:, :, 0]
+    return np.moveaxis(pixels, -1, 0).tobytes() if pixels.ndim == 3 else pixels.tobytes()
+
+
+def _listed(names: Iterable[str]) -> str:
+    told = list(names)
+    more = f" and {len(told) - _MOST_NAMED} more" if len(told) > _MOST_NAMED else ""
+    return ", ".join(told[:_MOST_NAMED]) + more
+
+
+def _listed_sizes(sizes: Counter[tuple[int, int]]) -> str:
+    told = [f"{w}x{h}: {number}" for (w, h), number in sizes.most_common(5)]
+    return ", ".join(told) + (", ..." if len(sizes) > 5 else "")
+
+
+def image_files(root: Path) -> list[Path]:
+    """Return all images in a folder and its visible sub-folders, by path."""
+    return sorted(
+        path
+        for path in root.rglob("*")
+        if path.suffix.lower() in SUFFIXES
+        and not any(part[0] in "._" for part in path.relative_to(root).parts)
+    )

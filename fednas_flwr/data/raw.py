@@ -1,0 +1,193 @@
+"""Raw data for a trained model: arrays, DataFrames, files and folders, in batches.
+
+What training does to records is done here by the same functions, with what the model's
+:class:`~fednas_flwr.data.schema.Inputs` say. Labels that the data has come along, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
+from fednas_flwr.data.decoding import decode_like, image_files
+from fednas_flwr.data.npz import channels_first, cut, named
+from fednas_flwr.data.schema import Inputs, feature_names
+from fednas_flwr.data.table_files import SUFFIXES as TABLE_SUFFIXES
+from fednas_flwr.data.table_files import Form, read_texts, suffix_of, texts_of
+from fednas_flwr.data.tables import encode_rows
+from fednas_flwr.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RawData:
+    """Records that a model is asked about.
+
+    Attributes:
+        names: One per record: a file's path, or the row's number from 0.
+        labels: The class of each record by name, or None where the data does not say it.
+        batch: Given a slice of the records, returns them as the model's ``forward`` takes them.
+    """
+
+    names: list[str]
+    labels: list[str] | None
+    batch: Callable[[slice], Tensor]
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self.names)
+
+    def batches(self, size: int) -> Iterator[Tensor]:
+        """Yield all records in their order, ``size`` of them at a time."""
+        for start in range(0, len(self), size):
+            yield self.batch(slice(start, start + size))
+
+
+def read_raw(data: Any, inputs: Inputs) -> RawData:
+    """Return raw data in the form that a model's inputs have.
+
+    Args:
+        data: Of a table a DataFrame, an array ``[N, columns]`` in the columns' order, or the path
+            of a table or of an npz file. Of images an array ``[N, C, H, W]``, ``[N, H, W]`` or
+            ``[N, H, W, C]``, uint8 from 0 to 255 or float from 0 to 1, or the path of an image, of
+            a folder, whose sub-folders named by classes give labels, or of an npz or npy file. Of
+            an npz file its array ``x``, or the test part of a data set, or else the train part.
+        inputs: The model's.
+
+    Raises:
+        ConfigError: The data is not of this form.
+    """
+    if isinstance(data, str | Path):
+        return _read_path(Path(data).expanduser(), inputs)
+    if hasattr(data, "columns") and inputs.is_table:
+        return _rows(texts_of(data), inputs, where="the DataFrame")
+    return _array(data, inputs, where="the data")
+
+
+def _read_path(path: Path, inputs: Inputs) -> RawData:
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: give the data to predict.")
+    if path.suffix in (".npz", ".npy"):
+        return _numpy_file(path, inputs)
+    if inputs.is_table:
+        if not suffix_of(path):
+            raise ConfigError(
+                f"{path} is no table: expected a file of {', '.join(TABLE_SUFFIXES)} with the "
+                f"columns {', '.join(column.name for column in inputs.schema)}."
+            )
+        return _rows(read_texts(path, Form())[0], inputs, where=str(path))
+    files = image_files(path) if path.is_dir() else [path]
+    if not files or files[0].suffix.lower() not in IMAGE_SUFFIXES:
+        raise ConfigError(
+            f"{path} holds no images: expected files of {', '.join(sorted(IMAGE_SUFFIXES))}, or an "
+            "npz or npy file."
+        )
+    names = [str(file.relative_to(path)) if path.is_dir() else str(file) for file in files]
+    parents = [set(Path(name).parts[:-1]) & set(inputs.class_names) for name in names]
+    told = all(len(found) == 1 for found in parents)
+    return RawData(
+        names,
+        [found.pop() for found in parents] if told else None,
+        _decoded(lambda i: (str(files[i]), files[i].read_bytes()), len(files), inputs),
+    )
+
+
+def _numpy_file(path: Path, inputs: Inputs) -> RawData:
+    try:
+        loaded = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"{path} cannot be read as plain arrays: {error}.") from error
+    if isinstance(loaded, np.ndarray):
+        return _array(loaded, inputs, where=str(path))
+    with loaded:
+        arrays = {name: loaded[name] for name in loaded.files}
+    for part in ("", "_test", "_val", "_train"):
+        labels = _label_names(arrays.get(f"y{part}"), inputs)
+        if f"x{part}" in arrays:
+            return _array(arrays[f"x{part}"], inputs, where=str(path), labels=labels)
+        encoded = part.removeprefix("_")
+        if f"{encoded}_bytes" in arrays:
+            contents = cut(arrays[f"{encoded}_bytes"], arrays[f"{encoded}_off"], origin=str(path))
+            names = [str(i) for i in range(len(contents))]
+            source = partial(named, contents, str(path))
+            return RawData(names, labels, _decoded(source, len(contents), inputs))
+    raise ConfigError(f"{path} holds the arrays {', '.join(arrays)}: expected x.")
+
+
+def _label_names(labels: np.ndarray | None, inputs: Inputs) -> list[str] | None:
+    if labels is None or not np.issubdtype(labels.dtype, np.integer):
+        return None
+    if len(labels) and not 0 <= labels.min() <= labels.max() < len(inputs.class_names):
+        return None
+    return [inputs.class_names[int(label)] for label in labels]
+
+
+def _decoded(
+    source: Callable[[int], tuple[str, bytes]], count: int, inputs: Inputs
+) -> Callable[[slice], Tensor]:
+    def batch(chosen: slice) -> Tensor:
+        images = []
+        for i in range(*chosen.indices(count)):
+            name, content = source(i)
+            images.append(decode_like(content, name, inputs.shape, inputs.intensity))
+        return torch.from_numpy(np.stack(images))
+
+    return batch
+
+
+def _rows(texts: dict[str, np.ndarray], inputs: Inputs, *, where: str) -> RawData:
+    num_rows = len(next(iter(texts.values()), []))
+    features = encode_rows(texts, inputs.schema, where=where)
+    rows = torch.from_numpy(np.stack(list(features.values()), axis=1))
+    labels = texts[inputs.label].tolist() if inputs.label in texts else None
+    if labels is not None and not set(labels) <= set(inputs.class_names):
+        labels = None
+    return RawData([str(i) for i in range(num_rows)], labels, lambda chosen: rows[chosen])
+
+
+def _array(data: Any, inputs: Inputs, *, where: str, labels: list[str] | None = None) -> RawData:
+    array = np.asarray(data.numpy() if isinstance(data, Tensor) else data)
+    if inputs.is_table:
+        array = _checked_table(array, inputs, where=where)
+    else:
+        array = _checked_images(array, inputs, where=where)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return RawData([str(i) for i in range(len(array))], labels, lambda chosen: tensor[chosen])
+
+
+def _checked_table(array: np.ndarray, inputs: Inputs, *, where: str) -> np.ndarray:
+    """Return float32 ``[N, F]`` rows whose columns are the features."""
+    names = feature_names(inputs.schema)
+    if array.ndim != 2 or array.shape[1] != len(names) or array.dtype.kind not in "fiub":
+        raise ConfigError(
+            f"{where} is {array.dtype} of shape {array.shape}: expected numbers "
+            f"[N, {len(names)}], whose columns are {', '.join(names[:20])}; or a DataFrame."
+        )
+    return array.astype(np.float32)
+
+
+def _checked_images(array: np.ndarray, inputs: Inputs, *, where: str) -> np.ndarray:
+    """Return uint8 or float32 ``[N, C, H, W]``."""
+    if array.dtype.kind == "f":
+        low, high = (float(array.min()), float(array.max())) if array.size else (0.0, 0.0)
+        if not 0 <= low <= high <= 1:
+            raise ConfigError(
+                f"{where} has values from {low:g} to {high:g}: expected float images from 0 to 1, "
+                "or uint8 images from 0 to 255; divide by the largest possible value."
+            )
+        array = array.astype(np.float32)
+    if array.shape[1:] != inputs.shape:
+        array = channels_first(array, origin=where, kinds=(np.uint8, np.float32))
+    if array.shape[1:] != inputs.shape or array.dtype not in (np.uint8, np.float32):
+        raise ConfigError(
+            f"{where} holds images {array.dtype} of shape {array.shape}: expected uint8 or float "
+            f"[N, {', '.join(map(str, inputs.shape))}]; give files to have them resized."
+        )
+    return array

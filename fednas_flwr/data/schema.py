@@ -1,0 +1,113 @@
+"""What raw records look like, and how they become what networks take: kept with every model.
+
+:class:`Column` is one column of a table, :class:`Inputs` all that a model needs to know of its raw
+inputs; both are JSON in an exported model. :func:`normalised` is the one place where numbers are
+standardised, in training as in prediction.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from fednas_flwr.typed import Checked, OneOf, parse
+
+NUMBER, DATE, CATEGORY = "number", "date", "category"
+KINDS = (NUMBER, DATE, CATEGORY)
+
+
+@dataclass(frozen=True)
+class Column(Checked):
+    """A column of a table.
+
+    A missing number or date counts as the mean. A category that is missing or unknown belongs to
+    none of the ``categories``: all its features are 0.
+
+    Attributes:
+        name: As in the table's header.
+        kind: ``number``; ``date``, in days since 1970; or ``category``.
+        categories: Of a category the values, one feature each.
+        indicator: Whether a further feature, 0 or 1, says that a number or date is missing.
+        missing_values: Texts that mean that a cell is missing, beside empty ones.
+    """
+
+    name: str
+    kind: Annotated[str, OneOf(KINDS)] = NUMBER
+    categories: tuple[str, ...] = ()
+    indicator: bool = False
+    missing_values: tuple[str, ...] = ()
+
+
+def feature_names(schema: Iterable[Column]) -> tuple[str, ...]:
+    """Return the features' names: numbers and dates, then indicators, then categories."""
+    schema = list(schema)
+    return (
+        *(column.name for column in schema if column.kind != CATEGORY),
+        *(f"{column.name} is missing" for column in schema if column.indicator),
+        *(f"{column.name}={value}" for column in schema for value in column.categories),
+    )
+
+
+@dataclass(frozen=True)
+class Inputs(Checked):
+    """What a model's raw inputs are, how they are normalised, and what its outputs mean.
+
+    Attributes:
+        shape: Of one record as the network takes it: ``(C, H, W)`` or ``(F,)``.
+        schema: The columns of a table; empty for images.
+        mean: Per channel of images scaled to 0..1, or per feature of a table.
+        std: As ``mean``; all above 0.
+        class_names: One name per output.
+        label: Name of a table's label column; empty if it has none.
+        intensity: Of images of more than 8 bits, see :class:`~fednas_flwr.data.decoding.Decoding`.
+    """
+
+    shape: tuple[int, ...]
+    schema: tuple[Column, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    class_names: tuple[str, ...]
+    label: str = ""
+    intensity: tuple[float, ...] = ()
+
+    @property
+    def is_table(self) -> bool:
+        """Whether records are rows of a table."""
+        return len(self.shape) == 1
+
+    def to_json(self) -> str:
+        """Return what :meth:`from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Inputs:
+        """Return the inputs that a model's metadata says.
+
+        Raises:
+            ConfigError: The text says none.
+        """
+        inputs: Inputs = parse(Inputs, json.loads(text), key="inputs")
+        return inputs
+
+
+def normalised(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """Return raw records as networks take them, float32, on their device.
+
+    Args:
+        x: uint8 ``[B, C, H, W]`` from 0 to 255; float32 ``[B, C, H, W]`` from 0 to 1; or float32
+            ``[B, F]`` rows of a table, NaN where missing, which becomes 0, the mean.
+        mean: Per channel of images scaled to 0..1, or per feature of a table.
+        std: As ``mean``, above 0.
+    """
+    if x.dim() == 4:
+        scale = torch.tensor([1 / (255 * s) for s in std], device=x.device)
+        shift = torch.tensor([m / s for m, s in zip(mean, std, strict=True)], device=x.device)
+        pixels = x * 255 if x.is_floating_point() else x.float()
+        return pixels.mul_(scale[:, None, None]).sub_(shift[:, None, None])
+    standard = (x - torch.tensor(mean, device=x.device)) / torch.tensor(std, device=x.device)
+    return standard.nan_to_num(nan=0.0)

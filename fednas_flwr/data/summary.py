@@ -1,0 +1,169 @@
+"""What a data set holds, in sentences: its columns or classes, what is missing, who gets what.
+
+:func:`found` is what a run tells before it begins, :func:`summary` what ``fednas data`` prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.records import Records
+from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
+from fednas_flwr.data.splits import assign_splits
+from fednas_flwr.names import SPLITS
+
+FEWEST = 20  # training records below which a client is called small
+RARE = 0.3  # of an equal share of all classes, below which one is called rare
+_MOST_LISTED = 12
+
+
+def found(prepared: Prepared) -> list[str]:
+    """Return what a reader has found that a user should see before a run; of arrays nothing."""
+    records = prepared.train
+    lines = list(records.notes)
+    if not records.schema or not records.label:
+        return lines
+    missing = missing_counts(records)
+    for kind, word in ((NUMBER, "numbers"), (DATE, "dates"), (CATEGORY, "categories")):
+        columns = [column for column in records.schema if column.kind == kind]
+        told = [_short(column, missing[column.name]) for column in columns]
+        if told:
+            lines.append(f"{word}: {_listed(told)}")
+    lines.append(f"label {records.label}: {_listed(_classes(records))}")
+    total = sum(missing.values())
+    if total:
+        lines.append(f"{total:,} cells are missing: {missing_rule(records.schema)}")
+    return lines
+
+
+def summary(
+    prepared: Prepared, parts: Sequence[np.ndarray], *, key: bytes, fractions: Mapping[str, float]
+) -> list[str]:
+    """Return all that is worth knowing of a data set, and of its division over clients.
+
+    Args:
+        prepared: The data set.
+        parts: The rows of every client.
+        key: The split key.
+        fractions: Shares of train, validation and test.
+    """
+    records, test = prepared.train, prepared.server_test
+    lines = [
+        f"{len(records):,} records for clients"
+        + (f", {len(test):,} in the server's test set" if test is not None else "")
+        + f"; shape of one: {'x'.join(map(str, prepared.input_shape))}"
+    ]
+    lines += found(prepared)
+    if not records.label:
+        lines.append(f"classes: {_listed(_classes(records))}")
+    lines += [f"column {line}" for line in map(_Described(records), records.schema)]
+    lines += _division(records, parts, key=key, fractions=fractions)
+    return lines + [f"suggestion: {line}" for line in _suggestions(prepared)]
+
+
+def missing_counts(records: Records) -> dict[str, int]:
+    """Return how many cells of each column are missing; a category also where it is unknown."""
+    names = {name: i for i, name in enumerate(records.feature_names)}
+    counts = {}
+    for column in records.schema:
+        if column.kind == CATEGORY:
+            places = [names[f"{column.name}={value}"] for value in column.categories]
+            counts[column.name] = int((records.features[:, places].sum(1) == 0).sum())
+        else:
+            counts[column.name] = int(records.features[:, names[column.name]].isnan().sum())
+    return counts
+
+
+def missing_rule(schema: Sequence[Column]) -> str:
+    """Return what becomes of missing cells."""
+    also = " (a further feature says so)" * any(column.indicator for column in schema)
+    return f"a number or date counts as the mean{also}, a category as none of its column's"
+
+
+class _Described:
+    """Returns a sentence for each column."""
+
+    def __init__(self, records: Records) -> None:
+        self._records, self._missing = records, missing_counts(records)
+        self._places = {name: i for i, name in enumerate(records.feature_names)}
+
+    def __call__(self, column: Column) -> str:
+        missing = self._missing[column.name]
+        end = f", {missing:,} missing" if missing else ""
+        if column.kind == CATEGORY:
+            return f"{column.name}: one of {_listed(column.categories)}{end}"
+        values = self._records.features[:, self._places[column.name]].double()
+        values = values[~values.isnan()]
+        if not len(values):
+            return f"{column.name}: {column.kind}, all missing"
+        low, high = float(values.min()), float(values.max())
+        if column.kind == DATE:
+            first, last = (str(np.datetime64(int(day), "D")) for day in (low, high))
+            return f"{column.name}: date, {first} to {last}{end}"
+        return f"{column.name}: number, {low:g} to {high:g}, mean {float(values.mean()):g}{end}"
+
+
+def _division(
+    records: Records, parts: Sequence[np.ndarray], *, key: bytes, fractions: Mapping[str, float]
+) -> list[str]:
+    """Return the records of each client by split and class, and what is odd about them."""
+    lines, odd = [], []
+    for client, rows in enumerate(parts):
+        split = assign_splits(records.ids[rows], key=key, fractions=fractions)
+        sizes = np.bincount(split, minlength=len(SPLITS))
+        counts = torch.bincount(records.labels[rows], minlength=len(records.class_names))
+        told = ", ".join(f"{n:,} {name}" for n, name in zip(sizes, SPLITS, strict=True))
+        by_class = [f"{n} {c:,}" for n, c in zip(records.class_names, counts.tolist(), strict=True)]
+        lines.append(f"client {client}: {told}; {_listed(by_class)}")
+        empty = [name for name, n in zip(SPLITS, sizes, strict=True) if n == 0 < fractions[name]]
+        if empty:
+            odd.append(f"client {client} has no record for {' and '.join(empty)}")
+        elif sizes[0] < FEWEST:
+            odd.append(f"client {client} is small: {sizes[0]} training records")
+        lacking = [n for n, c in zip(records.class_names, counts.tolist(), strict=True) if c == 0]
+        if lacking:
+            odd.append(f"client {client} has no record of {_listed(lacking)}")
+    if not records.by_person:
+        doubled = len(records) - len(np.unique(records.ids))
+        if doubled:
+            equal = "record equals another" if doubled == 1 else "records equal others"
+            odd.append(f"{doubled:,} {equal}; equal ones stay in one part")
+    return lines + [f"note: {line}" for line in odd]
+
+
+def _suggestions(prepared: Prepared) -> list[str]:
+    records = prepared.train
+    lines = []
+    if len(prepared.input_shape) == 1:
+        lines.append("search_space=mlp_small, which is for tables")
+    shares = torch.bincount(records.labels, minlength=prepared.num_classes) / max(1, len(records))
+    rare = int(shares.argmin())
+    rarest = records.class_names[rare]
+    if prepared.num_classes == 2 and float(shares[rare]) < 0.5:
+        lines.append(f"positive={rarest}, the rarer class, for AUROC and the like")
+    if float(shares[rare]) < RARE / prepared.num_classes:
+        share = f"{100 * float(shares[rare]):.1f} %"
+        lines.append(f"class_factors or oversample=true: {rarest} is {share} of the records")
+    if records.schema and not records.by_person:
+        lines.append("dataset.id_column=<column>, if several rows can be of one person")
+    return lines
+
+
+def _classes(records: Records) -> list[str]:
+    counts = torch.bincount(records.labels, minlength=len(records.class_names)).tolist()
+    return [f"{name} {n:,}" for name, n in zip(records.class_names, counts, strict=True)]
+
+
+def _short(column: Column, missing: int) -> str:
+    details = [f"{len(column.categories)} values"] if column.kind == CATEGORY else []
+    details += [f"{missing:,} missing"] if missing else []
+    return f"{column.name} ({', '.join(details)})" if details else column.name
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", ... ({len(names) - _MOST_LISTED} more)" if len(names) > _MOST_LISTED else ""
+    return ", ".join(names[:_MOST_LISTED]) + more

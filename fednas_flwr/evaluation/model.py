@@ -1,0 +1,151 @@
+"""A trained model that takes what the user has: normalisation, classes and softmax are inside.
+
+:class:`Model` is what a run exports. ``predict`` takes arrays, DataFrames and files;
+``forward`` tensors, for those who build on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fednas_flwr.data.raw import read_raw
+from fednas_flwr.data.schema import Inputs, normalised
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.search.objective import CLASSIFICATION
+
+BATCH_SIZE = 256
+
+Progress = Callable[[int, int], None]  # told how many records are done, and of how many
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a model says of records.
+
+    Attributes:
+        class_names: One name per column of ``probabilities``.
+        names: One per record: a file's path, or the row's number from 0.
+        probabilities: float32 ``[N, classes]``; each row sums to 1.
+        truth: The class that the data names for each record; None where it does not.
+    """
+
+    class_names: tuple[str, ...]
+    names: tuple[str, ...]
+    probabilities: np.ndarray
+    truth: tuple[str, ...] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self.names)
+
+    @property
+    def labels(self) -> list[str]:
+        """The most probable class of each record."""
+        chosen = CLASSIFICATION.predictions(torch.from_numpy(self.probabilities))
+        return [self.class_names[i] for i in chosen.tolist()]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of records whose label is that of the data, in [0, 1]; None where it has none."""
+        if self.truth is None or not self.truth:
+            return None
+        pairs = zip(self.labels, self.truth, strict=True)
+        return sum(label == true for label, true in pairs) / len(self)
+
+    def table(self) -> Any:
+        """Return a DataFrame with ``record``, ``label`` and each class's ``probability of ...``.
+
+        With a column ``truth`` where the data names the class of each record.
+        """
+        import pandas as pd
+
+        columns: dict[str, Any] = {"record": self.names, "label": self.labels}
+        if self.truth is not None:
+            columns["truth"] = self.truth
+        shares = {
+            f"probability of {n}": p
+            for n, p in zip(self.class_names, self.probabilities.T, strict=True)
+        }
+        return pd.DataFrame({**columns, **shares})
+
+
+class Model(nn.Module):
+    """A trained network and all that it needs to know of raw records.
+
+    Args:
+        network: Takes normalised records, returns logits; put into evaluation mode.
+        inputs: What raw records are.
+        description: What the network is built from.
+
+    Attributes:
+        network: See above.
+        inputs: See above.
+        description: See above.
+    """
+
+    def __init__(
+        self, network: nn.Module, inputs: Inputs, description: Mapping[str, Any] | None = None
+    ) -> None:
+        """See the class."""
+        super().__init__()
+        self.network = network
+        self.inputs = inputs
+        self.description = dict(description or {})
+        self.eval()
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """One name per class, in the order of the probabilities."""
+        return self.inputs.class_names
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return probabilities ``[N, classes]``.
+
+        Args:
+            x: uint8 ``[N, C, H, W]`` from 0 to 255 or float from 0 to 1; of a table float32
+                ``[N, F]``, NaN where missing, see :func:`~fednas_flwr.data.schema.feature_names`.
+        """
+        probabilities: Tensor = torch.softmax(self.logits(x), dim=1)
+        return probabilities
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return logits ``[N, classes]`` of what :meth:`forward` takes."""
+        logits: Tensor = self.network(normalised(x, self.inputs.mean, self.inputs.std))
+        return logits
+
+    @torch.no_grad()
+    def predict(
+        self, data: Any, *, batch_size: int = BATCH_SIZE, progress: Progress | None = None
+    ) -> Predictions:
+        """Return the labels and probabilities of raw data.
+
+        Args:
+            data: Images or a table, in memory or as a path: see
+                :func:`~fednas_flwr.data.raw.read_raw`.
+            batch_size: Records that are computed together, at least 1.
+            progress: Told after each batch how many records are done, and of how many.
+
+        Raises:
+            ConfigError: The data is not what the model takes.
+        """
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} must be at least 1.")
+        raw = read_raw(data, self.inputs)
+        device = next((p.device for p in self.parameters()), torch.device("cpu"))
+        self.eval()
+        found: list[Tensor] = [torch.zeros(0, len(self.class_names))]
+        done = 0
+        for x in raw.batches(batch_size):
+            found.append(self(x.to(device)).float().cpu())
+            done += len(x)
+            if progress is not None:
+                progress(done, len(raw))
+        probabilities = torch.cat(found).numpy()
+        truth = None if raw.labels is None else tuple(raw.labels)
+        return Predictions(self.class_names, tuple(raw.names), probabilities, truth)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fednas_flwr.cli import main
+
+HEADER = "age;ward;seen;outcome\n"
+
+
+@pytest.fixture
+def patients(tmp_path: Path) -> Path:
+    """120 rows: 6 ages and 10 wards missing, one row twice, one outcome of ten rare."""
+    rows = []
+    for i in range(119):
+        age = "" if i < 6 else f"{20 + i / 2:.1f}".replace(".", ",")
+        ward = "" if 20 <= i < 30 else "ns"[i % 2]
+        rows.append(f"{age};{ward};{1 + i % 28}.01.2024;{'died' if i % 10 == 0 else 'left'}")
+    path = tmp_path / "patients.csv"
+    path.write_text(HEADER + "\n".join([*rows, rows[-1]]) + "\n")
+    return path
+
+
+def test_a_table_is_told_by_columns_clients_and_what_is_odd(
+    patients: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = f"dataset.cache={tmp_path / 'cache'}"
+    own = ["clients=2", "dataset.server_test=false", cache]
+    assert main(["data", str(patients), *own]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "120 records for clients; shape of one: 4"
+    assert lines[1] == "patients.csv: separator semicolon, decimal comma"
+    for line in (
+        "numbers: age (6 missing)",
+        "dates: seen",
+        "categories: ward (2 values, 10 missing)",
+        "label outcome: died 12, left 108",
+        "16 cells are missing: a number or date counts as the mean, a category as none of its "
+        "column's",
+        "column age: number, 23 to 79, mean 51.2456, 6 missing",
+        "column seen: date, 2024-01-01 to 2024-01-28",
+        "column ward: one of n, s, 10 missing",
+        "note: 1 record equals another; equal ones stay in one part",
+        "suggestion: positive=died, the rarer class, for AUROC and the like",
+    ):
+        assert line in lines
+    clients = [line for line in lines if line.startswith("client ")]
+    assert len(clients) == 2
+    told = [int(word) for line in clients for word in line.split("; ")[0].split() if word.isdigit()]
+    assert sum(told) == 120
+
+
+def test_small_and_lopsided_clients_are_named(
+    patients: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["partition=column", "partition.column=outcome", "clients=2"]
+    cache = f"dataset.cache={tmp_path / 'cache'}"
+    settings = ["dataset.label=ward", "dataset.server_test=false", cache]
+    filled = patients.read_text().replace(";;", ";e;")
+    patients.write_text(filled)
+    assert main(["data", str(patients), *own, *settings]) == 0
+    printed = capsys.readouterr().out
+    assert "client 0 is small: " in printed or "client 0 has no record for " in printed
+    assert "label ward: e 10, n 56, s 54" in printed
+
+
+def test_images_are_told_with_what_is_done_to_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        folder = tmp_path / "images" / "ab"[i % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 256, (8 + i % 3, 8), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+    (tmp_path / "images" / "a" / "no.png").write_bytes(b"no image")
+    cache = [f"dataset.cache={tmp_path / 'cache'}", "dataset.channels=1", "dataset.image_size=8"]
+    assert main(["data", str(tmp_path / "images"), *cache]) == 2
+    assert "1 of 41 files cannot be read as an image" in capsys.readouterr().err
+    assert main(["data", str(tmp_path / "images"), *cache, "dataset.corrupt=skip"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 broken images left out" in printed
+    assert "resized to 8x8 (bilinear) from 8x8: 14, 8x9: 13, 8x10: 13" in printed
+    assert main(["data", str(tmp_path / "nothing")]) == 2
+    assert "does not exist" in capsys.readouterr().err
