@@ -54,6 +54,9 @@ VERBS = {
     "query.describe": Verb(facts=frozenset(_IDENTITY)),
     "query.commit": Verb(facts=frozenset({"epsilon", "covered_steps", "awaits"})),
     "query.latency": Verb(facts=frozenset({"latency"})),  # of layers on made-up inputs
+    # of a secure sum: what masks hide is noised, if at all, before it is masked
+    "query.sign_survivors": Verb(facts=frozenset({"signature"})),
+    "query.open_masks": Verb(facts=frozenset({"parts", "pairs"})),
     "train.weight_gradient": Verb(
         frozenset({"weights"}), _TRAIN, gradients_of=("weights",), of_supernet=True
     ),

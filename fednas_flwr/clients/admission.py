@@ -35,6 +35,7 @@ from fednas_flwr.exchange.requests import (
     TrainCandidates,
 )
 from fednas_flwr.exchange.states import network_states
+from fednas_flwr.exchange.sum_requests import OpenMasks, SignSurvivors
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.privacy.self_test import Computation, largest_size, unwatched
@@ -68,7 +69,7 @@ def admit(
     verb, settings = request.verb, request.settings
     if verb not in PRIVATE_VERBS:
         raise unknown_choice("private verb", verb, PRIVATE_VERBS)
-    if isinstance(settings, Describe):
+    if isinstance(settings, Describe | SignSurvivors | OpenMasks):
         gate.check_verb(verb, gate.data_set)
         return {}
     if isinstance(settings, Commit):

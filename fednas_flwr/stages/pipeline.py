@@ -39,7 +39,7 @@ from fednas_flwr.errors import ReplyError
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
 from fednas_flwr.evaluation.metrics import evaluate, linear_baseline
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
-from fednas_flwr.exchange.courier import QuorumError
+from fednas_flwr.exchange.courier import TOTAL, QuorumError
 from fednas_flwr.exchange.gate import check_facts
 from fednas_flwr.exchange.requests import (
     Amount,
@@ -261,11 +261,15 @@ def _evaluate(
         if pools_records(config):
             linear = _linear_baseline(run)
         site = None if private is None else Site(private.data_set)
-        results: dict[str, list[dict[str, Any]]] = {"clients": [], "personalised": []}
+        results: dict[str, Any] = {"clients": [], "personalised": []}
         if config.dataset.fractions["test"] > 0:
             if private is None or private.noise_multiplier("metrics") is not None:
                 request = Evaluate(description, "test", site)
-                results["clients"] = _ask_tests(run, "evaluate.model", request, states)
+                tested = _ask_tests(run, "evaluate.model", request, states)
+                if config.secure_sum:
+                    results["total"] = tested[0] if tested else None
+                else:
+                    results["clients"] = tested
             if config.personalised:
                 last = Personalise(_last_round(config, description))
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
@@ -288,6 +292,8 @@ def _ask_tests(
             verb, stage="evaluate", settings=settings, states=states, releases=run.schedule
         ):
             fields = {"client": client, "num_examples": reply.num_examples}
+            if client == TOTAL:
+                fields = {"sites": reply.sites, "num_examples": reply.num_examples}
             results.append(dict(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test
         run.log.emit("warning", message=f"few clients could test the network: {error}")

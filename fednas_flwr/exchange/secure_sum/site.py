@@ -24,6 +24,7 @@ from fednas_flwr.exchange.secure_sum.shamir import SECRET_BYTES, split
 from fednas_flwr.privacy.mark import connect
 from fednas_flwr.privacy.shared_noise import SumTerms
 
+NODE_KEYS = ("roster", "sum-key", "sums")  # of a node's configuration
 _SCHEMA = """
     CREATE TABLE IF NOT EXISTS answers (
         context TEXT PRIMARY KEY, run TEXT, participants TEXT, part BLOB, survivors TEXT,
@@ -80,6 +81,28 @@ class SumSite:
             )
         self.index, self.roster, self.terms = index, roster, terms
         self._keys, self._journal = keys, journal
+
+    @classmethod
+    def of_node(cls, index: int, node: Mapping[str, str], terms: SumTerms) -> SumSite:
+        """Return the site of a node that names its files.
+
+        Args:
+            index: The node's place in the roster.
+            node: With the paths ``roster``, ``sum-key`` and ``sums``, the journal.
+            terms: Of the node's policy.
+
+        Raises:
+            ConfigError: One is missing, or a file is not as it should be.
+        """
+        missing = [key for key in NODE_KEYS if key not in node]
+        if missing:
+            raise ConfigError(
+                f"the policy has secure_sum but the node lacks {', '.join(missing)}: give them."
+            )
+        if not Path(node["roster"]).exists():
+            raise ConfigError(f"there is no roster {node['roster']}: see `fednas provision`.")
+        paths = [Path(node[key]) for key in NODE_KEYS]
+        return cls(index, SiteKeys.at(paths[1]), Roster.read(paths[0]), terms, paths[2])
 
     def begin(
         self,
