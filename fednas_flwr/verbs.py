@@ -46,6 +46,7 @@ _MODEL = frozenset({"weights", "alphas", "moments"})
 _IDENTITY = {
     *("client", "tag", "hardware", "versions", "input_shape", "feature_names", "class_names"),
     *("splits", "data_set", "budget", "secure_noise", "unit", "spent"),
+    "honest_sites",
 }
 _TRAIN, _VALIDATION = frozenset({"train_loss", "train_accuracy"}), frozenset({"validation_loss"})
 _MEASURED = frozenset({"loss", "accuracy"})

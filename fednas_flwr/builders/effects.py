@@ -344,6 +344,11 @@ RULES: tuple[Rule, ...] = (
         "set secure_sum=true or remove it",
     ),
     Rule(
+        "secure_terms",
+        _real_sites,
+        "runtime=deployment partition=sites, whose sites' policies have terms of their own",
+    ),
+    Rule(
         "runtime.largest_share",
         lambda c: c.secure_sum,
         "secure_sum=true, with which the server sees no client's weight",

@@ -213,13 +213,17 @@ def check_secure_sum(config: Config) -> None:
             "the batch size of each client is needed; set algorithm.reduce=mean",
         ),
         f"runtime={config.runtime.name}": (
-            config.runtime.name == "deployment",
-            "sites have no roster of keys yet; set runtime=inline or runtime=ray",
+            config.runtime.name == "deployment"
+            and (config.partition.name != "sites" or isinstance(config.privacy, NoPrivacy)),
+            "only sites with data and a policy of their own have keys and a roster; set "
+            "partition=sites privacy=dp",
         ),
     }
     for setting, (refused, reason) in needs.items():
         if refused:
             raise ConfigError(f"secure_sum=true with {setting}: {reason}.")
+    if config.runtime.name == "deployment":
+        return  # whose sites' own policies decide
     if not terms.colluding + 2 <= terms.least(config.clients) <= config.clients:
         raise ConfigError(
             f"secure_terms.least_sites={show(terms.least_sites)} with secure_terms.colluding="

@@ -96,6 +96,8 @@ def describe(client: Client, request: Request, asked: Describe) -> Reply:
             "unit": allowed.unit,
             "spent": gate.spent(),
         }
+        if allowed.secure_sum is not None:
+            facts["honest_sites"] = allowed.secure_sum.honest
         return Reply(num_examples=gate.num_records(tuple(allowed.records)), facts=facts)
     splits = {"train": data.train, "validation": data.validation, "test": data.test}
     counts = torch.zeros(len(client.class_names), dtype=torch.int64)

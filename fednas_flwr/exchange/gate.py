@@ -319,6 +319,7 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "secure_noise": lambda secure: type(secure) is bool,
     "unit": lambda unit: unit in UNITS,
     "spent": _epsilon,
+    "honest_sites": lambda number: type(number) is int and 2 <= number <= MOST_SITES,
     "awaits": _hex(32),
     "context": _hex(64),
     "boxes": _hex_by_site(2 * (PART_BYTES + 16)),

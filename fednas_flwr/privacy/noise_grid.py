@@ -21,7 +21,7 @@ def noise_grid(std: float) -> float:
 def noise_range(*, num_values: int, num_records: int) -> tuple[float, float]:
     """Return least and largest noise multiplier with which adding noise cannot fail.
 
-    The grid of :func:`~fednas_flwr.privacy.noise.add_noise`, of at most ``2^-24 * s * R``, must stay
+    The grid of :func:`~fednas_flwr.privacy.noise.add_noise`, of at most ``2^-24 * s * R``, must be
     below ``R / (2 * sqrt(d))``, and a sum of norm ``N * R`` within 2^51 cells of at least
     ``2^-25 * s * R``. Both with a factor of 2 to spare: a site may hold more records than it
     declares.

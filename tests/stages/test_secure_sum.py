@@ -219,7 +219,7 @@ REFUSED = [
     ("secure_terms.colluding=3", "lower secure_terms.colluding"),
     ("secure_terms.least_sites=9", "lower secure_terms.colluding"),
     ("secure_terms.least_sites=2", "lower secure_terms.colluding"),
-    ("runtime=deployment runtime.superlink=site", "set runtime=inline"),
+    ("runtime=deployment runtime.superlink=site", "set partition=sites privacy=dp"),
 ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,23 +99,35 @@ class Roster:
         write_atomically(path, json.dumps([asdict(site) for site in self.sites], indent=2) + "\n")
 
     @classmethod
+    def of(cls, sites: Sequence[PublicKeys]) -> Roster:
+        """Return the roster of these sites.
+
+        Raises:
+            ConfigError: A key is none, or a name or key stands twice.
+        """
+        try:
+            keys = [bytes.fromhex(key) for site in sites for key in (site.mask, site.signature)]
+            if any(len(key) != KEY_BYTES for key in keys) or len(set(keys)) < len(keys):
+                raise ValueError("a key is not of 32 bytes, or stands twice")
+            named = {str(site.site) for site in sites}
+            if not 2 <= len(named) == len(sites) <= MOST_SITES:
+                raise ValueError(f"{len(named)} names for {len(sites)} sites")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the roster of secure sums cannot be used: {error}.") from error
+        return cls(tuple(sites))
+
+    @classmethod
     def read(cls, path: Path) -> Roster:
         """Return the roster in a file.
 
         Raises:
-            ConfigError: It cannot be read, or has a key that is none or that stands twice.
+            ConfigError: It cannot be read, or :meth:`of` refuses it.
         """
         try:
-            sites = tuple(PublicKeys(**entry) for entry in json.loads(path.read_text()))
-            keys = [bytes.fromhex(key) for site in sites for key in (site.mask, site.signature)]
-            named = {site.site for site in sites}
-            if not 2 <= len(sites) <= MOST_SITES or len(named) < len(sites):
-                raise ValueError(f"{len(named)} names for {len(sites)} sites")
-            if len(set(keys)) < len(keys) or any(len(key) != KEY_BYTES for key in keys):
-                raise ValueError("a key is not of 32 bytes, or stands twice")
+            sites = [PublicKeys(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(f"the roster {path} cannot be used: {error}.") from error
-        return cls(sites)
+        return cls.of(sites)
 
     def has_signed(self, index: int, signature: bytes, message: bytes) -> bool:
         """Return whether a site has signed a message."""
