@@ -164,16 +164,16 @@ def make_key(options: argparse.Namespace, overrides: list[str]) -> int:
     """Make a node's key and say where its public half goes."""
     from fednas_flwr.machines.certificates import make_node_key, make_sum_key
 
+    knows = "other sites" if options.sum else "the server"
     try:
-        if options.sum:
-            public = make_sum_key(options.path)
-            print(f"{options.path} is made and stays here. Send {public} to whoever provisions.")
-            return 0
-        public = make_node_key(options.path)
+        public = (make_sum_key if options.sum else make_node_key)(options.path)
     except FileExistsError as error:
-        raise ConfigError(f"{options.path} exists: others may know the site by it.") from error
+        raise ConfigError(f"{options.path} exists: {knows} may know the site by it.") from error
     except OSError as error:
         raise ConfigError(f"{options.path} cannot be written: {error}.") from error
+    if options.sum:
+        print(f"{options.path} is made and stays here. Send {public} to whoever provisions.")
+        return 0
     print(f"{options.path} is made and stays here. Send {public} to the server's operator and")
     print("start again when it is registered.")
     return 0
