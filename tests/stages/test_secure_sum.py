@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Error, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from safetensors.torch import load_file
 from scipy.stats import chisquare
 
@@ -57,13 +58,14 @@ class LossyGrid(InProcessGrid):
         return reply
 
 
-def run(config, *, lost=lambda *_: False, records=None):
+def run(config, *, lost=lambda *_: False, records=None, grid=LossyGrid):
     """Run a configuration to its end; return its events and the error that ended it."""
     config = create_run_folder(config)
     app = make_client_app(dump_config(config))
-    grid, error = LossyGrid(app, config.clients, lost, records=records), None
+    error = None
     try:
-        serve(config, grid, listeners=[], resumed=False)
+        own = grid(app, config.clients, lost, records=records)
+        serve(config, own, listeners=[], resumed=False)
     except Exception as caught:
         error = caught
     return read_events(Path(config.run_dir) / "events.jsonl"), error
@@ -190,6 +192,75 @@ def test_sums_that_fail_say_so_and_leave_no_trace(lost, said, compose_config, tm
     text = str(error) + " ".join(e["reason"] for e in events if e["event"] == "client_failed")
     assert said in text
     assert not list((tmp_path / "run" / "checkpoints").glob("search-*"))
+
+
+def damaged(change):
+    """Return a grid class in which ``change(content, kept)`` alters what client 1 trains."""
+    kept = []
+
+    class Damaging(LossyGrid):
+        def _answer(self, message):
+            reply = super()._answer(message)
+            verb, client = message.metadata.message_type, message.metadata.dst_node_id - 2
+            if verb == "train.search" and client == 1 and reply.has_content():
+                kept.append(reply.content)
+                return Message(change(reply.content, kept), reply_to=message)
+            return reply
+
+    return Damaging
+
+
+def other_masks(content, kept):
+    """Masked vectors of a peer whose masks are not those agreed on."""
+    rng = np.random.default_rng(0)
+    vectors = {d: Array(rng.integers(-(2**62), 2**62, array_length(a)).astype(d))
+               for d, a in content["state.masked"].items()}  # fmt: skip
+    return RecordDict({**content, "state.masked": ArrayRecord(vectors)})
+
+
+def array_length(array):
+    return array.numpy().size
+
+
+def shorter(content, kept):
+    vectors = {d: Array(a.numpy()[:-1]) for d, a in content["state.masked"].items()}
+    return RecordDict({**content, "state.masked": ArrayRecord(vectors)})
+
+
+def of_another_request(content, kept):
+    values = json.loads(content["header"]["json"])
+    values["facts"]["context"] = "ab" * 32
+    return RecordDict({**content, "header": ConfigRecord({"json": json.dumps(values)})})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (other_masks, "the total of 4 sites is beyond 4 times their range"),
+        (shorter, "masked vectors of"),
+        (of_another_request, "answered another request than the clients before it"),
+        (lambda content, kept: kept[0], None),
+    ],
+    ids=["other masks", "shorter", "another request", "replayed"],
+)
+def test_damaged_replies_fail_the_sum_or_are_left_out(change, said, compose_config, tmp_path):
+    folder = tmp_path / "run"
+    rounds = "rounds=2" if said is None else "rounds=1"
+    config = compose_config(
+        *SHORT, *SUMS, "algorithm=fed_darts", "stages=[search]", f"run_dir={folder}", rounds
+    )
+    events, error = run(config, grid=damaged(change))
+    reasons = [e["reason"] for e in events if e["event"] == "client_failed"]
+    done = {e["round"] for e in latest_rounds(events, "search")}
+    if change is other_masks:
+        assert said in str(error)
+        assert done == set()
+    elif said is not None:
+        assert said in reasons[0]
+        assert (error, done) == (None, {1})
+    else:  # the second round gets the first one's reply once more
+        assert "reply to another request" in reasons[0]
+        assert (error, done) == (None, {1, 2})
 
 
 def test_a_run_that_was_killed_goes_on_with_new_masks(compose_config, tmp_path):
