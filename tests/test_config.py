@@ -152,6 +152,7 @@ BAD_VALUES = [
     ("algorithm.alphas.lr", 1e15),
     ("retrain.weights.lr", 1e15),
     ("retrain.weights.weight_decay", 1e15),
+    ("retrain.weights.weight_decay", 41.0),  # learning rate .025
     ("retrain.channels", 10**9),
     ("retrain.num_cells", 10**9),
     ("search_space.channels", 10**9),

@@ -76,6 +76,12 @@ def records_from_npz(
     def read(part: str) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
         labels = _whole_labels(arrays[f"y_{part}"], origin=origin, part=part)
         if f"x_{part}" in arrays:
+            for name, value in (("image_size", image_size), ("channels", channels)):
+                if value is not None:
+                    raise ConfigError(
+                        f"dataset.{name}={value} has no effect on {origin}, whose x_{part} holds "
+                        "plain arrays and no encoded images: remove it, or change the arrays."
+                    )
             features, ids = arrays[f"x_{part}"], None
             features = _channels_first(features, origin=origin)
         else:
@@ -93,17 +99,8 @@ def records_from_npz(
             )
         return features, ids, labels
 
-    present = [
-        part
-        for part in ("train", "test", "val")
-        if f"y_{part}" in arrays and {f"x_{part}", f"{part}_bytes"} & arrays.keys()
-    ]
-    if "train" not in present:
-        raise ConfigError(
-            f"{origin} holds the arrays {', '.join(arrays)}: it needs x_train and y_train, or "
-            "train_bytes, train_off and y_train."
-        )
-    read_parts = [read(part) for part in present[:2]]
+    present = _parts(arrays, origin=origin)
+    read_parts = [read(part) for part in present]
     num_classes = 1 + max(int(labels.max()) for _, _, labels in read_parts)
     num_records = sum(len(labels) for _, _, labels in read_parts)
     if not class_names and num_classes > num_records:
@@ -119,6 +116,33 @@ def records_from_npz(
         )
     parts = [records_from_arrays(x, y, names, ids=ids) for x, ids, y in read_parts]
     return parts[0], parts[1] if len(parts) == 2 else None
+
+
+def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> list[str]:
+    """Return ``train`` and, if there is one, the other part, each with all arrays that it needs."""
+    needed = {
+        part: ({f"x_{part}", f"y_{part}"}, {f"{part}_bytes", f"{part}_off", f"y_{part}"})
+        for part in ("train", "test", "val")
+    }
+    present = [part for part, forms in needed.items() if set.union(*forms) & arrays.keys()]
+    for part in present:
+        found = sorted(set.union(*needed[part]) & arrays.keys())
+        if found not in [sorted(form) for form in needed[part]]:
+            raise ConfigError(
+                f"{origin} holds {', '.join(found)}: a part needs x_{part} and y_{part}, or "
+                f"{part}_bytes, {part}_off and y_{part}; add what is missing, or remove the rest."
+            )
+    if "train" not in present:
+        raise ConfigError(
+            f"{origin} holds the arrays {', '.join(arrays)}: it needs x_train and y_train, or "
+            "train_bytes, train_off and y_train."
+        )
+    if len(present) > 2:
+        raise ConfigError(
+            f"{origin} holds a part test and a part val, but one of them is used: remove the other "
+            "(validation records are taken from train by dataset.fractions)."
+        )
+    return present
 
 
 def _whole_labels(labels: np.ndarray, *, origin: str, part: str) -> np.ndarray:

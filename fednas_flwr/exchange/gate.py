@@ -33,6 +33,7 @@ LARGEST_TABLE = 2**20  # characters: some 5,000 layers
 LONGEST_TEXT = 200  # characters of a tag or of a name
 FEWEST_VOTES = 3  # clients of which most can be right
 MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
+DIVERGED = "; if training has diverged, lower its learning rate or its weight decay"
 NO_LIMITS = Limits(MAX_EXAMPLES)
 # Tensors of which a negative value would make every network that uses them NaN.
 NON_NEGATIVE = {"buffers": ("running_var",), MOMENTS: ("alphas.exp_avg_sq.", "alphas.step.")}
@@ -112,7 +113,9 @@ def accept_reply(
             raise ReplyError(f"{name} must have sizes {layout.sizes}, got {sizes}")
         for vector in states[name].values():
             if not _is_usable(vector):
-                raise ReplyError(f"{name} is not finite, or so large that averages overflow")
+                raise ReplyError(
+                    f"{name} is not finite, or so large that averages overflow{DIVERGED}"
+                )
     filled = {
         name: fill_unchanged(states[name], sent[name], layouts[name], chosen)
         for name, chosen in changed.items()
@@ -133,7 +136,7 @@ def _check_values(
     if not moved <= most:
         raise ReplyError(
             f"{name} has a norm of {moved:.3g}{' from those sent' if own else ''}, where an honest "
-            f"client's is at most {most:.3g}"
+            f"client's is at most {most:.3g}{DIVERGED}"
         )
     for key, tensor in unpack(packed, layout).items() if name in NON_NEGATIVE else ():
         if any(part in key for part in NON_NEGATIVE[name]) and bool((tensor < 0).any()):

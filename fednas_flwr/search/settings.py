@@ -48,6 +48,12 @@ Rule = Annotated[str, OneOf(RULES)]
 Gates = Annotated[str, OneOf(GATES)]
 
 
+def _check_decay(lr: float, weight_decay: float) -> None:
+    """Raise ConfigError for a decay that turns weights round: each step takes ``lr`` of it off."""
+    expected = f"0 to {1 / lr:.4g}, which is 1 / lr: with more, weights change sign in every step"
+    check_range(lr * weight_decay <= 1, "weight_decay", weight_decay, expected)
+
+
 @dataclass(frozen=True)
 class SGD(Checked):
     """Weights: SGD whose learning rate falls along a cosine from ``lr`` to ``min_lr``.
@@ -56,7 +62,7 @@ class SGD(Checked):
         lr: Learning rate of the first round, > 0.
         min_lr: Learning rate after the last round, from 0 to ``lr``.
         momentum: From 0 to below 1.
-        weight_decay: L2 coefficient, >= 0.
+        weight_decay: L2 coefficient, from 0 to ``1 / lr``.
         clip_norm: Largest norm of a batch's mean gradient, > 0; None does not clip.
     """
 
@@ -70,6 +76,7 @@ class SGD(Checked):
         """Check the ranges."""
         super().__post_init__()
         check_range(self.min_lr <= self.lr, "min_lr", self.min_lr, f"0 to lr={self.lr}")
+        _check_decay(self.lr, self.weight_decay)
 
     def at_round(self, server_round: int, num_rounds: int) -> SGD:
         """Return the constants of one round of ``num_rounds``; rounds count from 1."""
@@ -110,7 +117,7 @@ class Configuration(Checked):
 
     Attributes:
         lr: Learning rate of the weights, > 0.
-        weight_decay: Of the weights, >= 0.
+        weight_decay: Of the weights, from 0 to ``1 / lr``.
         momentum: Of the weights, from 0 to below 1.
         alpha_lr: Learning rate of the alphas, >= 0.
         alpha_weight_decay: Of the alphas, >= 0.
@@ -123,6 +130,11 @@ class Configuration(Checked):
     alpha_lr: RateOrZero
     alpha_weight_decay: RateOrZero
     dropout: ShareBelow1
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        _check_decay(self.lr, self.weight_decay)
 
     def sgd(self, clip_norm: float | None) -> SGD:
         """Return the constants of the weights' optimiser; the learning rate stays."""

@@ -17,14 +17,15 @@ from fednas_flwr.builders.clients import (
     simulated_policy,
     simulated_site,
 )
-from fednas_flwr.config import Config, DifferentialPrivacy
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.config import Config, DifferentialPrivacy, expanded
+from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.exchange.states import network_states
 from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import Policy, check_planned, check_verb
 from fednas_flwr.privacy.renyi_filter import Reading, RenyiFilter, covered_steps
+from fednas_flwr.reporting.lookup import CellTable, read_table
 from fednas_flwr.stages.commitment import covered_rounds
 from fednas_flwr.stages.run_folder import check_writable
 from fednas_flwr.stages.schedule import make_schedule
@@ -35,9 +36,24 @@ def check_run(config: Config) -> None:
 
     Leaves nothing but the cache of prepared data.
     """
+    given_table(config)
     made = check_buildable(config)
     if isinstance(config.privacy, DifferentialPrivacy):
         check_sites(config, config.privacy, made)
+
+
+def given_table(config: Config) -> CellTable | None:
+    """Return the published accuracies in ``dataset.table``; None without one.
+
+    Raises:
+        ConfigError: The file cannot be read, or is no such table.
+    """
+    if (path := config.dataset.table) is None:
+        return None
+    try:
+        return read_table(expanded("dataset.table", path))
+    except ConfigError as error:
+        raise ConfigError(f"dataset.table={show(path)}: {error}") from error
 
 
 def check_sites(

@@ -54,10 +54,11 @@ from fednas_flwr.exchange.states import Packed
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.names import SPLITS
 from fednas_flwr.reporting.events import EventLog, read_events
-from fednas_flwr.reporting.lookup import CellTable, percentiles_by_round, read_table
+from fednas_flwr.reporting.lookup import CellTable, percentiles_by_round
 from fednas_flwr.reporting.runs import EVENTS_FILE
 from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search_spaces.genotype import Genotype, save_genotype, to_json
+from fednas_flwr.stages.check import given_table
 from fednas_flwr.stages.commitment import NEEDED_FACTS, awaited_run, commit
 from fednas_flwr.stages.groups import run_groups
 from fednas_flwr.stages.latency import cost_of, with_latency
@@ -97,7 +98,7 @@ def _run_stages(
     if config.run_dir is None:
         raise ValueError("config.run_dir must name the run folder")
     folder = Path(config.run_dir)
-    table = None if config.dataset.table is None else read_table(Path(config.dataset.table))
+    table = given_table(config)
     # A resumed run books under another name, since what it repeats is released again; but one that
     # people have approved meanwhile keeps the name that they have approved.
     earlier = read_events(folder / EVENTS_FILE) if resumed else []

@@ -89,6 +89,17 @@ ENCODED = {"train_bytes": np.zeros(9, np.uint8), "y_train": LABELS}
     ("arrays", "settings", "message"),
     [
         ({"a": LABELS}, {}, "holds the arrays a: it needs x_train and y_train"),
+        (GOOD | {"x_test": GOOD["x_train"]}, {}, "holds x_test: a part needs x_test and y_test"),
+        (GOOD | {"y_val": LABELS}, {}, "holds y_val: .* val_bytes, val_off and y_val"),
+        (GOOD | ENCODED, {}, "holds train_bytes, x_train, y_train: a part needs"),
+        (ENCODED, {}, "holds train_bytes, y_train: a part needs"),
+        (
+            GOOD | {f"{k}_{part}": GOOD[f"{k}_train"] for k in "xy" for part in ("test", "val")},
+            {},
+            "a part test and a part val",
+        ),
+        (GOOD, {"image_size": 4}, "dataset.image_size=4 has no effect on .* plain arrays"),
+        (GOOD, {"channels": 1}, "dataset.channels=1 has no effect on .* plain arrays"),
         (GOOD | {"y_train": LABELS[:3]}, {}, "4 records and 3 labels"),
         (GOOD | {"y_train": LABELS - 1}, {}, "expected the class numbers"),
         (GOOD | {"y_train": LABELS * 0.5}, {}, "y_train .* float64 .* class numbers"),

@@ -322,9 +322,10 @@ class Quotient(nn.Module):
 
 
 def test_rows_that_fill_a_micro_batch_contribute_nothing_even_if_they_are_not_finite():
-    network = Quotient()
+    network = Quotient().double()  # float32 differs too much between machines
     generator = make_generator(0, "filling")
-    x, y = torch.randn(5, 4, generator=generator), torch.tensor([0, 1, 2, 0, 1])
+    x = torch.randn(5, 4, generator=generator, dtype=torch.double)
+    y = torch.tensor([0, 1, 2, 0, 1])
     common = {
         "loss": cross_entropy,
         "parameters": dict(network.named_parameters()),

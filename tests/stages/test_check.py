@@ -198,6 +198,20 @@ def test_a_home_that_nobody_has_is_refused(compose_config: Compose, setting: str
     assert sentence.startswith(f"{setting}=~nobody-of-that-name/here: ")
 
 
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "cannot be read"), ("cell,accuracy\n|a|,90\n", "no table")]
+)
+def test_a_table_of_accuracies_that_is_none_is_refused(
+    compose_config: Compose, tmp_path: Path, content: str | None, said: str
+) -> None:
+    path = tmp_path / "accuracies.csv"
+    if content is not None:
+        path.write_text(content)
+    sentence = refused(compose_config("search_space=nasbench201_small", f"dataset.table={path}"))
+    assert sentence.startswith(f"dataset.table={path}: ")
+    assert said in sentence
+
+
 def test_a_cache_that_is_a_file_is_refused(compose_config: Compose, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     sentence = refused(compose_config(f"dataset.cache={tmp_path / 'file'}"))
