@@ -46,6 +46,7 @@ _MODEL = frozenset({"weights", "alphas", "moments"})
 _IDENTITY = {
     *("client", "tag", "hardware", "versions", "input_shape", "schema", "class_names"),
     *("splits", "data_set", "budget", "secure_noise", "unit", "spent"),
+    "honest_sites",
 }
 _TRAIN, _VALIDATION = frozenset({"train_loss", "train_accuracy"}), frozenset({"validation_loss"})
 _MEASURED = frozenset({"loss", "accuracy"})
@@ -54,6 +55,9 @@ VERBS = {
     "query.describe": Verb(facts=frozenset(_IDENTITY)),
     "query.commit": Verb(facts=frozenset({"epsilon", "covered_steps", "awaits"})),
     "query.latency": Verb(facts=frozenset({"latency"})),  # of layers on made-up inputs
+    # of a secure sum: what masks hide is noised, if at all, before it is masked
+    "query.sign_survivors": Verb(facts=frozenset({"signature"})),
+    "query.open_masks": Verb(facts=frozenset({"parts", "pairs"})),
     "train.weight_gradient": Verb(
         frozenset({"weights"}), _TRAIN, gradients_of=("weights",), of_supernet=True
     ),

@@ -3,7 +3,8 @@
 Each has its own folder, TLS and a registered key, and runs its `start.sh`; what fails is started
 again, as systemd would. Arguments are overrides of `fednas run`, e.g. rounds=2 retrain.rounds=2;
 with `--lose-a-site` the second site is killed (SIGKILL) after the first round. Of a private run,
-whose noise never repeats, the ledgers are checked; any other runs again in one process and must end
+whose noise never repeats, the ledgers are checked (secure_sum=true has every site's policy name the
+roster of all sites' keys); any other runs again in one process and must end
 in the same bits, if no site was lost.
 
 Results, logs and the machines' folders stay in runs/deploy_local_<time>, or the new folder that
@@ -38,6 +39,8 @@ from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.reporting.events import Event, read_events
 from fednas_flwr.reporting.runs import EVENTS_FILE
 
+SUM_TERMS = "least_sites: 2, colluding: 0"  # of three sites, one of which may be lost
+
 
 def main(arguments: list[str]) -> int:
     """Deploy, search, check; returns the exit code."""
@@ -48,7 +51,8 @@ def main(arguments: list[str]) -> int:
     data, records = write_data(results / "data")
     common = ["partition=sites", "dataset=npz", f"dataset.root={results / 'data'}", "clients=3"]
     common += ["dataset.server_test=false", *overrides]
-    private = isinstance(parse_config(compose_tree(common)).privacy, DifferentialPrivacy)
+    config = parse_config(compose_tree(common))
+    private = isinstance(config.privacy, DifferentialPrivacy)
     deployed = ["runtime=deployment", "runtime.superlink=server", f"run_dir={results / 'deployed'}"]
     # Bits could not agree without one of the sites; a lost one must not end the run.
     deployed += [f"runtime.quorum={0.6 if lose else 1}", "runtime.deadline_s=600", *common]
@@ -59,7 +63,7 @@ def main(arguments: list[str]) -> int:
     machines.make_private(private)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        machines.begin()
+        machines.begin(sums=SUM_TERMS if config.secure_sum else None)
         say(f"a server and {', '.join(SITES)} are up: TLS, registered keys, ports {machines.ports}")
         code = search(machines, deployed, lost=SITES[1] if lose else None)
         if private:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from fednas_flwr.machines.provision import Deployment, provision
+from fednas_flwr.machines.provision import Deployment, provision, read_roster
 
 T = TypeVar("T")
 
@@ -81,7 +82,9 @@ class Machines:
             edit(folder / "policy.yaml", r"records: \d+", f"records: {records}")
             edit(folder / "policy.yaml", r"epsilon: .*", "epsilon: 100.0")
             edit(folder / "dataset.yaml", r"class_names: .*", f"class_names: {list(class_names)}")
+        self._deployment = deployment
         self._scripts = {site: (self.folder / site / "start.sh").read_text() for site in data}
+        self._chosen = dict(self._scripts)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._environment = os.environ | {"PATH": path}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -93,17 +96,23 @@ class Machines:
     def make_private(self, private: bool) -> None:
         """Let the sites, from their next start, answer private requests only, or any."""
         for site, script in self._scripts.items():
-            text = script if private else PRIVATE.sub("", script)
-            (self.folder / site / "start.sh").write_text(text)
+            self._chosen[site] = script if private else PRIVATE.sub("", script)
+            (self.folder / site / "start.sh").write_text(self._chosen[site])
 
-    def begin(self) -> None:
-        """Start everything: sites make their keys, the server registers them, all are on-line."""
+    def begin(self, *, sums: str | None = None) -> None:
+        """Start everything: sites make their keys, the server registers them, all are on-line.
+
+        Args:
+            sums: Terms of secure sums for every site's policy, without the roster.
+        """
         first = {part.machine: name for name, part in reversed(self.parts.items())}
         for site in self.sites:
             self.start(first[site])
         for site in self.sites:  # the first start makes the key and ends
             if code := self._running.pop(first[site]).wait():
                 raise RuntimeError(f"{site} ended with {code}: see {self.logs}")
+        if sums is not None:
+            self._share_roster(sums)
         self.start(first["server"])
         until("the SuperLink", lambda: listens(self.ports["server"]))
         for site in self.sites:
@@ -115,6 +124,19 @@ class Machines:
         threading.Thread(target=self._restart_what_fails, daemon=True).start()
         for site in self.sites:
             self.wait_online(site)
+
+    def _share_roster(self, terms: str) -> None:
+        """Provision again, with the sites' public keys, and have every policy name the roster."""
+        keys = self.base / "sum-keys"
+        keys.mkdir()
+        for site in self.sites:
+            shutil.copy(self.folder / site / "state" / "sum.pub", keys / f"{site}.pub")
+        roster = read_roster(self._deployment, keys)
+        provision(self._deployment, self.folder, as_zip=False, roster=roster)
+        line = f"secure_sum: {{roster: {roster.fingerprint}, {terms}}}"
+        for site in self.sites:
+            edit(self.folder / site / "policy.yaml", "# secure_sum: .*", line)
+            (self.folder / site / "start.sh").write_text(self._chosen[site])
 
     def start(self, name: str) -> None:
         """Start a part."""

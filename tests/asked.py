@@ -24,6 +24,7 @@ from fednas_flwr.exchange.requests import (
     TrainCandidates,
     Trial,
 )
+from fednas_flwr.exchange.sum_requests import OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.settings import SGD, Adam
 
@@ -49,6 +50,8 @@ def smallest(
         "query.describe": Describe(),
         "query.commit": Commit("records" if site is None else site.data_set, ()),
         "query.latency": MeasureLatency(batch_size=1, passes=2, site=site),
+        "query.sign_survivors": SignSurvivors("ab" * 32, (0, 1)),
+        "query.open_masks": OpenMasks("ab" * 32, (0, 1), {}, {}),
         "train.weight_gradient": gradients,
         "train.alpha_gradient": gradients,
         "train.gradients": gradients,

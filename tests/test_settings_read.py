@@ -38,6 +38,7 @@ GROUPS = {  # the groups of a configuration, by what their classes derive from
     "Retrain": "retrain",
     "NoPrivacy": "privacy",
     "DifferentialPrivacy": "privacy",
+    "SimulatedTerms": "secure_terms",
     "Config": "",
 }
 # Who reads a setting to copy, check, compare or print all of them does not use it.
@@ -102,6 +103,7 @@ RUNS = {
     "fed_darts, searched only": [*IMAGES, "stages=[search]"],
     "fed_darts with privacy": [*IMAGES, *DP],
     "fednas": [*IMAGES, "aggregate=mean"],
+    "fednas by secure sums": [*IMAGES, "secure_sum=true", "secure_terms.colluding=0"],
     "fedprox_darts": [*IMAGES, "partition=dirichlet"],
     "fnas": [*IMAGES, "partition=quantity"],
     "vanilla_nas": [*IMAGES, "clients=1"],

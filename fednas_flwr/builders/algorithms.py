@@ -145,7 +145,7 @@ def _fnas_releases(config: Config) -> RoundReleases:
     from fednas_flwr.strategies.fnas import releases
 
     measures = _privacy(config).metrics_noise_multiplier is not None
-    return _with_terms(config, releases, measures=measures)
+    return _with_terms(config, releases, measures=measures, secure_sum=config.secure_sum)
 
 
 def _feathers(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:

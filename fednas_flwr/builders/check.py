@@ -74,6 +74,11 @@ def check_buildable(config: Config) -> Made:
     (prepared, parts), genotype = data, given_genotype(config)
     key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
     clients = [make_client_data(prepared, part, key=key, fractions=fractions) for part in parts]
+    if config.secure_sum and prepared.uses_own_statistics:
+        raise ConfigError(
+            "secure_sum=true with a table whose dataset.statistics are not declared: the server "
+            "would see each client's own; declare them as {column: [mean, std], ...}."
+        )
     make_objective(config, prepared.train.class_names, torch.device("cpu"))
     _check_images(config.dataset, prepared)
     if isinstance(config.privacy, DifferentialPrivacy):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +23,15 @@ from fednas_flwr.data.splits import assignment_digest
 from fednas_flwr.data.statistics import column_moments
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
+from fednas_flwr.exchange.secure_sum.roster import Roster, SiteKeys
+from fednas_flwr.exchange.secure_sum.site import SumSite
 from fednas_flwr.files import write_atomically
 from fednas_flwr.names import PERSON, RECORD, Unit
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.policy import AUTOMATIC, Policy
 from fednas_flwr.privacy.policy_file import load_policy, parse_policy
+from fednas_flwr.privacy.shared_noise import SumTerms
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.verbs import PRIVATE_VERBS
 
@@ -37,6 +41,7 @@ PRIVATE_SITE_KEYS = (
     *("policy", "ledger", "ledger-key", "split-key"),
 )
 POLICY_FILE = "policy.yaml"  # of a simulated site
+NO_ROSTER = "0" * 64  # its gate only reads how many sites are honest
 
 
 def make_client(
@@ -114,6 +119,7 @@ def make_client(
         oversample=config.oversample and gate is None,  # a private site reads a record once
         gate=gate,
         wire=config.wire,
+        sums=_site_sums(config, index, site, gate),
         cache=Path(config.dataset.cache).expanduser(),
     )
 
@@ -178,6 +184,45 @@ def _simulated_gate(
     return ReleaseGate(policy, ledger, SecureGenerator(test_seed), data_set=privacy.data_set)
 
 
+def _site_sums(
+    config: Config, index: int, site: Mapping[str, str], gate: ReleaseGate | None
+) -> SumSite | None:
+    """Return a client's part of secure sums: that of its policy, or of a simulated run."""
+    if "policy" not in site and not has_real_sites(config):
+        return make_sum_site(config, index)
+    terms = None if gate is None else gate.allowed.secure_sum
+    if terms is not None:
+        return SumSite.of_node(index, site, terms)
+    if config.secure_sum:
+        raise ConfigError(
+            "secure_sum=true, but this site's policy has no section secure_sum: set it in its "
+            "policy.yaml; README, Deployment."
+        )
+    return None
+
+
+def make_sum_site(config: Config, index: int) -> SumSite | None:
+    """Return a simulated client's part of secure sums, None in a run without them.
+
+    Its keys lie in the run folder, beside those of all others, from which the roster follows.
+    """
+    if not config.secure_sum:
+        return None
+    if config.run_dir is None:
+        raise ConfigError("secure_sum=true needs a run folder: set run_dir=<folder>.")
+    folders = [Path(config.run_dir) / "sites" / f"client-{i}" for i in range(config.clients)]
+    keys = [SiteKeys.at(folder / "sum.keys") for folder in folders]
+    roster = Roster(tuple(own.public(f"client-{i}") for i, own in enumerate(keys)))
+    terms = _simulated_terms(config, roster.fingerprint)
+    return SumSite(index, keys[index], roster, terms, folders[index] / "sums.sqlite")
+
+
+def _simulated_terms(config: Config, fingerprint: str) -> SumTerms:
+    """Return what the policy of a simulated site says of secure sums."""
+    terms = config.secure_terms
+    return SumTerms(fingerprint, terms.least(config.clients), terms.colluding)
+
+
 def simulated_site(config: Config, index: int) -> Path | None:
     """Return the folder of a simulated site's policy, ledger and key, None without a run folder."""
     assert isinstance(config.privacy, DifferentialPrivacy)
@@ -193,11 +238,19 @@ def simulated_ledger(folder: Path) -> tuple[Path, Path]:
 
 
 def simulated_policy(config: Config, index: int, records: Records, rows: np.ndarray) -> Policy:
-    """Return the policy in a simulated site's file; without one, what lets the run pass."""
+    """Return the policy in a simulated site's file; without one, what lets the run pass.
+
+    Its terms of secure sums are the run's.
+    """
     folder = simulated_site(config, index)
     if folder is not None and (folder / POLICY_FILE).exists():
-        return load_policy(folder / POLICY_FILE)
-    return parse_policy(_policy_text(config, records, rows), origin="privacy")
+        policy = load_policy(folder / POLICY_FILE)
+    else:
+        policy = parse_policy(_policy_text(config, records, rows), origin="privacy")
+    if not config.secure_sum:
+        return policy
+    terms = _simulated_terms(config, NO_ROSTER)
+    return Policy({n: replace(own, secure_sum=terms) for n, own in policy.data_sets.items()})
 
 
 def num_units(records: Records, rows: np.ndarray) -> int:
@@ -283,5 +336,6 @@ def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Cou
         fewest_records=privacy.fewest_records if isinstance(privacy, DifferentialPrivacy) else 0.0,
         most_records=config.runtime.most_records,
         largest_share=config.runtime.largest_share,
+        secure_sum=config.secure_sum,
         emit=emit,
     )

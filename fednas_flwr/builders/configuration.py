@@ -9,7 +9,7 @@ from typing import Any
 
 from fednas_flwr.builders.algorithms import ALGORITHMS
 from fednas_flwr.builders.effects import Given, check_effect, check_experiment
-from fednas_flwr.builders.refusals import check_validation, searches
+from fednas_flwr.builders.refusals import check_secure_sum, check_validation, searches
 from fednas_flwr.builders.spaces import SEARCH_SPACES
 from fednas_flwr.config import Config, GivenNetwork, NoPrivacy
 from fednas_flwr.config.parsing import choose_kind
@@ -77,6 +77,7 @@ def check_combinations(config: Config) -> None:
     if refuses is not None:
         refuses(config)
     _check_privacy(config)
+    check_secure_sum(config)
     _check_aggregate(config)
     _check_stages(config)
 

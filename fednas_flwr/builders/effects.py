@@ -222,8 +222,8 @@ RULES: tuple[Rule, ...] = (
         STAGES + ", which lack evaluate",
     ),
     Rule(
-        "aggregate momentum wire oversample class_factors dataset.crop_padding dataset.flip "
-        "dataset.cutout privacy.micro_batch_size",
+        "aggregate momentum wire secure_sum oversample class_factors dataset.crop_padding "
+        "dataset.flip dataset.cutout privacy.micro_batch_size",
         lambda c: not _averages(c),
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",
     ),
@@ -336,6 +336,22 @@ RULES: tuple[Rule, ...] = (
         lambda c: isinstance(c.algorithm, CFDNASSettings) and c.algorithm.group_by != "tag",
         "algorithm.group_by={c.algorithm.group_by}",
         "set algorithm.group_by=tag or remove it",
+    ),
+    Rule(
+        "secure_terms",
+        lambda c: not c.secure_sum,
+        "secure_sum=false",
+        "set secure_sum=true or remove it",
+    ),
+    Rule(
+        "secure_terms",
+        _real_sites,
+        "runtime=deployment partition=sites, whose sites' policies have terms of their own",
+    ),
+    Rule(
+        "runtime.largest_share",
+        lambda c: c.secure_sum,
+        "secure_sum=true, with which the server sees no client's weight",
     ),
     Rule("trim", lambda c: c.aggregate != "trimmed_mean", "aggregate={c.aggregate}"),
     # Privacy.
@@ -469,7 +485,7 @@ RULES: tuple[Rule, ...] = (
 # What is false, zero, null or empty here asks for nothing, so that it is no finding: in that way
 # what an experiment sets is taken back.
 SWITCHES = {
-    *("personalised", "oversample", "class_factors", "client_tags", "genotype"),
+    *("personalised", "oversample", "secure_sum", "class_factors", "client_tags", "genotype"),
     *("dataset.linear_baseline", "dataset.limit_test", "dataset.root"),
     *("dataset.crop_padding", "dataset.flip", "dataset.cutout", "dataset.mean", "dataset.std"),
     *("partition.file", "partition.groups", "partition.clients_per_group"),

@@ -187,6 +187,52 @@ def check_validation(config: Config) -> None:
         )
 
 
+def check_secure_sum(config: Config) -> None:
+    """Refuse what a server that sees totals only cannot do."""
+    if not config.secure_sum:
+        return
+    name, algorithm, terms = config.algorithm.name, config.algorithm, config.secure_terms
+    own_paths = isinstance(algorithm, FDNASSettings | CFDNASSettings) and searches(config)
+    needs = {
+        f"aggregate={config.aggregate}": (
+            config.aggregate != "mean",
+            "it compares the values of single clients; set aggregate=mean",
+        ),
+        f"wire={config.wire}": (
+            config.wire != "float32",
+            "masked integers are not rounded; set wire=float32",
+        ),
+        "personalised=true": (config.personalised, "it is a result per client; leave it out"),
+        f"algorithm={name}": (
+            own_paths or name == "fedex",
+            "its clients, or groups of them, are asked different things, which have no sum; choose "
+            "another algorithm",
+        ),
+        "algorithm.reduce=sum": (
+            getattr(algorithm, "reduce", "mean") == "sum" and searches(config),
+            "the batch size of each client is needed; set algorithm.reduce=mean",
+        ),
+        f"runtime={config.runtime.name}": (
+            config.runtime.name == "deployment"
+            and (config.partition.name != "sites" or isinstance(config.privacy, NoPrivacy)),
+            "only sites with data and a policy of their own have keys and a roster; set "
+            "partition=sites privacy=dp",
+        ),
+    }
+    for setting, (refused, reason) in needs.items():
+        if refused:
+            raise ConfigError(f"secure_sum=true with {setting}: {reason}.")
+    if config.runtime.name == "deployment":
+        return  # whose sites' own policies decide
+    if not terms.colluding + 2 <= terms.least(config.clients) <= config.clients:
+        raise ConfigError(
+            f"secure_terms.least_sites={show(terms.least_sites)} with secure_terms.colluding="
+            f"{terms.colluding} and clients={config.clients}: a sum must have two honest clients, "
+            f"so that least_sites is from {terms.colluding + 2} to {config.clients}; raise clients "
+            "or lower secure_terms.colluding."
+        )
+
+
 def of_fedex(config: Config) -> None:
     """Refuse the server's momentum, as every client draws its own."""
     check_validation(config)

@@ -28,10 +28,16 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("sites", type=Path, help="YAML file; README, Deployment")
     parser.add_argument("--output", type=Path, default=Path("deployment"), help="folder")
     parser.add_argument("--zip", action="store_true", help="archives instead of folders")
+    parser.add_argument(
+        "--sum-keys", type=Path, help="folder of the sites' <site>.pub, for secure sums"
+    )
     parser = add_command(
         commands, "key", make_key, help="make the key by which a server knows this site's node"
     )
     parser.add_argument("path", type=Path, help="file of the new key")
+    parser.add_argument(
+        "--sum", action="store_true", help="the keys of secure sums, by which other sites know it"
+    )
     parser = add_command(
         commands, "doctor", doctor, help="what is wrong with this machine, and what to do"
     )
@@ -141,25 +147,33 @@ def _timed(space: SearchSpace) -> MBConvSpace:
 
 def provision_machines(options: argparse.Namespace, overrides: list[str]) -> int:
     """Write each machine's folder."""
-    from fednas_flwr.machines.provision import AUTHORITY, load_sites, provision
+    from fednas_flwr.machines.provision import AUTHORITY, load_sites, provision, read_roster
 
     deployment = load_sites(options.sites)
-    for path in provision(deployment, options.output, as_zip=options.zip):
+    roster = read_roster(deployment, options.sum_keys) if options.sum_keys else None
+    for path in provision(deployment, options.output, as_zip=options.zip, roster=roster):
         print(path)
+    if roster is not None:
+        print(f"roster {roster.fingerprint}: for secure_sum.roster of every site's policy, once")
+        print("people at the sites have compared it over a channel that is not the server's.")
     print(f"{options.output / AUTHORITY} stays with you: its key signs the server's certificates.")
     return 0
 
 
 def make_key(options: argparse.Namespace, overrides: list[str]) -> int:
     """Make a node's key and say where its public half goes."""
-    from fednas_flwr.machines.certificates import make_node_key
+    from fednas_flwr.machines.certificates import make_node_key, make_sum_key
 
+    knows = "other sites" if options.sum else "the server"
     try:
-        public = make_node_key(options.path)
+        public = (make_sum_key if options.sum else make_node_key)(options.path)
     except FileExistsError as error:
-        raise ConfigError(f"{options.path} exists: the server may know the site by it.") from error
+        raise ConfigError(f"{options.path} exists: {knows} may know the site by it.") from error
     except OSError as error:
         raise ConfigError(f"{options.path} cannot be written: {error}.") from error
+    if options.sum:
+        print(f"{options.path} is made and stays here. Send {public} to whoever provisions.")
+        return 0
     print(f"{options.path} is made and stays here. Send {public} to the server's operator and")
     print("start again when it is registered.")
     return 0

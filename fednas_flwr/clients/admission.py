@@ -35,6 +35,7 @@ from fednas_flwr.exchange.requests import (
     TrainCandidates,
 )
 from fednas_flwr.exchange.states import network_states
+from fednas_flwr.exchange.sum_requests import OpenMasks, SignSurvivors
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.privacy.self_test import Computation, largest_size, unwatched
@@ -70,7 +71,7 @@ def admit(
         raise unknown_choice("private verb", verb, PRIVATE_VERBS)
     if request.statistics is not None:
         raise ConfigError("refused: a private site standardises by its own dataset.statistics.")
-    if isinstance(settings, Describe):
+    if isinstance(settings, Describe | SignSurvivors | OpenMasks):
         gate.check_verb(verb, gate.data_set)
         return {}
     if isinstance(settings, Commit):

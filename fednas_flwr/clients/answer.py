@@ -9,6 +9,7 @@ import torch
 
 from fednas_flwr.clients.admission import admit, check_fields
 from fednas_flwr.clients.client import Client
+from fednas_flwr.clients.summed import begin_sum, masked
 from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.wire import round_reply
@@ -18,7 +19,7 @@ from fednas_flwr.randomness import derive_seed
 def answer(client: Client, request: Request) -> Reply:
     """Return the reply to ``request``, computed with the client's threads and its own randomness.
 
-    It is rounded to what the client's replies travel as.
+    It is rounded to what the client's replies travel as, or masked as part of a secure sum.
 
     A client with a release gate answers the private verbs only. torch's global generator is seeded
     from (seed, stage, round, client, verb), for layers that cannot take a generator (drop-path,
@@ -35,6 +36,7 @@ def answer(client: Client, request: Request) -> Reply:
         admit(client.gate, request)
     if request.statistics is not None:
         client = replace(client, data=client.data.standardised(request.statistics))
+    part = begin_sum(client, request)
     header = request.header
     threads = torch.get_num_threads()
     torch.set_num_threads(client.threads)
@@ -47,6 +49,8 @@ def answer(client: Client, request: Request) -> Reply:
             reply = ANSWERS[request.verb](client, request, request.settings)
         if client.gate is not None:
             check_fields(request.verb, reply)
+        if part is not None:
+            return masked(client, request, reply, part)
         generator = client.generator(header, "wire", header.phase)
         return round_reply(reply, request, wire=client.wire, generator=generator)
     finally:

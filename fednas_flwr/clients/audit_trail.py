@@ -17,23 +17,42 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.errors import ConfigError, DamagedError
-from fednas_flwr.exchange.messages import Reply, Request
-from fednas_flwr.exchange.requests import encode
+from fednas_flwr.exchange.headers import Header
+from fednas_flwr.exchange.sum_requests import Settings
 from fednas_flwr.files import write_atomically
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.mark import create_key, equal, read_key, seal
 
+if TYPE_CHECKING:  # these bring torch
+    from fednas_flwr.clients.release import ReleaseGate
+    from fednas_flwr.exchange.messages import Reply, Request
+
 LONGEST_TEXT = 500  # characters kept of what a server sent
 _LINE = re.compile(rb'(\{"number": ([1-9][0-9]*), .*), "mac": "([0-9a-f]{64})"\}\n')
+
+
+class Asked(Protocol):
+    """What a request says beside its tensors."""
+
+    @property
+    def verb(self) -> str:
+        """What is asked."""
+
+    @property
+    def header(self) -> Header:
+        """Of which exchange it is part."""
+
+    @property
+    def settings(self) -> Settings:
+        """Arguments of the verb."""
 
 
 class _End(NamedTuple):
@@ -74,9 +93,9 @@ class AuditTrail:
         self._path, self._key_path, self._ledger = path, key_path, ledger
         self._superlink = superlink
 
-    def asked(self, request: Request, *, flower_run: int) -> None:
+    def asked(self, request: Asked, *, flower_run: int) -> None:
         """Note a request before anything is done about it."""
-        settings = json.dumps(encode(request.settings), sort_keys=True)
+        settings = json.dumps(asdict(request.settings), sort_keys=True)
         self._append(
             "asked",
             **_place(request),
@@ -99,12 +118,18 @@ class AuditTrail:
         if gate is not None:
             noise = gate.noise_multipliers(request.header, request.verb)
             kinds = {*reply.states, *(["metrics"] if reply.metrics else [])} & set(noise)
+            if request.summed is not None:
+                kinds = set(noise)  # the masked reply does not show them
             noise = {kind: noise[kind] for kind in sorted(kinds)}
             private = {"noise_multipliers": noise, "epsilon_spent": gate.spent()}
         names = {"states": sorted(reply.states), "metrics": sorted(reply.metrics)}
         self._append("released", **_place(request), **names, facts=sorted(reply.facts), **private)
 
-    def refused(self, verb: str, request: Request | None, reason: str) -> None:
+    def helped(self, request: Asked, facts: Collection[str]) -> None:
+        """Note an answer that carries nothing of records, before it leaves."""
+        self._append("released", **_place(request), states=[], metrics=[], facts=sorted(facts))
+
+    def refused(self, verb: str, request: Asked | None, reason: str) -> None:
         """Note an error; ``reason`` may only be what the server may read."""
         place = {"verb": verb} if request is None else _place(request)
         self._append("refused", **place, reason=reason)
@@ -132,6 +157,21 @@ class AuditTrail:
             else:
                 Ledger(self._ledger, self._key_path).close()
         return read_key(self._key_path)
+
+
+def trail_of(node: Mapping[str, str]) -> AuditTrail:
+    """Return the trail of a node: its ``audit``, else beside its ledger, else none.
+
+    A node that names only half of ledger and key keeps none: it refuses everything.
+    """
+    if ("audit" not in node and "ledger" not in node) or ("ledger" in node) != (
+        "ledger-key" in node
+    ):
+        return AuditTrail(None)
+    ledger = Path(node["ledger"]) if "ledger" in node else None
+    path = Path(node.get("audit") or Path(node["ledger"]).with_name("audit.jsonl"))
+    key_path = Path(node.get("ledger-key", f"{path}.key"))
+    return AuditTrail(path, key_path, ledger=ledger, superlink=node.get("superlink", ""))
 
 
 def verify_trail(path: Path, key_path: Path) -> int:
@@ -164,7 +204,7 @@ def verify_trail(path: Path, key_path: Path) -> int:
     return end.number
 
 
-def _place(request: Request) -> dict[str, Any]:
+def _place(request: Asked) -> dict[str, Any]:
     place = asdict(request.header)
     del place["nonce"]
     return {"verb": request.verb, **place}

@@ -24,6 +24,7 @@ from fednas_flwr.data.schema import Column
 from fednas_flwr.data.statistics import Moments
 from fednas_flwr.errors import unknown_choice
 from fednas_flwr.exchange.messages import Header
+from fednas_flwr.exchange.secure_sum.site import SumSite
 from fednas_flwr.exchange.states import Packed, load_states
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
@@ -63,6 +64,7 @@ class Client:
         oversample: Whether training repeats records of rarer classes.
         gate: What releases must pass; with one the client answers private verbs only.
         wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.exchange.wire`.
+        sums: The client's part of secure sums; with one it answers no other way.
         cache: Folder of what may be computed anew, results of self-tests among it; None for none.
         rehearsed: Which computations private verbs have tried on made-up records, and the
             micro-batch size of each that makes records' results independent of one another.
@@ -85,6 +87,7 @@ class Client:
     oversample: bool = False
     gate: ReleaseGate | None = None
     wire: str = "float32"
+    sums: SumSite | None = None
     cache: Path | None = None
     rehearsed: dict[str, int] = field(default_factory=dict)
 

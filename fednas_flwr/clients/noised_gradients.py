@@ -83,6 +83,7 @@ class NoisedGradients:
         """See the class."""
         self._client, self._header, self._planned = client, request.header, planned
         self._steps, self._auxiliary_weight = steps, auxiliary_weight
+        self._grids = {} if request.summed is None else request.summed.grids
         self._sizes: dict[str, int] = {}  # of micro-batches, by kind: what rehearsals have shown
 
     def rehearse_weights(self, network: nn.Module, *chosen: Any) -> None:
@@ -185,7 +186,8 @@ class NoisedGradients:
             sums = self._sum_over(split, clipped_sum, state, units)
             return {name: value / norm for name, value in sums.items()}
 
-        sums = gate_of(client).release(planned, self._header, split.num_units, total)
+        gate, grid = gate_of(client), self._grids.get(state)
+        sums = gate.release(planned, self._header, split.num_units, total, grid=grid)
         return {name: value.to(client.device) for name, value in sums.items()}
 
     def _sum_over(

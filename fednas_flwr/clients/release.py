@@ -19,11 +19,12 @@ from torch import Tensor
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Header
+from fednas_flwr.exchange.secure_sum.grid import Grid
 from fednas_flwr.exchange.states import Tensors
 from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.ledger import Entry, Ledger
-from fednas_flwr.privacy.noise import SecureGenerator, add_noise
+from fednas_flwr.privacy.noise import SecureGenerator, add_noise, add_shared_noise
 from fednas_flwr.privacy.plan import PlannedRelease, release_key
 from fednas_flwr.privacy.policy import Policy, check_planned, check_verb, refused
 from fednas_flwr.privacy.renyi import Release
@@ -57,7 +58,9 @@ class Commitment:
 
 def read_commitment(text: str) -> Commitment:
     """Return what a ledger has kept."""
-    commitment: Commitment = parse(Commitment, json.loads(text), key="commitment")
+    values = json.loads(text)
+    releases = [{"shared": False} | release for release in values["releases"]]  # of older versions
+    commitment: Commitment = parse(Commitment, values | {"releases": releases}, key="commitment")
     return commitment
 
 
@@ -232,6 +235,8 @@ class ReleaseGate:
         planned = None if commitment is None else commitment.plan.get(key)
         if commitment is None or planned is None:
             raise refused("committed values", "release", key, "one in the run's first message")
+        if planned.shared and steps != 1:
+            raise refused("secure_sum", "steps of shared noise", steps, "1 per request")
         if not 1 <= steps <= planned.steps:
             limit = f"1 to at most the committed {planned.steps}"
             raise refused("committed values", "steps", steps, limit)
@@ -249,6 +254,8 @@ class ReleaseGate:
         header: Header,
         num_records: int,
         clipped_sum: Callable[[Tensor], Tensors],
+        *,
+        grid: Grid | None = None,
     ) -> Tensors:
         """Book one step, draw its Poisson batch and return the noised sum over it.
 
@@ -259,9 +266,11 @@ class ReleaseGate:
             clipped_sum: Given int64 rows of the drawn records (maybe none), returns a sum of one
                 contribution per record, whose joint norm over all tensors is at most
                 ``planned.max_grad_norm``.
+            grid: Of the secure sum whose noise is shared.
 
         Returns:
             float32 tensors on the CPU, by name: ``clipped_sum`` plus noise of std ``sigma * R``.
+            Of shared noise this client's share, and float64 tensors: whole cells of the grid.
 
         Raises:
             BudgetExceededError: The budget does not cover the step; nothing was read.
@@ -269,6 +278,7 @@ class ReleaseGate:
         """
         allowed, commitment = self.allowed, self._commitment(header.run)
         assert commitment is not None  # planned is of it
+        self._check_grid(planned, grid)
         mechanism, splits = self._reading(replace(planned, steps=1), commitment.by_split)
         entry = Entry(
             account=allowed.account,
@@ -276,7 +286,7 @@ class ReleaseGate:
             run=header.run,
             stage=header.stage,
             round=header.round,
-            verb=f"{planned.verb}:{planned.kind}",
+            verb=f"{planned.verb}:{planned.kind}{self._sharing(planned)}",
             splits=splits,
             release=mechanism,
             committed_steps=planned.steps,
@@ -287,14 +297,44 @@ class ReleaseGate:
         mask = self._generator.poisson_mask(num_records, probability=mechanism.sample_rate)
         sums = clipped_sum(mask.nonzero().flatten())
         flat = torch.cat([tensor.detach().reshape(-1).cpu().double() for tensor in sums.values()])
-        noised = add_noise(
-            flat,
-            self._generator,
-            noise_multiplier=mechanism.noise_multiplier,
-            max_grad_norm=planned.max_grad_norm,
-        ).float()
+        if grid is not None and allowed.secure_sum is not None and planned.shared:
+            most = planned.clipped_range(allowed.records)
+            noised = add_shared_noise(
+                flat.clamp(-most, most),
+                self._generator,
+                noise_multiplier=mechanism.noise_multiplier,
+                max_grad_norm=planned.max_grad_norm,
+                cell=grid.cell,
+                honest=allowed.secure_sum.honest,
+            )
+        else:
+            noised = add_noise(
+                flat,
+                self._generator,
+                noise_multiplier=mechanism.noise_multiplier,
+                max_grad_norm=planned.max_grad_norm,
+            ).float()
         parts = torch.split(noised, [tensor.numel() for tensor in sums.values()])
         return {n: part.view(sums[n].shape) for n, part in zip(sums, parts, strict=True)}
+
+    def _check_grid(self, planned: PlannedRelease, grid: Grid | None) -> None:
+        """Refuse shared noise without a secure sum that has room for it."""
+        if not planned.shared:
+            return
+        needed = planned.sum_range(self.allowed.records)
+        if self.allowed.secure_sum is None or grid is None or grid.range < needed:
+            found = 0.0 if grid is None else grid.range
+            raise refused("secure_sum", f"range of {planned.kind}", found, f"{needed:g} or more")
+
+    def _sharing(self, planned: PlannedRelease) -> str:
+        """Return what the ledger notes beside a release whose noise is shared.
+
+        The row's noise is that of the sum. Whoever breaks the sum gets a release with this site's
+        share alone: ``1 / sqrt(h)`` of it.
+        """
+        if not planned.shared or self.allowed.secure_sum is None:
+            return ""
+        return f" (noise of {self.allowed.secure_sum.honest} sites)"
 
     def noise_multipliers(self, header: Header, verb: str) -> dict[str, float | None]:
         """Return the noise multipliers that a run has committed to for a verb, by kind."""

@@ -42,6 +42,7 @@ from fednas_flwr.clients.replies import (
     sent_moments,
     trained_states,
 )
+from fednas_flwr.clients.summed import sums_of
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.metrics import evaluate, predicted
@@ -62,6 +63,7 @@ from fednas_flwr.exchange.requests import (
     TrainCandidates,
 )
 from fednas_flwr.exchange.states import Layout, network_states, unpack
+from fednas_flwr.exchange.sum_requests import Settings, answer_sum
 from fednas_flwr.hardware.latency import to_json
 from fednas_flwr.search.candidate import (
     Candidate,
@@ -95,6 +97,8 @@ def describe(client: Client, request: Request, asked: Describe) -> Reply:
             "unit": allowed.unit,
             "spent": gate.spent(),
         }
+        if allowed.secure_sum is not None:
+            facts["honest_sites"] = allowed.secure_sum.honest
         return Reply(num_examples=gate.num_records(tuple(allowed.records)), facts=facts)
     splits = {"train": data.train, "validation": data.validation, "test": data.test}
     counts = torch.zeros(len(client.class_names), dtype=torch.int64)
@@ -168,6 +172,11 @@ def measure_latency(client: Client, request: Request, asked: MeasureLatency) -> 
         passes=asked.passes,
     )
     return Reply(num_examples=1, facts={"latency": to_json(table)})
+
+
+def help_sum(client: Client, request: Request, asked: Settings) -> Reply:
+    """``query.sign_survivors`` and ``query.open_masks``: the last two messages of a secure sum."""
+    return Reply(num_examples=1, facts=answer_sum(sums_of(client), asked))
 
 
 def take_gradients(client: Client, request: Request, asked: TakeGradients) -> Reply:
@@ -407,6 +416,8 @@ ANSWERS: dict[str, Callable[[Client, Request, Any], Reply]] = {
     "query.describe": describe,
     "query.commit": commit,
     "query.latency": measure_latency,
+    "query.sign_survivors": help_sum,
+    "query.open_masks": help_sum,
     "train.weight_gradient": take_gradients,
     "train.alpha_gradient": take_gradients,
     "train.gradients": take_gradients,

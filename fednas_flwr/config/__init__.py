@@ -24,7 +24,7 @@ from fednas_flwr.config.networks import BlockSpace, CellSpace, DPCells, SearchSp
 from fednas_flwr.config.parsing import conf_folder, expanded
 from fednas_flwr.config.path_searches import CFDNASSettings, DPNASSettings, FDNASSettings, Hardware
 from fednas_flwr.config.privacy import DifferentialPrivacy, Noise, NoPrivacy, PrivateRetrain
-from fednas_flwr.config.run import Config, dump_config
+from fednas_flwr.config.run import Config, SimulatedTerms, dump_config
 
 __all__ = [
     "AlgorithmSettings",
@@ -50,6 +50,7 @@ __all__ = [
     "PrivateRetrain",
     "RandomSearchSettings",
     "SearchSpaceSettings",
+    "SimulatedTerms",
     "SuccessiveHalvingSettings",
     "conf_folder",
     "dump_config",

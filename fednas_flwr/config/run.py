@@ -20,7 +20,26 @@ STAGES = ("search", "retrain", "evaluate", "export")
 DEVICES = ("auto", "cpu", "cuda")
 WIRES = ("float32", "float16", "int8")
 MOST_THREADS = 1024
+MOST_SITES = 1000  # of a secure sum
 AGGREGATES = ("mean", "median", "trimmed_mean")
+
+
+@dataclass(frozen=True)
+class SimulatedTerms(Checked):
+    """What the policies of simulated sites say of secure sums; a real site's own policy says it.
+
+    Attributes:
+        least_sites: Fewest clients of which a sum is opened; null is all but one, or ``colluding``
+            + 2 if that is more.
+        colluding: Clients of which each expects that they may help the server.
+    """
+
+    least_sites: Annotated[int, Between(2, MOST_SITES)] | None
+    colluding: Annotated[int, Between(0, MOST_SITES)]
+
+    def least(self, clients: int) -> int:
+        """Return the fewest clients of a sum in a run of so many."""
+        return self.least_sites or max(self.colluding + 2, clients - 1)
 
 
 @dataclass(frozen=True)
@@ -30,15 +49,17 @@ class Config(Checked):
     ``run_dir`` is the run folder; ``threads`` are torch's threads per client; ``engine`` says how
     supernets are computed (:mod:`fednas_flwr.search_spaces`). ``class_factors`` are public factors
     of the losses of classes, by name; with privacy they multiply what is clipped already.
-    ``client_tags`` are what simulated clients call themselves, by index, or empty.
-    ``aggregate`` is how the clients' models are averaged: by examples (mean), or coordinate by
-    coordinate (:mod:`fednas_flwr.exchange.robust`); ``trim`` is how many clients trimmed_mean
-    leaves out at each end. ``wire`` is what the tensors of replies travel as
-    (:mod:`fednas_flwr.exchange.wire`). ``momentum`` says where the momentum of local training goes
-    between requests (:class:`~fednas_flwr.strategies.base.RoundStrategy`). ``oversample`` has
-    training repeat the records of rarer classes. ``positive`` is the class that F1, AUROC, average
-    precision, sensitivity and specificity are of. ``personalised`` has clients test the trained
-    network again after local epochs of their own.
+    ``client_tags`` are what simulated clients call themselves, by index, or empty. ``aggregate`` is
+    how the clients' models are averaged: by examples (mean), or coordinate by coordinate
+    (:mod:`fednas_flwr.exchange.robust`); ``trim`` is how many clients trimmed_mean leaves out at
+    each end. ``wire`` is what the tensors of replies travel as (:mod:`fednas_flwr.exchange.wire`).
+    ``secure_sum`` has the server see totals of replies only
+    (:mod:`fednas_flwr.exchange.secure_sum`), by ``secure_terms`` of simulated sites. ``momentum``
+    says where the momentum of local training goes between requests
+    (:class:`~fednas_flwr.strategies.base.RoundStrategy`). ``oversample`` has training repeat the
+    records of rarer classes. ``positive`` is the class that F1, AUROC, average precision,
+    sensitivity and specificity are of. ``personalised`` has clients test the trained network again
+    after local epochs of their own.
     """
 
     algorithm: AlgorithmSettings
@@ -60,6 +81,8 @@ class Config(Checked):
     aggregate: Annotated[str, OneOf(AGGREGATES)]
     trim: Count
     wire: Annotated[str, OneOf(WIRES)]
+    secure_sum: bool
+    secure_terms: SimulatedTerms
     momentum: Annotated[str, OneOf(MOMENTA)]
     client_tags: list[str]
     class_factors: dict[str, ShareAbove0]

@@ -3,7 +3,7 @@
 Every wait ends: at the last reply or at the deadline. A client that errs, is late or sends what
 the gate refuses is dropped for this exchange and named; one whose privacy budget has ended, or
 whose replies the gate has refused three times, is not asked again. Fewer replies than the quorum
-end the run.
+end the run. With secure sums replies are added up masked, and only their total is yielded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any, Protocol
@@ -39,12 +40,17 @@ from fednas_flwr.exchange.messages import (
     payload_bytes,
 )
 from fednas_flwr.exchange.requests import Describe, Search, Settings
+from fednas_flwr.exchange.secure_sum.server import MaskedSum
+from fednas_flwr.exchange.secure_sum.site import Opening
 from fednas_flwr.exchange.states import Layout, Packed
+from fednas_flwr.exchange.sum_requests import OpenMasks, SignSurvivors, Summed, by_index
+from fednas_flwr.exchange.summands import MASKED, Summands
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.verbs import VERBS
 
 POLL_S = 0.05
 STRIKES = 3  # replies of a client that are refused before it is asked no more
+TOTAL = -1  # in place of a client: the reply is the total of all
 LONGEST_REASON = 500  # characters of a client's own words that are kept
 
 
@@ -63,6 +69,37 @@ class QuorumError(RuntimeError):
     """Too few clients answered an exchange; the message names each missing one and its reason."""
 
 
+@dataclass
+class _PendingSum:
+    """A secure sum that is under way.
+
+    Attributes:
+        summands: What is summed.
+        total: Of the masked vectors.
+        context: As its first client has told it.
+        boxes: By client, the sealed parts that it has made for the others.
+    """
+
+    summands: Summands
+    total: MaskedSum
+    context: str = ""
+    boxes: dict[int, Mapping[str, str]] = field(default_factory=dict)
+
+    def add(self, client: int, reply: Reply) -> None:
+        """Add a masked reply.
+
+        Raises:
+            ReplyError: The client was asked, or says that it was asked, something else.
+        """
+        check_facts(reply.facts, needed=("context", "boxes"))
+        self.context = self.context or reply.facts["context"]
+        if reply.facts["context"] != self.context:
+            raise ReplyError("it has answered another request than the clients before it")
+        self.boxes[client] = reply.facts["boxes"]
+        vectors = reply.states[MASKED]
+        self.total.add(client, [vectors[d].numpy() for d in self.summands.lengths])
+
+
 class Courier:
     """The clients of one run as the server sees them.
 
@@ -76,6 +113,7 @@ class Courier:
         fewest_records: Share of the median client's records that a client must declare.
         most_records: Multiple of them that it may declare.
         largest_share: Of an average, that one client of three or more may have: from above 0 to 1.
+        secure_sum: Whether clients send what depends on records as part of secure sums only.
         emit: Receives ``client_failed``, ``client_left`` and ``client_back`` events; a client that
             has left because its replies were refused is ``expelled``.
 
@@ -99,6 +137,7 @@ class Courier:
         fewest_records: float = 0.0,
         most_records: float = math.inf,
         largest_share: float = 1.0,
+        secure_sum: bool = False,
         emit: Emit = ignore_events,
     ) -> None:
         """See the class."""
@@ -111,6 +150,7 @@ class Courier:
         self.wire = wire
         self.fewest_records, self.most_records = fewest_records, most_records
         self.largest_share = largest_share
+        self.secure_sum = secure_sum
         self.emit = emit
         self.wait: Callable[[float], None] = time.sleep
         self.bytes_sent = 0
@@ -231,6 +271,7 @@ class Courier:
             connect_s=self.connect_s,
             wire=self.wire,
             largest_share=self.largest_share,
+            secure_sum=self.secure_sum,
             emit=emit,
         )
         part._grid = self._grid
@@ -268,7 +309,8 @@ class Courier:
         """Send one request to every client and yield ``(client, reply)`` in client order.
 
         A reply is held only until those of all earlier clients are there, so that a consumer who
-        reduces as it goes needs the memory of few replies.
+        reduces as it goes needs the memory of few replies. Of a secure sum one reply is yielded,
+        the total's, under the name :data:`TOTAL`.
 
         Args:
             verb: What is asked, e.g. ``train.search``.
@@ -290,19 +332,32 @@ class Courier:
         """
         accepted = 0 if among is None else len(set(self.clients) - set(among))
         failures: dict[int, str] = {}
+        planned = {p.kind: p for p in releases if (p.stage, p.verb) == (stage, verb)}
+        pending: _PendingSum | None = None
+        if self.secure_sum and not VERBS[verb].is_public:
+            if own_settings:
+                raise ValueError("a secure sum is of replies to one request: no own_settings")
+            pending = self._begin_sum(verb, states or {}, layouts or {}, planned)
         for client, answer in self._exchange(
             *(verb, stage, server_round, phase, settings, states or {}, layouts or {}),
             own_settings=own_settings,
-            planned={p.kind: p for p in releases if (p.stage, p.verb) == (stage, verb)},
+            planned=planned,
             also_left=also_left,
             among=among,
+            summands=None if pending is None else pending.summands,
         ):
+            if pending is not None and isinstance(answer, Reply):
+                try:
+                    pending.add(client, answer)
+                except ReplyError as error:
+                    answer = self._strike(client, _plain(str(error)))
             if isinstance(answer, Reply):
                 accepted += 1
                 if client in self._missed:
                     self._missed.remove(client)
                     self._tell("client_back", stage, server_round, verb, client)
-                yield client, answer
+                if pending is None:
+                    yield client, answer
             else:
                 failures[client] = answer
                 self._emit_failure(stage, server_round, verb, client, answer)
@@ -313,6 +368,107 @@ class Courier:
                 f"{first} ({verb} in round {server_round}: {accepted} of {self.num_clients} "
                 f"clients answered, {self.quorum} are needed{'; '.join(['', *others])})"
             )
+        if pending is not None:
+            yield TOTAL, self._open_sum(pending, verb, stage, server_round, phase)
+
+    def _begin_sum(
+        self,
+        verb: str,
+        states: Mapping[str, Packed],
+        layouts: Mapping[str, Layout],
+        planned: Mapping[str, PlannedRelease],
+    ) -> _PendingSum:
+        """Return a new sum over all clients that can be asked.
+
+        Sums whose noise is shared have a range that is known; they take 32 bits.
+        """
+        asked = tuple(client for client in self.clients if self._refused[client] < STRIKES)
+        ranges = {
+            kind: max(release.sum_range(self.facts[client]["splits"]) for client in asked)
+            for kind, release in planned.items()
+            if release.shared
+        }
+        summed = Summed(secrets.token_hex(8), asked, ranges)
+        sizes = {name: layout.sizes for name, layout in layouts.items()}
+        return _PendingSum(Summands(verb, sizes, summed, states), MaskedSum(asked))
+
+    def _open_sum(
+        self, pending: _PendingSum, verb: str, stage: str, server_round: int, phase: int
+    ) -> Reply:
+        """Have the survivors sign their list, then open their masks; return the total's reply.
+
+        Raises:
+            QuorumError: One of them did not sign, too few have opened, or the total is none of
+                honest replies.
+        """
+        survivors = pending.total.survivors
+        place = (stage, server_round, phase)
+        sign = SignSurvivors(pending.context, tuple(survivors))
+        signatures = self._gather("query.sign_survivors", place, sign, survivors, ("signature",))
+        missing = sorted(set(survivors) - set(signatures))
+        if missing:
+            raise QuorumError(
+                f"the secure sum of {verb} in round {server_round} has failed: clients {missing} "
+                "have answered, but not signed the list of survivors, so that no mask may be "
+                "opened; continue the run with resume=<run folder>."
+            )
+        signed = {str(client): facts["signature"] for client, facts in signatures.items()}
+        opening = {
+            client: OpenMasks(
+                pending.context,
+                tuple(survivors),
+                signed,
+                {
+                    str(other): boxes[str(client)]
+                    for other, boxes in pending.boxes.items()
+                    if other != client and str(client) in boxes
+                },
+            )
+            for client in survivors
+        }
+        opened = self._gather(
+            *("query.open_masks", place, next(iter(opening.values())), survivors),
+            ("parts", "pairs"),
+            own_settings=opening,
+        )
+        openings = {
+            client: Opening(by_index(facts["parts"]), by_index(facts["pairs"]))
+            for client, facts in opened.items()
+        }
+        try:
+            vectors = pending.total.unmask(openings)
+            named = dict(zip(pending.summands.lengths, vectors, strict=True))
+            return pending.summands.decode(named, sites=len(survivors))
+        except (LookupError, ValueError) as error:
+            raise QuorumError(
+                f"the secure sum of {verb} in round {server_round} has failed, with "
+                f"{len(openings)} of {len(survivors)} survivors' openings: {error}"
+            ) from error
+
+    def _gather(
+        self,
+        verb: str,
+        place: tuple[str, int, int],
+        settings: Settings,
+        clients: Sequence[int],
+        needed: Sequence[str],
+        *,
+        own_settings: Mapping[int, Settings] | None = None,
+    ) -> dict[int, Mapping[str, Any]]:
+        """Return the facts of all clients that answer a message of a secure sum as they should."""
+        found = {}
+        for client, answer in self._exchange(
+            verb, *place, settings, {}, {}, own_settings=own_settings, among=clients
+        ):
+            if isinstance(answer, Reply):
+                try:
+                    check_facts(answer.facts, needed=needed)
+                    found[client] = answer.facts
+                    continue
+                except ReplyError as error:
+                    answer = self._strike(client, _plain(str(error)))
+            self._emit_failure(place[0], place[1], verb, client, answer)
+        return found
 
     def _exchange(
         self,
@@ -328,6 +484,7 @@ class Courier:
         planned: Mapping[str, PlannedRelease] | None = None,
         also_left: bool = False,
         among: Collection[int] | None = None,
+        summands: Summands | None = None,
     ) -> Iterator[tuple[int, Reply | str]]:
         """Ask every node; yield each client with its accepted reply or why it has none."""
         if self._grid is None:
@@ -343,6 +500,7 @@ class Courier:
             sent=states if isinstance(settings, Search) and settings.sparse else None,
             wire=self.wire,
             base=states if VERBS[verb].trains else None,
+            summands=summands,
         )
         named = [len(known.get("class_names", [])) for known in self.facts.values()]
         limits = partial(
@@ -360,7 +518,13 @@ class Courier:
             node = self._nodes[client]
             header = Header(self.run, stage, server_round, phase, client, secrets.token_hex(8))
             own = (own_settings or {}).get(client, settings)
-            content = encode_request(header, own, records, self.statistics)
+            content = encode_request(
+                header,
+                own,
+                records,
+                statistics=self.statistics,
+                summed=None if summands is None else summands.summed,
+            )
             self.bytes_sent += payload_bytes(content)
             facts = self.facts.get(client, {})
             own_limits = limits(
@@ -376,7 +540,7 @@ class Courier:
         pending = {message.metadata.message_id: c for c, message in messages.items()}
         unsent = {c: "the request could not be sent" for i, c in pending.items() if i not in sent}
         pending = {i: client for i, client in pending.items() if i in sent}
-        scales = held_shares(most, self.largest_share) if self.facts else {}
+        scales = held_shares(most, self.largest_share) if self.facts and not self.secure_sum else {}
         for client in scales.keys() - self._held:
             message = (
                 f"client {client} may weigh {most[client]:g} of {sum(most.values()):g} examples: "

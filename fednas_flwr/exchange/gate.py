@@ -23,7 +23,10 @@ from fednas_flwr.errors import ClientLeftError, ConfigError, ReplyError
 from fednas_flwr.evaluation.scores import BINS
 from fednas_flwr.exchange.limits import Limits, distance
 from fednas_flwr.exchange.messages import BUDGET_SPENT, Header, Reply, decode_reply
+from fednas_flwr.exchange.secure_sum.roster import MOST_SITES
+from fednas_flwr.exchange.secure_sum.shamir import PART_BYTES, SECRET_BYTES
 from fednas_flwr.exchange.states import MOMENTS, Layout, Packed, fill_unchanged, unpack
+from fednas_flwr.exchange.summands import Summands, check_masked
 from fednas_flwr.exchange.wire import restore
 from fednas_flwr.hardware.latency import from_json
 from fednas_flwr.names import ACCOUNTANTS, SPLITS, UNITS
@@ -51,6 +54,7 @@ def accept_reply(
     sent: Mapping[str, Packed] | None = None,
     wire: str = "float32",
     base: Mapping[str, Packed] | None = None,
+    summands: Summands | None = None,
 ) -> Reply:
     """Return the reply in ``message`` when it answers the request with ``header``.
 
@@ -67,6 +71,7 @@ def accept_reply(
             changed, and name the others (``facts["changed"]``); they are filled in.
         wire: What float32 vectors travel as, see :mod:`fednas_flwr.exchange.wire`.
         base: The states of the request, where rounded ones are differences to them.
+        summands: Of a secure sum: the reply is masked, and nothing else can be checked.
 
     Raises:
         ClientLeftError: The client's privacy budget has ended.
@@ -85,6 +90,9 @@ def accept_reply(
         raise ReplyError(
             f"num-examples must be from 1 to {limits.examples:g}, got {reply.num_examples}"
         )
+    if summands is not None:
+        check_masked(reply, summands, layouts)
+        return reply
     for name, value in reply.metrics.items():
         if name == "train_loss" and not math.isfinite(value):
             raise ReplyError(f"train_loss={value} is not finite: lower the learning rate")
@@ -320,6 +328,22 @@ def _latency(text: object) -> bool:
     return True
 
 
+def _hex(digits: int) -> Callable[[object], bool]:
+    """Return a check of whether a value is a number of so many hex digits."""
+    return lambda text: isinstance(text, str) and bool(re.fullmatch(f"[0-9a-f]{{{digits}}}", text))
+
+
+def _hex_by_site(digits: int) -> Callable[[object], bool]:
+    """Return a check of whether these are numbers of so many hex digits by the index of a site."""
+    is_number = _hex(digits)
+    return lambda values: (
+        isinstance(values, dict)
+        and len(values) <= MOST_SITES
+        and all(re.fullmatch("0|[1-9][0-9]{0,3}", key) for key in values)
+        and all(map(is_number, values.values()))
+    )
+
+
 _FORMS: dict[str, Callable[[Any], bool]] = {
     "client": lambda client: type(client) is int,
     "tag": _text,
@@ -331,7 +355,13 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "secure_noise": lambda secure: type(secure) is bool,
     "unit": lambda unit: unit in UNITS,
     "spent": _epsilon,
-    "awaits": lambda text: isinstance(text, str) and bool(re.fullmatch("[0-9a-f]{32}", text)),
+    "honest_sites": lambda number: type(number) is int and 2 <= number <= MOST_SITES,
+    "awaits": _hex(32),
+    "context": _hex(64),
+    "boxes": _hex_by_site(2 * (PART_BYTES + 16)),
+    "signature": _hex(128),
+    "parts": _hex_by_site(2 * PART_BYTES),
+    "pairs": _hex_by_site(2 * SECRET_BYTES),
     "covered_steps": lambda steps: isinstance(steps, dict) and _counts(list(steps.values())),
     "input_shape": _counts,
     "class_counts": _counts,

@@ -1,4 +1,4 @@
-"""Requests and replies as Flower records; every record key of the project is spelt in this file.
+"""Requests and replies as Flower records; every record key is spelt here or in ``headers``.
 
 A message carries one ConfigRecord (a JSON header), one ArrayRecord per state with one vector per
 dtype, and, in a reply, one MetricRecord. Nothing is pickled: vectors travel in the npy format.
@@ -6,13 +6,14 @@ dtype, and, in a reply, one MetricRecord. Nothing is pickled: vectors travel in 
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Annotated, Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,49 +21,27 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.errors import ConfigError, ReplyError
+from fednas_flwr.exchange.headers import HEADER as HEADER
+from fednas_flwr.exchange.headers import JSON as JSON
+from fednas_flwr.exchange.headers import LONGEST_NAME as LONGEST_NAME
+from fednas_flwr.exchange.headers import METRICS as METRICS
+from fednas_flwr.exchange.headers import NUM_EXAMPLES as NUM_EXAMPLES
+from fednas_flwr.exchange.headers import Header as Header
+from fednas_flwr.exchange.headers import Json, encode_values, read_json, record
 from fednas_flwr.exchange.requests import Settings, decode, encode
 from fednas_flwr.exchange.states import Packed
-from fednas_flwr.typed import Between, Checked, Length, parse
+from fednas_flwr.exchange.sum_requests import Summed
+from fednas_flwr.typed import parse
 
-HEADER = "header"
-JSON = "json"
-METRICS = "metrics"
-NUM_EXAMPLES = "num-examples"
 STATE_PREFIX = "state."
+MAYBE = {"statistics", "summed"}  # in a request, beside its header and settings
 LONGEST_HEADER = 2**22  # characters of JSON in a reply; parsed it takes ten times as much
 MOST_METRICS = 64  # in a reply, and characters of each name
-LONGEST_NAME = 300  # bytes of a run's name: a site keeps it in its ledger
 BUDGET_SPENT = 1001  # error code of a client that leaves the run: Flower's own are below 1000
-
-Json = Any  # what json.loads returns
-Name = Annotated[str, Length(Between(0, LONGEST_NAME))]
-Record = TypeVar("Record", ConfigRecord, MetricRecord)
 
 with warnings.catch_warnings():  # torch warns once per process: messages can only be read
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))
-
-
-@dataclass(frozen=True)
-class Header(Checked):
-    """Which exchange a message belongs to; a reply repeats its request's header.
-
-    Attributes:
-        run: Name of the run, the same for all its messages; like the other texts, of at most 300
-            bytes.
-        stage: ``search`` or ``retrain``; rounds are counted within a stage.
-        round: From 1; 0 before the first round.
-        phase: Number of the exchange within its round, from 1.
-        client: Index of the client that is asked.
-        nonce: Random text, new for every message.
-    """
-
-    run: Name
-    stage: Name
-    round: int
-    phase: int
-    client: int
-    nonce: Name
 
 
 @dataclass(frozen=True)
@@ -75,6 +54,7 @@ class Request:
         settings: Arguments of the verb.
         states: Packed tensors by state: ``weights``, ``alphas``, ``buffers``, ``moments``.
         statistics: By which all clients standardise a table whose own are not declared.
+        summed: How the reply is masked; None asks for a reply that the server reads.
     """
 
     verb: str
@@ -82,6 +62,21 @@ class Request:
     settings: Settings
     states: Mapping[str, Packed] = field(default_factory=dict)
     statistics: Statistics | None = None
+    summed: Summed | None = None
+
+    @property
+    def digest(self) -> str:
+        """64 hex digits that differ when verb, settings, tensors, ranges or statistics differ."""
+        ranges = {} if self.summed is None else self.summed.ranges
+        statistics = {} if self.statistics is None else vars(self.statistics)
+        asked = [self.verb, encode(self.settings), ranges, statistics]
+        text = json.dumps(asked, sort_keys=True)
+        found = hashlib.sha256(text.encode())
+        for name in sorted(self.states):
+            for dtype, vector in sorted(self.states[name].items()):
+                found.update(json.dumps([name, dtype, vector.numel()]).encode())
+                found.update(vector.numpy().data)
+        return found.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -94,6 +89,8 @@ class Reply:
         states: Packed tensors by state.
         digests: The layout digest of every state, see ``Layout.digest``.
         facts: What ``query.describe`` tells about the client, JSON values only.
+        sites: Number of clients that it stands for: more than 1 of the total of a secure sum. It
+            does not travel.
     """
 
     num_examples: float
@@ -101,6 +98,7 @@ class Reply:
     states: Mapping[str, Packed] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Json] = field(default_factory=dict)
+    sites: int = 1
 
     def weighing(self, scale: float, *, summed: Sequence[str]) -> Reply:
         """Return the reply with its weight scaled, and so its ``summed`` states."""
@@ -128,11 +126,14 @@ def encode_request(
     settings: Settings,
     states: Mapping[str, ArrayRecord],
     statistics: Statistics | None = None,
+    summed: Summed | None = None,
 ) -> RecordDict:
     """Return the content of a request; ``states`` comes from :func:`encode_states`."""
     values: dict[str, Json] = {"header": vars(header), "settings": encode(settings)}
     if statistics is not None:
         values["statistics"] = vars(statistics)
+    if summed is not None:
+        values["summed"] = vars(summed)
     return RecordDict({HEADER: ConfigRecord({JSON: json.dumps(values)}), **states})
 
 
@@ -144,36 +145,35 @@ def decode_request(verb: str, content: RecordDict) -> Request:
             form that :func:`encode_request` writes.
     """
     try:
-        text = _read_json(content)
+        text = read_json(content)
         json.dumps(text, ensure_ascii=False).encode()  # else no sentence about it could be sent
         states = _decode_states(content)
     except Exception as error:  # whatever a server can send, as in decode_reply
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise ConfigError(f"refused, a malformed request: {reason}.") from error
-    if not isinstance(text, dict) or set(text) - {"statistics"} != {"header", "settings"}:
+    if not isinstance(text, dict) or set(text) - MAYBE != {"header", "settings"}:
         raise ConfigError(
-            "refused: a request has a header, settings and maybe statistics, and nothing else."
+            "refused: a request has a header, settings and maybe statistics or terms of a sum, and "
+            "nothing else."
         )
     header: Header = parse(Header, text["header"], key="header")
     statistics: Statistics | None = None
     if "statistics" in text:
         statistics = parse(Statistics, text["statistics"], key="statistics")
-    return Request(verb, header, decode(verb, text["settings"]), states, statistics)
+    summed = parse(Summed, text["summed"], key="summed") if "summed" in text else None
+    return Request(verb, header, decode(verb, text["settings"]), states, statistics, summed)
 
 
 def encode_reply(header: Header, reply: Reply) -> RecordDict:
     """Return the content of a reply to the request with ``header``."""
-    text = json.dumps(
-        {"header": vars(header), "digests": dict(reply.digests), "facts": dict(reply.facts)}
-    )
     metrics = {name: float(value) for name, value in reply.metrics.items()}
-    return RecordDict(
-        {
-            HEADER: ConfigRecord({JSON: text}),
-            METRICS: MetricRecord({NUM_EXAMPLES: float(reply.num_examples), **metrics}),
-            **encode_states(reply.states),
-        }
+    values = encode_values(
+        header,
+        reply.facts,
+        digests=reply.digests,
+        metrics={NUM_EXAMPLES: float(reply.num_examples), **metrics},
     )
+    return RecordDict({**values, **encode_states(reply.states)})
 
 
 def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
@@ -183,11 +183,11 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
         ReplyError: A record is missing or is not of the form that :func:`encode_reply` writes.
     """
     try:
-        text = _read_json(content, longest=LONGEST_HEADER)
+        text = read_json(content, longest=LONGEST_HEADER)
         header = Header(**text["header"])
         metrics = {
             name: float(cast(float, value))
-            for name, value in _record(content, METRICS, MetricRecord).items()
+            for name, value in record(content, METRICS, MetricRecord).items()
         }
         if len(metrics) > MOST_METRICS or any(len(name) > MOST_METRICS for name in metrics):
             raise ValueError(f"at most {MOST_METRICS} metrics, with names no longer, are taken")
@@ -208,22 +208,6 @@ def payload_bytes(content: RecordDict) -> int:
     return sum(
         len(array.data) for _, record in _array_records(content) for array in record.values()
     )
-
-
-def _record(content: RecordDict, name: str, kind: type[Record]) -> Record:
-    """Return one record; Flower's views by kind copy all records, at every look."""
-    record = content[name]
-    if not isinstance(record, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, got {type(record).__name__}")
-    return record
-
-
-def _read_json(content: RecordDict, *, longest: int | None = None) -> Json:
-    """Return the JSON values of a message that are beside its tensors."""
-    text = cast(str, _record(content, HEADER, ConfigRecord)[JSON])
-    if longest is not None and len(text) > longest:
-        raise ValueError(f"{len(text)} characters of JSON, at most {longest} are read")
-    return json.loads(text)
 
 
 def _array_records(content: RecordDict) -> list[tuple[str, ArrayRecord]]:

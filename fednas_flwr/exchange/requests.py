@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.exchange.sum_requests import SUM_REQUESTS
+from fednas_flwr.exchange.sum_requests import Settings as Settings
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
@@ -114,11 +116,6 @@ class Trial(Checked):
     weights: SGD
     alphas: Adam
     drop_path_prob: ShareBelow1
-
-
-@dataclass(frozen=True)
-class Settings(Checked):
-    """Arguments of a verb."""
 
 
 @dataclass(frozen=True)
@@ -322,6 +319,7 @@ REQUESTS: dict[str, type[Settings]] = {
     "query.describe": Describe,
     "query.commit": Commit,
     "query.latency": MeasureLatency,
+    **SUM_REQUESTS,
     "train.weight_gradient": TakeGradients,
     "train.alpha_gradient": TakeGradients,
     "train.gradients": TakeGradients,

@@ -25,13 +25,14 @@ from fednas_flwr.builders.data import has_real_sites, make_data, make_site_data
 from fednas_flwr.builders.registration import Entry, registered, restore
 from fednas_flwr.clients.admission import admit
 from fednas_flwr.clients.answer import answer
-from fednas_flwr.clients.audit_trail import AuditTrail
+from fednas_flwr.clients.audit_trail import trail_of
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.config import Config, dump_config, site_dataset
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import BUDGET_SPENT, decode_request, encode_reply
+from fednas_flwr.exchange.secure_sum.site import NODE_KEYS
 from fednas_flwr.federation.bundle import CONFIG_KEY
 from fednas_flwr.federation.flower import CLIENT_RAISED, take_along
 from fednas_flwr.verbs import VERBS
@@ -40,7 +41,7 @@ DATA_PATH = "data-path"
 # What a site sets for itself with `flower-supernode --node-config`; it overrules the server.
 SITE_KEYS = {
     *(DATA_PATH, "dataset", "device", "cache", "tag", "split-key"),
-    *("policy", "data-set", "ledger", "ledger-key", "audit", "superlink"),
+    *("policy", "data-set", "ledger", "ledger-key", "audit", "superlink", *NODE_KEYS),
 }
 
 
@@ -70,7 +71,7 @@ def _handler(
         safe: tuple[type[Exception], ...] = (ConfigError,) if private else (Exception,)
         keys = sorted(SITE_KEYS & context.node_config.keys())
         site = tuple((key, str(context.node_config[key])) for key in keys)
-        trail, verb = _trail(site), message.metadata.message_type
+        trail, verb = trail_of(dict(site)), message.metadata.message_type
         along = take_along(message)
         request = None
         try:
@@ -131,8 +132,8 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
             ``device`` instead of the run's; ``cache`` instead of ``dataset.cache``; ``dataset``, a
             file that says how the data is read, which needs a ``cache``. The other keys are for
             ``builders.make_client``: ``tag``, ``split-key`` instead of the server's, and of private
-            sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``. ``audit`` and
-            ``superlink`` are for the audit trail.
+            sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``; ``roster``, ``sum-key``
+            and ``sums`` for secure sums. ``audit`` and ``superlink`` are for the audit trail.
 
     Raises:
         ConfigError: The site has data of its own and the run pools data, or the other way round;
@@ -163,20 +164,6 @@ def _data(config_json: str) -> tuple[tuple[Prepared, list[np.ndarray]], dict[str
 
 
 Site = tuple[tuple[str, str], ...]  # SITE_KEYS that a node sets, with their values
-
-
-def _trail(site: Site) -> AuditTrail:
-    """Return the site's audit trail: its ``audit``, else beside its ledger, else none.
-
-    A node that names only half of ledger and key keeps none: it refuses everything.
-    """
-    own = dict(site)
-    if ("audit" not in own and "ledger" not in own) or ("ledger" in own) != ("ledger-key" in own):
-        return AuditTrail(None)
-    ledger = Path(own["ledger"]) if "ledger" in own else None
-    path = Path(own.get("audit") or Path(own["ledger"]).with_name("audit.jsonl"))
-    key_path = Path(own.get("ledger-key", f"{path}.key"))
-    return AuditTrail(path, key_path, ledger=ledger, superlink=own.get("superlink", ""))
 
 
 def _policy_text(site: Site) -> str | None:

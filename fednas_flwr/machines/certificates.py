@@ -8,6 +8,7 @@ never leaves it. Files of secrets are readable by their owner only. Used by ``pr
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -24,6 +25,9 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fednas_flwr.exchange.secure_sum.roster import SiteKeys
+from fednas_flwr.files import write_atomically
 
 AUTHORITY_DAYS = 3650
 _CLOCK_SLACK = timedelta(hours=1)  # a site's clock that is slow must not refuse a new certificate
@@ -102,6 +106,20 @@ def make_node_key(path: Path) -> Path:
     write_secret(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     public = path.with_name(path.name + ".pub")
     public.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+    return public
+
+
+def make_sum_key(path: Path) -> Path:
+    """Write a site's keys of secure sums to ``path``; return the path of their public halves.
+
+    Raises:
+        FileExistsError: There are keys already: the other sites know this one by them.
+    """
+    if path.exists():
+        raise FileExistsError(path)
+    own = SiteKeys.at(path).public("")
+    public = path.with_suffix(".pub")
+    write_atomically(public, json.dumps({"mask": own.mask, "signature": own.signature}) + "\n")
     return public
 
 

@@ -13,7 +13,6 @@ import argparse
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from logging import INFO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +27,6 @@ from fednas_flwr.federation.bundle import check_bundle
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message
-    from flwr.clientapp import ClientApp
 
 
 def main() -> None:
@@ -57,16 +55,24 @@ def main() -> None:
 
 def _load_own_app(fab_id: str, fab_version: str, fab_hash: str) -> Callable[..., Message]:
     """Return the installed app, whatever Flower was told to load."""
-    from fednas_flwr.federation.client_app import app
-
-    return partial(_answer, app)
+    return _answer
 
 
-def _answer(app: ClientApp, message: Message, context: Context) -> Message:
-    """Return the reply; the site's log says what the process took to come so far, and then."""
+def _answer(message: Message, context: Context) -> Message:
+    """Return the reply; the site's log says what the process took to come so far, and then.
+
+    Without the ClientApp, which imports torch, where nothing is computed.
+    """
+    from fednas_flwr.federation import sum_app
+
     verb, begun = message.metadata.message_type, time.monotonic()
     log(INFO, "%s: begun %.2f s after the start of its process", verb, _age_s())
-    reply = app(message, context)
+    if sum_app.answers(message, context):
+        reply = sum_app.answer_sum_message(message, context)
+    else:
+        from fednas_flwr.federation.client_app import app
+
+        reply = app(message, context)
     seconds, cpu = time.monotonic() - begun, time.process_time()
     log(INFO, "%s: answered within %.2f s, after %.2f s of CPU in all", verb, seconds, cpu)
     return reply

@@ -9,6 +9,7 @@ script, which is the same file for every site. What differs from machine to mach
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -20,11 +21,13 @@ from typing import Any
 import yaml
 
 from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.exchange.secure_sum.roster import PublicKeys, Roster
 from fednas_flwr.machines.certificates import issue_certificate, make_authority
 from fednas_flwr.privacy.policy_file import template
 
 AUTHORITY, SERVER = "ca", "server"  # names of folders
 SERVER_FILE, SITE_FILE = "server.env", "site.env"
+ROSTER_FILE = "roster.json"
 CERTIFICATE_DAYS = 365
 SETTINGS = (SERVER_FILE, SITE_FILE, "policy.yaml", "dataset.yaml")  # for people to edit
 UNIT = "fednas.service"
@@ -51,7 +54,9 @@ class Deployment:
     sites: tuple[str, ...]
 
 
-def provision(deployment: Deployment, output: Path, *, as_zip: bool) -> list[Path]:
+def provision(
+    deployment: Deployment, output: Path, *, as_zip: bool, roster: Roster | None = None
+) -> list[Path]:
     """Write the authority, if there is none yet, and what every machine needs.
 
     The server's certificate is made anew each time, so provisioning again renews it. Settings that
@@ -61,6 +66,7 @@ def provision(deployment: Deployment, output: Path, *, as_zip: bool) -> list[Pat
         deployment: What :func:`load_sites` returns.
         output: A folder, created if missing.
         as_zip: Write a zip archive per machine in place of its folder.
+        roster: Of secure sums, which every site gets; None leaves out what there may be.
 
     Returns:
         The paths for server and sites, in their order.
@@ -72,6 +78,8 @@ def provision(deployment: Deployment, output: Path, *, as_zip: bool) -> list[Pat
     machines = [_write_server(deployment, authority, server)]
     for index, name in enumerate(deployment.sites):
         machines.append(_write_site(deployment, index, authority, output / name))
+        if roster is not None:
+            roster.write(output / name / ROSTER_FILE)
     if not as_zip:
         return machines
     archives = [Path(shutil.make_archive(str(folder), "zip", folder)) for folder in machines]
@@ -79,6 +87,25 @@ def provision(deployment: Deployment, output: Path, *, as_zip: bool) -> list[Pat
         archive.chmod(0o600)
         shutil.rmtree(folder)
     return archives
+
+
+def read_roster(deployment: Deployment, folder: Path) -> Roster:
+    """Return the roster of the public keys that sites have sent, ``<site>.pub`` in a folder.
+
+    Raises:
+        ConfigError: One is missing or is none, or two sites have the same keys.
+    """
+    sites = []
+    for name in deployment.sites:
+        path = folder / f"{name}.pub"
+        try:
+            sites.append(PublicKeys(name, **json.loads(path.read_text(encoding="ascii"))))
+        except (OSError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{path} holds no public keys of {name} ({error}): have state/sum.pub sent by the "
+                "site, which makes it at its first start."
+            ) from error
+    return Roster.of(sites)
 
 
 def load_sites(path: Path) -> Deployment:

@@ -19,8 +19,8 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from fednas_flwr.privacy.discrete_gaussian import sample_discrete_gaussian
-
-_GRID_BITS = 24
+from fednas_flwr.privacy.noise_grid import noise_grid
+from fednas_flwr.privacy.shared_noise import share_sigma
 
 
 class SecureGenerator:
@@ -123,31 +123,6 @@ class SecureGenerator:
         raise TypeError("a SecureGenerator cannot be copied or pickled: make one per process.")
 
 
-def noise_grid(std: float) -> float:
-    """Return the power of two from 2^-25 to 2^-24 of ``std`` that noise of it is a multiple of.
-
-    Raises:
-        ValueError: ``std`` is not in 1e-100 to 1e100.
-    """
-    if not 1e-100 <= std <= 1e100:
-        raise ValueError(f"std must be in [1e-100, 1e100], got {std!r}.")
-    return math.ldexp(1.0, math.frexp(std)[1] - 1 - _GRID_BITS)
-
-
-def noise_range(*, num_values: int, num_records: int) -> tuple[float, float]:
-    """Return least and largest noise multiplier with which :func:`add_noise` cannot fail.
-
-    Its grid of at most ``2^-24 * s * R`` must stay below ``R / (2 * sqrt(d))``, and a sum of norm
-    ``N * R`` within 2^51 cells of at least ``2^-25 * s * R``. Both with a factor of 2 to spare: a
-    site may hold more records than it declares.
-
-    Args:
-        num_values: d, the values of one release.
-        num_records: N, the declared records.
-    """
-    return num_records * 2.0**-25, 2.0**22 / math.sqrt(max(1, num_values))
-
-
 def add_noise(
     total: torch.Tensor,
     generator: SecureGenerator,
@@ -198,6 +173,55 @@ def add_noise(
     if not bool((cells.abs() < 2.0**51).all()):
         raise ValueError(f"total must be finite and below {2.0**51 * grid:.3g} everywhere.")
     return (cells.round().to(torch.int64) + noise).double().mul_(grid)
+
+
+def add_shared_noise(
+    total: torch.Tensor,
+    generator: SecureGenerator,
+    *,
+    noise_multiplier: float,
+    max_grad_norm: float,
+    cell: float,
+    honest: int,
+) -> torch.Tensor:
+    """Return ``total`` plus one client's share of a secure sum's noise, in whole cells of its grid.
+
+    The sum over ``honest`` clients or more carries what :func:`add_noise` adds to one: sigma cells
+    of ``noise_multiplier * (max_grad_norm / cell + sqrt(d))``, each a share of
+    ``sigma / sqrt(honest) + 1`` or more.
+
+    **Guarantee.** Who sees such a sum, and knows all other clients' totals and the noise of those
+    beyond ``honest``, sees one step of a :class:`~fednas_flwr.privacy.renyi.Release` with this
+    multiplier, as of :func:`add_noise`: the shares add up to at least ``sqrt(sigma^2 + 4^2)``, and
+    to a discrete Gaussian up to
+    :func:`~fednas_flwr.privacy.shared_noise.sum_divergence`. Who sees this client's value alone
+    sees one of ``noise_multiplier / sqrt(honest)``.
+
+    Args:
+        total: The sum of clipped vectors: all d values of one release, in one tensor.
+        generator: The client's own.
+        noise_multiplier: Of the sum, above 0.
+        max_grad_norm: Above 0.
+        cell: Of the sum's grid, a power of two.
+        honest: Clients that are sure to add their shares, at least 2.
+
+    Returns:
+        A float64 tensor on the CPU, of the shape of ``total``.
+
+    Raises:
+        ValueError: A value is out of range, or ``total`` is not finite or too large for the grid.
+    """
+    needed = noise_multiplier * (max_grad_norm / cell + math.sqrt(total.numel()))
+    if not (0 < needed < 1.1 * 2.0**26 and max_grad_norm > 0 and honest >= 2):
+        raise ValueError(
+            f"noise_multiplier={noise_multiplier!r} over max_grad_norm={max_grad_norm!r} on cells "
+            f"of {cell!r}, shared by {honest!r} clients, is out of range."
+        )
+    noise = generator.discrete_gaussian(tuple(total.shape), sigma=share_sigma(needed, honest))
+    cells = total.detach().to("cpu", torch.float64) / cell
+    if not bool((cells.abs() < 2.0**51).all()):
+        raise ValueError(f"total must be finite and below {2.0**51 * cell:.3g} everywhere.")
+    return (cells.round().to(torch.int64) + noise).double().mul_(cell)
 
 
 class _Keystream:

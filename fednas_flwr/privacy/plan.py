@@ -6,6 +6,7 @@ calibrates their noise, a site keeps them in its ledger, and every release is ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -32,6 +33,8 @@ class PlannedRelease(Checked):
         steps: Number of releases.
         max_grad_norm: R, the norm that each record's contribution is clipped to.
         noise_multiplier: sigma; the noise has std ``sigma * R``. None is still to be calibrated.
+        shared: Whether that is the noise of a secure sum's total, of which each client adds a share
+            (:mod:`fednas_flwr.privacy.shared_noise`); else every client adds all of it.
     """
 
     stage: Annotated[str, OneOf(STAGES)]
@@ -42,6 +45,7 @@ class PlannedRelease(Checked):
     steps: int
     max_grad_norm: float
     noise_multiplier: float | None = None
+    shared: bool = False
 
     @property
     def key(self) -> str:
@@ -65,6 +69,20 @@ class PlannedRelease(Checked):
         """Return ``p N``, the expected batch, by which sums are divided: a public number."""
         rate = self.rate(records)
         return round(rate * self.num_records(records), 9)  # 1 / 49 * 49 < 1
+
+    def sum_range(self, records: Mapping[str, int]) -> float:
+        """Return the largest magnitude of one client's noised sum, as a secure sum has room for.
+
+        ``R (B + 6 sqrt(B (1 - p)) + 8 sigma)``, B being the expected batch: a Poisson batch is
+        larger once in 1e9 times, and the noise of one of a million values once in 1e9.
+        """
+        noise = 8 * (self.noise_multiplier or 0.0) * self.max_grad_norm
+        return self.clipped_range(records) + noise
+
+    def clipped_range(self, records: Mapping[str, int]) -> float:
+        """Return the largest magnitude of one client's clipped sum that is not projected."""
+        batch, rate = self.expected_batch(records), self.rate(records)
+        return self.max_grad_norm * (batch + 6 * math.sqrt(batch * (1 - rate)))
 
     def release(self, records: Mapping[str, int]) -> Release:
         """Return what all the steps cost a client with these declared records.
@@ -116,6 +134,7 @@ def gradient_releases(
     batch_size: float | None,
     steps: int,
     norms: Mapping[str, float],
+    shared: bool = False,
 ) -> list[PlannedRelease]:
     """Return the releases of steps of a supernet, each of which releases every named state.
 
@@ -124,9 +143,13 @@ def gradient_releases(
         batch_size: Expected.
         steps: Of each state.
         norms: Clipping norms by state.
+        shared: See :class:`PlannedRelease`.
     """
     return [
-        PlannedRelease("search", verb, state, (SPLIT_OF[state],), batch_size, steps, norms[state])
+        PlannedRelease(
+            *("search", verb, state, (SPLIT_OF[state],), batch_size, steps, norms[state]),
+            shared=shared,
+        )
         for state, verb in verbs.items()
     ]
 

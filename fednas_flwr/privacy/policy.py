@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.names import LARGEST_NOISE_MULTIPLIER, SPLITS, Unit
-from fednas_flwr.privacy.noise import noise_range
+from fednas_flwr.privacy.noise_grid import noise_range
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.shared_noise import SumTerms
+from fednas_flwr.verbs import VERBS
 
 # Beyond these float arithmetic, not privacy, would decide what a release hides.
 LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
@@ -39,6 +41,7 @@ class DataSetPolicy:
         micro_batch_size: Records that are computed at a time.
         approve: ``manual``: no run releases anything before a person at the site has approved what
             it has committed to; ``automatic``: the rules of the policy are enough.
+        secure_sum: With it the site's replies leave as parts of secure sums only, by these terms.
     """
 
     data_set: str
@@ -57,6 +60,7 @@ class DataSetPolicy:
     secure_noise: bool
     test_seed: bool
     approve: str
+    secure_sum: SumTerms | None = None
 
     @property
     def needs_approval(self) -> bool:
@@ -120,6 +124,10 @@ def check_planned(allowed: DataSetPolicy, planned: PlannedRelease, *, num_values
     size = planned.batch_size
     if size is not None and not 0 < size < math.inf:
         raise refused("sample_rate", "batch_size", size, "above 0, or null for all records")
+    one_sum = len(VERBS[planned.verb].gradients_of) == 1
+    if planned.shared and (allowed.secure_sum is None or not one_sum):
+        limit = "False: noise is shared in secure sums of one gradient alone"
+        raise refused("secure_sum", f"shared noise of {planned.verb}", True, limit)
     terms = {
         "least_noise_multiplier": (
             *("noise_multiplier", planned.noise_multiplier),

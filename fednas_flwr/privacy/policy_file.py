@@ -1,7 +1,7 @@
 """Reading a site's policy from its YAML file: one sentence for whatever is wrong with it.
 
 :func:`load_policy` is the way in, :func:`template` a file to start from. Every key but ``account``
-must be there, so that nothing is allowed by a default that nobody read.
+and ``secure_sum`` must be there, so that nothing is allowed by a default that nobody read.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from fednas_flwr.privacy.policy import (
 )
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
+from fednas_flwr.privacy.shared_noise import SumTerms
+from fednas_flwr.typed import parse
 from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
 
 
@@ -84,7 +86,7 @@ def _parse_section(name: str, section: object, origin: str) -> DataSetPolicy:
     where = f"{origin}: data_sets.{show(name)}"
     if isinstance(section, dict) and "ledger" in section:
         raise ConfigError(f"{where}.ledger is called account now: rename the key.")
-    values = _mapping(section, where, required=tuple(_READERS), optional=("account",))
+    values = _mapping(section, where, required=tuple(_READERS), optional=("account", "secure_sum"))
     read: dict[str, Any] = {
         key: reader(values[key], f"{where}.{key}") for key, reader in _READERS.items()
     }
@@ -102,7 +104,16 @@ def _parse_section(name: str, section: object, origin: str) -> DataSetPolicy:
         raise ConfigError(f"{where}: secure_noise and test_seed exclude one another.")
     read["records"] = _shares(read["records"], read["fractions"], where)
     account = _text(values.get("account", name), f"{where}.account")
-    return DataSetPolicy(data_set=name, account=account, **read)
+    sums = _sum_terms(values.get("secure_sum"), f"{where}.secure_sum")
+    return DataSetPolicy(data_set=name, account=account, secure_sum=sums, **read)
+
+
+def _sum_terms(value: object, where: str) -> SumTerms | None:
+    """Return the terms of secure sums, None without them."""
+    if value is None:
+        return None
+    terms: SumTerms = parse(SumTerms, value, key=where)
+    return terms
 
 
 def _positive(value: object, where: str) -> float:

@@ -36,6 +36,15 @@ _ACCOUNTING = (
     "server to that schedule, and a Renyi filter over the client's ledger to the client's budget, "
     "which is also the bound for runs that were chosen after seeing earlier ones."
 )
+_SHARED = (
+    "The noise of {verbs} is shared by secure sums: each client adds 1 / h of its variance, h "
+    "being the honest clients among the fewest survivors that its policy allows ({honest}), and "
+    "opens no sum of fewer. Epsilon rests on that: on no more of the survivors helping the server "
+    "than the policies say, on a roster of the clients' own keys, and on X25519, ChaCha20 and "
+    "Ed25519. Against a server that breaks the sums each client's own share is left, with which "
+    "this run alone costs at most ({alone}, {delta:g}). All other releases carry each client's "
+    "whole noise."
+)
 RESUMED = (
     "The run was resumed: the table of releases holds what was to be released from then on. What "
     "was released before counts as booked before, and a round that was repeated counts twice."
@@ -83,11 +92,25 @@ def promise_texts(event: Event) -> list[str]:
     """Return what is protected, how, and how it was counted: a paragraph each."""
     by_person = unit(event) == PERSON
     what = "person with all records" if by_person else RECORD
-    return [
+    texts = [
         _PROTECTED.format(what=what, unit=unit(event)) + ("" if by_person else _SEVERAL),
         _MECHANISM.format(unit=unit(event)) + (_MEAN if by_person else ""),
         _ACCOUNTING.format(unit=unit(event)),
     ]
+    shared = [release["verb"] for release in event["schedule"] if release.get("shared")]
+    told = [client for client in event["clients"] if "alone_epsilon" in client]
+    if shared and told:
+        alone = largest({str(place): client["alone_epsilon"] for place, client in enumerate(told)})
+        honest = sorted({client["honest_sites"] for client in told})
+        texts.append(
+            _SHARED.format(
+                verbs=" and ".join(dict.fromkeys(shared)),
+                honest=" or ".join(map(str, honest)),
+                alone=epsilon_text(alone),
+                delta=overall(event)[1],
+            )
+        )
+    return texts
 
 
 def largest(epsilons: Mapping[str, float | None] | None) -> float | None:
@@ -209,7 +232,8 @@ def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
     rows = [
         [
             *(release["stage"], release["verb"], ", ".join(release["splits"])),
-            *(f"{release[name]:g}" for name in ("noise_multiplier", "max_grad_norm")),
+            f"{release['noise_multiplier']:g}{' (of the sum)' if release.get('shared') else ''}",
+            f"{release['max_grad_norm']:g}",
             "every record" if release["batch_size"] is None else f"{release['batch_size']:,}",
             _rates_text([c["rates"][place] for c in event["clients"] if "rates" in c]),
             f"{release['steps']:,}",

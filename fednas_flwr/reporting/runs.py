@@ -228,7 +228,8 @@ class Run:
         """Return the run's results by name.
 
         Accuracies are shares of 1; F1 and the like are of the positive class, else the mean;
-        ``client_accuracy`` is the plain mean over clients, ``personalised_accuracy`` that after
+        ``client_accuracy`` is the plain mean over clients, or with secure sums the accuracy over
+        all clients' test records; ``personalised_accuracy`` is the mean after
         each has trained the network on its own records; ``exchanges`` and ``traffic_mb``, both
         directions in 10^6 bytes, count all rounds; ``epsilon`` is the largest of all clients and
         splits, by the PRV accountant, and None without privacy; ``clients_lost`` counts those that
@@ -240,6 +241,9 @@ class Run:
         names = {event["stage"] for event in self.of_kind("round")}
         exchanges = [e["exchanges"] for n in names for e in self.rounds(n) if "exchanges" in e]
         accuracies = [client["accuracy"] for client in self.client_results()]
+        total = evaluated.get("total") or {}  # of a secure sum
+        if "accuracy" in total:
+            accuracies = [total["accuracy"]]
         personalised = [c["accuracy"] for c in evaluated.get("personalised") or []]
         central, linear, trees = (
             evaluated.get(name) or {} for name in ("central", "linear", "trees")

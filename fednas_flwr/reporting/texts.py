@@ -99,7 +99,9 @@ def tiles(run: Run) -> list[dict[str, str]]:
     auroc_note = "likewise"
     auroc_note += "" if linear_auroc is None else f"; linear model {score(linear_auroc)}"
     auroc_note += _of_trees(numbers["trees_auroc"])
-    num_clients = len(run.client_results())
+    tested = f"{noised}test parts of {len(run.client_results())} clients"
+    if total := evaluated.get("total"):
+        tested = f"{noised}test parts of {total['sites']} clients as one, by a secure sum"
     traffic = numbers["traffic_mb"]
     epsilon, delta = overall(privacy) if privacy else (None, 0.0)
     unit = f"at delta {delta:g}, {unit_text(privacy)}" if privacy else ""
@@ -113,7 +115,7 @@ def tiles(run: Run) -> list[dict[str, str]]:
         ("Test accuracy", percent(central), f"server's test set, {count(examples)} records"),
         ("Test F1", score(numbers["central_f1"]), f1_note),
         ("Test AUROC", score(numbers["central_auroc"]), auroc_note),
-        ("Mean over clients", percent(mean_client), f"{noised}test parts of {num_clients} clients"),
+        ("Mean over clients", percent(mean_client), tested),
         ("Predicted cost", *cost(run)),
         (
             "After local training",

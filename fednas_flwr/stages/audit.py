@@ -124,6 +124,11 @@ def audit_search(config: Config, *, confidence: float = 0.99) -> Audit:
     sigma = privacy.weights.noise_multiplier
     if sigma is None:
         raise ConfigError("privacy.weights.noise_multiplier=null: an audit needs the number.")
+    if config.secure_sum:
+        raise ConfigError(
+            "secure_sum=true with an audit, which attacks what a single client answers: set "
+            "secure_sum=false, with which that is what the server sees."
+        )
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence={confidence:g}: expected a number between 0 and 1.")
     algorithm = replace(algorithm, fused=False, local_steps=1, evaluate_every=0)

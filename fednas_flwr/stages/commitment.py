@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fednas_flwr.config import Config, DifferentialPrivacy
@@ -79,6 +79,7 @@ def commit(
                 "secure_noise": facts["secure_noise"],
                 "unit": facts["unit"],
                 "epsilon": reply.facts["epsilon"],
+                **_alone(schedule, facts, privacy.delta),
                 "covers": covered_rounds(config, schedule, reply.facts["covered_steps"], done),
             }
         )
@@ -160,12 +161,37 @@ def awaited_run(events: Sequence[Event]) -> str | None:
     return str(agreements[-1]["run"])
 
 
+def _alone(
+    schedule: Sequence[PlannedRelease], facts: Mapping[str, Any], delta: float
+) -> dict[str, Any]:
+    """Return what the schedule costs a client whose secure sums are broken, if it shares noise.
+
+    Its own share is then all that hides its records: of h honest sites' noise ``1 / sqrt(h)``.
+    """
+    honest = facts.get("honest_sites")
+    if honest is None or not any(planned.shared for planned in schedule):
+        return {}
+    alone = [
+        replace(planned, noise_multiplier=(planned.noise_multiplier or 0.0) / math.sqrt(honest))
+        if planned.shared
+        else planned
+        for planned in schedule
+    ]
+    return {"honest_sites": honest, "alone_epsilon": _epsilon(alone, facts["splits"], delta)}
+
+
 def _search_epsilon(
     schedule: Sequence[PlannedRelease], declared: Mapping[str, int], delta: float
 ) -> float | None:
     """Return what the search alone costs a client's worst split, by PRV; None is infinite."""
-    search = [planned for planned in schedule if planned.stage == "search"]
-    releases = [(planned.release(declared), planned.splits) for planned in search]
+    return _epsilon([p for p in schedule if p.stage == "search"], declared, delta)
+
+
+def _epsilon(
+    schedule: Sequence[PlannedRelease], declared: Mapping[str, int], delta: float
+) -> float | None:
+    """Return what releases cost a client's worst split, by PRV; None is infinite."""
+    releases = [(planned.release(declared), planned.splits) for planned in schedule]
     by_split = epsilon_per_split(releases, delta, ACCOUNTANTS[PRV])
     epsilon = max(by_split.values(), default=0.0)
     return epsilon if math.isfinite(epsilon) else None

@@ -45,7 +45,7 @@ from fednas_flwr.evaluation.metrics import evaluate, pooled_baselines, predicted
 from fednas_flwr.evaluation.model import Model
 from fednas_flwr.evaluation.scores import best_threshold, detailed, shares_at
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
-from fednas_flwr.exchange.courier import Courier, QuorumError
+from fednas_flwr.exchange.courier import TOTAL, Courier, QuorumError
 from fednas_flwr.exchange.gate import check_facts
 from fednas_flwr.exchange.requests import (
     Amount,
@@ -308,10 +308,10 @@ def _evaluate(
     device = make_device(config.device)
     with run.stage("evaluate"):
         private = private_stage(config, run.schedule, "evaluate")
-        is_private = isinstance(config.privacy, DifferentialPrivacy)
+        shows_clients = not (config.secure_sum or isinstance(config.privacy, DifferentialPrivacy))
         threshold, central = None, None
         objective = make_objective(config, prepared.train.class_names, torch.device("cpu"))
-        if not is_private and objective.positive_class(prepared.num_classes) is not None:
+        if shows_clients and objective.positive_class(prepared.num_classes) is not None:
             threshold = _threshold(run, description, states)
         if prepared.server_test is not None:
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
@@ -325,13 +325,15 @@ def _evaluate(
             network.cpu()
         baselines = _baselines(run, objective) if pools_records(config) else {}
         site = None if private is None else Site(private.data_set)
-        results: dict[str, list[dict[str, Any]]] = {"clients": [], "personalised": []}
+        results: dict[str, Any] = {"clients": [], "personalised": []}
         if config.dataset.fractions["test"] > 0:
             if private is None or private.noise_multiplier("metrics") is not None:
-                request = Evaluate(description, "test", site, with_scores=not is_private)
-                results["clients"] = _ask_tests(
-                    run, "evaluate.model", request, states, threshold=threshold
-                )
+                request = Evaluate(description, "test", site, with_scores=shows_clients)
+                tested = _ask_tests(run, "evaluate.model", request, states, threshold=threshold)
+                if config.secure_sum:
+                    results["total"] = tested[0] if tested else None
+                else:
+                    results["clients"] = tested
             if config.personalised:
                 last = Personalise(_last_round(config, description))
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
@@ -382,6 +384,8 @@ def _ask_tests(
             verb, stage="evaluate", settings=settings, states=states, releases=run.schedule
         ):
             fields: dict[str, Any] = {"client": client, "num_examples": reply.num_examples}
+            if client == TOTAL:
+                fields = {"sites": reply.sites, "num_examples": reply.num_examples}
             with suppress(ReplyError):
                 check_facts(reply.facts, needed=())
                 fields |= reply.facts.get("scores", {})

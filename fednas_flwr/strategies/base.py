@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fednas_flwr.errors import unknown_choice
 from fednas_flwr.exchange.checkpoint import Checkpoint, CheckpointFolder
-from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.courier import TOTAL, Courier
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import Amount, RewardCandidates, Settings, Site
 from fednas_flwr.exchange.robust import TrimmedMean
@@ -172,7 +172,8 @@ class RoundStrategy(Strategy):
             layouts=layouts,
             releases=() if self.private is None else self.private.releases,
         ):
-            self._client_metrics.setdefault(client, {}).update(reply.metrics)
+            if client != TOTAL:
+                self._client_metrics.setdefault(client, {}).update(reply.metrics)
             yield client, reply
 
     def train(self, verb: str, settings: Settings, momentum: float) -> dict[str, float]:
@@ -210,7 +211,7 @@ class RoundStrategy(Strategy):
                 dtype: vector.clamp(*bounds) for dtype, vector in reply.states["rewards"].items()
             }
             average.add({"rewards": own}, weight=reply.num_examples)
-            replies.append(Reply(reply.num_examples, reply.metrics))
+            replies.append(replace(reply, states={}))
         weight = sum(reply.num_examples for reply in replies)
         rewards = unpack(average.result()["rewards"], layout)["rewards"].tolist()
         noise: float | None = 0.0
@@ -218,7 +219,8 @@ class RoundStrategy(Strategy):
             noise = None
         elif self.private is not None:
             sigma = self.private.noise_multiplier("rewards") or 0.0
-            noise = sigma * math.sqrt(request.count * len(replies)) / weight
+            sites = sum(reply.sites for reply in replies)
+            noise = sigma * math.sqrt(request.count * sites) / weight
         return rewards, noise, mean_metrics(replies)
 
     def average(

@@ -187,7 +187,7 @@ class FEATHERS(RoundStrategy):
             decreases = unpack(reply.states["rewards"], layout)["rewards"].double()
             total += reply.num_examples * decreases.clamp(-bound, bound)
             weight += reply.num_examples
-            num_clients += 1
+            num_clients += reply.sites
         sigma = self.private.noise_multiplier("rewards") if self.private is not None else None
         noise = bound * (sigma or 0.0) * math.sqrt(num_clients) / weight
         return (total / weight).tolist(), noise

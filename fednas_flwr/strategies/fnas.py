@@ -219,12 +219,25 @@ def releases(
     evaluate_every: int,
     measures: bool,
     norms: Mapping[str, float],
+    secure_sum: bool = False,
 ) -> list[PlannedRelease]:
-    """Return what a round releases of each client, with ``measures`` metrics, too."""
+    """Return what a round releases of each client, with ``measures`` metrics, too.
+
+    With secure sums clients share the noise of a single step: their replies are clipped sums at
+    weights that all were sent. After several steps they are not: a record steers its client's later
+    steps through weights that carry that client's noise alone. Fused sums are not, either: those of
+    the alphas are scaled by each client's batch sizes.
+    """
     verbs = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
     if fused:
         verbs = dict.fromkeys(verbs, "train.gradients")
-    planned = gradient_releases(verbs, batch_size=batch_size, steps=local_steps, norms=norms)
+    planned = gradient_releases(
+        verbs,
+        batch_size=batch_size,
+        steps=local_steps,
+        norms=norms,
+        shared=secure_sum and local_steps == 1 and not fused,
+    )
     if measures and evaluates(evaluate_every, server_round, num_rounds):
         planned += [metrics_release("search", "validation")]
     return planned

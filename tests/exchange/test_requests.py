@@ -46,6 +46,7 @@ from fednas_flwr.exchange.requests import (
     decode,
     encode,
 )
+from fednas_flwr.exchange.sum_requests import OpenMasks, SignSurvivors
 from fednas_flwr.hardware.costs import HardwareTerms
 from fednas_flwr.privacy.plan import KINDS, STAGES, PlannedRelease
 from fednas_flwr.search.local_search import Alternating
@@ -127,6 +128,7 @@ releases = st.builds(
     steps=st.integers(-(2**62), 2**62),
     max_grad_norm=numbers,
     noise_multiplier=st.none() | numbers,
+    shared=st.booleans(),
 )
 paths = st.lists(st.lists(st.integers(-3, 20), max_size=4), min_size=1, max_size=3)
 pools = st.builds(
@@ -146,6 +148,9 @@ gradients = st.builds(
     site=here,
 )
 probes = {"trials": st.lists(trials, min_size=1, max_size=3), "loss_bound": st.floats(1e-3, 1e3)}
+contexts = st.binary(min_size=32, max_size=32).map(bytes.hex)
+indices = st.lists(st.integers(0, 999), max_size=4).map(tuple)
+by_site = st.dictionaries(st.integers(0, 999).map(str), st.binary(max_size=9).map(bytes.hex))
 ALL = {
     "query.describe": st.builds(Describe),
     "query.commit": st.builds(
@@ -153,6 +158,10 @@ ALL = {
     ),
     "query.latency": st.builds(
         MeasureLatency, batch_size=st.integers(1, 1024), passes=st.integers(2, 1000), site=here
+    ),
+    "query.sign_survivors": st.builds(SignSurvivors, context=contexts, survivors=indices),
+    "query.open_masks": st.builds(
+        OpenMasks, context=contexts, survivors=indices, signatures=by_site, boxes=by_site
     ),
     "train.weight_gradient": gradients,
     "train.alpha_gradient": gradients,

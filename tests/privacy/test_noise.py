@@ -20,8 +20,8 @@ from fednas_flwr.privacy.noise import (
     _Keystream,
     add_noise,
     noise_grid,
-    noise_range,
 )
+from fednas_flwr.privacy.noise_grid import noise_range
 
 SEEDED = b"only for tests"
 

@@ -20,6 +20,7 @@ from fednas_flwr.privacy.policy import (
 )
 from fednas_flwr.privacy.policy_file import load_policy, parse_policy, template
 from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.privacy.shared_noise import SumTerms
 from fednas_flwr.typed import parse as parse_typed
 from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
 
@@ -304,6 +305,7 @@ def test_every_key_of_the_file_arrives():
         "data_set": "ward",
         "account": "hospital",
         "verbs": frozenset(WARD["verbs"]),
+        "secure_sum": None,
     }
     assert POLICY.data_sets["ward"].account == "ward"
 
@@ -318,6 +320,34 @@ def test_the_template_is_a_policy_and_explains_every_key(tmp_path):
         assert key == "data_set" or f"{key}:" in template()
     assert all(len(line) <= 100 for line in template().splitlines())
     assert doctest.testmod(policy_file).failed == 0
+
+
+def test_terms_of_secure_sums_are_read_and_checked():
+    terms = {"roster": "ab" * 32, "least_sites": 7, "colluding": 1}
+    assert parse(secure_sum=terms).data_sets["ward"].secure_sum == SumTerms("ab" * 32, 7, 1)
+    wrong = [
+        ({"roster": "ab"}, "roster"),
+        ({"colluding": 6}, "least_sites=7 with colluding=6"),
+        ({"least_sites": "7"}, "secure_sum.least_sites"),
+        ({"least": 7}, "secure_sum.least"),
+    ]
+    for change, said in wrong:
+        with pytest.raises(ConfigError, match=said):
+            parse(secure_sum=terms | change)
+    with pytest.raises(ConfigError, match="colluding is missing"):
+        parse(secure_sum={"roster": "ab" * 32, "least_sites": 7})
+
+
+def test_noise_is_shared_in_secure_sums_of_one_gradient_alone():
+    terms = SumTerms("ab" * 32, 7, 1)
+    allowed = POLICY.data_sets["ward"]
+    shared = replace(PLANNED, verb="train.weight_gradient", shared=True)
+    with pytest.raises(ConfigError, match="rule secure_sum: shared noise"):
+        check_planned(allowed, shared)
+    check_planned(replace(allowed, secure_sum=terms), shared)
+    for verb in ("train.search", "train.gradients", "train.weights", "evaluate.model"):
+        with pytest.raises(ConfigError, match="rule secure_sum: shared noise"):
+            check_planned(replace(allowed, secure_sum=terms), replace(shared, verb=verb))
 
 
 def test_a_total_is_shared_out_by_public_fractions():

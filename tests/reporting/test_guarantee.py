@@ -154,3 +154,27 @@ def test_the_kind_of_search_and_its_own_epsilon_are_told() -> None:
     assert guarantee.search_text(aware | {"stages": ["retrain"]}, None) == ""
     event["schedule"] = [_release(stage="retrain")]
     assert guarantee.search_text(aware, event) == ""
+
+
+def test_shared_noise_is_told_with_what_it_rests_on():
+    clients = [
+        {
+            "client": number,
+            "epsilon": {"prv": {"train": 3.1}},
+            "budget": {"epsilon": 8, "delta": 1e-5},
+            "honest_sites": 6,
+            "alone_epsilon": alone,
+        }
+        for number, alone in enumerate((21.34, 20.0))
+    ]
+    shared = _release(verb="train.weight_gradient", shared=True)
+    whole = _release(stage="retrain", verb="train.weights", shared=False)
+    event = {"clients": clients, "schedule": [shared, whole]}
+    text = guarantee.promise_texts(event)[-1]
+    assert "noise of train.weight_gradient is shared by secure sums" in text
+    assert "policy allows (6)" in text
+    assert "costs at most (21.4, 1e-05)" in text
+    head, rows = guarantee.release_table(event)
+    column = head.index("noise multiplier")
+    assert [row[column].endswith("(of the sum)") for row in rows] == [True, False]
+    assert len(guarantee.promise_texts({"clients": clients, "schedule": [whole]})) == 3

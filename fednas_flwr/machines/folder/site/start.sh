@@ -2,7 +2,7 @@
 # Runs this site's SuperNode and the executor of its client app: `start.sh`, or one of them each in a
 # container of its own: `start.sh supernode`, which offers its Runtime interface on RUNTIME_HOST, and
 # `start.sh executor`, which finds it there. Ends when one of them ends.
-# The first start makes the node's key and ends: its public half goes to the server's operator.
+# The first start makes the site's keys and ends: their public halves go to the server's operator.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 set -a
@@ -13,6 +13,7 @@ set +a
 source ./parts.sh
 
 supernode() {
+    [ -e state/sum.pub ] || fednas key --sum state/sum.key
     if [ ! -e state/node.key ]; then
         fednas key state/node.key
         exit
@@ -31,6 +32,9 @@ cache = "$PWD/state/cache"
 policy = "$PWD/policy.yaml"
 ledger = "$PWD/state/ledger/ledger.sqlite"
 ledger-key = "$PWD/state/ledger.key"
+roster = "$PWD/roster.json"
+sum-key = "$PWD/state/sum.key"
+sums = "$PWD/state/sums.sqlite"
 superlink = "$SUPERLINK"
 split-key = "$(cat state/split.key)"
 TOML

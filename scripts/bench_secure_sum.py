@@ -1,0 +1,114 @@
+"""CPU seconds of one secure sum, of each site and of the server: no network, no training.
+
+    python scripts/bench_secure_sum.py [--values 2000000] [--sites 8] [--repeats 3]
+
+Prints the least of the repeats; "float32 sum" is what the server does today.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from fednas_flwr.exchange.secure_sum.grid import Grid
+from fednas_flwr.exchange.secure_sum.roster import Roster, SiteKeys
+from fednas_flwr.exchange.secure_sum.server import MaskedSum
+from fednas_flwr.exchange.secure_sum.site import SumSite
+from fednas_flwr.privacy.noise import SecureGenerator
+from fednas_flwr.privacy.shared_noise import SumTerms, share_sigma
+
+
+def main() -> None:
+    """Print one line per part."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--values", type=int, default=2_000_000)
+    parser.add_argument("--sites", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    rounds = [measure(options.values, options.sites, number) for number in range(options.repeats)]
+    for name in rounds[0]:
+        print(f"{name:<44}{min(found[name] for found in rounds):8.3f} s")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"{'peak memory of all in one process':<44}{peak:8.0f} MiB")
+
+
+def measure(num_values: int, num_sites: int, number: int) -> dict[str, float]:
+    """Return CPU seconds by part of one exchange in which all sites answer."""
+    with tempfile.TemporaryDirectory() as folder:
+        sites = make_sites(Path(folder), num_sites)
+        participants = list(range(num_sites))
+        grid = Grid.of_range(64 + 6 * 8 + 8.0, sites=num_sites)
+        rng = np.random.default_rng(number)
+        values = [rng.normal(size=num_values) for _ in sites]
+        seconds: dict[str, float] = {}
+        total = MaskedSum(participants)
+        plain = np.zeros(num_values, dtype=np.float32)
+        boxes = []
+        for site, own in zip(sites, values, strict=True):
+            with timed(seconds, "a site: encode, mask, seal", num_sites):
+                answer = site.begin(
+                    **{"run": "bench", "attempt": str(number), "stage": "search"},
+                    **{"round": 1, "phase": 1, "participants": participants, "request": ""},
+                )
+                vectors = [grid.encode(grid.project(own))]
+                boxes.append(answer.mask(vectors))
+            with timed(seconds, "the server: add and unmask", 1):
+                total.add(site.index, vectors)
+            single = own.astype(np.float32)
+            with timed(seconds, "the server: float32 sum", 1):
+                plain += single
+        context = answer.context
+        signatures, openings = {}, {}
+        with timed(seconds, "a site: sign and open", num_sites):
+            for site in sites:
+                signatures[site.index] = site.sign(context, participants)
+            for site in sites:
+                own_boxes = {i: boxes[i][site.index] for i in participants if i != site.index}
+                openings[site.index] = site.open(context, participants, signatures, own_boxes)
+        with timed(seconds, "the server: add and unmask", 1):
+            (cells,) = total.unmask(openings)
+            found = grid.decode(cells, sites=num_sites)
+        np.testing.assert_array_equal(
+            found, sum(np.rint(own / grid.cell) for own in values) * grid.cell
+        )
+        sigma = share_sigma(1.0 / grid.cell, num_sites - 2)
+        with timed(seconds, "a site: its discrete noise", 1):
+            SecureGenerator().discrete_gaussian((num_values,), sigma=sigma)
+    return seconds
+
+
+class timed:  # noqa: N801
+    """Adds the CPU seconds of a block, over so many sites."""
+
+    def __init__(self, seconds: dict[str, float], name: str, share: int) -> None:
+        """See the class."""
+        self.seconds, self.name, self.share = seconds, name, share
+
+    def __enter__(self) -> None:
+        """Begin."""
+        self.begun = time.process_time()
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        spent = (time.process_time() - self.begun) / self.share
+        self.seconds[self.name] = self.seconds.get(self.name, 0.0) + spent
+
+
+def make_sites(folder: Path, number: int) -> list[SumSite]:
+    """Return sites with new keys."""
+    keys = [SiteKeys.at(folder / f"{i}" / "keys") for i in range(number)]
+    roster = Roster(tuple(own.public(f"site-{i}") for i, own in enumerate(keys)))
+    terms = SumTerms(roster.fingerprint, number - 1, 1)
+    return [
+        SumSite(i, own, roster, terms, folder / f"{i}" / "journal.sqlite")
+        for i, own in enumerate(keys)
+    ]
+
+
+if __name__ == "__main__":
+    main()

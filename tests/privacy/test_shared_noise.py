@@ -1,0 +1,84 @@
+"""Sums of discrete Gaussians against their exact probabilities, in 60 digits."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal, localcontext
+
+import numpy as np
+import pytest
+
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.privacy.noise import SecureGenerator
+from fednas_flwr.privacy.shared_noise import SumTerms, share_sigma, sum_divergence
+
+
+def gaussian(variance: Decimal, reach: int) -> list[Decimal]:
+    """Return the probabilities of the discrete Gaussian of -reach to reach."""
+    weights = [(-Decimal(k * k) / (2 * variance)).exp() for k in range(-reach, reach + 1)]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def convolved(left: list[Decimal], right: list[Decimal], reach: int) -> list[Decimal]:
+    """Return the probabilities of a sum, of -reach to reach, by adding up all pairs."""
+    found = []
+    for k in range(-reach, reach + 1):
+        pairs = (
+            left[j + reach] * right[k - j + reach]
+            for j in range(max(-reach, k - reach), min(reach, k + reach) + 1)
+        )
+        found.append(sum(pairs, Decimal(0)))
+    return found
+
+
+@pytest.mark.parametrize(("sigma", "sites"), [(1, 2), (1, 3), (1, 5), (2, 2), (2, 4)])
+def test_a_sum_of_shares_is_a_discrete_gaussian_up_to_the_bound(sigma, sites):
+    with localcontext() as context:
+        context.prec = 60
+        reach, inside = 26 * sigma, 5 * sigma  # beyond 26 sigma is less than 1e-140
+        one = gaussian(Decimal(sigma**2), reach)
+        total = one
+        for _ in range(sites - 1):
+            total = convolved(total, one, reach)
+        expected = gaussian(Decimal(sites * sigma**2), reach)
+        worst = max(
+            abs((total[k + reach] / expected[k + reach]).ln()) for k in range(-inside, inside + 1)
+        )
+    bound = sum_divergence(1, sigma=sigma, sites=sites)
+    assert 0 < float(worst) <= bound * (1 + 1e-9)
+    if sites == 2:
+        assert bound < 5 * float(worst)  # it is no wild overestimate
+
+
+def test_at_the_least_sigma_the_divergence_changes_nothing():
+    assert sum_divergence(10**12, sigma=6, sites=1000) < 1e-130
+    assert sum_divergence(10, sigma=1, sites=1) == 0.0
+    for wrong in ({"sigma": 0, "sites": 2}, {"sigma": 6, "sites": 0}):
+        with pytest.raises(ValueError, match="are needed"):
+            sum_divergence(1, **wrong)
+
+
+@pytest.mark.parametrize("honest", [1, 2, 6, 7, 99])
+@pytest.mark.parametrize("sigma", [0.1, 5.0, 3e5, 1e6 + 0.5])
+def test_honest_shares_carry_the_whole_noise(sigma, honest):
+    share = share_sigma(sigma, honest)
+    assert honest * share**2 > sigma**2
+    assert share <= max(6, sigma / math.sqrt(honest) + 2)
+
+
+def test_sampled_shares_have_the_variance_of_the_whole():
+    share = share_sigma(1000.0, 6)
+    generator = SecureGenerator(test_seed=b"shares")
+    total = sum(generator.discrete_gaussian((100_000,), sigma=share).numpy() for _ in range(6))
+    assert np.std(total) == pytest.approx(1000.0, rel=0.02)
+
+
+def test_terms():
+    terms = SumTerms("a" * 64, 7, 1)
+    assert terms.honest == 6
+    for wrong in ((7, 6), (1, 0), (3, -1)):
+        with pytest.raises(ConfigError):
+            SumTerms("a" * 64, *wrong)
+    with pytest.raises(ConfigError, match="roster"):
+        SumTerms("a", 7, 1)
