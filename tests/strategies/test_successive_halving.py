@@ -92,11 +92,15 @@ def test_the_pool_is_the_best_of_a_shortlist(searched, compose_config, federate)
     while len(drawn) < 9:
         genotype = space.random_genotype(generator)
         drawn[to_json(genotype)] = genotype
-    scores = [measure(space, g, ["synflow", "parameters"], seed=1) for g in drawn.values()]
+    scores = [
+        measure(space, g, ["synflow", "parameters"], seed=config.seed) for g in drawn.values()
+    ]
     combined = combine(scores)
     best = sorted(range(9), key=lambda index: -combined[index])[:6]
     genotypes = list(drawn.values())
-    naswot = [measure(space, genotypes[index], ["naswot"], seed=1)["naswot"] for index in best]
+    naswot = [
+        measure(space, genotypes[index], ["naswot"], seed=config.seed)["naswot"] for index in best
+    ]
     kept = [best[place] for place in sorted(range(6), key=lambda place: -naswot[place])[:4]]
     shortlist = "algorithm.pool.shortlist={keep: 6, scores: [naswot]}"
     strategy = federate(compose_config(*SEARCH, shortlist)).strategy
