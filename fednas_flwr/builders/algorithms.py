@@ -31,7 +31,7 @@ from fednas_flwr.config import (
     ZeroCostSettings,
 )
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.search.settings import Configuration
+from fednas_flwr.search.settings import Configuration, ShortlistSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fednas_flwr.data.datasets import Prepared
     from fednas_flwr.privacy.plan import RoundReleases
     from fednas_flwr.search.samplers import Sampler
+    from fednas_flwr.search.zero_cost import Score, Scored
     from fednas_flwr.search_spaces.dp_cells import DPCellSpace
     from fednas_flwr.search_spaces.space import SearchSpace
     from fednas_flwr.strategies.base import RoundStrategy
@@ -262,8 +263,28 @@ def _zero_cost(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
     return ZeroCost, {
         "evolution": algorithm.evolution,
         "seed": config.seed,
+        "shortlist": _shortlist(config, space, algorithm.shortlist),
         **_scored_draws(config, space, algorithm.scores, algorithm.draws, algorithm.limits),
     }
+
+
+def _shortlist(
+    config: Config, space: SearchSpace, shortlist: ShortlistSettings | None
+) -> Callable[[list[Scored]], list[Scored]]:
+    """Return what ranks the best of a ranking anew, or nothing."""
+    from fednas_flwr.search.zero_cost import shortlisted
+
+    if shortlist is None:
+        return lambda found: found
+    score = _score(config, space, shortlist.scores)
+    return lambda found: shortlisted(found, score, keep=shortlist.keep)
+
+
+def _score(config: Config, space: SearchSpace, scores: Sequence[str]) -> Score:
+    """Return what scores a genotype, all with the run's seed."""
+    from fednas_flwr.search.scores import measure
+
+    return lambda genotype: measure(space, genotype, scores, seed=config.seed)
 
 
 def _scored_draws(
@@ -271,11 +292,10 @@ def _scored_draws(
 ) -> dict[str, Any]:
     """Return the arguments of ``zero_cost.search`` that say what is drawn and how it is scored."""
     from fednas_flwr.builders.hardware import latency_of
-    from fednas_flwr.search.scores import measure
     from fednas_flwr.search.zero_cost import Limits
 
     return {
-        "score": lambda genotype: measure(space, genotype, scores, seed=config.seed),
+        "score": _score(config, space, scores),
         "draws": draws,
         "limits": Limits(
             parameters=limits.parameters,
@@ -297,9 +317,10 @@ def _successive_halving(config: Config, prepared: Prepared, space: SearchSpace) 
     scored = _scored_draws(config, space, pool.by, pool.draws, pool.limits)
     if pool.alphas is not None:
         scored["draw"] = partial(draw_by_alphas, space, _found_alphas(config, space, pool.alphas))
+    shortlist = _shortlist(config, space, pool.shortlist)
     return SuccessiveHalving, {
         "choose": lambda generator: [
-            one.genotype for one in search(space, generator=generator, **scored)
+            one.genotype for one in shortlist(search(space, generator=generator, **scored))
         ],
         "describe": partial(describe_pool, **_at_search_size(config, prepared)),
         "make_network": partial(seeded_network, config),

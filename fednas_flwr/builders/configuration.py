@@ -11,7 +11,7 @@ from fednas_flwr.builders.algorithms import ALGORITHMS
 from fednas_flwr.builders.effects import Given, check_effect, check_experiment
 from fednas_flwr.builders.refusals import check_secure_sum, check_validation, searches
 from fednas_flwr.builders.spaces import SEARCH_SPACES
-from fednas_flwr.config import Config, GivenNetwork, NoPrivacy
+from fednas_flwr.config import Config, GivenNetwork, NoPrivacy, ZeroCostSettings
 from fednas_flwr.config.parsing import choose_kind
 from fednas_flwr.config.privacy import PRIVACY
 from fednas_flwr.errors import ConfigError, NoEffectError, show
@@ -119,7 +119,7 @@ def _check_privacy(config: Config) -> None:
 
 
 def _norms(config: Config) -> dict[str, str]:
-    """Return the settings of norms that the networks of a run have."""
+    """Return the settings of norms that the networks have that see records."""
     algorithm, norms = config.algorithm, {}
     without_norm = (
         isinstance(algorithm, GivenNetwork)
@@ -128,7 +128,7 @@ def _norms(config: Config) -> dict[str, str]:
     )
     if "retrain" in config.stages and not without_norm:
         norms["retrain.norm"] = config.retrain.norm
-    if searches(config):
+    if searches(config) and not isinstance(algorithm, ZeroCostSettings):
         norms["search_space.norm"] = config.search_space.norm
     return norms
 

@@ -249,10 +249,15 @@ def of_scores(config: Config) -> None:
 
     algorithm = config.algorithm
     if isinstance(algorithm, SuccessiveHalvingSettings):
-        key, names = "algorithm.pool.by", algorithm.pool.by
+        named = {"algorithm.pool.by": algorithm.pool.by}
+        key, shortlist = "algorithm.pool.shortlist.scores", algorithm.pool.shortlist
     else:
         assert isinstance(algorithm, ZeroCostSettings)
-        key, names = "algorithm.scores", algorithm.scores
-    for name in names:
-        if name not in SCORES:
-            raise unknown_choice(key, name, SCORES)
+        named = {"algorithm.scores": algorithm.scores}
+        key, shortlist = "algorithm.shortlist.scores", algorithm.shortlist
+    if shortlist is not None:
+        named[key] = shortlist.scores
+    for key, names in named.items():
+        for name in names:
+            if name not in SCORES:
+                raise unknown_choice(key, name, SCORES)

@@ -26,6 +26,7 @@ from fednas_flwr.search.settings import (
     Range,
     RateOrZero,
     Rule,
+    ShortlistSettings,
     Steps,
     Temperatures,
     ThetaSettings,
@@ -147,6 +148,13 @@ class NetworkLimits(Checked):
             )
 
 
+def _check_shortlist(shortlist: ShortlistSettings | None, draws: int, *, least: int = 2) -> None:
+    """Raise ConfigError for a shortlist of more networks than are drawn, or of too few."""
+    if shortlist is not None:
+        keep, expected = shortlist.keep, f"{least} to draws={draws}"
+        check_range(least <= keep <= draws, "shortlist.keep", keep, expected)
+
+
 @dataclass(frozen=True)
 class ZeroCostSettings(AlgorithmSettings):
     """Data-free search on the server alone.
@@ -154,12 +162,14 @@ class ZeroCostSettings(AlgorithmSettings):
     Attributes:
         scores: Names out of ``search.scores.SCORES``.
         draws: Architectures per round.
+        shortlist: Null ranks all by the same scores.
         evolution: Null draws all at random.
         limits: What a network may cost.
     """
 
     scores: Annotated[list[str], Length(Between(1))]
     draws: ListLength
+    shortlist: ShortlistSettings | None
     evolution: EvolutionSettings | None
     limits: NetworkLimits
 
@@ -167,6 +177,7 @@ class ZeroCostSettings(AlgorithmSettings):
         """Check the ranges, and that no score counts twice."""
         super().__post_init__()
         check_distinct("scores", self.scores)
+        _check_shortlist(self.shortlist, self.draws)
 
 
 @dataclass(frozen=True)
@@ -178,6 +189,7 @@ class PoolSettings(Checked):
         alphas: Folder of a run whose last alphas say how probable an op is; null: all alike.
         keep: The best of them, which are trained.
         by: Names out of ``search.scores.SCORES`` that say which are best; none: the first drawn.
+        shortlist: Null goes by the same scores to the end.
         limits: What a network may cost.
     """
 
@@ -185,6 +197,7 @@ class PoolSettings(Checked):
     alphas: str | None
     keep: Annotated[int, Between(2, MOST_CANDIDATES)]
     by: list[str]
+    shortlist: ShortlistSettings | None
     limits: NetworkLimits
 
     def __post_init__(self) -> None:
@@ -192,6 +205,7 @@ class PoolSettings(Checked):
         super().__post_init__()
         check_range(self.keep <= self.draws, "keep", self.keep, f"2 to draws={self.draws}")
         check_distinct("by", self.by)
+        _check_shortlist(self.shortlist, self.draws, least=self.keep)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 from fednas_flwr.errors import ConfigError, show, unknown_choice
-from fednas_flwr.typed import Between, Checked, OneOf, check_range
+from fednas_flwr.typed import Between, Checked, Length, OneOf, check_distinct, check_range
 
 GATES = ("two", "full")
 RULES = ("first_order", "second_order", "mixed_level")
@@ -283,6 +283,24 @@ class EvolutionSettings(Checked):
 
     population: Count
     tournament: Count
+
+
+@dataclass(frozen=True)
+class ShortlistSettings(Checked):
+    """The best of a ranking, which are ranked anew by scores that cost more.
+
+    Attributes:
+        keep: How many of them, at least 2.
+        scores: Names out of ``search.scores.SCORES``.
+    """
+
+    keep: Annotated[int, Between(2)]
+    scores: Annotated[list[str], Length(Between(1))]
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that no score counts twice."""
+        super().__post_init__()
+        check_distinct("shortlist.scores", self.scores)
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,11 @@ TRIES = 200  # in a row without a new architecture within the limits, before the
 
 
 class Scored(NamedTuple):
-    """An architecture and its scores by name."""
+    """An architecture and its scores by name; ``further`` ones only of a shortlist."""
 
     genotype: Genotype
     scores: Mapping[str, float]
+    further: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +166,23 @@ def ranked(found: list[Scored]) -> list[Scored]:
     combined = combine([one.scores for one in found])
     order = sorted(range(len(found)), key=lambda index: -combined[index])
     return [found[index] for index in order]
+
+
+def shortlisted(found: list[Scored], score: Score, *, keep: int) -> list[Scored]:
+    """Return a ranking whose first ``keep`` are ordered by further scores, combined among them.
+
+    Args:
+        found: The best first.
+        score: Returns the further scores of a genotype; called for those that have none yet.
+        keep: How many, at most all.
+    """
+    best = [
+        one if one.further is not None else one._replace(further=score(one.genotype))
+        for one in found[:keep]
+    ]
+    combined = combine([one.further or {} for one in best])
+    order = sorted(range(len(best)), key=lambda index: -combined[index])
+    return [best[index] for index in order] + found[keep:]
 
 
 def mutate(space: SearchSpace, genotype: Genotype, generator: torch.Generator) -> Genotype:

@@ -30,6 +30,7 @@ class ZeroCost(RoundStrategy):
         space: Where architectures come from.
         score: Returns the scores of a genotype, see ``search.zero_cost.search``.
         draws: Architectures per round.
+        shortlist: Ranks the best of a ranking anew; see ``search.zero_cost.shortlisted``.
         evolution: Sizes of population and tournament; None draws all at random.
         limits: What a network may cost.
         latency_ms: Predicts a genotype's latency, for a limit of it.
@@ -45,6 +46,7 @@ class ZeroCost(RoundStrategy):
         space: SearchSpace,
         score: Score,
         draws: int,
+        shortlist: Callable[[list[Scored]], list[Scored]],
         evolution: EvolutionSettings | None,
         limits: Limits,
         latency_ms: Callable[[Genotype], float] | None,
@@ -54,6 +56,7 @@ class ZeroCost(RoundStrategy):
         """See the class."""
         super().__init__(network, courier, space=space, **shared)
         self.searched, self.score, self.draws = space, score, draws
+        self.shortlist = shortlist
         self.evolution, self.limits, self.latency_ms = evolution, limits, latency_ms
         self.seed = seed
         self.values = {"found": []}
@@ -69,20 +72,24 @@ class ZeroCost(RoundStrategy):
             limits=self.limits,
             latency_ms=self.latency_ms,
         )
-        known = {to_json(one.genotype): one for one in [*self.pool(), *found]}
-        pool = ranked(list(known.values()))
+        known = {to_json(one.genotype): one for one in [*found, *self.pool()]}
+        pool = self.shortlist(ranked(list(known.values())))
         self.values = {
             "found": [
-                {"genotype": json.loads(to_json(one.genotype)), "scores": dict(one.scores)}
+                {
+                    "genotype": json.loads(to_json(one.genotype)),
+                    "scores": dict(one.scores),
+                    "further": None if one.further is None else dict(one.further),
+                }
                 for one in pool
             ]
         }
-        return {"scored": float(len(pool)), **pool[0].scores}
+        return {"scored": float(len(pool)), **pool[0].scores, **(pool[0].further or {})}
 
     def pool(self) -> list[Scored]:
         """Return all architectures that were scored, the best first."""
         return [
-            Scored(from_json(json.dumps(one["genotype"])), one["scores"])
+            Scored(from_json(json.dumps(one["genotype"])), one["scores"], one["further"])
             for one in self.values["found"]
         ]
 

@@ -14,7 +14,7 @@ from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.scores import AZ_NAS, measure
 from fednas_flwr.search.settings import EvolutionSettings
-from fednas_flwr.search.zero_cost import Limits, Scored, mutate, ranked, search
+from fednas_flwr.search.zero_cost import Limits, Scored, mutate, ranked, search, shortlisted
 from fednas_flwr.search_spaces import (
     DARTSSpace,
     DPCellSpace,
@@ -152,6 +152,27 @@ def test_several_scores_rank_together_over_all_that_was_found():
     sums = [places[to_json(one.genotype)] for one in found]
     assert sums == sorted(sums, reverse=True)
     assert ranked(found) == found
+
+
+def test_a_shortlist_is_ranked_anew_by_scores_of_its_own_that_are_taken_once():
+    found, scored = run(NB201, worth, draws=10), []
+
+    def further(genotype):
+        scored.append(genotype)
+        return {"number": numbered(genotype)["number"], "twice": 2 * numbered(genotype)["number"]}
+
+    first = shortlisted(found, further, keep=4)
+    assert scored == [one.genotype for one in found[:4]]
+    expected = sorted(found[:4], key=lambda one: -numbered(one.genotype)["number"])
+    assert [one.genotype for one in first[:4]] == [one.genotype for one in expected]
+    assert [one.further for one in first[:4]] == [further(one.genotype) for one in first[:4]]
+    assert first[4:] == found[4:]
+    scored.clear()
+    known = {to_json(one.genotype): one for one in first}
+    second = shortlisted([known[to_json(one.genotype)] for one in found], further, keep=5)
+    assert scored == [found[4].genotype]
+    numbers = [numbered(one.genotype)["number"] for one in second[:5]]
+    assert numbers == sorted(numbers, reverse=True)
 
 
 @pytest.mark.parametrize("evolution", [None, EvolutionSettings(population=4, tournament=2)])

@@ -85,6 +85,31 @@ def test_the_pool_is_the_best_of_all_that_were_drawn(searched):
     ]
 
 
+def test_the_pool_is_the_best_of_a_shortlist(searched, compose_config, federate):
+    """The best six by the pool's scores, of which those four stay that naswot prefers."""
+    config, space = searched.config, searched.strategy.space
+    generator, drawn = make_generator(config.seed, "successive_halving"), {}
+    while len(drawn) < 9:
+        genotype = space.random_genotype(generator)
+        drawn[to_json(genotype)] = genotype
+    scores = [
+        measure(space, g, ["synflow", "parameters"], seed=config.seed) for g in drawn.values()
+    ]
+    combined = combine(scores)
+    best = sorted(range(9), key=lambda index: -combined[index])[:6]
+    genotypes = list(drawn.values())
+    naswot = [
+        measure(space, genotypes[index], ["naswot"], seed=config.seed)["naswot"] for index in best
+    ]
+    kept = [best[place] for place in sorted(range(6), key=lambda place: -naswot[place])[:4]]
+    shortlist = "algorithm.pool.shortlist={keep: 6, scores: [naswot]}"
+    strategy = federate(compose_config(*SEARCH, shortlist)).strategy
+    generator = make_generator(config.seed, "successive_halving")
+    assert list(strategy.choose(generator))[:4] == [genotypes[index] for index in kept]
+    with pytest.raises(ConfigError, match=r"shortlist.keep=3 .* 4 to draws=9"):
+        compose_config(*SEARCH, "algorithm.pool.shortlist={keep: 3, scores: [naswot]}")
+
+
 def test_all_train_in_one_exchange_a_round_and_one_more_ends_a_rung(searched):
     asked = [(verb, len(sent_genotypes(s))) for verb, s, _, _ in searched.asked if s is not None]
     train, measured = "train.weights", "evaluate.candidates"

@@ -59,6 +59,22 @@ def test_no_client_is_asked_anything(searched):
     assert {event["bytes_sent"] + event["bytes_received"] for event in rounds} == {0}
 
 
+def test_the_best_of_the_shortlist_is_derived(searched, compose_config, federate):
+    """The first three of the same ranking, in the order of naswot."""
+    shortlist = "algorithm.shortlist={keep: 3, scores: [naswot]}"
+    federation = federate(compose_config(*SEARCH, shortlist))
+    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    space, seed = federation.strategy.space, federation.config.seed
+    plain = [one.genotype for one in searched.strategy.pool()]
+    values = [measure(space, genotype, ["naswot"], seed=seed)["naswot"] for genotype in plain]
+    best = sorted(range(3), key=lambda index: -values[index])
+    pool = federation.strategy.pool()
+    assert [one.genotype for one in pool] == [plain[index] for index in best] + plain[3:]
+    assert federation.strategy.derive() == plain[best[0]]
+    metrics = federation.events[-1]["metrics"]
+    assert metrics["naswot"] == values[best[0]]
+
+
 def test_resume_gives_the_same_ranking(searched, federate, tmp_path):
     shutil.copytree(searched.folder, tmp_path / "half")
     for path in (tmp_path / "half").glob(f"search-00000{ROUNDS}.*"):
@@ -69,11 +85,14 @@ def test_resume_gives_the_same_ranking(searched, federate, tmp_path):
 
 
 def test_a_private_run_books_retraining_only(run_inline, tmp_path):
-    """The search's epsilon is 0, the event says so, and no ledger has a row of it."""
+    """The search's epsilon is 0, the event says so, and no ledger has a row of it.
+
+    Its networks see no record, so that they may have batch norm.
+    """
     run = run_inline(
         *SEARCH,
         *("privacy=dp", "clients=2", "rounds=1", "retrain.rounds=1", "retrain.norm=group"),
-        *("search_space.norm=group", "privacy.retrain.local_steps=2", "stages=[search,retrain]"),
+        *("search_space.norm=batch", "privacy.retrain.local_steps=2", "stages=[search,retrain]"),
         f"privacy.sites={tmp_path}",
     )
     assert run.error is None
@@ -100,6 +119,15 @@ def test_limits_hold(searched, compose_config, federate):
         ("algorithm.scores=[synflo]", r"algorithm.scores=synflo is unknown.*\(nearest: synflow\)"),
         ("algorithm.scores=[]", "algorithm.scores=.* expected 1 or more entries"),
         ("algorithm.draws=0", "algorithm.draws=0 is out of range"),
+        (
+            "algorithm.shortlist={keep: 5, scores: [zen]}",
+            r"shortlist.keep=5 .* 2 to draws=4",
+        ),
+        (
+            "algorithm.shortlist={keep: 2, scores: [zenn]}",
+            r"algorithm.shortlist.scores=zenn is unknown.*nearest: zen",
+        ),
+        ("algorithm.shortlist={keep: 2, scores: [zen, zen]}", "shortlist.scores"),
         ("algorithm.limits.parameters=0", "limits.parameters=0 is out of range"),
         ("algorithm.limits.latency_ms=3", "a limit of latency needs a table"),
     ],
