@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from inspect import signature
 from typing import Any
 
@@ -16,7 +16,7 @@ from fednas_flwr.data.partitioners import load_partition, partition
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.sources import check_sites
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import PARTITIONS
+from fednas_flwr.names import PARTITIONS, SCATTERING
 
 
 def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
@@ -83,6 +83,7 @@ def _prepare(config: Config, *, sites: bool, server_test: bool) -> Prepared:
     own = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name in taken}
     own["cache"] = expanded("dataset.cache", settings.cache)
     own["root"] = expanded("dataset.root", settings.root) if settings.root else None
+    own["scattering"] = None if settings.transform != SCATTERING else asdict(settings.scattering)
     own |= {"sites": sites, "server_test": server_test}
     return prepare(**own)
 

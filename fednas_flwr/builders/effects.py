@@ -428,6 +428,17 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.dataset.name == "csv",
         "dataset=csv, a table",
     ),
+    Rule(
+        "dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std",
+        lambda c: c.dataset.transform != "none",
+        "dataset.transform={c.dataset.transform}, whose features are made once and normalised",
+    ),
+    Rule(
+        "dataset.scattering",
+        lambda c: c.dataset.transform != "scattering",
+        "dataset.transform={c.dataset.transform}",
+        "set dataset.transform=scattering or remove it",
+    ),
     Rule("dataset.root", lambda c: c.dataset.name == "digits", "dataset=digits, which has its own"),
     Rule(
         "partition.seed partition.alpha partition.min_size partition.groups "

@@ -5,17 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 
 from fednas_flwr.config.parsing import conf_folder
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import NO_TRANSFORM, TRANSFORMS
 from fednas_flwr.search.settings import Count, CountOrZero, Positive, Share, ShareAbove0
-from fednas_flwr.typed import Between, Checked, Length, Text, check_distinct, parse
+from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, parse
 
 # of one side, in pixels: an image of more takes 800 MB
 ImageSize = Annotated[int, Between(1, 16_384, reason="in pixels")]
+
+
+@dataclass(frozen=True)
+class Scattering(Checked):
+    """Sizes of the scattering transform (``data.scattering``).
+
+    Attributes:
+        scales: J, of wavelets; every one halves the sides of the features.
+        angles: L, of wavelets.
+    """
+
+    scales: Annotated[int, Between(1, 5, reason="every one halves the sides")]
+    angles: Annotated[int, Between(1, 16, reason="channels grow with its square")]
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,8 @@ class Dataset(Checked):
         linear_baseline: Whether a simulation also reports pooled logistic regression.
         table: File of accuracies of all cells (``fednas lookup``), by which the report shows the
             search; no choice depends on it.
+        transform: Of images, before anything is learnt: ``none``, or ``scattering`` for fixed
+            features, with which private training loses less.
     """
 
     name: str
@@ -63,6 +79,8 @@ class Dataset(Checked):
     categories: dict[str, list[str]]
     ignore: list[str]
     statistics: dict[str, list[float]]
+    transform: Annotated[str, OneOf(TRANSFORMS)]
+    scattering: Scattering
 
     def __post_init__(self) -> None:
         """Check the ranges, and that no name is given twice."""
@@ -73,6 +91,14 @@ class Dataset(Checked):
             check_distinct(f"categories.{column}", categories)
         columns = [*self.numeric, *self.categorical, *self.ignore]
         check_distinct("numeric, dataset.categorical and dataset.ignore", columns)
+
+    @property
+    def augmentation(self) -> dict[str, Any]:
+        """What happens to training images, by setting; nothing to features that are made once."""
+        names = ("crop_padding", "flip", "cutout")
+        return {
+            name: 0 if self.transform != NO_TRANSFORM else getattr(self, name) for name in names
+        }
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import numpy as np
 from fednas_flwr.data.cache import load_or_build
 from fednas_flwr.data.images import RecordsPair
 from fednas_flwr.data.records import Records, select_records
+from fednas_flwr.data.scattering import make_transform, transformed
 from fednas_flwr.data.sources import DATA_SETS, digest_records, find_source, fingerprint, load_sites
 from fednas_flwr.data.splits import hash_positions
 from fednas_flwr.errors import ConfigError, NoEffectError, show, unknown_choice
@@ -41,8 +42,9 @@ class Prepared:
     Attributes:
         train: What the clients hold.
         server_test: Public test records of the server, or None.
-        mean: Per channel of images scaled to 0..1, or per feature of a table; empty where each
-            client standardises its table by the statistics of its own training part.
+        mean: Per channel of images scaled to 0..1, or per feature of a table; a single 0 for
+            features that are normalised already; empty where each client standardises its table by
+            the statistics of its own training part.
         std: As ``mean``; all above 0.
     """
 
@@ -89,6 +91,7 @@ def prepare(
     categories: Mapping[str, Sequence[str]] | None = None,
     ignore: Sequence[str] = (),
     statistics: Mapping[str, Sequence[float]] | None = None,
+    scattering: Mapping[str, int] | None = None,
 ) -> Prepared:
     """Return the prepared data set; its tensors lie in the cache and are memory-mapped.
 
@@ -120,6 +123,8 @@ def prepare(
         ignore: See there.
         statistics: ``{column: [mean, std]}`` of every numeric column of a table, by which all
             clients standardise; without it each client uses its own.
+        scattering: ``scales`` and ``angles`` of the transform that makes features of images, see
+            :class:`~fednas_flwr.data.scattering.Scattering`; None keeps the images.
 
     Raises:
         ConfigError: A setting that is unknown, missing, without effect, or not met by the data.
@@ -177,6 +182,9 @@ def prepare(
         parts = {"train": _limited(train, limit_train)}
         if server_test and test is not None:
             parts["server_test"] = _limited(test, limit_test)
+        if scattering is not None:
+            transform = make_transform(parts["train"], **scattering)
+            parts = {part: transformed(records, transform) for part, records in parts.items()}
         return parts
 
     with _reading(name, root):
@@ -184,6 +192,8 @@ def prepare(
         files: object = fingerprint(name, source) if entry.roots else []
     choices = [_CACHE_VERSION, name, sites, server_test, limit_train, limit_test]
     shaping = {k: v for k, v in settings.items() if k not in _NOT_READ}
+    if scattering is not None:
+        shaping |= {f"scattering.{size}": value for size, value in scattering.items()}
     if entry.by_content:
         files = digest_records(read(source))
     key = hashlib.blake2b(json.dumps([choices, shaping, files]).encode(), digest_size=10)
@@ -195,6 +205,8 @@ def prepare(
             "choose another folder, or make room."
         ) from error
     train = parts["train"]
+    if scattering is not None:  # normalised as they are
+        return Prepared(train, parts.get("server_test"), (0.0,), (1.0,))
     if train.features.dtype.is_floating_point:
         means, stds = _table_statistics(train, statistics or {}, mean=mean, std=std)
     else:
