@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from fednas_flwr.names import NORMS
+from fednas_flwr.names import NORMS, SKIPS
 from fednas_flwr.search.settings import SGD, Count, RateOrZero, ShareBelow1, Steps
 from fednas_flwr.typed import Between, Checked, OneOf
 
@@ -20,6 +20,7 @@ class SearchSpaceSettings(Checked):
 
     name: str
     norm: Norm
+    skip: Annotated[str, OneOf(SKIPS)]
 
 
 @dataclass(frozen=True)
