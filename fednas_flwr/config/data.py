@@ -40,17 +40,36 @@ class Dataset(Checked):
     all that it takes and refuses what has no effect.
 
     Attributes:
+        root: File or folder of the data, where the data set needs one.
+        download: Whether torchvision may fetch missing files.
         cache: Folder of prepared tensors.
+        server_test: Whether the server holds a public test set: the official one, or a fifth.
+        limit_train: At most so many of the clients' records; null for all.
+        limit_test: The same for the server's.
         fractions: Shares of train, validation and test of each client's records.
         split_key: The site's secret text that fixes which record goes where.
+        mean: Per channel of images scaled to 0..1; empty is .5.
+        std: As ``mean``.
         crop_padding: Training images are shifted by up to so many pixels.
         flip: Training images are mirrored at random.
         cutout: Side of the square that is blanked in training images, in pixels.
         linear_baseline: Whether a simulation also reports pooled logistic regression.
         table: File of accuracies of all cells (``fednas lookup``), by which the report shows the
             search; no choice depends on it.
+        image_size: Side in pixels to which encoded images are resized; null keeps theirs.
+        channels: 1 or 3, of encoded images; null is that of the first.
+        class_names: Names of the classes in their order; empty finds them in the data.
+        label: A table's column with the class, ``last`` being the last one.
+        id_column: A table's column that names the person a row is of; of an image folder any name
+            says that it has ``<class>/<person>/``. The person is then the unit of privacy.
+        numeric: A table's columns of numbers; empty finds them.
+        categorical: A table's columns of categories; empty finds them.
+        categories: Of columns, where not all of them are in the data.
+        ignore: A table's columns that are no features.
+        statistics: Public ``{column: [mean, std]}``; empty has each client use its own.
         transform: Of images, before anything is learnt: ``none``, or ``scattering`` for fixed
             features, with which private training loses less.
+        scattering: Sizes of that transform.
     """
 
     name: str
@@ -108,6 +127,12 @@ class Partition(Checked):
     Attributes:
         seed: Of the random divisions. Not the run's seed: parties keep their records over runs.
         file: A saved partition.json to use instead.
+        alpha: Of Dirichlet draws; the smaller, the more unequal.
+        min_size: Fewest records of a client, below which is drawn again.
+        groups: Of classes, for ``label_groups``; empty is FDNAS' three.
+        clients_per_group: How many clients share each group of classes.
+        fractions: Sizes of the clients, for ``quantity``; empty draws them.
+        column: Whose values name the clients.
     """
 
     name: str
