@@ -40,3 +40,9 @@ PRV, RDP, GDP = ACCOUNTANTS = ("prv", "rdp", "gdp")
 LEAST_EPSILON, LARGEST_EPSILON = 1e-3, 1e6  # of a budget and of a target
 LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER = 1e-3, 1e6
 LARGEST_MICRO_BATCH = 1024  # records whose gradients are held at a time
+
+# What networks add to their logits: nothing, or what a linear model of their input says.
+NO_SKIP, LINEAR = SKIPS = ("none", "linear")
+
+# What is made of images before a network gets them.
+NO_TRANSFORM, SCATTERING = TRANSFORMS = ("none", "scattering")

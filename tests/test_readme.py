@@ -1,6 +1,8 @@
 """The README's code and tables are what they claim to be."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,10 @@ def test_every_command_that_is_named_exists(capsys: pytest.CaptureFixture[str]) 
     named |= set(re.findall(r"`fednas (\w+)", README))
     assert len(named) > 5
     assert named <= listed
+
+
+def test_the_page_of_settings_is_that_of_the_code():
+    """After a change: python scripts/settings_page.py."""
+    command = [sys.executable, str(ROOT / "scripts" / "settings_page.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -133,8 +133,7 @@ def _check_images(dataset: Dataset, prepared: Prepared) -> None:
             f"dataset={dataset.name}: its records have shape {prepared.input_shape}, so that "
             "networks would have no inputs; expected at least one column or pixel."
         )
-    for setting in ("crop_padding", "flip", "cutout"):
-        value = getattr(dataset, setting)
+    for setting, value in dataset.augmentation.items():
         if value and len(prepared.input_shape) == 1:
             raise NoEffectError(
                 f"dataset.{setting}={show(value)} has no effect with a table: remove it."

@@ -106,11 +106,7 @@ def make_client(
         threads=config.threads if gate is None else gate.allowed.threads,
         make_network=build_network,
         make_space=lambda: supernet_space(config, prepared),
-        augmentation=Augmentation(
-            crop_padding=config.dataset.crop_padding,
-            flip=config.dataset.flip,
-            cutout=config.dataset.cutout,
-        ),
+        augmentation=Augmentation(**config.dataset.augmentation),
         networks=networks,
         tag=site.get("tag", config.client_tags[index] if config.client_tags else ""),
         schema=prepared.train.schema,

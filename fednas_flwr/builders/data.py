@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from inspect import signature
 from typing import Any
 
@@ -17,7 +17,7 @@ from fednas_flwr.data.records import Records
 from fednas_flwr.data.schema import Column
 from fednas_flwr.data.sources import check_sites
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import PARTITIONS
+from fednas_flwr.names import NO_TRANSFORM, PARTITIONS, SCATTERING
 from fednas_flwr.typed import parse
 
 
@@ -46,6 +46,11 @@ def make_site_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
     An official test part stays unused: the keyed hash of each record fixes what it is for.
     """
     check_sites(config.dataset.name)
+    if config.dataset.transform != NO_TRANSFORM:
+        raise ConfigError(
+            f"dataset.transform={config.dataset.transform} is for data that one machine divides: "
+            "the server of real sites does not learn of their images; set dataset.transform=none."
+        )
     prepared = _prepare(config, sites=False, server_test=False)
     return prepared, [np.arange(len(prepared.train))] * config.clients
 
@@ -94,6 +99,7 @@ def _prepare(config: Config, *, sites: bool, server_test: bool) -> Prepared:
     own = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name in taken}
     own["cache"] = expanded("dataset.cache", settings.cache)
     own["root"] = expanded("dataset.root", settings.root) if settings.root else None
+    own["scattering"] = None if settings.transform != SCATTERING else asdict(settings.scattering)
     own |= {"sites": sites, "server_test": server_test}
     return prepare(**own)
 

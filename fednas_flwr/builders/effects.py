@@ -66,12 +66,14 @@ class Rule:
         when: Whether they do nothing in a run.
         cause: What overrules them: a format of the configuration ``c``.
         remedy: What to do.
+        but: Of what a group holds, the setting that does something all the same.
     """
 
     settings: str
     when: Callable[[Config], bool]
     cause: str
     remedy: str = "remove it"
+    but: str = ""
 
 
 def _is(*kinds: type) -> Callable[[Config], bool]:
@@ -190,10 +192,12 @@ RULES: tuple[Rule, ...] = (
         "leave search out of it",
     ),
     Rule("rounds engine search_space.norm", lambda c: not searches(c), NO_SEARCH),
+    Rule("search_space", lambda c: not searches(c) and _fixed(c), NO_SEARCH),
     Rule(
         "search_space",
-        lambda c: not searches(c) and (_fixed(c) or _sized_by_retrain(c)),
+        lambda c: not searches(c) and _sized_by_retrain(c),
         NO_SEARCH,
+        but="search_space.skip",
     ),
     Rule(
         "algorithm.*",
@@ -444,6 +448,17 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.dataset.name == "csv",
         "dataset=csv, a table",
     ),
+    Rule(
+        "dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std",
+        lambda c: c.dataset.transform != "none",
+        "dataset.transform={c.dataset.transform}, whose features are made once and normalised",
+    ),
+    Rule(
+        "dataset.scattering",
+        lambda c: c.dataset.transform != "scattering",
+        "dataset.transform={c.dataset.transform}",
+        "set dataset.transform=scattering or remove it",
+    ),
     Rule("dataset.root", lambda c: c.dataset.name == "digits", "dataset=digits, which has its own"),
     Rule(
         "partition.seed partition.alpha partition.min_size partition.groups "
@@ -571,6 +586,8 @@ def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | Non
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         rule = idle.get(".".join(parts[:end]))
+        if rule is not None and rule.but == name:
+            return None
         if rule is not None:
             whole = ".".join(parts[:end])
             return None if whole in SWITCHES and not _field(config, whole)[1] else rule

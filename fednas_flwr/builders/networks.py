@@ -153,7 +153,7 @@ def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
             + ("set both to numbers." * (not keeps_size))
         )
     if not keeps_size:
-        return sizes
+        return {**sizes, "skip": space.skip}
     if space.name != genotype.space:
         raise ConfigError(
             f"the genotype is of {genotype.space}, but search_space={space.name}, which does not "

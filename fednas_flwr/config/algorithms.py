@@ -44,14 +44,32 @@ class AlgorithmSettings(Checked):
 
 @dataclass(frozen=True)
 class GivenNetwork(AlgorithmSettings):
-    """Base of those that do not search: they train a network that is given by name."""
+    """Base of those that do not search: they train a network that is given by name.
+
+    Attributes:
+        network: A name of ``evaluation.fixed_networks.FIXED_NETWORKS``, where no genotype is given.
+    """
 
     network: str
 
 
 @dataclass(frozen=True)
 class FedDARTSSettings(AlgorithmSettings):
-    """Federated DARTS and FedNAS: local epochs, then averaging."""
+    """Federated DARTS and FedNAS: local epochs, then averaging.
+
+    Attributes:
+        rule: Of the alphas' gradient: DARTS' ``first_order`` or ``second_order``, or
+            ``mixed_level`` of FedNAS, which also sees the training loss.
+        local_epochs: Of every client, a round.
+        batch_size: Of a client's step.
+        validation_weight: Of the validation loss, with ``mixed_level`` only.
+        proximal: FedProx' mu, which holds the weights near those that the server has sent.
+        weights: Of the weights' optimiser.
+        alphas: Of the alphas' optimiser.
+        beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly;
+            0 is the papers' form.
+        temperatures: Of GDAS, whose steps compute one drawn op per edge; null mixes all ops.
+    """
 
     rule: Rule
     local_epochs: Steps
@@ -75,7 +93,20 @@ class FedDARTSSettings(AlgorithmSettings):
 
 @dataclass(frozen=True)
 class FNASSettings(AlgorithmSettings):
-    """Vanilla NAS, FNAS and DP-FNAS: gradient exchanges, two per iteration or one."""
+    """Vanilla NAS, FNAS and DP-FNAS: gradient exchanges, two per iteration or one.
+
+    Attributes:
+        order: Of the alphas' gradient (DP-FNAS, Eq. 5).
+        reduce: What the server makes of the clients' gradients: their ``mean``, weighted by batch,
+            or their ``sum``, as the text has it.
+        fused: Whether one exchange brings the gradients of weights and alphas, at the same weights.
+        local_steps: Steps per exchange ("periodic updates").
+        batch_size: Of a client; null takes all of its records.
+        evaluate_every: Rounds between evaluations of the supernet on validation data; 0 is never.
+        weights: Of the weights' optimiser.
+        alphas: Of the alphas' optimiser.
+        beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly.
+    """
 
     order: Annotated[int, Between(1, 2)]
     reduce: Annotated[str, OneOf(("mean", "sum"))]
@@ -106,7 +137,12 @@ class FNASSettings(AlgorithmSettings):
 class RandomSearchSettings(AlgorithmSettings):
     """Random search: each round trains one random network a little and ranks it.
 
-    With ``ranges`` each network is trained with hyper-parameters drawn from them.
+    Attributes:
+        trial_rounds: For which every network is trained; 0 with ``rounds=1`` takes one untried.
+        local_epochs: Of every client, a round.
+        batch_size: Of a client's step.
+        weights: Of the weights' optimiser.
+        ranges: Of hyper-parameters that are drawn with every network; null keeps ``weights``.
     """
 
     trial_rounds: CountOrZero
@@ -215,6 +251,9 @@ class SuccessiveHalvingSettings(AlgorithmSettings):
     Attributes:
         pool: With what it begins.
         eta: Of how many networks one stays after a rung.
+        local_epochs: Of every client, a round.
+        batch_size: Of a client's step.
+        weights: Of the weights' optimiser.
     """
 
     pool: PoolSettings
@@ -226,7 +265,22 @@ class SuccessiveHalvingSettings(AlgorithmSettings):
 
 @dataclass(frozen=True)
 class FEATHERSSettings(AlgorithmSettings):
-    """FEATHERS: local epochs whose hyper-parameters a bandit chooses."""
+    """FEATHERS: local epochs whose hyper-parameters a bandit chooses.
+
+    Attributes:
+        rule: Of the alphas' gradient, as of federated DARTS.
+        local_epochs: Of every client, a round.
+        batch_size: Of a client's step.
+        clip_norm: Largest norm of a batch's mean gradient; null does not clip.
+        nas_rounds: Rounds of search between two explorations.
+        rewarded: Whose loss rewards a configuration: each client's own trained model (``local``),
+            or their average (``averaged``), which takes two exchanges per trial.
+        loss_bound: What a record's decrease of loss counts at most.
+        num_configurations: How many are drawn where none are given.
+        configurations: The bandit's arms; empty draws them from ``ranges``.
+        ranges: Of every hyper-parameter, from which configurations are drawn.
+        bandit: Its constants.
+    """
 
     rule: Rule
     local_epochs: Steps
@@ -255,7 +309,16 @@ class FedAvgSettings(GivenNetwork):
 
 @dataclass(frozen=True)
 class FedExSettings(GivenNetwork):
-    """FedEx: no search; FedAvg of a given network whose clients draw their hyper-parameters."""
+    """FedEx: no search; FedAvg of a given network whose clients draw their hyper-parameters.
+
+    Attributes:
+        clip_norm: Largest norm of a batch's mean gradient; null does not clip.
+        loss_bound: What a client's validation loss counts at most.
+        theta: Of the distribution over configurations.
+        num_configurations: How many are drawn where none are given.
+        configurations: Of which clients draw; empty draws them from ``ranges``.
+        ranges: Of every hyper-parameter.
+    """
 
     clip_norm: ClipNorm | None
     loss_bound: LossBound

@@ -6,18 +6,31 @@ import codecs
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 
 from fednas_flwr.config.parsing import conf_folder
 from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.names import CORRUPT_RULES, DECIMALS, MISSING_RULES
+from fednas_flwr.names import CORRUPT_RULES, DECIMALS, MISSING_RULES, NO_TRANSFORM, TRANSFORMS
 from fednas_flwr.search.settings import Count, CountOrZero, Positive, Share, ShareAbove0
 from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, parse
 
 # of one side, in pixels: an image of more takes 800 MB
 ImageSize = Annotated[int, Between(1, 16_384, reason="in pixels")]
+
+
+@dataclass(frozen=True)
+class Scattering(Checked):
+    """Sizes of the scattering transform (``data.scattering``).
+
+    Attributes:
+        scales: J, of wavelets; every one halves the sides of the features.
+        angles: L, of wavelets.
+    """
+
+    scales: Annotated[int, Between(1, 5, reason="every one halves the sides")]
+    angles: Annotated[int, Between(1, 16, reason="channels grow with its square")]
 
 
 @dataclass(frozen=True)
@@ -28,15 +41,36 @@ class Dataset(Checked):
     all that it takes and refuses what has no effect.
 
     Attributes:
+        root: File or folder of the data, where the data set needs one.
+        download: Whether torchvision may fetch missing files.
         cache: Folder of prepared tensors.
+        server_test: Whether the server holds a public test set: the official one, or a fifth.
+        limit_train: At most so many of the clients' records; null for all.
+        limit_test: The same for the server's.
         fractions: Shares of train, validation and test of each client's records.
         split_key: The site's secret text that fixes which record goes where.
+        mean: Per channel of images scaled to 0..1; empty is .5.
+        std: As ``mean``.
         crop_padding: Training images are shifted by up to so many pixels.
         flip: Training images are mirrored at random.
         cutout: Side of the square that is blanked in training images, in pixels.
         linear_baseline: Whether a simulation also reports pooled logistic regression.
         table: File of accuracies of all cells (``fednas lookup``), by which the report shows the
             search; no choice depends on it.
+        image_size: Side in pixels to which encoded images are resized; null keeps theirs.
+        channels: 1 or 3, of encoded images; null is that of the first.
+        class_names: Names of the classes in their order; empty finds them in the data.
+        label: A table's column with the class, ``last`` being the last one.
+        id_column: A table's column that names the person a row is of; of an image folder any name
+            says that it has ``<class>/<person>/``. The person is then the unit of privacy.
+        numeric: A table's columns of numbers; empty finds them.
+        categorical: A table's columns of categories; empty finds them.
+        categories: Of columns, where not all of them are in the data.
+        ignore: A table's columns that are no features.
+        statistics: Public ``{column: [mean, std]}``; empty has each client use its own.
+        transform: Of images, before anything is learnt: ``none``, or ``scattering`` for fixed
+            features, with which private training loses less.
+        scattering: Sizes of that transform.
     """
 
     name: str
@@ -73,6 +107,8 @@ class Dataset(Checked):
     decimal: Annotated[str, OneOf(DECIMALS)] | None
     missing_values: list[str]
     missing: Annotated[str, OneOf(MISSING_RULES)]
+    transform: Annotated[str, OneOf(TRANSFORMS)]
+    scattering: Scattering
 
     def __post_init__(self) -> None:
         """Check the ranges, and that no name is given twice."""
@@ -94,6 +130,14 @@ class Dataset(Checked):
         columns = [*self.numeric, *self.dates, *self.categorical, *self.ignore]
         check_distinct("numeric, dataset.dates, dataset.categorical and dataset.ignore", columns)
 
+    @property
+    def augmentation(self) -> dict[str, Any]:
+        """What happens to training images, by setting; nothing to features that are made once."""
+        names = ("crop_padding", "flip", "cutout")
+        return {
+            name: 0 if self.transform != NO_TRANSFORM else getattr(self, name) for name in names
+        }
+
 
 @dataclass(frozen=True)
 class Partition(Checked):
@@ -102,6 +146,12 @@ class Partition(Checked):
     Attributes:
         seed: Of the random divisions. Not the run's seed: parties keep their records over runs.
         file: A saved partition.json to use instead.
+        alpha: Of Dirichlet draws; the smaller, the more unequal.
+        min_size: Fewest records of a client, below which is drawn again.
+        groups: Of classes, for ``label_groups``; empty is FDNAS' three.
+        clients_per_group: How many clients share each group of classes.
+        fractions: Sizes of the clients, for ``quantity``; empty draws them.
+        column: Whose values name the clients.
     """
 
     name: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from fednas_flwr.names import NORMS
+from fednas_flwr.names import NORMS, SKIPS
 from fednas_flwr.search.settings import SGD, Count, RateOrZero, ShareBelow1, Steps
 from fednas_flwr.typed import Between, Checked, OneOf
 
@@ -16,10 +16,17 @@ Cells = Annotated[int, Between(1, 1000, reason="no deeper network has been train
 
 @dataclass(frozen=True)
 class SearchSpaceSettings(Checked):
-    """Base of all; derived networks have the supernet's sizes, except for those of a CellSpace."""
+    """Base of all; derived networks have the supernet's sizes, except for those of a CellSpace.
+
+    Attributes:
+        norm: Of the supernet: ``batch``, or ``group``, which privacy needs.
+        skip: What is added to the logits of supernet and network: ``none``, or those of a
+            ``linear`` classifier on the input.
+    """
 
     name: str
     norm: Norm
+    skip: Annotated[str, OneOf(SKIPS)]
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,16 @@ class DPCells(SearchSpaceSettings):
 class Retrain(Checked):
     """FedAvg training of the derived or given network from scratch.
 
-    ``channels`` and ``num_cells`` are null where the derived network has the supernet's size.
+    Attributes:
+        rounds: Of FedAvg.
+        local_epochs: Of every client, a round.
+        batch_size: Of a client; with privacy the expected one.
+        channels: Of the first cells; null where the network has the supernet's size.
+        num_cells: Cells of the network; null likewise.
+        norm: Of the network: ``batch``, or ``group``, which privacy needs.
+        auxiliary_weight: Of the loss of DARTS' auxiliary head; 0 is without one.
+        drop_path_prob: Of drop-path in the last round; it rises linearly from 0.
+        weights: Of the optimiser.
     """
 
     rounds: Count

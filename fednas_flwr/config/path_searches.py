@@ -34,6 +34,11 @@ class Hardware(Checked):
     Attributes:
         table: File of ``fednas latency measure``, for targets in ms; null has the clients measure
             before the search, each group's its own.
+        unit: What is counted: ``ms``, ``multiply_adds`` or ``parameters``.
+        target: Cost in this unit from which on a network costs.
+        loss: Its form, a name of ``hardware.costs.LOSSES``.
+        scale: Of an additive loss.
+        exponent: Of the ratio of cost to target.
     """
 
     table: Text | None
@@ -54,7 +59,18 @@ class Hardware(Checked):
 
 @dataclass(frozen=True)
 class FDNASSettings(AlgorithmSettings):
-    """FDNAS: local epochs of ProxylessNAS on sampled paths, then averaging."""
+    """FDNAS: local epochs of ProxylessNAS on sampled paths, then averaging.
+
+    Attributes:
+        gates: Which paths an alpha step computes: ``two`` drawn ones, or the ``full`` choice.
+        warm_up_rounds: First rounds of weights on uniformly drawn paths, in which alphas rest.
+        local_epochs: Of every client, a round.
+        batch_size: Of a client's step.
+        sparse: Whether clients send only what they have trained; the result is the same.
+        weights: Of the weights' optimiser.
+        alphas: Of the alphas' optimiser.
+        hardware: What cost does to the loss of the alphas; null does nothing.
+    """
 
     gates: Gates
     warm_up_rounds: CountOrZero
@@ -83,6 +99,11 @@ class DPNASSettings(AlgorithmSettings):
         rewarded_candidates: Per round, measured on validation records.
         final_candidates: Of which the best is what is found.
         warm_up_rounds: First rounds, in which nothing is measured and the sampler does not learn.
+        local_steps: Of every trained candidate.
+        batch_size: Of a client's step.
+        weights: Of the weights' optimiser.
+        controller: Constants of the sampler ``controller``.
+        evolution: Constants of the sampler ``evolution``.
         dp_aware: Null trains plainly; with privacy the noise of ``privacy.weights`` takes its
             place.
     """
@@ -110,7 +131,7 @@ class CFDNASSettings(AlgorithmSettings):
         num_groups: How many, for ``alphas``; else null.
         inherit: Whether groups go on from the supernet of all; false is naive-CFDNAS, which leaves
             that search out.
-        group_rounds: Count of search in each group.
+        group_rounds: Rounds of search in each group.
         group_hardware: What cost does in a group, by its name; other groups have no cost.
         search: How clients search.
     """

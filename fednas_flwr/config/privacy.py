@@ -36,7 +36,7 @@ class Noise(Checked):
     """Noise on clipped sums of one kind: std ``noise_multiplier * max_grad_norm``, per release.
 
     Attributes:
-        noise_multiplier: Null calibrates it.
+        noise_multiplier: Standard deviation of noise over ``max_grad_norm``; null calibrates it.
         epsilon: What all releases of this kind may cost alone, from which the noise multiplier
             follows; null leaves it to the run's epsilon.
         max_grad_norm: What one record contributes at most.
@@ -58,7 +58,11 @@ class Noise(Checked):
 
 @dataclass(frozen=True)
 class PrivateRetrain(Noise):
-    """DP-SGD of the derived network: its noise, and its steps per round."""
+    """DP-SGD of the derived network: its noise, and its steps per round.
+
+    Attributes:
+        local_steps: Noised steps of a client per round.
+    """
 
     local_steps: Steps
 
@@ -75,7 +79,7 @@ class DifferentialPrivacy(Checked):
         data_set: The id that the sites' policies give the data.
         epsilon: What the whole run may cost a record, at ``delta``; retraining's noise is
             calibrated to what search and metrics leave of it. Simulated sites get it as budget.
-        delta: Above 0, below 1.
+        delta: The probability with which ``epsilon`` need not hold; below 1 / records.
         large_delta: Whether ``delta`` may be 1 / records of a client or more, with which publishing
             one record outright would count as private.
         search_share: Share of ``epsilon`` that the noise of weights and alphas is calibrated to

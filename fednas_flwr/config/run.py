@@ -46,20 +46,36 @@ class SimulatedTerms(Checked):
 class Config(Checked):
     """One run.
 
-    ``run_dir`` is the run folder; ``threads`` are torch's threads per client; ``engine`` says how
-    supernets are computed (:mod:`fednas_flwr.search_spaces`). ``class_factors`` are public factors
-    of the losses of classes, by name; with privacy they multiply what is clipped already.
-    ``client_tags`` are what simulated clients call themselves, by index, or empty. ``aggregate`` is
-    how the clients' models are averaged: by examples (mean), or coordinate by coordinate
-    (:mod:`fednas_flwr.exchange.robust`); ``trim`` is how many clients trimmed_mean leaves out at
-    each end. ``wire`` is what the tensors of replies travel as (:mod:`fednas_flwr.exchange.wire`).
-    ``secure_sum`` has the server see totals of replies only
-    (:mod:`fednas_flwr.exchange.secure_sum`), by ``secure_terms`` of simulated sites. ``momentum``
-    says where the momentum of local training goes between requests
-    (:class:`~fednas_flwr.strategies.base.RoundStrategy`). ``oversample`` has training repeat the
-    records of rarer classes. ``positive`` is the class that F1, AUROC, average precision,
-    sensitivity and specificity are of. ``personalised`` has clients test the trained network again
-    after local epochs of their own.
+    Attributes:
+        engine: How supernets are computed, to the same result: ``fast`` takes all edges of a state
+            together, ``reference`` calls every op as a module.
+        run_dir: The run folder; null makes ``runs/<time>_<algorithm>_<data set>``.
+        seed: Of all that is drawn but the division of records and the noise of privacy.
+        device: Of training; ``auto`` takes CUDA where there is a GPU.
+        threads: torch's threads per client, the same in every runtime.
+        clients: Number of clients.
+        rounds: Of the search: iterations of FNAS, candidates of random search.
+        stages: What is done; ``search`` derives a genotype, the others need one.
+        genotype: Architecture to retrain instead of searching: a file, or a name of
+            ``conf/genotypes``.
+        aggregate: How the clients' models are averaged: by examples (``mean``), or coordinate by
+            coordinate (:mod:`fednas_flwr.exchange.robust`).
+        trim: Clients that ``trimmed_mean`` leaves out at each end of every coordinate.
+        wire: What the tensors of replies travel as (:mod:`fednas_flwr.exchange.wire`).
+        secure_sum: Whether the server sees totals of replies only
+            (:mod:`fednas_flwr.exchange.secure_sum`).
+        secure_terms: Of simulated sites, for secure sums.
+        momentum: Where the momentum of local training goes between requests: nowhere (``reset``),
+            with the averaged model, or to the ``server`` (FedAvgM).
+        client_tags: What simulated clients call themselves, by index, for groups of ``cfdnas``.
+        class_factors: Public factors of the losses of classes, by name; with privacy they multiply
+            what is clipped already.
+        oversample: Whether training repeats the records of rarer classes; not with privacy.
+        positive: The class that F1, AUROC, average precision, sensitivity and specificity are of;
+            null takes the mean over classes, or the last of two.
+        personalised: Whether clients test the trained network again after local epochs of their
+            own; not with privacy.
+        tensorboard: Whether curves are also written for TensorBoard.
     """
 
     algorithm: AlgorithmSettings

@@ -60,6 +60,7 @@ def _write(folder: Path, parts: Mapping[str, Records]) -> None:
             described[part] = {
                 "class_names": records.class_names,
                 "columns": list(records.columns),
+                "image_shape": records.image_shape,
                 "schema": [asdict(column) for column in records.schema],
                 "label": records.label,
                 "id_column": records.id_column,
@@ -96,6 +97,7 @@ def _read(folder: Path) -> dict[str, Records] | None:
                     name: _map(folder / f"{part}-column{i}.npy")
                     for i, name in enumerate(about["columns"])
                 },
+                image_shape=tuple(about["image_shape"]),
                 schema=tuple(parse(Column, column, key="column") for column in about["schema"]),
                 label=about["label"],
                 id_column=about["id_column"],

@@ -19,6 +19,7 @@ import numpy as np
 from fednas_flwr.data.cache import load_or_build
 from fednas_flwr.data.images import RecordsPair
 from fednas_flwr.data.records import Records, select_records
+from fednas_flwr.data.scattering import make_transform, transformed
 from fednas_flwr.data.schema import Inputs
 from fednas_flwr.data.sources import DATA_SETS, digest_records, find_source, fingerprint, load_sites
 from fednas_flwr.data.splits import hash_positions
@@ -43,10 +44,12 @@ class Prepared:
     Attributes:
         train: What the clients hold.
         server_test: Public test records of the server, or None.
-        mean: Per channel of images scaled to 0..1, or per feature of a table; empty of a table
-            whose statistics are not declared, and not known yet.
+        mean: Per channel of images scaled to 0..1, or per feature of a table; a single 0 for
+            features that are normalised already; empty of a table whose statistics are not
+            declared, and not known yet.
         std: As ``mean``; all above 0.
         intensity: Of images of more than 8 bits, see :class:`~fednas_flwr.data.decoding.Decoding`.
+        scattering: Scales and angles of the transform that made features of images; else empty.
     """
 
     train: Records
@@ -54,6 +57,7 @@ class Prepared:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     intensity: tuple[float, ...] = ()
+    scattering: tuple[int, ...] = ()
 
     @property
     def num_classes(self) -> int:
@@ -70,13 +74,14 @@ class Prepared:
         """What an exported model must know of its raw inputs."""
         train = self.train
         return Inputs(
-            shape=self.input_shape,
+            shape=train.image_shape or self.input_shape,
             schema=train.schema,
             mean=self.mean,
             std=self.std,
             class_names=train.class_names,
             label=train.label,
             intensity=self.intensity,
+            scattering=self.scattering,
         )
 
     @property
@@ -115,6 +120,7 @@ def prepare(
     decimal: str | None = None,
     missing_values: Sequence[str] = (),
     missing: str = "mean",
+    scattering: Mapping[str, int] | None = None,
 ) -> Prepared:
     """Return the prepared data set; its tensors lie in the cache and are memory-mapped.
 
@@ -154,6 +160,8 @@ def prepare(
         decimal: See there.
         missing_values: See there.
         missing: See :func:`~fednas_flwr.data.tables.load_csv`.
+        scattering: ``scales`` and ``angles`` of the transform that makes features of images, see
+            :class:`~fednas_flwr.data.scattering.Scattering`; None keeps the images.
 
     Raises:
         ConfigError: A setting that is unknown, missing, without effect, or not met by the data.
@@ -219,6 +227,9 @@ def prepare(
         parts = {"train": _limited(train, limit_train)}
         if server_test and test is not None:
             parts["server_test"] = _limited(test, limit_test)
+        if scattering is not None:
+            transform = make_transform(parts["train"], **scattering)
+            parts = {part: transformed(records, transform) for part, records in parts.items()}
         return parts
 
     with _reading(name, root):
@@ -226,6 +237,8 @@ def prepare(
         files: object = fingerprint(name, source) if entry.roots else []
     choices = [_CACHE_VERSION, name, sites, server_test, limit_train, limit_test]
     shaping = {k: v for k, v in settings.items() if k not in _NOT_READ}
+    if scattering is not None:
+        shaping |= {f"scattering.{size}": value for size, value in scattering.items()}
     if entry.by_content:
         files = digest_records(read(source))
     key = hashlib.blake2b(json.dumps([choices, shaping, files]).encode(), digest_size=10)
@@ -237,6 +250,9 @@ def prepare(
             "choose another folder, or make room."
         ) from error
     train = parts["train"]
+    if scattering is not None:  # normalised as they are
+        parts_of_it = (train, parts.get("server_test"), (0.0,), (1.0,), tuple(intensity or ()))
+        return Prepared(*parts_of_it, (scattering["scales"], scattering["angles"]))
     means, stds = normalisation(train, mean=mean, std=std, statistics=statistics or {})
     return Prepared(train, parts.get("server_test"), means, stds, tuple(intensity or ()))
 

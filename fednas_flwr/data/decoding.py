@@ -227,7 +227,7 @@ def _dicom(content: bytes) -> np.ndarray:
     """Return a DICOM image's pixels as its own window shows them, uint8 ``[H, W]``."""
     try:
         import pydicom
-        from pydicom.pixels import apply_modality_lut, apply_voi_lut
+        from pydicom.pixels.processing import apply_modality_lut, apply_voi_lut
     except ImportError as error:
         raise ConfigError(
             "DICOM images need pydicom: install fednas_flwr[dicom] with pip."

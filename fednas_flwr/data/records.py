@@ -23,7 +23,8 @@ class Records:
     """Labelled records, images or rows of a table.
 
     Attributes:
-        features: uint8 ``[N, C, H, W]`` images, or float32 ``[N, F]`` rows with NaN where missing.
+        features: uint8 ``[N, C, H, W]`` images, or float32 ``[N, F]`` rows with NaN where missing;
+            float32 ``[N, K, h, w]`` where a transform has been at the images.
         labels: int64 ``[N]``, in ``0 .. len(class_names) - 1``.
         ids: S32 ``[N]``, hex of :func:`record_ids`; equal for records that must not be separated.
         class_names: One name per class.
@@ -33,6 +34,7 @@ class Records:
         id_column: Column that says whose each record is, and gave the ids, which then are the same
             in every export of the data. A person stays in one part and with one client, and is the
             unit of privacy. Empty where ids were hashed from what the records hold.
+        image_shape: ``(C, H, W)`` of the images that a transform made features of; else empty.
         notes: Sentences on what the reader has found and done, for people.
     """
 
@@ -44,6 +46,7 @@ class Records:
     schema: tuple[Column, ...] = ()
     label: str = ""
     id_column: str = ""
+    image_shape: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -58,13 +58,15 @@ class Inputs(Checked):
     """What a model's raw inputs are, how they are normalised, and what its outputs mean.
 
     Attributes:
-        shape: Of one record as the network takes it: ``(C, H, W)`` or ``(F,)``.
+        shape: Of one raw record: ``(C, H, W)`` or ``(F,)``.
         schema: The columns of a table; empty for images.
         mean: Per channel of images scaled to 0..1, or per feature of a table.
         std: As ``mean``; all above 0.
         class_names: One name per output.
         label: Name of a table's label column; empty if it has none.
         intensity: Of images of more than 8 bits, see :class:`~fednas_flwr.data.decoding.Decoding`.
+        scattering: Scales and angles of the transform that makes the network's features of images;
+            empty where it takes the images.
     """
 
     shape: tuple[int, ...]
@@ -74,6 +76,7 @@ class Inputs(Checked):
     class_names: tuple[str, ...]
     label: str = ""
     intensity: tuple[float, ...] = ()
+    scattering: tuple[int, ...] = ()
 
     @property
     def is_table(self) -> bool:
@@ -101,9 +104,12 @@ def normalised(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Te
     Args:
         x: uint8 ``[B, C, H, W]`` from 0 to 255; float32 ``[B, C, H, W]`` from 0 to 1; or float32
             ``[B, F]`` rows of a table, NaN where missing, which becomes 0, the mean.
-        mean: Per channel of images scaled to 0..1, or per feature of a table.
+        mean: Per channel of images scaled to 0..1, or per feature of a table; a single 0, with a
+            std of 1, for features that are as networks take them.
         std: As ``mean``, above 0.
     """
+    if x.dim() == 4 and x.is_floating_point() and (mean, std) == ((0.0,), (1.0,)):
+        return x
     if x.dim() == 4:
         scale = torch.tensor([1 / (255 * s) for s in std], device=x.device)
         shift = torch.tensor([m / s for m, s in zip(mean, std, strict=True)], device=x.device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.data.raw import read_raw
+from fednas_flwr.data.scattering import Scattering
 from fednas_flwr.data.schema import Inputs, normalised
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.objective import CLASSIFICATION
@@ -87,6 +88,7 @@ class Model(nn.Module):
         network: See above.
         inputs: See above.
         description: See above.
+        transform: What makes the network's features of images; None where it takes the images.
     """
 
     def __init__(
@@ -97,12 +99,21 @@ class Model(nn.Module):
         self.network = network
         self.inputs = inputs
         self.description = dict(description or {})
+        self.transform: Scattering | None = None
+        if inputs.scattering:
+            scales, angles = inputs.scattering
+            self.transform = Scattering(inputs.shape, scales=scales, angles=angles)
         self.eval()
 
     @property
     def class_names(self) -> tuple[str, ...]:
         """One name per class, in the order of the probabilities."""
         return self.inputs.class_names
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one record as the network takes it."""
+        return self.inputs.shape if self.transform is None else self.transform.output_shape
 
     def forward(self, x: Tensor) -> Tensor:
         """Return probabilities ``[N, classes]``.
@@ -116,6 +127,8 @@ class Model(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits ``[N, classes]`` of what :meth:`forward` takes."""
+        if self.transform is not None:
+            x = self.transform(x if x.is_floating_point() else x.float() / 255)
         logits: Tensor = self.network(normalised(x, self.inputs.mean, self.inputs.std))
         return logits
 

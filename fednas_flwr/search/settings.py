@@ -63,7 +63,7 @@ class SGD(Checked):
         min_lr: Learning rate after the last round, from 0 to ``lr``.
         momentum: From 0 to below 1.
         weight_decay: L2 coefficient, from 0 to ``1 / lr``.
-        clip_norm: Largest norm of a batch's mean gradient, > 0; None does not clip.
+        clip_norm: Largest norm of a batch's mean gradient, > 0; null does not clip.
     """
 
     lr: LearningRate
@@ -87,7 +87,12 @@ class SGD(Checked):
 
 @dataclass(frozen=True)
 class Adam(Checked):
-    """Alphas: Adam, whose betas the rule of the search gives; ``lr`` 0 keeps the alphas."""
+    """Alphas: Adam, whose betas the rule of the search gives.
+
+    Attributes:
+        lr: Learning rate; 0 keeps the alphas.
+        weight_decay: L2 coefficient.
+    """
 
     lr: RateOrZero
     weight_decay: RateOrZero
@@ -163,7 +168,13 @@ class Configuration(Checked):
 
 @dataclass(frozen=True)
 class Range(Checked):
-    """A distribution: uniform from ``low`` to below ``high``; with ``log`` its logarithm is."""
+    """A uniform distribution.
+
+    Attributes:
+        low: Least value.
+        high: Least value that is above all.
+        log: Whether the logarithm is uniform, and not the value.
+    """
 
     low: NonNegative
     high: NonNegative

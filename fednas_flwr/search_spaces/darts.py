@@ -58,7 +58,7 @@ class DARTSSpace(CellGraphSpace):
         Deviation: the published code leaves the affine part of the stem's norm on (96 weights of
         1,930,618 at C = 16); here no norm of a supernet has one.
         """
-        body = BODIES[self.engine](self.sizes)
+        body = self.with_skip(BODIES[self.engine](self.sizes))
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> DARTSNetwork:
@@ -74,4 +74,4 @@ class DARTSSpace(CellGraphSpace):
             ConfigError: If the genotype is not of this space.
         """
         self.check(genotype)
-        return DARTSNetwork(genotype, self.sizes, auxiliary=auxiliary)
+        return self.with_skip(DARTSNetwork(genotype, self.sizes, auxiliary=auxiliary))

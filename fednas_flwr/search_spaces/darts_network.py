@@ -33,6 +33,7 @@ from fednas_flwr.search_spaces.operations import (
     mixed_states,
     relu_conv_norm,
 )
+from fednas_flwr.search_spaces.skip import SkipNetwork
 
 OPS = (
     "none",
@@ -77,7 +78,7 @@ def make_operation(op: str, channels: int, *, stride: int, norm: Norm, affine: b
     return nn.Sequential(pool, make_norm(channels, norm=norm, affine=False))
 
 
-class DARTSNetwork(nn.Module):
+class DARTSNetwork(SkipNetwork):
     """A discrete DARTS network, to be trained from scratch.
 
     Attributes:
@@ -118,7 +119,7 @@ class DARTSNetwork(nn.Module):
             before, last = last, cell(before, last, probability)
             if index == self.auxiliary_cell and self.training and self.auxiliary is not None:
                 auxiliary_logits = self.auxiliary(last)
-        logits: Tensor = self.classifier(last.mean(dim=(2, 3)))
+        logits = self.joined(self.classifier(last.mean(dim=(2, 3))), x)
         return logits if auxiliary_logits is None else (logits, auxiliary_logits)
 
     def chain(self) -> list[nn.Module]:
@@ -157,7 +158,7 @@ class AuxiliaryHead(nn.Module):
         return logits
 
 
-class DARTSBody(nn.Module):
+class DARTSBody(SkipNetwork):
     """Stem, search cells, global pool and classifier."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -174,8 +175,7 @@ class DARTSBody(nn.Module):
         before = last = channels_last(self.stem(x))
         for kind, cell in zip(self.kinds, self.cells, strict=True):
             before, last = last, cell(before, last, op_weights[kind])
-        logits: Tensor = self.classifier(last.mean(dim=(2, 3)))
-        return logits
+        return self.joined(self.classifier(last.mean(dim=(2, 3))), x)
 
 
 class SearchCell(nn.Module):

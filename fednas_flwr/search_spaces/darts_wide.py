@@ -47,7 +47,7 @@ class WideDARTSBody(DARTSBody):
             weights_BEO = op_weights[kind].expand(len(x), -1, -1)
             before, last = last, _cell(cell, before, last, weights_BEO, stack)
         parameters = (stack([self.classifier.weight]), stack([self.classifier.bias]))
-        return linear(last.mean(dim=(2, 3)), *parameters)
+        return self.joined(linear(last.mean(dim=(2, 3)), *parameters), x, stack)
 
 
 def _cell(cell: Any, before: Tensor, last: Tensor, weights_BEO: Tensor, stack: Stack) -> Tensor:

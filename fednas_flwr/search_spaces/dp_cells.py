@@ -107,7 +107,7 @@ class DPCellSpace(WholeGraphSpace):
     def _network(
         self, ops_of_edges: Sequence[Sequence[str]], *, groups: int, near_identity: bool = False
     ) -> DPCellNetwork:
-        return DPCellNetwork(
+        network = DPCellNetwork(
             ops_of_edges,
             input_shape=self.input_shape,
             num_classes=self.num_classes,
@@ -118,6 +118,7 @@ class DPCellSpace(WholeGraphSpace):
             groups=groups,
             near_identity=near_identity,
         )
+        return self.with_skip(network)
 
 
 class DARTSOpsSpace(DPCellSpace):

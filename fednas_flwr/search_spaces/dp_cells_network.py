@@ -19,6 +19,7 @@ from fednas_flwr.names import Norm
 from fednas_flwr.search_spaces import darts_network
 from fednas_flwr.search_spaces.cell_graph import CELL, candidate_edges
 from fednas_flwr.search_spaces.operations import add_all, drop_path, make_norm
+from fednas_flwr.search_spaces.skip import SkipNetwork
 
 NODES = range(1, 6)  # K = 5 internal nodes; node 0 is the cell's input
 EDGES = candidate_edges(NODES)
@@ -40,7 +41,7 @@ CONVOLUTIONS = {f"conv_3x3_{name}": make for name, make in ACTIVATIONS.items()}
 OPS = (NONE, *POOLS, SKIP, *CONVOLUTIONS)  # in the order of the published cells' numbers
 
 
-class DPCellNetwork(nn.Module):
+class DPCellNetwork(SkipNetwork):
     """Stem, three times a cell and a max-pool of 2, head.
 
     The text leaves out what the parameter counts demand and the authors' code has: the 3x3
@@ -139,11 +140,10 @@ class DPCellNetwork(nn.Module):
         """
         weights_EO = None if op_weights is None else op_weights[CELL]
         drop = self.drop_path_prob if self.training else 0.0
-        x = self.stem(x)
+        images, x = x, self.stem(x)
         for block in self.blocks:
             x = block(x, weights_EO, path, drop)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.joined(self.head(x), images)
 
     def chain(self) -> list[nn.Module]:
         """Return the stem and the cells, in the order of computation."""
@@ -178,6 +178,7 @@ class DPCellNetwork(nn.Module):
                 op = edge.op(column)
                 yield from () if op is None else op.parameters()
         yield from self.head.parameters()
+        yield from () if self.skip is None else self.skip.parameters()
 
 
 class Block(nn.Module):

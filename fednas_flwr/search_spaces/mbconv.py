@@ -109,7 +109,7 @@ class MBConvSpace(SpaceShape):
         one-hot gates and paths (:class:`MBConvNetwork`) it is ProxylessNAS' supernet.
         """
         supernet = Supernet(
-            MBConvNetwork(self.plan, norm=self.norm),
+            self.with_skip(MBConvNetwork(self.plan, norm=self.norm)),
             num_edges=self.cell_kinds,
             num_ops=len(self.ops),
         )
@@ -208,4 +208,4 @@ class MBConvSpace(SpaceShape):
         chosen = tuple(
             (row[op],) for row, op in zip(self.plan.blocks, self.path(genotype), strict=True)
         )
-        return MBConvNetwork(self.plan._replace(blocks=chosen), norm=self.norm)
+        return self.with_skip(MBConvNetwork(self.plan._replace(blocks=chosen), norm=self.norm))

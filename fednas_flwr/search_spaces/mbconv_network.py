@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fednas_flwr.names import Norm
 from fednas_flwr.search_spaces.mbconv_plan import CELL, ZERO, Layer, Plan
 from fednas_flwr.search_spaces.operations import channels_last, drop_path, make_norm
+from fednas_flwr.search_spaces.skip import SkipNetwork
 
 
 def make_layer(layer: Layer, *, norm: Norm) -> nn.Module:
@@ -34,7 +35,7 @@ def make_layer(layer: Layer, *, norm: Norm) -> nn.Module:
     return Block([layer], norm=norm)
 
 
-class MBConvNetwork(nn.Module):
+class MBConvNetwork(SkipNetwork):
     """Stem, first block, searchable blocks, head and classifier.
 
     Initialised as MobileNetV2: convolutions He-normal by fan-out, the classifier with std .01.
@@ -76,13 +77,13 @@ class MBConvNetwork(nn.Module):
         """
         gates_EK = None if op_weights is None else op_weights[CELL]
         drop = self.drop_path_prob if self.training else 0.0
+        images = x
         x = channels_last(self.before(x))
         for index, block in enumerate(self.blocks):
             gates_K = None if gates_EK is None else gates_EK[..., index, :]
             path = None if paths is None else paths[index]
             x = block(x, gates_K, path, drop)
-        logits: Tensor = self.after(x)
-        return logits
+        return self.joined(self.after(x), images)
 
     def chain(self) -> list[nn.Module]:
         """Return the stem, the first block, the searchable blocks and the head's convolution."""

@@ -65,7 +65,7 @@ class MLPSpace(CellGraphSpace):
                 f"search_space.num_cells must be at least 2 for mlp, got {self.num_cells}: with "
                 "one there is no normal cell."
             )
-        body = MLPBody(self.sizes)
+        body = self.with_skip(MLPBody(self.sizes))
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> MLPNetwork:
@@ -81,4 +81,4 @@ class MLPSpace(CellGraphSpace):
         self.check(genotype)
         if auxiliary:
             raise ConfigError("mlp networks have no auxiliary head: switch it off.")
-        return MLPNetwork(genotype, self.sizes)
+        return self.with_skip(MLPNetwork(genotype, self.sizes))

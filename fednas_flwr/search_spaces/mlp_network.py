@@ -24,6 +24,7 @@ from fednas_flwr.names import GROUP, Norm
 from fednas_flwr.search_spaces.cell_graph import candidate_edges
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.operations import Sizes, discrete_states
+from fednas_flwr.search_spaces.skip import SkipNetwork
 from fednas_flwr.search_spaces.wide_operations import node_states
 
 OPS = ("none", "skip_connect", "dense_relu", "dense_tanh", "narrow_relu", "narrow_tanh")
@@ -59,7 +60,7 @@ def make_operation(op: str, width: int, *, norm: Norm) -> nn.Module:
     )
 
 
-class MLPNetwork(nn.Module):
+class MLPNetwork(SkipNetwork):
     """A discrete network of MLP cells, to be trained from scratch.
 
     Attributes:
@@ -84,15 +85,14 @@ class MLPNetwork(nn.Module):
         before = last = x
         for cell in self.cells:
             before, last = last, cell(before, last, probability)
-        logits: Tensor = self.classifier(last)
-        return logits
+        return self.joined(self.classifier(last), x)
 
     def chain(self) -> list[nn.Module]:
         """Return the cells, in the order of computation."""
         return list(self.cells)
 
 
-class MLPBody(nn.Module):
+class MLPBody(SkipNetwork):
     """Search cells and classifier."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -108,8 +108,7 @@ class MLPBody(nn.Module):
         before = last = x
         for kind, cell in zip(self.kinds, self.cells, strict=True):
             before, last = last, cell(before, last, op_weights[kind])
-        logits: Tensor = self.classifier(last)
-        return logits
+        return self.joined(self.classifier(last), x)
 
 
 class SearchCell(nn.Module):

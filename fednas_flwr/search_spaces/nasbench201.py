@@ -51,7 +51,7 @@ class NASBench201Space(StackedSpace, WholeGraphSpace):
 
     def supernet(self) -> Supernet:
         """Return a newly initialised supernet; its norms have no affine part."""
-        body = BODIES[self.engine](self.sizes)
+        body = self.with_skip(BODIES[self.engine](self.sizes))
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> NASBench201Network:
@@ -67,7 +67,7 @@ class NASBench201Space(StackedSpace, WholeGraphSpace):
         self.check(genotype)
         if auxiliary:
             raise ConfigError("nasbench201 networks have no auxiliary head: switch it off.")
-        return NASBench201Network(genotype, self.sizes)
+        return self.with_skip(NASBench201Network(genotype, self.sizes))
 
 
 def to_arch_string(genotype: Genotype) -> str:

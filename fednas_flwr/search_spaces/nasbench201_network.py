@@ -27,6 +27,7 @@ from fednas_flwr.search_spaces.operations import (
     path_states,
     relu_conv_norm,
 )
+from fednas_flwr.search_spaces.skip import SkipNetwork
 
 OPS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 NODES = range(1, 4)
@@ -49,7 +50,7 @@ def make_operation(op: str, channels: int, *, norm: Norm, affine: bool) -> nn.Mo
             raise ValueError(f"expected one of {', '.join(OPS[1:])}, got {op}")
 
 
-class NASBench201Network(nn.Module):
+class NASBench201Network(SkipNetwork):
     """A discrete NAS-Bench-201 network, to be trained from scratch.
 
     Weights that the output does not depend on (edges out of a node that nothing enters, or into one
@@ -75,8 +76,7 @@ class NASBench201Network(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, classes]."""
-        logits: Tensor = self.skeleton(x, self.drop_path_prob if self.training else 0.0)
-        return logits
+        return self.joined(self.skeleton(x, self.drop_path_prob if self.training else 0.0), x)
 
     def chain(self) -> list[nn.Module]:
         """Return the stem, the cells and the residual blocks, in the order of computation."""
@@ -87,7 +87,7 @@ class NASBench201Network(nn.Module):
         return blocks
 
 
-class NASBench201Body(nn.Module):
+class NASBench201Body(SkipNetwork):
     """The fixed network with all ops on all edges of its cells."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -99,8 +99,7 @@ class NASBench201Body(nn.Module):
 
     def forward(self, x: Tensor, op_weights: Mapping[str, Tensor]) -> Tensor:
         """Return logits [B, classes]; op weights as in :class:`Supernet`."""
-        logits: Tensor = self.skeleton(x, op_weights[CELL])
-        return logits
+        return self.joined(self.skeleton(x, op_weights[CELL]), x)
 
     def path(
         self, x: Tensor, columns: Mapping[str, Sequence[int]], gates: Mapping[str, Tensor]
@@ -112,8 +111,7 @@ class NASBench201Body(nn.Module):
             columns: By kind of cell the column of each edge's op.
             gates: By kind of cell what its output is multiplied by, [E].
         """
-        logits: Tensor = self.skeleton(x, (columns[CELL], gates[CELL]))
-        return logits
+        return self.joined(self.skeleton(x, (columns[CELL], gates[CELL])), x)
 
     def weights_beside(self, columns: Mapping[str, Sequence[int]]) -> list[nn.Parameter]:
         """Return the weights of all ops that a path leaves out."""

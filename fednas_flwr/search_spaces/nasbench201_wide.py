@@ -37,6 +37,7 @@ class WideNASBench201Body(NASBench201Body):
         """Return logits [B, classes]; op weights as in :class:`Supernet`."""
         net: Any = self.skeleton
         weights_BEO = op_weights["cell"].expand(len(x), -1, -1)
+        images = x
         x = norm(convolution(x, stack([net.stem[0].weight]), padding=(1, 1)), [net.stem[1]])
         for reduction, stage in zip(net.reductions, net.stages, strict=True):
             if isinstance(reduction, ResidualBlock):
@@ -44,7 +45,8 @@ class WideNASBench201Body(NASBench201Body):
             for cell in stage.children():
                 x = _cell(cell, x, weights_BEO, stack)
         pooled = F.relu(norm(x, [net.head_norm])).mean(dim=(2, 3))
-        return linear(pooled, stack([net.classifier.weight]), stack([net.classifier.bias]))
+        parameters = (stack([net.classifier.weight]), stack([net.classifier.bias]))
+        return self.joined(linear(pooled, *parameters), images, stack)
 
 
 def _cell(cell: Any, x: Tensor, weights_BEO: Tensor, stack: Stack) -> Tensor:

@@ -9,20 +9,23 @@ Tensor suffixes: B batch, E edges of a cell, O ops.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fednas_flwr.errors import ConfigError, show, unknown_choice
-from fednas_flwr.names import BATCH, ENGINES, FAST, Engine, Norm
+from fednas_flwr.names import BATCH, ENGINES, FAST, LINEAR, NO_SKIP, SKIPS, Engine, Norm
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
 from fednas_flwr.search_spaces.operations import check_norm
+from fednas_flwr.search_spaces.skip import SkipNetwork
 from fednas_flwr.search_spaces.wide_operations import Stack
 
 ALPHA_STD = 1e-3
+Network = TypeVar("Network", bound=SkipNetwork)
 AXES = {"images": ("channels", "height", "width"), "tables": ("features",)}
 
 
@@ -154,6 +157,8 @@ class SpaceShape:
         input_shape: Of one example.
         num_classes: Number of classes.
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
+        skip: What is added to the logits of every network: ``none``, or those of a ``linear``
+            classifier on the input, which begins with zeros.
         engine: How the supernet computes the same function of the same parameters: ``fast`` or
             ``reference``.
     """
@@ -164,6 +169,7 @@ class SpaceShape:
     input_shape: tuple[int, ...]
     num_classes: int
     norm: Norm = BATCH
+    skip: str = NO_SKIP
     engine: Engine = FAST
 
     def __post_init__(self) -> None:
@@ -171,6 +177,8 @@ class SpaceShape:
         check_norm(self.norm)
         if self.engine not in ENGINES:
             raise unknown_choice("engine", self.engine, ENGINES)
+        if self.skip not in SKIPS:
+            raise unknown_choice("search_space.skip", self.skip, SKIPS)
         axes = AXES[self.inputs]
         if len(self.input_shape) != len(axes) or min(self.input_shape) < 1:
             raise ConfigError(
@@ -178,6 +186,16 @@ class SpaceShape:
                 f"the data set's examples have the shape {tuple(self.input_shape)}."
             )
         self.check_sizes("num_classes")
+
+    def with_skip(self, network: Network) -> Network:
+        """Return the network, with the space's skip in it."""
+        if self.skip == LINEAR:
+            sizes = (math.prod(self.input_shape), self.num_classes)
+            empty = nn.Linear(*sizes, device="meta")  # draws nothing: all else stays the same
+            network.skip = empty.to_empty(device=torch.get_default_device())
+            nn.init.zeros_(network.skip.weight)
+            nn.init.zeros_(network.skip.bias)
+        return network
 
     def check_sizes(self, *fields: str) -> None:
         """Raise ConfigError for the first of some fields that is below 1."""

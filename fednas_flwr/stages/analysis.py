@@ -161,7 +161,7 @@ def _inference(config: Config, batch_size: int) -> dict[str, Any] | None:
     model = load(folder)
     device = make_device(config.device)
     (timing,) = time_modules(
-        [(model.network, model.inputs.shape)],
+        [(model.network, model.input_shape)],
         batch_size=batch_size,
         device=device,
         threads=config.threads,

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import ENGINES, SKIPS
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.search_spaces import (
     DARTSSpace,
@@ -22,6 +23,7 @@ from fednas_flwr.search_spaces import (
 from fednas_flwr.search_spaces.dp_cells import DARTSOpsSpace
 from fednas_flwr.search_spaces.genotype import from_json, to_json
 from fednas_flwr.search_spaces.mbconv_plan import SKELETONS
+from fednas_flwr.search_spaces.skip import SkipNetwork
 
 CLASSES = 5
 SPACES = {
@@ -91,6 +93,26 @@ def test_every_single_alpha_gets_a_gradient(space):
     F.cross_entropy(supernet(examples(space.input_shape)), torch.arange(3)).backward()
     for alphas in supernet.alphas().values():
         assert (alphas.grad != 0).all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_linear_skip_adds_a_linear_models_logits(space, engine):
+    x = examples(space.input_shape, dtype=torch.float64)
+    both = [dataclasses.replace(space, skip=skip, engine=engine) for skip in SKIPS]
+    pairs = [[make(own).double().eval() for own in both] for make in (make_supernet, make_network)]
+    for plain, skipping in pairs:
+        skip = next(module for module in skipping.modules() if isinstance(module, SkipNetwork)).skip
+        assert not skip.weight.any()
+        assert not skip.bias.any()
+        torch.testing.assert_close(skipping(x), plain(x), rtol=0, atol=0)
+        with torch.no_grad():
+            skip.weight.normal_(generator=make_generator(3, "skip"))
+            skip.bias.normal_(generator=make_generator(4, "skip"))
+        expected = plain(x) + F.linear(x.flatten(1), skip.weight, skip.bias)
+        torch.testing.assert_close(skipping(x), expected, rtol=1e-10, atol=1e-10)
+        assert set(dict(skipping.named_parameters())) > set(dict(plain.named_parameters()))
+    with pytest.raises(ConfigError, match="search_space.skip=square"):
+        dataclasses.replace(space, skip="square")
 
 
 def test_one_example_with_group_norm(space):

@@ -130,10 +130,12 @@ DP_CELLS = DPCellSpace(input_shape=IMAGE, num_classes=CLASSES, widths=(4, 4, 8),
 SUPERNETS = {
     **{f"{n} {e}": s for e in ("fast", "reference") for n, s in spaces(e).items()},
     "mlp": MLP,
+    "nasbench201 with a skip": replace(spaces()["nasbench201"], skip="linear"),
 }
 NETWORKS = {
     **{name: partial(derived, space) for name, space in spaces().items()},
     "mlp": partial(derived, MLP),
+    "nasbench201 with a skip": partial(derived, spaces()["nasbench201"], skip="linear"),
     "mbconv": partial(derived, MBCONV),
     "dp_cells": partial(derived, DP_CELLS),
     "linear": lambda: linear(IMAGE, CLASSES),

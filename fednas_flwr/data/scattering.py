@@ -1,0 +1,190 @@
+"""The scattering transform: fixed features of images, from which a linear model learns much.
+
+Wavelets, moduli and averages of two orders (Bruna and Mallat 2013, arXiv 1203.1513); as the input
+of private networks by Tramer and Boneh (2021, arXiv 2011.11660). Filters are kymatio's (Andreux et
+al. 2020, arXiv 1812.11214), and so is the order of the channels. Fourier transforms are products
+with matrices of cosines and sines, so that ONNX has all that is computed.
+
+Shapes: B batch, C channels, H height, W width, J scales, L angles, K paths, M and N padded sides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fednas_flwr.data.records import Records
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.memory import check_fits
+
+_TOGETHER = 64  # images that are transformed together
+GROUPS = 27  # of channels that are normalised together, or their greatest common divisor
+Complex = tuple[Tensor, Tensor]  # real and imaginary part
+
+
+def num_paths(scales: int, angles: int) -> int:
+    """Return K: what the transform makes of one channel, ``1 + L J + L^2 J (J - 1) / 2``."""
+    return 1 + angles * scales + angles**2 * scales * (scales - 1) // 2
+
+
+class Scattering(nn.Module):
+    """From images to normalised scattering coefficients, each record by itself.
+
+    Nothing in it is learnt or depends on any record but its own: it costs no privacy. Coefficients
+    are normalised per record, in groups of consecutive channels (Tramer and Boneh 2021, section 4).
+    Deviation: where 27 does not divide the channels, their greatest common divisor is taken.
+
+    Attributes:
+        output_shape: ``(C K, h, w)`` of one record, with sides of H and W over ``2^J``.
+        groups: Of channels that are normalised together.
+    """
+
+    def __init__(self, input_shape: Sequence[int], *, scales: int, angles: int) -> None:
+        """Make the filters.
+
+        Args:
+            input_shape: ``(C, H, W)``.
+            scales: J, at least 1; both sides must be more than ``2^J``.
+            angles: L, at least 1.
+
+        Raises:
+            ConfigError: The images are too small, or no images.
+        """
+        super().__init__()
+        if len(input_shape) != 3 or min(input_shape[1:]) <= 2**scales:
+            raise ConfigError(
+                f"dataset.transform=scattering with {scales} scales needs images of sides above "
+                f"{2**scales}, but the records have the shape {tuple(input_shape)}: lower "
+                "dataset.scattering.scales, or leave the transform out."
+            )
+        from kymatio.scattering2d.filter_bank import filter_bank
+
+        channels, *sides = input_shape
+        self.scales, self.angles = scales, angles
+        # As kymatio pads, so that borders are reflected and all resolutions are whole.
+        padded = [(side // 2**scales + 2) * 2**scales for side in sides]
+        margins = [(whole - side, side) for whole, side in zip(padded, sides, strict=True)]
+        (top, _), (left, _) = margins
+        self.padding = (left // 2, left - left // 2, top // 2, top - top // 2)
+        for resolution in range(scales + 1):
+            for axis, side in zip("MN", padded, strict=True):
+                index = torch.arange(side // 2**resolution, dtype=torch.float64)
+                angle = 2 * math.pi * torch.outer(index, index) / len(index)
+                self._keep(f"cos{axis}{resolution}", angle.cos())
+                self._keep(f"sin{axis}{resolution}", angle.sin())
+        filters = filter_bank(*padded, scales, angles)
+        for resolution, low_pass in enumerate(filters["phi"]["levels"]):
+            self._keep(f"phi{resolution}", torch.from_numpy(low_pass))
+        for scale in range(scales):
+            rotated = [psi["levels"] for psi in filters["psi"] if psi["j"] == scale]
+            for resolution in range(len(rotated[0])):
+                kept = [torch.from_numpy(levels[resolution]) for levels in rotated]
+                self._keep(f"psi{scale}_{resolution}", torch.stack(kept))
+        kept_sides = [side // 2**scales - 2 for side in padded]
+        self.output_shape: tuple[int, ...] = (channels * num_paths(scales, angles), *kept_sides)
+        self.groups = math.gcd(self.output_shape[0], GROUPS)
+
+    def _keep(self, name: str, values: Tensor) -> None:
+        self.register_buffer(name, values.float(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return float32 ``[B, C K, h, w]`` of images ``[B, C, H, W]`` scaled to 0..1."""
+        coefficients = self.coefficients(x)
+        return functional.group_norm(coefficients.flatten(1, 2), self.groups)
+
+    def coefficients(self, x: Tensor) -> Tensor:
+        """Return the coefficients themselves, ``[B, C, K, h, w]``, as kymatio orders them."""
+        spectrum = self._fourier(functional.pad(x, self.padding, mode="reflect"), 0)
+        zeroth = self._average(spectrum, 0)[:, :, None]
+        first, second = [], []
+        for scale in range(self.scales):
+            moduli = self._moduli(spectrum, f"psi{scale}_0", scale)  # [B, C, L, m, n]
+            inner = self._fourier(moduli, scale)
+            first.append(self._average(inner, scale))
+            deeper = []
+            for next_scale in range(scale + 1, self.scales):
+                moduli = self._moduli(inner, f"psi{next_scale}_{scale}", next_scale - scale)
+                deeper.append(self._average(self._fourier(moduli, next_scale), next_scale))
+            if deeper:  # [B, C, L, L times larger scales, h, w]
+                second.append(torch.cat(deeper, dim=3).flatten(2, 3))
+        return torch.cat([zeroth, *first, *second], dim=2)
+
+    def _matrices(self, resolution: int) -> tuple[Tensor, ...]:
+        names = (f"{part}{axis}{resolution}" for axis in "MN" for part in ("cos", "sin"))
+        return tuple(self.get_buffer(name) for name in names)
+
+    def _fourier(self, x: Tensor, resolution: int) -> Complex:
+        """Return the Fourier transform of real ``[..., m, n]``."""
+        cos_m, sin_m, cos_n, sin_n = self._matrices(resolution)
+        real, imaginary = cos_m @ x, sin_m @ x
+        return real @ cos_n - imaginary @ sin_n, -(real @ sin_n + imaginary @ cos_n)
+
+    def _moduli(self, spectrum: Complex, filters: str, halvings: int) -> Tensor:
+        """Return the moduli of filtered signals, ``[..., L, m / 2^h, n / 2^h]``."""
+        filtered = (part.unsqueeze(-3) * self.get_buffer(filters) for part in spectrum)
+        real, imaginary = self._inverse(*(_folded(part, halvings) for part in filtered))
+        return (real.square() + imaginary.square()).sqrt()
+
+    def _average(self, spectrum: Complex, resolution: int) -> Tensor:
+        """Return the low-passed real signal at the coarsest resolution, without its border."""
+        low_pass = self.get_buffer(f"phi{resolution}")
+        folded = (_folded(part * low_pass, self.scales - resolution) for part in spectrum)
+        return self._inverse(*folded)[0][..., 1:-1, 1:-1]
+
+    def _inverse(self, real: Tensor, imaginary: Tensor) -> Complex:
+        """Return the inverse Fourier transform of ``[..., m, n]``."""
+        rows, columns = real.shape[-2:]
+        resolution = round(math.log2(self.get_buffer("cosM0").shape[0] / rows))
+        cos_m, sin_m, cos_n, sin_n = self._matrices(resolution)
+        left = cos_m @ real - sin_m @ imaginary
+        right = cos_m @ imaginary + sin_m @ real
+        scale = 1 / (rows * columns)
+        return scale * (left @ cos_n - right @ sin_n), scale * (left @ sin_n + right @ cos_n)
+
+
+def make_transform(records: Records, *, scales: int, angles: int) -> Scattering:
+    """Return the transform of some images.
+
+    Raises:
+        ConfigError: The records are no images or too small, or their features don't fit in memory.
+    """
+    shape = tuple(records.features.shape[1:])
+    transform = Scattering(shape, scales=scales, angles=angles)
+    check_fits(
+        4 * len(records) * math.prod(transform.output_shape),
+        f"dataset.transform=scattering of {len(records)} images",
+        "lower dataset.scattering.scales or angles, or set dataset.limit_train",
+    )
+    return transform
+
+
+@torch.no_grad()
+def transformed(records: Records, transform: Scattering) -> Records:
+    """Return the records with float32 ``[N, C K, h, w]`` features in place of uint8 images."""
+    features = torch.empty(len(records), *transform.output_shape)
+    size_mb = 4 * features.numel() / 1e6
+    console = Console(stderr=True)
+    for rows in track(
+        torch.split(torch.arange(len(records)), _TOGETHER),
+        description=f"scattering features of {len(records)} images, {size_mb:.0f} MB",
+        console=console,
+        disable=not console.is_terminal,
+    ):
+        features[rows] = transform(records.features[rows].float() / 255)
+    shape = tuple(records.features.shape[1:])
+    return replace(records, features=features, image_shape=shape)
+
+
+def _folded(spectrum: Tensor, halvings: int) -> Tensor:
+    """Return the spectrum of every ``2^halvings``-th sample of both axes."""
+    times = 2**halvings
+    *others, rows, columns = spectrum.shape
+    parts = spectrum.view(*others, times, rows // times, times, columns // times)
+    return parts.mean((-4, -2))

@@ -1,0 +1,181 @@
+"""Writes conf/README.md: every setting with its default, its values and its meaning.
+
+    python scripts/settings_page.py [--check]
+
+Meanings are those of the settings classes' docstrings, defaults those of ``conf/``. ``--check``
+writes nothing and ends with 1 if the page is not that of the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from fednas_flwr.builders.algorithms import ALGORITHMS
+from fednas_flwr.builders.spaces import SEARCH_SPACES
+from fednas_flwr.composition import compose_tree
+from fednas_flwr.config import Config, Dataset, DifferentialPrivacy
+from fednas_flwr.config.data import Partition
+from fednas_flwr.config.networks import Retrain
+from fednas_flwr.config.runtime import Runtime
+from fednas_flwr.typed import Between, Length, OneOf
+
+os.environ.pop("FEDNAS_CACHE", None)  # which would be the default of dataset.cache
+CONF = Path(__file__).parents[1] / "conf"
+PAGE = CONF / "README.md"
+KINDS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+HEAD = """# Settings
+
+Every setting of a run: `fednas run <setting>=<value> ...`, a file in `experiment/`, or
+`compose("<setting>=<value>")` in Python. A group is chosen by the name of one of its files:
+`algorithm=fnas`. What is out of range, unknown or without effect is refused before anything runs.
+This page is written by `python scripts/settings_page.py`.
+"""
+
+
+def main() -> int:
+    """Write or check the page."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    text = page()
+    if options.check:
+        same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text
+        print(
+            "the page is that of the code" if same else f"{PAGE} is old: run this without --check"
+        )
+        return 0 if same else 1
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+def page() -> str:
+    """Return the whole page."""
+    parts = [HEAD, section("Run", Config, "", prefix="", names=())]
+    for group, title, kind, default in (
+        ("dataset", "Data set", Dataset, "digits"),
+        ("partition", "Division over clients", Partition, "iid"),
+        ("privacy", "Privacy", DifferentialPrivacy, "dp"),
+        ("retrain", "Retraining", Retrain, "quickstart"),
+        ("runtime", "Runtime", Runtime, "inline"),
+    ):
+        parts.append(section(title, kind, default, prefix=f"{group}.", names=names_of(group)))
+    for group, title, entries in (
+        ("search_space", "Search space", SEARCH_SPACES),
+        ("algorithm", "Algorithm", ALGORITHMS),
+    ):
+        by_kind: dict[type, list[str]] = {}
+        for name, entry in entries.items():
+            by_kind.setdefault(entry.settings, []).append(name)
+        for kind, names in by_kind.items():
+            chosen = [own for own in names_of(group) if composed(group, own)["name"] in names]
+            heading = f"{title} {', '.join(names)}"
+            parts.append(section(heading, kind, names[0], prefix=f"{group}.", names=chosen))
+    return "\n".join(parts)
+
+
+def names_of(group: str) -> list[str]:
+    """Return what a group may be chosen as."""
+    return sorted(p.stem for p in (CONF / group).glob("*.yaml") if not p.stem.startswith("_"))
+
+
+@cache
+def composed(group: str, name: str) -> dict[str, Any]:
+    """Return the settings of a group with one of its choices; those of a run for no group."""
+    tree = compose_tree([f"{group}={name}"] if group else [])
+    return tree[group] if group else tree
+
+
+def section(title: str, kind: type, default: str, *, prefix: str, names: Sequence[str]) -> str:
+    """Return one class's settings as a table."""
+    tree = composed(prefix.rstrip("."), default)
+    rows = list(leaves(kind, tree, prefix))
+    chosen = f"\n`{prefix[:-1]}={'`, `'.join(names)}`\n" if names else ""
+    head = "| setting | default | values | meaning |\n|---|---|---|---|"
+    return f"## {title}\n{chosen}\n{head}\n" + "\n".join(rows) + "\n"
+
+
+def leaves(kind: type, tree: Any, prefix: str) -> Iterator[str]:
+    """Yield the row of every setting of a class; groups of a run have sections of their own."""
+    hints, told = get_type_hints(kind, include_extras=True), meanings(kind)
+    for field in fields(kind):
+        key, hint = f"{prefix}{field.name}", hints[field.name]
+        value = tree.get(field.name) if isinstance(tree, dict) else None
+        inner = next((part for part in parts_of(hint) if is_dataclass(part)), None)
+        if field.name == "name" or (not prefix and inner is not None):
+            continue
+        if field.name not in told:
+            raise SystemExit(f"{kind.__name__}.{field.name} has no meaning in its docstring")
+        if isinstance(inner, type):
+            yield row(f"{key}.*", "", None if value is None else "", told[field.name])
+            yield from leaves(inner, value, f"{key}.")
+        else:
+            yield row(key, allowed(hint), value, told[field.name])
+
+
+def row(key: str, values: str, default: Any, meaning: str) -> str:
+    """Return one row of a table."""
+    told = default if isinstance(default, str) else json.dumps(default, ensure_ascii=False)
+    cells = (f"`{key}`", f"`{told}`" if told else "", values, meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def parts_of(hint: Any) -> list[Any]:
+    """Return the types of which a value is one, without their constraints."""
+    if get_origin(hint) is Annotated:
+        return parts_of(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return [part for own in get_args(hint) for part in parts_of(own)]
+    return [hint]
+
+
+def allowed(hint: Any) -> str:
+    """Return which values a setting may have."""
+    if get_origin(hint) in (Union, UnionType):
+        said = [allowed(part) for part in get_args(hint) if part is not NoneType]
+        return " or ".join(said) + (" or null" if NoneType in get_args(hint) else "")
+    bounds = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    (kind,) = parts_of(hint)
+    names = [", ".join(f"`{name}`" for name in c.names) for c in bounds if isinstance(c, OneOf)]
+    if names:
+        return names[0]
+    size = "".join(f", {c.size} entries" for c in bounds if isinstance(c, Length))
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is list:
+        return f"list of {allowed(inner[0])}{size}"
+    if origin is dict:
+        return f"mapping to {allowed(inner[1])}{size}"
+    if is_dataclass(kind):
+        return "mapping"
+    between = [f" ({c})" for c in bounds if isinstance(c, Between)]
+    return KINDS.get(kind, "value") + "".join(between)
+
+
+def meanings(kind: type) -> dict[str, str]:
+    """Return what the docstrings of a class and of its bases say of every field."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        block = re.search(r"Attributes:\n((?:    .*\n?|\n)*)", inspect.getdoc(base) or "")
+        entries = re.findall(r"(?m)^    (\w+): (.*(?:\n        .*)*)", block[1] if block else "")
+        found |= {name: _markdown(text) for name, text in entries}
+    return found
+
+
+def _markdown(text: str) -> str:
+    """Return a docstring's text on one line, its references as code."""
+    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", " ".join(text.split()))
+    return text.replace("``", "`")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

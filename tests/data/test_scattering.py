@@ -1,0 +1,126 @@
+"""Scattering features: kymatio's coefficients, of one record each, also in ONNX."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fednas_flwr.api import run
+from fednas_flwr.builders.configuration import parse_config
+from fednas_flwr.composition import compose_tree, given_settings
+from fednas_flwr.config import Config
+from fednas_flwr.data.datasets import prepare
+from fednas_flwr.data.loaders import server_split
+from fednas_flwr.data.scattering import Scattering, num_paths
+from fednas_flwr.errors import ConfigError, NoEffectError
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "angles"),
+    [((1, 28, 28), 2, 8), ((3, 32, 32), 2, 8), ((2, 9, 14), 1, 3), ((1, 20, 17), 3, 4)],
+)
+def test_coefficients_are_kymatios(shape: tuple[int, ...], scales: int, angles: int) -> None:
+    from kymatio.scattering2d.frontend.torch_frontend import ScatteringTorch2D
+
+    images = torch.rand(3, *shape, generator=torch.Generator().manual_seed(0))
+    expected = ScatteringTorch2D(J=scales, shape=shape[1:], L=angles)(images)
+    transform = Scattering(shape, scales=scales, angles=angles)
+    found = transform.coefficients(images)
+    assert found.shape[2] == num_paths(scales, angles)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert transform(images).shape[1:] == transform.output_shape
+
+
+def test_features_of_a_record_do_not_depend_on_others_and_are_normalised_in_groups() -> None:
+    transform = Scattering((1, 28, 28), scales=2, angles=8)
+    images = torch.rand(4, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    together = transform(images)
+    alone = torch.cat([transform(image[None]) for image in images])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+    groups = together.view(4, 27, -1)
+    torch.testing.assert_close(groups.mean(-1), torch.zeros(4, 27), rtol=0, atol=1e-4)
+    assert not list(transform.parameters())
+    assert not transform.state_dict()
+
+
+def test_onnx_computes_the_same(tmp_path: Path) -> None:
+    import onnxruntime
+
+    transform = Scattering((3, 16, 16), scales=2, angles=4)
+    images = torch.rand(5, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    file = tmp_path / "transform.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter, which announces its age
+        torch.onnx.export(
+            transform,
+            (images[:2],),
+            str(file),
+            dynamo=False,
+            input_names=["images"],
+            dynamic_axes={"images": {0: "batch"}},
+        )
+    (found,) = onnxruntime.InferenceSession(str(file)).run(None, {"images": images.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), transform(images), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 28), (6,)])
+def test_images_that_are_too_small_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="needs images of sides above 4"):
+        Scattering(shape, scales=2, angles=8)
+
+
+SIZES = {"scales": 1, "angles": 2}
+
+
+def test_prepared_features_are_those_of_the_raw_images(tmp_path: Path) -> None:
+    settings = {"cache": tmp_path, "name": "digits", "limit_train": 70, "limit_test": 5}
+    plain = prepare(**settings)
+    prepared = prepare(**settings, scattering=SIZES, mean=(0.3,), std=(0.2,))
+    transform = Scattering((1, 8, 8), **SIZES)
+    assert prepared.input_shape == transform.output_shape == (3, 4, 4)
+    for made, raw in (
+        (prepared.train, plain.train),
+        (prepared.server_test, plain.server_test),
+    ):
+        assert made is not None
+        assert raw is not None
+        expected = transform(raw.features / 255)
+        torch.testing.assert_close(made.features, expected, rtol=1e-4, atol=1e-4)
+        assert made.ids.tolist() == raw.ids.tolist()
+        split = server_split(made, prepared.mean, prepared.std)
+        x, y = split.batch(torch.tensor([1, 3]), "cpu")
+        assert torch.equal(x, made.features[[1, 3]])
+        assert torch.equal(y, raw.labels[[1, 3]])
+    again = prepare(**settings, scattering={"scales": 1, "angles": 3})
+    assert again.input_shape == (4, 4, 4)
+    assert not prepared.uses_own_statistics
+
+
+def test_features_are_not_augmented_and_what_asks_for_it_is_refused(
+    compose_config: Callable[..., Config],
+) -> None:
+    config = compose_config("dataset=fashion_mnist", "dataset.transform=scattering")
+    assert (config.dataset.crop_padding, config.dataset.flip) == (2, True)
+    assert not any(config.dataset.augmentation.values())
+    for setting in ("dataset.flip=true", "dataset.crop_padding=1", "dataset.mean=[0.5]"):
+        overrides = ("dataset.transform=scattering", setting)
+        given = given_settings(overrides)
+        with pytest.raises(NoEffectError, match="dataset.transform=scattering, whose features"):
+            parse_config(compose_tree(overrides), given=given)
+    overrides = ("dataset.scattering.angles=3",)
+    with pytest.raises(NoEffectError, match="set dataset.transform=scattering or remove it"):
+        parse_config(compose_tree(overrides), given=given_settings(overrides))
+
+
+def test_a_private_search_on_features_runs(
+    compose_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = compose_config(
+        *("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group"),
+        *("dataset.transform=scattering", "dataset.scattering.angles=2", "privacy.epsilon=50"),
+        *("stages=[search]", "clients=2", f"run_dir={tmp_path / 'run'}"),
+    )
+    result = run(config)
+    assert result.genotype is not None
