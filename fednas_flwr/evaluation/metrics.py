@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.search_spaces.skip import SkipNetwork
 
 BATCH_SIZE = 256  # of evaluation; the result does not depend on it but for rounding
 UNSEEN = -1e300  # logit of a class without training records: its log odds are all the same
@@ -42,6 +43,30 @@ class Metrics:
     def as_json(self) -> dict[str, float | None]:
         """Return all of them by name."""
         return asdict(self)
+
+
+def accuracies_of_parts(
+    network: SkipNetwork, split: Split, device: torch.device, *, objective: Objective
+) -> dict[str, float]:
+    """Return the accuracies of a network ``without_skip`` and ``without_cells``.
+
+    Args:
+        network: With a skip, which it has again when this returns.
+        split: The records, at least one.
+        device: That of the network.
+        objective: Gives the hits.
+    """
+    skip = network.skip
+    if skip is None:
+        raise ValueError("the network has no skip")
+    alone = nn.Sequential(nn.Flatten(), skip)
+    network.skip = None
+    try:
+        rest = evaluate(network, split, device, objective=objective).accuracy
+    finally:
+        network.skip = skip
+    linear = evaluate(alone, split, device, objective=objective).accuracy
+    return {"without_skip": rest, "without_cells": linear}
 
 
 @torch.no_grad()

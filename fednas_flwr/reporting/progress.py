@@ -215,6 +215,8 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     left = len(run.departures())
     rows = [
         ("network, server's test set", percent(numbers["central_accuracy"])),
+        ("network without its linear skip", percent(numbers["accuracy_without_skip"])),
+        ("its linear skip alone", percent(numbers["accuracy_without_cells"])),
         ("network, F1 on it", score(numbers["central_f1"])),
         ("network, AUROC on it", score(numbers["central_auroc"])),
         (f"network, mean over clients{noised}", percent(numbers["client_accuracy"])),

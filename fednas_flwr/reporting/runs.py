@@ -250,6 +250,8 @@ class Run:
         )
         return {
             "central_accuracy": central.get("accuracy"),
+            "accuracy_without_skip": central.get("without_skip"),
+            "accuracy_without_cells": central.get("without_cells"),
             "central_f1": central.get("f1"),
             "central_auroc": central.get("auroc"),
             "central_average_precision": central.get("average_precision"),

@@ -113,6 +113,11 @@ def tiles(run: Run) -> list[dict[str, str]]:
     troubles += [f"{left} client{'s' if left > 1 else ''} left"] if left else []
     tiles = [
         ("Test accuracy", percent(central), f"server's test set, {count(examples)} records"),
+        (
+            "Without its skip",
+            percent(numbers["accuracy_without_skip"]),
+            f"the cells alone; the linear skip alone {percent(numbers['accuracy_without_cells'])}",
+        ),
         ("Test F1", score(numbers["central_f1"]), f1_note),
         ("Test AUROC", score(numbers["central_auroc"]), auroc_note),
         ("Mean over clients", percent(mean_client), tested),

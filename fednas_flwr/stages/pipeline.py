@@ -41,7 +41,12 @@ from fednas_flwr.data.statistics import Moments, Statistics, pooled
 from fednas_flwr.data.summary import found
 from fednas_flwr.errors import ReplyError
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
-from fednas_flwr.evaluation.metrics import evaluate, pooled_baselines, predicted
+from fednas_flwr.evaluation.metrics import (
+    accuracies_of_parts,
+    evaluate,
+    pooled_baselines,
+    predicted,
+)
 from fednas_flwr.evaluation.model import Model
 from fednas_flwr.evaluation.scores import best_threshold, detailed, shares_at
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
@@ -65,6 +70,7 @@ from fednas_flwr.reporting.runs import EVENTS_FILE
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search_spaces.genotype import Genotype, save_genotype, to_json
+from fednas_flwr.search_spaces.skip import SkipNetwork
 from fednas_flwr.stages.check import given_table
 from fednas_flwr.stages.commitment import NEEDED_FACTS, awaited_run, commit
 from fednas_flwr.stages.groups import run_groups
@@ -322,6 +328,8 @@ def _evaluate(
             central = measured.as_json() | detailed(
                 logits, labels, objective=objective, threshold=threshold, seed=config.seed
             )
+            if isinstance(network, SkipNetwork) and network.skip is not None:
+                central |= accuracies_of_parts(network, test, device, objective=objective)
             network.cpu()
         baselines = _baselines(run, objective) if pools_records(config) else {}
         site = None if private is None else Site(private.data_set)

@@ -4,9 +4,11 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from fednas_flwr import load
 from fednas_flwr.api import run
 from fednas_flwr.builders.configuration import parse_config
 from fednas_flwr.composition import compose_tree, given_settings
@@ -112,6 +114,28 @@ def test_features_are_not_augmented_and_what_asks_for_it_is_refused(
     overrides = ("dataset.scattering.angles=3",)
     with pytest.raises(NoEffectError, match="set dataset.transform=scattering or remove it"):
         parse_config(compose_tree(overrides), given=given_settings(overrides))
+
+
+def test_an_exported_model_takes_raw_images(
+    compose_config: Callable[..., Config], made_data: Path, tmp_path: Path
+) -> None:
+    overrides = (
+        *(
+            "dataset.transform=scattering",
+            "dataset.scattering.angles=2",
+            "search_space.skip=linear",
+        ),
+        f"run_dir={tmp_path / 'run'}",
+    )
+    result = run(compose_config(*overrides))
+    central = result.scores["central"]
+    model, images = load(result.folder), np.load(made_data)
+    predictions = model.predict(images["x_test"])
+    names = [model.class_names[label] for label in images["y_test"]]
+    right = [label == name for label, name in zip(predictions.labels, names, strict=True)]
+    assert sum(right) / len(right) == pytest.approx(central["accuracy"])
+    assert {"without_skip", "without_cells"} < set(central)
+    assert model.network.skip.weight.any()
 
 
 def test_a_private_search_on_features_runs(

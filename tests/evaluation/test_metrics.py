@@ -5,12 +5,19 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
-from torch import nn
+from torch import Tensor, nn
 
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.evaluation import metrics
-from fednas_flwr.evaluation.metrics import Metrics, evaluate, pooled_baselines, record_losses
-from fednas_flwr.search.objective import Objective
+from fednas_flwr.evaluation.metrics import (
+    Metrics,
+    accuracies_of_parts,
+    evaluate,
+    pooled_baselines,
+    record_losses,
+)
+from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.search_spaces.skip import SkipNetwork
 
 
 def share_of_pairs(labels: list[bool], ranks: list[float]) -> float:
@@ -231,3 +238,26 @@ def test_boosted_trees_are_a_baseline_of_tables_alone() -> None:
     assert set(pooled_baselines(images, make_split(list(range(150, 200))), num_classes=3)) == {
         "linear"
     }
+
+
+class Bright(SkipNetwork):
+    """Calls every record class 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.joined(torch.tensor([0.0, 1.0, 0.0]).expand(len(x), 3), x)
+
+
+def test_parts_of_a_network_with_a_skip_are_measured_alone() -> None:
+    split, network = make_split(list(range(200))), Bright()
+    network.skip = nn.Linear(32, 3)
+    nn.init.zeros_(network.skip.weight)
+    with torch.no_grad():
+        network.skip.bias.copy_(torch.tensor([0.0, 0.0, 5.0]))  # always class 2, and stronger
+    shares = [float((split.labels[:200] == label).float().mean()) for label in range(3)]
+    assert len(set(shares)) == 3
+    skip = network.skip
+    found = accuracies_of_parts(network, split, CPU, objective=CLASSIFICATION)
+    assert found["without_skip"] == pytest.approx(shares[1])
+    assert found["without_cells"] == pytest.approx(shares[2])
+    assert network.skip is skip
+    assert evaluate(network, split, CPU).accuracy == pytest.approx(shares[2])
