@@ -16,6 +16,7 @@ from fednas_flwr.config import (
     SuccessiveHalvingSettings,
     ZeroCostSettings,
 )
+from fednas_flwr.config.run import MOST_SITES
 from fednas_flwr.errors import ConfigError, show, unknown_choice
 
 
@@ -201,6 +202,10 @@ def check_secure_sum(config: Config) -> None:
         f"wire={config.wire}": (
             config.wire != "float32",
             "masked integers are not rounded; set wire=float32",
+        ),
+        f"clients={config.clients}": (
+            config.clients > MOST_SITES,
+            f"a sum is of at most {MOST_SITES}; take fewer",
         ),
         "personalised=true": (config.personalised, "it is a result per client; leave it out"),
         f"algorithm={name}": (

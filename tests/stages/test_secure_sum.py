@@ -285,6 +285,7 @@ REFUSED = [
     ("aggregate=trimmed_mean", "set aggregate=mean"),
     ("wire=int8", "set wire=float32"),
     ("personalised=true", "leave it out"),
+    ("clients=1001", "at most 1000"),
     ("algorithm=fedex", "asked different things"),
     ("algorithm=fnas algorithm.reduce=sum", "set algorithm.reduce=mean"),
     ("secure_terms.colluding=3", "lower secure_terms.colluding"),
