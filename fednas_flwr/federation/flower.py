@@ -2,7 +2,7 @@
 
 Each function takes effect in the process that calls it. It raises AttributeError where Flower has
 no longer what it replaces: better no process than one without its protection. flwr is pinned to
-the minor version ``VERSION``, for which all this was written and is tested.
+the minor versions ``VERSIONS``, with which all this is tested (``scripts/test_flower.sh``).
 
 =========================  =============================================  =========================
 function                   replaces or sets, of Flower 1.41               because else
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from flwr.server.superlink.linkstate import LinkState
     from flwr.serverapp import Grid
 
-VERSION = "1.41"
+VERSIONS = ("1.41", "1.42")
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION  # of a reply
 _ALONG = "fednas.along"
 _RECONNECTED = "Connection successful after %.2f seconds and %s tries."

@@ -96,9 +96,10 @@ Settings = Mapping[str, str]
 def _versions(folder: Path, settings: Settings) -> str:
     """Return the versions that must agree between server and sites."""
     flwr = importlib.metadata.version("flwr")
-    if not flwr.startswith(f"{flower.VERSION}."):
+    if flwr.rpartition(".")[0] not in flower.VERSIONS:
         raise Trouble(
-            f"flwr {flwr} is installed: install fednas_flwr anew, which needs {flower.VERSION}.x."
+            f"flwr {flwr} is installed: install fednas_flwr anew, which needs "
+            f"{' or '.join(f'{version}.x' for version in flower.VERSIONS)}."
         )
     torch = importlib.metadata.version("torch")
     return (

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# What depends on Flower, tested with another of its versions: scripts/test_flower.sh 1.42
+set -euo pipefail
+cd "$(dirname "$0")/.."
+version=${1:?a minor version of flwr, as in scripts/test_flower.sh 1.42}
+shift
+source scripts/setup.sh
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+python -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder" "flwr==$version.*"
+export PYTHONPATH="$folder:$PWD${PYTHONPATH:+:$PYTHONPATH}"
+python -c "import flwr; print('flwr', flwr.__version__)"
+pytest -q -n 0 tests/federation/test_flower.py tests/federation/test_deployment.py \
+    tests/federation/test_flwr_run.py tests/federation/test_mods.py tests/exchange/test_courier.py "$@"
