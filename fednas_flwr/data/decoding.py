@@ -224,7 +224,7 @@ def _open(content: bytes, name: str, intensity: Sequence[float]) -> tuple[Image,
 
 
 def _dicom(content: bytes) -> np.ndarray:
-    """Return a DICOM image's pixels as its own window shows them, uint8 ``[H, W]``."""
+    """Return a DICOM image as its own window shows it, uint8 ``[H, W]``, black 0 and white 255."""
     try:
         import pydicom
         from pydicom.pixels.processing import apply_modality_lut, apply_voi_lut

@@ -269,8 +269,9 @@ def _loading(run: Run, place: str) -> str:
     exported = (run.last("exported") or {}).get("files") or []
     if not exported:
         return ""
+    fetched = "from huggingface_hub import snapshot_download\n" * (place == PUBLISHED)
     return (
-        "## How to use it\n\n```python\nfrom fednas_flwr import load\n\n"
+        f"## How to use it\n\n```python\nfrom fednas_flwr import load\n{fetched}\n"
         f"model = load({place})  # takes raw data: normalisation and classes are inside\n"
         'print(model.predict("data").labels)  # arrays, a DataFrame, or a path\n```\n\n'
         f"Files: {', '.join(exported)}."

@@ -111,7 +111,8 @@ def partition(event: Event) -> Figure | None:
 def client_accuracy(event: Event) -> Figure | None:
     """Return the test accuracy of every client as bars, with the mean and the server's as lines.
 
-    The axis runs from 0 to 1, and further where noise has carried an accuracy out of that range.
+    The axis runs from 0 to 1, and further where noise has carried an accuracy out of that range; it
+    begins at a tenth above 0 where all accuracies are above that, so that they can be told apart.
     """
     clients = [c for c in event.get("clients") or [] if c.get("accuracy") is not None]
     if not clients:
@@ -136,7 +137,9 @@ def client_accuracy(event: Event) -> Figure | None:
         data.append(_level(names, central, "server's test set", GREEN, "dot"))
     layout = axes(x="client", y="test accuracy")
     layout["xaxis"] |= {"type": "category", "showgrid": False}
-    layout["yaxis"] |= {"tickformat": ".0%", "range": [min(0, *values), max(1, *values)]}
+    lowest = min([*values, *([] if central is None else [central])])
+    start = max(0, math.floor(10 * lowest - 1) / 10) if lowest >= 0 else lowest
+    layout["yaxis"] |= {"tickformat": ".0%", "range": [start, max(1, *values)]}
     return {"data": data, "layout": layout}
 
 

@@ -37,7 +37,7 @@ def positive_text(run: Run) -> str:
         text += (
             f" Sensitivity and specificity are those of calling a record {names[positive]} from a "
             f"probability of {threshold:.2f} on, which was chosen on the clients' validation "
-            "records (largest sum of both)."
+            "records (largest sum of both), which most algorithms also retrain on."
         )
     return text
 

@@ -173,6 +173,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         *((label, settings_text(config, key)) for key, label in GROUPS.items() if key in config),
         *((label, str(config[key])) for key, label in NUMBERS.items() if config.get(key)),
         ("the search was", searched if run.rounds("search") else ""),
+        ("learning rate", _rates(config)),
         ("data", ". ".join((run.last("data") or {}).get("found") or [])),
         ("commit", str(started.get("commit") or "")),
         ("machine", str(started.get("machine") or "")),
@@ -181,6 +182,17 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("folder", str(run.folder.resolve())),
     ]
     return [(name, value) for name, value in facts if value]
+
+
+def _rates(config: dict[str, Any]) -> str:
+    """Return the first learning rate of the weights in search and retraining, as far as set."""
+    rates = []
+    for group, stage in (("algorithm", "search"), ("retrain", "retraining")):
+        settings = config.get(group)
+        weights = settings.get("weights") if isinstance(settings, dict) else None
+        if isinstance(weights, dict) and weights.get("lr") is not None:
+            rates.append(f"{weights['lr']:g} in {stage}")
+    return ", ".join(rates)
 
 
 def settings_text(config: dict[str, Any], group: str) -> str:

@@ -210,3 +210,31 @@ def test_one_image_in_colour_makes_all_of_them_so(tmp_path: Path):
     assert both.notes == ("1 gray and 1 colour images: all become colour",)
     gray, _ = load_image_folder(tmp_path, **DEFAULTS | {"channels": 1})
     assert gray.features.shape == (2, 1, 4, 6)
+
+
+def test_dicom_is_shown_by_its_own_window(tmp_path: Path):
+    pydicom = pytest.importorskip("pydicom")
+    from pydicom.dataset import FileDataset, FileMetaDataset
+    from pydicom.uid import ExplicitVRLittleEndian, generate_uid
+
+    pixels = np.array([[0, 1000], [2000, 4000]], dtype=np.uint16)
+    meta = FileMetaDataset()
+    meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    meta.MediaStorageSOPInstanceUID = generate_uid()
+    scan = FileDataset(None, {}, file_meta=meta, preamble=b"\0" * 128)
+    scan.Rows, scan.Columns = pixels.shape
+    scan.SamplesPerPixel, scan.PixelRepresentation = 1, 0
+    scan.BitsAllocated, scan.BitsStored, scan.HighBit = 16, 16, 15
+    scan.RescaleSlope, scan.RescaleIntercept = 1, 0
+    scan.WindowCenter, scan.WindowWidth = 2000, 2000  # 1000 to 3000
+    scan.PixelData = pixels.tobytes()
+    (tmp_path / "a").mkdir()
+    for name, kind in (("1", "MONOCHROME2"), ("2", "MONOCHROME1")):
+        scan.PhotometricInterpretation = kind
+        pydicom.dcmwrite(tmp_path / "a" / f"{name}.dcm", scan)
+    found, _ = load_image_folder(tmp_path, **DEFAULTS)
+    assert found.features[0, 0].tolist() == [[0, 0], [128, 255]]
+    assert found.features[1, 0].tolist() == [[255, 255], [127, 0]]
+    (tmp_path / "a" / "3.dcm").write_bytes(b"no image")
+    with pytest.raises(ConfigError, match=r"1 of 3 files .*3\.dcm"):
+        load_image_folder(tmp_path, **DEFAULTS)

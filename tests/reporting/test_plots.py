@@ -97,6 +97,10 @@ def test_noised_accuracies_stay_inside_the_picture() -> None:
     clients = [{"client": 0, "accuracy": -0.1}, {"client": 1, "accuracy": 1.2, "num_examples": 7}]
     figure = _valid(plots.client_accuracy({"clients": [*clients, {"client": 2}]}))
     assert list(figure.layout.yaxis.range) == [-0.1, 1.2]
+    close = [{"client": c, "accuracy": a} for c, a in enumerate((0.93, 0.96))]
+    for central, start in ((None, 0.8), ({"accuracy": 0.47}, 0.3), ({"accuracy": 0.04}, 0)):
+        shown = _valid(plots.client_accuracy({"clients": close, "central": central}))
+        assert list(shown.layout.yaxis.range) == pytest.approx([start, 1])
     assert list(figure.data[0].customdata) == ["", "<br>7 test records"]
     assert plots.client_accuracy({"clients": [{"client": 2}]}) is None
 

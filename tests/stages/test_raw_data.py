@@ -204,6 +204,7 @@ def test_the_model_is_ready_to_publish(
     (result,) = (r for r in card.data.eval_results if r.metric_type == "accuracy")
     assert result.metric_value == finished.accuracy
     assert str(finished.folder) not in card.content
+    assert "from huggingface_hub import snapshot_download" in card.content
     x = finished.test.features[:5]
     assert torch.equal(load(hub)(x), load(finished.folder)(x))
     assert main(["export", str(finished.folder), "--to", str(hub)]) == 2
