@@ -1,6 +1,6 @@
 """Data-free scores: what can be told of a network before it has seen a record.
 
-Each score is a number of a newly initialised network, larger for what it holds to be better. None
+Each score is a number of a network with new weights, larger for what it holds to be better. None
 reads data, so that a server can rank architectures alone and no client spends anything.
 :func:`measure` computes any of them for a genotype of any space; :func:`combine` turns several into
 one ranking.
@@ -9,7 +9,8 @@ one ranking.
 the highest, after 12 epochs (.58, synflow .36; ``scripts/results/scores.json``) as in its paper
 after 200, and of 250 cells it seldom chooses a bad one. No score is best everywhere: among good
 cells none of the published ones knows more. ``learning`` does: it trains a network for some steps
-on a made-up task. It costs seconds, so that it is for the best by other scores.
+on a made-up task. It costs seconds, so that it is for the best by other scores. Its task, and its
+use beside multiply-adds, were chosen by that table; the published scores were not tuned.
 
 Scores depend on depth: stacked cells without a way around them train badly, which a network of one
 cell per stage does not show. Give the space the depth at which networks will be used; width says

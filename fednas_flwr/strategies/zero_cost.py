@@ -72,7 +72,9 @@ class ZeroCost(RoundStrategy):
             limits=self.limits,
             latency_ms=self.latency_ms,
         )
-        known = {to_json(one.genotype): one for one in [*found, *self.pool()]}
+        known = {to_json(one.genotype): one for one in self.pool()}
+        for one in found:
+            known.setdefault(to_json(one.genotype), one)
         pool = self.shortlist(ranked(list(known.values())))
         self.values = {
             "found": [
@@ -89,7 +91,7 @@ class ZeroCost(RoundStrategy):
     def pool(self) -> list[Scored]:
         """Return all architectures that were scored, the best first."""
         return [
-            Scored(from_json(json.dumps(one["genotype"])), one["scores"], one["further"])
+            Scored(from_json(json.dumps(one["genotype"])), one["scores"], one.get("further"))
             for one in self.values["found"]
         ]
 
