@@ -27,7 +27,7 @@ from fednas_flwr.config import (
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.schema import Inputs
 from fednas_flwr.errors import ConfigError, unknown_choice
-from fednas_flwr.evaluation.export import INPUTS_KEY, METADATA_KEY, MODEL_FILE
+from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.evaluation.model import Model
 from fednas_flwr.names import FAST
@@ -267,11 +267,10 @@ def _metadata(run_folder: Path) -> tuple[Description, Inputs]:
         raise ConfigError(f"{path} does not exist: the run has not reached its export.")
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
-    missing = [key for key in (METADATA_KEY, INPUTS_KEY) if key not in metadata]
-    if missing:
+    if METADATA_KEY not in metadata:
         raise ConfigError(
-            f"{path} lacks {' and '.join(missing)} in its metadata: export it anew, by "
-            "fednas run resume=<run folder> with this version."
+            f"{path} lacks {METADATA_KEY} in its metadata: it is of another version; export it "
+            "anew, by fednas run resume=<run folder>."
         )
-    description: Description = json.loads(metadata[METADATA_KEY])
-    return description, Inputs.from_json(metadata[INPUTS_KEY])
+    about = json.loads(metadata[METADATA_KEY])
+    return about["network"], Inputs.from_json(json.dumps(about["inputs"]))

@@ -24,7 +24,7 @@ from fednas_flwr.files import replacing
 
 MODEL_FILE = "model.safetensors"
 ONNX_FILE = "model.onnx"
-METADATA_KEY = "fednas_network"
+METADATA_KEY = "fednas_model"
 INPUTS_KEY = "fednas_inputs"
 TOLERANCE = 1e-4  # of probabilities, absolute; float32 kernels differ by their order of sums
 OPSETS = {"": 17, "ai.onnx.ml": 3}
@@ -35,10 +35,9 @@ def export_safetensors(model: Model, folder: Path) -> Path:
     path = folder / MODEL_FILE
     state = model.network.state_dict()
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    metadata = {
-        METADATA_KEY: json.dumps(model.description),
-        INPUTS_KEY: model.inputs.to_json(),
-    }
+    # One entry: safetensors writes several in an order that changes from process to process.
+    about = {"network": model.description, "inputs": json.loads(model.inputs.to_json())}
+    metadata = {METADATA_KEY: json.dumps(about)}
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata=metadata)
     return path

@@ -18,7 +18,7 @@ from fednas_flwr import load
 from fednas_flwr.builders.networks import make_network, make_space
 from fednas_flwr.data.schema import Column, Inputs
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.export import INPUTS_KEY, METADATA_KEY, export_onnx, export_safetensors
+from fednas_flwr.evaluation.export import METADATA_KEY, export_onnx, export_safetensors
 from fednas_flwr.evaluation.model import Model
 from fednas_flwr.search_spaces.genotype import to_json
 
@@ -108,8 +108,9 @@ def test_safetensors_gives_the_same_model_back(name: str, tmp_path: Path) -> Non
         torch.testing.assert_close(loaded(x), expected, rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(loaded(x / 255), expected, rtol=1e-3, atol=1e-5)
     with safe_open(path, framework="pt") as file:
-        assert json.loads(file.metadata()[METADATA_KEY]) == description
-        assert json.loads(file.metadata()[INPUTS_KEY])["class_names"][0] == "ant"
+        about = json.loads(file.metadata()[METADATA_KEY])
+    assert about["network"] == description
+    assert about["inputs"]["class_names"][0] == "ant"
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
@@ -117,7 +118,7 @@ def test_loading_before_the_export_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has not reached its export"):
         load(tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match="lacks fednas_network and fednas_inputs"):
+    with pytest.raises(ConfigError, match="lacks fednas_model"):
         load(tmp_path)
 
 
