@@ -1,4 +1,4 @@
-"""The README's code and tables are what they claim to be."""
+"""The code and tables of README.md and the pages beside the code are what they claim to be."""
 
 import re
 import subprocess
@@ -11,17 +11,34 @@ from fednas_flwr.cli import main
 from fednas_flwr.reporting.tables import render_tables
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")
+    for page in [ROOT / "README.md", *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")]
+    if not page.relative_to(ROOT).parts[0].startswith((".", "runs"))
+}
+TEXT = "\n".join(PAGES.values())
 
 
 def test_tables_are_those_of_the_result_files() -> None:
-    assert render_tables(README, ROOT / "scripts" / "results") == README
+    for text in PAGES.values():
+        assert render_tables(text, ROOT / "scripts" / "results") == text
+    shown = set(re.findall(r"<!-- table:(\w+) -->", TEXT))
+    assert shown <= {path.stem for path in (ROOT / "scripts" / "results").glob("*.json")}
+    assert len(shown) > 10
+
+
+def test_the_front_page_is_short_and_every_link_leads_to_a_file() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 200
+    assert len(PAGES) == 6
+    for name, text in PAGES.items():
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            assert ((ROOT / name).parent / target).exists(), f"{name}: {target}"
 
 
 def test_every_script_that_is_named_exists() -> None:
-    (line,) = re.findall(r"^scripts/ +(.*)$", README, re.MULTILINE)
+    (line,) = re.findall(r"^scripts/ +(.*)$", TEXT, re.MULTILINE)
     in_tree = [f"scripts/{name}" for name in re.findall(r"[\w.]+\.(?:sh|py)", line)]
-    named = re.findall(r"scripts/[\w.]+\.(?:sh|py)", README)
+    named = re.findall(r"scripts/[\w.]+\.(?:sh|py)", TEXT)
     assert len(in_tree) >= 3
     assert len(named) > 10
     for name in in_tree + named:
@@ -32,10 +49,10 @@ def test_every_command_that_is_named_exists(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         main(["--help"])
     listed = set(re.findall(r"^    (\w+)", capsys.readouterr().out, re.MULTILINE))
-    blocks = re.findall(r"```(?:bash|sh|console)?\n(.*?)```", README, re.DOTALL)
+    blocks = re.findall(r"```(?:bash|sh|console)?\n(.*?)```", TEXT, re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
     named = {found[1] for line in lines if (found := re.match(r"(?:\$ )?fednas (\w+)", line))}
-    named |= set(re.findall(r"`fednas (\w+)", README))
+    named |= set(re.findall(r"`fednas (\w+)", TEXT))
     assert len(named) > 5
     assert named <= listed
 

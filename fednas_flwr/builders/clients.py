@@ -192,7 +192,7 @@ def _site_sums(
     if config.secure_sum:
         raise ConfigError(
             "secure_sum=true, but this site's policy has no section secure_sum: set it in its "
-            "policy.yaml; README, Deployment."
+            "policy.yaml; docker/README.md."
         )
     return None
 

@@ -25,7 +25,7 @@ def add_commands(commands: Commands) -> None:
         provision_machines,
         help="what each machine of a deployment needs, in a folder for each",
     )
-    parser.add_argument("sites", type=Path, help="YAML file; README, Deployment")
+    parser.add_argument("sites", type=Path, help="YAML file; see docker/README.md")
     parser.add_argument("--output", type=Path, default=Path("deployment"), help="folder")
     parser.add_argument("--zip", action="store_true", help="archives instead of folders")
     parser.add_argument(

@@ -62,7 +62,7 @@ def add_commands(commands: Commands) -> None:
         help="CSV (also compressed) or Parquet file with a column of cells, as "
         "|op~0|+|op~0|op~1|+|op~0|op~1|op~2|, and columns of accuracies",
     )
-    parser = add_command(commands, "tables", tables)  # for those who write the README
+    parser = add_command(commands, "tables", tables)  # for those who write the pages
     parser.add_argument("readme", type=Path, nargs="?", default=Path("README.md"))
 
 
@@ -161,7 +161,7 @@ def lookup(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def tables(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Render the tables of a README from the results beside it."""
+    """Render the tables of a page from the results."""
     from fednas_flwr.reporting.tables import main as render
 
     return render([str(options.readme), str(options.readme.parent / "scripts" / "results")])

@@ -64,10 +64,20 @@ class Dataset(Checked):
         id_column: A table's column that names the person a row is of; of an image folder any name
             says that it has ``<class>/<person>/``. The person is then the unit of privacy.
         numeric: A table's columns of numbers; empty finds them.
+        dates: A table's columns of dates; empty finds them. They become days since 1970.
         categorical: A table's columns of categories; empty finds them.
         categories: Of columns, where not all of them are in the data.
         ignore: A table's columns that are no features.
-        statistics: Public ``{column: [mean, std]}``; empty has each client use its own.
+        statistics: Public ``{column: [mean, std]}``; empty has all clients find them together.
+        corrupt: What becomes of images that cannot be read: ``refuse`` ends the run and names them
+            all, ``skip`` leaves them out.
+        intensity: Of 16-bit images, what becomes 0 and 255; null is 0 to 65535.
+        separator: Of a table's cells; null finds it in the file.
+        encoding: Of a table's text; null finds it.
+        decimal: Sign in a table's numbers; null finds it.
+        missing_values: Texts that mean that a cell is missing, such as ``unknown``.
+        missing: What a missing number becomes: the ``mean``, or the mean beside a feature that says
+            so (``indicator``).
         transform: Of images, before anything is learnt: ``none``, or ``scattering`` for fixed
             features, with which private training loses less.
         scattering: Sizes of that transform.

@@ -1,4 +1,4 @@
-"""The README's tables, rendered from the files that hold every single run.
+"""The tables of the pages, rendered from the files that hold every single run.
 
 ``scripts/results/<name>.json`` is written by a script while it measures and is committed:
 
@@ -15,9 +15,9 @@
 the order of first appearance. ``scale`` (1) and ``decimals`` (three significant digits) may be left
 out; a metric that a run did not reach is null.
 
-In the README a table stands between ``<!-- table:NAME -->`` and ``<!-- /table:NAME -->``:
+In a page a table stands between ``<!-- table:NAME -->`` and ``<!-- /table:NAME -->``:
 
-    python -m fednas_flwr.reporting.tables README.md scripts/results [--check]
+    python -m fednas_flwr.reporting.tables scripts/results/README.md scripts/results [--check]
 """
 
 import argparse
@@ -81,7 +81,7 @@ def append_result(path: Path, run: Mapping[str, Any]) -> None:
 
 
 def render_tables(readme: str, results_dir: Path) -> str:
-    """Return the README's text with every table between its marks rendered anew.
+    """Return a page's text with every table between its marks rendered anew.
 
     Args:
         readme: The text as it is.
@@ -107,7 +107,7 @@ def render_tables(readme: str, results_dir: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Render the tables of a file in place, or with ``--check`` only say whether they differ."""
-    parser = argparse.ArgumentParser(description="Render the README's tables from result files.")
+    parser = argparse.ArgumentParser(description="Render a page's tables from result files.")
     parser.add_argument("readme", type=Path)
     parser.add_argument("results", type=Path)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
