@@ -84,7 +84,7 @@ MISTAKES = {  # overrides: what the sentence must say
     "retrain.weights.lr=-1": ["retrain.weights.lr=-1", "above 0"],
     "algorithm.alphas.lr=-1": ["algorithm.alphas.lr=-1", "0 to 10000"],
     "runtime.quorum=2": ["runtime.quorum=2.0", "above 0, at most 1"],
-    "device=gpu": ["device=gpu", "auto, cpu, cuda", "(nearest: cpu)"],
+    "device=gpu": ["device=gpu", "auto, cpu, cuda", "(nearest: cuda)"],
     "retrain.norm=bach": ["retrain.norm=bach", "(nearest: batch)"],
     "stages=[serch]": ["stages=serch", "(nearest: search)"],
     "dataset.fractions={train:1,validation:0,test:0}": ["dataset.fractions.validation=0"],
