@@ -380,7 +380,7 @@ def test_private_retraining_does_what_else_it_is_asked(
     if switched_on == "auxiliary head":
         shapes, sizes = (
             {"input_shape": (3, 8, 8), "num_classes": 3},
-            {"channels": 2, "num_cells": 3},
+            {"channels": 2, "num_cells": 3, "skip": "none"},
         )
         with seeded(3, "auxiliary"):
             space = make_space("darts", norm="group", **shapes, **sizes)

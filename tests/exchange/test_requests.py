@@ -70,11 +70,13 @@ plain = st.recursive(
 )
 descriptions = st.dictionaries(names, plain, max_size=4)
 sgds = st.builds(
-    lambda rate, share, **others: SGD(lr=rate, min_lr=rate * share, **others),
+    lambda rate, share, decay, **others: SGD(
+        lr=rate, min_lr=rate * share, weight_decay=min(0.9 * decay / rate, LARGEST_STEP), **others
+    ),
     rates,
     shares,
+    shares,
     momentum=shares,
-    weight_decay=from_zero,
     clip_norm=st.none() | st.floats(1e-12, LARGEST_NORM),
 )
 adams = st.builds(Adam, lr=from_zero, weight_decay=from_zero)
