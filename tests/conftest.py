@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import absl.logging
 import numpy as np
 import pytest
 import torch
@@ -29,6 +31,9 @@ from fednas_flwr.stages.run_folder import create_run_folder, open_run_folder
 torch.set_num_threads(1)  # results must not depend on the number of cores
 settings.register_profile("no time limits", deadline=None)
 settings.load_profile("no time limits")
+# When logging is configured anew, as by Hydra's sweeps, absl (which dp-accounting imports) closes
+# what was sys.stderr when it was imported: here that would be the file of pytest's capture.
+absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 
 
 @pytest.fixture
