@@ -1,0 +1,245 @@
+"""Faults put into the package one at a time: how many of them do the tests notice?
+
+    scripts/mutate.sh [--packages privacy clients ...] [--number 60] [--seed 1] [--file <lines>]
+                      [--place <folder>] [--tests <files>]
+
+The faults are cosmic-ray's, drawn at random, and one of our own: a keyword argument that is not
+handed on. Each is written into a copy of the checkout, where the tests that ran its line (by
+coverage of the whole suite, measured first) run until one fails. A line of JSON is written per
+fault, and what is in the file is not run again. Faults that nobody notices are printed in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator, operator_names
+from coverage import CoverageData
+
+PACKAGES = ("privacy", "clients", "builders", "stages", "exchange")
+OPERATORS = re.compile(
+    r"core/(AddNot|ExceptionReplacer|NumberReplacer|ReplaceAndWithOr|ReplaceOrWithAnd|"
+    r"Replace(Break|Continue)With\w+|Replace(True|False)With\w+|ZeroIterationForLoop|"
+    r"ReplaceUnaryOperator_Delete_\w+|ReplaceBinaryOperator_(Add_Sub|Sub_Add|Mul_Div|Div_Mul|"
+    r"Mod_Add|Pow_Mul|FloorDiv_Div)|ReplaceComparisonOperator_(Eq_NotEq|NotEq_Eq|Lt_LtE|LtE_Lt|"
+    r"Gt_GtE|GtE_Gt|Lt_Gt|Gt_Lt|In_NotIn|NotIn_In|Is_IsNot|IsNot_Is))"
+)
+DROPPED = "drop-keyword"
+ALL_OF_A_LINE = 120.0  # seconds of tests for one fault, the quickest first
+SLACK = 30.0  # seconds more, before a fault counts as one that hangs
+BEYOND = [
+    "tests/machines",
+    "tests/federation/test_deployment.py",
+    "tests/test_generated_settings.py",
+]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change of a file."""
+
+    file: str
+    line: int
+    operator: str
+    occurrence: int
+
+
+def faults_in(root: Path, file: str) -> Iterator[Fault]:
+    """Yield every fault that can be put into a file."""
+    source = (root / file).read_text()
+    tree = get_ast(source)
+    for name in filter(OPERATORS.fullmatch, operator_names()):
+        operator = get_operator(name)()
+        positions = (p for node in ast_nodes(tree) for p in operator.mutation_positions(node))
+        for occurrence, ((line, _), _) in enumerate(positions):
+            yield Fault(file, line, name, occurrence)
+    for occurrence, keyword in enumerate(_keywords(source)):
+        yield Fault(file, keyword.lineno, DROPPED, occurrence)
+
+
+def _keywords(source: str) -> list[ast.keyword]:
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [keyword for call in calls for keyword in call.keywords if keyword.arg]
+
+
+def with_fault(source: str, fault: Fault) -> str:
+    """Return the source with the fault in it."""
+    if fault.operator != DROPPED:
+        return mutate_code(source, get_operator(fault.operator)(), fault.occurrence) or source
+    keyword = _keywords(source)[fault.occurrence]
+    lines = [line.encode() for line in source.splitlines(keepends=True)]
+    before = b"".join(lines[: keyword.lineno - 1]) + lines[keyword.lineno - 1][: keyword.col_offset]
+    last = lines[keyword.end_lineno - 1]
+    after = last[keyword.end_col_offset :] + b"".join(lines[keyword.end_lineno :])
+    return (before + re.sub(rb"\A\s*,", b"", after)).decode()
+
+
+def measure(root: Path, place: Path, tests: list[str]) -> None:
+    """Run the tests once, and keep which test ran which line, and how long each took."""
+    if (place / "durations.xml").is_file():
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--cov=fednas_flwr"]
+    command += ["--cov-context=test", "--cov-report=", f"--junitxml={place / 'durations.xml'}"]
+    command += [f"--ignore={path}" for path in BEYOND] + tests
+    subprocess.run(
+        command, cwd=root, check=True, env=os.environ | {"COVERAGE_FILE": f"{place}/cov"}
+    )
+
+
+def tests_by_line(root: Path, place: Path) -> dict[str, dict[int, set[str]]]:
+    """Return for every file and line the tests that run it; no line for those run on import."""
+    data = CoverageData(str(place / "cov"))
+    data.read()
+    found: dict[str, dict[int, set[str]]] = {}
+    for path in data.measured_files():
+        tests: dict[int, set[str]] = defaultdict(set)
+        for line, contexts in data.contexts_by_lineno(path).items():
+            tests[line] = {c.rpartition("|")[0] for c in contexts if c}
+        found[str(Path(path).relative_to(root))] = tests
+    return found
+
+
+def durations(place: Path) -> dict[str, float]:
+    """Return the seconds of every test, by its file's module and its name."""
+    cases = ET.parse(place / "durations.xml").iter("testcase")
+    return {f"{c.get('classname')}::{c.get('name')}": float(c.get("time", 0)) for c in cases}
+
+
+def chosen(tests: set[str], seconds: dict[str, float]) -> tuple[list[str], float]:
+    """Return the quickest of the tests, and what they take."""
+
+    def cost(test: str) -> float:
+        file, _, name = test.partition("::")
+        return seconds.get(f"{file.removesuffix('.py').replace('/', '.')}::{name}", 1.0)
+
+    names, total = [], 0.0
+    for test in sorted(tests, key=lambda test: (cost(test), test)):
+        if total + cost(test) > ALL_OF_A_LINE and names:
+            break
+        names.append(test)
+        total += cost(test)
+    return names, total
+
+
+def outcome(root: Path, names: list[str], limit_s: float) -> str:
+    """Return ``killed``, ``hung`` or ``survived``: the tests in a copy of this process."""
+    if not names:
+        return "survived"
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            os.setsid()
+            null = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(null, stream)
+            os.chdir(root)
+            sys.path.insert(0, str(root))
+            import pytest
+
+            code = pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *names])
+            os._exit(0 if code == 0 else 1)
+        os._exit(1)
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return "survived" if status == 0 else "killed"
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "hung"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--packages", nargs="+", default=PACKAGES, choices=PACKAGES)
+    parser.add_argument("--number", type=int, default=60, help="of faults, a package")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--file", type=Path, default=Path("mutants.jsonl"))
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="files or folders of tests")
+    parser.add_argument("--place", type=Path, help="folder of the copy and the coverage")
+    options = parser.parse_args()
+    place = options.place or Path(tempfile.mkdtemp(prefix="mutants-"))
+    root = place / "checkout"
+    if not root.is_dir():
+        subprocess.run(["git", "clone", "--quiet", Path(__file__).parents[1], root], check=True)
+    sys.dont_write_bytecode = True
+    os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    os.environ["FEDNAS_CACHE"] = str(place / "cache")
+    measure(root, place, options.tests)
+    lines, seconds = tests_by_line(root, place), durations(place)
+    written = options.file.read_text().splitlines() if options.file.exists() else []
+    known = {(r["file"], r["operator"], r["occurrence"]): r for r in map(json.loads, written)}
+
+    import flwr  # noqa: E401, F401
+
+    rows = []
+    for package in options.packages:
+        files = sorted(p.relative_to(root) for p in (root / "fednas_flwr" / package).glob("*.py"))
+        faults = [fault for file in files for fault in faults_in(root, str(file))]
+        drawn = random.Random(f"{options.seed} {package}").sample(faults, len(faults))
+        count = 0
+        for fault in drawn:
+            if count == options.number:
+                break
+            tests = lines.get(fault.file, {}).get(fault.line, set())
+            path = root / fault.file
+            source = path.read_text()
+            changed = with_fault(source, fault)
+            if ast.dump(ast.parse(source)) == ast.dump(ast.parse(changed)):
+                continue
+            if not tests:  # run on import, or never: all that run the file
+                tests = set().union(*lines.get(fault.file, {}).values())
+            count += 1
+            key = (fault.file, fault.operator, fault.occurrence)
+            if key not in known:
+                names, expected = chosen(tests, seconds)
+                path.write_text(changed)
+                shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
+                begin = time.monotonic()
+                try:
+                    end = outcome(root, names, 5 * expected + SLACK)
+                finally:
+                    path.write_text(source)
+                text = (source.splitlines()[fault.line - 1], changed.splitlines()[fault.line - 1])
+                known[key] = asdict(fault) | {
+                    "package": package,
+                    "outcome": end,
+                    "tests": len(names),
+                    "all_tests": len(tests),
+                    "seconds": round(time.monotonic() - begin, 1),
+                    "before": text[0].strip(),
+                    "after": text[1].strip(),
+                }
+                with options.file.open("a") as file:
+                    file.write(json.dumps(known[key]) + "\n")
+            rows.append(known[key])
+    for row in rows:
+        if row["outcome"] == "survived":
+            print(f"{row['file']}:{row['line']}: {row['before']}  ->  {row['after']}")
+    for package in options.packages:
+        counts = Counter(row["outcome"] for row in rows if row["package"] == package)
+        print(f"{package}: {counts.total()} faults, {counts['survived']} unnoticed")
+
+
+if __name__ == "__main__":
+    main()
