@@ -170,6 +170,7 @@ def outcome(root: Path, names: list[str], limit_s: float) -> str:
 
 
 def main() -> None:
+    """Put faults in, one after the other, and print what nobody noticed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--packages", nargs="+", default=PACKAGES, choices=PACKAGES)
     parser.add_argument("--number", type=int, default=60, help="of faults, a package")
