@@ -28,6 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 
 from cosmic_ray.ast import ast_nodes, get_ast
@@ -45,6 +46,7 @@ OPERATORS = re.compile(
 )
 DROPPED = "drop-keyword"
 ALL_OF_A_LINE = 120.0  # seconds of tests for one fault, the quickest first
+PRELOADED = ("torchvision", "flwr.simulation", "opacus", "pandas", "sklearn.linear_model", "hydra")
 SLACK = 30.0  # seconds more, before a fault counts as one that hangs
 BEYOND = [
     "tests/machines",
@@ -191,8 +193,8 @@ def main() -> None:
     written = options.file.read_text().splitlines() if options.file.exists() else []
     known = {(r["file"], r["operator"], r["occurrence"]): r for r in map(json.loads, written)}
 
-    import flwr  # noqa: E401, F401
-
+    for name in PRELOADED:
+        import_module(name)
     rows = []
     for package in options.packages:
         files = sorted(p.relative_to(root) for p in (root / "fednas_flwr" / package).glob("*.py"))
