@@ -26,6 +26,7 @@ from fednas_flwr.composition import (
 )
 from fednas_flwr.config import AlgorithmSettings, CellSpace, Config, SearchSpaceSettings
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import NO_SKIP
 
 if TYPE_CHECKING:
     import numpy as np
@@ -224,12 +225,13 @@ def register_search_space(
             :class:`~fednas_flwr.config.SearchSpaceSettings`; unless it is ``CellSpace``, derived
             networks have the supernet's sizes, and ``retrain.channels`` and ``retrain.num_cells``
             are null.
-        defaults: The value of every setting, as a file of ``conf/search_space`` gives them.
+        defaults: The value of every setting, as a file of ``conf/search_space`` gives them;
+            without ``skip`` that is ``none``.
 
     Raises:
         ConfigError: The name exists.
     """
-    _register("search_space", name, SpaceEntry(settings, make), defaults)
+    _register("search_space", name, SpaceEntry(settings, make), {"skip": NO_SKIP, **defaults})
 
 
 def register_data_set(

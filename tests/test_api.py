@@ -178,7 +178,7 @@ def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys) -> None:
         e for e in read_events(result.folder / "events.jsonl") if e["event"] == "evaluated"
     )
     assert result.scores == {key: evaluated[key] for key in result.scores}
-    assert set(result.scores) == {"central", "linear", "clients", "personalised"}
+    assert set(result.scores) == {"central", "linear", "trees", "clients", "personalised"}
     assert result.scores["central"]["num_examples"] == 30
     command = [*tiny[:-1], f"run_dir={tmp_path / 'command'}"]
     done = subprocess.run(

@@ -27,9 +27,8 @@ from fednas_flwr.config import (
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.schema import Inputs
 from fednas_flwr.errors import ConfigError, unknown_choice
-from fednas_flwr.evaluation.export import METADATA_KEY, MODEL_FILE
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
-from fednas_flwr.evaluation.model import Model
+from fednas_flwr.evaluation.model import METADATA_KEY, MODEL_FILE, Model
 from fednas_flwr.names import FAST
 from fednas_flwr.randomness import seeded
 from fednas_flwr.search.pool import Pool
@@ -228,7 +227,9 @@ def described_space(description: Description) -> tuple[SearchSpace, Genotype]:
         input_shape=tuple(description["input_shape"]),
         num_classes=description["num_classes"],
         norm=description["norm"],
-        **{key: description[key] for key in space_entry(genotype.space).sizes},
+        **{
+            key: description[key] for key in space_entry(genotype.space).sizes if key in description
+        },
     )
     return space, genotype
 

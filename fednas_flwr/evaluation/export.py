@@ -19,12 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fednas_flwr.data.schema import CATEGORY, Column, Inputs, feature_names
-from fednas_flwr.evaluation.model import Model
+from fednas_flwr.evaluation.model import METADATA_KEY, MODEL_FILE, Model
 from fednas_flwr.files import replacing
 
-MODEL_FILE = "model.safetensors"
 ONNX_FILE = "model.onnx"
-METADATA_KEY = "fednas_model"
 INPUTS_KEY = "fednas_inputs"
 TOLERANCE = 1e-4  # of probabilities, absolute; float32 kernels differ by their order of sums
 OPSETS = {"": 17, "ai.onnx.ml": 3}

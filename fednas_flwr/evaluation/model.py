@@ -20,6 +20,8 @@ from fednas_flwr.data.schema import Inputs, normalised
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.objective import CLASSIFICATION
 
+MODEL_FILE = "model.safetensors"
+METADATA_KEY = "fednas_model"  # in that file, what it is built from and what its inputs are
 BATCH_SIZE = 256
 
 Progress = Callable[[int, int], None]  # told how many records are done, and of how many

@@ -19,7 +19,7 @@ from fednas_flwr.builders.networks import load, make_device
 from fednas_flwr.config import Config, DPNASSettings
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.cell_analysis import op_shares, variants
-from fednas_flwr.evaluation.export import MODEL_FILE
+from fednas_flwr.evaluation.model import MODEL_FILE
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.files import write_atomically
 from fednas_flwr.hardware.latency import machine_name, time_modules

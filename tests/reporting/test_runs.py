@@ -8,6 +8,8 @@ from fednas_flwr.reporting.runs import read_run
 
 METRICS = (
     "central_accuracy",
+    "accuracy_without_skip",
+    "accuracy_without_cells",
     "central_f1",
     "central_auroc",
     "central_average_precision",
@@ -26,6 +28,7 @@ METRICS = (
     "exchanges",
     "traffic_mb",
     "epsilon",
+    "clients_lost",
 )
 
 

@@ -47,12 +47,12 @@ class LossyGrid(InProcessGrid):
         super().__init__(app, clients)
         self._lost, self._records, self._count = lost, records, {}
 
-    def _answer(self, message):
+    def answer(self, message):
         verb, client = message.metadata.message_type, message.metadata.dst_node_id - 2
         number = self._count[verb, client] = self._count.get((verb, client), 0) + 1
         if self._lost(verb, client, number):
             return Message(Error(5, "the node is gone"), reply_to=message)
-        reply = super()._answer(message)
+        reply = super().answer(message)
         if self._records is not None and reply.has_content():
             self._records.append((verb, client, decode_reply(reply.content)[1]))
         return reply
@@ -199,8 +199,8 @@ def damaged(change):
     kept = []
 
     class Damaging(LossyGrid):
-        def _answer(self, message):
-            reply = super()._answer(message)
+        def answer(self, message):
+            reply = super().answer(message)
             verb, client = message.metadata.message_type, message.metadata.dst_node_id - 2
             if verb == "train.search" and client == 1 and reply.has_content():
                 kept.append(reply.content)

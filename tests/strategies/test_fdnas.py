@@ -146,7 +146,7 @@ def test_a_part_is_what_has_changed_and_fills_in_to_the_whole():
         (["algorithm.gates=three"], "algorithm.gates=three is unknown: choose one of full, two"),
         (["algorithm.alphas.weight_decay=1e-3"], "ops that are not sampled must keep"),
         (["algorithm.warm_up_rounds=-1"], "algorithm.warm_up_rounds=-1"),
-        (["privacy=dp", "search_space.norm=batch"], "set retrain.norm=group search_space.norm=gr"),
+        (["privacy=dp", "search_space.norm=batch"], "set search_space.norm=group"),
     ],
 )
 def test_what_does_not_fit_is_refused(compose_config, overrides, sentence):

@@ -17,8 +17,8 @@ HUGE = {"weights": 1e5, "alphas": 1.0, "buffers": 1e5}  # small enough for the g
 class Poisoned(InProcessGrid):
     """Client 1 sends one huge value for all weights, another for all alphas."""
 
-    def _answer(self, message):
-        reply = super()._answer(message)
+    def answer(self, message):
+        reply = super().answer(message)
         if reply.has_content() and message.metadata.dst_node_id == 3:
             for name, record in reply.content.array_records.items():
                 if "float32" in record:
