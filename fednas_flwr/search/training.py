@@ -16,28 +16,31 @@ Batch = tuple[Tensor, Tensor]  # features [B, ...], labels int64 [B]
 
 @dataclass
 class Tally:
-    """Running sums over batches; ``loss`` and ``accuracy`` are means over examples."""
+    """Running sums over batches; ``loss`` and ``accuracy`` are means over examples.
 
-    loss_sum: float = 0.0
-    correct: int = 0
+    The sums stay on the batches' device until they are asked for: no step waits for a GPU.
+    """
+
+    loss_sum: Tensor | float = 0.0
+    correct: Tensor | int = 0
     num_examples: int = 0
 
     def add(self, losses: Tensor, hits: Tensor | None = None) -> None:
         """Add a batch: losses [B], and which predictions were right [B] (None leaves it out)."""
-        self.loss_sum += float(losses.detach().sum())
+        self.loss_sum = self.loss_sum + losses.detach().sum().double()
         self.num_examples += len(losses)
         if hits is not None:
-            self.correct += int(hits.sum())
+            self.correct = self.correct + hits.sum()
 
     @property
     def loss(self) -> float:
         """Mean loss; NaN before the first batch."""
-        return self.loss_sum / self.num_examples if self.num_examples else float("nan")
+        return float(self.loss_sum) / self.num_examples if self.num_examples else float("nan")
 
     @property
     def accuracy(self) -> float:
         """Share of correct predictions; NaN before the first batch."""
-        return self.correct / self.num_examples if self.num_examples else float("nan")
+        return int(self.correct) / self.num_examples if self.num_examples else float("nan")
 
 
 def weight_gradient(
