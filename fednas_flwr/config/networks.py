@@ -9,6 +9,8 @@ from fednas_flwr.names import NORMS, SKIPS
 from fednas_flwr.search.settings import SGD, Count, RateOrZero, ShareBelow1, Steps
 from fednas_flwr.typed import Between, Checked, OneOf
 
+EXCHANGES = ("models", "gradients")
+
 Norm = Annotated[str, OneOf(NORMS)]
 Width = Annotated[int, Between(1, 10**6)]
 Cells = Annotated[int, Between(1, 1000, reason="no deeper network has been trained")]
@@ -74,10 +76,13 @@ class DPCells(SearchSpaceSettings):
 
 @dataclass(frozen=True)
 class Retrain(Checked):
-    """FedAvg training of the derived or given network from scratch.
+    """Federated training of the derived or given network from scratch.
 
     Attributes:
-        rounds: Of FedAvg.
+        exchange: What clients answer with: ``models`` after all local steps of a round (FedAvg), or
+            ``gradients``, one exchange per step (FedSGD); null is ``gradients`` with privacy and
+            secure sums, which share the noise of single steps only, else ``models``.
+        rounds: Of so many steps.
         local_epochs: Of every client, a round.
         batch_size: Of a client; with privacy the expected one.
         channels: Of the first cells; null where the network has the supernet's size.
@@ -88,6 +93,7 @@ class Retrain(Checked):
         weights: Of the optimiser.
     """
 
+    exchange: Annotated[str, OneOf(EXCHANGES)] | None
     rounds: Count
     local_epochs: Steps
     batch_size: Count
