@@ -82,8 +82,9 @@ class Retrain(Checked):
         exchange: What clients answer with: ``models`` after all local steps of a round (FedAvg), or
             ``gradients``, one exchange per step (FedSGD); null is ``gradients`` with privacy and
             secure sums, which share the noise of single steps only, else ``models``.
-        rounds: Of so many steps.
-        local_epochs: Of every client, a round.
+        rounds: Number of them; each ends with a checkpoint.
+        local_epochs: A round's passes over a client's records; with ``gradients`` over those of
+            the median client.
         batch_size: Of a client; with privacy the expected one.
         channels: Of the first cells; null where the network has the supernet's size.
         num_cells: Cells of the network; null likewise.

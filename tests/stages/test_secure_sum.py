@@ -79,7 +79,7 @@ def weights(folder):
     "overrides",
     [
         ("algorithm=fed_darts", "momentum=averaged"),
-        ("algorithm=fnas", "algorithm.evaluate_every=1"),
+        ("algorithm=fnas", "algorithm.evaluate_every=1", "retrain.exchange=gradients"),
         pytest.param(
             ("algorithm=feathers", "algorithm.num_configurations=3"), marks=pytest.mark.slow
         ),
@@ -330,6 +330,41 @@ def test_noise_is_shared_in_single_steps_alone(steps, compose_config, tmp_path):
         if verb in gradients:
             dtypes = set(reply.states["masked"])
             assert dtypes == ({"int64", "int32"} if steps == 1 else {"int64"})
+
+
+LINEAR = [
+    *("algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "privacy.epsilon=50"),
+    *("stages=[retrain]", "retrain.rounds=2", "retrain.batch_size=4", "retrain.norm=group"),
+    "privacy.retrain.local_steps=2",
+]
+
+
+@pytest.mark.parametrize("exchange", ["null", "models"])
+def test_retraining_shares_noise_unless_clients_send_models(exchange, compose_config, tmp_path):
+    folder = tmp_path / "run"
+    own = (f"retrain.exchange={exchange}", f"run_dir={folder}")
+    events, error = run(compose_config(*LINEAR, *SUMS, *own), records=(records := []))
+    assert error is None
+    ((planned,),) = [e["schedule"] for e in events if e["event"] == "privacy"]
+    verb = {"null": "train.network_gradient", "models": "train.weights"}[exchange]
+    shares = exchange == "null"
+    assert (planned["verb"], planned["shared"], planned["steps"]) == (verb, shares, 4)
+    (told,) = [e["clients"] for e in events if e["event"] == "privacy"]
+    assert all(("alone_epsilon" in client) == shares for client in told)
+    if shares:
+        assert all(client["alone_epsilon"] > client["search_epsilon"] for client in told)
+    for client in range(4):
+        site = folder / "sites" / f"client-{client}"
+        with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as ledger:
+            booked = [(row.entry.verb, row.entry.release.noise_multiplier, row.entry.round)
+                      for row in ledger.entries()]  # fmt: skip
+        name = f"{verb}:weights (noise of 2 sites)" if shares else f"{verb}:weights"
+        sigma = planned["noise_multiplier"]
+        assert booked == [(name, sigma, 1), (name, sigma, 1), (name, sigma, 2), (name, sigma, 2)]
+    answers = [reply for asked, _, reply in records if asked == verb]
+    assert len(answers) == 4 * (4 if shares else 2)
+    dtypes = {"int64", "int32"} if shares else {"int64"}
+    assert all(set(reply.states["masked"]) == dtypes for reply in answers)
 
 
 def test_the_total_carries_the_noise_that_is_booked(compose_config, tmp_path):
