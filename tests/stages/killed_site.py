@@ -11,6 +11,7 @@ from fednas_flwr.exchange.secure_sum.site import SumSite
 from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
 
+RECORDS = {
     "train.weights": "begin",
     "query.sign_survivors": "sign",
     "query.open_masks": "open",
