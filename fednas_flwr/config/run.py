@@ -75,6 +75,8 @@ class Config(Checked):
             null takes the mean over classes, or the last of two.
         personalised: Whether clients test the trained network again after local epochs of their
             own; not with privacy.
+        baselines: Random networks of the search space that are trained like the found one and
+            shown beside it, with the data-free choice and a ResNet-8; 0 for none of these.
         tensorboard: Whether curves are also written for TensorBoard.
     """
 
@@ -105,6 +107,7 @@ class Config(Checked):
     positive: Text | None
     oversample: bool
     personalised: bool
+    baselines: CountOrZero
     tensorboard: bool
 
     def __post_init__(self) -> None:
