@@ -340,6 +340,7 @@ def test_no_record_decides_how_a_site_reads_the_others(tmp_path: Path) -> None:
         (["aggregate=mode"], "aggregate=mode is unknown"),
         (["aggregate=median", "algorithm=fnas"], "sums of gradients"),
         (["aggregate=median", "clients=2"], "expected 3 or more"),
+        (["aggregate=median", "retrain.exchange=gradients"], "set aggregate=mean or retrain.exch"),
         (["aggregate=trimmed_mean"], "trim=1 leaves nothing of the 2 replies"),
         (["aggregate=trimmed_mean", "clients=9", "trim=3"], "of the 5 replies"),
         (["aggregate=trimmed_mean", "algorithm=cfdnas", *NEEDS["algorithm=cfdnas"]], "=median"),
@@ -546,6 +547,14 @@ def test_an_experiments_setting_that_is_typed_over_is_no_finding() -> None:
         ("partition.file=a.json partition.seed=3", "partition.file=a.json, which gives"),
         ("partition=quantity partition.fractions=[.1,.9] partition.alpha=.2", "give the sizes"),
         ("trim=2", "trim=2 has no effect with aggregate=mean"),
+        (
+            "algorithm=fnas retrain.exchange=gradients momentum=server",
+            "the server steps with retrain.weights.momentum",
+        ),
+        (
+            "algorithm=fedex retrain.exchange=models",
+            "which has exchanges of its own",
+        ),
         ("aggregate=median trim=2", "trim=2 has no effect with aggregate=median"),
         ("client_tags=[a,b,c]", "algorithm=fed_darts: tags divide the clients of algorithm=cfdnas"),
         ("runtime.client_cpus=2", "runtime=inline: set runtime=ray or remove it"),

@@ -49,23 +49,27 @@ Plan = tuple["Callable[..., RoundStrategy]", dict[str, Any]]  # a class, its own
 
 def _fed_avg(config: Config, configuration: Configuration | None) -> Plan:
     from fednas_flwr.strategies.fedavg import FedAvg
+    from fednas_flwr.strategies.fedsgd import FedSGD
 
     weights, drop_path_prob = config.retrain.weights, config.retrain.drop_path_prob
     if configuration is not None:
         weights, drop_path_prob = configuration.annealed(weights), configuration.dropout
-    return FedAvg, {"weights": weights, "drop_path_prob": drop_path_prob}
+    kind = FedSGD if retrains_by_gradients(config) else FedAvg
+    return kind, {"weights": weights, "drop_path_prob": drop_path_prob}
 
 
 def _fed_avg_releases(config: Config) -> RoundReleases:
-    from fednas_flwr.strategies.fedavg import releases
+    from fednas_flwr.strategies import fedavg, fedsgd
 
     own = _privacy(config).retrain
-    return partial(
-        releases,
-        batch_size=config.retrain.batch_size,
-        local_steps=own.local_steps,
-        norm=own.max_grad_norm,
-    )
+    terms: dict[str, Any] = {
+        "batch_size": config.retrain.batch_size,
+        "local_steps": own.local_steps,
+        "norm": own.max_grad_norm,
+    }
+    if retrains_by_gradients(config):
+        return partial(fedsgd.releases, **terms, secure_sum=config.secure_sum)
+    return partial(fedavg.releases, **terms)
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,18 @@ class Algorithm:
     retrain_releases: Callable[[Config], RoundReleases] | None = None
     refuses: Callable[[Config], None] | None = None
     trains_supernet: bool = True
+
+
+def retrains_by_gradients(config: Config) -> bool:
+    """Return whether every step of retraining is an exchange, FedSGD's, and not FedAvg's many.
+
+    Where that is left open it is where clients share the noise of such steps.
+    """
+    if ALGORITHMS[config.algorithm.name].retraining is not Algorithm.retraining:
+        return False
+    if config.retrain.exchange is None:
+        return config.secure_sum and isinstance(config.privacy, DifferentialPrivacy)
+    return config.retrain.exchange == "gradients"
 
 
 def own_settings(settings: AlgorithmSettings, *without: str) -> dict[str, Any]:

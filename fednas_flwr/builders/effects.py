@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from fednas_flwr.builders.algorithms import ALGORITHMS, Algorithm
+from fednas_flwr.builders.algorithms import ALGORITHMS, Algorithm, retrains_by_gradients
 from fednas_flwr.builders.refusals import searches
 from fednas_flwr.config import (
     CFDNASSettings,
@@ -86,6 +86,12 @@ def _private(c: Config) -> bool:
 
 def _retrains(c: Config) -> bool:
     return "retrain" in c.stages
+
+
+def _trains_models(c: Config) -> bool:
+    """Return whether clients of a search answer with models that they have trained."""
+    tries_none = isinstance(c.algorithm, RandomSearchSettings) and c.algorithm.trial_rounds == 0
+    return not (tries_none or isinstance(c.algorithm, FNASSettings | ZeroCostSettings))
 
 
 def _fixed(c: Config) -> bool:
@@ -214,7 +220,8 @@ RULES: tuple[Rule, ...] = (
         STAGES + ", which lack search",
     ),
     Rule(
-        "retrain.rounds retrain.local_epochs retrain.batch_size retrain.auxiliary_weight "
+        "retrain.exchange retrain.rounds retrain.local_epochs retrain.batch_size "
+        "retrain.auxiliary_weight "
         "retrain.drop_path_prob retrain.weights privacy.retrain personalised "
         "dataset.linear_baseline dataset.limit_test positive",
         lambda c: not _retrains(c),
@@ -286,6 +293,19 @@ RULES: tuple[Rule, ...] = (
         lambda c: isinstance(c.algorithm, FNASSettings) and not _retrains(c),
         "algorithm={c.algorithm.name} and stages={c.stages}: clients send gradients",
         "remove it; the server steps with algorithm.weights.momentum",
+    ),
+    Rule(
+        "momentum",
+        lambda c: (
+            _retrains(c) and retrains_by_gradients(c) and not (searches(c) and _trains_models(c))
+        ),
+        "retraining by gradients (retrain.exchange), along which the server steps",
+        "remove it; the server steps with retrain.weights.momentum",
+    ),
+    Rule(
+        "retrain.exchange",
+        _is(FEATHERSSettings, FedExSettings),
+        "algorithm={c.algorithm.name}, which has exchanges of its own",
     ),
     Rule(
         "algorithm.local_epochs algorithm.batch_size algorithm.weights algorithm.ranges",
@@ -518,7 +538,7 @@ SWITCHES = {
     *("dataset.crop_padding", "dataset.flip", "dataset.cutout", "dataset.mean", "dataset.std"),
     *("partition.file", "partition.groups", "partition.clients_per_group"),
     *("partition.fractions", "partition.column"),
-    *("retrain.channels", "retrain.num_cells"),
+    *("retrain.channels", "retrain.num_cells", "retrain.exchange"),
     *("retrain.auxiliary_weight", "retrain.drop_path_prob", "algorithm.evaluate_every"),
     *("algorithm.configurations", "algorithm.ranges", "algorithm.search.hardware"),
     *("privacy.metrics_noise_multiplier", "privacy.sites", "privacy.test_seed"),

@@ -69,19 +69,27 @@ def weight_gradient(
 
 
 def weight_gradient_sum(
-    network: nn.Module, batch: Batch, tally: Tally, *, objective: Objective = CLASSIFICATION
+    network: nn.Module,
+    batch: Batch,
+    tally: Tally,
+    *,
+    objective: Objective = CLASSIFICATION,
+    auxiliary_weight: float = 0.0,
 ) -> dict[str, Tensor]:
     """Return the sum over a batch of per-sample gradients of the weights, by parameter name.
 
     ``sum_i grad_W L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 3 before averaging).
-    Parameters that the loss does not depend on get zeros. Alphas are left out. The batch is added
-    to ``tally``.
+    Parameters that the loss does not depend on get zeros. Alphas are left out. Arguments as
+    :func:`weight_gradient`.
     """
     weights = trainable_weights(network)
-    logits = network(batch[0])
+    logits, auxiliary = heads(network(batch[0]))
     losses = objective.losses(logits, batch[1])
     tally.add(losses, objective.hits(logits, batch[1]))
-    gradients = torch.autograd.grad(losses.sum(), list(weights.values()), allow_unused=True)
+    total = losses.sum()
+    if auxiliary is not None:
+        total = total + auxiliary_weight * objective.losses(auxiliary, batch[1]).sum()
+    gradients = torch.autograd.grad(total, list(weights.values()), allow_unused=True)
     return {
         name: torch.zeros_like(weight) if gradient is None else gradient
         for (name, weight), gradient in zip(weights.items(), gradients, strict=True)

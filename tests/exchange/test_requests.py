@@ -40,6 +40,7 @@ from fednas_flwr.exchange.requests import (
     Search,
     Site,
     TakeGradients,
+    TakeNetworkGradient,
     Train,
     TrainCandidates,
     Trial,
@@ -168,6 +169,16 @@ ALL = {
     "train.weight_gradient": gradients,
     "train.alpha_gradient": gradients,
     "train.gradients": gradients,
+    "train.network_gradient": st.builds(
+        TakeNetworkGradient,
+        network=descriptions,
+        split=names,
+        step=st.integers(0, 2**40),
+        batch_size=sizes,
+        auxiliary_weight=from_zero,
+        drop_path_prob=st.floats(0, 0.99),
+        site=here,
+    ),
     "train.search": st.builds(Search, local=searches, sparse=st.booleans(), site=here),
     "train.candidate": st.builds(
         TrainCandidates,
@@ -360,6 +371,12 @@ BAD = {
         "batch_size": [0, -8],
         "order": [0, 3, -1],
         "inner_lr": [0.0, -0.1, 1e31],
+    },
+    "train.network_gradient": {
+        "step": [-1],
+        "batch_size": [0, -8],
+        "auxiliary_weight": [-0.1, 1e31],
+        "drop_path_prob": [-0.1, 1.0],
     },
     "train.search": {
         "local.amount.steps": [0, -1, 10**6 + 1],
