@@ -122,7 +122,7 @@ def _disk(folder: Path, settings: Settings) -> str:
 
 def _secrets(folder: Path, settings: Settings) -> str:
     """Return that no secret can be read by other users."""
-    secrets = [folder / "server.key", *(folder / "state").glob("*.key")]
+    secrets = [folder / "server.key", folder / "signing.key", *(folder / "state").glob("*.key")]
     secrets += [folder / NODE_KEY, *(folder / "state").glob("*.secret")]
     found = [path for path in secrets if path.is_file()]
     for path in found:

@@ -74,6 +74,7 @@ from fednas_flwr.search_spaces.skip import SkipNetwork
 from fednas_flwr.stages.check import given_table
 from fednas_flwr.stages.commitment import NEEDED_FACTS, awaited_run, commit
 from fednas_flwr.stages.groups import run_groups
+from fednas_flwr.stages.handover import hand_over
 from fednas_flwr.stages.latency import cost_of, with_latency
 from fednas_flwr.stages.run import Run
 from fednas_flwr.stages.run_folder import GENOTYPE_FILE, PARTITION_FILE
@@ -231,6 +232,8 @@ def _run_from_search(run: Run) -> None:
             run.log.emit("exported", files=files, onnx_max_difference=difference, inputs=inputs)
     if "evaluate" in config.stages:
         _evaluate(run, description, network, states)
+    if "export" in config.stages:
+        hand_over(run)
 
 
 def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:

@@ -61,13 +61,17 @@ def test_no_folder_holds_a_secret_of_another(tmp_path: Path) -> None:
             path.relative_to(output).as_posix(): path.read_bytes().splitlines()[1]
             for path in output.rglob("*.key")
         }
-        assert set(secrets) == {"ca/ca.key", "server/server.key"}
+        signing = {"ca/signing.key", "server/signing.key"}  # the operator keeps it for later
+        assert set(secrets) == {"ca/ca.key", "server/server.key", *signing}
+        public = {path.read_bytes() for path in output.glob("*/signing.pub")}
+        assert len(public) == 1
         for path in output.glob("*/**/*"):
             if path.is_file():
                 content, name = path.read_bytes(), path.relative_to(output).as_posix()
                 assert (b"PRIVATE KEY" in content) == (name in secrets)
                 for owner, secret in secrets.items():
-                    assert (secret in content) == (name == owner)
+                    owners = signing if owner in signing else {owner}
+                    assert (secret in content) == (name in owners)
 
 
 def test_provisioning_again_renews_the_certificate_and_keeps_authority_state_and_settings(
@@ -76,11 +80,12 @@ def test_provisioning_again_renews_the_certificate_and_keeps_authority_state_and
     kept = [
         folder / "ca" / "ca.key",
         folder / "north" / "ca.crt",
+        folder / "server" / "signing.key",
         folder / "server" / "state" / "x",
         folder / "server" / "server.env",
         *(folder / "north" / name for name in ("site.env", "policy.yaml", "dataset.yaml")),
     ]
-    for edited in kept[2:]:
+    for edited in kept[3:]:
         edited.write_text("by the site's engineer")
     before = [path.read_bytes() for path in kept]
     certificate = (folder / "server" / "server.crt").read_bytes()
