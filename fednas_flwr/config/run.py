@@ -14,7 +14,7 @@ from fednas_flwr.config.runtime import Runtime
 from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.names import ENGINES
 from fednas_flwr.search.settings import MOMENTA, Count, CountOrZero, ShareAbove0
-from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct
+from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, seconds
 
 STAGES = ("search", "retrain", "evaluate", "export")
 DEVICES = ("auto", "cpu", "cuda")
@@ -75,6 +75,9 @@ class Config(Checked):
             null takes the mean over classes, or the last of two.
         personalised: Whether clients test the trained network again after local epochs of their
             own; not with privacy.
+        time_limit: Time, as 45s, 30min, 2h or 1h30min, after which no further round is begun that
+            would not end in time; the network is then exported as trained so far, or a search is
+            left at its checkpoint, and ``resume`` goes on. Null is none.
         tensorboard: Whether curves are also written for TensorBoard.
     """
 
@@ -105,12 +108,15 @@ class Config(Checked):
     positive: Text | None
     oversample: bool
     personalised: bool
+    time_limit: Text | None
     tensorboard: bool
 
     def __post_init__(self) -> None:
         """Check single values; ``builders.check_combinations`` knows what excludes what."""
         super().__post_init__()
         check_distinct("stages", self.stages)
+        if self.time_limit is not None:
+            seconds("time_limit", self.time_limit)
         if len(self.client_tags) not in (0, self.clients):
             raise ConfigError(
                 f"client_tags={show(self.client_tags)} for clients={self.clients}: give one for "

@@ -11,6 +11,7 @@ import os
 import platform
 import secrets
 import subprocess
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -76,11 +77,11 @@ from fednas_flwr.stages.commitment import NEEDED_FACTS, awaited_run, commit
 from fednas_flwr.stages.groups import run_groups
 from fednas_flwr.stages.handover import hand_over
 from fednas_flwr.stages.latency import cost_of, with_latency
-from fednas_flwr.stages.run import Run
+from fednas_flwr.stages.run import OutOfTimeError, Run
 from fednas_flwr.stages.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.stages.schedule import Schedule, make_schedule, private_stage
 from fednas_flwr.strategies.base import RoundStrategy
-from fednas_flwr.typed import parse
+from fednas_flwr.typed import parse, seconds
 
 # What each real site must tell of its data, from which the server builds networks.
 SITE_FACTS = ("input_shape", "schema", "class_names")
@@ -112,6 +113,8 @@ def _run_stages(
 ) -> None:
     if config.run_dir is None:
         raise ValueError("config.run_dir must name the run folder")
+    limit = config.time_limit
+    ends_at = None if limit is None else time.monotonic() + seconds("time_limit", limit)
     folder = Path(config.run_dir)
     table = given_table(config)
     # A resumed run books under another name, since what it repeats is released again; but one that
@@ -159,9 +162,10 @@ def _run_stages(
         schedule = make_schedule(config, splits, done=done)
         commit(courier, config, schedule, done=done, resumed=resumed)
     shared = (prepared, schedule, circumstances, table)
-    run = Run(config, folder, grid, log, courier, checkpoints, *shared)
+    run = Run(config, folder, grid, log, courier, checkpoints, *shared, ends_at=ends_at)
     try:
-        _run_from_search(run)
+        with suppress(OutOfTimeError):
+            _run_from_search(run)
     finally:
         if private:
             _report_spending(run)
@@ -272,7 +276,11 @@ def _start_search(run: Run) -> RoundStrategy:
     if run.inherited is not None:
         strategy.inherit(run.inherited)
     with run.stage("search", config.rounds):
+        strategy.ends_at = run.ends_at
         strategy.start(run.grid, num_rounds=config.rounds)
+    if strategy.rounds_done < config.rounds:
+        run.tell_cut("search", strategy.rounds_done, config.rounds)
+        raise OutOfTimeError
     return strategy
 
 
@@ -304,7 +312,10 @@ def _retrain(
     )
     rounds = run.config.retrain.rounds
     with run.stage("retrain", rounds):
+        strategy.ends_at = run.ends_at
         strategy.start(run.grid, num_rounds=rounds)
+    if strategy.rounds_done < rounds:
+        run.tell_cut("retrain", strategy.rounds_done, rounds)
     strategy.load_into(network)
     return network, strategy.model
 
