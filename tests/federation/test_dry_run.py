@@ -39,9 +39,13 @@ def test_traffic_and_epsilon_are_those_of_the_run(overrides, compose_config, run
         rounds = [e for e in done.events if e["event"] == "round" and e["stage"] == stage.name]
         assert len(rounds) == stage.rounds
         taken = sum(event["bytes_sent"] + event["bytes_received"] for event in rounds)
-        exact = stage.name == "search"  # of retraining a random network is measured
-        told_bytes = stage.rounds * stage.round_bytes
-        assert told_bytes == pytest.approx(taken, rel=0.02 if exact else 0.6)
+        ratio = stage.rounds * stage.round_bytes / taken
+        if stage.name == "retrain":  # of a random network
+            assert 1 / 3 < ratio < 3
+        elif not overrides:  # rounds of fnas differ
+            assert ratio == pytest.approx(1, rel=0.02)
+        else:
+            assert ratio == pytest.approx(1, rel=0.3)
         assert stage.seconds > 0
     assert [stage.name for stage in told.stages] == ["search", "retrain"]
     promised = [event for event in done.events if event["event"] == "privacy"]
