@@ -32,6 +32,15 @@ def write_report(run_folder: Path) -> Path:
     Raises:
         FileNotFoundError: The folder holds no events.jsonl.
     """
+    return write_atomically(run_folder / "report.html", render_report(run_folder))
+
+
+def render_report(run_folder: Path) -> str:
+    """Return the page of a run's report, HTML.
+
+    Raises:
+        FileNotFoundError: The folder holds no events.jsonl.
+    """
     run = read_run(run_folder)
     derived, partition = run.last("derived") or {}, run.last("partition") or {}
     evaluated = run.last("evaluated") or {}
@@ -98,8 +107,7 @@ def write_report(run_folder: Path) -> Path:
     }
     context["sections"] = _sections(context)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    html = environment.from_string(_read_part("report.html.j2")).render(context)
-    return write_atomically(run_folder / "report.html", html)
+    return environment.from_string(_read_part("report.html.j2")).render(context)
 
 
 def _read_part(name: str) -> str:
