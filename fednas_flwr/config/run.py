@@ -21,6 +21,7 @@ DEVICES = ("auto", "cpu", "cuda")
 WIRES = ("float32", "float16", "int8")
 MOST_THREADS = 1024
 MOST_SITES = 1000  # of a secure sum
+TRACKERS = ("mlflow", "wandb")
 AGGREGATES = ("mean", "median", "trimmed_mean")
 
 
@@ -79,6 +80,8 @@ class Config(Checked):
             would not end in time; the network is then exported as trained so far, or a search is
             left at its checkpoint, and ``resume`` goes on. Null is none.
         tensorboard: Whether curves are also written for TensorBoard.
+        trackers: Where else numbers of the rounds go, each an extra of its name; what is sent
+            leaves the server.
     """
 
     algorithm: AlgorithmSettings
@@ -110,11 +113,13 @@ class Config(Checked):
     personalised: bool
     time_limit: Text | None
     tensorboard: bool
+    trackers: list[Annotated[str, OneOf(TRACKERS)]]
 
     def __post_init__(self) -> None:
         """Check single values; ``builders.check_combinations`` knows what excludes what."""
         super().__post_init__()
         check_distinct("stages", self.stages)
+        check_distinct("trackers", self.trackers)
         if self.time_limit is not None:
             seconds("time_limit", self.time_limit)
         if len(self.client_tags) not in (0, self.clients):
