@@ -18,6 +18,7 @@ from fednas_flwr.builders.configuration import check_combinations, load_config, 
 from fednas_flwr.builders.effects import check_experiment
 from fednas_flwr.composition import compose_tree, given_settings
 from fednas_flwr.config import Config, GivenNetwork, conf_folder, dump_config, site_dataset
+from fednas_flwr.data.table_files import Form, read_texts
 from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning
 from fednas_flwr.search.settings import Configuration
 
@@ -311,6 +312,26 @@ def test_a_sites_dataset_file_is_checked(tmp_path: Path, text: str | None, words
     for given, column in (("patient", "patient"), ("null", None)):
         path.write_text(f"name: csv\nid_column: {given}\n")
         assert site_dataset(path, cache="/cache").id_column == column
+
+
+def test_no_record_decides_how_a_site_reads_the_others(tmp_path: Path) -> None:
+    """A decimal sign or an encoding that is found in a table is found in all of its records."""
+    settings = tmp_path / "dataset.yaml"
+    settings.write_text("name: csv\nid_column: null\n")
+    dataset = site_dataset(settings, cache="/cache")
+    cells = []
+    for number, more in enumerate(("4;y", "4.5;y", "4;caf\u00e9")):
+        table = tmp_path / f"{number}.csv"
+        table.write_text(f"age;note\n1;2,5\n2;3,5\n{more}\n", encoding="utf-8")
+        form = Form(dataset.separator, dataset.encoding, dataset.decimal)
+        cells.append([column[:2].tolist() for column in read_texts(table, form)[0].values()])
+    assert cells == [[["1", "2"], ["2,5", "3,5"]]] * 3
+    table.write_bytes("age;note\n1;caf\u00e9\n".encode("cp1252"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_texts(table, form)
+    settings.write_text("name: csv\nid_column: null\nencoding: cp1252\ndecimal: comma\n")
+    dataset = site_dataset(settings, cache="/cache")
+    assert (dataset.encoding, dataset.decimal) == ("cp1252", "comma")
 
 
 @pytest.mark.parametrize(

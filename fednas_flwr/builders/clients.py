@@ -18,6 +18,7 @@ from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.config import Config, DifferentialPrivacy, expanded
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
+from fednas_flwr.data.npz import holds_encoded
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.splits import assignment_digest
 from fednas_flwr.data.statistics import column_moments
@@ -306,8 +307,10 @@ def check_public(config: Config, prepared: Prepared) -> None:
         return
     settings = config.dataset
     needed = {"class_names": bool(settings.class_names)}
-    if settings.name == "image_folder" or settings.image_size or settings.channels:
-        # else the first image decides
+    root = None if settings.root is None else expanded("dataset.root", settings.root)
+    if settings.name == "image_folder" or (
+        settings.name == "npz" and root is not None and holds_encoded(root)
+    ):  # else the images decide
         needed["image_size"] = settings.image_size is not None
         needed["channels"] = settings.channels is not None
     if settings.name == "csv":

@@ -226,6 +226,18 @@ RULES: tuple[Rule, ...] = (
         STAGES + ", which lack evaluate",
     ),
     Rule(
+        "baselines",
+        lambda c: not searches(c) or not {"retrain", "evaluate", "export"}.issubset(c.stages),
+        "algorithm={c.algorithm.name} and stages={c.stages}: they are compared with a searched "
+        "network that is retrained, evaluated and exported",
+    ),
+    Rule("baselines", _is(CFDNASSettings), "algorithm=cfdnas, whose groups each have a network"),
+    Rule(
+        "baselines",
+        lambda c: c.runtime.name == "deployment",
+        "runtime=deployment, whose sites would pay for more networks",
+    ),
+    Rule(
         "aggregate momentum wire secure_sum oversample class_factors dataset.crop_padding "
         "dataset.flip dataset.cutout privacy.micro_batch_size time_limit",
         lambda c: not _averages(c),
@@ -501,6 +513,7 @@ RULES: tuple[Rule, ...] = (
 # what an experiment sets is taken back.
 SWITCHES = {
     *("personalised", "oversample", "secure_sum", "class_factors", "client_tags", "genotype"),
+    "baselines",
     *("dataset.linear_baseline", "dataset.limit_test", "dataset.root"),
     *("dataset.crop_padding", "dataset.flip", "dataset.cutout", "dataset.mean", "dataset.std"),
     *("partition.file", "partition.groups", "partition.clients_per_group"),

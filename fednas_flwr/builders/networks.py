@@ -26,7 +26,7 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.evaluation.model import MODEL_FILE, Model, read_metadata, read_model
-from fednas_flwr.names import FAST
+from fednas_flwr.names import FAST, NO_SKIP
 from fednas_flwr.randomness import seeded
 from fednas_flwr.search.pool import Pool
 from fednas_flwr.search.settings import NORMED_NETWORKS
@@ -219,14 +219,13 @@ def make_network(description: Description) -> nn.Module:
 def described_space(description: Description) -> tuple[SearchSpace, Genotype]:
     """Return the space whose network of the genotype a description of a derived network means."""
     genotype = from_json(json.dumps(description["genotype"]))
+    known = {"skip": NO_SKIP, **description}  # a model that was exported before there were skips
     space = make_space(
         genotype.space,
         input_shape=tuple(description["input_shape"]),
         num_classes=description["num_classes"],
         norm=description["norm"],
-        **{
-            key: description[key] for key in space_entry(genotype.space).sizes if key in description
-        },
+        **{key: known[key] for key in space_entry(genotype.space).sizes},
     )
     return space, genotype
 

@@ -48,7 +48,7 @@ from fednas_flwr.clients.replies import (
 from fednas_flwr.clients.summed import sums_of
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.metrics import evaluate, predicted
+from fednas_flwr.evaluation.metrics import evaluate, measured, predicted
 from fednas_flwr.evaluation.scores import histogram
 from fednas_flwr.evaluation.space_costs import measure_space
 from fednas_flwr.exchange.messages import Reply, Request
@@ -398,12 +398,11 @@ def evaluate_model(client: Client, request: Request, asked: Evaluate) -> Reply:
         network = client.network(asked.network, network_states_of(request))
         if asked.statistics_batch_size is not None:
             refresh_statistics(client, request, network, asked.statistics_batch_size)
-        split = client.split(asked.split)
         objective = client.objective
-        metrics = evaluate(network, split, client.device, objective=objective)
+        logits, labels = predicted(network, client.split(asked.split), client.device)
+        metrics = measured(logits, labels, objective=objective)
         facts: dict[str, Any] = {}
         if asked.with_scores:
-            logits, labels = predicted(network, split, client.device)
             facts["scores"] = objective.scores(logits, labels)
             positive = objective.positive_class(logits.shape[1])
             if positive is not None:

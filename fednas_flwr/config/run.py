@@ -79,6 +79,8 @@ class Config(Checked):
         time_limit: Time, as 45s, 30min, 2h or 1h30min, after which no further round is begun that
             would not end in time; the network is then exported as trained so far, or a search is
             left at its checkpoint, and ``resume`` goes on. Null is none.
+        baselines: Random networks of the search space that are trained like the found one and
+            shown beside it, with the data-free choice and a ResNet-8; 0 for none of these.
         tensorboard: Whether curves are also written for TensorBoard.
         trackers: Where else numbers of the rounds go, each an extra of its name; what is sent
             leaves the server.
@@ -112,6 +114,7 @@ class Config(Checked):
     oversample: bool
     personalised: bool
     time_limit: Text | None
+    baselines: CountOrZero
     tensorboard: bool
     trackers: list[Annotated[str, OneOf(TRACKERS)]]
 

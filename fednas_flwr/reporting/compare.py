@@ -24,7 +24,7 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.files import write_atomically
 from fednas_flwr.reporting.guarantee import TEST_SEED, warning_text
 from fednas_flwr.reporting.plots import axes
-from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE, Run, read_run
+from fednas_flwr.reporting.runs import BESIDE, CONFIG_FILE, EVENTS_FILE, Run, read_run
 from fednas_flwr.reporting.units import DASH, mean_and_deviation
 
 TITLE_WIDTH, GROUP_WIDTH = 30, 18
@@ -222,8 +222,8 @@ def run_folders(folders: Iterable[Path]) -> list[Path]:
             raise ConfigError(f"{folder} holds no run: no events.jsonl is in it or below it.")
         if folder in inside:
             inside = [folder]
-        runs = set(inside)  # what `fednas analyse` trains of a run is compared where it is named
-        inside = [f for f in inside if f.parent.name != "variants" or f.parents[1] not in runs]
+        runs = set(inside)  # what was trained beside a run is compared where it is named
+        inside = [f for f in inside if f.parent.name not in BESIDE or f.parents[1] not in runs]
         found |= {path.resolve(): path for path in inside if path.resolve() not in found}
     return list(found.values())
 

@@ -224,6 +224,7 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         (f"network, mean over clients{noised}", percent(numbers["client_accuracy"])),
         ("the same after local training", percent(numbers["personalised_accuracy"])),
         *group_accuracies(run),
+        *((f"baseline {own.folder.name}", percent(own.accuracy())) for own in run.baselines()),
         ("linear model", percent(numbers["linear_accuracy"])),
         ("linear model, F1", score(numbers["linear_f1"])),
         ("linear model, AUROC", score(numbers["linear_auroc"])),

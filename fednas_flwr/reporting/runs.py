@@ -16,6 +16,7 @@ from fednas_flwr.reporting.events import Event, latest_rounds, read_events
 from fednas_flwr.reporting.guarantee import overall
 
 CONFIG_FILE = "config.yaml"
+BASELINES_FOLDER, VARIANTS_FOLDER = BESIDE = ("baselines", "variants")  # runs below a run
 EVENTS_FILE = "events.jsonl"
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 SEARCH_LOSS = "validation_loss"  # of the search's last round
@@ -221,6 +222,17 @@ class Run:
             sum(e.get("bytes_sent") or 0 for e in rounds),
             sum(e.get("bytes_received") or 0 for e in rounds),
         )
+
+    def accuracy(self) -> float | None:
+        """Return the test accuracy, by the clients where no server tests."""
+        numbers = self.numbers()
+        central = numbers["central_accuracy"]
+        return numbers["client_accuracy"] if central is None else central
+
+    def baselines(self) -> list["Run"]:
+        """Return the runs of networks that this one's is compared with, by name."""
+        folders = sorted(self.folder.glob(f"{BASELINES_FOLDER}/*/{EVENTS_FILE}"))
+        return [read_run(file.parent) for file in folders]
 
     def metric(self, name: str) -> float | None:
         """Return one of :data:`METRICS`; None where the run has not measured it."""

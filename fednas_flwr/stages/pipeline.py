@@ -44,7 +44,7 @@ from fednas_flwr.errors import ReplyError
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
 from fednas_flwr.evaluation.metrics import (
     accuracies_of_parts,
-    evaluate,
+    measured,
     pooled_baselines,
     predicted,
 )
@@ -367,11 +367,9 @@ def _evaluate(
             threshold = _threshold(run, description, states)
         if prepared.server_test is not None:
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
-            measured = evaluate(
-                network.to(device), test, device, objective=objective, with_scores=True
-            )
-            logits, labels = predicted(network, test, device)
-            central = measured.as_json() | detailed(
+            logits, labels = predicted(network.to(device), test, device)
+            metrics = measured(logits, labels, objective=objective, with_scores=True)
+            central = metrics.as_json() | detailed(
                 logits, labels, objective=objective, threshold=threshold, seed=config.seed
             )
             if isinstance(network, SkipNetwork) and network.skip is not None:

@@ -211,7 +211,7 @@ def test_gates_of_every_example_give_its_own_gradient():
         ({"candidates": ("mbconv7_3x3", "zero")}, "candidate=mbconv7_3x3 is unknown"),
         (
             {"input_shape": (30,)},
-            r"needs images .* shape \(30,\); of a table take search_space=mlp",
+            r"needs images .* \(30,\); of a table take search_space=mlp",
         ),
     ],
 )
