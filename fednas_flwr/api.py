@@ -207,6 +207,8 @@ def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda lin
     from fednas_flwr.stages.baselines import prepare_baselines
     from fednas_flwr.stages.run_folder import open_run_folder
 
+    if not is_complete(Path(str(config.run_dir))):  # it has reached its time limit
+        return
     for folder in prepare_baselines(config):
         if not is_complete(folder):
             begun = (folder / EVENTS_FILE).exists()

@@ -78,7 +78,8 @@ class Config(Checked):
             own; not with privacy.
         time_limit: Time, as 45s, 30min, 2h or 1h30min, after which no further round is begun that
             would not end in time; the network is then exported as trained so far, or a search is
-            left at its checkpoint, and ``resume`` goes on. Null is none.
+            left at its checkpoint, and ``resume`` goes on. Baselines come after it, and need a run
+            that it has not cut short. Null is none.
         baselines: Random networks of the search space that are trained like the found one and
             shown beside it, with the data-free choice and a ResNet-8; 0 for none of these.
         tensorboard: Whether curves are also written for TensorBoard.

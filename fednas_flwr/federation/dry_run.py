@@ -122,7 +122,7 @@ class Estimate:
         shown.append(
             f"Measured by a few steps on this machine{side}, as if all rounds were like the first. "
             "What is retrained after a search is a random network of the space. Not counted: "
-            "evaluation, export, and the scores of the pool of successive_halving."
+            "evaluation, export, baselines, and the scores of the pool of successive_halving."
         )
         return shown
 

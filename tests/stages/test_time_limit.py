@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fednas_flwr import load, typed
+from fednas_flwr import load, run, typed
 from fednas_flwr.builders.configuration import parse_config
 from fednas_flwr.composition import compose_tree, given_settings
 from fednas_flwr.errors import ConfigError
@@ -40,6 +40,12 @@ def test_a_search_stops_at_its_checkpoint_and_goes_on(run_inline, no_time, monke
     run_inline(resume=done.folder)
     assert (rounds(done.folder, "search"), rounds(done.folder, "retrain")) == ([1, 2, 3], [1, 2, 3])
     assert is_complete(done.folder)
+
+
+def test_a_run_that_was_cut_short_has_no_baselines(compose_config, tmp_path, no_time):
+    config = compose_config(*SHORT, "baselines=1", f"run_dir={tmp_path / 'run'}")
+    assert run(config).genotype is None
+    assert not (tmp_path / "run" / "baselines").exists()
 
 
 def test_what_is_trained_when_time_is_up_is_exported_and_can_go_on(
