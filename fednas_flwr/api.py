@@ -143,12 +143,15 @@ def run(
 
 def check(configs: Iterable[Config]) -> None:
     """Raise ConfigError for what settings, files, data or device rule out, in the same order."""
+    from fednas_flwr.reporting.trackers import check_trackers
     from fednas_flwr.stages.run_folder import check_free
 
     configs = list(configs)
     for config in configs:
         check_combinations(config)
         check_free(config)
+        if config.runtime.name != "deployment":  # whose server is on another machine
+            check_trackers(config.trackers)
     from fednas_flwr.federation.clusters import check_cluster
 
     for config in configs:
@@ -204,6 +207,8 @@ def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda lin
     from fednas_flwr.stages.baselines import prepare_baselines
     from fednas_flwr.stages.run_folder import open_run_folder
 
+    if not is_complete(Path(str(config.run_dir))):  # it has reached its time limit
+        return
     for folder in prepare_baselines(config):
         if not is_complete(folder):
             begun = (folder / EVENTS_FILE).exists()

@@ -246,7 +246,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "aggregate momentum wire secure_sum oversample class_factors dataset.crop_padding "
-        "dataset.flip dataset.cutout privacy.micro_batch_size",
+        "dataset.flip dataset.cutout privacy.micro_batch_size time_limit",
         lambda c: not _averages(c),
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",
     ),

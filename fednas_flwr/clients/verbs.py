@@ -9,6 +9,7 @@ lets the gate refuse, rehearses on made-up records, and only then reads records.
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 
 from fednas_flwr.clients.admission import admit, before_reading, gate_of
 from fednas_flwr.clients.client import Client
+from fednas_flwr.clients.kept_models import check as check_model
+from fednas_flwr.clients.kept_models import keep
 from fednas_flwr.clients.local_training import (
     Plan,
     clipped_decreases,
@@ -53,6 +56,7 @@ from fednas_flwr.exchange.requests import (
     Commit,
     Describe,
     Evaluate,
+    KeepModel,
     MeasureLatency,
     Personalise,
     Probe,
@@ -117,7 +121,10 @@ def describe(client: Client, request: Request, asked: Describe) -> Reply:
 
 def identity(client: Client) -> dict[str, Any]:
     """Return what a client says of itself that does not depend on its records."""
+    verbs = VERBS if client.gate is None else client.gate.allowed.verbs
+    keeps = client.kept_models is not None and "query.keep_model" in verbs
     return {
+        **({"keeps_model": True} if keeps else {}),
         "client": client.index,
         "tag": client.tag,
         "hardware": f"{client.device.type} {platform.machine()}",
@@ -174,6 +181,15 @@ def measure_latency(client: Client, request: Request, asked: MeasureLatency) -> 
         passes=asked.passes,
     )
     return Reply(num_examples=1, facts={"latency": to_json(table)})
+
+
+def keep_model(client: Client, request: Request, asked: KeepModel) -> Reply:
+    """``query.keep_model``: the site takes the model and tests it; what it measures stays there."""
+    with before_reading(request):
+        new = check_model(client, request, asked)
+    folder = keep(client, new)
+    print(f"kept the model of run {request.header.run!r} as {folder}", file=sys.stderr)
+    return Reply(num_examples=1, facts={"kept": True})
 
 
 def help_sum(client: Client, request: Request, asked: Settings) -> Reply:
@@ -466,6 +482,7 @@ ANSWERS: dict[str, Callable[[Client, Request, Any], Reply]] = {
     "query.describe": describe,
     "query.commit": commit,
     "query.latency": measure_latency,
+    "query.keep_model": keep_model,
     "query.sign_survivors": help_sum,
     "query.open_masks": help_sum,
     "train.weight_gradient": take_gradients,

@@ -356,6 +356,8 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "unit": lambda unit: unit in UNITS,
     "spent": _epsilon,
     "honest_sites": lambda number: type(number) is int and 2 <= number <= MOST_SITES,
+    "keeps_model": lambda keeps: keeps is True,
+    "kept": lambda kept: kept is True,
     "awaits": _hex(32),
     "context": _hex(64),
     "boxes": _hex_by_site(2 * (PART_BYTES + 16)),

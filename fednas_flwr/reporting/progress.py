@@ -104,6 +104,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
                 self._say(
                     f"client {event['client']} is back in {event['stage']} round {event['round']}"
                 )
+            case "handed_over":
+                self._say(f"{len(event['clients'])} of {len(event['asked'])} sites have the model")
             case "approval_awaited":
                 for one in event["clients"]:
                     self._say(

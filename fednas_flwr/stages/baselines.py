@@ -57,7 +57,7 @@ def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield names and configurations; genotypes lie in the folders to be."""
     folder, number = Path(str(config.run_dir)), config.baselines
     description = load_description(folder)
-    config = replace(config, baselines=0, retrain=_with_found(config))
+    config = replace(config, baselines=0, time_limit=None, retrain=_with_found(config))
     space, _ = described_space(description)
     for index in range(1, number + 1):
         name = f"random_{index}"

@@ -31,6 +31,7 @@ from fednas_flwr.exchange.requests import (
     Commit,
     Describe,
     Evaluate,
+    KeepModel,
     LocalSearch,
     LocalTraining,
     MeasureLatency,
@@ -161,6 +162,12 @@ ALL = {
     ),
     "query.latency": st.builds(
         MeasureLatency, batch_size=st.integers(1, 1024), passes=st.integers(2, 1000), site=here
+    ),
+    "query.keep_model": st.builds(
+        KeepModel,
+        card=st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=99),
+        signature=st.binary(min_size=64, max_size=64).map(bytes.hex),
+        site=here,
     ),
     "query.sign_survivors": st.builds(SignSurvivors, context=contexts, survivors=indices),
     "query.open_masks": st.builds(
@@ -363,6 +370,10 @@ BAD = {
     "query.latency": {
         "batch_size": [0, -1, 1025],
         "passes": [1, 0, -2, 1001],
+    },
+    "query.keep_model": {
+        "card": ["", "x" * (2**17 + 1), "\x1b]0;clear\x07", "a\rb", "\u202e"],
+        "signature": ["", "ab", "ab" * 65],
     },
     "train.gradients": {
         "step": [-1],
