@@ -560,6 +560,20 @@ def test_defaults_without_effect_are_silent_and_taking_back_is_no_finding() -> N
     compose("algorithm=zero_cost", "stages=[search]", "class_factors={}")
 
 
+SIZED = ("stages=[retrain]", "genotype=a.json", "retrain.channels=8", "retrain.num_cells=1")
+
+
+def test_of_the_search_space_only_the_skip_acts_on_a_network_sized_by_retrain() -> None:
+    assert compose(*SIZED, "search_space.skip=linear").search_space.skip == "linear"
+    assert compose(*SIZED, "search_space.skip=none").search_space.skip == "none"
+    for other in ("search_space.channels=4", "search_space.norm=group", "search_space=darts"):
+        with pytest.raises(NoEffectError, match=f"^{other} has no effect with .*do not search"):
+            compose(*SIZED, other, "search_space.skip=linear")
+    taken = [text for text in SIZED if not text.startswith("retrain.")]
+    taken.append("retrain.channels=null")
+    assert compose(*taken, "search_space.channels=4").search_space.channels == 4
+
+
 def test_an_empty_mapping_empties(own_experiment: Callable[..., str]) -> None:
     mine = own_experiment({"class_factors": {"1": 0.5}})
     assert compose(mine).class_factors == {"1": 0.5}

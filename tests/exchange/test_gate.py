@@ -241,6 +241,16 @@ def test_a_bad_reply_leaves_no_trace(name, federation):
     }
 
 
+@pytest.mark.parametrize("value", [np.nan, 3e38, 1e16], ids=str)
+def test_weights_of_a_diverged_training_are_refused_with_what_to_do(value, federation):
+    refusing = federation(damage={BAD: poison("weights", slice(None), value)})
+    refusing.courier.connect(refusing.grid)
+    assert len(list(refusing.ask())) == 2
+    (event,) = refusing.events
+    hint = "; if training has diverged, lower its learning rate or its weight decay"
+    assert event["reason"].endswith(hint)
+
+
 def test_what_the_tests_above_damage_is_accepted_when_whole(federation):
     whole = federation()
     whole.courier.connect(whole.grid)

@@ -50,6 +50,17 @@ def saved(path: Path, labels: np.ndarray, test_labels: np.ndarray, **more: np.nd
     return f"dataset.root={path / 'own.npz'}"
 
 
+def test_secure_sums_take_no_table_whose_statistics_each_client_tells(
+    compose_config: Compose, table: tuple[str, ...]
+) -> None:
+    own = (*table, "clients=3", "secure_terms.colluding=0", "secure_sum=true")
+    sentence = refused(compose_config(*own))
+    assert sentence.startswith("secure_sum=true with a table whose dataset.statistics are not")
+    assert "declare them as {column: [mean, std], ...}" in sentence
+    api.check([compose_config(*own, "dataset.statistics={age: [40, 10], size: [0, 1]}")])
+    api.check([compose_config(*own[:-2])])  # the same table, without secure sums
+
+
 @pytest.mark.parametrize(
     ("statistics", "named"),
     [

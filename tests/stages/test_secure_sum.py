@@ -16,7 +16,7 @@ from fednas_flwr.builders.clients import make_sum_site
 from fednas_flwr.cli import main
 from fednas_flwr.config import dump_config
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import decode_reply
+from fednas_flwr.exchange.messages import decode_reply, decode_request
 from fednas_flwr.exchange.secure_sum.grid import Grid
 from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
@@ -127,6 +127,26 @@ def test_the_server_holds_nothing_of_a_single_client(compose_config, tmp_path):
         found = np.concatenate([v.numpy().view(np.uint8) for v in reply.states["masked"].values()])
         if len(found) > 10_000:
             assert chisquare(np.bincount(found, minlength=256)).pvalue > 1e-6, (verb, client)
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_clients_with_secure_sums_are_asked_for_no_scores(summed, compose_config, tmp_path):
+    """Scores and histograms are not sums, so that no client makes or tells them."""
+    asked = []
+
+    class Listening(LossyGrid):
+        def answer(self, message):
+            if message.metadata.message_type == "evaluate.model":
+                asked.append(decode_request("evaluate.model", message.content).settings)
+            return super().answer(message)
+
+    sums = SUMS if summed else ("clients=4",)
+    config = compose_config(*SHORT, *sums, "positive=2", f"run_dir={tmp_path / 'run'}")
+    _, error = run(config, grid=Listening)
+    assert error is None
+    found = [(settings.split, settings.with_scores) for settings in asked]
+    scores = [("validation", True)] * 4 + [("test", True)] * 4
+    assert found == ([("test", False)] * 4 if summed else scores)
 
 
 def lost_at(verb, clients, *, number=None):
