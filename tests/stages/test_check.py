@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -221,6 +222,48 @@ def test_a_table_of_accuracies_that_is_none_is_refused(
     sentence = refused(compose_config("search_space=nasbench201_small", f"dataset.table={path}"))
     assert sentence.startswith(f"dataset.table={path}"[:60])
     assert said in sentence
+
+
+@pytest.mark.parametrize("algorithm", ["zero_cost", "successive_halving"])
+def test_limits_that_no_network_keeps_are_refused(compose_config: Compose, algorithm: str) -> None:
+    group = "algorithm.limits" if algorithm == "zero_cost" else "algorithm.pool.limits"
+    sentence = refused(compose_config(f"algorithm={algorithm}", f"{group}.parameters=1"))
+    assert sentence.startswith("no network of search_space=nasbench201 is within the limits")
+    assert "exceed parameters=1: raise them" in sentence
+    api.check([compose_config(f"algorithm={algorithm}", f"{group}.parameters=1000000")])
+
+
+def test_alphas_that_are_none_are_refused(compose_config: Compose, tmp_path: Path) -> None:
+    own = f"algorithm.pool.alphas={tmp_path}"
+    sentence = refused(compose_config("algorithm=successive_halving", own))
+    assert sentence == f"{own} holds no alphas: give the folder of a one-shot search."
+
+
+def test_more_threads_than_cores_can_run_are_refused(
+    compose_config: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    sentence = refused(compose_config("threads=17"))
+    assert sentence.startswith("threads=17 is out of range: expected at most 16, 8 for each of")
+    api.check([compose_config("threads=16")])
+
+
+@pytest.mark.parametrize(
+    ("space", "retrain"),
+    [("nasbench201_small", "small"), ("mbconv_small", "mbconv"), ("dp_cells_small", "dp_cells")],
+)
+def test_an_auxiliary_head_that_there_is_not_is_refused(
+    compose_config: Compose, space: str, retrain: str
+) -> None:
+    own = (f"search_space={space}", f"retrain={retrain}", "stages=[search,retrain]")
+    sentence = refused(compose_config(*own, "retrain.auxiliary_weight=1"))
+    assert sentence.endswith(" networks have no auxiliary head: set retrain.auxiliary_weight=0.")
+
+
+def test_a_client_without_a_train_record_is_refused(compose_config: Compose) -> None:
+    sentence = refused(compose_config("clients=80"))
+    assert sentence.startswith("a client has no train record, of 1 in all and dataset.fractions.")
+    assert "train=0.5: raise that share, or give it more records" in sentence
 
 
 def test_a_cache_that_is_a_file_is_refused(compose_config: Compose, tmp_path: Path) -> None:
