@@ -105,6 +105,8 @@ def check_buildable(config: Config) -> Made:
     _check_memory(config, "retrain", network)
     if "retrain" in config.stages:
         networks["retrain"] = network
+    for stage, network in networks.items():
+        _check_values_per_norm(config, stage, network, shape=prepared.input_shape)
     check_features(prepared, clients)
     if not isinstance(config.privacy, DifferentialPrivacy):
         check_parts(config, prepared, clients, networks)
@@ -256,6 +258,21 @@ def _batch_size(config: Config, stage: str) -> int | None:
     retraining = config.retrain.batch_size
     size: int | None = retraining if stage == "retrain" else getattr(own, "batch_size", retraining)
     return size
+
+
+def _check_values_per_norm(
+    config: Config, stage: str, network: nn.Module, *, shape: tuple[int, ...]
+) -> None:
+    """Refuse a network in which a group norm has one value to normalise, which it forgets."""
+    try:
+        with torch.random.fork_rng(), suppress(NotImplementedError, RuntimeError):
+            network.eval()(torch.zeros(1, *shape, device="meta"))
+    except ValueError as error:
+        sizes = _sizes(config.search_space, "search_space") + _sizes(config.retrain, "retrain")
+        raise ConfigError(
+            f"{stage}: of a single record a group norm of the network has one value only, which "
+            f"it makes 0: raise its sizes ({', '.join(sizes)})."
+        ) from error
 
 
 def _check_single_record(

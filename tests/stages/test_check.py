@@ -260,6 +260,21 @@ def test_an_auxiliary_head_that_there_is_not_is_refused(
     assert sentence.endswith(" networks have no auxiliary head: set retrain.auxiliary_weight=0.")
 
 
+@pytest.mark.parametrize("algorithm", ["dpnas", "random_search"])
+def test_a_group_norm_of_a_single_value_is_refused(compose_config: Compose, algorithm: str) -> None:
+    own = [f"algorithm={algorithm}", "search_space=dp_cells", "retrain=dp_cells"]
+    own += ["search_space.widths=[2,2,4]"]
+    sentence = refused(compose_config(*own, "search_space.head=1"))
+    assert "a group norm of the network has one value only" in sentence
+    assert "raise its sizes (search_space.widths=[2, 2, 4], search_space.head=1)." in sentence
+    api.check([compose_config(*own, "search_space.head=2")])
+
+
+def test_a_partition_file_that_is_none_is_named(compose_config: Compose, tmp_path: Path) -> None:
+    sentence = refused(compose_config(f"partition.file={tmp_path / 'none.json'}"))
+    assert sentence.startswith(f"partition.file={tmp_path / 'none.json'} cannot be read")
+
+
 def test_a_client_without_a_train_record_is_refused(compose_config: Compose) -> None:
     sentence = refused(compose_config("clients=80"))
     assert sentence.startswith("a client has no train record, of 1 in all and dataset.fractions.")
