@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -189,12 +190,15 @@ def test_metrics_that_no_budget_covers_are_refused(compose_config: Compose) -> N
 def test_sites_that_have_spent_their_budget_refuse_the_next_run(
     compose_config: Compose, tmp_path: Path, run_inline: Callable
 ) -> None:
-    own = (*PRIVATE, f"privacy.sites={tmp_path / 'sites'}")
+    own = (*PRIVATE, "clients=2", f"privacy.sites={tmp_path / 'sites'}")
     config = compose_config(*own)
     api.check([config])
     assert not (tmp_path / "sites").exists()
     assert run_inline(*own).error is None
     assert "more than what is left of budgets covers (client 0: " in refused(config)
+    shutil.rmtree(tmp_path / "sites" / "client-1")  # so that it has a budget again
+    api.check([config])  # half of the clients are a quorum
+    assert "covers (client 0: " in refused(compose_config(*own, "runtime.quorum=0.51"))
 
 
 def test_private_runs_that_fit_pass(compose_config: Compose) -> None:
