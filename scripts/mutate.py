@@ -51,6 +51,7 @@ DROPPED = "drop-keyword"
 QUICK = 6.0  # seconds of tests that run first, in a process of their own
 EQUIVALENT = Path(__file__).with_name("equivalent_faults.json")  # and why: [{file, before, after}]
 PRELOADED = ("torchvision", "flwr.simulation", "opacus", "pandas", "sklearn.linear_model", "hydra")
+NO_TESTS = 5  # pytest's exit code
 SLACK = 30.0  # seconds more, before a fault counts as one that hangs
 BEYOND = [
     "tests/machines",
@@ -191,13 +192,14 @@ def outcome(root: Path, names: list[str], limit_s: float) -> str:
 
             options = ["-x", "-q", "-n", "0", "--assert=plain", "-p", "no:cacheprovider"]
             code = pytest.main([*options, *names])
-            os._exit(0 if code == 0 else 1)
+            os._exit(int(code))
         os._exit(1)
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
-            return "survived" if status == 0 else "killed"
+            ran = os.waitstatus_to_exitcode(status) != NO_TESTS
+            return "survived" if status == 0 or not ran else "killed"
         time.sleep(0.05)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)

@@ -558,6 +558,16 @@ def test_a_setting_without_effect_is_refused_by_name(overrides: str, sentence: s
         assert re.search(r" has no effect with .*: .*(remove it|leave|set ).*\.$", str(told.value))
 
 
+def test_a_cause_of_no_effect_is_told_with_at_most_300_characters() -> None:
+    with pytest.raises(NoEffectError) as told:
+        compose(f"partition.file={'x' * 4000}", "partition.seed=3")
+    assert str(told.value).count("x") == 300 - len("partition.file=")
+    with pytest.raises(NoEffectError) as told:
+        compose(f"partition.file={'x' * 200}", "partition.seed=3")
+    assert str(told.value).count("x") == 200
+    assert "..." not in str(told.value)
+
+
 def test_defaults_without_effect_are_silent_and_taking_back_is_no_finding() -> None:
     compose("algorithm=fedavg", "retrain.channels=null", "personalised=false", "client_tags=[]")
     compose("algorithm=fedavg", "algorithm.network=linear", "retrain.auxiliary_weight=0")

@@ -250,6 +250,8 @@ def test_more_threads_than_cores_can_run_are_refused(
     sentence = refused(compose_config("threads=17"))
     assert sentence.startswith("threads=17 is out of range: expected at most 16, 8 for each of")
     api.check([compose_config("threads=16")])
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    api.check([compose_config("threads=8")])
 
 
 @pytest.mark.parametrize(
