@@ -142,8 +142,9 @@ def test_clients_with_secure_sums_are_asked_for_no_scores(summed, compose_config
 
     sums = SUMS if summed else ("clients=4",)
     config = compose_config(*SHORT, *sums, "positive=2", f"run_dir={tmp_path / 'run'}")
-    _, error = run(config, grid=Listening)
+    events, error = run(config, grid=Listening)
     assert error is None
+    assert "client_failed" not in {event["event"] for event in events}
     found = [(settings.split, settings.with_scores) for settings in asked]
     scores = [("validation", True)] * 4 + [("test", True)] * 4
     assert found == ([("test", False)] * 4 if summed else scores)
