@@ -589,6 +589,15 @@ def test_of_the_search_space_only_the_skip_acts_on_a_network_sized_by_retrain() 
     assert compose(*taken, "search_space.channels=4").search_space.channels == 4
 
 
+def test_noise_of_metrics_acts_where_test_records_are_measured() -> None:
+    own = ("algorithm=fedavg", "algorithm.network=linear", "privacy=dp")
+    own = (*own, "privacy.metrics_noise_multiplier=3")
+    assert compose(*own).privacy.metrics_noise_multiplier == 3  # type: ignore[union-attr]
+    for without in ("dataset.fractions={train:.6,validation:.4,test:0}", "stages=[retrain,export]"):
+        with pytest.raises(NoEffectError, match="with which nothing is measured on clients' rec"):
+            compose(*own, without)
+
+
 def test_an_empty_mapping_empties(own_experiment: Callable[..., str]) -> None:
     mine = own_experiment({"class_factors": {"1": 0.5}})
     assert compose(mine).class_factors == {"1": 0.5}

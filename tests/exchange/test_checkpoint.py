@@ -54,7 +54,9 @@ def test_half_a_checkpoint_is_deleted_with_the_old_ones(folder, suffix):
     (folder.path / f"search-000001.{suffix}").unlink()
     folder.save(checkpoint(4))
     folder.save(checkpoint(5))
-    assert {path.stem for path in folder.path.iterdir()} <= {f"search-00000{n}" for n in range(1, 6)}
+    assert {path.stem for path in folder.path.iterdir()} <= {
+        f"search-00000{n}" for n in range(1, 6)
+    }
     assert_is(folder.latest("search"), 5)
 
 
