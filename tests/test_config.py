@@ -458,6 +458,7 @@ def test_what_an_experiment_sets_and_typing_overrules_is_a_warning(
         "experiment=mine sets algorithm.local_epochs, which has no effect with privacy=dp, whose "
         "clients take noised steps."
     ]
+    assert [one.filename for one in told] == [__file__]  # that of who composes
     with pytest.raises(NoEffectError, match="^algorithm.local_epochs=7 has no effect"):
         compose(mine, "privacy=dp", "algorithm.local_epochs=7")
 
