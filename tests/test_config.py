@@ -480,6 +480,7 @@ def test_what_an_experiment_sets_and_typing_overrules_is_a_warning(
         "experiment=mine sets algorithm.local_epochs, which has no effect with privacy=dp, whose "
         "clients take noised steps."
     ]
+    assert [one.filename for one in told] == [__file__]  # that of who composes
     with pytest.raises(NoEffectError, match="^algorithm.local_epochs=7 has no effect"):
         compose(mine, "privacy=dp", "algorithm.local_epochs=7")
 
@@ -561,6 +562,11 @@ def test_an_experiments_setting_that_is_typed_over_is_no_finding() -> None:
         ("runtime.ray_address=1.2.3.4:5", "runtime.ray_address=1.2.3.4:5"),
         ("runtime.superlink=here", "set runtime=deployment or remove it"),
         ("runtime=ray runtime.superlink=here", "runtime=ray"),
+        ("runtime.connect_s=3", "runtime=inline, whose clients are there from the start"),
+        ("clients=2 runtime.largest_share=.3", "clients=2, of whom nobody can tell which is right"),
+        ("clients=1 runtime.most_records=3", "clients=1, of whom nobody can tell"),
+        (f"{DP} clients=2 privacy.fewest_records=.3", "clients=2, of whom nobody can tell"),
+        ("retrain.rounds=1 retrain.drop_path_prob=.3", "set retrain.rounds=2 or more"),
         ("algorithm.validation_weight=.5", "set algorithm.rule=mixed_level"),
         (f"algorithm=fnas {DP}", ""),
         (f"{DP} privacy.search_share=.3", "noise of the search that is given"),
@@ -583,11 +589,44 @@ def test_a_setting_without_effect_is_refused_by_name(overrides: str, sentence: s
         assert re.search(r" has no effect with .*: .*(remove it|leave|set ).*\.$", str(told.value))
 
 
+def test_a_cause_of_no_effect_is_told_with_at_most_300_characters() -> None:
+    with pytest.raises(NoEffectError) as told:
+        compose(f"partition.file={'x' * 4000}", "partition.seed=3")
+    assert str(told.value).count("x") == 300 - len("partition.file=")
+    with pytest.raises(NoEffectError) as told:
+        compose(f"partition.file={'x' * 200}", "partition.seed=3")
+    assert str(told.value).count("x") == 200
+    assert "..." not in str(told.value)
+
+
 def test_defaults_without_effect_are_silent_and_taking_back_is_no_finding() -> None:
     compose("algorithm=fedavg", "retrain.channels=null", "personalised=false", "client_tags=[]")
     compose("algorithm=fedavg", "algorithm.network=linear", "retrain.auxiliary_weight=0")
     compose("stages=[search]")
     compose("algorithm=zero_cost", "stages=[search]", "class_factors={}")
+
+
+SIZED = ("stages=[retrain]", "genotype=a.json", "retrain.channels=8", "retrain.num_cells=1")
+
+
+def test_of_the_search_space_only_the_skip_acts_on_a_network_sized_by_retrain() -> None:
+    assert compose(*SIZED, "search_space.skip=linear").search_space.skip == "linear"
+    assert compose(*SIZED, "search_space.skip=none").search_space.skip == "none"
+    for other in ("search_space.channels=4", "search_space.norm=group", "search_space=darts"):
+        with pytest.raises(NoEffectError, match=f"^{other} has no effect with .*do not search"):
+            compose(*SIZED, other, "search_space.skip=linear")
+    taken = [text for text in SIZED if not text.startswith("retrain.")]
+    taken.append("retrain.channels=null")
+    assert compose(*taken, "search_space.channels=4").search_space.channels == 4
+
+
+def test_noise_of_metrics_acts_where_test_records_are_measured() -> None:
+    own = ("algorithm=fedavg", "algorithm.network=linear", "privacy=dp")
+    own = (*own, "privacy.metrics_noise_multiplier=3")
+    assert compose(*own).privacy.metrics_noise_multiplier == 3  # type: ignore[union-attr]
+    for without in ("dataset.fractions={train:.6,validation:.4,test:0}", "stages=[retrain,export]"):
+        with pytest.raises(NoEffectError, match="with which nothing is measured on clients' rec"):
+            compose(*own, without)
 
 
 def test_an_empty_mapping_empties(own_experiment: Callable[..., str]) -> None:

@@ -324,15 +324,13 @@ def _scored_draws(
 
 def _successive_halving(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
     from fednas_flwr.builders.networks import describe_pool, seeded_network
-    from fednas_flwr.search.zero_cost import draw_by_alphas, search
+    from fednas_flwr.search.zero_cost import search
     from fednas_flwr.strategies.successive_halving import SuccessiveHalving
 
     algorithm = config.algorithm
     assert isinstance(algorithm, SuccessiveHalvingSettings)
     pool = algorithm.pool
-    scored = _scored_draws(config, space, pool.by, pool.draws, pool.limits)
-    if pool.alphas is not None:
-        scored["draw"] = partial(draw_by_alphas, space, _found_alphas(config, space, pool.alphas))
+    scored = _pool_draws(config, space)
     shortlist = _shortlist(config, space, pool.shortlist)
     return SuccessiveHalving, {
         "choose": lambda generator: [
@@ -344,6 +342,37 @@ def _successive_halving(config: Config, prepared: Prepared, space: SearchSpace) 
         "keep": pool.keep,
         **own_settings(algorithm, "pool"),
     }
+
+
+def _pool_draws(config: Config, space: SearchSpace) -> dict[str, Any]:
+    """Return the arguments of ``zero_cost.search`` that say what a pool is drawn from."""
+    from fednas_flwr.search.zero_cost import draw_by_alphas
+
+    assert isinstance(config.algorithm, SuccessiveHalvingSettings)
+    pool = config.algorithm.pool
+    scored = _scored_draws(config, space, pool.by, pool.draws, pool.limits)
+    if pool.alphas is not None:
+        scored["draw"] = partial(draw_by_alphas, space, _found_alphas(config, space, pool.alphas))
+    return scored
+
+
+def check_draws(config: Config, space: SearchSpace) -> None:
+    """Refuse limits within which a search by scores draws no network, and alphas that are none.
+
+    The draws are those with which the search begins, without their scores.
+    """
+    from fednas_flwr.randomness import make_generator
+    from fednas_flwr.search.zero_cost import search
+
+    algorithm = config.algorithm
+    if isinstance(algorithm, ZeroCostSettings):
+        own = _scored_draws(config, space, algorithm.scores, algorithm.draws, algorithm.limits)
+        generator = make_generator(config.seed, "zero_cost", 1)
+    elif isinstance(algorithm, SuccessiveHalvingSettings):
+        own, generator = _pool_draws(config, space), make_generator(config.seed, algorithm.name)
+    else:
+        return
+    search(space, generator=generator, **own | {"draws": 1, "score": lambda _: {"none": 0.0}})
 
 
 def _found_alphas(config: Config, space: SearchSpace, folder: str) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ from fednas_flwr.config import (
     ZeroCostSettings,
 )
 from fednas_flwr.errors import NoEffectError, NoEffectWarning, show
-from fednas_flwr.names import PARTITIONS
+from fednas_flwr.names import FEWEST_VOTES, PARTITIONS
 from fednas_flwr.search.settings import NORMED_NETWORKS
 
 ONE_ENGINE = ("dp_cells", "dp_cells_darts", "mbconv", "mlp")  # both engines are the same there
@@ -265,6 +265,12 @@ RULES: tuple[Rule, ...] = (
         "retrain.norm",
         lambda c: _fixed(c) and c.algorithm.network not in NORMED_NETWORKS,  # type: ignore[attr-defined]
         NETWORK,
+    ),
+    Rule(
+        "retrain.drop_path_prob",
+        lambda c: c.retrain.rounds == 1,
+        "retrain.rounds=1, since it rises from 0 in the first round",
+        "set retrain.rounds=2 or more, or remove it",
     ),
     Rule(
         "retrain.drop_path_prob",
@@ -510,6 +516,16 @@ RULES: tuple[Rule, ...] = (
     ),
     *map(_ignores, sorted({s for taken in PARTITIONS.values() for s in taken})),
     # Runtimes.
+    Rule(
+        "runtime.connect_s",
+        lambda c: c.runtime.name != "deployment",
+        "runtime={c.runtime.name}, whose clients are there from the start",
+    ),
+    Rule(
+        "runtime.most_records runtime.largest_share privacy.fewest_records",
+        lambda c: c.clients < FEWEST_VOTES,
+        "clients={c.clients}, of whom nobody can tell which is right",
+    ),
     Rule(
         "runtime.ray_address runtime.client_cpus runtime.client_gpus",
         lambda c: c.runtime.name != "ray",

@@ -704,6 +704,11 @@ def test_a_search_with_moments_goes_on_where_the_last_request_ended(verb, make_s
         ("train.probe", {"loss_bound": math.nan}, "loss_bound=nan has the wrong type"),
         ("train.probe", {"search": None}, "search or training must be given, and not both"),
         ("train.search", {"alternating": None}, "alternating or paths must be given, and not both"),
+        (
+            "train.search",
+            {"local.alternating.temperature": 1.0},
+            "temperature=1.0: single paths ha",
+        ),
         ("train.candidate", {"candidates": 51 * [[5] * 15]}, "committed values: steps=51"),
         ("train.candidate", {"candidates": 3 * [[5] * 15], "local_steps": 17}, "steps=51"),
         ("train.candidate", {"candidates": []}, r"candidates=\[\] is out of range"),

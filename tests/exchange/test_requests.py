@@ -581,3 +581,11 @@ def test_any_text_is_refused_with_a_config_error(text):
     for verb in REQUESTS:
         with pytest.raises(ConfigError):
             decode_request(verb, content(text))
+
+
+def test_a_pool_has_1_to_1000_members():
+    for count in (1, 1000):
+        assert RewardCandidates(network={"name": "pool", "genotypes": [{}] * count}).count == count
+    for members in ([], [{}] * 1001, None, {"a": 1}, "x"):
+        with pytest.raises(ConfigError, match=r"^genotypes=.*: expected a list of 1 to 1000"):
+            RewardCandidates(network={"name": "pool", "genotypes": members})

@@ -16,7 +16,7 @@ from fednas_flwr.builders.clients import make_sum_site
 from fednas_flwr.cli import main
 from fednas_flwr.config import dump_config
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import decode_reply
+from fednas_flwr.exchange.messages import decode_reply, decode_request
 from fednas_flwr.exchange.secure_sum.grid import Grid
 from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
@@ -162,6 +162,27 @@ def test_what_a_private_site_sends_is_uniform_by_its_masks_alone(
     assert len(sent) == 4
     for one in sent:  # all that there is of one site
         assert (least_p_value([one]) > 1e-9) == masks
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_clients_with_secure_sums_are_asked_for_no_scores(summed, compose_config, tmp_path):
+    """Scores and histograms are not sums, so that no client makes or tells them."""
+    asked = []
+
+    class Listening(LossyGrid):
+        def answer(self, message):
+            if message.metadata.message_type == "evaluate.model":
+                asked.append(decode_request("evaluate.model", message.content).settings)
+            return super().answer(message)
+
+    sums = SUMS if summed else ("clients=4",)
+    config = compose_config(*SHORT, *sums, "positive=2", f"run_dir={tmp_path / 'run'}")
+    events, error = run(config, grid=Listening)
+    assert error is None
+    assert "client_failed" not in {event["event"] for event in events}
+    found = [(settings.split, settings.with_scores) for settings in asked]
+    scores = [("validation", True)] * 4 + [("test", True)] * 4
+    assert found == ([("test", False)] * 4 if summed else scores)
 
 
 def lost_at(verb, clients, *, number=None):
@@ -323,7 +344,8 @@ REFUSED = [
     ("clients=1001", "at most 1000"),
     ("algorithm=fedex", "asked different things"),
     ("algorithm=fnas algorithm.reduce=sum", "set algorithm.reduce=mean"),
-    ("secure_terms.colluding=3", "lower secure_terms.colluding"),
+    ("secure_terms.colluding=3", "raise clients to 5 or more, or lower secure_terms.colluding"),
+    ("clients=2", "clients=2 and secure_terms.colluding=1: a sum must .* raise clients to 3 or"),
     ("secure_terms.least_sites=9", "lower secure_terms.colluding"),
     ("secure_terms.least_sites=2", "lower secure_terms.colluding"),
     ("runtime=deployment runtime.superlink=site", "set partition=sites privacy=dp"),
