@@ -32,6 +32,9 @@ NEEDS = {  # what a file needs beside itself
     "algorithm=dp_fnas": ["privacy=dp", *GROUP],
     "privacy=dp": ["algorithm=dp_fnas", *GROUP],
     "runtime=deployment": ["runtime.superlink=site"],
+    **dict.fromkeys(
+        [f"server_optimizer={name}" for name in ("adam", "yogi", "adagrad")], ["algorithm=fedavg"]
+    ),
 }
 
 
@@ -363,7 +366,8 @@ def test_the_algorithms_own_refusals_come_before_the_general_ones() -> None:
 
 def test_fednas_with_privacy_is_told_which_algorithms_there_are() -> None:
     names = (
-        "dp_fnas fed_darts fedprox_darts feathers fdnas dpnas zero_cost successive_halving fedavg"
+        "dp_fnas fed_darts fedprox_darts feathers fdnas dpnas zero_cost successive_halving fedavg "
+        "fedprox"
     )
     private = ", ".join(names.split())
     with pytest.raises(ConfigError, match=f"algorithm=fednas is not possible yet: .* {private}."):

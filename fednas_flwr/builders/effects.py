@@ -32,7 +32,7 @@ from fednas_flwr.config import (
     ZeroCostSettings,
 )
 from fednas_flwr.errors import NoEffectError, NoEffectWarning, show
-from fednas_flwr.names import PARTITIONS
+from fednas_flwr.names import PARTITIONS, SELECTIONS
 from fednas_flwr.search.settings import NORMED_NETWORKS
 
 ONE_ENGINE = ("dp_cells", "dp_cells_darts", "mbconv", "mlp")  # both engines are the same there
@@ -358,6 +358,7 @@ RULES: tuple[Rule, ...] = (
         "secure_sum=true, with which the server sees no client's weight",
     ),
     Rule("trim", lambda c: c.aggregate != "trimmed_mean", "aggregate={c.aggregate}"),
+    Rule("malicious", lambda c: c.aggregate not in SELECTIONS, "aggregate={c.aggregate}"),
     # Privacy.
     Rule(
         "algorithm.local_epochs",
