@@ -43,6 +43,9 @@ class _Adagrad(FedAdagrad, _Averaged):
     """FedAdagrad of a ready average."""
 
 
+_KINDS: dict[str, Callable[..., FedOpt]] = {"adam": _Adam, "yogi": _Yogi, "adagrad": _Adagrad}
+
+
 class ServerOptimizer:
     """The server's optimiser of packed weights.
 
@@ -56,12 +59,7 @@ class ServerOptimizer:
 
     def __init__(self, name: str, **constants: float) -> None:
         """See the class."""
-        kinds: dict[str, Callable[..., FedOpt]] = {
-            "adam": _Adam,
-            "yogi": _Yogi,
-            "adagrad": _Adagrad,
-        }
-        self._steps = kinds[name](**constants)
+        self._steps = _KINDS[name](**constants)
 
     def step(self, average: Packed, before: Packed, server_round: int) -> Packed:
         """Return the new weights.
