@@ -114,6 +114,12 @@ class Config(Checked):
 
     def __post_init__(self) -> None:
         """Check single values; ``builders.check_combinations`` knows what excludes what."""
+        if self.device.startswith("cuda:"):
+            number = self.device.removeprefix("cuda:")
+            raise ConfigError(
+                f"device={show(self.device)} is unknown: set device=cuda, and choose the GPU by "
+                f"the environment variable CUDA_VISIBLE_DEVICES={show(number)}."
+            )
         super().__post_init__()
         check_distinct("stages", self.stages)
         if len(self.client_tags) not in (0, self.clients):

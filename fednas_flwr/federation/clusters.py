@@ -1,4 +1,4 @@
-"""Whether the Ray that a run asks for answers, and can hold one of its clients."""
+"""Whether a run's Ray answers and can hold one of its clients, and Flower knows its SuperLink."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import os
 import socket
 import subprocess
 import sys
+import tomllib
 from functools import cache
+from pathlib import Path
 
 from fednas_flwr.config import Config
 from fednas_flwr.config.runtime import Runtime
-from fednas_flwr.errors import ConfigError, show
+from fednas_flwr.errors import ConfigError, show, unknown_choice
 
 CONNECTS_S, ANSWERS_S = 4.0, 12.0
 
@@ -39,8 +41,10 @@ print(json.dumps([[node.get("CPU", 0), node.get("GPU", 0)] for node in nodes]))
 
 
 def check_cluster(config: Config) -> None:
-    """Raise ConfigError if ``runtime=ray`` has no place for a client; other runtimes pass."""
+    """Raise ConfigError for a Ray cluster without place for a client, or an unknown SuperLink."""
     runtime = config.runtime
+    if runtime.name == "deployment":
+        _check_superlink(str(runtime.superlink))
     if runtime.name != "ray":
         return
     cpus, gpus = runtime.client_cpus, runtime.client_gpus
@@ -52,6 +56,22 @@ def check_cluster(config: Config) -> None:
             f"runtime.client_cpus={cpus:g} with runtime.client_gpus={gpus:g}: no machine of the "
             f"cluster holds such a client (there are {there}); lower what one client takes."
         )
+
+
+def _check_superlink(name: str) -> None:
+    """Refuse a SuperLink that Flower's configuration does not name, or would not when made."""
+    file = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
+    named: object = {"local": {}, "supergrid": {}}
+    if file.is_file():
+        try:
+            named = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink")
+        except (OSError, ValueError):  # of which Flower tells more
+            return
+    entries = named.items() if isinstance(named, dict) else ()
+    names = [one for one, entry in entries if isinstance(entry, dict)]
+    if name not in names:
+        told = str(unknown_choice("runtime.superlink", name, names)).removesuffix(".")
+        raise ConfigError(f"{told}, or add [superlink.{show(name)}] to {file}.")
 
 
 def _own_node() -> Nodes:
