@@ -50,9 +50,13 @@ DOCKERFILE
         --tag "flwr/superexec:$flower" "$folder" >/dev/null
 fi
 
+# One copy for all images: sites refuse a server whose package differs from theirs.
+mkdir "$folder/context"
+tar -c --exclude=__pycache__ pyproject.toml README.md LICENSE hatch_build.py conf fednas_flwr docker |
+    tar -x -C "$folder/context"
 for target in server serverapp client; do
-    buildah bud --quiet "${given[@]}" --pull-never --layers --build-arg PIP_EXTRA_INDEX_URL \
+    buildah bud --quiet "${given[@]}" --pull-never --layers --build-arg "PIP_EXTRA_INDEX_URL=${PIP_EXTRA_INDEX_URL:-}" \
         --file docker/Dockerfile --ignorefile docker/Dockerfile.dockerignore --target "$target" \
-        --tag "fednas-$target:$tag" . >/dev/null
+        --tag "fednas-$target:$tag" "$folder/context" >/dev/null
 done
 buildah images --format '{{.Size}}  {{.Name}}:{{.Tag}}'

@@ -33,7 +33,15 @@ from fednas_flwr.reporting.runs import EVENTS_FILE
 
 DOCKER = Path(__file__).parents[1] / "docker"
 USER = 49999
+AS_USER = ("--cwd", "/fednas", "--user", f"{USER}:{USER}", "--no-new-privs")
 RUN = Path("/fednas/state/run")  # in the server's containers
+# crun refuses a machine that has both versions of cgroups, and is to use none.
+ONE_CGROUP = "umount -R -l /sys/fs/cgroup; mount -t cgroup2 none /sys/fs/cgroup"
+CRUN = (
+    *("unshare", "--mount", "sh", "-c"),
+    f'{ONE_CGROUP}; exec crun --cgroup-manager=disabled "$@"',
+    "crun",
+)
 SEARCH = [
     *("runtime=deployment", "runtime.superlink=server", "runtime.quorum=1", "partition=sites"),
     *("dataset=npz", "dataset.server_test=false", "clients=3", "rounds=1", "retrain.rounds=1"),
@@ -69,8 +77,8 @@ class Containers(Machines):
             volumes = {"./deployment": self.folder, "${": base / "data" / part.machine}
             spec = specification(service, root, image, volumes)
             (bundle / "config.json").write_text(json.dumps(spec))
-            command = ("crun", "--cgroup-manager=disabled", "run", "-b", str(bundle))
-            parts[name] = replace(part, command=(*command, self.prefix + name))
+            command = (*CRUN, "run", "-b", str(bundle), self.prefix + name)
+            parts[name] = replace(part, command=command)
         for machine in ("server", *SITES):
             (self.folder / machine / "state").mkdir(exist_ok=True)
         for path in [self.folder, *self.folder.rglob("*")]:
@@ -88,7 +96,7 @@ class Containers(Machines):
                 argument = f"state/{copied.name}"
             given.append(argument)
         process = subprocess.Popen(
-            ["crun", "exec", f"{self.prefix}superlink", "./operate", *given],
+            [*CRUN, "exec", *AS_USER, f"{self.prefix}superlink", "./operate", *given],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -100,7 +108,7 @@ class Containers(Machines):
         """End everything, and remove the containers; return what was left."""
         left = super().stop()
         for name in self.parts:
-            subprocess.run(["crun", "delete", "--force", self.prefix + name], capture_output=True)
+            subprocess.run([*CRUN, "delete", "--force", self.prefix + name], capture_output=True)
         return left
 
 
