@@ -45,7 +45,7 @@ CRUN = (
 SEARCH = [
     *("runtime=deployment", "runtime.superlink=server", "runtime.quorum=1", "partition=sites"),
     *("dataset=npz", "dataset.server_test=false", "clients=3", "rounds=1", "retrain.rounds=1"),
-    *("algorithm=dp_fnas", "privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=50"),
+    *("algorithm=dp_fnas", "privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=3"),
     *("algorithm.batch_size=64", "search_space.channels=4", "retrain.channels=4"),
     *("device=cpu", "tensorboard=false", f"run_dir={RUN}"),
 ]
