@@ -45,7 +45,7 @@ CRUN = (
 SEARCH = [
     *("runtime=deployment", "runtime.superlink=server", "runtime.quorum=1", "partition=sites"),
     *("dataset=npz", "dataset.server_test=false", "clients=3", "rounds=1", "retrain.rounds=1"),
-    *("algorithm=dp_fnas", "privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=3"),
+    *("algorithm=dp_fnas", "privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=50"),
     *("algorithm.batch_size=64", "search_space.channels=4", "retrain.channels=4"),
     *("device=cpu", "tensorboard=false", f"run_dir={RUN}"),
 ]
@@ -70,6 +70,8 @@ class Containers(Machines):
         self.prefix = f"{base.name}-"
         for site in SITES:
             edit(self.folder / site / "site.env", r"DATA_PATH=.*", f"DATA_PATH=/data/{site}.npz")
+            policy = self.folder / site / "policy.yaml"
+            edit(policy, r"least_noise_multiplier: .*", "least_noise_multiplier: .1")  # few records
         for name, service in services.items():
             part, bundle = parts[name], base / "bundles" / name
             bundle.mkdir(parents=True)
