@@ -30,6 +30,9 @@ PARTITIONS: dict[str, tuple[str, ...]] = {
     "sites": (),
 }
 
+# How whole clients are selected, and how many replies each hostile one takes, besides 3.
+SELECTIONS = {"krum": 2, "multi_krum": 2, "bulyan": 4}
+
 CORRUPT_RULES = ("refuse", "skip")  # what becomes of images that cannot be read
 DECIMALS = ("point", "comma")  # how a table writes its numbers
 MISSING_RULES = ("mean", "indicator")  # what becomes of missing numbers and dates of a table

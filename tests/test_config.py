@@ -33,6 +33,9 @@ NEEDS = {  # what a file needs beside itself
     "algorithm=dp_fnas": ["privacy=dp", *GROUP],
     "privacy=dp": ["algorithm=dp_fnas", *GROUP],
     "runtime=deployment": ["runtime.superlink=site"],
+    **dict.fromkeys(
+        [f"server_optimizer={name}" for name in ("adam", "yogi", "adagrad")], ["algorithm=fedavg"]
+    ),
 }
 
 
@@ -385,7 +388,8 @@ def test_the_algorithms_own_refusals_come_before_the_general_ones() -> None:
 
 def test_fednas_with_privacy_is_told_which_algorithms_there_are() -> None:
     names = (
-        "dp_fnas fed_darts fedprox_darts feathers fdnas dpnas zero_cost successive_halving fedavg"
+        "dp_fnas fed_darts fedprox_darts feathers fdnas dpnas zero_cost successive_halving fedavg "
+        "fedprox"
     )
     private = ", ".join(names.split())
     with pytest.raises(ConfigError, match=f"algorithm=fednas is not possible yet: .* {private}."):
@@ -551,6 +555,10 @@ def test_an_experiments_setting_that_is_typed_over_is_no_finding() -> None:
         (
             "algorithm=fnas retrain.exchange=gradients momentum=server",
             "the server steps with retrain.weights.momentum",
+        ),
+        (
+            "algorithm=fedprox algorithm.proximal=.1 retrain.exchange=gradients",
+            "in which clients take no steps",
         ),
         (
             "algorithm=fedex retrain.exchange=models",

@@ -30,6 +30,7 @@ from fednas_flwr.config import (
     SuccessiveHalvingSettings,
     ZeroCostSettings,
 )
+from fednas_flwr.config.server_optimizers import ServerAdagrad, ServerAdam
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import Configuration, ShortlistSettings
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from fednas_flwr.search_spaces.dp_cells import DPCellSpace
     from fednas_flwr.search_spaces.space import SearchSpace
     from fednas_flwr.strategies.base import RoundStrategy
+    from fednas_flwr.strategies.server_optimizer import ServerOptimizer
 
 Plan = tuple["Callable[..., RoundStrategy]", dict[str, Any]]  # a class, its own keyword arguments
 
@@ -54,8 +56,24 @@ def _fed_avg(config: Config, configuration: Configuration | None) -> Plan:
     weights, drop_path_prob = config.retrain.weights, config.retrain.drop_path_prob
     if configuration is not None:
         weights, drop_path_prob = configuration.annealed(weights), configuration.dropout
-    kind = FedSGD if retrains_by_gradients(config) else FedAvg
-    return kind, {"weights": weights, "drop_path_prob": drop_path_prob}
+    own = {"weights": weights, "drop_path_prob": drop_path_prob}
+    if retrains_by_gradients(config):
+        return FedSGD, own
+    if isinstance(config.algorithm, FedAvgSettings):
+        own |= {"proximal": config.algorithm.proximal, "optimizer": _server_optimizer(config)}
+    return FedAvg, own
+
+
+def _server_optimizer(config: Config) -> ServerOptimizer | None:
+    from fednas_flwr.strategies.server_optimizer import ServerOptimizer
+
+    chosen = config.server_optimizer
+    if not isinstance(chosen, ServerAdagrad):
+        return None
+    constants = {"eta": chosen.lr, "tau": chosen.tau}
+    if isinstance(chosen, ServerAdam):
+        constants |= {"beta_1": chosen.beta_1, "beta_2": chosen.beta_2}
+    return ServerOptimizer(chosen.name, **constants)
 
 
 def _fed_avg_releases(config: Config) -> RoundReleases:
@@ -557,6 +575,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         refuses=refusals.of_scores,
         trains_supernet=False,
     ),
-    "fedavg": Algorithm(FedAvgSettings, retrain_releases=_fed_avg_releases),
+    **dict.fromkeys(
+        ("fedavg", "fedprox"), Algorithm(FedAvgSettings, retrain_releases=_fed_avg_releases)
+    ),
     "fedex": Algorithm(FedExSettings, retraining=_retrain_fedex, refuses=refusals.of_fedex),
 }

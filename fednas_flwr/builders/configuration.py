@@ -11,10 +11,12 @@ from fednas_flwr.builders.algorithms import ALGORITHMS, retrains_by_gradients
 from fednas_flwr.builders.effects import Given, check_effect, check_experiment
 from fednas_flwr.builders.refusals import check_secure_sum, check_validation, searches
 from fednas_flwr.builders.spaces import SEARCH_SPACES
-from fednas_flwr.config import Config, GivenNetwork, NoPrivacy, ZeroCostSettings
+from fednas_flwr.config import Config, FedAvgSettings, GivenNetwork, NoPrivacy, ZeroCostSettings
 from fednas_flwr.config.parsing import choose_kind
 from fednas_flwr.config.privacy import PRIVACY
+from fednas_flwr.config.server_optimizers import SERVER_OPTIMIZERS
 from fednas_flwr.errors import ConfigError, NoEffectError, show
+from fednas_flwr.names import SELECTIONS
 from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.typed import parse
 
@@ -58,6 +60,7 @@ def _parse(tree: Mapping[str, Any]) -> Config:
         "algorithm": choose_kind(tree, "algorithm", algorithms, hint=UNREGISTERED),
         "search_space": choose_kind(tree, "search_space", spaces, hint=UNREGISTERED),
         "privacy": choose_kind(tree, "privacy", PRIVACY),
+        "server_optimizer": choose_kind(tree, "server_optimizer", SERVER_OPTIMIZERS),
     }
     if type(tree.get("positive")) is int:  # as Hydra reads the name of a class 0, 1, ...
         tree = {**tree, "positive": str(tree["positive"])}
@@ -79,6 +82,7 @@ def check_combinations(config: Config) -> None:
     _check_privacy(config)
     check_secure_sum(config)
     _check_aggregate(config)
+    _check_server_optimizer(config)
     _check_stages(config)
 
 
@@ -154,6 +158,43 @@ def _check_aggregate(config: Config) -> None:
             f"trim={config.trim} leaves nothing of the {fewest} replies that runtime.quorum="
             f"{config.runtime.quorum:g} of clients={clients} lets a round go on with: expected "
             "fewer than half of them; raise runtime.quorum or lower trim."
+        )
+    if name not in SELECTIONS:
+        return
+    _only_fedavg(config, f"aggregate={name}", "aggregate=mean, median or trimmed_mean")
+    needed = SELECTIONS[name] * config.malicious + 3
+    if fewest < needed:
+        raise ConfigError(
+            f"aggregate={name} with malicious={config.malicious} needs {needed} replies, and "
+            f"runtime.quorum={config.runtime.quorum:g} of clients={clients} lets a round go on "
+            f"with {fewest}: raise clients or runtime.quorum, or lower malicious."
+        )
+
+
+def _check_server_optimizer(config: Config) -> None:
+    """Refuse two optimisers of the server, and algorithms that have steps of their own."""
+    chosen = f"server_optimizer={config.server_optimizer.name}"
+    if chosen == "server_optimizer=none":
+        return
+    _only_fedavg(config, chosen, "server_optimizer=none")
+    if retrains_by_gradients(config):
+        raise ConfigError(
+            f"{chosen} with retrain.exchange={config.retrain.exchange}: the server steps along "
+            "gradients by SGD there; set server_optimizer=none or retrain.exchange=models."
+        )
+    if config.momentum == "server":
+        raise ConfigError(
+            f"{chosen} with momentum=server: both are optimisers of the server; leave one out."
+        )
+
+
+def _only_fedavg(config: Config, setting: str, other: str) -> None:
+    """Refuse for a search what Flower's strategies do with the models of one given network."""
+    if not isinstance(config.algorithm, FedAvgSettings):
+        raise ConfigError(
+            f"{setting} with algorithm={config.algorithm.name}: it is for the training of a given "
+            f"network; set algorithm=fedavg or fedprox, with genotype=<file> for a cell that was "
+            f"found, or {other}."
         )
 
 

@@ -23,6 +23,7 @@ from fednas_flwr.config import (
     DPNASSettings,
     FDNASSettings,
     FEATHERSSettings,
+    FedAvgSettings,
     FedDARTSSettings,
     FedExSettings,
     FNASSettings,
@@ -32,7 +33,7 @@ from fednas_flwr.config import (
     ZeroCostSettings,
 )
 from fednas_flwr.errors import NoEffectError, NoEffectWarning, show
-from fednas_flwr.names import FEWEST_VOTES, PARTITIONS
+from fednas_flwr.names import FEWEST_VOTES, PARTITIONS, SELECTIONS
 from fednas_flwr.search.settings import NORMED_NETWORKS
 
 ONE_ENGINE = ("dp_cells", "dp_cells_darts", "mbconv", "mlp")  # both engines are the same there
@@ -309,6 +310,11 @@ RULES: tuple[Rule, ...] = (
         "remove it; the server steps with retrain.weights.momentum",
     ),
     Rule(
+        "algorithm.proximal",
+        lambda c: isinstance(c.algorithm, FedAvgSettings) and retrains_by_gradients(c),
+        "retrain.exchange={c.retrain.exchange}, in which clients take no steps",
+    ),
+    Rule(
         "retrain.exchange",
         _is(FEATHERSSettings, FedExSettings),
         "algorithm={c.algorithm.name}, which has exchanges of its own",
@@ -396,6 +402,7 @@ RULES: tuple[Rule, ...] = (
         "secure_sum=true, with which the server sees no client's weight",
     ),
     Rule("trim", lambda c: c.aggregate != "trimmed_mean", "aggregate={c.aggregate}"),
+    Rule("malicious", lambda c: c.aggregate not in SELECTIONS, "aggregate={c.aggregate}"),
     # Privacy.
     Rule(
         "algorithm.local_epochs",

@@ -101,6 +101,8 @@ class LocalTraining(Checked):
         weights: SGD.
         auxiliary_weight: Of an auxiliary head's loss, at least 0.
         drop_path_prob: From 0 to below 1.
+        proximal: mu, at least 0, of :class:`~fednas_flwr.search.descent.Proximal`, w_0 being the
+            weights that were sent.
     """
 
     network: Description
@@ -109,6 +111,7 @@ class LocalTraining(Checked):
     weights: SGD
     auxiliary_weight: NonNegative
     drop_path_prob: ShareBelow1
+    proximal: NonNegative = 0.0
 
 
 @dataclass(frozen=True)

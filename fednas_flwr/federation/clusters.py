@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fednas_flwr.config import Config
 from fednas_flwr.config.runtime import Runtime
-from fednas_flwr.errors import ConfigError, show
+from fednas_flwr.errors import ConfigError, show, unknown_choice
 
 FLOWERS_OWN = {"local", "supergrid"}  # in the file that Flower writes where there is none
 CONNECTS_S, ANSWERS_S = 4.0, 12.0
@@ -60,23 +60,21 @@ def check_cluster(config: Config) -> None:
 
 
 def _check_superlink(name: str) -> None:
-    """Refuse a name that Flower's configuration does not have."""
+    """Refuse a SuperLink that Flower's configuration does not name, or would not when made."""
     path = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
     try:
-        text = path.read_text(encoding="utf-8")
-        known = set(tomllib.loads(text)["superlink"]) - {"default"}
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))["superlink"].items()
+        known = {one for one, entry in entries if isinstance(entry, dict)}
     except FileNotFoundError:
         known = FLOWERS_OWN
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"runtime.superlink={show(name)}: {path} has no table of SuperLinks that can be read "
             f"({error}): correct it."
         ) from error
     if name not in known:
-        raise ConfigError(
-            f"runtime.superlink={show(name)} is not in {path}: choose one of "
-            f"{', '.join(sorted(known))}, or add [superlink.{show(name)}] with its address there."
-        )
+        told = str(unknown_choice("runtime.superlink", name, known)).removesuffix(".")
+        raise ConfigError(f"{told}, or add [superlink.{show(name)}] with its address to {path}.")
 
 
 def _own_node() -> Nodes:

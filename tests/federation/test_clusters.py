@@ -83,8 +83,8 @@ def test_an_unknown_superlink_is_refused_before_there_is_a_folder(
         with pytest.raises(ConfigError) as told:
             api.run(config)
         assert str(told.value) == (
-            f"runtime.superlink={wrong} is not in {tmp_path / 'config.toml'}: choose one of "
-            f"{known}, or add [superlink.{wrong}] with its address there."
+            f"runtime.superlink={wrong} is unknown: choose one of {known}, or add "
+            f"[superlink.{wrong}] with its address to {tmp_path / 'config.toml'}."
         )
     assert not (tmp_path / "run").exists()
 
