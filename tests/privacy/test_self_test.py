@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fednas_flwr.evaluation.fixed_networks import linear, plain_cnn, torchvision_network
-from fednas_flwr.privacy import record_gradients
+from fednas_flwr.privacy import record_gradients, self_test
 from fednas_flwr.privacy.clipping import (
     Relaxation,
     clipped_alpha_gradient_sum,
@@ -371,3 +371,19 @@ def test_sums_are_exact_in_any_order(numbers, random, bound):
     assert torch.equal(total - others, first)
     assert float((total - rows.sum(0)).abs()) <= len(rows) * bound * 2.0**-39
     assert bool((exact_sum(rows[:1], bound=bound).abs() <= rows[0].abs()).all())
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.int32, torch.float64],
+    ids=str,
+)
+def test_rows_of_every_type_are_compared_by_their_bits(dtype):
+    row = torch.tensor([[0, 1, 1]], dtype=dtype)
+    rows = row.repeat(3, 1)
+    assert self_test._same_bits(rows, row)
+    rows[1, 2] = 0
+    assert not self_test._same_bits(rows, row)
+    if dtype.is_floating_point:
+        assert not self_test._same_bits(-row, row)
+        assert self_test._same_bits(row * torch.nan, row * torch.nan)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.data.splits import assign_splits
 from fednas_flwr.stages import pipeline
@@ -112,3 +113,18 @@ def test_a_run_where_there_is_no_git_has_no_commit(
     assert done.error is None
     assert done.events[0]["event"] == "run_started"
     assert done.events[0]["commit"] is None
+
+
+def test_clients_that_cannot_test_the_network_do_not_end_the_run(
+    run_inline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(client, request, asked):
+        raise ValueError("the disk is full")
+
+    monkeypatch.setitem(ANSWERS, "evaluate.model", failing)
+    own = ("algorithm=fedavg", "algorithm.network=linear", "retrain.rounds=1")
+    done = run_inline(*own, "stages=[retrain,evaluate,export]")
+    assert done.error is None
+    assert last(done.events, "evaluated")["clients"] == []
+    assert "the disk is full" in last(done.events, "warning")["message"]
+    assert last(done.events, "run_finished")["status"] == "completed"
