@@ -178,6 +178,7 @@ def execute(
         return
     print(f"run folder: {config.run_dir}", flush=True)
     go_on = f"fednas run resume={config.run_dir}"
+    from fednas_flwr.exchange.courier import QuorumError
     from fednas_flwr.reporting.progress import ProgressDisplay, print_summary
 
     try:
@@ -189,8 +190,8 @@ def execute(
     except KeyboardInterrupt:
         print(f"\nTo go on: {go_on}", file=sys.stderr)
         raise
-    except OSError as error:  # such as a full disk
-        error.add_note(f"to go on: {go_on}")
+    except (OSError, QuorumError) as error:  # such as a full disk, or clients that are gone
+        error.add_note(f"to go on once that is mended: {go_on}")
         raise
     print_summary(Path(str(config.run_dir)))
 

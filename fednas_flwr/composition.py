@@ -35,6 +35,7 @@ from fednas_flwr.config import conf_folder, expanded
 from fednas_flwr.errors import ConfigError, show, unknown_choice
 from fednas_flwr.typed import MISSING
 
+EXTRAS = "pip install -e '.[sweeps]' (joblib, submitit, optuna) or '.[sweeps-ray]'"
 CFG_KINDS = (["job"], ["hydra"], ["all"])
 NOT_SETTINGS = ("hydra", "sweep.", "config")  # of a run: what overrides say to Hydra
 
@@ -116,9 +117,12 @@ def _composition_error(error: Exception, overrides: Sequence[str], source: Sourc
         pass
     where = getattr(error, "full_key", None) or "the configuration"
     reason = str(error).splitlines()[0].rstrip(".")[:200]
-    plugins = [text for text in overrides if text.startswith("hydra/")]
-    if any(text.partition("=")[2] in reason for text in plugins):
-        reason += "; plugins are the extra: pip install -e '.[sweeps]'"
+    for text in overrides:
+        group, _, name = text.partition("=")
+        if group in ("hydra/launcher", "hydra/sweeper") and name in reason:
+            there = GlobalHydra.instance().config_loader().get_group_options(group)
+            told = str(unknown_choice(group, name, there)).removesuffix(".")
+            return ConfigError(f"{told}; others are extras: {EXTRAS}.")
     return ConfigError(f"{where}: {reason}.")
 
 

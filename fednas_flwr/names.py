@@ -30,12 +30,17 @@ PARTITIONS: dict[str, tuple[str, ...]] = {
     "sites": (),
 }
 
+# How whole clients are selected, and how many replies each hostile one takes, besides 3.
+SELECTIONS = {"krum": 2, "multi_krum": 2, "bulyan": 4}
+
 CORRUPT_RULES = ("refuse", "skip")  # what becomes of images that cannot be read
 DECIMALS = ("point", "comma")  # how a table writes its numbers
 MISSING_RULES = ("mean", "indicator")  # what becomes of missing numbers and dates of a table
 
 # How epsilon is computed from a schedule: numerically, by Renyi divergences, by a central limit.
 PRV, RDP, GDP = ACCOUNTANTS = ("prv", "rdp", "gdp")
+
+FEWEST_VOTES = 3  # clients of which most can be right
 
 LEAST_EPSILON, LARGEST_EPSILON = 1e-3, 1e6  # of a budget and of a target
 LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER = 1e-3, 1e6

@@ -72,6 +72,7 @@ VERBS = {
         gradients_of=("weights", "alphas"),
         of_supernet=True,
     ),
+    "train.network_gradient": Verb(frozenset({"weights"}), _TRAIN, gradients_of=("weights",)),
     # which tensors have changed follows from the released states
     "train.search": Verb(
         _MODEL, _TRAIN | _VALIDATION, frozenset({"changed"}), of_supernet=True, trains=True

@@ -28,6 +28,7 @@ from fednas_flwr.config import Config, Dataset, DifferentialPrivacy
 from fednas_flwr.config.data import Partition
 from fednas_flwr.config.networks import Retrain
 from fednas_flwr.config.runtime import Runtime
+from fednas_flwr.config.server_optimizers import ServerAdam
 from fednas_flwr.typed import Between, Length, OneOf
 
 os.environ.pop("FEDNAS_CACHE", None)  # which would be the default of dataset.cache
@@ -67,6 +68,7 @@ def page() -> str:
         ("partition", "Division over clients", Partition, "iid"),
         ("privacy", "Privacy", DifferentialPrivacy, "dp"),
         ("retrain", "Retraining", Retrain, "quickstart"),
+        ("server_optimizer", "Optimiser of the server", ServerAdam, "adam"),
         ("runtime", "Runtime", Runtime, "inline"),
     ):
         parts.append(section(title, kind, default, prefix=f"{group}.", names=names_of(group)))

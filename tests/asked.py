@@ -21,6 +21,7 @@ from fednas_flwr.exchange.requests import (
     Settings,
     Site,
     TakeGradients,
+    TakeNetworkGradient,
     Train,
     TrainCandidates,
     Trial,
@@ -57,6 +58,9 @@ def smallest(
         "train.weight_gradient": gradients,
         "train.alpha_gradient": gradients,
         "train.gradients": gradients,
+        "train.network_gradient": TakeNetworkGradient(
+            training.network, split, 0, None, 0.0, 0.0, site
+        ),
         "train.search": Search(search, site=site),
         "train.candidate": TrainCandidates([[0]], 0, 1, None, weights, None, site),
         "train.probe": Probe(search, None, [Trial(weights, ALPHAS, 0.0)], loss_bound, site),

@@ -33,6 +33,9 @@ NEEDS = {  # what a file needs beside itself
     "algorithm=dp_fnas": ["privacy=dp", *GROUP],
     "privacy=dp": ["algorithm=dp_fnas", *GROUP],
     "runtime=deployment": ["runtime.superlink=site"],
+    **dict.fromkeys(
+        [f"server_optimizer={name}" for name in ("adam", "yogi", "adagrad")], ["algorithm=fedavg"]
+    ),
 }
 
 
@@ -340,6 +343,7 @@ def test_no_record_decides_how_a_site_reads_the_others(tmp_path: Path) -> None:
         (["aggregate=mode"], "aggregate=mode is unknown"),
         (["aggregate=median", "algorithm=fnas"], "sums of gradients"),
         (["aggregate=median", "clients=2"], "expected 3 or more"),
+        (["aggregate=median", "retrain.exchange=gradients"], "set aggregate=mean or retrain.exch"),
         (["aggregate=trimmed_mean"], "trim=1 leaves nothing of the 2 replies"),
         (["aggregate=trimmed_mean", "clients=9", "trim=3"], "of the 5 replies"),
         (["aggregate=trimmed_mean", "algorithm=cfdnas", *NEEDS["algorithm=cfdnas"]], "=median"),
@@ -384,7 +388,8 @@ def test_the_algorithms_own_refusals_come_before_the_general_ones() -> None:
 
 def test_fednas_with_privacy_is_told_which_algorithms_there_are() -> None:
     names = (
-        "dp_fnas fed_darts fedprox_darts feathers fdnas dpnas zero_cost successive_halving fedavg"
+        "dp_fnas fed_darts fedprox_darts feathers fdnas dpnas zero_cost successive_halving fedavg "
+        "fedprox"
     )
     private = ", ".join(names.split())
     with pytest.raises(ConfigError, match=f"algorithm=fednas is not possible yet: .* {private}."):
@@ -479,6 +484,7 @@ def test_what_an_experiment_sets_and_typing_overrules_is_a_warning(
         "experiment=mine sets algorithm.local_epochs, which has no effect with privacy=dp, whose "
         "clients take noised steps."
     ]
+    assert [one.filename for one in told] == [__file__]  # that of who composes
     with pytest.raises(NoEffectError, match="^algorithm.local_epochs=7 has no effect"):
         compose(mine, "privacy=dp", "algorithm.local_epochs=7")
 
@@ -546,12 +552,29 @@ def test_an_experiments_setting_that_is_typed_over_is_no_finding() -> None:
         ("partition.file=a.json partition.seed=3", "partition.file=a.json, which gives"),
         ("partition=quantity partition.fractions=[.1,.9] partition.alpha=.2", "give the sizes"),
         ("trim=2", "trim=2 has no effect with aggregate=mean"),
+        (
+            "algorithm=fnas retrain.exchange=gradients momentum=server",
+            "the server steps with retrain.weights.momentum",
+        ),
+        (
+            "algorithm=fedprox algorithm.proximal=.1 retrain.exchange=gradients",
+            "in which clients take no steps",
+        ),
+        (
+            "algorithm=fedex retrain.exchange=models",
+            "which has exchanges of its own",
+        ),
         ("aggregate=median trim=2", "trim=2 has no effect with aggregate=median"),
         ("client_tags=[a,b,c]", "algorithm=fed_darts: tags divide the clients of algorithm=cfdnas"),
         ("runtime.client_cpus=2", "runtime=inline: set runtime=ray or remove it"),
         ("runtime.ray_address=1.2.3.4:5", "runtime.ray_address=1.2.3.4:5"),
         ("runtime.superlink=here", "set runtime=deployment or remove it"),
         ("runtime=ray runtime.superlink=here", "runtime=ray"),
+        ("runtime.connect_s=3", "runtime=inline, whose clients are there from the start"),
+        ("clients=2 runtime.largest_share=.3", "clients=2, of whom nobody can tell which is right"),
+        ("clients=1 runtime.most_records=3", "clients=1, of whom nobody can tell"),
+        (f"{DP} clients=2 privacy.fewest_records=.3", "clients=2, of whom nobody can tell"),
+        ("retrain.rounds=1 retrain.drop_path_prob=.3", "set retrain.rounds=2 or more"),
         ("algorithm.validation_weight=.5", "set algorithm.rule=mixed_level"),
         (f"algorithm=fnas {DP}", ""),
         (f"{DP} privacy.search_share=.3", "noise of the search that is given"),
@@ -574,11 +597,44 @@ def test_a_setting_without_effect_is_refused_by_name(overrides: str, sentence: s
         assert re.search(r" has no effect with .*: .*(remove it|leave|set ).*\.$", str(told.value))
 
 
+def test_a_cause_of_no_effect_is_told_with_at_most_300_characters() -> None:
+    with pytest.raises(NoEffectError) as told:
+        compose(f"partition.file={'x' * 4000}", "partition.seed=3")
+    assert str(told.value).count("x") == 300 - len("partition.file=")
+    with pytest.raises(NoEffectError) as told:
+        compose(f"partition.file={'x' * 200}", "partition.seed=3")
+    assert str(told.value).count("x") == 200
+    assert "..." not in str(told.value)
+
+
 def test_defaults_without_effect_are_silent_and_taking_back_is_no_finding() -> None:
     compose("algorithm=fedavg", "retrain.channels=null", "personalised=false", "client_tags=[]")
     compose("algorithm=fedavg", "algorithm.network=linear", "retrain.auxiliary_weight=0")
     compose("stages=[search]")
     compose("algorithm=zero_cost", "stages=[search]", "class_factors={}")
+
+
+SIZED = ("stages=[retrain]", "genotype=a.json", "retrain.channels=8", "retrain.num_cells=1")
+
+
+def test_of_the_search_space_only_the_skip_acts_on_a_network_sized_by_retrain() -> None:
+    assert compose(*SIZED, "search_space.skip=linear").search_space.skip == "linear"
+    assert compose(*SIZED, "search_space.skip=none").search_space.skip == "none"
+    for other in ("search_space.channels=4", "search_space.norm=group", "search_space=darts"):
+        with pytest.raises(NoEffectError, match=f"^{other} has no effect with .*do not search"):
+            compose(*SIZED, other, "search_space.skip=linear")
+    taken = [text for text in SIZED if not text.startswith("retrain.")]
+    taken.append("retrain.channels=null")
+    assert compose(*taken, "search_space.channels=4").search_space.channels == 4
+
+
+def test_noise_of_metrics_acts_where_test_records_are_measured() -> None:
+    own = ("algorithm=fedavg", "algorithm.network=linear", "privacy=dp")
+    own = (*own, "privacy.metrics_noise_multiplier=3")
+    assert compose(*own).privacy.metrics_noise_multiplier == 3  # type: ignore[union-attr]
+    for without in ("dataset.fractions={train:.6,validation:.4,test:0}", "stages=[retrain,export]"):
+        with pytest.raises(NoEffectError, match="with which nothing is measured on clients' rec"):
+            compose(*own, without)
 
 
 def test_an_empty_mapping_empties(own_experiment: Callable[..., str]) -> None:

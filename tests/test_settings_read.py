@@ -37,6 +37,7 @@ GROUPS = {  # the groups of a configuration, by what their classes derive from
     "Runtime": "runtime",
     "Retrain": "retrain",
     "NoPrivacy": "privacy",
+    "ServerOptimizer": "server_optimizer",
     "DifferentialPrivacy": "privacy",
     "SimulatedTerms": "secure_terms",
     "Config": "",
@@ -95,6 +96,7 @@ CELLS = ["search_space=dp_cells_small", "search_space.widths=[2,2,4]", "retrain=
 TABLE = ["search_space=mlp_small", "search_space.channels=8", "retrain.channels=8"]
 DP = ["privacy=dp", "privacy.epsilon=30", "search_space.norm=group", "retrain.norm=group"]
 SHORT = ["rounds=1", "retrain.rounds=1", "clients=2", "device=cpu", "tensorboard=false"]
+NAMES = {f"{group}.name" for group in ("algorithm", "search_space", "privacy", "server_optimizer")}
 GIVEN = ["algorithm.network=linear"]
 
 RUNS = {
@@ -126,6 +128,9 @@ RUNS = {
     ],
     "dpnas": [*CELLS],
     "fedavg": [*GIVEN],
+    "fedprox": [*GIVEN, "server_optimizer=adam"],
+    "fedavg by Krum": [*GIVEN, "aggregate=krum", "malicious=0", "clients=5"],
+    "fedavg by Adagrad": [*GIVEN, "server_optimizer=adagrad"],
     "fedavg of a genotype": [*IMAGES, "stages=[retrain,evaluate,export]", "genotype"],
     "fedavg with privacy": [*GIVEN, "privacy=dp", "privacy.epsilon=30"],
     "fedex": [*GIVEN, "algorithm.num_configurations=3"],
@@ -177,7 +182,7 @@ def test_a_setting_is_read_or_refused(
     assert read_events(tmp_path / "run" / "events.jsonl")[-1]["status"] == "completed"
     idle = without_effect(config)
     unread = {name for name in settings_of(config) - read if not overruled(name, idle)}
-    assert sorted(unread - {"algorithm.name", "search_space.name", "privacy.name"}) == []
+    assert sorted(unread - NAMES) == []
 
 
 def test_every_algorithm_is_run() -> None:

@@ -7,14 +7,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fednas_flwr.builders.algorithms import ALGORITHMS
+from fednas_flwr.builders.algorithms import ALGORITHMS, retrains_by_gradients
 from fednas_flwr.builders.effects import Given, check_effect, check_experiment
 from fednas_flwr.builders.refusals import check_secure_sum, check_validation, searches
 from fednas_flwr.builders.spaces import SEARCH_SPACES
-from fednas_flwr.config import Config, GivenNetwork, NoPrivacy, ZeroCostSettings
+from fednas_flwr.config import Config, FedAvgSettings, GivenNetwork, NoPrivacy, ZeroCostSettings
 from fednas_flwr.config.parsing import choose_kind
 from fednas_flwr.config.privacy import PRIVACY
+from fednas_flwr.config.server_optimizers import SERVER_OPTIMIZERS
 from fednas_flwr.errors import ConfigError, NoEffectError, show
+from fednas_flwr.names import SELECTIONS
 from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.typed import parse
 
@@ -58,6 +60,7 @@ def _parse(tree: Mapping[str, Any]) -> Config:
         "algorithm": choose_kind(tree, "algorithm", algorithms, hint=UNREGISTERED),
         "search_space": choose_kind(tree, "search_space", spaces, hint=UNREGISTERED),
         "privacy": choose_kind(tree, "privacy", PRIVACY),
+        "server_optimizer": choose_kind(tree, "server_optimizer", SERVER_OPTIMIZERS),
     }
     if type(tree.get("positive")) is int:  # as Hydra reads the name of a class 0, 1, ...
         tree = {**tree, "positive": str(tree["positive"])}
@@ -79,6 +82,7 @@ def check_combinations(config: Config) -> None:
     _check_privacy(config)
     check_secure_sum(config)
     _check_aggregate(config)
+    _check_server_optimizer(config)
     _check_stages(config)
 
 
@@ -134,7 +138,7 @@ def _norms(config: Config) -> dict[str, str]:
 
 
 def _check_aggregate(config: Config) -> None:
-    """Refuse robust averages of too few clients.
+    """Refuse robust averages of too few clients, and of gradients.
 
     With privacy they are allowed: they only process what has been released. The noise of a median
     has up to 1.25 times the standard deviation of the mean's.
@@ -142,12 +146,55 @@ def _check_aggregate(config: Config) -> None:
     name, clients = config.aggregate, config.clients
     if name != "mean" and clients < 3:
         raise ConfigError(f"aggregate={name} with clients={clients}: expected 3 or more.")
+    if name != "mean" and "retrain" in config.stages and retrains_by_gradients(config):
+        raise ConfigError(
+            f"aggregate={name} with retrain.exchange={config.retrain.exchange}: it adds up sums of "
+            "gradients over batches of different sizes; set aggregate=mean or "
+            "retrain.exchange=models."
+        )
     fewest = math.ceil(config.runtime.quorum * clients - 1e-9)
     if name == "trimmed_mean" and fewest <= 2 * config.trim:
         raise ConfigError(
             f"trim={config.trim} leaves nothing of the {fewest} replies that runtime.quorum="
             f"{config.runtime.quorum:g} of clients={clients} lets a round go on with: expected "
             "fewer than half of them; raise runtime.quorum or lower trim."
+        )
+    if name not in SELECTIONS:
+        return
+    _only_fedavg(config, f"aggregate={name}", "aggregate=mean, median or trimmed_mean")
+    needed = SELECTIONS[name] * config.malicious + 3
+    if fewest < needed:
+        raise ConfigError(
+            f"aggregate={name} with malicious={config.malicious} needs {needed} replies, and "
+            f"runtime.quorum={config.runtime.quorum:g} of clients={clients} lets a round go on "
+            f"with {fewest}: raise clients or runtime.quorum, or lower malicious."
+        )
+
+
+def _check_server_optimizer(config: Config) -> None:
+    """Refuse two optimisers of the server, and algorithms that have steps of their own."""
+    chosen = f"server_optimizer={config.server_optimizer.name}"
+    if chosen == "server_optimizer=none":
+        return
+    _only_fedavg(config, chosen, "server_optimizer=none")
+    if retrains_by_gradients(config):
+        raise ConfigError(
+            f"{chosen} with retrain.exchange={config.retrain.exchange}: the server steps along "
+            "gradients by SGD there; set server_optimizer=none or retrain.exchange=models."
+        )
+    if config.momentum == "server":
+        raise ConfigError(
+            f"{chosen} with momentum=server: both are optimisers of the server; leave one out."
+        )
+
+
+def _only_fedavg(config: Config, setting: str, other: str) -> None:
+    """Refuse for a search what Flower's strategies do with the models of one given network."""
+    if not isinstance(config.algorithm, FedAvgSettings):
+        raise ConfigError(
+            f"{setting} with algorithm={config.algorithm.name}: it is for the training of a given "
+            f"network; set algorithm=fedavg or fedprox, with genotype=<file> for a cell that was "
+            f"found, or {other}."
         )
 
 

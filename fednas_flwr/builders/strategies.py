@@ -19,8 +19,9 @@ from fednas_flwr.config import Config
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
-from fednas_flwr.exchange.robust import TrimmedMean
-from fednas_flwr.exchange.states import WeightedAverage
+from fednas_flwr.exchange.robust import Selection, TrimmedMean
+from fednas_flwr.exchange.states import Average, WeightedAverage
+from fednas_flwr.names import SELECTIONS
 from fednas_flwr.privacy.plan import PrivateStage, RoundReleases
 from fednas_flwr.search.settings import Configuration
 from fednas_flwr.strategies.base import RoundStrategy
@@ -117,11 +118,12 @@ def _make_strategy(
     return kind(network, courier, **shared, **terms, **own)
 
 
-def _averaging(config: Config) -> Callable[[], WeightedAverage | TrimmedMean]:
+def _averaging(config: Config) -> Callable[[], Average]:
     """Return what makes the average of a round's models."""
-    makers: dict[str, Callable[[], WeightedAverage | TrimmedMean]] = {
+    makers: dict[str, Callable[[], Average]] = {
         "mean": WeightedAverage,
         "median": partial(TrimmedMean, None),
         "trimmed_mean": partial(TrimmedMean, config.trim),
+        **{name: partial(Selection, name, config.malicious) for name in SELECTIONS},
     }
     return makers[config.aggregate]

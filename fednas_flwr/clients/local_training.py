@@ -152,7 +152,7 @@ def prepare_training(
         groups = [{"params": list(trainable_weights(member).values())} for member in members]
         descent = Descent(weights, make_sgd(groups, local.weights), local.weights.clip_norm)
         descents = Descents(descent, sent=sent)
-        train(network, gradients, descent)
+        train(network, gradients, descent, local.proximal)
         return descents, gradients.metrics()
 
     return train_weights

@@ -25,6 +25,7 @@ from fednas_flwr.config.parsing import conf_folder, expanded
 from fednas_flwr.config.path_searches import CFDNASSettings, DPNASSettings, FDNASSettings, Hardware
 from fednas_flwr.config.privacy import DifferentialPrivacy, Noise, NoPrivacy, PrivateRetrain
 from fednas_flwr.config.run import Config, SimulatedTerms, dump_config
+from fednas_flwr.config.server_optimizers import ServerOptimizer
 
 __all__ = [
     "AlgorithmSettings",
@@ -50,6 +51,7 @@ __all__ = [
     "PrivateRetrain",
     "RandomSearchSettings",
     "SearchSpaceSettings",
+    "ServerOptimizer",
     "SimulatedTerms",
     "SuccessiveHalvingSettings",
     "conf_folder",

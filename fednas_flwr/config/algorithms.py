@@ -304,7 +304,13 @@ class FEATHERSSettings(AlgorithmSettings):
 
 @dataclass(frozen=True)
 class FedAvgSettings(GivenNetwork):
-    """No search: FedAvg trains a network that is given by name."""
+    """No search: FedAvg or FedProx trains a network that is given by name.
+
+    Attributes:
+        proximal: FedProx' mu, which holds the weights near those that the server has sent.
+    """
+
+    proximal: RateOrZero
 
 
 @dataclass(frozen=True)

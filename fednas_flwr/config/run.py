@@ -11,8 +11,9 @@ from fednas_flwr.config.data import Dataset, Partition
 from fednas_flwr.config.networks import Retrain, SearchSpaceSettings
 from fednas_flwr.config.privacy import DifferentialPrivacy, NoPrivacy
 from fednas_flwr.config.runtime import Runtime
+from fednas_flwr.config.server_optimizers import ServerOptimizer
 from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.names import ENGINES
+from fednas_flwr.names import ENGINES, SELECTIONS
 from fednas_flwr.search.settings import MOMENTA, Count, CountOrZero, ShareAbove0
 from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, seconds
 
@@ -22,7 +23,7 @@ WIRES = ("float32", "float16", "int8")
 MOST_THREADS = 1024
 MOST_SITES = 1000  # of a secure sum
 TRACKERS = ("mlflow", "wandb")
-AGGREGATES = ("mean", "median", "trimmed_mean")
+AGGREGATES = ("mean", "median", "trimmed_mean", *SELECTIONS)
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,11 @@ class Config(Checked):
         stages: What is done; ``search`` derives a genotype, the others need one.
         genotype: Architecture to retrain instead of searching: a file, or a name of
             ``conf/genotypes``.
-        aggregate: How the clients' models are averaged: by examples (``mean``), or coordinate by
-            coordinate (:mod:`fednas_flwr.exchange.robust`).
+        aggregate: How the clients' models are averaged: by examples (``mean``), coordinate by
+            coordinate, or over those that lie closest together, with ``fedavg`` and ``fedprox``
+            only (:mod:`fednas_flwr.exchange.robust`).
         trim: Clients that ``trimmed_mean`` leaves out at each end of every coordinate.
+        malicious: Clients that ``krum``, ``multi_krum`` and ``bulyan`` take to be hostile.
         wire: What the tensors of replies travel as (:mod:`fednas_flwr.exchange.wire`).
         secure_sum: Whether the server sees totals of replies only
             (:mod:`fednas_flwr.exchange.secure_sum`).
@@ -93,6 +96,7 @@ class Config(Checked):
     search_space: SearchSpaceSettings
     engine: Annotated[str, OneOf(ENGINES)]
     privacy: NoPrivacy | DifferentialPrivacy
+    server_optimizer: ServerOptimizer
     runtime: Runtime
     retrain: Retrain
     run_dir: Text | None
@@ -105,6 +109,7 @@ class Config(Checked):
     genotype: Text | None
     aggregate: Annotated[str, OneOf(AGGREGATES)]
     trim: Count
+    malicious: CountOrZero
     wire: Annotated[str, OneOf(WIRES)]
     secure_sum: bool
     secure_terms: SimulatedTerms
@@ -121,6 +126,12 @@ class Config(Checked):
 
     def __post_init__(self) -> None:
         """Check single values; ``builders.check_combinations`` knows what excludes what."""
+        if self.device.startswith("cuda:"):
+            number = self.device.removeprefix("cuda:")
+            raise ConfigError(
+                f"device={show(self.device)} is unknown: set device=cuda, and choose the GPU by "
+                f"the environment variable CUDA_VISIBLE_DEVICES={show(number)}."
+            )
         super().__post_init__()
         check_distinct("stages", self.stages)
         check_distinct("trackers", self.trackers)

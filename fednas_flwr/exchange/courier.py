@@ -364,8 +364,9 @@ class Courier:
         if accepted < self.quorum:
             missing = sorted((self.left | failures).items())
             first, *others = [f"client {client}: {why}" for client, why in missing]
+            where = f"{verb} in round {server_round}" if server_round else verb
             raise QuorumError(
-                f"{first} ({verb} in round {server_round}: {accepted} of {self.num_clients} "
+                f"{first} ({where}: {accepted} of {self.num_clients} "
                 f"clients answered, {self.quorum} are needed{'; '.join(['', *others])})"
             )
         if pending is not None:

@@ -17,9 +17,11 @@ import torch
 
 from fednas_flwr.exchange.requests import (
     Amount,
+    LocalSearch,
     Search,
     Settings,
     TakeGradients,
+    TakeNetworkGradient,
     Train,
     TrainCandidates,
 )
@@ -92,7 +94,7 @@ def honest_limits(
         records: With privacy the declared records by split.
     """
     planned = {k: plan for k, plan in planned.items() if records and plan.num_records(records)}
-    if isinstance(settings, TakeGradients):
+    if isinstance(settings, TakeGradients | TakeNetworkGradient):
         return _of_gradients(verb, settings, sizes, examples, planned, records)
     norms = {name: GROWTH * (math.sqrt(size) + sent.get(name, 0.0)) for name, size in sizes.items()}
     if "rewards" in planned:  # strategies clamp what noise has moved
@@ -100,7 +102,7 @@ def honest_limits(
     trained = _training(settings, examples * classes)
     if trained is None:
         return Limits(examples, norms, _noise_of_means(planned, records))
-    sgd, steps = trained
+    sgd, steps, proximal = trained
     mean = math.inf if sgd.clip_norm is None else sgd.clip_norm
     if "weights" in planned:
         release = planned["weights"]
@@ -109,7 +111,7 @@ def honest_limits(
     mean *= math.sqrt(_num_members(settings))
     if mean < math.inf and steps <= LONGEST:
         weights, velocity = sent.get("weights", 0.0), sent.get(MOMENTS, 0.0)
-        moved = largest_move(steps, sgd, mean, weights, velocity)
+        moved = largest_move(steps, sgd, mean, weights, velocity, proximal)
         norms["weights"] = SLACK * moved + ROUNDING * steps * (weights + moved)
     if isinstance(settings, Search) and MOMENTS not in sent:
         # of those sent, which are averages, the least second moment has no bound
@@ -143,11 +145,18 @@ def largest_sum(planned: PlannedRelease, records: Mapping[str, int], *, num_valu
 
 
 @lru_cache(maxsize=1024)  # clients of equal numbers of records move equally far
-def largest_move(steps: int, sgd: SGD, mean: float, weights_norm: float, velocity: float) -> float:
+def largest_move(
+    steps: int,
+    sgd: SGD,
+    mean: float,
+    weights_norm: float,
+    velocity: float,
+    proximal: float = 0.0,
+) -> float:
     """Return how far steps of SGD can move the weights.
 
-    ``g = mean + decay (|w| + moved); v = m v + g; moved += lr max(v, g + m v)``: the triangle
-    inequality at every step, whose second term is Nesterov's.
+    ``g = mean + decay (|w| + moved) + mu moved; v = m v + g; moved += lr max(v, g + m v)``: the
+    triangle inequality at every step, whose second term is Nesterov's.
 
     Args:
         steps: Their number.
@@ -155,10 +164,11 @@ def largest_move(steps: int, sgd: SGD, mean: float, weights_norm: float, velocit
         mean: Largest norm of a step's mean gradient.
         weights_norm: Norm of the weights at first.
         velocity: Norm of the velocity at first.
+        proximal: mu, of a term that holds the weights where they are at first.
     """
     moved = 0.0
     for _ in range(steps):
-        gradient = mean + sgd.weight_decay * (weights_norm + moved)
+        gradient = mean + sgd.weight_decay * (weights_norm + moved) + proximal * moved
         velocity = sgd.momentum * velocity + gradient
         moved += sgd.lr * max(velocity, gradient + sgd.momentum * velocity)
     return moved
@@ -184,7 +194,7 @@ def _floats(packed: Packed) -> Packed:
 
 def _of_gradients(
     verb: str,
-    settings: TakeGradients,
+    settings: TakeGradients | TakeNetworkGradient,
     sizes: Mapping[str, int],
     examples: float,
     planned: Mapping[str, PlannedRelease],
@@ -197,11 +207,12 @@ def _of_gradients(
     if not planned.keys() >= set(states):
         ceilings = {s: GROWTH * math.sqrt(sizes.get(s, 0)) * examples for s in states}
         return Limits(examples, ceilings)
+    steps = settings.local_steps if isinstance(settings, TakeGradients) else 1
     batches = {state: planned[state].expected_batch(records) for state in states}
     first = batches[states[0]]
     norms = {
         state: SLACK
-        * settings.local_steps
+        * steps
         * largest_sum(planned[state], records, num_values=sizes.get(state, 0))
         * (first / batches[state])
         for state in states
@@ -218,12 +229,15 @@ def _noise_of_means(planned: Mapping[str, PlannedRelease], records: Mapping[str,
     return noise * math.sqrt(2 * TAIL) / release.expected_batch(records)
 
 
-def _training(settings: Settings, rows: float) -> tuple[SGD, int] | None:
-    """Return the weights' constants and the number of steps of a local training, if it is one."""
+def _training(settings: Settings, rows: float) -> tuple[SGD, int, float] | None:
+    """Return the weights' constants, steps and proximal mu of a local training, if it is one."""
     if isinstance(settings, TrainCandidates):
-        return settings.weights, len(settings.candidates) * settings.local_steps
+        return settings.weights, len(settings.candidates) * settings.local_steps, 0.0
     if isinstance(settings, Search | Train):
-        return settings.local.weights, _steps(settings.local.amount, rows)
+        local = settings.local
+        held = local.alternating if isinstance(local, LocalSearch) else local
+        proximal = 0.0 if held is None else held.proximal
+        return local.weights, _steps(local.amount, rows), proximal
     return None
 
 

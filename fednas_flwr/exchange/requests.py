@@ -101,6 +101,8 @@ class LocalTraining(Checked):
         weights: SGD.
         auxiliary_weight: Of an auxiliary head's loss, at least 0.
         drop_path_prob: From 0 to below 1.
+        proximal: mu, at least 0, of :class:`~fednas_flwr.search.descent.Proximal`, w_0 being the
+            weights that were sent.
     """
 
     network: Description
@@ -109,6 +111,7 @@ class LocalTraining(Checked):
     weights: SGD
     auxiliary_weight: NonNegative
     drop_path_prob: ShareBelow1
+    proximal: NonNegative = 0.0
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,28 @@ class TakeGradients(Settings):
         for state in self.local_lrs:
             if state not in SPLIT_OF:
                 raise unknown_choice("local_lrs", state, SPLIT_OF)
+
+
+@dataclass(frozen=True)
+class TakeNetworkGradient(Settings):
+    """``train.network_gradient``: one step's gradient of the weights of a network.
+
+    Attributes:
+        network: What it is built from.
+        split: What the batch is of, ``train`` or ``train+validation``.
+        step: Number of the step, from 0: which batch is taken.
+        batch_size: See :class:`Amount`.
+        auxiliary_weight: Of an auxiliary head's loss, at least 0.
+        drop_path_prob: From 0 to below 1.
+    """
+
+    network: Description
+    split: str
+    step: CountOrZero
+    batch_size: Count | None
+    auxiliary_weight: NonNegative
+    drop_path_prob: ShareBelow1
+    site: Site | None = None
 
 
 @dataclass(frozen=True)
@@ -346,6 +371,7 @@ REQUESTS: dict[str, type[Settings]] = {
     "train.weight_gradient": TakeGradients,
     "train.alpha_gradient": TakeGradients,
     "train.gradients": TakeGradients,
+    "train.network_gradient": TakeNetworkGradient,
     "train.search": Search,
     "train.candidate": TrainCandidates,
     "train.probe": Probe,

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +131,16 @@ def load_states(network: nn.Module, states: Mapping[str, Packed]) -> None:
             raise ValueError(f"a network has the states {sorted(own)}, got {name!r}")
         for key, tensor in unpack(packed, Layout.of(own[name])).items():
             own[name][key].copy_(tensor)
+
+
+class Average(Protocol):
+    """What makes one of the states of many clients."""
+
+    def add(self, states: Mapping[str, Packed], *, weight: float) -> None:
+        """Add one client's states, of so many examples."""
+
+    def result(self) -> dict[str, Packed]:
+        """Return what was made of them, and give them up."""
 
 
 class WeightedAverage:

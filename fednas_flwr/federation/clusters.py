@@ -1,4 +1,4 @@
-"""Whether the Ray that a run asks for answers, and can hold one of its clients."""
+"""Whether the Ray or SuperLink that a run asks for is there, with room for one of its clients."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import os
 import socket
 import subprocess
 import sys
+import tomllib
 from functools import cache
+from pathlib import Path
 
 from fednas_flwr.config import Config
 from fednas_flwr.config.runtime import Runtime
-from fednas_flwr.errors import ConfigError, show
+from fednas_flwr.errors import ConfigError, show, unknown_choice
 
+FLOWERS_OWN = {"local", "supergrid"}  # in the file that Flower writes where there is none
 CONNECTS_S, ANSWERS_S = 4.0, 12.0
 
 Nodes = tuple[tuple[float, float], ...]  # CPUs and GPUs of each machine
@@ -39,8 +42,10 @@ print(json.dumps([[node.get("CPU", 0), node.get("GPU", 0)] for node in nodes]))
 
 
 def check_cluster(config: Config) -> None:
-    """Raise ConfigError if ``runtime=ray`` has no place for a client; other runtimes pass."""
+    """Raise ConfigError for an unknown SuperLink, or a Ray that has no place for a client."""
     runtime = config.runtime
+    if runtime.name == "deployment":
+        _check_superlink(str(runtime.superlink))
     if runtime.name != "ray":
         return
     cpus, gpus = runtime.client_cpus, runtime.client_gpus
@@ -52,6 +57,24 @@ def check_cluster(config: Config) -> None:
             f"runtime.client_cpus={cpus:g} with runtime.client_gpus={gpus:g}: no machine of the "
             f"cluster holds such a client (there are {there}); lower what one client takes."
         )
+
+
+def _check_superlink(name: str) -> None:
+    """Refuse a SuperLink that Flower's configuration does not name, or would not when made."""
+    path = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
+    try:
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))["superlink"].items()
+        known = {one for one, entry in entries if isinstance(entry, dict)}
+    except FileNotFoundError:
+        known = FLOWERS_OWN
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"runtime.superlink={show(name)}: {path} has no table of SuperLinks that can be read "
+            f"({error}): correct it."
+        ) from error
+    if name not in known:
+        told = str(unknown_choice("runtime.superlink", name, known)).removesuffix(".")
+        raise ConfigError(f"{told}, or add [superlink.{show(name)}] with its address to {path}.")
 
 
 def _own_node() -> Nodes:

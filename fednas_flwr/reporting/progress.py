@@ -33,7 +33,7 @@ from fednas_flwr.reporting.guarantee import (
 )
 from fednas_flwr.reporting.runs import Run, read_run
 from fednas_flwr.reporting.texts import STAGES
-from fednas_flwr.reporting.units import DASH, count, duration, percent, score
+from fednas_flwr.reporting.units import DASH, count, duration, percent, rounds_text, score
 
 RECENT_ROUNDS = 10
 MANY_ROUNDS = 100
@@ -96,14 +96,12 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
                 self._show_failure(event)
             case "client_left":
                 self._say(
-                    f"client {event['client']} left the run in {event['stage']} round "
-                    f"{event['round']} ({event['verb']}): {event['reason']}",
+                    f"client {event['client']} left the run {place(event)} ({event['verb']}): "
+                    f"{event['reason']}",
                     style="yellow",
                 )
             case "client_back":
-                self._say(
-                    f"client {event['client']} is back in {event['stage']} round {event['round']}"
-                )
+                self._say(f"client {event['client']} is back {place(event)}")
             case "handed_over":
                 self._say(f"{len(event['clients'])} of {len(event['asked'])} sites have the model")
             case "approval_awaited":
@@ -140,8 +138,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._seconds.clear()
         self._last_line = -math.inf
         if self._bars is None:
-            plural = "" if event["rounds"] == 1 else "s"
-            rounds = f", {event['rounds']} round{plural}" if event["rounds"] else ""
+            rounds = f", {rounds_text(event['rounds'])}" if event["rounds"] else ""
             self._say(f"{event['stage']}: started{rounds}")
             return
         self._bars.start()
@@ -186,8 +183,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         if failure not in self._failures:
             self._failures.add(failure)
             self._say(
-                f"client {event['client']} failed in {event['stage']} round {event['round']} "
-                f"({event['verb']}): {event['reason']}",
+                f"client {event['client']} failed {place(event)} ({event['verb']}): "
+                f"{event['reason']}",
                 style="red",
             )
 
@@ -197,6 +194,17 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             self._say(line, style="yellow" if "leaves" in line else "")
         if warning := warning_text(event):
             self._say(f"warning: {warning}", style="red")
+
+
+def place(event: Event) -> str:
+    """Return where in a run something has happened to a client: ``in search round 3``."""
+    if event["round"]:
+        return f"in {event['stage']} round {event['round']}"
+    return {
+        "connect": "before the first round, when it was asked what it has",
+        "commit": "before the first round, when it was told the schedule",
+        "latency": "before the first round, when it was to measure latency",
+    }.get(event["stage"], f"in {event['stage']}")
 
 
 def print_summary(run_folder: Path, console: Console | None = None) -> None:

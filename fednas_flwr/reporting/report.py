@@ -20,7 +20,7 @@ from fednas_flwr.files import write_atomically
 from fednas_flwr.reporting import decidedness, exploration, guarantee, plots, scores, texts
 from fednas_flwr.reporting.cells import cell_svg
 from fednas_flwr.reporting.runs import CONFIG_FILE, Run, read_run
-from fednas_flwr.reporting.units import DASH
+from fednas_flwr.reporting.units import DASH, rounds_text
 
 WIDEST_IN_PAIRS = 640
 
@@ -166,7 +166,7 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
     metrics = sorted({metric for event in rounds for metric in event["metrics"]})
     return {
         "name": name,
-        "title": f"{texts.STAGES[name]}, {len(rounds)} of {rounds[-1]['rounds']} rounds",
+        "title": f"{texts.STAGES[name]}, {len(rounds)} of {rounds_text(rounds[-1]['rounds'])}",
         "plots": [(f"{name}_{key}", label) for key, (label, figure) in charts.items() if figure],
         "figures": {f"{name}_{key}": figure for key, (_, figure) in charts.items() if figure},
         "noised": texts.NOISED_TEXT if noised and any(map(guarantee.is_noised, metrics)) else "",

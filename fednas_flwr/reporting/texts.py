@@ -358,7 +358,8 @@ def failure_rows(run: Run) -> list[list[str]]:
     """Return client, stage, round, verb and reason as table rows, clients that left first."""
 
     def row(event: Event, reason: str) -> list[str]:
-        return [*(str(event[name]) for name in ("client", "stage", "round", "verb")), reason]
+        number = str(event["round"]) if event["round"] else DASH
+        return [str(event["client"]), event["stage"], number, event["verb"], reason]
 
     left = [row(event, f"left the run: {event['reason']}") for event in run.departures()]
     return [*left, *(row(event, str(event["reason"])) for event in run.failures())]

@@ -18,6 +18,11 @@ def count(value: float | None) -> str:
     return f"{value:.0f}"
 
 
+def rounds_text(number: int) -> str:
+    """Return a number of rounds: ``1 round``, ``12 rounds``."""
+    return f"{number} round{'' if number == 1 else 's'}"
+
+
 def percent(value: float | None) -> str:
     """Return a share of 1 in percent with one decimal: ``91.4 %``."""
     return DASH if value is None else f"{100 * value:.1f} %"

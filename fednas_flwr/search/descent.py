@@ -137,11 +137,40 @@ def no_moments(network: nn.Module) -> Tensors:
     }
 
 
-def train(network: nn.Module, gradients: Gradients, weights: Descent) -> None:
-    """Train the weights of a network, in place."""
+def train(
+    network: nn.Module, gradients: Gradients, weights: Descent, proximal: float = 0.0
+) -> None:
+    """Train the weights of a network, in place; ``proximal`` is the mu of :class:`Proximal`."""
     network.train()
+    held = Proximal(proximal, weights.parameters)
     for _ in gradients.steps():
-        weights.step(gradients.weights(network))
+        weights.step(held.added_to(gradients.weights(network)))
+
+
+class Proximal:
+    """The gradient of ``(mu / 2) ||w - w_0||^2``.
+
+    FedProx: Li et al. (2020), arXiv 1812.06127, Eq. 2. It reads no record: it costs no privacy.
+
+    Args:
+        mu: At least 0.
+        weights: w, moved by others; what they are now is w_0.
+    """
+
+    def __init__(self, mu: float, weights: Mapping[str, Tensor]) -> None:
+        """Remember where the weights are, if mu is not 0."""
+        self.mu, self._weights = mu, weights if mu else {}
+        self._start = {name: weight.detach().clone() for name, weight in self._weights.items()}
+
+    def added_to(self, gradient: Gradient) -> Gradient:
+        """Return a gradient of the weights with this one added."""
+        if not self._start:
+            return gradient
+        total = dict(gradient)
+        for name in gradient:
+            pull = self.mu * (self._weights[name].detach() - self._start[name])
+            total[name] = pull if (own := gradient[name]) is None else own + pull
+        return total
 
 
 def make_sgd(

@@ -18,7 +18,7 @@ from fednas_flwr.search.architect import (
     second_order_gradient,
     virtual_step,
 )
-from fednas_flwr.search.descent import Descent, Descents, Gradient, Gradients
+from fednas_flwr.search.descent import Descent, Descents, Gradient, Gradients, Proximal
 from fednas_flwr.search.gumbel import GumbelPath, Relaxed
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.regularisation import beta_gradient
@@ -35,9 +35,8 @@ class Alternating(Checked):
     Attributes:
         rule: Of the alphas' gradient, one of ``RULES``.
         validation_weight: Weight of the validation loss under ``mixed_level``, at least 0.
-        proximal: mu, at least 0: the weights' loss has ``(mu / 2) ||w - w_0||^2`` added, w_0 being
-            those that the search began with (FedProx: Li et al. 2020, arXiv 1812.06127, Eq. 2). It
-            reads no record, so that it costs no privacy.
+        proximal: mu, at least 0, of :class:`~fednas_flwr.search.descent.Proximal`, w_0 being the
+            weights that the search began with.
         beta_decay: Weight of beta-DARTS' regulariser of the alphas, at least 0; see
             ``regularisation.beta_gradient``.
         temperature: Of GDAS, above 0: both gradients are of single paths, each drawn anew
@@ -79,8 +78,7 @@ def alternate(
     """
     assert descents.alphas is not None
     supernet.train()
-    held = supernet.weights() if alternating.proximal else {}
-    start = {name: weight.detach().clone() for name, weight in held.items()}
+    held = Proximal(alternating.proximal, supernet.weights())
 
     def network() -> Relaxed:
         """Return what the next gradient is of."""
@@ -99,11 +97,7 @@ def alternate(
         if alternating.beta_decay:
             gradient = _with_beta(gradient, supernet, alternating.beta_decay)
         descents.alphas.step(gradient)
-        by_weights = dict(gradients.weights(network()))
-        for name in by_weights if start else ():
-            pull = alternating.proximal * (held[name].detach() - start[name])
-            by_weights[name] = pull if (own := by_weights[name]) is None else own + pull
-        descents.weights.step(by_weights)
+        descents.weights.step(held.added_to(gradients.weights(network())))
 
 
 def _with_beta(gradient: Gradient, supernet: Supernet, weight: float) -> Gradient:

@@ -115,7 +115,9 @@ class Temperatures(Checked):
     def at_round(self, server_round: int, num_rounds: int) -> float:
         """Return the temperature of a round of ``num_rounds``; rounds count from 1."""
         progress = (server_round - 1) / max(1, num_rounds - 1)
-        return self.first + (self.last - self.first) * progress
+        falling = self.first + (self.last - self.first) * progress
+        low, high = sorted((self.first, self.last))
+        return min(max(falling, low), high)  # as it is, but for rounding
 
 
 @dataclass(frozen=True)

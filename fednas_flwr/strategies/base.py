@@ -25,9 +25,9 @@ from fednas_flwr.exchange.checkpoint import Checkpoint, CheckpointFolder
 from fednas_flwr.exchange.courier import TOTAL, Courier
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import Amount, RewardCandidates, Settings, Site
-from fednas_flwr.exchange.robust import TrimmedMean
 from fednas_flwr.exchange.states import (
     MOMENTS,
+    Average,
     Layout,
     Packed,
     Tensors,
@@ -55,7 +55,7 @@ class Shared(TypedDict, total=False):
 
     checkpoints: CheckpointFolder | None
     private: PrivateStage | None
-    new_average: Callable[[], WeightedAverage | TrimmedMean]
+    new_average: Callable[[], Average]
     momentum: str
 
 
@@ -69,8 +69,8 @@ class RoundStrategy(Strategy):
         stage: Name of the stage in events and checkpoints.
         checkpoints: Where the state goes after every round; None keeps none.
         private: The private terms of the stage; None without privacy.
-        new_average: Makes what averages the clients' states: their weighted mean, or
-            :class:`~fednas_flwr.exchange.robust.TrimmedMean`.
+        new_average: Makes what averages the clients' states: their weighted mean, or a class of
+            :mod:`fednas_flwr.exchange.robust`.
         momentum: Of local training. ``reset``: optimisers begin anew with every request.
             ``averaged``: their moments travel with the model and are averaged and checkpointed
             like it, so that clients keep nothing. ``server``: clients step without momentum, and
@@ -96,7 +96,7 @@ class RoundStrategy(Strategy):
         stage: str = "search",
         checkpoints: CheckpointFolder | None = None,
         private: PrivateStage | None = None,
-        new_average: Callable[[], WeightedAverage | TrimmedMean] = WeightedAverage,
+        new_average: Callable[[], Average] = WeightedAverage,
         momentum: str = "reset",
     ) -> None:
         """See the class."""

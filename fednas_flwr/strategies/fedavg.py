@@ -1,4 +1,8 @@
-"""FedAvg of one network: retraining of derived networks, and fixed networks as baselines."""
+"""FedAvg of one network: retraining of derived networks, and fixed networks as baselines.
+
+FedProx is the same with a proximal term in the clients' steps, FedAdam, FedYogi and FedAdagrad with
+an optimiser of the server; Krum and Bulyan are further ways to average.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ from torch import nn
 
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.requests import LocalTraining, Train
+from fednas_flwr.exchange.states import Packed, Tensors
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.settings import SGD
 from fednas_flwr.strategies.base import RoundStrategy, Shared
+from fednas_flwr.strategies.server_optimizer import ServerOptimizer
 
 SPLITS = ("train", "validation")  # what is trained on
 
@@ -28,6 +34,8 @@ class FedAvg(RoundStrategy):
         weights: SGD, annealed over the rounds.
         auxiliary_weight: Weight of the auxiliary head's loss; 0 without one.
         drop_path_prob: Drop-path probability of the last round; rises linearly from 0.
+        proximal: mu of FedProx, at least 0; see :class:`~fednas_flwr.search.descent.Proximal`.
+        optimizer: Of the server, which steps towards the clients' average; None takes the average.
         **shared: See :class:`RoundStrategy`.
     """
 
@@ -42,6 +50,8 @@ class FedAvg(RoundStrategy):
         weights: SGD,
         auxiliary_weight: float = 0.0,
         drop_path_prob: float = 0.0,
+        proximal: float = 0.0,
+        optimizer: ServerOptimizer | None = None,
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
@@ -49,6 +59,7 @@ class FedAvg(RoundStrategy):
         self.description, self.weights = dict(description), weights
         self.local_epochs, self.batch_size = local_epochs, batch_size
         self.auxiliary_weight, self.drop_path_prob = auxiliary_weight, drop_path_prob
+        self.proximal, self.optimizer = proximal, optimizer
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train locally everywhere on train and validation records, average the weights."""
@@ -59,8 +70,25 @@ class FedAvg(RoundStrategy):
             self.client_weights(self.weights.at_round(server_round, num_rounds)),
             self.auxiliary_weight,
             self.drop_path_prob * (server_round - 1) / num_rounds,
+            self.proximal,
         )
         return self.train("train.weights", Train(local, site=self.site), self.weights.momentum)
+
+    def move(self, average: dict[str, Packed], momentum: float) -> None:
+        """Step towards the clients' average by the server's optimiser, or take it as it is."""
+        if self.optimizer is not None:
+            before = self.states["weights"]
+            average["weights"] = self.optimizer.step(average["weights"], before, self._round)
+        super().move(average, momentum)
+
+    def server_tensors(self) -> Tensors:
+        """Return the moments of the server's optimiser."""
+        return {} if self.optimizer is None else self.optimizer.tensors()
+
+    def load_server_tensors(self, tensors: Tensors) -> None:
+        """Take them back."""
+        if self.optimizer is not None:
+            self.optimizer.load(tensors)
 
 
 def releases(

@@ -41,6 +41,7 @@ from fednas_flwr.exchange.requests import (
     Search,
     Site,
     TakeGradients,
+    TakeNetworkGradient,
     Train,
     TrainCandidates,
     Trial,
@@ -175,6 +176,16 @@ ALL = {
     "train.weight_gradient": gradients,
     "train.alpha_gradient": gradients,
     "train.gradients": gradients,
+    "train.network_gradient": st.builds(
+        TakeNetworkGradient,
+        network=descriptions,
+        split=names,
+        step=st.integers(0, 2**40),
+        batch_size=sizes,
+        auxiliary_weight=from_zero,
+        drop_path_prob=st.floats(0, 0.99),
+        site=here,
+    ),
     "train.search": st.builds(Search, local=searches, sparse=st.booleans(), site=here),
     "train.candidate": st.builds(
         TrainCandidates,
@@ -372,6 +383,12 @@ BAD = {
         "order": [0, 3, -1],
         "inner_lr": [0.0, -0.1, 1e31],
     },
+    "train.network_gradient": {
+        "step": [-1],
+        "batch_size": [0, -8],
+        "auxiliary_weight": [-0.1, 1e31],
+        "drop_path_prob": [-0.1, 1.0],
+    },
     "train.search": {
         "local.amount.steps": [0, -1, 10**6 + 1],
         "local.amount.batch_size": [0, -8],
@@ -564,3 +581,11 @@ def test_any_text_is_refused_with_a_config_error(text):
     for verb in REQUESTS:
         with pytest.raises(ConfigError):
             decode_request(verb, content(text))
+
+
+def test_a_pool_has_1_to_1000_members():
+    for count in (1, 1000):
+        assert RewardCandidates(network={"name": "pool", "genotypes": [{}] * count}).count == count
+    for members in ([], [{}] * 1001, None, {"a": 1}, "x"):
+        with pytest.raises(ConfigError, match=r"^genotypes=.*: expected a list of 1 to 1000"):
+            RewardCandidates(network={"name": "pool", "genotypes": members})

@@ -68,6 +68,15 @@ def test_warnings_and_failures_are_printed_whole_and_a_repeated_failure_once() -
         assert "warning: the newest checkpoint is damaged" in text
 
 
+def test_what_fails_before_the_first_round_has_no_round() -> None:
+    failure = {"event": "client_failed", "stage": "connect", "round": 0, "client": 2}
+    text = _show([failure | {"verb": "query.describe", "reason": "KeyError: x"}])
+    assert text == (
+        "client 2 failed before the first round, when it was asked what it has (query.describe): "
+        "KeyError: x\n"
+    )
+
+
 def test_whoever_waits_for_a_person_is_told_with_the_command() -> None:
     awaited = [{"client": client, "schedule": "a1" * 16} for client in (0, 2)]
     text = _show([{"event": "approval_awaited", "run": "r", "clients": awaited}], terminal=False)
