@@ -11,12 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fednas_flwr.builders.algorithms import ALGORITHMS, Algorithm
 from fednas_flwr.builders.configuration import check_combinations, parse_config
+from fednas_flwr.builders.effects import without_effect
 from fednas_flwr.builders.spaces import SpaceEntry
 from fednas_flwr.composition import (
     add_choice,
@@ -142,12 +143,15 @@ def run(
 
 def check(configs: Iterable[Config]) -> None:
     """Raise ConfigError for what settings, files, data or device rule out, in the same order."""
+    from fednas_flwr.reporting.trackers import check_trackers
     from fednas_flwr.stages.run_folder import check_free
 
     configs = list(configs)
     for config in configs:
         check_combinations(config)
         check_free(config)
+        if config.runtime.name != "deployment":  # whose server is on another machine
+            check_trackers(config.trackers)
     from fednas_flwr.federation.clusters import check_cluster
 
     for config in configs:
@@ -162,14 +166,19 @@ def check(configs: Iterable[Config]) -> None:
 def execute(
     config: Config, *, resumed: bool, listeners: Iterable[Listener] = (), quiet: bool = False
 ) -> None:
-    """Run a configuration whose folder exists, unless quiet with a display and a closing table."""
+    """Run a configuration whose folder exists, unless quiet with a display and a closing table.
+
+    Baselines are trained after it. One that fails says so in its own folder, and no more.
+    """
     if quiet:
         from fednas_flwr.federation.launch import launch
 
         launch(config, listeners=listeners, resumed=resumed)
+        _train_baselines(config)
         return
     print(f"run folder: {config.run_dir}", flush=True)
     go_on = f"fednas run resume={config.run_dir}"
+    from fednas_flwr.exchange.courier import QuorumError
     from fednas_flwr.reporting.progress import ProgressDisplay, print_summary
 
     try:
@@ -177,13 +186,41 @@ def execute(
             from fednas_flwr.federation.launch import launch
 
             launch(config, listeners=[display, *listeners], resumed=resumed)
+        _train_baselines(config, told=partial(print, flush=True))
     except KeyboardInterrupt:
         print(f"\nTo go on: {go_on}", file=sys.stderr)
         raise
-    except OSError as error:  # such as a full disk
-        error.add_note(f"to go on: {go_on}")
+    except (OSError, QuorumError) as error:  # such as a full disk, or clients that are gone
+        error.add_note(f"to go on once that is mended: {go_on}")
         raise
     print_summary(Path(str(config.run_dir)))
+
+
+def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda line: None) -> None:
+    """Train the networks that the run's own is compared with, and write its report anew."""
+    if not config.baselines or "baselines" in without_effect(config):
+        return
+    from fednas_flwr.exchange.courier import QuorumError
+    from fednas_flwr.federation.launch import launch
+    from fednas_flwr.reporting.report import write_report
+    from fednas_flwr.reporting.runs import EVENTS_FILE, is_complete, read_run
+    from fednas_flwr.reporting.units import percent
+    from fednas_flwr.stages.baselines import prepare_baselines
+    from fednas_flwr.stages.run_folder import open_run_folder
+
+    if not is_complete(Path(str(config.run_dir))):  # it has reached its time limit
+        return
+    for folder in prepare_baselines(config):
+        if not is_complete(folder):
+            begun = (folder / EVENTS_FILE).exists()
+            try:
+                launch(open_run_folder(str(folder)), listeners=(), resumed=begun)
+            except (ConfigError, QuorumError) as error:
+                told(f"baseline {folder.name}: {error}")
+                continue
+        accuracy = percent(read_run(folder).accuracy())
+        told(f"baseline {folder.name}: {accuracy}")
+    write_report(Path(str(config.run_dir)))
 
 
 def register_algorithm(

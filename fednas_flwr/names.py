@@ -40,6 +40,8 @@ MISSING_RULES = ("mean", "indicator")  # what becomes of missing numbers and dat
 # How epsilon is computed from a schedule: numerically, by Renyi divergences, by a central limit.
 PRV, RDP, GDP = ACCOUNTANTS = ("prv", "rdp", "gdp")
 
+FEWEST_VOTES = 3  # clients of which most can be right
+
 LEAST_EPSILON, LARGEST_EPSILON = 1e-3, 1e6  # of a budget and of a target
 LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER = 1e-3, 1e6
 LARGEST_MICRO_BATCH = 1024  # records whose gradients are held at a time

@@ -24,6 +24,7 @@ from fednas_flwr.errors import ConfigError, MissingSettingError, show, unknown_c
 
 MISSING = "???"  # Hydra's value for what the user must give
 # Above these no computation can use a number; a whole one could not even be written in a sentence.
+SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # of a unit of time
 LARGEST = {int: 2**63 - 1, float: sys.float_info.max}
 
 
@@ -127,6 +128,19 @@ def check_range(condition: bool, key: str, value: object, expected: str) -> None
     """Raise ConfigError naming key, value and what was expected unless ``condition`` holds."""
     if not condition:
         raise ConfigError(f"{key}={show(value)} is out of range: expected {expected}.")
+
+
+def seconds(key: str, text: str) -> float:
+    """Return a time such as ``45s``, ``30min``, ``2h``, ``1.5d`` or ``1h30min`` in seconds.
+
+    Raises:
+        ConfigError: The text is none, or not above 0.
+    """
+    parts = re.findall(r"(\d+(?:\.\d+)?)(s|min|h|d)", text)
+    whole = "".join(number + unit for number, unit in parts) == text
+    total = sum(float(number) * SECONDS[unit] for number, unit in parts) if whole else 0.0
+    check_range(0 < total < math.inf, key, text, "a time with its unit: 45s, 30min, 2h, 1h30min")
+    return total
 
 
 def check_distinct(key: str, names: Sequence[str]) -> None:

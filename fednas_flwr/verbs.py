@@ -46,7 +46,7 @@ _MODEL = frozenset({"weights", "alphas", "moments"})
 _IDENTITY = {
     *("client", "tag", "hardware", "versions", "input_shape", "schema", "class_names"),
     *("splits", "data_set", "budget", "secure_noise", "unit", "spent"),
-    "honest_sites",
+    *("honest_sites", "keeps_model"),
 }
 _TRAIN, _VALIDATION = frozenset({"train_loss", "train_accuracy"}), frozenset({"validation_loss"})
 _MEASURED = frozenset({"loss", "accuracy"})
@@ -55,6 +55,8 @@ VERBS = {
     "query.describe": Verb(facts=frozenset(_IDENTITY)),
     "query.commit": Verb(facts=frozenset({"epsilon", "covered_steps", "awaits"})),
     "query.latency": Verb(facts=frozenset({"latency"})),  # of layers on made-up inputs
+    # the site gets the model; what it measures with it stays there
+    "query.keep_model": Verb(facts=frozenset({"kept"})),
     # of a secure sum: what masks hide is noised, if at all, before it is masked
     "query.sign_survivors": Verb(facts=frozenset({"signature"})),
     "query.open_masks": Verb(facts=frozenset({"parts", "pairs"})),
@@ -70,6 +72,7 @@ VERBS = {
         gradients_of=("weights", "alphas"),
         of_supernet=True,
     ),
+    "train.network_gradient": Verb(frozenset({"weights"}), _TRAIN, gradients_of=("weights",)),
     # which tensors have changed follows from the released states
     "train.search": Verb(
         _MODEL, _TRAIN | _VALIDATION, frozenset({"changed"}), of_supernet=True, trains=True

@@ -13,6 +13,7 @@ FEDNAS_RESULTS names; every process is stopped at the end.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -68,6 +69,8 @@ def main(arguments: list[str]) -> int:
         code = search(machines, deployed, lost=SITES[1] if lose else None)
         if private:
             check_books(machines)
+        elif code == 0 and not lose:
+            check_models(machines, results / "deployed")
     finally:
         left = machines.stop()
     say(f"all is stopped, {len(left)} processes were left")
@@ -127,6 +130,18 @@ def check_books(machines: Machines) -> None:
             rows = ledger.verify()
         lines = verify_trail(state / "ledger" / "audit.jsonl", state / "ledger.key")
         say(f"{site}: ledger of {rows} releases and audit trail of {lines} lines are intact")
+
+
+def check_models(machines: Machines, run: Path) -> None:
+    """Check that every site keeps the run's model, if there is one, and has tested it."""
+    if not (run / "model.safetensors").exists():
+        return
+    for site in SITES:
+        (folder,) = (machines.folder / site / "state" / "models").iterdir()
+        if (folder / "model.safetensors").read_bytes() != (run / "model.safetensors").read_bytes():
+            raise RuntimeError(f"{site} keeps another model than the run's")
+        tested = json.loads((folder / "test.json").read_text())
+        say(f"{site}: keeps the model, which it has tested on {tested['num_examples']} records")
 
 
 def print_times(machines: Machines, events: list[Event]) -> None:

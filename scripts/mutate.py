@@ -1,12 +1,13 @@
 """Faults put into the package one at a time: how many of them do the tests notice?
 
     scripts/mutate.sh [--packages privacy clients ...] [--number 60] [--seed 1] [--file <lines>]
-                      [--place <folder>] [--tests <files>]
+                      [--place <folder>] [--tests <files>] [--seconds 120]
 
 The faults are cosmic-ray's, drawn at random, and one of our own: a keyword argument that is not
 handed on. Each is written into a copy of the checkout, where the tests that ran its line (by
-coverage of the whole suite, measured first) run until one fails. A line of JSON is written per
-fault, and what is in the file is not run again. Faults that nobody notices are printed in the end.
+coverage of the whole suite, measured first) run until one fails, the quickest first. A line of JSON
+is written per fault, and what is in the file is not run again. Faults that nobody notices are
+printed in the end, but for those of ``equivalent_faults.json``, which says why nobody can.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,10 +26,13 @@ import time
 import xml.etree.ElementTree as ET
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from compileall import compile_dir
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
@@ -45,8 +48,10 @@ OPERATORS = re.compile(
     r"Gt_GtE|GtE_Gt|Lt_Gt|Gt_Lt|In_NotIn|NotIn_In|Is_IsNot|IsNot_Is))"
 )
 DROPPED = "drop-keyword"
-ALL_OF_A_LINE = 120.0  # seconds of tests for one fault, the quickest first
+QUICK = 6.0  # seconds of tests that run first, in a process of their own
+EQUIVALENT = Path(__file__).with_name("equivalent_faults.json")  # and why: [{file, before, after}]
 PRELOADED = ("torchvision", "flwr.simulation", "opacus", "pandas", "sklearn.linear_model", "hydra")
+NO_TESTS = 5  # pytest's exit code
 SLACK = 30.0  # seconds more, before a fault counts as one that hangs
 BEYOND = [
     "tests/machines",
@@ -95,21 +100,32 @@ def with_fault(source: str, fault: Fault) -> str:
     return (before + re.sub(rb"\A\s*,", b"", after)).decode()
 
 
+def differs(source: str, changed: str) -> bool:
+    """Return whether a changed source is another program; cosmic-ray takes ``**`` for a power."""
+    try:
+        return ast.dump(ast.parse(source)) != ast.dump(ast.parse(changed))
+    except SyntaxError:
+        return False
+
+
 def measure(root: Path, place: Path, tests: list[str]) -> None:
     """Run the tests once, and keep which test ran which line, and how long each took."""
     if (place / "durations.xml").is_file():
         return
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--cov=fednas_flwr"]
-    command += ["--cov-context=test", "--cov-report=", f"--junitxml={place / 'durations.xml'}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--dist", "no"]
+    command += [
+        "--cov=fednas_flwr",
+        "--cov-context=test",
+        "--cov-report=",
+        f"--junitxml={place / 'durations.xml'}",
+    ]
     command += [f"--ignore={path}" for path in BEYOND] + tests
-    subprocess.run(
-        command, cwd=root, check=True, env=os.environ | {"COVERAGE_FILE": f"{place}/cov"}
-    )
+    subprocess.run(command, cwd=root, env=os.environ | {"COVERAGE_FILE": f"{place}/coverage"})
 
 
 def tests_by_line(root: Path, place: Path) -> dict[str, dict[int, set[str]]]:
     """Return for every file and line the tests that run it; no line for those run on import."""
-    data = CoverageData(str(place / "cov"))
+    data = CoverageData(str(place / "coverage"))
     data.read()
     found: dict[str, dict[int, set[str]]] = {}
     for path in data.measured_files():
@@ -121,31 +137,48 @@ def tests_by_line(root: Path, place: Path) -> dict[str, dict[int, set[str]]]:
 
 
 def durations(place: Path) -> dict[str, float]:
-    """Return the seconds of every test, by its file's module and its name."""
+    """Return the seconds of every test that passed, by its file's module and its name."""
     cases = ET.parse(place / "durations.xml").iter("testcase")
-    return {f"{c.get('classname')}::{c.get('name')}": float(c.get("time", 0)) for c in cases}
+    return {
+        f"{c.get('classname')}::{c.get('name')}": float(c.get("time", 0))
+        for c in cases
+        if c.find("failure") is None and c.find("error") is None
+    }
 
 
-def chosen(tests: set[str], seconds: dict[str, float]) -> tuple[list[str], float]:
-    """Return the quickest of the tests, and what they take."""
-
-    def cost(test: str) -> float:
+def chosen(tests: set[str], seconds: dict[str, float], *, most_s: float) -> dict[str, float]:
+    """Return the quickest of the tests, the quickest first, and the seconds of each."""
+    costs = {}
+    for test in tests:
         file, _, name = test.partition("::")
-        return seconds.get(f"{file.removesuffix('.py').replace('/', '.')}::{name}", 1.0)
-
-    names, total = [], 0.0
-    for test in sorted(tests, key=lambda test: (cost(test), test)):
-        if total + cost(test) > ALL_OF_A_LINE and names:
+        cost = seconds.get(f"{file.removesuffix('.py').replace('/', '.')}::{name}")
+        if cost is not None:
+            costs[test] = cost
+    found: dict[str, float] = {}
+    for test in sorted(costs, key=lambda test: (costs[test], test)):
+        if sum(found.values()) + costs[test] > most_s and found:
             break
-        names.append(test)
-        total += cost(test)
-    return names, total
+        found[test] = costs[test]
+    return found
+
+
+def noticed(root: Path, tests: dict[str, float]) -> str:
+    """Return ``killed``, ``hung`` or ``survived``: the quickest tests first, then the others."""
+    quick, end = chosen_up_to(tests, QUICK), "survived"
+    for names in (quick, [name for name in tests if name not in quick]):
+        if end == "survived" and names:
+            end = outcome(root, names, 5 * sum(tests[name] for name in names) + SLACK)
+    return end
+
+
+def chosen_up_to(tests: dict[str, float], most_s: float) -> list[str]:
+    """Return the first of the tests that take so many seconds together."""
+    sums = accumulate(tests.values())
+    return [name for name, total in zip(tests, sums, strict=True) if total <= most_s]
 
 
 def outcome(root: Path, names: list[str], limit_s: float) -> str:
-    """Return ``killed``, ``hung`` or ``survived``: the tests in a copy of this process."""
-    if not names:
-        return "survived"
+    """Return how the tests end in a copy of this process."""
     child = os.fork()
     if child == 0:
         with suppress(BaseException):
@@ -157,14 +190,16 @@ def outcome(root: Path, names: list[str], limit_s: float) -> str:
             sys.path.insert(0, str(root))
             import pytest
 
-            code = pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *names])
-            os._exit(0 if code == 0 else 1)
+            options = ["-x", "-q", "-n", "0", "--assert=plain", "-p", "no:cacheprovider"]
+            code = pytest.main([*options, *names])
+            os._exit(int(code))
         os._exit(1)
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
-            return "survived" if status == 0 else "killed"
+            ran = os.waitstatus_to_exitcode(status) != NO_TESTS
+            return "survived" if status == 0 or not ran else "killed"
         time.sleep(0.05)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -179,13 +214,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--file", type=Path, default=Path("mutants.jsonl"))
     parser.add_argument("--tests", nargs="+", default=["tests"], help="files or folders of tests")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of tests, for one fault")
     parser.add_argument("--place", type=Path, help="folder of the copy and the coverage")
     options = parser.parse_args()
     place = options.place or Path(tempfile.mkdtemp(prefix="mutants-"))
     root = place / "checkout"
     if not root.is_dir():
         subprocess.run(["git", "clone", "--quiet", Path(__file__).parents[1], root], check=True)
-    sys.dont_write_bytecode = True
+    sys.dont_write_bytecode = True  # what is compiled once is of the whole sources, by their hash
+    compile_dir(root, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
     os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     os.environ["FEDNAS_CACHE"] = str(place / "cache")
     measure(root, place, options.tests)
@@ -208,19 +245,18 @@ def main() -> None:
             path = root / fault.file
             source = path.read_text()
             changed = with_fault(source, fault)
-            if ast.dump(ast.parse(source)) == ast.dump(ast.parse(changed)):
+            if not differs(source, changed):
                 continue
             if not tests:  # run on import, or never: all that run the file
                 tests = set().union(*lines.get(fault.file, {}).values())
             count += 1
             key = (fault.file, fault.operator, fault.occurrence)
             if key not in known:
-                names, expected = chosen(tests, seconds)
+                names = chosen(tests, seconds, most_s=options.seconds)
                 path.write_text(changed)
-                shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
                 begin = time.monotonic()
                 try:
-                    end = outcome(root, names, 5 * expected + SLACK)
+                    end = noticed(root, names)
                 finally:
                     path.write_text(source)
                 text = (source.splitlines()[fault.line - 1], changed.splitlines()[fault.line - 1])
@@ -236,12 +272,20 @@ def main() -> None:
                 with options.file.open("a") as file:
                     file.write(json.dumps(known[key]) + "\n")
             rows.append(known[key])
+    entries = json.loads(EQUIVALENT.read_text())
+    equivalent = {(e["file"], e["before"], e["after"]) for e in entries}
     for row in rows:
         if row["outcome"] == "survived":
+            if (row["file"], row["before"], row["after"]) in equivalent:
+                row["outcome"] = "equivalent"
+                continue
             print(f"{row['file']}:{row['line']}: {row['before']}  ->  {row['after']}")
     for package in options.packages:
         counts = Counter(row["outcome"] for row in rows if row["package"] == package)
-        print(f"{package}: {counts.total()} faults, {counts['survived']} unnoticed")
+        print(
+            f"{package}: {counts.total()} faults, {counts['killed'] + counts['hung']} noticed, "
+            f"{counts['survived']} unnoticed, {counts['equivalent']} equivalent"
+        )
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from fednas_flwr.builders.configuration import check_combinations, load_config, 
 from fednas_flwr.builders.effects import check_experiment
 from fednas_flwr.composition import compose_tree, given_settings
 from fednas_flwr.config import Config, GivenNetwork, conf_folder, dump_config, site_dataset
+from fednas_flwr.data.table_files import Form, read_texts
 from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning
 from fednas_flwr.search.settings import Configuration
 
@@ -316,12 +317,33 @@ def test_a_sites_dataset_file_is_checked(tmp_path: Path, text: str | None, words
         assert site_dataset(path, cache="/cache").id_column == column
 
 
+def test_no_record_decides_how_a_site_reads_the_others(tmp_path: Path) -> None:
+    """A decimal sign or an encoding that is found in a table is found in all of its records."""
+    settings = tmp_path / "dataset.yaml"
+    settings.write_text("name: csv\nid_column: null\n")
+    dataset = site_dataset(settings, cache="/cache")
+    cells = []
+    for number, more in enumerate(("4;y", "4.5;y", "4;caf\u00e9")):
+        table = tmp_path / f"{number}.csv"
+        table.write_text(f"age;note\n1;2,5\n2;3,5\n{more}\n", encoding="utf-8")
+        form = Form(dataset.separator, dataset.encoding, dataset.decimal)
+        cells.append([column[:2].tolist() for column in read_texts(table, form)[0].values()])
+    assert cells == [[["1", "2"], ["2,5", "3,5"]]] * 3
+    table.write_bytes("age;note\n1;caf\u00e9\n".encode("cp1252"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_texts(table, form)
+    settings.write_text("name: csv\nid_column: null\nencoding: cp1252\ndecimal: comma\n")
+    dataset = site_dataset(settings, cache="/cache")
+    assert (dataset.encoding, dataset.decimal) == ("cp1252", "comma")
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["aggregate=mode"], "aggregate=mode is unknown"),
         (["aggregate=median", "algorithm=fnas"], "sums of gradients"),
         (["aggregate=median", "clients=2"], "expected 3 or more"),
+        (["aggregate=median", "retrain.exchange=gradients"], "set aggregate=mean or retrain.exch"),
         (["aggregate=trimmed_mean"], "trim=1 leaves nothing of the 2 replies"),
         (["aggregate=trimmed_mean", "clients=9", "trim=3"], "of the 5 replies"),
         (["aggregate=trimmed_mean", "algorithm=cfdnas", *NEEDS["algorithm=cfdnas"]], "=median"),
@@ -462,6 +484,7 @@ def test_what_an_experiment_sets_and_typing_overrules_is_a_warning(
         "experiment=mine sets algorithm.local_epochs, which has no effect with privacy=dp, whose "
         "clients take noised steps."
     ]
+    assert [one.filename for one in told] == [__file__]  # that of who composes
     with pytest.raises(NoEffectError, match="^algorithm.local_epochs=7 has no effect"):
         compose(mine, "privacy=dp", "algorithm.local_epochs=7")
 
@@ -529,12 +552,29 @@ def test_an_experiments_setting_that_is_typed_over_is_no_finding() -> None:
         ("partition.file=a.json partition.seed=3", "partition.file=a.json, which gives"),
         ("partition=quantity partition.fractions=[.1,.9] partition.alpha=.2", "give the sizes"),
         ("trim=2", "trim=2 has no effect with aggregate=mean"),
+        (
+            "algorithm=fnas retrain.exchange=gradients momentum=server",
+            "the server steps with retrain.weights.momentum",
+        ),
+        (
+            "algorithm=fedprox algorithm.proximal=.1 retrain.exchange=gradients",
+            "in which clients take no steps",
+        ),
+        (
+            "algorithm=fedex retrain.exchange=models",
+            "which has exchanges of its own",
+        ),
         ("aggregate=median trim=2", "trim=2 has no effect with aggregate=median"),
         ("client_tags=[a,b,c]", "algorithm=fed_darts: tags divide the clients of algorithm=cfdnas"),
         ("runtime.client_cpus=2", "runtime=inline: set runtime=ray or remove it"),
         ("runtime.ray_address=1.2.3.4:5", "runtime.ray_address=1.2.3.4:5"),
         ("runtime.superlink=here", "set runtime=deployment or remove it"),
         ("runtime=ray runtime.superlink=here", "runtime=ray"),
+        ("runtime.connect_s=3", "runtime=inline, whose clients are there from the start"),
+        ("clients=2 runtime.largest_share=.3", "clients=2, of whom nobody can tell which is right"),
+        ("clients=1 runtime.most_records=3", "clients=1, of whom nobody can tell"),
+        (f"{DP} clients=2 privacy.fewest_records=.3", "clients=2, of whom nobody can tell"),
+        ("retrain.rounds=1 retrain.drop_path_prob=.3", "set retrain.rounds=2 or more"),
         ("algorithm.validation_weight=.5", "set algorithm.rule=mixed_level"),
         (f"algorithm=fnas {DP}", ""),
         (f"{DP} privacy.search_share=.3", "noise of the search that is given"),
@@ -557,11 +597,44 @@ def test_a_setting_without_effect_is_refused_by_name(overrides: str, sentence: s
         assert re.search(r" has no effect with .*: .*(remove it|leave|set ).*\.$", str(told.value))
 
 
+def test_a_cause_of_no_effect_is_told_with_at_most_300_characters() -> None:
+    with pytest.raises(NoEffectError) as told:
+        compose(f"partition.file={'x' * 4000}", "partition.seed=3")
+    assert str(told.value).count("x") == 300 - len("partition.file=")
+    with pytest.raises(NoEffectError) as told:
+        compose(f"partition.file={'x' * 200}", "partition.seed=3")
+    assert str(told.value).count("x") == 200
+    assert "..." not in str(told.value)
+
+
 def test_defaults_without_effect_are_silent_and_taking_back_is_no_finding() -> None:
     compose("algorithm=fedavg", "retrain.channels=null", "personalised=false", "client_tags=[]")
     compose("algorithm=fedavg", "algorithm.network=linear", "retrain.auxiliary_weight=0")
     compose("stages=[search]")
     compose("algorithm=zero_cost", "stages=[search]", "class_factors={}")
+
+
+SIZED = ("stages=[retrain]", "genotype=a.json", "retrain.channels=8", "retrain.num_cells=1")
+
+
+def test_of_the_search_space_only_the_skip_acts_on_a_network_sized_by_retrain() -> None:
+    assert compose(*SIZED, "search_space.skip=linear").search_space.skip == "linear"
+    assert compose(*SIZED, "search_space.skip=none").search_space.skip == "none"
+    for other in ("search_space.channels=4", "search_space.norm=group", "search_space=darts"):
+        with pytest.raises(NoEffectError, match=f"^{other} has no effect with .*do not search"):
+            compose(*SIZED, other, "search_space.skip=linear")
+    taken = [text for text in SIZED if not text.startswith("retrain.")]
+    taken.append("retrain.channels=null")
+    assert compose(*taken, "search_space.channels=4").search_space.channels == 4
+
+
+def test_noise_of_metrics_acts_where_test_records_are_measured() -> None:
+    own = ("algorithm=fedavg", "algorithm.network=linear", "privacy=dp")
+    own = (*own, "privacy.metrics_noise_multiplier=3")
+    assert compose(*own).privacy.metrics_noise_multiplier == 3  # type: ignore[union-attr]
+    for without in ("dataset.fractions={train:.6,validation:.4,test:0}", "stages=[retrain,export]"):
+        with pytest.raises(NoEffectError, match="with which nothing is measured on clients' rec"):
+            compose(*own, without)
 
 
 def test_an_empty_mapping_empties(own_experiment: Callable[..., str]) -> None:

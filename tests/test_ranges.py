@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Annotated, Any, get_type_hints
 
 import pytest
@@ -20,7 +21,7 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.requests import REQUESTS
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
-from fednas_flwr.search.settings import SGD, Adam, Range
+from fednas_flwr.search.settings import SGD, Adam, Configuration, Range
 from fednas_flwr.typed import Between, Checked, Constraint, Length, OneOf, constraints, parse
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
@@ -234,6 +235,25 @@ def test_what_holds_between_fields_is_checked_after_each():
     assert Range(0.0, 1.0, log=False).at(0.5) == 0.5
     with pytest.raises(ConfigError, match="^lr=-1.0 is out of range: expected 0 to 10000 "):
         Adam(lr=-1.0, weight_decay=0.0)
+
+
+@pytest.mark.parametrize(
+    ("lr", "most", "above"), [(0.1, 10.0, 10.01), (2.0, 0.5, 0.51), (1e-3, 1000.0, 1001.0)]
+)
+def test_a_decay_that_turns_weights_round_is_refused_everywhere(lr, most, above):
+    arm = {"momentum": 0.0, "alpha_lr": 0.0, "alpha_weight_decay": 0.0, "dropout": 0.0}
+    sentence = rf"weight_decay={above} is out of range: expected 0 to {1 / lr:.4g}, which is 1 / lr"
+    for make in (lambda **own: Configuration(**own, **arm), partial(replace, PLAIN, min_lr=0.0)):
+        assert make(lr=lr, weight_decay=most).weight_decay == most
+        with pytest.raises(ConfigError, match=f"^{sentence}"):
+            make(lr=lr, weight_decay=above)
+    for algorithm in ("feathers", "fedex"):
+        entry = {**arm, "lr": lr, "weight_decay": above}
+        text = str(entry).replace("'", "")
+        with pytest.raises(ConfigError, match=rf"^algorithm\.configurations\[0\]\.{sentence}"):
+            parse_config(
+                compose_tree([f"algorithm={algorithm}", f"algorithm.configurations=[{text}]"])
+            )
 
 
 @dataclass(frozen=True)

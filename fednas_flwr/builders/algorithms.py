@@ -51,11 +51,14 @@ Plan = tuple["Callable[..., RoundStrategy]", dict[str, Any]]  # a class, its own
 
 def _fed_avg(config: Config, configuration: Configuration | None) -> Plan:
     from fednas_flwr.strategies.fedavg import FedAvg
+    from fednas_flwr.strategies.fedsgd import FedSGD
 
     weights, drop_path_prob = config.retrain.weights, config.retrain.drop_path_prob
     if configuration is not None:
         weights, drop_path_prob = configuration.annealed(weights), configuration.dropout
     own = {"weights": weights, "drop_path_prob": drop_path_prob}
+    if retrains_by_gradients(config):
+        return FedSGD, own
     if isinstance(config.algorithm, FedAvgSettings):
         own |= {"proximal": config.algorithm.proximal, "optimizer": _server_optimizer(config)}
     return FedAvg, own
@@ -74,15 +77,17 @@ def _server_optimizer(config: Config) -> ServerOptimizer | None:
 
 
 def _fed_avg_releases(config: Config) -> RoundReleases:
-    from fednas_flwr.strategies.fedavg import releases
+    from fednas_flwr.strategies import fedavg, fedsgd
 
     own = _privacy(config).retrain
-    return partial(
-        releases,
-        batch_size=config.retrain.batch_size,
-        local_steps=own.local_steps,
-        norm=own.max_grad_norm,
-    )
+    terms: dict[str, Any] = {
+        "batch_size": config.retrain.batch_size,
+        "local_steps": own.local_steps,
+        "norm": own.max_grad_norm,
+    }
+    if retrains_by_gradients(config):
+        return partial(fedsgd.releases, **terms, secure_sum=config.secure_sum)
+    return partial(fedavg.releases, **terms)
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,18 @@ class Algorithm:
     retrain_releases: Callable[[Config], RoundReleases] | None = None
     refuses: Callable[[Config], None] | None = None
     trains_supernet: bool = True
+
+
+def retrains_by_gradients(config: Config) -> bool:
+    """Return whether every step of retraining is an exchange, FedSGD's, and not FedAvg's many.
+
+    Where that is left open it is where clients share the noise of such steps.
+    """
+    if ALGORITHMS[config.algorithm.name].retraining is not Algorithm.retraining:
+        return False
+    if config.retrain.exchange is None:
+        return config.secure_sum and isinstance(config.privacy, DifferentialPrivacy)
+    return config.retrain.exchange == "gradients"
 
 
 def own_settings(settings: AlgorithmSettings, *without: str) -> dict[str, Any]:
@@ -325,15 +342,13 @@ def _scored_draws(
 
 def _successive_halving(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
     from fednas_flwr.builders.networks import describe_pool, seeded_network
-    from fednas_flwr.search.zero_cost import draw_by_alphas, search
+    from fednas_flwr.search.zero_cost import search
     from fednas_flwr.strategies.successive_halving import SuccessiveHalving
 
     algorithm = config.algorithm
     assert isinstance(algorithm, SuccessiveHalvingSettings)
     pool = algorithm.pool
-    scored = _scored_draws(config, space, pool.by, pool.draws, pool.limits)
-    if pool.alphas is not None:
-        scored["draw"] = partial(draw_by_alphas, space, _found_alphas(config, space, pool.alphas))
+    scored = _pool_draws(config, space)
     shortlist = _shortlist(config, space, pool.shortlist)
     return SuccessiveHalving, {
         "choose": lambda generator: [
@@ -345,6 +360,37 @@ def _successive_halving(config: Config, prepared: Prepared, space: SearchSpace) 
         "keep": pool.keep,
         **own_settings(algorithm, "pool"),
     }
+
+
+def _pool_draws(config: Config, space: SearchSpace) -> dict[str, Any]:
+    """Return the arguments of ``zero_cost.search`` that say what a pool is drawn from."""
+    from fednas_flwr.search.zero_cost import draw_by_alphas
+
+    assert isinstance(config.algorithm, SuccessiveHalvingSettings)
+    pool = config.algorithm.pool
+    scored = _scored_draws(config, space, pool.by, pool.draws, pool.limits)
+    if pool.alphas is not None:
+        scored["draw"] = partial(draw_by_alphas, space, _found_alphas(config, space, pool.alphas))
+    return scored
+
+
+def check_draws(config: Config, space: SearchSpace) -> None:
+    """Refuse limits within which a search by scores draws no network, and alphas that are none.
+
+    The draws are those with which the search begins, without their scores.
+    """
+    from fednas_flwr.randomness import make_generator
+    from fednas_flwr.search.zero_cost import search
+
+    algorithm = config.algorithm
+    if isinstance(algorithm, ZeroCostSettings):
+        own = _scored_draws(config, space, algorithm.scores, algorithm.draws, algorithm.limits)
+        generator = make_generator(config.seed, "zero_cost", 1)
+    elif isinstance(algorithm, SuccessiveHalvingSettings):
+        own, generator = _pool_draws(config, space), make_generator(config.seed, algorithm.name)
+    else:
+        return
+    search(space, generator=generator, **own | {"draws": 1, "score": lambda _: {"none": 0.0}})
 
 
 def _found_alphas(config: Config, space: SearchSpace, folder: str) -> dict[str, Tensor]:

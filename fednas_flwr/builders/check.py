@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fednas_flwr.builders.algorithms import ALGORITHMS
+from fednas_flwr.builders.algorithms import ALGORITHMS, check_draws
 from fednas_flwr.builders.clients import check_public, make_objective, num_units
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.hardware import check_hardware
@@ -42,6 +43,7 @@ from fednas_flwr.errors import ConfigError, NoEffectError, show
 from fednas_flwr.memory import check_fits
 
 COPIES = 4  # of a network's weights in memory: server's, a client's, its gradients, its reply
+THREADS_PER_CORE = 8
 LARGEST_FEATURE = 1e18  # float32 holds its square
 
 
@@ -69,6 +71,7 @@ def check_buildable(config: Config) -> Made:
         ConfigError: Device, data or networks cannot be made, or do not fit one another.
     """
     make_device(config.device)
+    _check_threads(config)
     check_groups(config)
     data = make_data(config)
     (prepared, parts), genotype = data, given_genotype(config)
@@ -89,6 +92,7 @@ def check_buildable(config: Config) -> Made:
     if genotype is None and searches(config):
         space = supernet_space(config, prepared)
         check_hardware(config, space)
+        check_draws(config, space)
         genotype = space.random_genotype(torch.Generator())
         with torch.device("meta"):
             supernet = space.supernet()
@@ -101,12 +105,24 @@ def check_buildable(config: Config) -> Made:
     _check_memory(config, "retrain", network)
     if "retrain" in config.stages:
         networks["retrain"] = network
+    for stage, network in networks.items():
+        _check_values_per_norm(config, stage, network, shape=prepared.input_shape)
     check_features(prepared, clients)
     if not isinstance(config.privacy, DifferentialPrivacy):
         check_parts(config, prepared, clients, networks)
     if pools_records(config):
         check_linear_baseline(prepared, clients)
     return Made(prepared.train, parts, networks)
+
+
+def _check_threads(config: Config) -> None:
+    """Refuse simulated clients with so many threads that they only wait for one another."""
+    most = THREADS_PER_CORE * (os.cpu_count() or 1)
+    if config.runtime.name != "deployment" and config.threads > most:
+        raise ConfigError(
+            f"threads={config.threads} is out of range: expected at most {most}, "
+            f"{THREADS_PER_CORE} for each of this machine's cores; lower it."
+        )
 
 
 def _check_memory(config: Config, group: str, network: nn.Module) -> None:
@@ -242,6 +258,21 @@ def _batch_size(config: Config, stage: str) -> int | None:
     retraining = config.retrain.batch_size
     size: int | None = retraining if stage == "retrain" else getattr(own, "batch_size", retraining)
     return size
+
+
+def _check_values_per_norm(
+    config: Config, stage: str, network: nn.Module, *, shape: tuple[int, ...]
+) -> None:
+    """Refuse a network in which a group norm has one value to normalise, which it forgets."""
+    try:
+        with torch.random.fork_rng(), suppress(NotImplementedError, RuntimeError):
+            network.eval()(torch.zeros(1, *shape, device="meta"))
+    except ValueError as error:
+        sizes = _sizes(config.search_space, "search_space") + _sizes(config.retrain, "retrain")
+        raise ConfigError(
+            f"{stage}: of a single record a group norm of the network has one value only, which "
+            f"it makes 0: raise its sizes ({', '.join(sizes)})."
+        ) from error
 
 
 def _check_single_record(

@@ -13,11 +13,12 @@ from torch import nn
 
 from fednas_flwr.builders.data import has_real_sites
 from fednas_flwr.builders.networks import Description, make_device, make_network, supernet_space
-from fednas_flwr.clients.client import Augmentation, Client
+from fednas_flwr.clients.client import Augmentation, Client, KeptModels
 from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.config import Config, DifferentialPrivacy, expanded
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
+from fednas_flwr.data.npz import holds_encoded
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.splits import assignment_digest
 from fednas_flwr.data.statistics import column_moments
@@ -115,6 +116,7 @@ def make_client(
         oversample=config.oversample and gate is None,  # a private site reads a record once
         gate=gate,
         wire=config.wire,
+        kept_models=_kept_models(site),
         sums=_site_sums(config, index, site, gate),
         cache=Path(config.dataset.cache).expanduser(),
     )
@@ -178,6 +180,22 @@ def _simulated_gate(
     test_seed = None if privacy.test_seed is None else f"{privacy.test_seed} {index}".encode()
     ledger = Ledger(*simulated_ledger(folder))
     return ReleaseGate(policy, ledger, SecureGenerator(test_seed), data_set=privacy.data_set)
+
+
+def _kept_models(site: Mapping[str, str]) -> KeptModels | None:
+    """Return where a node keeps models, None if it names no folder.
+
+    Raises:
+        ConfigError: It does not say whose.
+    """
+    if "models" not in site:
+        return None
+    if "signer" not in site:
+        raise ConfigError(
+            "the node keeps models but lacks signer: give the file of the operator's public key, "
+            "signing.pub of `fednas provision`."
+        )
+    return KeptModels(Path(site["models"]), Path(site["signer"]))
 
 
 def _site_sums(
@@ -289,8 +307,10 @@ def check_public(config: Config, prepared: Prepared) -> None:
         return
     settings = config.dataset
     needed = {"class_names": bool(settings.class_names)}
-    if settings.name == "image_folder" or settings.image_size or settings.channels:
-        # else the first image decides
+    root = None if settings.root is None else expanded("dataset.root", settings.root)
+    if settings.name == "image_folder" or (
+        settings.name == "npz" and root is not None and holds_encoded(root)
+    ):  # else the images decide
         needed["image_size"] = settings.image_size is not None
         needed["channels"] = settings.channels is not None
     if settings.name == "csv":

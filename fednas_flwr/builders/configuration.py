@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fednas_flwr.builders.algorithms import ALGORITHMS
+from fednas_flwr.builders.algorithms import ALGORITHMS, retrains_by_gradients
 from fednas_flwr.builders.effects import Given, check_effect, check_experiment
 from fednas_flwr.builders.refusals import check_secure_sum, check_validation, searches
 from fednas_flwr.builders.spaces import SEARCH_SPACES
@@ -138,7 +138,7 @@ def _norms(config: Config) -> dict[str, str]:
 
 
 def _check_aggregate(config: Config) -> None:
-    """Refuse robust averages of too few clients.
+    """Refuse robust averages of too few clients, and of gradients.
 
     With privacy they are allowed: they only process what has been released. The noise of a median
     has up to 1.25 times the standard deviation of the mean's.
@@ -146,6 +146,12 @@ def _check_aggregate(config: Config) -> None:
     name, clients = config.aggregate, config.clients
     if name != "mean" and clients < 3:
         raise ConfigError(f"aggregate={name} with clients={clients}: expected 3 or more.")
+    if name != "mean" and "retrain" in config.stages and retrains_by_gradients(config):
+        raise ConfigError(
+            f"aggregate={name} with retrain.exchange={config.retrain.exchange}: it adds up sums of "
+            "gradients over batches of different sizes; set aggregate=mean or "
+            "retrain.exchange=models."
+        )
     fewest = math.ceil(config.runtime.quorum * clients - 1e-9)
     if name == "trimmed_mean" and fewest <= 2 * config.trim:
         raise ConfigError(
@@ -171,6 +177,11 @@ def _check_server_optimizer(config: Config) -> None:
     if chosen == "server_optimizer=none":
         return
     _only_fedavg(config, chosen, "server_optimizer=none")
+    if retrains_by_gradients(config):
+        raise ConfigError(
+            f"{chosen} with retrain.exchange={config.retrain.exchange}: the server steps along "
+            "gradients by SGD there; set server_optimizer=none or retrain.exchange=models."
+        )
     if config.momentum == "server":
         raise ConfigError(
             f"{chosen} with momentum=server: both are optimisers of the server; leave one out."

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from fednas_flwr.builders.algorithms import ALGORITHMS, Algorithm
+from fednas_flwr.builders.algorithms import ALGORITHMS, Algorithm, retrains_by_gradients
 from fednas_flwr.builders.refusals import searches
 from fednas_flwr.config import (
     CFDNASSettings,
@@ -23,6 +23,7 @@ from fednas_flwr.config import (
     DPNASSettings,
     FDNASSettings,
     FEATHERSSettings,
+    FedAvgSettings,
     FedDARTSSettings,
     FedExSettings,
     FNASSettings,
@@ -32,7 +33,7 @@ from fednas_flwr.config import (
     ZeroCostSettings,
 )
 from fednas_flwr.errors import NoEffectError, NoEffectWarning, show
-from fednas_flwr.names import PARTITIONS, SELECTIONS
+from fednas_flwr.names import FEWEST_VOTES, PARTITIONS, SELECTIONS
 from fednas_flwr.search.settings import NORMED_NETWORKS
 
 ONE_ENGINE = ("dp_cells", "dp_cells_darts", "mbconv", "mlp")  # both engines are the same there
@@ -86,6 +87,12 @@ def _private(c: Config) -> bool:
 
 def _retrains(c: Config) -> bool:
     return "retrain" in c.stages
+
+
+def _trains_models(c: Config) -> bool:
+    """Return whether clients of a search answer with models that they have trained."""
+    tries_none = isinstance(c.algorithm, RandomSearchSettings) and c.algorithm.trial_rounds == 0
+    return not (tries_none or isinstance(c.algorithm, FNASSettings | ZeroCostSettings))
 
 
 def _fixed(c: Config) -> bool:
@@ -214,7 +221,8 @@ RULES: tuple[Rule, ...] = (
         STAGES + ", which lack search",
     ),
     Rule(
-        "retrain.rounds retrain.local_epochs retrain.batch_size retrain.auxiliary_weight "
+        "retrain.exchange retrain.rounds retrain.local_epochs retrain.batch_size "
+        "retrain.auxiliary_weight "
         "retrain.drop_path_prob retrain.weights privacy.retrain personalised "
         "dataset.linear_baseline dataset.limit_test positive",
         lambda c: not _retrains(c),
@@ -226,8 +234,20 @@ RULES: tuple[Rule, ...] = (
         STAGES + ", which lack evaluate",
     ),
     Rule(
+        "baselines",
+        lambda c: not searches(c) or not {"retrain", "evaluate", "export"}.issubset(c.stages),
+        "algorithm={c.algorithm.name} and stages={c.stages}: they are compared with a searched "
+        "network that is retrained, evaluated and exported",
+    ),
+    Rule("baselines", _is(CFDNASSettings), "algorithm=cfdnas, whose groups each have a network"),
+    Rule(
+        "baselines",
+        lambda c: c.runtime.name == "deployment",
+        "runtime=deployment, whose sites would pay for more networks",
+    ),
+    Rule(
         "aggregate momentum wire secure_sum oversample class_factors dataset.crop_padding "
-        "dataset.flip dataset.cutout privacy.micro_batch_size",
+        "dataset.flip dataset.cutout privacy.micro_batch_size time_limit",
         lambda c: not _averages(c),
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",
     ),
@@ -246,6 +266,12 @@ RULES: tuple[Rule, ...] = (
         "retrain.norm",
         lambda c: _fixed(c) and c.algorithm.network not in NORMED_NETWORKS,  # type: ignore[attr-defined]
         NETWORK,
+    ),
+    Rule(
+        "retrain.drop_path_prob",
+        lambda c: c.retrain.rounds == 1,
+        "retrain.rounds=1, since it rises from 0 in the first round",
+        "set retrain.rounds=2 or more, or remove it",
     ),
     Rule(
         "retrain.drop_path_prob",
@@ -274,6 +300,24 @@ RULES: tuple[Rule, ...] = (
         lambda c: isinstance(c.algorithm, FNASSettings) and not _retrains(c),
         "algorithm={c.algorithm.name} and stages={c.stages}: clients send gradients",
         "remove it; the server steps with algorithm.weights.momentum",
+    ),
+    Rule(
+        "momentum",
+        lambda c: (
+            _retrains(c) and retrains_by_gradients(c) and not (searches(c) and _trains_models(c))
+        ),
+        "retraining by gradients (retrain.exchange), along which the server steps",
+        "remove it; the server steps with retrain.weights.momentum",
+    ),
+    Rule(
+        "algorithm.proximal",
+        lambda c: isinstance(c.algorithm, FedAvgSettings) and retrains_by_gradients(c),
+        "retrain.exchange={c.retrain.exchange}, in which clients take no steps",
+    ),
+    Rule(
+        "retrain.exchange",
+        _is(FEATHERSSettings, FedExSettings),
+        "algorithm={c.algorithm.name}, which has exchanges of its own",
     ),
     Rule(
         "algorithm.local_epochs algorithm.batch_size algorithm.weights algorithm.ranges",
@@ -480,6 +524,16 @@ RULES: tuple[Rule, ...] = (
     *map(_ignores, sorted({s for taken in PARTITIONS.values() for s in taken})),
     # Runtimes.
     Rule(
+        "runtime.connect_s",
+        lambda c: c.runtime.name != "deployment",
+        "runtime={c.runtime.name}, whose clients are there from the start",
+    ),
+    Rule(
+        "runtime.most_records runtime.largest_share privacy.fewest_records",
+        lambda c: c.clients < FEWEST_VOTES,
+        "clients={c.clients}, of whom nobody can tell which is right",
+    ),
+    Rule(
         "runtime.ray_address runtime.client_cpus runtime.client_gpus",
         lambda c: c.runtime.name != "ray",
         "runtime={c.runtime.name}",
@@ -502,11 +556,12 @@ RULES: tuple[Rule, ...] = (
 # what an experiment sets is taken back.
 SWITCHES = {
     *("personalised", "oversample", "secure_sum", "class_factors", "client_tags", "genotype"),
+    "baselines",
     *("dataset.linear_baseline", "dataset.limit_test", "dataset.root"),
     *("dataset.crop_padding", "dataset.flip", "dataset.cutout", "dataset.mean", "dataset.std"),
     *("partition.file", "partition.groups", "partition.clients_per_group"),
     *("partition.fractions", "partition.column"),
-    *("retrain.channels", "retrain.num_cells"),
+    *("retrain.channels", "retrain.num_cells", "retrain.exchange"),
     *("retrain.auxiliary_weight", "retrain.drop_path_prob", "algorithm.evaluate_every"),
     *("algorithm.configurations", "algorithm.ranges", "algorithm.search.hardware"),
     *("privacy.metrics_noise_multiplier", "privacy.sites", "privacy.test_seed"),

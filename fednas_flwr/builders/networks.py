@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import nn
 
 from fednas_flwr.builders.spaces import space_entry
@@ -25,11 +23,10 @@ from fednas_flwr.config import (
     expanded,
 )
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.schema import Inputs
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
-from fednas_flwr.evaluation.model import METADATA_KEY, MODEL_FILE, Model
-from fednas_flwr.names import FAST
+from fednas_flwr.evaluation.model import MODEL_FILE, Model, read_metadata, read_model
+from fednas_flwr.names import FAST, NO_SKIP
 from fednas_flwr.randomness import seeded
 from fednas_flwr.search.pool import Pool
 from fednas_flwr.search.settings import NORMED_NETWORKS
@@ -222,14 +219,13 @@ def make_network(description: Description) -> nn.Module:
 def described_space(description: Description) -> tuple[SearchSpace, Genotype]:
     """Return the space whose network of the genotype a description of a derived network means."""
     genotype = from_json(json.dumps(description["genotype"]))
+    known = {"skip": NO_SKIP, **description}  # a model that was exported before there were skips
     space = make_space(
         genotype.space,
         input_shape=tuple(description["input_shape"]),
         num_classes=description["num_classes"],
         norm=description["norm"],
-        **{
-            key: description[key] for key in space_entry(genotype.space).sizes if key in description
-        },
+        **{key: known[key] for key in space_entry(genotype.space).sizes},
     )
     return space, genotype
 
@@ -246,11 +242,7 @@ def load(run_folder: str | Path) -> Model:
     Example:
         ``load("runs/<run folder>").predict("patients.csv").labels``
     """
-    folder = Path(run_folder)
-    description, inputs = _metadata(folder)
-    network = make_network(description)
-    network.load_state_dict(load_file(folder / MODEL_FILE))
-    return Model(network, inputs, description)
+    return read_model(Path(run_folder) / MODEL_FILE, make_network)
 
 
 def load_description(run_folder: Path) -> Description:
@@ -259,19 +251,4 @@ def load_description(run_folder: Path) -> Description:
     Raises:
         ConfigError: The folder holds no exported model.
     """
-    return _metadata(run_folder)[0]
-
-
-def _metadata(run_folder: Path) -> tuple[Description, Inputs]:
-    path = run_folder / MODEL_FILE
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist: the run has not reached its export.")
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-    if METADATA_KEY not in metadata:
-        raise ConfigError(
-            f"{path} lacks {METADATA_KEY} in its metadata: it is of another version; export it "
-            "anew, by fednas run resume=<run folder>."
-        )
-    about = json.loads(metadata[METADATA_KEY])
-    return about["network"], Inputs.from_json(json.dumps(about["inputs"]))
+    return read_metadata(run_folder / MODEL_FILE)[0]

@@ -229,6 +229,12 @@ def check_secure_sum(config: Config) -> None:
             raise ConfigError(f"secure_sum=true with {setting}: {reason}.")
     if config.runtime.name == "deployment":
         return  # whose sites' own policies decide
+    if config.clients < terms.colluding + 2:
+        raise ConfigError(
+            f"secure_sum=true with clients={config.clients} and secure_terms.colluding="
+            f"{terms.colluding}: a sum must have two honest clients beside those; raise clients to "
+            f"{terms.colluding + 2} or more, or lower secure_terms.colluding."
+        )
     if not terms.colluding + 2 <= terms.least(config.clients) <= config.clients:
         raise ConfigError(
             f"secure_terms.least_sites={show(terms.least_sites)} with secure_terms.colluding="

@@ -32,6 +32,12 @@ def add_commands(commands: Commands) -> None:
     parser = add_command(commands, "report", report, help="write report.html of a run again")
     parser.add_argument("run_folder", type=Path)
     parser = add_command(
+        commands, "watch", watch, help="show a run's report in the browser, renewed as it goes on"
+    )
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1, this machine)")
+    parser.add_argument("--port", type=int, default=8642, help="(default: 8642)")
+    parser = add_command(
         commands, "compare", compare, help="table of several runs, mean over seeds"
     )
     parser.add_argument("run_folders", type=Path, nargs="+", help="run folders or sweeps")
@@ -98,12 +104,39 @@ def export(options: argparse.Namespace, overrides: list[str]) -> int:
 def report(options: argparse.Namespace, overrides: list[str]) -> int:
     """Write a run's report again."""
     from fednas_flwr.reporting.report import write_report
-    from fednas_flwr.reporting.runs import EVENTS_FILE
 
-    if not (options.run_folder / EVENTS_FILE).is_file():
-        raise ConfigError(f"{options.run_folder} holds no {EVENTS_FILE}: give the folder of a run.")
+    _check_run(options.run_folder)
     print(write_report(options.run_folder))
     return 0
+
+
+def watch(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Serve a page of a run until Ctrl-C."""
+    import socket
+
+    from fednas_flwr.reporting.watch import serve
+
+    _check_run(options.run_folder)
+    host, port = options.host, options.port
+    if not 0 < port < 65536:
+        raise ConfigError(f"--port={port} must be from 1 to 65535.")
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--host={host} --port={port} cannot be served ({error}): choose another."
+        ) from error
+    print(f"http://{host}:{port} shows {options.run_folder}; Ctrl-C ends it", flush=True)
+    serve(options.run_folder, host=host, port=port)
+    return 0
+
+
+def _check_run(folder: Path) -> None:
+    from fednas_flwr.reporting.runs import EVENTS_FILE
+
+    if not (folder / EVENTS_FILE).is_file():
+        raise ConfigError(f"{folder} holds no {EVENTS_FILE}: give the folder of a run.")
 
 
 def compare(options: argparse.Namespace, overrides: list[str]) -> int:

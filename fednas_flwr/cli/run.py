@@ -31,13 +31,18 @@ glob(), hydra.sweep.dir; --shell-completion install=bash prints what completes `
 
 def add_commands(commands: Commands) -> None:
     """Add ``run``."""
-    add_command(
+    parser = add_command(
         commands,
         "run",
         run,
         help="search, retrain, evaluate and export; without arguments the quickstart",
         epilog=RUN_HELP,
         takes_overrides=True,
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only tell what the run would take: time, traffic, memory and epsilon",
     )
 
 
@@ -46,6 +51,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     asked = read_arguments(arguments)
     overrides, source = asked.overrides, asked.source
     resumes = [text for text in overrides if text.startswith("resume=")]
+    if options.dry_run and (resumes or asked.multirun or asked.informs):
+        raise ConfigError("--dry-run is of one new run: leave out -m, resume and --cfg.")
     if resumes == ["resume=auto"] and not asked.flags:
         from fednas_flwr.stages.run_folder import find_unfinished
 
@@ -71,5 +78,12 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     for text in overrides:
         if text.lstrip("+").startswith(OF_SWEEPS):
             raise NoEffectError(f"{text} has no effect on a single run: add -m, or remove it.")
-    api.run(configured(overrides, source), quiet=False)
+    config = configured(overrides, source)
+    if options.dry_run:
+        api.check([config])
+        from fednas_flwr.federation.dry_run import estimate
+
+        print("\n".join(estimate(config).lines()))
+        return 0
+    api.run(config, quiet=False)
     return 0

@@ -31,6 +31,7 @@ from fednas_flwr.exchange.requests import (
     Search,
     Site,
     TakeGradients,
+    TakeNetworkGradient,
     Train,
     TrainCandidates,
 )
@@ -122,6 +123,9 @@ def asked_kinds(request: Request) -> Kinds:
         _check_batch(settings.batch_size)
         states = VERBS[request.verb].gradients_of
         return {state: ((SPLIT_OF[state],), settings.local_steps) for state in states}
+    if isinstance(settings, TakeNetworkGradient):
+        _check_batch(settings.batch_size)
+        return {"weights": (_splits(settings.split), 1)}
     if isinstance(settings, Train):
         if settings.validates:
             raise ConfigError("refused: validates=True would tell a loss without noise.")
@@ -269,7 +273,7 @@ def _norm(request: Request, supernet_norm: str | None) -> str | None:
     """Return how the network that a request describes normalises."""
     settings = request.settings
     described: Mapping[str, Any] = {}
-    if isinstance(settings, Evaluate):
+    if isinstance(settings, Evaluate | TakeNetworkGradient):
         described = settings.network
     elif isinstance(settings, RewardCandidates):
         described = settings.network or {}

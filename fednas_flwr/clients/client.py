@@ -42,6 +42,19 @@ class Augmentation:
 
 
 @dataclass(frozen=True)
+class KeptModels:
+    """Where a site keeps models, and whose.
+
+    Attributes:
+        folder: Made when the first one comes.
+        signer: File of the public key of the server's operator.
+    """
+
+    folder: Path
+    signer: Path
+
+
+@dataclass(frozen=True)
 class Client:
     """What a verb works with.
 
@@ -64,6 +77,7 @@ class Client:
         oversample: Whether training repeats records of rarer classes.
         gate: What releases must pass; with one the client answers private verbs only.
         wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.exchange.wire`.
+        kept_models: Where the site keeps models that return to it; None keeps none.
         sums: The client's part of secure sums; with one it answers no other way.
         cache: Folder of what may be computed anew, results of self-tests among it; None for none.
         rehearsed: Which computations private verbs have tried on made-up records, and the
@@ -87,6 +101,7 @@ class Client:
     oversample: bool = False
     gate: ReleaseGate | None = None
     wire: str = "float32"
+    kept_models: KeptModels | None = None
     sums: SumSite | None = None
     cache: Path | None = None
     rehearsed: dict[str, int] = field(default_factory=dict)

@@ -123,10 +123,10 @@ class NoisedGradients:
         """Yield as often as was agreed on; each release draws its own records."""
         yield from repeat(None, self._steps)
 
-    def sums(self, state: str, supernet: Supernet) -> tuple[Tensors, float]:
+    def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
         """Return a noised sum of gradients, and the expected batch size that it is divided by."""
-        clipped_sum = {"weights": self._weight_sum, "alphas": self._alpha_sum}[state]
-        sums = self._release(state, partial(clipped_sum, supernet))
+        kinds: dict[str, ClippedSum] = {"weights": self._weight_sum, "alphas": self._alpha_sum}
+        sums = self._release(state, partial(kinds[state], network))
         return sums, gate_of(self._client).expected_batch(self._planned[state])
 
     def weights(self, network: nn.Module) -> Gradient:

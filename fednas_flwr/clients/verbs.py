@@ -9,7 +9,8 @@ lets the gate refuse, rehearses on made-up records, and only then reads records.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 
 from fednas_flwr.clients.admission import admit, before_reading, gate_of
 from fednas_flwr.clients.client import Client
+from fednas_flwr.clients.kept_models import check as check_model
+from fednas_flwr.clients.kept_models import keep
 from fednas_flwr.clients.local_training import (
     Plan,
     clipped_decreases,
@@ -45,7 +48,7 @@ from fednas_flwr.clients.replies import (
 from fednas_flwr.clients.summed import sums_of
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.metrics import evaluate, predicted
+from fednas_flwr.evaluation.metrics import evaluate, measured, predicted
 from fednas_flwr.evaluation.scores import histogram
 from fednas_flwr.evaluation.space_costs import measure_space
 from fednas_flwr.exchange.messages import Reply, Request
@@ -53,18 +56,21 @@ from fednas_flwr.exchange.requests import (
     Commit,
     Describe,
     Evaluate,
+    KeepModel,
     MeasureLatency,
     Personalise,
     Probe,
     RewardCandidates,
     Search,
     TakeGradients,
+    TakeNetworkGradient,
     Train,
     TrainCandidates,
 )
-from fednas_flwr.exchange.states import Layout, network_states, unpack
+from fednas_flwr.exchange.states import Layout, Tensors, network_states, unpack
 from fednas_flwr.exchange.sum_requests import Settings, answer_sum
 from fednas_flwr.hardware.latency import to_json
+from fednas_flwr.randomness import derive_seed, make_generator
 from fednas_flwr.search.candidate import (
     Candidate,
     ClippedGradients,
@@ -115,7 +121,10 @@ def describe(client: Client, request: Request, asked: Describe) -> Reply:
 
 def identity(client: Client) -> dict[str, Any]:
     """Return what a client says of itself that does not depend on its records."""
+    verbs = VERBS if client.gate is None else client.gate.allowed.verbs
+    keeps = client.kept_models is not None and "query.keep_model" in verbs
     return {
+        **({"keeps_model": True} if keeps else {}),
         "client": client.index,
         "tag": client.tag,
         "hardware": f"{client.device.type} {platform.machine()}",
@@ -174,6 +183,15 @@ def measure_latency(client: Client, request: Request, asked: MeasureLatency) -> 
     return Reply(num_examples=1, facts={"latency": to_json(table)})
 
 
+def keep_model(client: Client, request: Request, asked: KeepModel) -> Reply:
+    """``query.keep_model``: the site takes the model and tests it; what it measures stays there."""
+    with before_reading(request):
+        new = check_model(client, request, asked)
+    folder = keep(client, new)
+    print(f"kept the model of run {request.header.run!r} as {folder}", file=sys.stderr)
+    return Reply(num_examples=1, facts={"kept": True})
+
+
 def help_sum(client: Client, request: Request, asked: Settings) -> Reply:
     """``query.sign_survivors`` and ``query.open_masks``: the last two messages of a secure sum."""
     return Reply(num_examples=1, facts=answer_sum(sums_of(client), asked))
@@ -209,14 +227,63 @@ def take_gradients(client: Client, request: Request, asked: TakeGradients) -> Re
         steps=asked.local_steps,
         local_lrs=lrs,
     )
+    return _of_sums(client, SPLIT_OF[states[0]], supernet, sums, batch_size, gradients.metrics())
+
+
+def take_network_gradient(client: Client, request: Request, asked: TakeNetworkGradient) -> Reply:
+    """``train.network_gradient``: :func:`take_gradients` of a network's weights, for one step.
+
+    Each exchange is one step of DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1) at weights
+    that all clients were sent, so that secure sums may share its noise.
+    """
+    gradients: NoisedGradients | ExactSums
+    with before_reading(request):
+        network = client.network(asked.network, network_states_of(request)).train()
+        network.drop_path_prob = asked.drop_path_prob  # type: ignore[assignment]
+        if client.gate is None:
+            # A round has many steps: what is drawn must differ between them.
+            purpose = (request.verb, client.index, asked.step)
+            torch.manual_seed(derive_seed(client.seed, *purpose))
+            gradients = ExactSums(
+                _step_batches(
+                    client,
+                    asked.split,
+                    batch_size=asked.batch_size,
+                    first=asked.step,
+                    generator=make_generator(client.seed, *purpose),
+                ),
+                objective=client.objective,
+                auxiliary_weight=asked.auxiliary_weight,
+            )
+        else:
+            planned = admit(client.gate, request, network)
+            gradients = NoisedGradients(
+                client, request, planned, auxiliary_weight=asked.auxiliary_weight
+            )
+            gradients.rehearse_weights(network, asked.network, asked.drop_path_prob > 0)
+    sums, batch_size = gradients.sums("weights", network)
+    return _of_sums(
+        client, asked.split, network, {"weights": sums}, batch_size, gradients.metrics()
+    )
+
+
+def _of_sums(
+    client: Client,
+    split: str,
+    network: nn.Module,
+    sums: dict[str, Tensors],
+    batch_size: float,
+    metrics: Mapping[str, float],
+) -> Reply:
+    """Return the reply of gradient sums over a batch of a split; with those of weights, buffers."""
     if client.oversample:
-        records = min(batch_size, len(client.split(SPLIT_OF[states[0]])))
+        records = min(batch_size, len(client.split(split)))
         sums = {s: {n: g * (records / batch_size) for n, g in v.items()} for s, v in sums.items()}
         batch_size = records
-    buffers = network_states(supernet)["buffers"]
-    if "weights" in states and buffers:
+    buffers = network_states(network)["buffers"]
+    if "weights" in sums and buffers:
         sums["buffers"] = buffers
-    return make_reply(batch_size, sums, gradients.metrics())
+    return make_reply(batch_size, sums, metrics)
 
 
 def search(client: Client, request: Request, asked: Search) -> Reply:
@@ -382,12 +449,11 @@ def evaluate_model(client: Client, request: Request, asked: Evaluate) -> Reply:
         network = client.network(asked.network, network_states_of(request))
         if asked.statistics_batch_size is not None:
             refresh_statistics(client, request, network, asked.statistics_batch_size)
-        split = client.split(asked.split)
         objective = client.objective
-        metrics = evaluate(network, split, client.device, objective=objective)
+        logits, labels = predicted(network, client.split(asked.split), client.device)
+        metrics = measured(logits, labels, objective=objective)
         facts: dict[str, Any] = {}
         if asked.with_scores:
-            logits, labels = predicted(network, split, client.device)
             facts["scores"] = objective.scores(logits, labels)
             positive = objective.positive_class(logits.shape[1])
             if positive is not None:
@@ -416,11 +482,13 @@ ANSWERS: dict[str, Callable[[Client, Request, Any], Reply]] = {
     "query.describe": describe,
     "query.commit": commit,
     "query.latency": measure_latency,
+    "query.keep_model": keep_model,
     "query.sign_survivors": help_sum,
     "query.open_masks": help_sum,
     "train.weight_gradient": take_gradients,
     "train.alpha_gradient": take_gradients,
     "train.gradients": take_gradients,
+    "train.network_gradient": take_network_gradient,
     "train.search": search,
     "train.candidate": train_paths,
     "train.probe": probe,
@@ -453,7 +521,11 @@ def _num_records(client: Client, split: str) -> int:
 def _exact_sums(client: Client, request: Request, asked: TakeGradients) -> ExactSums:
     train, validation = (
         _step_batches(
-            client, request, name, batch_size=asked.batch_size, first=asked.step * asked.local_steps
+            client,
+            name,
+            batch_size=asked.batch_size,
+            first=asked.step * asked.local_steps,
+            generator=client.generator(request.header, name),
         )
         for name in ("train", "validation")
     )
@@ -473,10 +545,10 @@ def _candidate_gradients(
     batches = partial(
         _step_batches,
         client,
-        request,
         "train",
         batch_size=asked.batch_size,
         first=asked.step * steps,
+        generator=client.generator(request.header, "train"),
     )
     if asked.dp_aware is None:
         return ExactGradients(batches, epochs=None, steps=steps, objective=client.objective)
@@ -490,11 +562,18 @@ def _candidate_gradients(
 
 
 def _step_batches(
-    client: Client, request: Request, name: str, *, batch_size: int | None, first: int
+    client: Client,
+    name: str,
+    *,
+    batch_size: int | None,
+    first: int,
+    generator: torch.Generator,
 ) -> Iterator[Batch]:
-    """Yield the batches of an exchange: an endless epoch sequence, from the ``first`` one."""
+    """Yield the batches of an exchange: an endless epoch sequence, from the ``first`` one.
+
+    They are augmented by the generator.
+    """
     split = client.for_training(client.split(name))
-    generator = client.generator(request.header, name)
     for step in count(first):
         indices = step_batch(
             len(split),

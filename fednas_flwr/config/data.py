@@ -179,11 +179,12 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
     """Return how a private site reads its own data: whatever the run says, the site's file counts.
 
     A setting that the server could choose would be a question to the records: whether they can be
-    read, augmented or cached with it.
+    read, augmented or cached with it. One that is found in the records would let each of them
+    change all others: a table is UTF-8 with decimal points unless its file says otherwise.
 
     Args:
         path: A YAML file of ``dataset`` settings; what it leaves out is as in
-            ``conf/dataset/_base.yaml``.
+            ``conf/dataset/_base.yaml``, but for ``encoding`` and ``decimal`` of a table.
         cache: Where prepared records go.
 
     Raises:
@@ -203,7 +204,10 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
             "none: then a new export charges its releases to the budgets of all parts."
         )
     base = yaml.safe_load((conf_folder() / "dataset" / "_base.yaml").read_text(encoding="utf-8"))
-    dataset: Dataset = parse(Dataset, {**base, "cache": cache, **given}, key="dataset", hints={})
+    base["cache"] = cache
+    if given.get("name") == "csv":
+        base |= {"encoding": "utf-8", "decimal": "point"}
+    dataset: Dataset = parse(Dataset, {**base, **given}, key="dataset", hints={})
     if dataset.limit_train is not None:
         raise ConfigError(
             f"dataset.limit_train={dataset.limit_train} in {path}: leave it out, since one record "

@@ -9,6 +9,8 @@ from fednas_flwr.names import NORMS, SKIPS
 from fednas_flwr.search.settings import SGD, Count, RateOrZero, ShareBelow1, Steps
 from fednas_flwr.typed import Between, Checked, OneOf
 
+EXCHANGES = ("models", "gradients")
+
 Norm = Annotated[str, OneOf(NORMS)]
 Width = Annotated[int, Between(1, 10**6)]
 Cells = Annotated[int, Between(1, 1000, reason="no deeper network has been trained")]
@@ -74,11 +76,15 @@ class DPCells(SearchSpaceSettings):
 
 @dataclass(frozen=True)
 class Retrain(Checked):
-    """FedAvg training of the derived or given network from scratch.
+    """Federated training of the derived or given network from scratch.
 
     Attributes:
-        rounds: Of FedAvg.
-        local_epochs: Of every client, a round.
+        exchange: What clients answer with: ``models`` after all local steps of a round (FedAvg), or
+            ``gradients``, one exchange per step (FedSGD); null is ``gradients`` with privacy and
+            secure sums, which share the noise of single steps only, else ``models``.
+        rounds: Number of them; each ends with a checkpoint.
+        local_epochs: A round's passes over a client's records; with ``gradients`` over those of
+            the median client.
         batch_size: Of a client; with privacy the expected one.
         channels: Of the first cells; null where the network has the supernet's size.
         num_cells: Cells of the network; null likewise.
@@ -88,6 +94,7 @@ class Retrain(Checked):
         weights: Of the optimiser.
     """
 
+    exchange: Annotated[str, OneOf(EXCHANGES)] | None
     rounds: Count
     local_epochs: Steps
     batch_size: Count

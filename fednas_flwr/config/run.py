@@ -15,13 +15,14 @@ from fednas_flwr.config.server_optimizers import ServerOptimizer
 from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.names import ENGINES, SELECTIONS
 from fednas_flwr.search.settings import MOMENTA, Count, CountOrZero, ShareAbove0
-from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct
+from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, seconds
 
 STAGES = ("search", "retrain", "evaluate", "export")
 DEVICES = ("auto", "cpu", "cuda")
 WIRES = ("float32", "float16", "int8")
 MOST_THREADS = 1024
 MOST_SITES = 1000  # of a secure sum
+TRACKERS = ("mlflow", "wandb")
 AGGREGATES = ("mean", "median", "trimmed_mean", *SELECTIONS)
 
 
@@ -78,7 +79,15 @@ class Config(Checked):
             null takes the mean over classes, or the last of two.
         personalised: Whether clients test the trained network again after local epochs of their
             own; not with privacy.
+        time_limit: Time, as 45s, 30min, 2h or 1h30min, after which no further round is begun that
+            would not end in time; the network is then exported as trained so far, or a search is
+            left at its checkpoint, and ``resume`` goes on. Baselines come after it, and need a run
+            that it has not cut short. Null is none.
+        baselines: Random networks of the search space that are trained like the found one and
+            shown beside it, with the data-free choice and a ResNet-8; 0 for none of these.
         tensorboard: Whether curves are also written for TensorBoard.
+        trackers: Where else numbers of the rounds go, each an extra of its name; what is sent
+            leaves the server.
     """
 
     algorithm: AlgorithmSettings
@@ -110,7 +119,10 @@ class Config(Checked):
     positive: Text | None
     oversample: bool
     personalised: bool
+    time_limit: Text | None
+    baselines: CountOrZero
     tensorboard: bool
+    trackers: list[Annotated[str, OneOf(TRACKERS)]]
 
     def __post_init__(self) -> None:
         """Check single values; ``builders.check_combinations`` knows what excludes what."""
@@ -122,6 +134,9 @@ class Config(Checked):
             )
         super().__post_init__()
         check_distinct("stages", self.stages)
+        check_distinct("trackers", self.trackers)
+        if self.time_limit is not None:
+            seconds("time_limit", self.time_limit)
         if len(self.client_tags) not in (0, self.clients):
             raise ConfigError(
                 f"client_tags={show(self.client_tags)} for clients={self.clients}: give one for "

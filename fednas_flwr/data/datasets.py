@@ -251,10 +251,18 @@ def prepare(
         ) from error
     train = parts["train"]
     if scattering is not None:  # normalised as they are
-        parts_of_it = (train, parts.get("server_test"), (0.0,), (1.0,), tuple(intensity or ()))
-        return Prepared(*parts_of_it, (scattering["scales"], scattering["angles"]))
-    means, stds = normalisation(train, mean=mean, std=std, statistics=statistics or {})
-    return Prepared(train, parts.get("server_test"), means, stds, tuple(intensity or ()))
+        means: tuple[float, ...] = (0.0,)
+        stds: tuple[float, ...] = (1.0,)
+    else:
+        means, stds = normalisation(train, mean=mean, std=std, statistics=statistics or {})
+    return Prepared(
+        train,
+        parts.get("server_test"),
+        means,
+        stds,
+        intensity=tuple(intensity or ()),
+        scattering=(scattering["scales"], scattering["angles"]) if scattering is not None else (),
+    )
 
 
 def normalisation(

@@ -139,8 +139,9 @@ def make_client_data(
     rows = [torch.from_numpy(indices[parts == part]) for part in range(len(SPLITS))]
     if len(rows[0]) == 0 and fractions["train"] > 0:
         raise ConfigError(
-            f"none of a client's {len(indices)} records fall into its train part of share "
-            f"{fractions['train']}: give it more records (fewer clients, a larger min_size)."
+            f"a client has no train record, of {len(indices)} in all and dataset.fractions.train="
+            f"{fractions['train']:g}: raise that share, or give it more records (fewer clients, a "
+            "larger partition.min_size)."
         )
     mean, std = prepared.mean, prepared.std
     if not mean:

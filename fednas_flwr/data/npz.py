@@ -6,10 +6,12 @@ Nothing is normalised here, and nothing is unpickled.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -43,19 +45,35 @@ def load_npz(
     """
     if path.suffix == ".xz":
         raise ConfigError(f"dataset.root={path} is still compressed: unpack it with xz -dk first.")
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            arrays = {key: archive[key] for key in archive.files}
-    except (OSError, ValueError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        raise ConfigError(
-            f"dataset.root={path} cannot be read as an .npz file of plain arrays: {error}."
-        ) from error
+    with _opened(path) as archive:
+        arrays = {key: archive[key] for key in archive.files}
     return records_from_npz(
         arrays,
         origin=str(path),
         class_names=class_names,
         decoding=Decoding(image_size, channels, corrupt, tuple(intensity)),
     )
+
+
+def holds_encoded(path: Path) -> bool:
+    """Return whether the images of an npz file are encoded, by the names of its arrays.
+
+    Raises:
+        ConfigError: The file is missing or not of this form.
+    """
+    with _opened(path) as archive:
+        return any(name.endswith("_bytes") for name in archive.files)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            yield archive
+    except (OSError, ValueError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+        raise ConfigError(
+            f"dataset.root={path} cannot be read as an .npz file of plain arrays: {error}."
+        ) from error
 
 
 def records_from_npz(

@@ -124,7 +124,9 @@ def load_partition(path: Path) -> list[np.ndarray]:
         parts = [np.array(indices) for indices in clients]
         joined = np.concatenate(parts)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read as a saved partition: {error}.") from error
+        raise ConfigError(
+            f"partition.file={path} cannot be read as a saved partition: {error}."
+        ) from error
     ascending = all(part.ndim == 1 and len(part) and (np.diff(part) > 0).all() for part in parts)
     whole = joined.dtype.kind == "i" and len(np.unique(joined)) == len(joined) and joined.min() >= 0
     if not (ascending and whole):

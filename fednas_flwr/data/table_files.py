@@ -27,8 +27,8 @@ _MARKS = {  # the longer ones first: that of UTF-32 begins like that of UTF-16
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-_COMMA_NUMBER, _POINT_NUMBER = r"[+-]?\d+,\d+(?:[eE][+-]?\d+)?", r"[+-]?\d*\.\d+(?:[eE][+-]?\d+)?"
-_PLAIN_NUMBER = r"[+-]?\d+(?:[eE][+-]?\d+)?"
+_COMMA_NUMBER = r"([+-]?\d+),(\d+(?:[eE][+-]?\d+)?)"
+_POINT_NUMBER = r"[+-]?\d*\.\d+(?:[eE][+-]?\d+)?"
 
 Texts = dict[str, np.ndarray]  # by column, one str per row; empty where missing
 
@@ -130,10 +130,7 @@ def _read_csv(path: Path, form: Form) -> tuple[Any, tuple[str, ...]]:
     has_commas = separator != "," and _has_decimal_commas(table)
     decimal = form.decimal or ("comma" if has_commas else "point")
     if decimal == "comma":
-        for name in table.columns:
-            known = table[name].dropna()
-            if known.str.fullmatch(f"{_COMMA_NUMBER}|{_PLAIN_NUMBER}").all():
-                table[name] = table[name].str.replace(",", ".", regex=False)
+        table = table.replace(f"^{_COMMA_NUMBER}$", r"\1.\2", regex=True)
     found = {
         f"separator {SEPARATORS.get(separator, separator)}": separator != ",",
         f"encoding {encoding}": encoding not in ("utf-8", "utf-8-sig"),

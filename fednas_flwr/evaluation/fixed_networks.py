@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.names import Norm
+from fednas_flwr.search.settings import RESNET8_WIDTHS, RESNETS
 from fednas_flwr.search_spaces.operations import check_norm, make_norm
 
 
@@ -45,6 +46,61 @@ def torchvision_network(
     nn.init.kaiming_normal_(stem.weight, mode="fan_out")
     network.set_submodule("features.0.0", stem)
     return network
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions with norms beside a shortcut (He et al. 2016, CVPR, figure 2)."""
+
+    def __init__(self, inputs: int, outputs: int, *, stride: int, norm: Norm) -> None:
+        """Build the block; a shortcut of another shape is a 1x1 convolution with a norm."""
+        super().__init__()
+        self.relu = nn.ReLU()
+        self.first = _conv_norm(inputs, outputs, kernel_size=3, stride=stride, norm=norm)
+        self.second = _conv_norm(outputs, outputs, kernel_size=3, stride=1, norm=norm)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or inputs != outputs:
+            self.shortcut = _conv_norm(inputs, outputs, kernel_size=1, stride=stride, norm=norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[B, outputs, H / stride, W / stride]``, sides rounded up."""
+        residual = self.second(self.relu(self.first(x)))
+        out: Tensor = self.relu(residual + self.shortcut(x))
+        return out
+
+
+def resnet8(input_shape: tuple[int, ...], num_classes: int, *, width: int, norm: Norm) -> nn.Module:
+    """Return the ResNet of He et al. (2016), section 4.2, with one block per stage.
+
+    Args:
+        input_shape: (channels, height, width) of an image.
+        num_classes: Number of classes.
+        width: Channels of the first stage, the paper's 16; the others have 2 and 4 times as many.
+        norm: ``batch`` or ``group``.
+
+    Raises:
+        ConfigError: The examples are no images, or there is no such norm.
+    """
+    check_norm(norm)
+    channels, _, _ = _image_shape(f"resnet8_{width}", input_shape)
+    return nn.Sequential(
+        _conv_norm(channels, width, kernel_size=3, stride=1, norm=norm),
+        nn.ReLU(),
+        ResidualBlock(width, width, stride=1, norm=norm),
+        ResidualBlock(width, 2 * width, stride=2, norm=norm),
+        ResidualBlock(2 * width, 4 * width, stride=2, norm=norm),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, num_classes),
+    )
+
+
+def _conv_norm(
+    inputs: int, outputs: int, *, kernel_size: int, stride: int, norm: Norm
+) -> nn.Sequential:
+    conv = nn.Conv2d(
+        inputs, outputs, kernel_size, stride=stride, padding=kernel_size // 2, bias=False
+    )
+    return nn.Sequential(conv, make_norm(outputs, norm=norm, affine=True))
 
 
 def plain_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
@@ -137,5 +193,9 @@ FIXED_NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "mobilenet_v2": partial(torchvision_network, name="mobilenet_v2"),
     "plain_cnn": plain_cnn,
     "linear": linear,
+    **{
+        name: partial(resnet8, width=width)
+        for name, width in zip(RESNETS, RESNET8_WIDTHS, strict=True)
+    },
     **{f"cnn_{name}": partial(private_cnn, activation=a) for name, a in CNN_ACTIVATIONS.items()},
 }

@@ -69,7 +69,6 @@ def accuracies_of_parts(
     return {"without_skip": rest, "without_cells": linear}
 
 
-@torch.no_grad()
 def evaluate(
     network: nn.Module,
     split: Split,
@@ -84,23 +83,34 @@ def evaluate(
         network: Returns logits.
         split: The records.
         device: That of the network.
-        objective: Gives losses, hits and scores.
-        with_scores: Whether to compute its scores, which loads scikit-learn.
+        objective: See :func:`measured`.
+        with_scores: See there.
 
     Raises:
         ValueError: The split is empty.
     """
-    if len(split) == 0:
-        raise ValueError("the split is empty: there is nothing to evaluate on")
-    loss_sum, correct = 0.0, 0
-    outputs: list[tuple[Tensor, Tensor]] = []
-    for logits, y in _outputs(network, split, device):
-        loss_sum += float(objective.plain_losses(logits, y).sum())
-        correct += int(objective.hits(logits, y).sum())
-        if with_scores:
-            outputs.append((logits.cpu(), y.cpu()))
-    scores = objective.scores(*map(torch.cat, zip(*outputs, strict=True))) if outputs else {}
-    return Metrics(loss_sum / len(split), correct / len(split), len(split), **scores)
+    logits, labels = predicted(network, split, device)
+    return measured(logits, labels, objective=objective, with_scores=with_scores)
+
+
+def measured(
+    logits: Tensor, labels: Tensor, *, objective: Objective, with_scores: bool = False
+) -> Metrics:
+    """Return the metrics of predictions.
+
+    Args:
+        logits: ``[N, classes]``, N at least 1.
+        labels: int64 ``[N]``.
+        objective: Gives losses, hits and scores.
+        with_scores: Whether to compute its scores, which loads scikit-learn.
+    """
+    loss_sum, correct, number = 0.0, 0, len(labels)
+    batches = (torch.split(tensor, BATCH_SIZE) for tensor in (logits, labels))
+    for part, y in zip(*batches, strict=True):
+        loss_sum += float(objective.plain_losses(part, y).sum())
+        correct += int(objective.hits(part, y).sum())
+    scores = objective.scores(logits, labels) if with_scores else {}
+    return Metrics(loss_sum / number, correct / number, number, **scores)
 
 
 @torch.no_grad()
@@ -127,7 +137,13 @@ def _outputs(
 
 @torch.no_grad()
 def predicted(network: nn.Module, split: Split, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return logits [N, classes] and labels [N] of all records of a split, on the CPU."""
+    """Return logits [N, classes] and labels [N] of all records of a split, on the CPU.
+
+    Raises:
+        ValueError: The split is empty.
+    """
+    if len(split) == 0:
+        raise ValueError("the split is empty: there is nothing to evaluate on")
     outputs = [(logits.cpu(), y.cpu()) for logits, y in _outputs(network, split, device)]
     logits, labels = zip(*outputs, strict=True)
     return torch.cat(logits), torch.cat(labels)

@@ -6,12 +6,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fednas_flwr.data.raw import read_raw
@@ -164,3 +168,38 @@ class Model(nn.Module):
         probabilities = torch.cat(found).numpy()
         truth = None if raw.labels is None else tuple(raw.labels)
         return Predictions(self.class_names, tuple(raw.names), probabilities, truth)
+
+
+def read_model(path: Path, make_network: Callable[[Mapping[str, Any]], nn.Module]) -> Model:
+    """Return the model in a file, on the CPU; the file is tensors and JSON, nothing is executed.
+
+    Args:
+        path: What :func:`~fednas_flwr.evaluation.export.export_safetensors` wrote.
+        make_network: Builds the network of a description.
+
+    Raises:
+        ConfigError: There is no such file, or its metadata do not say what it holds.
+    """
+    description, inputs = read_metadata(path)
+    network = make_network(description)
+    network.load_state_dict(load_file(path))
+    return Model(network, inputs, description)
+
+
+def read_metadata(path: Path) -> tuple[dict[str, Any], Inputs]:
+    """Return what the network in a file is built from, and what its inputs are.
+
+    Raises:
+        ConfigError: As :func:`read_model`.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: the run has not reached its export.")
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+    if METADATA_KEY not in metadata:
+        raise ConfigError(
+            f"{path} lacks {METADATA_KEY} in its metadata: it is of another version; export it "
+            "anew, by fednas run resume=<run folder>."
+        )
+    about = json.loads(metadata[METADATA_KEY])
+    return about["network"], Inputs.from_json(json.dumps(about["inputs"]))

@@ -29,14 +29,13 @@ from fednas_flwr.exchange.states import MOMENTS, Layout, Packed, fill_unchanged,
 from fednas_flwr.exchange.summands import Summands, check_masked
 from fednas_flwr.exchange.wire import restore
 from fednas_flwr.hardware.latency import from_json
-from fednas_flwr.names import ACCOUNTANTS, SPLITS, UNITS
+from fednas_flwr.names import ACCOUNTANTS, FEWEST_VOTES, SPLITS, UNITS
 from fednas_flwr.typed import parse
 from fednas_flwr.verbs import METRICS
 
 SCORES = ("f1", "auroc", "average_precision")
 LARGEST_TABLE = 2**20  # characters: some 5,000 layers
 LONGEST_TEXT = 200  # characters of a tag or of a name
-FEWEST_VOTES = 3  # clients of which most can be right
 MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
 DIVERGED = "; if training has diverged, lower its learning rate or its weight decay"
 NO_LIMITS = Limits(MAX_EXAMPLES)
@@ -356,6 +355,8 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "unit": lambda unit: unit in UNITS,
     "spent": _epsilon,
     "honest_sites": lambda number: type(number) is int and 2 <= number <= MOST_SITES,
+    "keeps_model": lambda keeps: keeps is True,
+    "kept": lambda kept: kept is True,
     "awaits": _hex(32),
     "context": _hex(64),
     "boxes": _hex_by_site(2 * (PART_BYTES + 16)),

@@ -21,6 +21,7 @@ from fednas_flwr.exchange.requests import (
     Search,
     Settings,
     TakeGradients,
+    TakeNetworkGradient,
     Train,
     TrainCandidates,
 )
@@ -93,7 +94,7 @@ def honest_limits(
         records: With privacy the declared records by split.
     """
     planned = {k: plan for k, plan in planned.items() if records and plan.num_records(records)}
-    if isinstance(settings, TakeGradients):
+    if isinstance(settings, TakeGradients | TakeNetworkGradient):
         return _of_gradients(verb, settings, sizes, examples, planned, records)
     norms = {name: GROWTH * (math.sqrt(size) + sent.get(name, 0.0)) for name, size in sizes.items()}
     if "rewards" in planned:  # strategies clamp what noise has moved
@@ -193,7 +194,7 @@ def _floats(packed: Packed) -> Packed:
 
 def _of_gradients(
     verb: str,
-    settings: TakeGradients,
+    settings: TakeGradients | TakeNetworkGradient,
     sizes: Mapping[str, int],
     examples: float,
     planned: Mapping[str, PlannedRelease],
@@ -206,11 +207,12 @@ def _of_gradients(
     if not planned.keys() >= set(states):
         ceilings = {s: GROWTH * math.sqrt(sizes.get(s, 0)) * examples for s in states}
         return Limits(examples, ceilings)
+    steps = settings.local_steps if isinstance(settings, TakeGradients) else 1
     batches = {state: planned[state].expected_batch(records) for state in states}
     first = batches[states[0]]
     norms = {
         state: SLACK
-        * settings.local_steps
+        * steps
         * largest_sum(planned[state], records, num_values=sizes.get(state, 0))
         * (first / batches[state])
         for state in states

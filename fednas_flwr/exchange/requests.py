@@ -32,6 +32,8 @@ from fednas_flwr.typed import Between, Checked, Length, check_range, parse
 from fednas_flwr.verbs import SPLIT_OF
 
 MOST_TRIALS = 1000
+LARGEST_MODEL = 2**30  # bytes of the file of a model that a site keeps
+LONGEST_CARD = 2**17  # characters
 MOST_RELEASES = 32  # kinds of them in a schedule; a site keeps each schedule for good
 Candidates = Annotated[list[list[int]], Length(Between(1, MOST_CANDIDATES))]
 Description = dict[str, Any]  # what a network is built from, see ``builders.make_network``
@@ -144,6 +146,26 @@ class MeasureLatency(Settings):
 
 
 @dataclass(frozen=True)
+class KeepModel(Settings):
+    """``query.keep_model``: the run's model, whose file travels beside it as the state ``model``.
+
+    Attributes:
+        card: Its model card, Markdown.
+        signature: Of file and card by the server's operator, see :mod:`exchange.signed_model`.
+    """
+
+    card: Annotated[str, Length(Between(1, LONGEST_CARD))]
+    signature: Annotated[str, Length(Between(128, 128))]
+    site: Site | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that the card can be shown on a terminal."""
+        super().__post_init__()
+        strange = [c for c in self.card if not (c.isprintable() or c == "\n")]
+        check_range(not strange, "card", strange[:1], "printable text")
+
+
+@dataclass(frozen=True)
 class TakeGradients(Settings):
     """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
 
@@ -170,6 +192,28 @@ class TakeGradients(Settings):
         for state in self.local_lrs:
             if state not in SPLIT_OF:
                 raise unknown_choice("local_lrs", state, SPLIT_OF)
+
+
+@dataclass(frozen=True)
+class TakeNetworkGradient(Settings):
+    """``train.network_gradient``: one step's gradient of the weights of a network.
+
+    Attributes:
+        network: What it is built from.
+        split: What the batch is of, ``train`` or ``train+validation``.
+        step: Number of the step, from 0: which batch is taken.
+        batch_size: See :class:`Amount`.
+        auxiliary_weight: Of an auxiliary head's loss, at least 0.
+        drop_path_prob: From 0 to below 1.
+    """
+
+    network: Description
+    split: str
+    step: CountOrZero
+    batch_size: Count | None
+    auxiliary_weight: NonNegative
+    drop_path_prob: ShareBelow1
+    site: Site | None = None
 
 
 @dataclass(frozen=True)
@@ -322,10 +366,12 @@ REQUESTS: dict[str, type[Settings]] = {
     "query.describe": Describe,
     "query.commit": Commit,
     "query.latency": MeasureLatency,
+    "query.keep_model": KeepModel,
     **SUM_REQUESTS,
     "train.weight_gradient": TakeGradients,
     "train.alpha_gradient": TakeGradients,
     "train.gradients": TakeGradients,
+    "train.network_gradient": TakeNetworkGradient,
     "train.search": Search,
     "train.candidate": TrainCandidates,
     "train.probe": Probe,

@@ -42,6 +42,7 @@ DATA_PATH = "data-path"
 SITE_KEYS = {
     *(DATA_PATH, "dataset", "device", "cache", "tag", "split-key"),
     *("policy", "data-set", "ledger", "ledger-key", "audit", "superlink", *NODE_KEYS),
+    *("models", "signer"),
 }
 
 
@@ -133,7 +134,8 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
             file that says how the data is read, which needs a ``cache``. The other keys are for
             ``builders.make_client``: ``tag``, ``split-key`` instead of the server's, and of private
             sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``; ``roster``, ``sum-key``
-            and ``sums`` for secure sums. ``audit`` and ``superlink`` are for the audit trail.
+            and ``sums`` for secure sums; ``models``, where the site keeps models that return to it,
+            and ``signer``, whose. ``audit`` and ``superlink`` are for the audit trail.
 
     Raises:
         ConfigError: The site has data of its own and the run pools data, or the other way round;

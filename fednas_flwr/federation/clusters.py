@@ -1,4 +1,4 @@
-"""Whether a run's Ray answers and can hold one of its clients, and Flower knows its SuperLink."""
+"""Whether the Ray or SuperLink that a run asks for is there, with room for one of its clients."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fednas_flwr.config import Config
 from fednas_flwr.config.runtime import Runtime
 from fednas_flwr.errors import ConfigError, show, unknown_choice
 
+FLOWERS_OWN = {"local", "supergrid"}  # in the file that Flower writes where there is none
 CONNECTS_S, ANSWERS_S = 4.0, 12.0
 
 Nodes = tuple[tuple[float, float], ...]  # CPUs and GPUs of each machine
@@ -41,7 +42,7 @@ print(json.dumps([[node.get("CPU", 0), node.get("GPU", 0)] for node in nodes]))
 
 
 def check_cluster(config: Config) -> None:
-    """Raise ConfigError for a Ray cluster without place for a client, or an unknown SuperLink."""
+    """Raise ConfigError for an unknown SuperLink, or a Ray that has no place for a client."""
     runtime = config.runtime
     if runtime.name == "deployment":
         _check_superlink(str(runtime.superlink))
@@ -60,18 +61,20 @@ def check_cluster(config: Config) -> None:
 
 def _check_superlink(name: str) -> None:
     """Refuse a SuperLink that Flower's configuration does not name, or would not when made."""
-    file = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
-    named: object = {"local": {}, "supergrid": {}}
-    if file.is_file():
-        try:
-            named = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink")
-        except (OSError, ValueError):  # of which Flower tells more
-            return
-    entries = named.items() if isinstance(named, dict) else ()
-    names = [one for one, entry in entries if isinstance(entry, dict)]
-    if name not in names:
-        told = str(unknown_choice("runtime.superlink", name, names)).removesuffix(".")
-        raise ConfigError(f"{told}, or add [superlink.{show(name)}] to {file}.")
+    path = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
+    try:
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))["superlink"].items()
+        known = {one for one, entry in entries if isinstance(entry, dict)}
+    except FileNotFoundError:
+        known = FLOWERS_OWN
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"runtime.superlink={show(name)}: {path} has no table of SuperLinks that can be read "
+            f"({error}): correct it."
+        ) from error
+    if name not in known:
+        told = str(unknown_choice("runtime.superlink", name, known)).removesuffix(".")
+        raise ConfigError(f"{told}, or add [superlink.{show(name)}] with its address to {path}.")
 
 
 def _own_node() -> Nodes:

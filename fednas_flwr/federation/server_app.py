@@ -27,6 +27,7 @@ from fednas_flwr.reporting.model_card import write_model_card
 from fednas_flwr.reporting.report import write_report
 from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE
 from fednas_flwr.reporting.tensorboard import TensorBoardWriter
+from fednas_flwr.reporting.trackers import check_trackers, make_tracker
 from fednas_flwr.stages.check import check_run
 from fednas_flwr.stages.pipeline import run_stages
 from fednas_flwr.stages.run_folder import (
@@ -176,6 +177,8 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
         listeners = list(listeners)
         if config.tensorboard:
             listeners.append(stack.enter_context(TensorBoardWriter(folder / "tensorboard")))
+        check_trackers(config.trackers)
+        listeners += [stack.enter_context(make_tracker(n, folder)) for n in config.trackers]
         log = stack.enter_context(EventLog(folder / EVENTS_FILE, listeners))
         stack.enter_context(telling_reconnections(log))
         try:

@@ -12,7 +12,7 @@ import platform
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import fednas_flwr
@@ -23,6 +23,7 @@ from fednas_flwr.machines.links import Trouble
 from fednas_flwr.machines.provision import SERVER_FILE, SITE_FILE
 
 LEAST_FREE_GB, SCARCE_FREE_GB = 0.5, 5.0
+_ANY_RUN = ("runtime=deployment", "runtime.superlink=server", "partition=sites", "clients=1")
 NODE_KEY = Path("state") / "node.key"
 
 
@@ -122,7 +123,7 @@ def _disk(folder: Path, settings: Settings) -> str:
 
 def _secrets(folder: Path, settings: Settings) -> str:
     """Return that no secret can be read by other users."""
-    secrets = [folder / "server.key", *(folder / "state").glob("*.key")]
+    secrets = [folder / "server.key", folder / "signing.key", *(folder / "state").glob("*.key")]
     secrets += [folder / NODE_KEY, *(folder / "state").glob("*.secret")]
     found = [path for path in secrets if path.is_file()]
     for path in found:
@@ -198,6 +199,50 @@ def _site_data(folder: Path, settings: Settings) -> str:
     return f"{data} is readable, policy and settings are in order"
 
 
+def _site_records(folder: Path, settings: Settings) -> str:
+    """Return what the records are, after the checks that a run makes of them before it begins."""
+    from fednas_flwr.builders.check import check_features
+    from fednas_flwr.builders.clients import check_public, check_unit
+    from fednas_flwr.builders.configuration import parse_config
+    from fednas_flwr.builders.data import make_site_data
+    from fednas_flwr.composition import compose_tree
+    from fednas_flwr.config import site_dataset
+    from fednas_flwr.data.loaders import make_client_data
+    from fednas_flwr.data.summary import found
+    from fednas_flwr.exchange.limits import MORE_RECORDS
+    from fednas_flwr.names import SPLITS
+    from fednas_flwr.privacy.policy_file import load_policy
+
+    _site_data(folder, settings)
+    allowed = load_policy(folder / "policy.yaml").data_sets[settings["DATA_SET"]]
+    dataset = site_dataset(folder / "dataset.yaml", cache=str(folder / "state" / "cache"))
+    config = parse_config(compose_tree([*_ANY_RUN, f"search_space={_space(dataset.name)}"]))
+    config = replace(config, dataset=replace(dataset, root=settings["DATA_PATH"]))
+    prepared, (rows,) = make_site_data(config)
+    check_public(config, prepared)
+    check_unit(allowed.unit, prepared.train)
+    key = folder / "state" / "split.key"
+    text = key.read_text() if key.exists() else "none yet"  # the first start makes it
+    parts = make_client_data(prepared, rows, key=text.encode(), fractions=allowed.fractions)
+    check_features(prepared, [parts])
+    held = {split: getattr(parts, split).num_units for split in SPLITS}
+    number, declared = sum(held.values()), sum(allowed.records.values())
+    words = f"{number:,} {allowed.unit}s, {held['train']:,} of them to train on"
+    if number > MORE_RECORDS * declared:
+        raise Trouble(
+            f"{words}, but policy.yaml declares {declared:,}, and answers of more than "
+            f"{MORE_RECORDS:g} times as many may be refused: set records there to a round number "
+            "near them, and keep it."
+        )
+    few = [f"policy.yaml declares {declared:,}: more noise than need be"]
+    return "; ".join([words, *few * (number < declared / MORE_RECORDS), *found(prepared)])
+
+
+def _space(data_set: str) -> str:
+    """Return a search space that takes a data set; which one a run has is its own affair."""
+    return "mlp_small" if data_set == "csv" else "darts_small"
+
+
 def _site_ledger(folder: Path, settings: Settings) -> str:
     """Return how many rows the ledger has; looking at it never creates one."""
     from fednas_flwr.privacy.ledger import Ledger
@@ -231,6 +276,7 @@ _SITE = _COMMON | {
     "clock": _site_clock,
     "key": _site_key,
     "data": _site_data,
+    "records": _site_records,
     "ledger": _site_ledger,
     "device": _site_device,
 }

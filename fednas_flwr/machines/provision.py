@@ -1,9 +1,9 @@
 """``fednas provision``: from a list of sites one folder per machine, with all that it needs.
 
 ``ca/`` stays with the operator and is kept when sites are added. ``server/`` holds the server's key
-and certificate; a site's folder holds no secret at all: its keys are made on the site, by its start
-script, which is the same file for every site. What differs from machine to machine is in
-``server.env`` and ``site.env``. Main function: :func:`provision`.
+and certificate, and the key that signs models; a site's folder holds no secret at all: its keys are
+made on the site, by its start script, which is the same file for every site. What differs from
+machine to machine is in ``server.env`` and ``site.env``. Main function: :func:`provision`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ import yaml
 
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.secure_sum.roster import PublicKeys, Roster
+from fednas_flwr.exchange.signed_model import make_signing_key
 from fednas_flwr.machines.certificates import issue_certificate, make_authority
 from fednas_flwr.privacy.policy_file import template
 
 AUTHORITY, SERVER = "ca", "server"  # names of folders
 SERVER_FILE, SITE_FILE = "server.env", "site.env"
 ROSTER_FILE = "roster.json"
+SIGNING_KEY_FILE = "signing.key"  # beside it signing.pub, by which sites know models that return
 CERTIFICATE_DAYS = 365
 SETTINGS = (SERVER_FILE, SITE_FILE, "policy.yaml", "dataset.yaml")  # for people to edit
 UNIT = "fednas.service"
@@ -75,6 +77,8 @@ def provision(
     authority.mkdir(parents=True, exist_ok=True)
     if not (authority / "ca.key").exists():
         make_authority(authority, name=deployment.federation)
+    if not (authority / SIGNING_KEY_FILE).exists():
+        make_signing_key(authority / SIGNING_KEY_FILE)
     machines = [_write_server(deployment, authority, server)]
     for index, name in enumerate(deployment.sites):
         machines.append(_write_site(deployment, index, authority, output / name))
@@ -155,6 +159,8 @@ def _write_server(deployment: Deployment, authority: Path, folder: Path) -> Path
     own = [address for address in ("localhost", "127.0.0.1") if address not in deployment.addresses]
     addresses = [*deployment.addresses, *own]
     issue_certificate(authority, folder, addresses=addresses, days=CERTIFICATE_DAYS)
+    shutil.copy(authority / SIGNING_KEY_FILE, folder)
+    (folder / SIGNING_KEY_FILE).chmod(0o600)
     facts = {"federation": deployment.federation, "port": deployment.port, "name": SERVER}
     if SERVER_FILE not in kept:
         _fill(folder / SERVER_FILE, folder / SERVER_FILE, facts)
@@ -190,7 +196,8 @@ def _copy(kind: str, authority: Path, folder: Path) -> set[str]:
         if (folder / script).exists():
             (folder / script).chmod(0o755)
     shutil.copy(_MACHINE / "parts.sh", folder)
-    shutil.copy(authority / "ca.crt", folder)
+    for public in ("ca.crt", "signing.pub"):
+        shutil.copy(authority / public, folder)
     (folder / "state").mkdir(exist_ok=True)
     return kept
 

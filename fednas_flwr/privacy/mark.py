@@ -126,7 +126,9 @@ def seal(key: bytes, purpose: str, previous: object, content: object) -> str:
 
 def equal(found: object, expected: str) -> bool:
     """Compare two HMACs in constant time."""
-    return isinstance(found, str) and hmac.compare_digest(found.encode(), expected.encode())
+    if not isinstance(found, str):
+        return False
+    return hmac.compare_digest(found.encode(errors="surrogatepass"), expected.encode())
 
 
 def connect(path: Path, *, wait_s: float) -> sqlite3.Connection:

@@ -10,12 +10,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib import resources
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import yaml
-from plotly.offline import get_plotlyjs
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -24,7 +24,7 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.files import write_atomically
 from fednas_flwr.reporting.guarantee import TEST_SEED, warning_text
 from fednas_flwr.reporting.plots import axes
-from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE, Run, read_run
+from fednas_flwr.reporting.runs import BESIDE, CONFIG_FILE, EVENTS_FILE, Run, read_run
 from fednas_flwr.reporting.units import DASH, mean_and_deviation
 
 TITLE_WIDTH, GROUP_WIDTH = 30, 18
@@ -222,8 +222,8 @@ def run_folders(folders: Iterable[Path]) -> list[Path]:
             raise ConfigError(f"{folder} holds no run: no events.jsonl is in it or below it.")
         if folder in inside:
             inside = [folder]
-        runs = set(inside)  # what `fednas analyse` trains of a run is compared where it is named
-        inside = [f for f in inside if f.parent.name != "variants" or f.parents[1] not in runs]
+        runs = set(inside)  # what was trained beside a run is compared where it is named
+        inside = [f for f in inside if f.parent.name not in BESIDE or f.parents[1] not in runs]
         found |= {path.resolve(): path for path in inside if path.resolve() not in found}
     return list(found.values())
 
@@ -372,7 +372,9 @@ def _html(comparison: Comparison) -> str:
         skipped="".join(
             f"<li>{escape(f)}: {escape(reason)}</li>" for f, reason in comparison.not_counted
         ),
-        plotly=get_plotlyjs(),
+        drawing=(resources.files("fednas_flwr.reporting") / "page" / "figures.js").read_text(
+            encoding="utf-8"
+        ),
         figures=json.dumps(figures).replace("<", "\\u003c"),
     )
 
@@ -380,16 +382,20 @@ def _html(comparison: Comparison) -> str:
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Runs side by side</title>
 <style>body{{font-family:sans-serif;margin:2em}}table{{border-collapse:collapse;display:block;
-overflow-x:auto}}td,th{{padding:.3em .7em;text-align:right;border-bottom:1px solid #ccc}}
+overflow-x:auto}}.tip{{position:fixed;background:#222;color:#fff;padding:4px 8px}}
+td,th{{padding:.3em .7em;text-align:right;border-bottom:1px solid #ccc}}
 </style></head>
 <body><h1>{head}</h1>{lines}
 <table><thead><tr>{titles}</tr></thead><tbody>{cells}</tbody></table>
 <p>Mean ± standard deviation over seeds.</p><ul>{skipped}</ul><div id="figures"></div>
-<script>{plotly}</script>
-<script>for (const figure of {figures}) {{
+<script>{drawing}
+for (const figure of {figures}) {{
   const place = document.createElement("div");
   document.getElementById("figures").append(place);
-  Plotly.newPlot(place, figure.data, figure.layout, {{displayModeBar: false, responsive: true}});
+  const draw = () => drawFigure(place, figure, {{ width: place.clientWidth, size: 12,
+    text: "#222", rule: "#ddd", ends: ["#eef2f7", "#1f55b5"] }});
+  draw();
+  addEventListener("resize", draw);
 }}</script></body></html>
 """
 

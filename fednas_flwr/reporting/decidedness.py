@@ -10,7 +10,7 @@ from statistics import stdev
 from typing import Any
 
 from fednas_flwr.reporting.events import Event
-from fednas_flwr.reporting.plots import edge_labels
+from fednas_flwr.reporting.plots import edge_labels, node_name
 
 LAST_ROUNDS = 5  # snapshots of the alphas that the spread is taken over
 SPREADS = 2.0  # that a lead must exceed
@@ -112,7 +112,9 @@ def warning(found: Sequence[Edge]) -> str:
 def _places(kept: Sequence[Mapping[str, Any]], num_rows: int) -> list[tuple[int, str]]:
     """Return for each kept edge its row of the alphas and its name."""
     if len(kept) == num_rows:
-        return [(row, f"{edge['source']} → {edge['target']}") for row, edge in enumerate(kept)]
+        last = max((edge["target"] for edge in kept), default=0)
+        named = [(node_name(e["source"], 1, last), node_name(e["target"], 1, last)) for e in kept]
+        return [(row, f"{source} → {target}") for row, (source, target) in enumerate(named)]
     labels, inputs = edge_labels(num_rows), 2
     pairs = [
         (source, target) for target in range(inputs, num_rows + inputs) for source in range(target)

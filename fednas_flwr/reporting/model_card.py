@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,13 @@ def write_model_card(run_folder: Path) -> Path:
     """
     run = read_run(run_folder)
     return write_atomically(run_folder / "MODEL_CARD.md", _card(run, f'"{run_folder}"'))
+
+
+def card_of(run_folder: Path) -> str:
+    """Return the card that goes to the sites with the model, while the run is at its end."""
+    run = read_run(run_folder)
+    ended = run.events[-1] | {"event": "run_finished", "status": "completed"}
+    return _card(replace(run, events=[*run.events, ended]), '"<this folder>"')
 
 
 def export_model(run_folder: Path, to: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The report's figures as plotly.js data: plain dictionaries from a run, no drawing library.
+"""The report's figures in the terms of plotly.js: plain dictionaries from a run, drawn by the page.
 
 Each function returns a figure ``{"data": [...], "layout": {...}}``, or None when the run holds
 nothing to show. The report's script adds what depends on the reader's screen: fonts, colours of the
@@ -180,7 +180,7 @@ def edge_labels(num_edges: int) -> list[str]:
 
     Example:
         >>> edge_labels(3)
-        ['0 → 1', '0 → 2', '1 → 2']
+        ['input → 1', 'input → output', '1 → output']
     """
     for inputs in (2, 1):
         pairs: list[tuple[int, int]] = []
@@ -189,14 +189,18 @@ def edge_labels(num_edges: int) -> list[str]:
             pairs += [(source, target) for source in range(target)]
             target += 1
         if len(pairs) == num_edges:
-            return [f"{_node(a, inputs)} → {_node(b, inputs)}" for a, b in pairs]
+            last = target - 1
+            return [
+                f"{node_name(a, inputs, last)} → {node_name(b, inputs, last)}" for a, b in pairs
+            ]
     return [f"edge {edge}" for edge in range(num_edges)]
 
 
-def _node(index: int, inputs: int) -> str:
-    return (
-        str(index) if inputs == 1 else ("c(k−2)", "c(k−1)")[index] if index < 2 else str(index - 2)
-    )
+def node_name(index: int, inputs: int, last: int) -> str:
+    """Return a node's name as the picture of the cell has it."""
+    if inputs == 1:
+        return {0: "input", last: "output"}.get(index, str(index))
+    return ("c(k−2)", "c(k−1)")[index] if index < 2 else str(index - 2)
 
 
 def _alpha_figure(
@@ -209,8 +213,13 @@ def _alpha_figure(
     cells = heat(ops, labels, shares, "%{y}<br>%{x}: %{z:.3f}<extra></extra>")
     cells |= {"xgap": 1, "ygap": 1}
     inputs = 2 if labels[0].startswith("c(") else 1
+    last = max((e["target"] for e in kept), default=0)
     marks = [
-        (e["op"], f"{_node(e['source'], inputs)} → {_node(e['target'], inputs)}") for e in kept
+        (
+            e["op"],
+            f"{node_name(e['source'], inputs, last)} → {node_name(e['target'], inputs, last)}",
+        )
+        for e in kept
     ]
     marks = [mark for mark in marks if mark[0] in ops and mark[1] in labels]
     chosen = rings([op for op, _ in marks], [label for _, label in marks])

@@ -102,6 +102,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
                 )
             case "client_back":
                 self._say(f"client {event['client']} is back {place(event)}")
+            case "handed_over":
+                self._say(f"{len(event['clients'])} of {len(event['asked'])} sites have the model")
             case "approval_awaited":
                 for one in event["clients"]:
                     self._say(
@@ -230,6 +232,7 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         (f"network, mean over clients{noised}", percent(numbers["client_accuracy"])),
         ("the same after local training", percent(numbers["personalised_accuracy"])),
         *group_accuracies(run),
+        *((f"baseline {own.folder.name}", percent(own.accuracy())) for own in run.baselines()),
         ("linear model", percent(numbers["linear_accuracy"])),
         ("linear model, F1", score(numbers["linear_f1"])),
         ("linear model, AUROC", score(numbers["linear_auroc"])),

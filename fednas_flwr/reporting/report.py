@@ -3,7 +3,7 @@
 `write_report` reads the run folder alone, so it can be called at any time, also for a run that
 failed or still goes on: what the run did not reach has no section. The page's template, style and
 script are the files of ``page/``. The template is rendered with autoescape; only the style, the
-script, plotly.js, the figures' JSON and the cells' SVG are put in as they are, and none of them
+script, the figures' JSON and the cells' SVG are put in as they are, and none of them
 holds text that a client wrote.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from fednas_flwr.files import write_atomically
 from fednas_flwr.reporting import decidedness, exploration, guarantee, plots, scores, texts
@@ -28,6 +27,15 @@ WIDEST_IN_PAIRS = 640
 
 def write_report(run_folder: Path) -> Path:
     """Write the run's report.html and return its path.
+
+    Raises:
+        FileNotFoundError: The folder holds no events.jsonl.
+    """
+    return write_atomically(run_folder / "report.html", render_report(run_folder))
+
+
+def render_report(run_folder: Path) -> str:
+    """Return the page of a run's report, HTML.
 
     Raises:
         FileNotFoundError: The folder holds no events.jsonl.
@@ -84,6 +92,9 @@ def write_report(run_folder: Path) -> Path:
         "exported": texts.exported_text(run),
         "group_head": texts.GROUP_HEAD,
         "groups": texts.group_rows(run),
+        "baseline_head": texts.BASELINE_HEAD,
+        "baselines": texts.baseline_rows(run),
+        "baselines_text": texts.baselines_text(run),
         "failures": texts.failure_rows(run),
         "failure_text": texts.failure_text(run),
         "answered_text": texts.answered_text(run),
@@ -92,17 +103,16 @@ def write_report(run_folder: Path) -> Path:
         "figures": figures,
         "figures_json": _json(figures),
         "alphas_json": _json({"rounds": alphas["rounds"], "kinds": steps}),
-        "style": Markup(_read_part("style.css")),
-        "script": Markup(_read_part("script.js")),
-        "plotly": Markup(get_plotlyjs()),
+        "style": Markup(read_part("style.css")),
+        "script": Markup(read_part("script.js")),
+        "drawing": Markup(read_part("figures.js")),
     }
     context["sections"] = _sections(context)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    html = environment.from_string(_read_part("report.html.j2")).render(context)
-    return write_atomically(run_folder / "report.html", html)
+    return environment.from_string(read_part("report.html.j2")).render(context)
 
 
-def _read_part(name: str) -> str:
+def read_part(name: str) -> str:
     """Return a file of ``page/``: template, style or script."""
     return (resources.files("fednas_flwr.reporting") / "page" / name).read_text(encoding="utf-8")
 
@@ -220,6 +230,7 @@ def _sections(context: dict[str, Any]) -> list[tuple[str, str]]:
         ("run", "What was run", True),
         *((stage["name"], texts.STAGES[stage["name"]], True) for stage in context["stages"]),
         ("groups", "Groups", context["groups"]),
+        ("baselines", "Worth of the search", context["baselines"]),
         ("cells", "Cells", context["cells"]),
         ("alphas", "Architecture parameters", context["alphas"]["kinds"]),
         ("partition", "Who holds what", context["splits"] or "partition" in figures),

@@ -16,6 +16,7 @@ from fednas_flwr.reporting.events import Event, latest_rounds, read_events
 from fednas_flwr.reporting.guarantee import overall
 
 CONFIG_FILE = "config.yaml"
+BASELINES_FOLDER, VARIANTS_FOLDER = BESIDE = ("baselines", "variants")  # runs below a run
 EVENTS_FILE = "events.jsonl"
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 SEARCH_LOSS = "validation_loss"  # of the search's last round
@@ -57,9 +58,15 @@ class Run:
 
     @property
     def status(self) -> str:
-        """The outcome: ``completed``, ``failed``, or ``unfinished`` (still going on, or killed)."""
-        ends = [e for e in self.events if e["event"] in ("run_started", "run_finished")]
+        """The outcome: ``completed``, ``failed``, or ``unfinished``.
+
+        The last is of a run that still goes on, was killed, or has reached its time limit.
+        """
+        kinds = ("run_started", "run_finished", "out_of_time")
+        ends = [e for e in self.events if e["event"] in kinds]
         if not ends or ends[-1]["event"] == "run_started":
+            return "unfinished"
+        if ends[-1]["status"] == "completed" and ends[-2:][0]["event"] == "out_of_time":
             return "unfinished"
         return str(ends[-1]["status"])
 
@@ -215,6 +222,17 @@ class Run:
             sum(e.get("bytes_sent") or 0 for e in rounds),
             sum(e.get("bytes_received") or 0 for e in rounds),
         )
+
+    def accuracy(self) -> float | None:
+        """Return the test accuracy, by the clients where no server tests."""
+        numbers = self.numbers()
+        central = numbers["central_accuracy"]
+        return numbers["client_accuracy"] if central is None else central
+
+    def baselines(self) -> list["Run"]:
+        """Return the runs of networks that this one's is compared with, by name."""
+        folders = sorted(self.folder.glob(f"{BASELINES_FOLDER}/*/{EVENTS_FILE}"))
+        return [read_run(file.parent) for file in folders]
 
     def metric(self, name: str) -> float | None:
         """Return one of :data:`METRICS`; None where the run has not measured it."""

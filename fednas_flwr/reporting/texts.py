@@ -17,7 +17,7 @@ from fednas_flwr.reporting.guarantee import (
     unit_text,
     warning_text,
 )
-from fednas_flwr.reporting.runs import Run
+from fednas_flwr.reporting.runs import BASELINES_FOLDER, Run
 from fednas_flwr.reporting.units import DASH, count, duration, num_bytes, percent, score
 
 STAGES = {"search": "Search", "retrain": "Retraining"}
@@ -367,6 +367,40 @@ def failure_rows(run: Run) -> list[list[str]]:
 
 GROUP_HEAD = ["clients", "ended", "test accuracy", "mean over clients", "after local training"]
 GROUP_HEAD += ["parameters", "multiply-adds", "time"]
+
+
+BASELINE_HEAD = ("test accuracy", "found minus it", "parameters", "multiply-adds", "epsilon", "")
+
+
+def baseline_rows(run: Run) -> list[tuple[str, str, list[str]]]:
+    """Return name, the link to its report, and the results of every network to compare with."""
+    found, rows = run.accuracy(), []
+    for baseline in run.baselines():
+        numbers, accuracy = baseline.numbers(), baseline.accuracy()
+        gain = DASH
+        if found is not None and accuracy is not None:
+            gain = f"{100 * (found - accuracy):+.1f} points"
+        values = [
+            percent(accuracy),
+            gain,
+            count(numbers["num_parameters"]),
+            count(numbers["multiply_adds"]),
+            epsilon_text(numbers["epsilon"]) if baseline.is_private else DASH,
+            baseline.reason or "",
+        ]
+        name = baseline.folder.name
+        rows.append((name, f"{BASELINES_FOLDER}/{name}/report.html", values))
+    return rows
+
+
+def baselines_text(run: Run) -> str:
+    """Return how the baselines were trained."""
+    own = " Each had a ledger of its own, so all epsilon, as no real site would give."
+    return (
+        "Networks that were not searched, with the same retraining, clients and records: random "
+        "ones of the search space, the choice of scores that read no record, and a ResNet-8 of "
+        "about as many multiply-adds." + (own if run.is_private else "")
+    )
 
 
 def group_rows(run: Run) -> list[tuple[str, str, list[str]]]:

@@ -139,45 +139,55 @@ class LookAhead:
 
 
 class ExactSums:
-    """Sums of gradients over the next batches: what FNAS' clients return.
+    """Sums of gradients over the next batches: what the clients of FNAS and FedSGD return.
 
     Args:
         train: The next train batches.
-        validation: The next validation batches.
+        validation: The next validation batches; None where no alphas are asked for.
         look_ahead: For alphas of second order, whose gradients are of batch means (Eq. 5), times
             the batch size; None is first order.
         objective: Gives losses and hits.
+        auxiliary_weight: Of an auxiliary head's loss.
     """
 
     def __init__(
         self,
         train: Iterator[Batch],
-        validation: Iterator[Batch],
+        validation: Iterator[Batch] | None = None,
         *,
         look_ahead: LookAhead | None = None,
         objective: Objective = CLASSIFICATION,
+        auxiliary_weight: float = 0.0,
     ) -> None:
         """See the class."""
         self._train, self._validation = train, validation
         self._look_ahead, self.objective = look_ahead, objective
+        self._auxiliary_weight = auxiliary_weight
         self._tallies = {"weights": Tally(), "alphas": Tally()}
 
-    def sums(self, state: str, supernet: Supernet) -> tuple[Tensors, float]:
+    def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
         """Return the sum of the gradients of ``weights`` or ``alphas`` and the batch size."""
         if state == "weights":
             batch = next(self._train)
-            tally = self._tallies["weights"]
-            sums = weight_gradient_sum(supernet, batch, tally, objective=self.objective)
+            sums = weight_gradient_sum(
+                network,
+                batch,
+                self._tallies["weights"],
+                objective=self.objective,
+                auxiliary_weight=self._auxiliary_weight,
+            )
             return sums, len(batch[1])
+        assert isinstance(network, Supernet)
+        assert self._validation is not None
         batch, ahead = next(self._validation), self._look_ahead
         size = len(batch[1])
         if ahead is None:
-            sums, losses = alpha_gradient_sum(supernet, batch, objective=self.objective)
+            sums, losses = alpha_gradient_sum(network, batch, objective=self.objective)
         else:
             means, losses = second_order_gradient(
-                supernet,
+                network,
                 weights=ahead.previous_weights,
-                virtual_weights=supernet.weights(),
+                virtual_weights=network.weights(),
                 train_batch=next(self._train),
                 validation_batch=batch,
                 inner_lr=ahead.inner_lr,

@@ -16,7 +16,9 @@ from fednas_flwr.typed import Between, Checked, Length, OneOf, check_distinct, c
 GATES = ("two", "full")
 RULES = ("first_order", "second_order", "mixed_level")
 SCHEDULES = ("aggressive", "adaptive", "constant")
-NORMED_NETWORKS = ("efficientnet_b0", "mobilenet_v2")  # given networks with norms: retrain.norm
+RESNET8_WIDTHS = (4, 6, 8, 12, 16, 24, 32, 48, 64)
+RESNETS = tuple(f"resnet8_{width}" for width in RESNET8_WIDTHS)
+NORMED_NETWORKS = ("efficientnet_b0", "mobilenet_v2", *RESNETS)  # given ones with retrain.norm
 # Of a record's decrease of loss in a reward, in nats. How float32 rounds a loss (near 1: by 1e-7)
 # depends on the size of its batch: with a bound near that, rounding would be a record's reward.
 LEAST_LOSS_BOUND = 1e-3
@@ -113,7 +115,9 @@ class Temperatures(Checked):
     def at_round(self, server_round: int, num_rounds: int) -> float:
         """Return the temperature of a round of ``num_rounds``; rounds count from 1."""
         progress = (server_round - 1) / max(1, num_rounds - 1)
-        return self.first + (self.last - self.first) * progress
+        falling = self.first + (self.last - self.first) * progress
+        low, high = sorted((self.first, self.last))
+        return min(max(falling, low), high)  # as it is, but for rounding
 
 
 @dataclass(frozen=True)

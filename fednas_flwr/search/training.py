@@ -16,28 +16,31 @@ Batch = tuple[Tensor, Tensor]  # features [B, ...], labels int64 [B]
 
 @dataclass
 class Tally:
-    """Running sums over batches; ``loss`` and ``accuracy`` are means over examples."""
+    """Running sums over batches; ``loss`` and ``accuracy`` are means over examples.
 
-    loss_sum: float = 0.0
-    correct: int = 0
+    The sums stay on the batches' device until they are asked for: no step waits for a GPU.
+    """
+
+    loss_sum: Tensor | float = 0.0
+    correct: Tensor | int = 0
     num_examples: int = 0
 
     def add(self, losses: Tensor, hits: Tensor | None = None) -> None:
         """Add a batch: losses [B], and which predictions were right [B] (None leaves it out)."""
-        self.loss_sum += float(losses.detach().sum())
+        self.loss_sum = self.loss_sum + losses.detach().sum().double()
         self.num_examples += len(losses)
         if hits is not None:
-            self.correct += int(hits.sum())
+            self.correct = self.correct + hits.sum()
 
     @property
     def loss(self) -> float:
         """Mean loss; NaN before the first batch."""
-        return self.loss_sum / self.num_examples if self.num_examples else float("nan")
+        return float(self.loss_sum) / self.num_examples if self.num_examples else float("nan")
 
     @property
     def accuracy(self) -> float:
         """Share of correct predictions; NaN before the first batch."""
-        return self.correct / self.num_examples if self.num_examples else float("nan")
+        return int(self.correct) / self.num_examples if self.num_examples else float("nan")
 
 
 def weight_gradient(
@@ -66,19 +69,27 @@ def weight_gradient(
 
 
 def weight_gradient_sum(
-    network: nn.Module, batch: Batch, tally: Tally, *, objective: Objective = CLASSIFICATION
+    network: nn.Module,
+    batch: Batch,
+    tally: Tally,
+    *,
+    objective: Objective = CLASSIFICATION,
+    auxiliary_weight: float = 0.0,
 ) -> dict[str, Tensor]:
     """Return the sum over a batch of per-sample gradients of the weights, by parameter name.
 
     ``sum_i grad_W L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 3 before averaging).
-    Parameters that the loss does not depend on get zeros. Alphas are left out. The batch is added
-    to ``tally``.
+    Parameters that the loss does not depend on get zeros. Alphas are left out. Arguments as
+    :func:`weight_gradient`.
     """
     weights = trainable_weights(network)
-    logits = network(batch[0])
+    logits, auxiliary = heads(network(batch[0]))
     losses = objective.losses(logits, batch[1])
     tally.add(losses, objective.hits(logits, batch[1]))
-    gradients = torch.autograd.grad(losses.sum(), list(weights.values()), allow_unused=True)
+    total = losses.sum()
+    if auxiliary is not None:
+        total = total + auxiliary_weight * objective.losses(auxiliary, batch[1]).sum()
+    gradients = torch.autograd.grad(total, list(weights.values()), allow_unused=True)
     return {
         name: torch.zeros_like(weight) if gradient is None else gradient
         for (name, weight), gradient in zip(weights.items(), gradients, strict=True)

@@ -101,7 +101,9 @@ class DPCellSpace(WholeGraphSpace):
         """
         path = self.path(genotype)
         if auxiliary:
-            raise ConfigError("dp_cells networks have no auxiliary head: switch it off.")
+            raise ConfigError(
+                "dp_cells networks have no auxiliary head: set retrain.auxiliary_weight=0."
+            )
         return self._network([[self.ops[op]] for op in path], groups=TRAINING_GROUPS)
 
     def _network(

@@ -204,7 +204,9 @@ class MBConvSpace(SpaceShape):
             ConfigError: If the genotype is not of this space, or an auxiliary head is asked for.
         """
         if auxiliary:
-            raise ConfigError("mbconv networks have no auxiliary head: switch it off.")
+            raise ConfigError(
+                "mbconv networks have no auxiliary head: set retrain.auxiliary_weight=0."
+            )
         chosen = tuple(
             (row[op],) for row, op in zip(self.plan.blocks, self.path(genotype), strict=True)
         )

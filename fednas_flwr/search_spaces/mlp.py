@@ -80,5 +80,7 @@ class MLPSpace(CellGraphSpace):
         """
         self.check(genotype)
         if auxiliary:
-            raise ConfigError("mlp networks have no auxiliary head: switch it off.")
+            raise ConfigError(
+                "mlp networks have no auxiliary head: set retrain.auxiliary_weight=0."
+            )
         return self.with_skip(MLPNetwork(genotype, self.sizes))

@@ -66,7 +66,9 @@ class NASBench201Space(StackedSpace, WholeGraphSpace):
         """
         self.check(genotype)
         if auxiliary:
-            raise ConfigError("nasbench201 networks have no auxiliary head: switch it off.")
+            raise ConfigError(
+                "nasbench201 networks have no auxiliary head: set retrain.auxiliary_weight=0."
+            )
         return self.with_skip(NASBench201Network(genotype, self.sizes))
 
 

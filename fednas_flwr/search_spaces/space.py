@@ -181,9 +181,11 @@ class SpaceShape:
             raise unknown_choice("search_space.skip", self.skip, SKIPS)
         axes = AXES[self.inputs]
         if len(self.input_shape) != len(axes) or min(self.input_shape) < 1:
+            other = {1: "; of a table take search_space=mlp_small", 3: "; of images, darts_small"}
             raise ConfigError(
                 f"search_space={self.name} needs {self.inputs} of shape ({', '.join(axes)}), but "
-                f"the data set's examples have the shape {tuple(self.input_shape)}."
+                f"the data set's examples have the shape {tuple(self.input_shape)}"
+                f"{other.get(len(self.input_shape), '')}."
             )
         self.check_sizes("num_classes")
 

@@ -24,7 +24,7 @@ from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.files import write_atomically
 from fednas_flwr.hardware.latency import machine_name, time_modules
 from fednas_flwr.randomness import make_generator
-from fednas_flwr.reporting.runs import CONFIG_FILE, Run, is_complete, read_run
+from fednas_flwr.reporting.runs import CONFIG_FILE, VARIANTS_FOLDER, Run, is_complete, read_run
 from fednas_flwr.search_spaces.dp_cells import DP_CELL_SPACES
 from fednas_flwr.search_spaces.dp_cells_network import EDGES
 from fednas_flwr.search_spaces.genotype import load_genotype, save_genotype
@@ -32,7 +32,6 @@ from fednas_flwr.stages.run_folder import GENOTYPE_FILE, create_run_folder
 from fednas_flwr.strategies.base import server_state
 
 ANALYSIS_FILE = "analysis.json"
-VARIANTS_FOLDER = "variants"
 SAMPLES = 1000
 PASSES = 51  # of a network's inference
 STAGES = ["retrain", "evaluate", "export"]  # of a variant

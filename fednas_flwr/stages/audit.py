@@ -11,6 +11,11 @@ audits, each with the most that it could have shown:
   drawn. Its bound is tight for Gaussian noise, which it assumes: half the noise is caught, and
   so is a sum that is clipped in place of its records.
 
+With secure sums the auditor sees what a server sees that as many sites help as policies expect: of
+the fewest sites that are summed these add nothing, neither records nor noise, and the others answer
+with real keys, masks and openings. Their total is what is audited, by the epsilon that is claimed
+of it.
+
 Main function: :func:`audit_search`.
 """
 
@@ -22,18 +27,23 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fednas_flwr.builders.clients import make_client
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.client import Client
+from fednas_flwr.clients.summed import begin_sum, sums_of
 from fednas_flwr.config import Config, DifferentialPrivacy, FNASSettings
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import Header, Request
+from fednas_flwr.exchange.messages import Header, Reply, Request
 from fednas_flwr.exchange.requests import Commit, Site, TakeGradients
+from fednas_flwr.exchange.secure_sum.server import MaskedSum
 from fednas_flwr.exchange.states import Layout, network_states, pack, unpack
+from fednas_flwr.exchange.sum_requests import Summed, by_index
+from fednas_flwr.exchange.summands import MASKED, Summands
 from fednas_flwr.names import PRV
 from fednas_flwr.privacy.accounting import prv_epsilon
 from fednas_flwr.privacy.audit import (
@@ -49,6 +59,7 @@ from fednas_flwr.stages.canaries import LAYER, Canaries, beside, direction, with
 from fednas_flwr.stages.schedule import make_schedule
 from fednas_flwr.verbs import SUPERNET
 
+VERB = "train.weight_gradient"
 MOST_STEPS = 20  # of the one run: more take time, and claim more than can be shown
 MOST_CANARIES = 4096
 MOST_RUNS = 20_000
@@ -124,11 +135,6 @@ def audit_search(config: Config, *, confidence: float = 0.99) -> Audit:
     sigma = privacy.weights.noise_multiplier
     if sigma is None:
         raise ConfigError("privacy.weights.noise_multiplier=null: an audit needs the number.")
-    if config.secure_sum:
-        raise ConfigError(
-            "secure_sum=true with an audit, which attacks what a single client answers: set "
-            "secure_sum=false, with which that is what the server sees."
-        )
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence={confidence:g}: expected a number between 0 and 1.")
     algorithm = replace(algorithm, fused=False, local_steps=1, evaluate_every=0)
@@ -161,9 +167,9 @@ def _audit_one_run(
     config: Config, sigma: float, batch_size: int | None, confidence: float
 ) -> Finding:
     """Guess about many canaries of one run, beside which there are real records."""
-    client, delta = _client(config)
-    assert client.gate is not None
-    rate = poisson_rate(batch_size, client.gate.num_records(("train",)))
+    clients, delta = _clients(config)
+    assert clients[0].gate is not None
+    rate = poisson_rate(batch_size, clients[0].gate.num_records(("train",)))
     plan = plan_one_run(
         lambda steps: prv_epsilon([Release(sigma, rate, steps)], delta),
         sample_rate=rate,
@@ -173,7 +179,7 @@ def _audit_one_run(
         confidence=confidence,
     )
     canaries = Canaries(range(plan.num_canaries), [LARGE] * plan.num_canaries)
-    planted = _Planted(config, client, canaries, num_records=NUM_RECORDS, num_steps=plan.num_steps)
+    planted = _Planted(config, clients, canaries, num_records=NUM_RECORDS, num_steps=plan.num_steps)
     result = audit_steps(
         lambda step, included: planted.release(included),
         generator=SecureGenerator(),
@@ -186,7 +192,8 @@ def _audit_one_run(
     )
     return Finding(
         f"one run of {plan.num_steps} step{'s' * (plan.num_steps > 1)} at rate {rate:.3g}, "
-        f"{plan.num_canaries} canaries: {result.num_right} of {result.num_guesses} guesses right",
+        f"{planted.seen}{plan.num_canaries} canaries: {result.num_right} of {result.num_guesses} "
+        "guesses right",
         "for any mechanism",
         epsilon=result.epsilon,
         claim=planted.claim,
@@ -200,12 +207,12 @@ def _audit_many_runs(config: Config, sigma: float, confidence: float) -> Finding
     Where records are clipped the two cancel out. Where their sum is, the canary, being much larger,
     turns it round.
     """
-    client, delta = _client(config)
+    clients, delta = _clients(config)
     plan = plan_many_runs(
         noise_multiplier=sigma, most_runs=MOST_RUNS, delta=delta, confidence=confidence
     )
     runs, canaries = plan.runs_per_world, Canaries([0, 0], [LARGE, -SMALL])
-    planted = _Planted(config, client, canaries, num_records=0, num_steps=2 * runs)
+    planted = _Planted(config, clients, canaries, num_records=0, num_steps=2 * runs)
     told = {True: 0, False: 0}
     for _ in range(runs):
         for present in told:
@@ -220,8 +227,8 @@ def _audit_many_runs(config: Config, sigma: float, confidence: float) -> Finding
         confidence=confidence,
     )
     return Finding(
-        f"{2 * runs} runs of 1 step at rate 1: one canary is seen in {told[True]} of {runs} runs "
-        f"that have it, and in {told[False]} of {runs} that do not",
+        f"{2 * runs} runs of 1 step at rate 1, {planted.seen}one canary is seen in {told[True]} of "
+        f"{runs} runs that have it, and in {told[False]} of {runs} that do not",
         "if the noise is Gaussian",
         epsilon=epsilon,
         claim=prv_epsilon([Release(sigma, 1.0, 1)], delta),
@@ -230,42 +237,50 @@ def _audit_many_runs(config: Config, sigma: float, confidence: float) -> Finding
     )
 
 
-def _client(config: Config) -> tuple[Client, float]:
-    """Return client 0 and its delta."""
-    client = make_client(config, 0, data=make_data(config), networks={})
-    assert client.gate is not None
-    return client, client.gate.allowed.delta
+def _clients(config: Config) -> tuple[list[Client], float]:
+    """Return client 0, with secure sums the fewest clients of a sum, and their delta."""
+    least = config.secure_terms.least(config.clients) if config.secure_sum else 1
+    data = make_data(config)
+    clients = [make_client(config, index, data=data, networks={}) for index in range(least)]
+    assert clients[0].gate is not None
+    return clients, clients[0].gate.allowed.delta
 
 
 class _Planted:
-    """A client with canaries in its network and in its train part, in one committed run.
+    """Clients with canaries in their network, in one committed run; the first has them as records.
 
     Attributes:
-        claim: The epsilon of all its steps that the client answers to the commitment.
+        claim: The epsilon of all its steps that the first client answers to the commitment.
         contribution: The norm of a canary's clipped gradient.
+        seen: What the server sees, for people.
     """
 
     def __init__(
         self,
         config: Config,
-        client: Client,
+        clients: list[Client],
         canaries: Canaries,
         *,
         num_records: int,
         num_steps: int,
     ) -> None:
         """Plant, and commit to ``num_steps``."""
+        client = clients[0]
         privacy, gate, classes = config.privacy, client.gate, len(client.class_names)
         assert isinstance(privacy, DifferentialPrivacy)
         assert gate is not None
-        self._client = replace(
-            client,
-            make_network=lambda described: with_canaries(
-                client.make_network(described), canaries, num_classes=classes
-            ),
-            networks={},
-        )
-        network = self._client.network({"name": SUPERNET})
+        shared: dict[str, nn.Module] = {}  # clients take turns
+        self._clients = [
+            replace(
+                own,
+                make_network=lambda described: with_canaries(
+                    client.make_network(described), canaries, num_classes=classes
+                ),
+                networks=shared,
+            )
+            for own in clients
+        ]
+        network = self._clients[0].network({"name": SUPERNET})
         assert isinstance(network, Supernet)
         states = {name: tensors for name, tensors in network_states(network).items() if tensors}
         self._states = {name: pack(tensors) for name, tensors in states.items()}
@@ -296,9 +311,17 @@ class _Planted:
         )
         self._run, self._round = secrets.token_hex(8), 0
         commitment = Commit(privacy.data_set, planned)
-        answered = answer(self._client, Request("query.commit", self._header(), commitment))
+        answered = answer(self._clients[0], Request("query.commit", self._header(0), commitment))
         claim = answered.facts["epsilon"][PRV]["train"]
         self.claim = math.inf if claim is None else claim
+        for own in self._clients[1:]:
+            if own.gate is not None:
+                own.gate.commit(self._run, planned)
+        self._colluding = config.secure_terms.colluding if config.secure_sum else 0
+        self._range = max(own.sum_range(gate.allowed.records) for own in planned)
+        self.seen = ""
+        if config.secure_sum:
+            self.seen = f"totals of {len(clients)} clients, {self._colluding} with the server, "
 
     def release(self, included: Tensor) -> Tensor:
         """Return the products of one noised sum with every canary's direction [M].
@@ -308,14 +331,49 @@ class _Planted:
         """
         self._round += 1
         kept = torch.cat([torch.ones(self._num_records, dtype=torch.bool), included])
-        train = replace(self._train, rows=self._train.rows[kept])
-        client = replace(self._client, data=replace(self._client.data, train=train))
-        reply = answer(
-            client,
-            Request("train.weight_gradient", self._header(), self._settings, self._states),
-        )
+        rows = self._train.rows
+        held = [rows[kept], *[rows[: self._num_records]] * (len(self._clients) - 1)]
+        clients = [
+            replace(own, data=replace(own.data, train=replace(self._train, rows=part)))
+            for own, part in zip(self._clients, held, strict=True)
+        ]
+        reply = answer(clients[0], self._request(0)) if len(clients) == 1 else self._total(clients)
         noised_CK = unpack(reply.states["weights"], self._layout)[LAYER].double()
         return (self._direction_C @ noised_CK)[list(self._columns)]
 
-    def _header(self) -> Header:
-        return Header(self._run, "search", self._round, 1, 0, secrets.token_hex(8))
+    def _total(self, clients: list[Client]) -> Reply:
+        """Return the reply of a secure sum's total; the clients that help the server add zeros."""
+        everybody = tuple(range(len(clients)))
+        summed = Summed(secrets.token_hex(8), everybody, {"weights": self._range})
+        summands = Summands(VERB, {"weights": self._layout.sizes}, summed, self._states)
+        total, context = MaskedSum(everybody), b""
+        boxes: dict[int, dict[int, bytes]] = {}
+        for i, client in enumerate(clients):
+            request = replace(self._request(i), summed=summed)
+            if i < len(clients) - self._colluding:
+                reply = answer(client, request)
+                vectors = [reply.states[MASKED][dtype].numpy() for dtype in summands.lengths]
+                boxes[i] = by_index(reply.facts["boxes"])
+                context = bytes.fromhex(reply.facts["context"])
+            else:
+                part = begin_sum(client, request)
+                assert part is not None
+                vectors = [np.zeros(length, dtype) for dtype, length in summands.lengths.items()]
+                boxes[i] = part.mask(vectors)
+            total.add(i, vectors)
+        sites = {i: sums_of(client) for i, client in enumerate(clients)}
+        signatures = {i: site.sign(context, everybody) for i, site in sites.items()}
+        openings = {
+            i: sites[i].open(
+                context, everybody, signatures, {j: boxes[j][i] for j in boxes if j != i}
+            )
+            for i in range(self._colluding + 1)
+        }
+        named = dict(zip(summands.lengths, total.unmask(openings), strict=True))
+        return summands.decode(named, sites=len(clients))
+
+    def _request(self, client: int) -> Request:
+        return Request(VERB, self._header(client), self._settings, self._states)
+
+    def _header(self, client: int) -> Header:
+        return Header(self._run, "search", self._round, 1, client, secrets.token_hex(8))

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -29,7 +30,7 @@ from fednas_flwr.reporting.events import Event, EventLog
 from fednas_flwr.reporting.model_card import write_model_card
 from fednas_flwr.reporting.report import write_report
 from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE, read_run
-from fednas_flwr.stages.run import Run
+from fednas_flwr.stages.run import OutOfTimeError, Run
 from fednas_flwr.stages.run_folder import GROUPS_FILE
 from fednas_flwr.strategies.base import RoundStrategy
 from fednas_flwr.strategies.clusters import group_by_alphas, group_by_fact, group_name
@@ -173,6 +174,9 @@ def _tell(log: EventLog, name: str, event: Event) -> None:
         log.emit(event["event"], group=name, **{field: event[field] for field in sorted(fields)})
     elif event["event"] == "warning":
         log.emit("warning", message=f"group {name}: {event['message']}")
+    elif event["event"] == "out_of_time":
+        place = {field: event[field] for field in ("stage", "round", "rounds")}
+        log.emit("out_of_time", group=name, **place)
     elif event["event"] == "stage_finished":
         log.emit("group_stage", group=name, stage=event["stage"], seconds=event["seconds"])
 
@@ -201,7 +205,8 @@ def _run_one(
         resumed = part.checkpoints.latest("search") is not None
         try:
             with log.attempt(resumed=resumed, circumstances=run.circumstances):
-                run_group(part)
+                with suppress(OutOfTimeError):
+                    run_group(part)
         except (ConfigError, QuorumError) as error:
             reason = str(error)
     write_report(part.folder)

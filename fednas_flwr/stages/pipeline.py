@@ -11,7 +11,8 @@ import os
 import platform
 import secrets
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -43,7 +44,7 @@ from fednas_flwr.errors import ReplyError
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
 from fednas_flwr.evaluation.metrics import (
     accuracies_of_parts,
-    evaluate,
+    measured,
     pooled_baselines,
     predicted,
 )
@@ -74,12 +75,13 @@ from fednas_flwr.search_spaces.skip import SkipNetwork
 from fednas_flwr.stages.check import given_table
 from fednas_flwr.stages.commitment import NEEDED_FACTS, awaited_run, commit
 from fednas_flwr.stages.groups import run_groups
+from fednas_flwr.stages.handover import hand_over
 from fednas_flwr.stages.latency import cost_of, with_latency
-from fednas_flwr.stages.run import Run
+from fednas_flwr.stages.run import OutOfTimeError, Run
 from fednas_flwr.stages.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.stages.schedule import Schedule, make_schedule, private_stage
 from fednas_flwr.strategies.base import RoundStrategy
-from fednas_flwr.typed import parse
+from fednas_flwr.typed import parse, seconds
 
 # What each real site must tell of its data, from which the server builds networks.
 SITE_FACTS = ("input_shape", "schema", "class_names")
@@ -111,11 +113,40 @@ def _run_stages(
 ) -> None:
     if config.run_dir is None:
         raise ValueError("config.run_dir must name the run folder")
-    folder = Path(config.run_dir)
-    table = given_table(config)
     # A resumed run books under another name, since what it repeats is released again; but one that
     # people have approved meanwhile keeps the name that they have approved.
-    earlier = read_events(folder / EVENTS_FILE) if resumed else []
+    earlier = read_events(Path(config.run_dir) / EVENTS_FILE) if resumed else []
+    run = begin(config, grid, log, circumstances, earlier=earlier)
+    try:
+        with suppress(OutOfTimeError):
+            _run_from_search(run)
+    finally:
+        if isinstance(config.privacy, DifferentialPrivacy):
+            _report_spending(run)
+
+
+def begin(
+    config: Config,
+    grid: Grid,
+    log: EventLog,
+    circumstances: dict[str, Any],
+    *,
+    earlier: Sequence[Event],
+) -> Run:
+    """Return a run whose clients are connected and, with privacy, keep its schedule.
+
+    Args:
+        config: As of :func:`run_stages`.
+        grid: Likewise.
+        log: Likewise.
+        circumstances: Versions and machine.
+        earlier: Events of the run that goes on; empty of a new one.
+    """
+    resumed = bool(earlier)
+    limit = config.time_limit
+    ends_at = None if limit is None else time.monotonic() + seconds("time_limit", limit)
+    folder = Path(str(config.run_dir))
+    table = given_table(config)
     name = awaited_run(earlier) or f"{folder.name}.{secrets.token_hex(4)}"
     courier = make_courier(config, run=name, emit=log.emit)
     private = isinstance(config.privacy, DifferentialPrivacy)
@@ -158,12 +189,7 @@ def _run_stages(
         schedule = make_schedule(config, splits, done=done)
         commit(courier, config, schedule, done=done, resumed=resumed)
     shared = (prepared, schedule, circumstances, table)
-    run = Run(config, folder, grid, log, courier, checkpoints, *shared)
-    try:
-        _run_from_search(run)
-    finally:
-        if private:
-            _report_spending(run)
+    return Run(config, folder, grid, log, courier, checkpoints, *shared, ends_at=ends_at)
 
 
 def _common_statistics(
@@ -212,15 +238,15 @@ def _run_from_search(run: Run) -> None:
     """
     config = run.config
     if isinstance(config.algorithm, CFDNASSettings):
-        run_groups(run, search=_start_search, run_group=_run_from_search)
+        run_groups(run, search=start_search, run_group=_run_from_search)
         return
     genotype, configuration = _search(run)
     if genotype is None and not isinstance(config.algorithm, GivenNetwork):
         return
-    description = _describe(run, genotype, configuration)
+    description = describe(run, genotype, configuration)
     if "retrain" not in config.stages:
         return
-    network, states = _retrain(run, description, configuration)
+    network, states = retrain(run, description, configuration)
     if "export" in config.stages:
         with run.stage("export"):
             model = Model(network, run.prepared.inputs, description)
@@ -231,6 +257,8 @@ def _run_from_search(run: Run) -> None:
             run.log.emit("exported", files=files, onnx_max_difference=difference, inputs=inputs)
     if "evaluate" in config.stages:
         _evaluate(run, description, network, states)
+    if "export" in config.stages:
+        hand_over(run)
 
 
 def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
@@ -240,7 +268,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
     """
     config, configuration = run.config, None
     if "search" in config.stages and not isinstance(config.algorithm, GivenNetwork):
-        strategy = _start_search(run)
+        strategy = start_search(run)
         genotype, configuration = strategy.derive(), strategy.configuration()
         if run.table is not None:
             _look_up(run, run.table)
@@ -261,19 +289,34 @@ def _look_up(run: Run, table: CellTable) -> None:
     run.log.emit("looked_up", cells=len(table.percentiles), percentiles=sorted(percentiles.items()))
 
 
-def _start_search(run: Run) -> RoundStrategy:
-    """Return the strategy of the search stage after its last round."""
+def start_search(
+    run: Run, *, prepare: Callable[[RoundStrategy], None] = lambda _: None
+) -> RoundStrategy:
+    """Return the strategy of the search stage after its last round.
+
+    Args:
+        run: The run.
+        prepare: Called with the strategy before the first round.
+
+    Raises:
+        OutOfTimeError: The run's time has ended before.
+    """
     run.config = config = with_latency(run)
     private = private_stage(config, run.schedule, "search")
     strategy = make_search(config, run.prepared, run.courier, run.checkpoints, private)
     if run.inherited is not None:
         strategy.inherit(run.inherited)
+    prepare(strategy)
     with run.stage("search", config.rounds):
+        strategy.ends_at = run.ends_at
         strategy.start(run.grid, num_rounds=config.rounds)
+    if strategy.rounds_done < config.rounds:
+        run.tell_cut("search", strategy.rounds_done, config.rounds)
+        raise OutOfTimeError
     return strategy
 
 
-def _describe(
+def describe(
     run: Run, genotype: Genotype | None, configuration: Configuration | None
 ) -> dict[str, Any]:
     """Return what the network to retrain is built from, and report what it costs."""
@@ -291,7 +334,7 @@ def _describe(
     return description
 
 
-def _retrain(
+def retrain(
     run: Run, description: dict[str, Any], configuration: Configuration | None
 ) -> tuple[nn.Module, dict[str, Packed]]:
     """Return the trained network and its packed states."""
@@ -301,7 +344,10 @@ def _retrain(
     )
     rounds = run.config.retrain.rounds
     with run.stage("retrain", rounds):
+        strategy.ends_at = run.ends_at
         strategy.start(run.grid, num_rounds=rounds)
+    if strategy.rounds_done < rounds:
+        run.tell_cut("retrain", strategy.rounds_done, rounds)
     strategy.load_into(network)
     return network, strategy.model
 
@@ -321,11 +367,9 @@ def _evaluate(
             threshold = _threshold(run, description, states)
         if prepared.server_test is not None:
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
-            measured = evaluate(
-                network.to(device), test, device, objective=objective, with_scores=True
-            )
-            logits, labels = predicted(network, test, device)
-            central = measured.as_json() | detailed(
+            logits, labels = predicted(network.to(device), test, device)
+            metrics = measured(logits, labels, objective=objective, with_scores=True)
+            central = metrics.as_json() | detailed(
                 logits, labels, objective=objective, threshold=threshold, seed=config.seed
             )
             if isinstance(network, SkipNetwork) and network.skip is not None:

@@ -21,6 +21,10 @@ from fednas_flwr.reporting.lookup import CellTable
 from fednas_flwr.stages.schedule import Schedule
 
 
+class OutOfTimeError(RuntimeError):
+    """The search has reached the run's time limit; its checkpoint is there."""
+
+
 @dataclass
 class Run:
     """What the stages share."""
@@ -35,7 +39,17 @@ class Run:
     schedule: Schedule  # of a private run's releases
     circumstances: dict[str, Any]  # versions and machine
     table: CellTable | None = None  # by which the search is told
+    ends_at: float | None = None  # of time.monotonic(), by time_limit
     inherited: Mapping[str, Packed] | None = None  # states that the search goes on from
+
+    def tell_cut(self, stage: str, done: int, rounds: int) -> None:
+        """Tell that a stage has ended before its last round, for want of time."""
+        self.log.emit("out_of_time", stage=stage, round=done, rounds=rounds)
+        self.log.emit(
+            "warning",
+            message=f"time_limit={self.config.time_limit}: the {stage} has ended after round "
+            f"{done} of {rounds}; resume=<run folder> goes on",
+        )
 
     @contextmanager
     def stage(self, name: str, rounds: int | None = None) -> Iterator[None]:

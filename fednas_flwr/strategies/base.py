@@ -82,6 +82,9 @@ class RoundStrategy(Strategy):
             where they travel.
         layouts: The tensors of each state.
         values: JSON values that belong to the state and go into checkpoints.
+        ends_at: Of ``time.monotonic()``: a round that would not end before is not begun, unless it
+            is the first; None is no limit.
+        rounds_done: Rounds that the state has been through.
     """
 
     def __init__(
@@ -107,6 +110,8 @@ class RoundStrategy(Strategy):
         self.space = space
         self.checkpoints = checkpoints
         self.stage = stage
+        self.ends_at: float | None = None
+        self.rounds_done = 0
         self._round = 0
         self._phase = 0
         self._client_metrics: dict[int, dict[str, float]] = {}
@@ -289,13 +294,17 @@ class RoundStrategy(Strategy):
         if initial_arrays is not None:
             self._load_named(initial_arrays.to_torch_state_dict())
         result = Result()
-        first = self._restore() + 1
+        self.rounds_done = self._restore()
+        first, longest_s = self.rounds_done + 1, 0.0
         if evaluate_fn is not None and first == 1:
             central = evaluate_fn(0, self.named_arrays())
             if central is not None:
                 result.evaluate_metrics_serverapp[0] = central
         for server_round in range(first, num_rounds + 1):
             started = time.monotonic()
+            late = self.ends_at is not None and started + longest_s > self.ends_at
+            if late and server_round > first:
+                break
             sent, received = self.courier.bytes_sent, self.courier.bytes_received
             self._round, self._phase, self._client_metrics = server_round, 0, {}
             metrics = dict(self.run_round(server_round, num_rounds)) | self._alpha_metrics()
@@ -319,6 +328,8 @@ class RoundStrategy(Strategy):
             )
             self._emit_alphas(server_round, num_rounds)
             self._save(server_round)
+            self.rounds_done = server_round
+            longest_s = max(longest_s, time.monotonic() - started)
         result.arrays = self.named_arrays()
         return result
 

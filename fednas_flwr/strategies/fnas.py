@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.exchange.courier import Courier
-from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import Evaluate, TakeGradients
-from fednas_flwr.exchange.states import Packed, Tensors, WeightedAverage, pack
+from fednas_flwr.exchange.states import Packed, Tensors, pack
 from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, metrics_release
 from fednas_flwr.search.descent import clip_gradients, make_adam, make_sgd
 from fednas_flwr.search.regularisation import beta_gradient, rising
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 from fednas_flwr.strategies.base import RoundStrategy, Shared, mean_metrics
+from fednas_flwr.strategies.gradients import add_gradients, moments, restore_moments
 from fednas_flwr.verbs import SUPERNET
 
 
@@ -137,33 +137,18 @@ class FNAS(RoundStrategy):
         replies = self.ask(
             verb, request, states={**self.states, **(further or {})}, layouts=layouts
         )
-        totals: dict[str, Tensor] = {}
-        num_examples = 0.0
-        metrics: list[Reply] = []
-        buffers = WeightedAverage()
-        for _, reply in replies:
-            for state in states:
-                (gradient,) = reply.states[state].values()
-                share = gradient / reply.num_examples if self.reduce == "sum" else gradient
-                total = totals.get(state)
-                totals[state] = share.clone() if total is None else total.add_(share)
-            num_examples += reply.num_examples
-            metrics.append(replace(reply, states={}))
-            if "buffers" in reply.states:
-                buffers.add({"buffers": reply.states["buffers"]}, weight=reply.num_examples)
-        if not metrics:
-            raise ValueError("no client answered")
-        for state, total in totals.items():
+        update = add_gradients(replies, states, reduce=self.reduce)
+        for state, gradient in update.gradients.items():
             (vector,) = self.states[state].values()
-            vector.grad = total if self.reduce == "sum" else total / num_examples
+            vector.grad = gradient
             if state == "alphas":
                 vector.grad = vector.grad + self._beta_gradient()
             optimizer = self._optimizers[state]
             clip_gradients(optimizer, sgd.clip_norm if state == "weights" else None)
             optimizer.step()
-        if buffers.total_weight:
-            self.states["buffers"] = buffers.result()["buffers"]
-        return mean_metrics(metrics)
+        if update.buffers:
+            self.states["buffers"] = update.buffers
+        return mean_metrics(update.replies)
 
     def _beta_gradient(self) -> Tensor | float:
         """Return the gradient of the round's regulariser, packed as the alphas are."""
@@ -186,27 +171,11 @@ class FNAS(RoundStrategy):
 
     def server_tensors(self) -> Tensors:
         """Return the optimisers' moments."""
-        return {
-            f"{state}.{name}": value
-            for state, optimizer in self._optimizers.items()
-            for moments in optimizer.state_dict()["state"].values()
-            for name, value in moments.items()
-            if isinstance(value, Tensor)
-        }
+        return moments(self._optimizers)
 
     def load_server_tensors(self, tensors: Tensors) -> None:
         """Take back the optimisers' moments and bind them to the restored vectors."""
-        for state, optimizer in self._optimizers.items():
-            (vector,) = self.states[state].values()
-            optimizer.param_groups[0]["params"] = [vector]
-            optimizer.state.clear()
-            moments = {
-                name.removeprefix(f"{state}."): tensor
-                for name, tensor in tensors.items()
-                if name.startswith(f"{state}.")
-            }
-            if moments:
-                optimizer.state[vector] = moments
+        restore_moments(self._optimizers, self.states, tensors)
 
 
 def releases(

@@ -73,6 +73,7 @@ ASKED = {
     "train.candidate": ("search", {"weights": ("train",)}),
     "train.probe": ("search", SEARCHED | {"rewards": ("validation",)}),
     "train.weights": ("retrain", {"weights": ("train", "validation")}),
+    "train.network_gradient": ("retrain", {"weights": ("train", "validation")}),
     "evaluate.candidates": ("search", {"rewards": ("validation",)}),
     "evaluate.model": ("search", {"metrics": ("validation",)}),
 }
@@ -287,7 +288,7 @@ def make_site(
             values = json.loads(json.dumps(encode(asked(verb))))
             for path, value in changes.items():
                 put(values, path, copy.deepcopy(value))
-            name = "derived" if verb == "train.weights" else "supernet"
+            name = "derived" if ASKED.get(verb, ("",))[0] == "retrain" else "supernet"
             states = cells if verb in CANDIDATES else networks.states[name]
             if moments and verb in CANDIDATES:
                 states = states | {MOMENTS: pack(no_moments(cells_supernet))}

@@ -150,6 +150,17 @@ def test_a_whole_trail_of_another_key_and_one_without_its_mark_are_found(tmp_pat
         trail_at(a).refused("train.search", None, "x")
 
 
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"3", b"null", b"[]", b"[1, 2]", b'["\\ud800"]', b"\xff", b"[0, NaN, ''"]
+)
+def test_a_mark_that_is_none_was_edited(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "site" / "audit.jsonl"
+    written(path)
+    key_of(path).with_name("site.key.audit.jsonl.mark").write_bytes(text)
+    with pytest.raises(DamagedError, match="mark .* was edited, or the key beside it is another"):
+        verified(path)
+
+
 def test_a_crash_before_the_mark_is_moved_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "site" / "audit.jsonl"
     written(path)

@@ -52,6 +52,7 @@ from .conftest import (
 )
 
 RELEASING = sorted(ASKED)
+OF_NETWORKS = ("train.weights", "train.network_gradient")
 MOVING = ["train.candidate", "train.search", "train.weights"]  # with their optimisers' moments
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
 BOTH = RECORDS["train"] + RECORDS["validation"]
@@ -142,6 +143,7 @@ def test_unreleased_fields_do_not_move_when_a_record_is_added_removed_or_replace
     sites = [make_site(records=rows, committed=plan) for rows in held]
     assert len({tuple(map(len, vars(site.client.data).values())) for site in sites}) >= 3
     left_out = {"query.latency", *SUM_REQUESTS}  # these sites take no part in secure sums
+    left_out |= {"query.keep_model"}  # in test_kept_models
     asked = [(verb, {}) for verb in (*PRIVATE_VERBS, "query.describe") if verb not in left_out]
     asked += [(verb, {"moments": True}) for verb in MOVING]
     for verb, changes in asked:
@@ -702,6 +704,11 @@ def test_a_search_with_moments_goes_on_where_the_last_request_ended(verb, make_s
         ("train.probe", {"loss_bound": math.nan}, "loss_bound=nan has the wrong type"),
         ("train.probe", {"search": None}, "search or training must be given, and not both"),
         ("train.search", {"alternating": None}, "alternating or paths must be given, and not both"),
+        (
+            "train.search",
+            {"local.alternating.temperature": 1.0},
+            "temperature=1.0: single paths ha",
+        ),
         ("train.candidate", {"candidates": 51 * [[5] * 15]}, "committed values: steps=51"),
         ("train.candidate", {"candidates": 3 * [[5] * 15], "local_steps": 17}, "steps=51"),
         ("train.candidate", {"candidates": []}, r"candidates=\[\] is out of range"),
@@ -783,14 +790,15 @@ def test_batch_norm_is_refused_before_data_is_read(make_site, networks, no_recor
     site = make_site()
     description = networks.description | {"norm": "batch"}
     states = {n: pack(s) for n, s in network_states(make_network(description)).items() if s}
-    for verb, split in (("train.weights", "train+validation"), ("evaluate.model", "validation")):
+    asked = {**dict.fromkeys(OF_NETWORKS, "train+validation"), "evaluate.model": "validation"}
+    for verb, split in asked.items():
         request = site.request(verb, network=description, split=split)
         with pytest.raises(ConfigError, match="rule no batch_norm"):
             site.answer(replace(request, states=states))
     supernet = replace(networks.space, norm="batch").supernet()
     site.client.networks['{"name": "supernet"}'] = supernet
     states = {n: pack(s) for n, s in network_states(supernet).items() if s}
-    for verb in sorted({*RELEASING} - {"train.weights", "evaluate.model", *CANDIDATES}):
+    for verb in sorted({*RELEASING} - {*OF_NETWORKS, "evaluate.model", *CANDIDATES}):
         with pytest.raises(ConfigError, match="rule no batch_norm"):
             site.answer(replace(site.request(verb), states=states))
     assert site.rows() == []

@@ -47,6 +47,13 @@ def test_a_result_is_found_again_by_a_later_process_unless_its_file_is_damaged(t
     assert len(calls) == 3
 
 
+def test_a_cache_that_there_is_not_yet_is_made(tmp_path, restart):
+    cache = tmp_path / "new" / "cache"
+    assert shown_size(["key"], cache, lambda: 4) == 4
+    restart()
+    assert shown_size(["key"], cache, lambda: 5) == 4
+
+
 def test_a_server_that_asks_for_ever_new_networks_fills_no_disk(tmp_path, restart, monkeypatch):
     restart()
     monkeypatch.setattr(shown_sizes, "MOST_FILES", 3)

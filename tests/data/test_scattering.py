@@ -2,15 +2,21 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fednas_flwr import load
 from fednas_flwr.api import run
+from fednas_flwr.builders.clients import make_client
 from fednas_flwr.builders.configuration import parse_config
+from fednas_flwr.builders.data import make_data, make_site_data
+from fednas_flwr.builders.networks import supernet_space
+from fednas_flwr.clients.client import Augmentation
 from fednas_flwr.composition import compose_tree, given_settings
 from fednas_flwr.config import Config
 from fednas_flwr.data.datasets import prepare
@@ -106,6 +112,10 @@ def test_features_are_not_augmented_and_what_asks_for_it_is_refused(
     config = compose_config("dataset=fashion_mnist", "dataset.transform=scattering")
     assert (config.dataset.crop_padding, config.dataset.flip) == (2, True)
     assert not any(config.dataset.augmentation.values())
+    made = compose_config("dataset.transform=scattering", "dataset.scattering.angles=2")
+    made = replace(made, dataset=replace(made.dataset, crop_padding=2, flip=True))
+    client = make_client(made, 0, data=make_data(made), networks={})
+    assert client.augmentation == Augmentation(crop_padding=0, flip=0, cutout=0)
     for setting in ("dataset.flip=true", "dataset.crop_padding=1", "dataset.mean=[0.5]"):
         overrides = ("dataset.transform=scattering", setting)
         given = given_settings(overrides)
@@ -145,6 +155,20 @@ def test_a_private_search_on_features_runs(
         *("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group"),
         *("dataset.transform=scattering", "dataset.scattering.angles=2", "privacy.epsilon=50"),
         *("stages=[search]", "clients=2", f"run_dir={tmp_path / 'run'}"),
+        "search_space.skip=linear",
     )
     result = run(config)
     assert result.genotype is not None
+    weights = next(iter(result.folder.glob("checkpoints/**/*.safetensors")))
+    supernet = supernet_space(config, make_data(config)[0]).supernet()
+    trained = sum(weight.numel() for weight in supernet.weights().values())
+    assert load_file(weights)["weights.float32"].numel() == trained
+    assert any("skip" in name for name in supernet.weights())
+
+
+def test_real_sites_are_told_that_a_transform_is_not_for_them(
+    compose_config: Callable[..., Config],
+) -> None:
+    config = compose_config("dataset.transform=scattering", "dataset.scattering.angles=2")
+    with pytest.raises(ConfigError, match="dataset.transform=scattering is for data that one"):
+        make_site_data(config)

@@ -47,6 +47,19 @@ def test_the_newest_is_loaded_bit_by_bit(folder, warnings):
     assert warnings == []
 
 
+@pytest.mark.parametrize("suffix", ["json", "safetensors"])
+def test_half_a_checkpoint_is_deleted_with_the_old_ones(folder, suffix):
+    for number in (1, 2, 3):
+        folder.save(checkpoint(number))
+    (folder.path / f"search-000001.{suffix}").unlink()
+    folder.save(checkpoint(4))
+    folder.save(checkpoint(5))
+    assert {path.stem for path in folder.path.iterdir()} <= {
+        f"search-00000{n}" for n in range(1, 6)
+    }
+    assert_is(folder.latest("search"), 5)
+
+
 def test_the_last_three_of_each_stage_are_kept(folder):
     for number in range(1, 6):
         folder.save(checkpoint(number))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,11 +12,16 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Error
 
+from fednas_flwr.errors import ReplyError
+from fednas_flwr.evaluation.scores import BINS
 from fednas_flwr.exchange.courier import QuorumError
-from fednas_flwr.exchange.gate import held_shares, outliers
+from fednas_flwr.exchange.gate import MAX_EXAMPLES, check_facts, held_shares, outliers
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.robust import TrimmedMean
+from fednas_flwr.exchange.secure_sum.roster import MOST_SITES
+from fednas_flwr.exchange.secure_sum.shamir import PART_BYTES
 from fednas_flwr.exchange.states import WeightedAverage
+from fednas_flwr.names import ACCOUNTANTS
 
 from .conftest import SEARCH
 
@@ -241,6 +247,16 @@ def test_a_bad_reply_leaves_no_trace(name, federation):
     }
 
 
+@pytest.mark.parametrize("value", [np.nan, 3e38, 1e16], ids=str)
+def test_weights_of_a_diverged_training_are_refused_with_what_to_do(value, federation):
+    refusing = federation(damage={BAD: poison("weights", slice(None), value)})
+    refusing.courier.connect(refusing.grid)
+    assert len(list(refusing.ask())) == 2
+    (event,) = refusing.events
+    hint = "; if training has diverged, lower its learning rate or its weight decay"
+    assert event["reason"].endswith(hint)
+
+
 def test_what_the_tests_above_damage_is_accepted_when_whole(federation):
     whole = federation()
     whole.courier.connect(whole.grid)
@@ -287,6 +303,76 @@ def test_a_client_far_from_most_in_what_it_declares_is_an_outlier():
     edge = {1: {"": 10.0, "train ": 6.0}, 2: {"": 1000.0, "train ": 600.0}}
     assert outliers(usual | edge, fewest=0.1, most=10) == {}
     assert outliers({0: {"": 1.0}, 1: {"": 1e9}}, fewest=0.1, most=10) == {}  # whom to believe?
+
+
+ONES = [1] * BINS
+BUDGET = {"epsilon": 1.0, "delta": 1e-5}
+EPSILON = {name: {"train": 1.5, "test": None} for name in ACCOUNTANTS}
+SPLIT = {"train": 7, "validation": 0, "test": 0}
+FACTS = {  # by name: right ones and wrong ones
+    "client": ([0, 3], [None, True, 1.0, "0"]),
+    "tag": (["", "ward 3", "é"], [7, "x" * 201, "a\nb", None]),
+    "versions": ([{}, {"torch": "2"}], [[], {"torch": 2}, {"a\n": "2"}, {"a": "2\n"}]),
+    "epsilon": (
+        [EPSILON],
+        [
+            *({}, [], {**EPSILON, "more": EPSILON["prv"]}, {"prv": EPSILON["prv"]}),
+            *({**EPSILON, "prv": {"train": value, "test": None}} for value in (-1.0, math.inf, 1)),
+            *({**EPSILON, "rdp": {"train": 1.5}}, {**EPSILON, "gdp": None}),
+            dict.fromkeys(ACCOUNTANTS, {"training": 1.0}),
+        ],
+    ),
+    "budget": (
+        [BUDGET],
+        [
+            *({}, [], {"epsilon": 1.0}, {**BUDGET, "more": 1.0}, {**BUDGET, "epsilon": 1}),
+            *({**BUDGET, "epsilon": value} for value in (0.0, -1.0, math.inf)),
+            *({**BUDGET, "delta": value} for value in (0.0, 1.0, 1)),
+        ],
+    ),
+    "secure_noise": ([True, False], [0, 1, None, "true"]),
+    "unit": (["record", "person"], ["patient", None, []]),
+    "spent": ([None, 0.0, 3.5], [-1.0, math.inf, 1, "1"]),
+    "honest_sites": ([2, MOST_SITES], [1, MOST_SITES + 1, 2.0, True]),
+    "awaits": (["ab" * 16], ["AB" * 16, "ab" * 15, "ab" * 16 + "\n", "g" * 32, None]),
+    "context": (["ab" * 32], ["ab" * 16]),
+    "signature": (["ab" * 64], ["ab" * 32]),
+    "parts": (
+        [{}, {"0": "ab" * PART_BYTES, "1": "cd" * PART_BYTES}],
+        [
+            *([], {"0": "ab"}, {"00": "ab" * PART_BYTES}, {"-1": "ab" * PART_BYTES}),
+            {str(site): "ab" * PART_BYTES for site in range(MOST_SITES + 1)},
+        ],
+    ),
+    "covered_steps": ([{}, {"search": 2}], [{"search": -1}, {"search": True}, {"search": 1.0}, []]),
+    "class_counts": ([[], [1, 0]], [[-1], [1.0], [True], "", None]),
+    "class_names": ([[], ["a", "b"]], [["a\n"], [1], "ab", None]),
+    "scores": ([{}, {"f1": 0.0, "auroc": 1.0}], [{"f1": 1.5}, {"f1": 1}, {"f2": 0.5}, []]),
+    "histogram": (
+        [[ONES, [0] * BINS], [[int(MAX_EXAMPLES), *[0] * (BINS - 1)], ONES]],
+        [
+            *([ONES], [ONES] * 3, [ONES, ONES[1:]], [ONES, [*ONES, 1]], [ONES, [1.0] * BINS]),
+            *([ONES, [-1, *ONES[1:]]], [ONES, [int(MAX_EXAMPLES), *ONES[1:]]]),
+            *({"0": ONES, "1": ONES}, "", None),
+        ],
+    ),
+    "splits": (
+        [SPLIT],
+        [*({**SPLIT, "test": value} for value in (-1, 1.0, True, 10**10)), {"train": 1}, []],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_facts_have_the_form_of_their_name(name):
+    right, wrong = FACTS[name]
+    for fact in right:
+        check_facts({name: fact}, needed=(name,))
+    for fact in wrong:
+        with pytest.raises(ReplyError, match=f"(?s)says {name}=.*, which is malformed"):
+            check_facts({name: fact}, needed=(name,))
+    with pytest.raises(ReplyError, match=f"does not say its {name}"):
+        check_facts({}, needed=(name,))
 
 
 def test_no_client_of_three_or_more_has_more_than_the_largest_share():

@@ -3,17 +3,20 @@ from __future__ import annotations
 import io
 import json
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ConfigRecord
 
+from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.exchange import messages
 from fednas_flwr.exchange.messages import (
     Header,
     Reply,
+    Request,
     decode_reply,
     decode_request,
     encode_reply,
@@ -22,6 +25,7 @@ from fednas_flwr.exchange.messages import (
     payload_bytes,
 )
 from fednas_flwr.exchange.requests import Describe
+from fednas_flwr.exchange.sum_requests import Summed
 
 from .conftest import SEARCH
 
@@ -45,6 +49,32 @@ def test_a_request_survives():
     request = decode_request("train.search", content)
     assert (request.verb, request.header, request.settings) == ("train.search", HEADER, SEARCH)
     assert_equal_states(request.states, STATES)
+
+
+def test_requests_that_differ_in_anything_have_other_digests():
+    """Sites that compare digests, as in secure sums, know that all are asked the same."""
+    half = {"weights": {"float32": STATES["weights"]["float32"][:500]}}
+    other = {"weights": {"float32": -STATES["weights"]["float32"]}}
+    base = Request("train.search", HEADER, SEARCH, STATES)
+    changes = [
+        {"verb": "train.weights"},
+        {"settings": replace(SEARCH, sparse=True)},
+        {"states": half},
+        {"states": other},
+        {"states": {"alphas": other["weights"]}},
+        {"states": {"weights": {"float64": STATES["weights"]["float64"]}}},
+        {"statistics": Statistics((0.0, 1.0), (1.0, 1.0))},
+        {"statistics": Statistics((0.0, 2.0), (1.0, 1.0))},
+        {"statistics": Statistics((0.0, 1.0), (1.0, 2.0))},
+        {"summed": Summed("a", (0, 1, 2), {"weights": 1.0})},
+        {"summed": Summed("a", (0, 1, 2), {"weights": 2.0})},
+    ]
+    digests = {base.digest} | {replace(base, **change).digest for change in changes}
+    assert len(digests) == len(changes) + 1
+    assert replace(base, header=replace(HEADER, nonce="other")).digest == base.digest
+    assert decode_request(
+        "train.search", encode_request(HEADER, SEARCH, encode_states(STATES))
+    ).digest == (base.digest)
 
 
 def test_a_reply_survives():

@@ -31,6 +31,7 @@ from fednas_flwr.exchange.requests import (
     Commit,
     Describe,
     Evaluate,
+    KeepModel,
     LocalSearch,
     LocalTraining,
     MeasureLatency,
@@ -40,6 +41,7 @@ from fednas_flwr.exchange.requests import (
     Search,
     Site,
     TakeGradients,
+    TakeNetworkGradient,
     Train,
     TrainCandidates,
     Trial,
@@ -161,6 +163,12 @@ ALL = {
     "query.latency": st.builds(
         MeasureLatency, batch_size=st.integers(1, 1024), passes=st.integers(2, 1000), site=here
     ),
+    "query.keep_model": st.builds(
+        KeepModel,
+        card=st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=99),
+        signature=st.binary(min_size=64, max_size=64).map(bytes.hex),
+        site=here,
+    ),
     "query.sign_survivors": st.builds(SignSurvivors, context=contexts, survivors=indices),
     "query.open_masks": st.builds(
         OpenMasks, context=contexts, survivors=indices, signatures=by_site, boxes=by_site
@@ -168,6 +176,16 @@ ALL = {
     "train.weight_gradient": gradients,
     "train.alpha_gradient": gradients,
     "train.gradients": gradients,
+    "train.network_gradient": st.builds(
+        TakeNetworkGradient,
+        network=descriptions,
+        split=names,
+        step=st.integers(0, 2**40),
+        batch_size=sizes,
+        auxiliary_weight=from_zero,
+        drop_path_prob=st.floats(0, 0.99),
+        site=here,
+    ),
     "train.search": st.builds(Search, local=searches, sparse=st.booleans(), site=here),
     "train.candidate": st.builds(
         TrainCandidates,
@@ -353,6 +371,10 @@ BAD = {
         "batch_size": [0, -1, 1025],
         "passes": [1, 0, -2, 1001],
     },
+    "query.keep_model": {
+        "card": ["", "x" * (2**17 + 1), "\x1b]0;clear\x07", "a\rb", "\u202e"],
+        "signature": ["", "ab", "ab" * 65],
+    },
     "train.gradients": {
         "step": [-1],
         "local_steps": [0, -1, 10**6 + 1],
@@ -360,6 +382,12 @@ BAD = {
         "batch_size": [0, -8],
         "order": [0, 3, -1],
         "inner_lr": [0.0, -0.1, 1e31],
+    },
+    "train.network_gradient": {
+        "step": [-1],
+        "batch_size": [0, -8],
+        "auxiliary_weight": [-0.1, 1e31],
+        "drop_path_prob": [-0.1, 1.0],
     },
     "train.search": {
         "local.amount.steps": [0, -1, 10**6 + 1],
@@ -553,3 +581,11 @@ def test_any_text_is_refused_with_a_config_error(text):
     for verb in REQUESTS:
         with pytest.raises(ConfigError):
             decode_request(verb, content(text))
+
+
+def test_a_pool_has_1_to_1000_members():
+    for count in (1, 1000):
+        assert RewardCandidates(network={"name": "pool", "genotypes": [{}] * count}).count == count
+    for members in ([], [{}] * 1001, None, {"a": 1}, "x"):
+        with pytest.raises(ConfigError, match=r"^genotypes=.*: expected a list of 1 to 1000"):
+            RewardCandidates(network={"name": "pool", "genotypes": members})

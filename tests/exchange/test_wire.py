@@ -56,6 +56,13 @@ def accepted(reply: Reply, wire: str, base: dict | None) -> Reply:
     return accept_reply(message, header=HEADER, layouts=layouts, wire=wire, base=base)
 
 
+def test_256_values_have_one_scale() -> None:
+    vector = torch.cat([torch.full((256,), 2.0**20), torch.full((256,), 2.0**-20)])
+    _, scales = round_vector(vector, wire="int8", generator=generator_of(0))
+    assert len(scales) == 2
+    assert scales[0] / scales[1] == 2.0**40
+
+
 @given(
     hnp.arrays(
         np.float32,

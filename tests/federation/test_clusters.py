@@ -1,10 +1,11 @@
-"""A Ray that is silent or too small is refused in one sentence before a run begins."""
+"""A Ray that is silent or too small, or an unknown SuperLink, is refused before a run begins."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +55,45 @@ def test_clients_that_fit_on_no_machine_are_refused(compose_config: Compose, kin
         check_cluster(config)
     check_cluster(compose_config(f"runtime.{kind}=5000"))  # inline
     check_cluster(compose_config("runtime=ray"))
+
+
+@pytest.mark.parametrize(
+    ("text", "good", "known"),
+    [
+        (None, "local", "local, supergrid"),  # as Flower writes it then
+        ('[superlink]\ndefault = "a"\n[superlink.a]\naddress = "x"', "a", "a"),
+    ],
+)
+def test_an_unknown_superlink_is_refused_before_there_is_a_folder(
+    compose_config: Compose,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str | None,
+    good: str,
+    known: str,
+) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    if text is not None:
+        (tmp_path / "config.toml").write_text(text)
+    api.check([compose_config("runtime=deployment", f"runtime.superlink={good}")])
+    for wrong in ("nothing", "default"):
+        config = compose_config(
+            "runtime=deployment", f"runtime.superlink={wrong}", f"run_dir={tmp_path / 'run'}"
+        )
+        with pytest.raises(ConfigError) as told:
+            api.run(config)
+        assert str(told.value) == (
+            f"runtime.superlink={wrong} is unknown: choose one of {known}, or add "
+            f"[superlink.{wrong}] with its address to {tmp_path / 'config.toml'}."
+        )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("text", ["=", "superlink = 3", "", "\x00"])
+def test_a_broken_configuration_of_flower_is_named(
+    compose_config: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(ConfigError, match=f"^runtime.superlink=a: {tmp_path / 'config.toml'} has"):
+        check_cluster(compose_config("runtime=deployment", "runtime.superlink=a"))

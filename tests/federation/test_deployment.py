@@ -20,11 +20,13 @@ from flwr.common.config import parse_config_args
 
 from fednas_flwr.builders.configuration import load_config
 from fednas_flwr.builders.data import make_server_data
+from fednas_flwr.cli import main
 from fednas_flwr.config import Config, dump_config
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.messages import Header, decode_reply, encode_request
 from fednas_flwr.exchange.requests import Describe
+from fednas_flwr.exchange.signed_model import SIGNING_KEY, make_signing_key
 from fednas_flwr.federation import deployment, server_app
 from fednas_flwr.federation.bundle import CONFIG_KEY, write_bundle
 from fednas_flwr.federation.client_app import make_client_app, site_config
@@ -452,6 +454,81 @@ def test_first_error_of_a_site_is_in_the_runs_error(
         server_app.serve(config, grid, listeners=[], resumed=False)
 
 
+# --- the model returns
+
+
+def run_where_sites_keep_models(
+    config: Config, sites: Path, folder: Path, *, keeping: str
+) -> tuple[list[dict], dict[str, Path]]:
+    """Run; return its events, and where each site that keeps models has them."""
+    config = create_run_folder(replace(config, run_dir=str(folder / "run")))
+    grid, places = site_grid(config, sites), {}
+    for context, name in zip(grid._contexts.values(), "abc", strict=True):
+        if name in keeping:
+            places[name] = folder / name / "models"
+            signer = str(folder / "signing.pub")
+            context.node_config |= {"models": str(places[name]), "signer": signer}
+    server_app.serve(config, grid, listeners=[], resumed=False)
+    return read_events(folder / "run" / "events.jsonl"), places
+
+
+ONE_ROUND = (*REAL_SITES, "rounds=1", "retrain.rounds=1")
+
+
+def test_every_site_that_keeps_models_has_the_runs(
+    tmp_path: Path,
+    sites: Path,
+    compose_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_signing_key(tmp_path / "signing.key")
+    monkeypatch.setenv(SIGNING_KEY, str(tmp_path / "signing.key"))
+    config = compose_config(*ONE_ROUND)
+    events, places = run_where_sites_keep_models(config, sites, tmp_path, keeping="ac")
+    (handed,) = (event for event in events if event["event"] == "handed_over")
+    assert (handed["clients"], handed["asked"]) == ([0, 2], [0, 2])
+    assert not [event for event in events if event["event"] in ("client_failed", "warning")]
+    (evaluated,) = (event for event in events if event["event"] == "evaluated")
+    file = (tmp_path / "run" / "model.safetensors").read_bytes()
+    for name, place in places.items():
+        (folder,) = place.iterdir()
+        assert (folder / "model.safetensors").read_bytes() == file
+        assert "unfinished" not in (folder / "MODEL_CARD.md").read_text()
+        tested = json.loads((folder / "test.json").read_text())
+        own = next(c for c in evaluated["clients"] if c["client"] == "abc".index(name))
+        assert tested["num_examples"] == own["num_examples"]
+        assert tested["accuracy"] == pytest.approx(own["accuracy"])
+    output = tmp_path / "predictions.csv"
+    assert main(["predict", str(folder), str(sites / "a.npz"), "--output", str(output)]) == 0
+    assert "50 records" in capsys.readouterr().out
+    assert len(output.read_text().splitlines()) == 51
+
+
+def test_a_server_without_a_key_warns_and_its_run_has_its_model(
+    tmp_path: Path,
+    sites: Path,
+    compose_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_signing_key(tmp_path / "signing.key")
+    monkeypatch.delenv(SIGNING_KEY, raising=False)
+    config = compose_config(*ONE_ROUND)
+    events, places = run_where_sites_keep_models(config, sites, tmp_path, keeping="a")
+    (warning,) = (event["message"] for event in events if event["event"] == "warning")
+    assert f"the model does not return to the sites: {SIGNING_KEY} is not set" in warning
+    assert not places["a"].exists()
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_a_site_that_does_not_say_whose_models_it_keeps_is_refused(
+    sites: Path, compose_config: Callable[..., Config]
+) -> None:
+    node = {"partition-id": 0, "data-path": str(sites / "a.npz"), "models": "/models"}
+    with pytest.raises(RuntimeError, match="the node keeps models but lacks signer"):
+        describe(compose_config(*REAL_SITES), node)
+
+
 # --- all of it
 
 
@@ -469,3 +546,4 @@ def test_deployment_on_loopback_gives_the_bits_of_inline(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     assert "deployment and inline agree in every bit." in done.stdout
     assert "equal: model.safetensors" in done.stdout
+    assert done.stdout.count(": keeps the model, which it has tested on ") == 3

@@ -44,7 +44,7 @@ def machines(
 ) -> Iterator[Callable[..., object]]:
     """``machines(private=True)``: a server and three sites that run what docker/compose.yaml says.
 
-    Each host name in the file is replaced by 127.0.0.1.
+    Each host name in the file is replaced by 127.0.0.1; ``sums`` are terms of secure sums.
     """
     base = tmp_path_factory.mktemp("machines")
     (base / "data").mkdir()
@@ -76,9 +76,9 @@ def machines(
         parts=parts,
     )
 
-    def begin(*, private: bool) -> object:
+    def begin(*, private: bool, sums: str | None = None) -> object:
         made.make_private(private)
-        made.begin()
+        made.begin(sums=sums)
         return made
 
     yield begin

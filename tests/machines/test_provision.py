@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 from flwr.cli.build import build_fab_from_files
 from flwr.supercore.constant import TASK_TYPE_TO_COMMAND
 from hypothesis import assume, given
@@ -61,13 +62,17 @@ def test_no_folder_holds_a_secret_of_another(tmp_path: Path) -> None:
             path.relative_to(output).as_posix(): path.read_bytes().splitlines()[1]
             for path in output.rglob("*.key")
         }
-        assert set(secrets) == {"ca/ca.key", "server/server.key"}
+        signing = {"ca/signing.key", "server/signing.key"}  # the operator keeps it for later
+        assert set(secrets) == {"ca/ca.key", "server/server.key", *signing}
+        public = {path.read_bytes() for path in output.glob("*/signing.pub")}
+        assert len(public) == 1
         for path in output.glob("*/**/*"):
             if path.is_file():
                 content, name = path.read_bytes(), path.relative_to(output).as_posix()
                 assert (b"PRIVATE KEY" in content) == (name in secrets)
                 for owner, secret in secrets.items():
-                    assert (secret in content) == (name == owner)
+                    owners = signing if owner in signing else {owner}
+                    assert (secret in content) == (name in owners)
 
 
 def test_provisioning_again_renews_the_certificate_and_keeps_authority_state_and_settings(
@@ -76,11 +81,12 @@ def test_provisioning_again_renews_the_certificate_and_keeps_authority_state_and
     kept = [
         folder / "ca" / "ca.key",
         folder / "north" / "ca.crt",
+        folder / "server" / "signing.key",
         folder / "server" / "state" / "x",
         folder / "server" / "server.env",
         *(folder / "north" / name for name in ("site.env", "policy.yaml", "dataset.yaml")),
     ]
-    for edited in kept[2:]:
+    for edited in kept[3:]:
         edited.write_text("by the site's engineer")
     before = [path.read_bytes() for path in kept]
     certificate = (folder / "server" / "server.crt").read_bytes()
@@ -250,7 +256,8 @@ def test_doctor_names_what_is_wrong_with_a_site(folder: Path) -> None:
     settings = (site / "site.env").read_text().replace("fl.example.org:8000", "127.0.0.1:1")
     (site / "site.env").write_text(settings.replace("DEVICE=auto", "DEVICE=cpu"))
     found = broken(site)
-    assert found.keys() == {"server", "clock", "key", "data"}
+    assert found.keys() == {"server", "clock", "key", "data", "records"}
+    assert found["records"] == "see data"
     assert "127.0.0.1:1 cannot be reached" in found["server"]
     assert found["clock"] == "see server"
     assert "make it by `fednas key" in found["key"]
@@ -263,6 +270,57 @@ def test_doctor_names_what_is_wrong_with_a_site(folder: Path) -> None:
     assert "data_sets={} is not usable" in broken(site)["data"]
     (site / "state" / "ledger.key").write_text("x")
     assert "mark" in broken(site)["ledger"]
+
+
+def site_with_table(folder: Path, text: str, **dataset: object) -> Path:
+    """Return a site's folder whose data is a table of that text."""
+    site = folder / "north"
+    (folder / "ward.csv").write_text(text)
+    path = f"DATA_PATH={folder / 'ward.csv'}"
+    (site / "site.env").write_text(re.sub("DATA_PATH=.*", path, (site / "site.env").read_text()))
+    given = {"name": "csv", "label": "ill", "class_names": ["no", "yes"], "id_column": None}
+    given |= {"numeric": ["age"], "statistics": {"age": [50, 20]}}
+    (site / "dataset.yaml").write_text(yaml.safe_dump(given | dataset))
+    policy = (site / "policy.yaml").read_text()
+    (site / "policy.yaml").write_text(policy.replace("records: 5000", "records: 100"))
+    return site
+
+
+def records_of(site: Path) -> str:
+    """Return what doctor says of a site's records."""
+    (found,) = (f for f in examine(site) if f.name == "records")
+    return f"BROKEN {found.text}" if found.broken else found.text
+
+
+TABLE = "age,ill\n" + "".join(f"{30 + i % 40},{'yes' if i % 3 else 'no'}\n" for i in range(99))
+
+
+def test_doctor_checks_a_sites_own_records(folder: Path) -> None:
+    found = records_of(site_with_table(folder, TABLE))
+    assert found.startswith("99 records, ")
+    assert " of them to train on; numbers: age" in found
+    assert "label ill: no 33, yes 66" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "dataset", "words"),
+    [
+        (TABLE + "unknown,yes\n", {}, "unknown"),
+        (TABLE + "61,maybe\n", {}, "maybe"),
+        (TABLE.replace("age", "years"), {}, "age"),
+        (TABLE, {"statistics": {}}, "dataset.statistics"),
+        (TABLE, {"statistics": {"age": [0, 1e-30]}}, "is beyond 1e\\+18 after normalisation"),
+        (TABLE * 1 + TABLE[8:] * 3, {}, "declares 100, and answers of more than 2 times as many"),
+        (TABLE[:20], {}, "declares 100: more noise than need be|train part"),
+        ("age,ill\n", {}, "."),
+    ],
+)
+def test_doctor_says_what_a_run_would_find_wrong_with_the_records(
+    folder: Path, text: str, dataset: dict[str, object], words: str
+) -> None:
+    found = records_of(site_with_table(folder, text, **dataset))
+    assert re.search(words, found)
+    assert found.startswith("BROKEN") or "more noise" in words
 
 
 @pytest.mark.parametrize(

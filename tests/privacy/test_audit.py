@@ -547,9 +547,10 @@ def test_gaussian_bound_at_its_ends() -> None:
     assert gaussian_bound(0, 100, 100, 1e-5, 0.95) == 0
     assert math.isfinite(gaussian_bound(100, 0, 100, 1e-5, 0.95))
     assert gaussian_bound(90, 10, 100, 1e-5, 0.95) > counted(90, 10, 100, 1e-5, 0.95)
-    for delta, hits in ((0.0, 5), (1e-5, 11)):
+    assert gaussian_bound(1, 0, 1, 1e-5, 0.9) == 0
+    for delta, hits, runs in ((0.0, 5, 10), (1e-5, 11, 10), (1e-5, 0, 0)):
         with pytest.raises(ValueError, match="delta must be above 0 and counts"):
-            gaussian_bound(hits, 0, 10, delta, 0.9)
+            gaussian_bound(hits, 0, runs, delta, 0.9)
 
 
 # How large an audit must be.

@@ -34,12 +34,12 @@ def with_auxiliary(output, y):
 
 
 def darts(shape, engine="fast"):
-    sizes = {"num_classes": CLASSES, "channels": 4, "num_cells": 3}
+    sizes = {"num_classes": CLASSES, "channels": 4, "num_cells": 3, "skip": "linear"}
     return DARTSSpace(input_shape=shape, **sizes, norm="group", engine=engine)
 
 
 def nasbench201(shape, engine="fast"):
-    sizes = {"num_classes": CLASSES, "channels": 4, "num_cells": 1}
+    sizes = {"num_classes": CLASSES, "channels": 4, "num_cells": 1, "skip": "linear"}
     return NASBench201Space(input_shape=shape, **sizes, norm="group", engine=engine)
 
 

@@ -395,6 +395,7 @@ def test_numbers_may_be_written_without_a_point():
         ({"fractions": {"train": 1}}, "ward.fractions lacks validation, test"),
         ({"fractions": {"trian": 1}}, "ward.fractions: key=trian is unknown.*nearest: train"),
         ({"fractions": 0.5}, "ward.fractions=0.5 is not usable"),
+        ({"fractions": {"train": 1, "validation": 0.5, "test": -0.5}}, "fractions.test=-0.5"),
         ({"fractions": {"train": 1.5, "validation": -0.5, "test": 0}}, "fractions.train=1.5"),
         ({"records": 9, "fractions": dict.fromkeys(SPLITS, 0.5)}, "three numbers that sum to 1"),
         ({"records": 9, "fractions": dict.fromkeys(SPLITS, "x")}, "ward.fractions.test=x"),

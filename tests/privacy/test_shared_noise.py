@@ -7,9 +7,10 @@ from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
+import torch
 
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.privacy.noise import SecureGenerator
+from fednas_flwr.privacy.noise import SecureGenerator, add_shared_noise
 from fednas_flwr.privacy.shared_noise import SumTerms, share_sigma, sum_divergence
 
 
@@ -82,3 +83,25 @@ def test_terms():
             SumTerms("a" * 64, *wrong)
     with pytest.raises(ConfigError, match="roster"):
         SumTerms("a", 7, 1)
+
+
+def test_shared_noise_is_drawn_as_far_as_its_grid_reaches():
+    def added(noise_multiplier, *, honest=2, norm=1.0):
+        return add_shared_noise(
+            torch.zeros(1),
+            SecureGenerator(test_seed=b"1"),
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=norm,
+            cell=1.0,
+            honest=honest,
+        )
+
+    for good in (1e-3, 1.0, 2.0**25):
+        assert added(good).isfinite().all()
+    for wrong in (0.0, -1.0, math.nan, 2.0**27):
+        with pytest.raises(ValueError, match=r"shared by 2 clients, is out of range"):
+            added(wrong)
+    with pytest.raises(ValueError, match="shared by 1 clients"):
+        added(1.0, honest=1)
+    with pytest.raises(ValueError, match="max_grad_norm=0.0"):
+        added(1.0, norm=0.0)

@@ -28,7 +28,7 @@ def test_leads_and_spreads_by_hand():
         for n, jump in enumerate(jumps)
     ]
     grows, jumping, still = decidedness.edges(snapshots)
-    assert (grows.op, grows.next_op, grows.label) == ("conv", "skip", "0 → 1")
+    assert (grows.op, grows.next_op, grows.label) == ("conv", "skip", "input → 1")
     assert grows.lead == pytest.approx(0.96)
     assert grows.spread == pytest.approx(0.01 * statistics.stdev(range(5)))
     assert grows.is_decided

@@ -14,7 +14,7 @@ from flwr.cli.build import build_fab_from_files
 from fednas_flwr.federation.bundle import bundle_files
 
 ROOT = Path(__file__).parents[2]
-PAGE = ["report.html.j2", "style.css", "script.js"]
+PAGE = ["report.html.j2", "style.css", "script.js", "figures.js"]
 FROM_A_BUNDLE = """
 import sys
 from pathlib import Path

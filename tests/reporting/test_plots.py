@@ -69,7 +69,7 @@ def test_client_accuracy_has_bars_mean_and_the_server() -> None:
 
 @pytest.mark.parametrize(
     ("edges", "first", "last"),
-    [(14, "c(k−2) → 0", "2 → 3"), (6, "0 → 1", "2 → 3"), (4, "edge 0", "edge 3")],
+    [(14, "c(k−2) → 0", "2 → 3"), (6, "input → 1", "2 → output"), (4, "edge 0", "edge 3")],
 )
 def test_edges_are_named_by_target_then_source(edges: int, first: str, last: str) -> None:
     labels = plots.edge_labels(edges)
@@ -89,7 +89,7 @@ def test_alphas_are_shares_over_few_rounds_with_first_and_last() -> None:
     figure = _valid(kind["figure"])
     assert figure.data[0].z[0][1] == pytest.approx(math.exp(5) / (1 + math.exp(5)), abs=1e-3)
     assert kind["steps"][-1] == [list(row) for row in figure.data[0].z]
-    assert (figure.data[1].x, figure.data[1].y) == (("skip",), ("1 → 2",))
+    assert (figure.data[1].x, figure.data[1].y) == (("skip",), ("1 → output",))
     assert plots.alphas([], None) == {"rounds": [], "kinds": {}}
 
 

@@ -159,3 +159,12 @@ def test_what_is_not_defined_is_refused():
     darts = DARTSSpace(**{**SIZES, "num_cells": 3}).supernet()
     with pytest.raises(ValueError, match=r"nasbench201 only"):
         draw(darts, 0)
+
+
+def test_temperatures_end_at_the_last_one_whatever_the_first_was():
+    for first, last in ((1e30, 1.0), (1.0, 1e30), (1e30, 1e-30), (10.0, 0.1)):
+        temperatures = Temperatures(first=first, last=last)
+        found = [temperatures.at_round(number, 7) for number in range(1, 8)]
+        assert found[0] == first
+        assert found[-1] == pytest.approx(last, rel=1e-12)
+        assert found == sorted(found, reverse=first > last)

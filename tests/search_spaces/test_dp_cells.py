@@ -133,3 +133,9 @@ def test_paths_that_are_none_are_refused(path):
 def test_auxiliary_head_is_refused():
     with pytest.raises(ConfigError, match="no auxiliary head"):
         SMALL.network(all_of("skip_connect"), auxiliary=True)
+
+
+def test_the_skip_is_trained_with_every_path():
+    network = dataclasses.replace(SMALL, skip="linear").network(all_of("none"))
+    shared = {id(parameter) for parameter in network.path_parameters([0] * len(EDGES))}
+    assert {id(parameter) for parameter in network.skip.parameters()} <= shared

@@ -14,6 +14,7 @@ from fednas_flwr.cli import main
 from fednas_flwr.clients import noised_gradients, release
 
 add_noise, clipped_gradient_sum = release.add_noise, noised_gradients.clipped_gradient_sum
+add_shared_noise = release.add_shared_noise
 
 
 def no_noise(total: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -23,6 +24,11 @@ def no_noise(total: Tensor, *_: Any, **__: Any) -> Tensor:
 def half_noise(total: Tensor, generator: Any, **terms: float) -> Tensor:
     terms["noise_multiplier"] /= 2
     return add_noise(total, generator, **terms)
+
+
+def half_shares(total: Tensor, generator: Any, **terms: Any) -> Tensor:
+    terms["noise_multiplier"] /= 2
+    return add_shared_noise(total, generator, **terms)
 
 
 def noise_of_a_clipped_sum(total: Tensor, generator: Any, **terms: float) -> Tensor:
@@ -38,6 +44,7 @@ FAULTS = {
     "honest": {},
     "no noise": {(release, "add_noise"): no_noise},
     "half the noise": {(release, "add_noise"): half_noise},
+    "half the shares": {(release, "add_shared_noise"): half_shares},
     "no clipping": {(noised_gradients, "clipped_gradient_sum"): unclipped_sum},
     "clipping after the sum": {
         (noised_gradients, "clipped_gradient_sum"): unclipped_sum,

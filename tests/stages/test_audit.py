@@ -140,6 +140,38 @@ def test_what_cannot_be_audited_is_said(compose_config):
             audit_search(compose_config(*SETTINGS), confidence=confidence)
 
 
+SUMS = ("clients=3", "secure_sum=true", "secure_terms={least_sites: 3, colluding: 1}")
+
+
+def test_totals_are_audited_as_a_server_sees_them_that_a_client_helps(
+    table, compose_config, monkeypatch
+):
+    monkeypatch.setattr("fednas_flwr.stages.audit.MOST_RUNS", 60)
+    config = compose_config(*table, *SUMS)
+    one, many = audit_search(config).findings
+    assert "totals of 3 clients, 1 with the server, 1024 canaries" in one.seen
+    assert "60 runs of 1 step at rate 1, totals of 3 clients" in many.seen
+    assert not one.refutes
+    assert not many.refutes
+    assert one.claim == pytest.approx(4.38, abs=0.01)
+
+    def no_share(total, *_, cell, **__):
+        return (total.double() / cell).round() * cell
+
+    monkeypatch.setattr("fednas_flwr.clients.release.add_shared_noise", no_share)
+    one, many = audit_search(config).findings
+    assert one.refutes
+    assert many.refutes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["honest", "half the shares", "no clipping"])
+def test_the_command_fails_clients_whose_totals_have_a_fault(table, fault):
+    code, said = command(fault, [*table, *SUMS])
+    assert "totals of 3 clients, 1 with the server" in said
+    assert code == (0 if fault == "honest" else RUN_FAILED), said
+
+
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 @pytest.mark.parametrize("space", ["darts_small", "nasbench201_small"])
 def test_a_canarys_clipped_gradient_is_the_crafted_one(compose_config, space, engine):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +50,17 @@ def saved(path: Path, labels: np.ndarray, test_labels: np.ndarray, **more: np.nd
     arrays |= {"x_test": images[len(labels) :], "y_test": test_labels}
     np.savez(path / "own.npz", **(arrays | more))
     return f"dataset.root={path / 'own.npz'}"
+
+
+def test_secure_sums_take_no_table_whose_statistics_each_client_tells(
+    compose_config: Compose, table: tuple[str, ...]
+) -> None:
+    own = (*table, "clients=3", "secure_terms.colluding=0", "secure_sum=true")
+    sentence = refused(compose_config(*own))
+    assert sentence.startswith("secure_sum=true with a table whose dataset.statistics are not")
+    assert "declare them as {column: [mean, std], ...}" in sentence
+    api.check([compose_config(*own, "dataset.statistics={age: [40, 10], size: [0, 1]}")])
+    api.check([compose_config(*own[:-2])])  # the same table, without secure sums
 
 
 @pytest.mark.parametrize(
@@ -177,12 +190,15 @@ def test_metrics_that_no_budget_covers_are_refused(compose_config: Compose) -> N
 def test_sites_that_have_spent_their_budget_refuse_the_next_run(
     compose_config: Compose, tmp_path: Path, run_inline: Callable
 ) -> None:
-    own = (*PRIVATE, f"privacy.sites={tmp_path / 'sites'}")
+    own = (*PRIVATE, "clients=2", f"privacy.sites={tmp_path / 'sites'}")
     config = compose_config(*own)
     api.check([config])
     assert not (tmp_path / "sites").exists()
     assert run_inline(*own).error is None
     assert "more than what is left of budgets covers (client 0: " in refused(config)
+    shutil.rmtree(tmp_path / "sites" / "client-1")  # so that it has a budget again
+    api.check([config])  # half of the clients are a quorum
+    assert "covers (client 0: " in refused(compose_config(*own, "runtime.quorum=0.51"))
 
 
 def test_private_runs_that_fit_pass(compose_config: Compose) -> None:
@@ -210,6 +226,65 @@ def test_a_table_of_accuracies_that_is_none_is_refused(
     sentence = refused(compose_config("search_space=nasbench201_small", f"dataset.table={path}"))
     assert sentence.startswith(f"dataset.table={path}"[:60])
     assert said in sentence
+
+
+@pytest.mark.parametrize("algorithm", ["zero_cost", "successive_halving"])
+def test_limits_that_no_network_keeps_are_refused(compose_config: Compose, algorithm: str) -> None:
+    group = "algorithm.limits" if algorithm == "zero_cost" else "algorithm.pool.limits"
+    sentence = refused(compose_config(f"algorithm={algorithm}", f"{group}.parameters=1"))
+    assert sentence.startswith("no network of search_space=nasbench201 is within the limits")
+    assert "exceed parameters=1: raise them" in sentence
+    api.check([compose_config(f"algorithm={algorithm}", f"{group}.parameters=1000000")])
+
+
+def test_alphas_that_are_none_are_refused(compose_config: Compose, tmp_path: Path) -> None:
+    own = f"algorithm.pool.alphas={tmp_path}"
+    sentence = refused(compose_config("algorithm=successive_halving", own))
+    assert sentence == f"{own} holds no alphas: give the folder of a one-shot search."
+
+
+def test_more_threads_than_cores_can_run_are_refused(
+    compose_config: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    sentence = refused(compose_config("threads=17"))
+    assert sentence.startswith("threads=17 is out of range: expected at most 16, 8 for each of")
+    api.check([compose_config("threads=16")])
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    api.check([compose_config("threads=8")])
+
+
+@pytest.mark.parametrize(
+    ("space", "retrain"),
+    [("nasbench201_small", "small"), ("mbconv_small", "mbconv"), ("dp_cells_small", "dp_cells")],
+)
+def test_an_auxiliary_head_that_there_is_not_is_refused(
+    compose_config: Compose, space: str, retrain: str
+) -> None:
+    own = (f"search_space={space}", f"retrain={retrain}", "stages=[search,retrain]")
+    sentence = refused(compose_config(*own, "retrain.auxiliary_weight=1"))
+    assert sentence.endswith(" networks have no auxiliary head: set retrain.auxiliary_weight=0.")
+
+
+@pytest.mark.parametrize("algorithm", ["dpnas", "random_search"])
+def test_a_group_norm_of_a_single_value_is_refused(compose_config: Compose, algorithm: str) -> None:
+    own = [f"algorithm={algorithm}", "search_space=dp_cells", "retrain=dp_cells"]
+    own += ["search_space.widths=[2,2,4]"]
+    sentence = refused(compose_config(*own, "search_space.head=1"))
+    assert "a group norm of the network has one value only" in sentence
+    assert "raise its sizes (search_space.widths=[2, 2, 4], search_space.head=1)." in sentence
+    api.check([compose_config(*own, "search_space.head=2")])
+
+
+def test_a_partition_file_that_is_none_is_named(compose_config: Compose, tmp_path: Path) -> None:
+    sentence = refused(compose_config(f"partition.file={tmp_path / 'none.json'}"))
+    assert sentence.startswith(f"partition.file={tmp_path / 'none.json'} cannot be read")
+
+
+def test_a_client_without_a_train_record_is_refused(compose_config: Compose) -> None:
+    sentence = refused(compose_config("clients=80"))
+    assert sentence.startswith("a client has no train record, of 1 in all and dataset.fractions.")
+    assert "train=0.5: raise that share, or give it more records" in sentence
 
 
 def test_a_cache_that_is_a_file_is_refused(compose_config: Compose, tmp_path: Path) -> None:

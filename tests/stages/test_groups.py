@@ -154,10 +154,14 @@ def test_a_resumed_run_gives_the_same_networks(whole, run, tmp_path):
     shutil.rmtree(folder / "groups" / "b")
     for path in (folder / "groups" / "a" / "checkpoints").glob("retrain-*"):
         path.unlink()
+    (folder / "groups" / "a" / "genotype.json").unlink()
+    (folder / "groups" / "a" / "checkpoints" / "search-000002.safetensors").write_bytes(b"torn")
     text = (folder / "config.yaml").read_text().replace(str(whole.folder), str(folder))
     (folder / "config.yaml").write_text(text)
     again = run(resume=folder)
     assert again.error is None
+    warnings = named(read_events(folder / "groups" / "a" / "events.jsonl"), "warning")
+    assert any("search-000002" in warning["message"] for warning in warnings)
     for name in ("a", "b"):
         one, other = (
             load_file(base / "groups" / name / "model.safetensors")

@@ -102,3 +102,13 @@ def test_clients_find_the_statistics_of_a_table_together(run_inline, tmp_path: P
     again = run_inline(resume=done.folder)
     assert again.error is None
     assert last(again.events, "exported")["inputs"]["mean"] == [55.5]
+
+
+def test_a_run_where_there_is_no_git_has_no_commit(
+    run_inline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = run_inline("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain]")
+    assert done.error is None
+    assert done.events[0]["event"] == "run_started"
+    assert done.events[0]["commit"] is None

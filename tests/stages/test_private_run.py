@@ -879,7 +879,10 @@ UNKNOWN_IMAGES = [
     [
         (["dataset.class_names=[]"], "must give dataset.class_names,"),
         (["dataset=image_folder", *UNKNOWN_IMAGES], "image_size, dataset.channels"),
-        (["dataset.class_names=[a,b]", "dataset.image_size=8"], "dataset.channels"),
+        (
+            ["dataset=npz", "dataset.root={images}", "dataset.class_names=[a,b]"],
+            "image_size, dataset.channels",
+        ),
         (["dataset=csv", "dataset.class_names=[a,b]"], "numeric or categorical"),
         (
             ["dataset=csv", "dataset.class_names=[a,b]", "dataset.categorical=[sex]"],
@@ -887,7 +890,13 @@ UNKNOWN_IMAGES = [
         ),
     ],
 )
-def test_a_real_site_must_declare_what_its_records_would_tell(compose_config, overrides, words):
+def test_a_real_site_must_declare_what_its_records_would_tell(
+    compose_config, tmp_path, overrides, words
+):
+    """One image in colour, for example, would make all others of a site colour images."""
+    images = tmp_path / "images.npz"
+    np.savez(images, train_bytes=np.zeros(9, dtype=np.uint8), train_off=[0, 9], y_train=[0])
+    overrides = [override.format(images=images) for override in overrides]
     config = compose_config(*SEARCH, *REAL_SITES, *overrides)
     prepared = SimpleNamespace(uses_own_statistics=False)
     with pytest.raises(ConfigError, match=words):

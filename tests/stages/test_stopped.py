@@ -106,6 +106,54 @@ def test_a_run_that_is_stopped_at_any_moment_goes_on(
     assert_goes_on(tmp_path / "run", folder)
 
 
+def descendants(pid: int) -> list[tuple[int, str]]:
+    """Return ids and command lines of the processes that a process and those of it have started."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True)
+    rows = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
+    found, parents = [], {pid}
+    while parents:
+        children = [(int(own), args) for own, parent, args in rows if int(parent) in parents]
+        found += children
+        parents = {own for own, _ in children}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("victim", ["ray::Worker", "raylet/raylet", "gcs/gcs_server"])
+@pytest.mark.parametrize("stage", ["search", "retrain"])
+def test_a_run_goes_on_after_processes_of_ray_were_killed(
+    overrides: list[str], whole: tuple[Path, float], tmp_path: Path, stage: str, victim: str
+) -> None:
+    folder = tmp_path / "run"
+    own = ("runtime=ray", "runtime.client_cpus=0.5", "runtime.quorum=1", f"run_dir={folder}")
+
+    def begun() -> bool:
+        log = folder / "events.jsonl"
+        told = read_events(log) if log.exists() else []
+        return any(event["event"] == "round" and event["stage"] == stage for event in told)
+
+    with fednas(*overrides, *own) as process:
+        while process.poll() is None and not begun():
+            time.sleep(0.005)
+        victims = [pid for pid, command in descendants(process.pid) if victim in command]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert victims
+    assert "Traceback" not in errors
+    if process.returncode == RUN_FAILED:
+        sentence = errors.splitlines()[-1]
+        assert sentence.startswith("fednas: QuorumError: ")
+        assert "the client's process has died" in sentence
+        assert sentence.endswith(f"fednas run resume={folder}")
+        complete(f"resume={folder}")
+    else:  # the workers go on without what has started them
+        assert (process.returncode, victim != "ray::Worker") == (0, True)
+    for name in ("genotype.json", "model.safetensors"):
+        assert (folder / name).read_bytes() == (whole[0] / name).read_bytes()
+
+
 @pytest.mark.parametrize("largest_file", [2_500, 20_000, 1_000_000])
 def test_a_run_on_a_full_disk_goes_on_when_there_is_room(
     overrides: list[str], whole: tuple[Path, float], tmp_path: Path, largest_file: int

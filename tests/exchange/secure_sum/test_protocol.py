@@ -158,6 +158,39 @@ def test_a_new_attempt_has_other_masks(sites):
     assert (masked[0] != masked[1]).mean() > 0.99
 
 
+def test_messages_out_of_order_are_refused_and_do_no_harm(sites):
+    exchange = Exchange(sites).answer([3, 0, 4, 1])
+    with pytest.raises(ConfigError, match="answered no such request"):
+        sites[2].sign(exchange.context, list(range(SITES)))  # before its answer
+    exchange.answer([2])
+    with pytest.raises(ConfigError, match="not the list that this site has signed"):
+        exchange.open_by(0)  # before it has signed
+    exchange.sign(clients=[4, 2, 0, 3])
+    with pytest.raises(ConfigError, match="site 1 has not signed"):
+        exchange.open_by(0)  # before all have
+    exchange.sign(clients=[1])
+    assert_sum(exchange.total([4, 2]), range(SITES))
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_totals_at_the_edge_of_the_range_and_one_cell_beyond_it(sites, sign, beyond):
+    grid = Grid.of_range(3.0, sites=SITES)
+    exchange = Exchange(sites)
+    for i, site in enumerate(sites):
+        cells = np.full(9, sign * grid.most_cells, dtype=np.int32)
+        cells[0] += sign * beyond * (i == 0)
+        answer = site.begin(**exchange.asked)
+        exchange.boxes[i], exchange.context = answer.mask([cells]), answer.context
+        exchange.sum.add(i, [cells])
+    (total,) = exchange.sign().total()
+    if beyond:
+        with pytest.raises(ValueError, match="beyond 5 times their range"):
+            grid.decode(total, sites=SITES)
+    else:
+        assert (grid.decode(total, sites=SITES) == sign * SITES * grid.range).all()
+
+
 def test_two_lists_cannot_both_be_opened_with_an_honest_site_in_common(sites):
     exchange = Exchange(sites).answer(range(SITES))
     exchange.sign(survivors=[0, 1, 2])

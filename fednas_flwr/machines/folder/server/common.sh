@@ -2,6 +2,7 @@
 set -a
 source ./server.env
 FLWR_HOME=$PWD/state/flwr FLWR_TELEMETRY_ENABLED=0
+FEDNAS_SIGNING_KEY=$PWD/signing.key # signs the models that return to the sites
 set +a
 source ./parts.sh
 mkdir -p "$FLWR_HOME"

@@ -35,6 +35,8 @@ ledger-key = "$PWD/state/ledger.key"
 roster = "$PWD/roster.json"
 sum-key = "$PWD/state/sum.key"
 sums = "$PWD/state/sums.sqlite"
+models = "$PWD/state/models"
+signer = "$PWD/signing.pub"
 superlink = "$SUPERLINK"
 split-key = "$(cat state/split.key)"
 TOML

@@ -1,0 +1,112 @@
+"""``baselines=2``: what a search was worth, by networks that were not searched, trained alike.
+
+Each is a run in ``baselines/<name>/`` of the run's folder, with the same clients, records,
+retraining and privacy. Simulated sites have a ledger of their own in each: all of the epsilon goes
+into training, as real sites could not give it once more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import yaml
+from torch import nn
+
+from fednas_flwr.builders.algorithms import ALGORITHMS
+from fednas_flwr.builders.networks import described_space, load_description, make_network
+from fednas_flwr.config import AlgorithmSettings, Config, ZeroCostSettings, conf_folder
+from fednas_flwr.config.networks import Retrain
+from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.hardware.flops import count_multiply_adds
+from fednas_flwr.names import BATCH
+from fednas_flwr.randomness import make_generator
+from fednas_flwr.reporting.runs import BASELINES_FOLDER, CONFIG_FILE, read_run
+from fednas_flwr.search.settings import RESNETS, Configuration
+from fednas_flwr.search_spaces.genotype import save_genotype
+from fednas_flwr.stages.run_folder import GENOTYPE_FILE, create_run_folder
+from fednas_flwr.typed import parse
+
+DRAWS = 250  # of the data-free choice
+STAGES = ["retrain", "evaluate", "export"]  # of a network that is given
+
+
+def prepare_baselines(config: Config) -> list[Path]:
+    """Return a run folder for every baseline, made where it is missing.
+
+    They are ``random_1`` and so on, drawn uniformly from the search space; ``data_free``, the
+    choice of ``zero_cost``, unless the run is one; and for images ``resnet8_<width>``, of the width
+    whose multiply-adds are nearest. Hyper-parameters that the search has found are taken over.
+
+    Args:
+        config: Of a finished run that has exported a searched network.
+    """
+    folders = []
+    for name, baseline in _baselines(config):
+        folder = Path(str(config.run_dir)) / BASELINES_FOLDER / name
+        if not (folder / CONFIG_FILE).is_file():
+            create_run_folder(replace(baseline, run_dir=str(folder)))
+        folders.append(folder)
+    return folders
+
+
+def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
+    """Yield names and configurations; genotypes lie in the folders to be."""
+    folder, number = Path(str(config.run_dir)), config.baselines
+    description = load_description(folder)
+    config = replace(config, baselines=0, time_limit=None, retrain=_with_found(config))
+    space, _ = described_space(description)
+    for index in range(1, number + 1):
+        name = f"random_{index}"
+        file = folder / BASELINES_FOLDER / name / GENOTYPE_FILE
+        if not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            generator = make_generator(config.seed, "baselines", index)
+            save_genotype(file, space.random_genotype(generator))
+        yield name, replace(config, stages=STAGES, genotype=str(file.resolve()))
+    if not isinstance(config.algorithm, ZeroCostSettings):
+        yield "data_free", replace(config, algorithm=_shipped("zero_cost", draws=DRAWS), rounds=1)
+    shape = tuple(description["input_shape"])
+    if len(shape) == 3:
+        name = _nearest_resnet(shape, description["num_classes"], make_network(description))
+        yield name, replace(config, algorithm=_shipped("fedavg", network=name), stages=STAGES)
+
+
+def _with_found(config: Config) -> Retrain:
+    """Return retraining's settings with the hyper-parameters that the search has found."""
+    derived = read_run(Path(str(config.run_dir))).last("derived") or {}
+    if not derived.get("configuration"):
+        return config.retrain
+    found = parse(Configuration, derived["configuration"], key="configuration")
+    weights = replace(
+        config.retrain.weights,
+        lr=found.lr,
+        momentum=found.momentum,
+        weight_decay=found.weight_decay,
+    )
+    return replace(config.retrain, weights=weights, drop_path_prob=found.dropout)
+
+
+def _shipped(name: str, **changed: object) -> AlgorithmSettings:
+    """Return the settings that ``algorithm=<name>`` has by default, some of them changed."""
+    file = conf_folder() / "algorithm" / f"{name}.yaml"
+    settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    parsed: AlgorithmSettings = parse(
+        ALGORITHMS[name].settings, {**settings, **changed}, key="algorithm"
+    )
+    return parsed
+
+
+def _nearest_resnet(shape: tuple[int, ...], num_classes: int, network: nn.Module) -> str:
+    """Return the name of the ResNet-8 whose multiply-adds are nearest, by their ratio."""
+    wanted = count_multiply_adds(network, shape)
+
+    def distance(name: str) -> float:
+        with torch.device("meta"):
+            other = FIXED_NETWORKS[name](shape, num_classes, norm=BATCH)
+        return abs(math.log(count_multiply_adds(other, shape) / max(wanted, 1)))
+
+    return min(RESNETS, key=distance)

@@ -1,0 +1,137 @@
+"""No step waits for a GPU or has a tensor on another device: each runs on the ``meta`` device.
+
+There ``.item()`` and the like fail, as does an operation of two devices. Left out are steps of
+paths that are drawn from the alphas: what is to be computed must be known before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.names import FAST, REFERENCE
+from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
+from fednas_flwr.search.candidate import Candidate
+from fednas_flwr.search.descent import Descent, make_adam, make_sgd
+from fednas_flwr.search.exact_gradients import alpha_gradient_sum
+from fednas_flwr.search.settings import NORMED_NETWORKS, SGD, Adam
+from fednas_flwr.search.training import Tally, weight_gradient
+from fednas_flwr.search_spaces.space import SearchSpace, Supernet
+
+from .test_search_spaces import SPACES
+
+WEIGHTS = SGD(lr=0.1, min_lr=0.1, momentum=0.9, weight_decay=1e-4, clip_norm=5.0)
+ALPHAS = Adam(lr=0.1, weight_decay=1e-3)
+Given = Mapping[str, Tensor | None]
+
+
+def losses(output: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(output, labels, reduction="none")
+
+
+def records(space: SearchSpace) -> tuple[Tensor, Tensor]:
+    with torch.device("meta"):
+        return torch.empty(4, *space.input_shape), torch.empty(4, dtype=torch.long)
+
+
+def take(parameters: Mapping[str, nn.Parameter], given: Given, optimizer: object) -> None:
+    """Take a step, and see that it leaves nothing elsewhere."""
+    assert any(gradient is not None for gradient in given.values())
+    Descent(parameters, optimizer, WEIGHTS.clip_norm).step(given)  # type: ignore[arg-type]
+    assert {parameter.device.type for parameter in parameters.values()} == {"meta"}
+
+
+def step_weights(parameters: Mapping[str, nn.Parameter], given: Given) -> None:
+    take(parameters, given, make_sgd(parameters.values(), WEIGHTS))
+
+
+def step_alphas(supernet: Supernet, given: Given) -> None:
+    alphas = {f"alphas.{kind}": alpha for kind, alpha in supernet.alphas().items()}
+    named = {f"alphas.{kind}": gradient for kind, gradient in given.items()}
+    take(alphas, named, make_adam(alphas.values(), ALPHAS))
+
+
+KINDS = [(name, FAST) for name in SPACES] + [("darts", REFERENCE), ("nasbench201", REFERENCE)]
+
+
+@pytest.fixture(params=KINDS, ids=" ".join)
+def space(request: pytest.FixtureRequest) -> SearchSpace:
+    name, engine = request.param
+    return replace(SPACES[name], engine=engine, norm="group", skip="linear")
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make().train()
+
+
+def test_plain_steps_of_a_supernet(space: SearchSpace) -> None:
+    supernet = on_meta(replace(space, norm="batch").supernet)
+    batch, tally = records(space), Tally()
+    step_weights(supernet.weights(), weight_gradient(supernet, batch, tally))
+    step_alphas(supernet, alpha_gradient_sum(supernet, batch)[0])
+    assert tally.num_examples == 4
+
+
+def test_private_steps_of_a_supernet(space: SearchSpace) -> None:
+    supernet = on_meta(space.supernet)
+    x, y = records(space)
+    given = clipped_gradient_sum(
+        supernet, x, y, loss=losses, parameters=supernet.weights(), max_norm=1.0
+    )
+    step_weights(supernet.weights(), given)
+    step_alphas(
+        supernet,
+        clipped_alpha_gradient_sum(
+            supernet, x, y, loss=losses, alphas=supernet.alphas(), max_norm=1.0
+        ),
+    )
+
+
+def test_plain_and_private_steps_of_a_derived_network(space: SearchSpace) -> None:
+    genotype = space.random_genotype(torch.Generator())
+    check_network(on_meta(lambda: space.network(genotype)), *records(space))
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet8_4", "plain_cnn", "linear", "cnn_tanh"])
+def test_plain_and_private_steps_of_a_given_network(name: str) -> None:
+    norm = {"norm": "group"} if name in NORMED_NETWORKS else {}
+    x = torch.empty(4, 3, 16, 16, device="meta")
+    network = on_meta(lambda: FIXED_NETWORKS[name]((3, 16, 16), 5, **norm))
+    for module in network.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    check_network(network, x, torch.empty(4, dtype=torch.long, device="meta"))
+
+
+def check_network(network: nn.Module, x: Tensor, y: Tensor) -> None:
+    weights = dict(network.named_parameters())
+    step_weights(weights, weight_gradient(network, (x, y), Tally()))
+    given = clipped_gradient_sum(network, x, y, loss=losses, parameters=weights, max_norm=1.0)
+    step_weights(weights, given)
+
+
+def test_steps_of_a_candidate_that_shares_weights() -> None:
+    space = SPACES["dp_cells"]
+    supernet = on_meta(space.supernet)
+    path = [len(space.ops) - 1] * space.cell_kinds["cell"]
+    candidate = Candidate(supernet, path)
+    x, y = records(space)
+    step_weights(candidate.weights(), weight_gradient(candidate, (x, y), Tally()))
+    given = clipped_gradient_sum(
+        candidate, x, y, loss=losses, parameters=candidate.weights(), max_norm=1.0
+    )
+    step_weights(candidate.weights(), given)
+
+
+def test_the_meta_device_refuses_what_would_wait() -> None:
+    with pytest.raises(RuntimeError, match="meta"):
+        float(torch.empty(3, device="meta").sum())
+    with pytest.raises(RuntimeError, match="device"):
+        torch.empty(3, device="meta") @ torch.ones(3)
