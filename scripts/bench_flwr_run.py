@@ -31,7 +31,8 @@ import torch
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
-server, client = ServerApp(), ClientApp()
+server = ServerApp()
+client = ClientApp()
 
 @client.query()
 def answer(message, context):
