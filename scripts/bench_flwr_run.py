@@ -31,7 +31,8 @@ import torch
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
-server, client = ServerApp(), ClientApp()
+server = ServerApp()
+client = ClientApp()
 
 @client.query()
 def answer(message, context):
@@ -51,8 +52,8 @@ license = {file = "LICENSE"}
 [tool.flwr.app]
 publisher = "hello"
 [tool.flwr.app.components]
-serverapp = "hello:server"
-clientapp = "hello:client"
+serverapp = "hello.apps:server"
+clientapp = "hello.apps:client"
 """
 
 
@@ -68,8 +69,9 @@ def main() -> int:
     (base / "home" / "config.toml").write_text(
         f'[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     )
-    (base / "hello").mkdir()
-    for name, text in (("hello.py", HELLO), ("pyproject.toml", PROJECT), ("LICENSE", "None")):
+    (base / "hello" / "hello").mkdir(parents=True)
+    files = {"hello/__init__.py": "", "hello/apps.py": HELLO, "pyproject.toml": PROJECT}
+    for name, text in (files | {"LICENSE": "None"}).items():
         (base / "hello" / name).write_text(text)
     environment = os.environ | {"FLWR_HOME": str(base / "home")}
     environment["PATH"] = f"{BIN}:{os.environ['PATH']}"
