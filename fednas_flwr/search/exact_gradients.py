@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, count, repeat
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -177,17 +178,17 @@ class ExactSums:
                 auxiliary_weight=self._auxiliary_weight,
             )
             return sums, len(batch[1])
-        assert isinstance(network, Supernet)
+        supernet = cast(Supernet, network)  # alphas are of one
         assert self._validation is not None
         batch, ahead = next(self._validation), self._look_ahead
         size = len(batch[1])
         if ahead is None:
-            sums, losses = alpha_gradient_sum(network, batch, objective=self.objective)
+            sums, losses = alpha_gradient_sum(supernet, batch, objective=self.objective)
         else:
             means, losses = second_order_gradient(
-                network,
+                supernet,
                 weights=ahead.previous_weights,
-                virtual_weights=network.weights(),
+                virtual_weights=supernet.weights(),
                 train_batch=next(self._train),
                 validation_batch=batch,
                 inner_lr=ahead.inner_lr,

@@ -995,6 +995,7 @@ def num_releases(verb, values):
         "train.weights": lambda: values["local"]["amount"]["steps"],
         "train.probe": lambda: values["search"]["amount"]["steps"],
         "train.candidate": lambda: values["local_steps"] * len(values["candidates"]),
+        "train.network_gradient": lambda: 1,
         "evaluate.model": lambda: 0,
         "evaluate.candidates": lambda: 0,
     }
@@ -1067,7 +1068,7 @@ def test_the_noised_mean_is_clipped_as_retraining_is_told(make_site):
 def test_a_private_client_never_oversamples_whatever_the_run_says(site_config, prepared, make_site):
     gate = make_site().gate
     config = replace(
-        site_config, privacy=NoPrivacy("none"), algorithm=FedAvgSettings("fedavg", "linear")
+        site_config, privacy=NoPrivacy("none"), algorithm=FedAvgSettings("fedavg", "linear", 0.0)
     )
     config = replace(config, oversample=True)
     data = (prepared, [np.arange(80)])

@@ -27,7 +27,7 @@ def test_ray_equals_inline(tiny_overrides, tmp_path):
         "partition=quantity",
         "partition.fractions=[0.65,0.35]",
         "rounds=2",
-        "retrain.rounds=1",
+        "retrain.rounds=2",
         "retrain.drop_path_prob=0.2",
         "momentum=averaged",  # the moments travel as the weights do
         "dataset.crop_padding=1",  # randomness on the client
@@ -35,7 +35,7 @@ def test_ray_equals_inline(tiny_overrides, tmp_path):
     ]
     folders = run_both(overrides, tmp_path)
     assert_equal_results(*folders)
-    for name in ("search-000002", "retrain-000001"):
+    for name in ("search-000002", "retrain-000002"):
         left, right = (load_file(f / "checkpoints" / f"{name}.safetensors") for f in folders)
         assert set(left) == set(right)
         assert ("alphas.float32" in left) == name.startswith("search")

@@ -39,7 +39,7 @@ SETTINGS = {
         "momentum=server",
     ],
 }
-OTHERS = ("fedavg", "fedex", "dp_fnas", "cfdnas", "zero_cost")
+OTHERS = ("fedavg", "fedprox", "fedex", "dp_fnas", "cfdnas", "zero_cost")
 ROUNDS = 2
 
 
@@ -74,7 +74,7 @@ def assert_equal(left, right):
 
 
 def test_every_algorithm_is_tested_here():
-    # cfdnas is runs of fdnas, tests/stages/test_groups.py; fedavg and fedex do not search;
+    # cfdnas is runs of fdnas, tests/stages/test_groups.py; fedavg, fedprox and fedex do not search;
     # dp_fnas never repeats a draw, tests/stages/test_private_run.py; zero_cost trains nothing,
     # tests/strategies/test_zero_cost.py
     assert set(SETTINGS) == set(ALGORITHMS) - {*OTHERS}

@@ -101,7 +101,7 @@ def test_concat_splits(images):
 
 def test_a_client_without_training_records(images):
     rows = client_data(images, np.arange(50)).test.rows.numpy()
-    with pytest.raises(ConfigError, match="none of a client's .* fall into its train part"):
+    with pytest.raises(ConfigError, match=f"no train record, of {len(rows)} in all"):
         client_data(images, rows)
     data = client_data(images, rows, fractions={"train": 0, "validation": 0, "test": 1})
     assert (len(data.train), len(data.test)) == (0, len(rows))
