@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
-from fednas_flwr import cli
+from fednas_flwr import api, cli
+from fednas_flwr.cli import sweeps
 from fednas_flwr.composition import compose_tree, expand_sweep, given_settings
+from fednas_flwr.config import Config
 from fednas_flwr.reporting.events import read_events
 
 FEDNAS = [sys.executable, "-m", "fednas_flwr.cli"]
@@ -37,6 +41,19 @@ def sweep(folder: Path, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+def test_groups_and_baselines_are_no_jobs(
+    compose_config: Callable[..., Config],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, run = tmp_path / "sweep", tmp_path / "run"
+    api.run(compose_config("stages=[search]", "rounds=1", f"run_dir={run}"))
+    for inside in (".", "groups/phone", "baselines/random_1"):
+        shutil.copytree(run, folder / "0_seed-1" / inside, dirs_exist_ok=True)
+    assert sweeps._tell_end(folder) == 0
+    assert f"1 of 1 job completed; sweep folder: {folder}" in capsys.readouterr().out
 
 
 LAUNCHERS = {

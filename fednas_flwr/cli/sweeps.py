@@ -26,7 +26,7 @@ from fednas_flwr.composition import (
 )
 from fednas_flwr.config import Config
 from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning, unknown_choice
-from fednas_flwr.reporting.runs import METRICS, is_complete, read_run
+from fednas_flwr.reporting.runs import EVENTS_FILE, METRICS, is_complete, read_run
 
 ERROR_FILE = "error.txt"  # in the folder of a job that has failed: why
 HYDRAS = ("hydra/", "hydra.")
@@ -136,9 +136,10 @@ def _check_jobs(jobs: Sequence[Sequence[str]], source: Source) -> None:
 def _tell_end(folder: Path) -> int:
     """Print how many jobs have completed, and return the exit code."""
     failed = sorted(path.parent.relative_to(folder) for path in folder.rglob(ERROR_FILE))
-    completed = [path for path in folder.rglob("events.jsonl") if is_complete(path.parent)]
-    total = len(failed) + len({path.parent for path in completed})
-    if total > len(failed):
+    runs = {path.parent for path in folder.rglob(EVENTS_FILE) if is_complete(path.parent)}
+    completed = [run for run in runs if runs.isdisjoint(run.parents)]  # no group, no baseline
+    total = len(failed) + len(completed)
+    if completed:
         from fednas_flwr.reporting.compare import (
             compare_runs,
             print_comparison,
@@ -148,7 +149,8 @@ def _tell_end(folder: Path) -> int:
         comparison = compare_runs([folder])
         print_comparison(comparison)
         print(write_comparison(comparison, folder)[-1])
-    print(f"{total - len(failed)} of {total} jobs completed; sweep folder: {folder}")
+    noun = "job" if total == 1 else "jobs"
+    print(f"{len(completed)} of {total} {noun} completed; sweep folder: {folder}")
     if failed:
         jobs = "1 job" if len(failed) == 1 else f"{len(failed)} jobs"
         print(f"fednas: {jobs} failed: {', '.join(map(str, failed))}.", file=sys.stderr)
