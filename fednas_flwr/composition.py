@@ -99,7 +99,13 @@ def compose_tree(overrides: Sequence[str], source: Source = CONF) -> dict[str, A
     tree.pop("sweep", None)  # is Hydra's business
     for text in overrides:
         if text.startswith("hydra.run.dir="):
-            tree["run_dir"] = str(_parse(text).value())
+            folder = str(_parse(text).value())
+            if tree["run_dir"] not in (None, folder):
+                raise ConfigError(
+                    f"run_dir={show(tree['run_dir'])} and hydra.run.dir={show(folder)} name two "
+                    "folders for one run: leave one out."
+                )
+            tree["run_dir"] = folder
     return tree
 
 

@@ -23,6 +23,7 @@ from fednas_flwr.builders.networks import describe_derived, make_network, make_s
 from fednas_flwr.clients import verbs
 from fednas_flwr.composition import compose_tree
 from fednas_flwr.data.schema import Inputs
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.export import export_safetensors
 from fednas_flwr.evaluation.model import Model
 from fednas_flwr.privacy.accounting import prv_epsilon
@@ -209,6 +210,8 @@ def test_cfg_prints_the_composed_configuration(capsys: pytest.CaptureFixture[str
     assert yaml.safe_load(capsys.readouterr().out)["lr"] == 0.1
     assert cli.main(["run", "hydra.run.dir=foo", "--cfg", "job"]) == 0
     assert api.compose("hydra.run.dir=foo").run_dir == "foo"
+    with pytest.raises(ConfigError, match="run_dir=bar and hydra.run.dir=foo name two folders"):
+        api.compose("hydra.run.dir=foo", "run_dir=bar")
     assert not Path("runs").exists()
 
 
