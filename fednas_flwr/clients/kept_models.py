@@ -18,7 +18,7 @@ from typing import Any
 
 from fednas_flwr.clients.client import Client
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.metrics import evaluate, predicted
+from fednas_flwr.evaluation.metrics import measured, predicted
 from fednas_flwr.evaluation.model import MODEL_FILE, Model, read_model
 from fednas_flwr.evaluation.scores import detailed
 from fednas_flwr.exchange.messages import Request
@@ -125,8 +125,8 @@ def _test(client: Client, folder: Path) -> dict[str, Any]:
         test, objective = replace(client.data.test, mean=mean, std=std), client.objective
         if not len(test):
             return {"num_examples": 0}
-        measured = evaluate(network, test, client.device, objective=objective, with_scores=True)
         logits, labels = predicted(network, test, client.device)
-        return measured.as_json() | detailed(logits, labels, objective=objective, seed=client.seed)
+        metrics = measured(logits, labels, objective=objective, with_scores=True)
+        return metrics.as_json() | detailed(logits, labels, objective=objective, seed=client.seed)
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {str(error)[:200]}"}

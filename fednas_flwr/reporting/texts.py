@@ -84,7 +84,7 @@ def tiles(run: Run) -> list[dict[str, str]]:
     privacy, noised = run.privacy, "noised, " if run.is_private else ""
     central, linear = numbers["central_accuracy"], numbers["linear_accuracy"]
     mean_client = numbers["client_accuracy"]
-    best = mean_client if central is None else central
+    best = run.accuracy()
     examples = (evaluated.get("central") or {}).get("num_examples")
     gain = ""
     if best is not None and linear is not None:

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import torch
 import yaml
-from torch import nn
 
 from fednas_flwr.builders.algorithms import ALGORITHMS
-from fednas_flwr.builders.networks import described_space, load_description, make_network
+from fednas_flwr.builders.networks import described_space, load_description
 from fednas_flwr.config import AlgorithmSettings, Config, ZeroCostSettings, conf_folder
 from fednas_flwr.config.networks import Retrain
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.hardware.flops import count_multiply_adds
 from fednas_flwr.names import BATCH
 from fednas_flwr.randomness import make_generator
+from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.runs import BASELINES_FOLDER, CONFIG_FILE, read_run
 from fednas_flwr.search.settings import RESNETS, Configuration
 from fednas_flwr.search_spaces.genotype import save_genotype
@@ -57,7 +57,9 @@ def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield names and configurations; genotypes lie in the folders to be."""
     folder, number = Path(str(config.run_dir)), config.baselines
     description = load_description(folder)
-    config = replace(config, baselines=0, time_limit=None, retrain=_with_found(config))
+    derived = read_run(folder).last("derived") or {}
+    found = _with_found(config, derived)
+    config = replace(config, baselines=0, time_limit=None, retrain=found)
     space, _ = described_space(description)
     for index in range(1, number + 1):
         name = f"random_{index}"
@@ -71,13 +73,12 @@ def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
         yield "data_free", replace(config, algorithm=_shipped("zero_cost", draws=DRAWS), rounds=1)
     shape = tuple(description["input_shape"])
     if len(shape) == 3:
-        name = _nearest_resnet(shape, description["num_classes"], make_network(description))
+        name = _nearest_resnet(shape, description["num_classes"], derived["multiply_adds"])
         yield name, replace(config, algorithm=_shipped("fedavg", network=name), stages=STAGES)
 
 
-def _with_found(config: Config) -> Retrain:
+def _with_found(config: Config, derived: Event) -> Retrain:
     """Return retraining's settings with the hyper-parameters that the search has found."""
-    derived = read_run(Path(str(config.run_dir))).last("derived") or {}
     if not derived.get("configuration"):
         return config.retrain
     found = parse(Configuration, derived["configuration"], key="configuration")
@@ -100,9 +101,8 @@ def _shipped(name: str, **changed: object) -> AlgorithmSettings:
     return parsed
 
 
-def _nearest_resnet(shape: tuple[int, ...], num_classes: int, network: nn.Module) -> str:
+def _nearest_resnet(shape: tuple[int, ...], num_classes: int, wanted: int) -> str:
     """Return the name of the ResNet-8 whose multiply-adds are nearest, by their ratio."""
-    wanted = count_multiply_adds(network, shape)
 
     def distance(name: str) -> float:
         with torch.device("meta"):

@@ -32,19 +32,20 @@ def hand_over(run: Run) -> None:
     if not has_real_sites(run.config) or not keeping:
         return
     with run.stage("hand over"):
+        model = (run.folder / MODEL_FILE).read_bytes()
         try:
-            request = _request(run)
+            request = _request(run, model)
         except ConfigError as error:
             run.log.emit("warning", message=f"the model does not return to the sites: {error}")
             return
-        model = np.fromfile(run.folder / MODEL_FILE, dtype=np.uint8)
+        values = torch.from_numpy(np.frombuffer(model, dtype=np.uint8).copy())
         kept = []
         try:
             for client, _ in run.courier.ask(
                 "query.keep_model",
                 stage="hand over",
                 settings=request,
-                states={"model": {"uint8": torch.from_numpy(model)}},
+                states={"model": {"uint8": values}},
                 among=keeping,
             ):
                 kept.append(client)
@@ -53,8 +54,8 @@ def hand_over(run: Run) -> None:
         run.log.emit("handed_over", clients=kept, asked=keeping)
 
 
-def _request(run: Run) -> KeepModel:
-    """Return what every site is sent beside the file.
+def _request(run: Run, model: bytes) -> KeepModel:
+    """Return what every site is sent beside the file's bytes.
 
     Raises:
         ConfigError: There is no key to sign with, or the model or its card is too large.
@@ -65,7 +66,7 @@ def _request(run: Run) -> KeepModel:
             f"{SIGNING_KEY} is not set where the server's app runs: start it by start.sh of "
             "`fednas provision`, or name a key that sites know."
         )
-    model, card = (run.folder / MODEL_FILE).read_bytes(), card_of(run.folder)
+    card = card_of(run.folder)
     if len(model) > LARGEST_MODEL or len(card.encode()) > LONGEST_CARD:
         raise ConfigError(
             f"its file has {len(model):,} bytes and its card {len(card.encode()):,}, where sites "

@@ -7,22 +7,20 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any, Unpack
 
-import torch
 from torch import nn
 
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import TakeNetworkGradient
-from fednas_flwr.exchange.states import Tensors
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.search.descent import clip_gradients, make_sgd
+from fednas_flwr.search.descent import make_sgd
 from fednas_flwr.search.settings import SGD
-from fednas_flwr.strategies.base import RoundStrategy, Shared, mean_metrics
+from fednas_flwr.strategies.base import Shared, mean_metrics
 from fednas_flwr.strategies.fedavg import SPLITS
-from fednas_flwr.strategies.gradients import add_gradients, moments, restore_moments
+from fednas_flwr.strategies.gradients import GradientStrategy
 
 
-class FedSGD(RoundStrategy):
+class FedSGD(GradientStrategy):
     """McMahan et al. (2017), arXiv 1602.05629, section 2, with all clients in every step.
 
     Clients return sums of gradients over batches of theirs, and the server steps along ``sum_k G_k
@@ -66,15 +64,13 @@ class FedSGD(RoundStrategy):
         self.description, self.weights = dict(description), weights
         self.local_epochs, self.batch_size = local_epochs, batch_size
         self.auxiliary_weight, self.drop_path_prob = auxiliary_weight, drop_path_prob
-        self._optimizers: dict[str, torch.optim.Optimizer] = {
-            "weights": make_sgd(self.states["weights"].values(), weights)
-        }
+        self.optimizers = {"weights": make_sgd(self.states["weights"].values(), weights)}
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Take the steps of a round, one exchange each."""
         sgd = self.weights.at_round(server_round, num_rounds)
-        optimizer, steps = self._optimizers["weights"], self._steps()
-        optimizer.param_groups[0]["lr"] = sgd.lr
+        steps = self._steps()
+        self.optimizers["weights"].param_groups[0]["lr"] = sgd.lr
         told: list[Reply] = []
         for step in range((server_round - 1) * steps, server_round * steps):
             request = TakeNetworkGradient(
@@ -89,14 +85,7 @@ class FedSGD(RoundStrategy):
             replies = self.ask(
                 "train.network_gradient", request, states=self.states, layouts=self.layouts
             )
-            update = add_gradients(replies, ("weights",))
-            (vector,) = self.states["weights"].values()
-            vector.grad = update.gradients["weights"]
-            clip_gradients(optimizer, sgd.clip_norm)
-            optimizer.step()
-            if update.buffers:
-                self.states["buffers"] = update.buffers
-            told += update.replies
+            told += self.descend(replies, ("weights",), clip_norm=sgd.clip_norm)
         return mean_metrics(told)
 
     def _steps(self) -> int:
@@ -106,14 +95,6 @@ class FedSGD(RoundStrategy):
         declared = [known.get("splits", {}) for known in self.courier.facts.values()]
         records: float = median(sum(own.get(split, 0) for split in SPLITS) for own in declared)
         return self.local_epochs * max(1, math.ceil(records / self.batch_size))
-
-    def server_tensors(self) -> Tensors:
-        """Return the optimiser's moments."""
-        return moments(self._optimizers)
-
-    def load_server_tensors(self, tensors: Tensors) -> None:
-        """Take back the optimiser's moments and bind them to the restored vector."""
-        restore_moments(self._optimizers, self.states, tensors)
 
 
 def releases(

@@ -11,19 +11,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Unpack
 
-import torch
 from torch import Tensor
 
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.requests import Evaluate, TakeGradients
-from fednas_flwr.exchange.states import Packed, Tensors, pack
+from fednas_flwr.exchange.states import Packed, pack
 from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, metrics_release
-from fednas_flwr.search.descent import clip_gradients, make_adam, make_sgd
+from fednas_flwr.search.descent import make_adam, make_sgd
 from fednas_flwr.search.regularisation import beta_gradient, rising
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
-from fednas_flwr.strategies.base import RoundStrategy, Shared, mean_metrics
-from fednas_flwr.strategies.gradients import add_gradients, moments, restore_moments
+from fednas_flwr.strategies.base import Shared, mean_metrics
+from fednas_flwr.strategies.gradients import GradientStrategy
 from fednas_flwr.verbs import SUPERNET
 
 
@@ -33,7 +32,7 @@ def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
     return due or server_round == num_rounds
 
 
-class FNAS(RoundStrategy):
+class FNAS(GradientStrategy):
     """Federated NAS by exchange of gradients.
 
     Clients return sums of per-sample gradients over their batches and the batch sizes B_k; the
@@ -89,7 +88,7 @@ class FNAS(RoundStrategy):
         self._beta_weight = 0.0
         (self._weight_vector,) = self.states["weights"].values()
         (self._alpha_vector,) = self.states["alphas"].values()
-        self._optimizers: dict[str, torch.optim.Optimizer] = {
+        self.optimizers = {
             "weights": make_sgd([self._weight_vector], weights),
             "alphas": make_adam([self._alpha_vector], alphas),
         }
@@ -106,7 +105,7 @@ class FNAS(RoundStrategy):
             inner_lr=sgd.lr,
             site=self.site,
         )
-        self._optimizers["weights"].param_groups[0]["lr"] = sgd.lr
+        self.optimizers["weights"].param_groups[0]["lr"] = sgd.lr
         self._beta_weight = rising(self.beta_decay, server_round, num_rounds)
         if self.fused:
             metrics = self._step(("weights", "alphas"), "train.gradients", request, sgd)
@@ -137,18 +136,11 @@ class FNAS(RoundStrategy):
         replies = self.ask(
             verb, request, states={**self.states, **(further or {})}, layouts=layouts
         )
-        update = add_gradients(replies, states, reduce=self.reduce)
-        for state, gradient in update.gradients.items():
-            (vector,) = self.states[state].values()
-            vector.grad = gradient
-            if state == "alphas":
-                vector.grad = vector.grad + self._beta_gradient()
-            optimizer = self._optimizers[state]
-            clip_gradients(optimizer, sgd.clip_norm if state == "weights" else None)
-            optimizer.step()
-        if update.buffers:
-            self.states["buffers"] = update.buffers
-        return mean_metrics(update.replies)
+        added = {"alphas": self._beta_gradient()} if "alphas" in states else {}
+        told = self.descend(
+            replies, states, clip_norm=sgd.clip_norm, reduce=self.reduce, added=added
+        )
+        return mean_metrics(told)
 
     def _beta_gradient(self) -> Tensor | float:
         """Return the gradient of the round's regulariser, packed as the alphas are."""
@@ -168,14 +160,6 @@ class FNAS(RoundStrategy):
         replies = self.ask("evaluate.model", request, states=self.states)
         metrics = mean_metrics(reply for _, reply in replies)
         return {f"validation_{name}": value for name, value in metrics.items()}
-
-    def server_tensors(self) -> Tensors:
-        """Return the optimisers' moments."""
-        return moments(self._optimizers)
-
-    def load_server_tensors(self, tensors: Tensors) -> None:
-        """Take back the optimisers' moments and bind them to the restored vectors."""
-        restore_moments(self._optimizers, self.states, tensors)
 
 
 def releases(

@@ -1,4 +1,4 @@
-"""Sums of gradients that clients return, and the optimisers of the server that step along them."""
+"""Sums of gradients that clients return, and the server's steps along them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.states import Packed, Tensors, WeightedAverage
+from fednas_flwr.search.descent import clip_gradients
+from fednas_flwr.strategies.base import RoundStrategy
 
 
 @dataclass(frozen=True)
@@ -62,31 +64,69 @@ def add_gradients(
     return update
 
 
-def moments(optimizers: Mapping[str, torch.optim.Optimizer]) -> Tensors:
-    """Return the moments of the optimisers of single vectors, as ``<state>.<moment>``."""
-    return {
-        f"{state}.{name}": value
-        for state, optimizer in optimizers.items()
-        for kept in optimizer.state_dict()["state"].values()
-        for name, value in kept.items()
-        if isinstance(value, Tensor)
-    }
+class GradientStrategy(RoundStrategy):
+    """Base of those whose server steps along gradients that clients return.
 
+    Attributes:
+        optimizers: By state, of its single vector; a subclass makes them. Their moments go into
+            checkpoints.
+    """
 
-def restore_moments(
-    optimizers: Mapping[str, torch.optim.Optimizer],
-    states: Mapping[str, Packed],
-    tensors: Tensors,
-) -> None:
-    """Have optimisers go on with restored vectors and with what :func:`moments` returned."""
-    for state, optimizer in optimizers.items():
-        (vector,) = states[state].values()
-        optimizer.param_groups[0]["params"] = [vector]
-        optimizer.state.clear()
-        kept = {
-            name.removeprefix(f"{state}."): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(f"{state}.")
+    optimizers: dict[str, torch.optim.Optimizer]
+
+    def descend(
+        self,
+        replies: Iterable[tuple[int, Reply]],
+        states: Sequence[str],
+        *,
+        clip_norm: float | None,
+        reduce: str = "mean",
+        added: Mapping[str, Tensor | float] | None = None,
+    ) -> list[Reply]:
+        """Step along what replies give, and take over the clients' average buffers.
+
+        Args:
+            replies: See :func:`add_gradients`.
+            states: That step, in this order.
+            clip_norm: Largest norm of the gradient of the weights; None does not clip.
+            reduce: See :func:`add_gradients`.
+            added: By state, to its gradient.
+
+        Returns:
+            The replies without their states.
+        """
+        update = add_gradients(replies, states, reduce=reduce)
+        for state, gradient in update.gradients.items():
+            (vector,) = self.states[state].values()
+            further = (added or {}).get(state)
+            vector.grad = gradient if further is None else gradient + further
+            optimizer = self.optimizers[state]
+            clip_gradients(optimizer, clip_norm if state == "weights" else None)
+            optimizer.step()
+        if update.buffers:
+            self.states["buffers"] = update.buffers
+        return update.replies
+
+    def server_tensors(self) -> Tensors:
+        """Return the optimisers' moments, as ``<state>.<moment>``."""
+        return {
+            f"{state}.{name}": value
+            for state, optimizer in self.optimizers.items()
+            for kept in optimizer.state_dict()["state"].values()
+            for name, value in kept.items()
+            if isinstance(value, Tensor)
         }
-        if kept:
-            optimizer.state[vector] = kept
+
+    def load_server_tensors(self, tensors: Tensors) -> None:
+        """Take back the optimisers' moments and bind them to the restored vectors."""
+        for state, optimizer in self.optimizers.items():
+            (vector,) = self.states[state].values()
+            optimizer.param_groups[0]["params"] = [vector]
+            optimizer.state.clear()
+            kept = {
+                name.removeprefix(f"{state}."): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(f"{state}.")
+            }
+            if kept:
+                optimizer.state[vector] = kept

@@ -11,8 +11,11 @@ import pytest
 from fednas_flwr.api import run
 from fednas_flwr.builders.networks import load_description
 from fednas_flwr.config import Config
+from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.hardware.flops import count_multiply_adds
 from fednas_flwr.reporting.compare import run_folders
 from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.search.settings import RESNETS
 from fednas_flwr.stages import baselines
 from fednas_flwr.stages.run_folder import open_run_folder
 
@@ -54,6 +57,13 @@ def test_baselines_are_trained_as_the_found_network(
     found = load_description(folder)["genotype"]
     assert len({len(genotype["cells"]) for genotype in [found, *genotypes[:3]]}) == 1
     assert all(0 <= b.accuracy() <= 1 for b in own.baselines())
+    shape = tuple(load_description(folder)["input_shape"])
+    costs = {}
+    for name in RESNETS:
+        network = FIXED_NETWORKS[name](shape, 3, norm="batch")
+        costs[name] = count_multiply_adds(network, shape) / own.numbers()["multiply_adds"]
+    nearest = min(costs, key=lambda name: max(costs[name], 1 / costs[name]))
+    assert own.baselines()[3].folder.name == nearest != RESNETS[0]
     page = (folder / "report.html").read_text()
     assert "What the search was worth" in page
     assert "random_2" in page
@@ -61,15 +71,15 @@ def test_baselines_are_trained_as_the_found_network(
 
     # A run that is resumed trains what is missing, to the same, and nothing else.
     times = {b.folder.name: b.events[-1]["time"] for b in own.baselines()}
-    missing = folder / "baselines" / "random_2"
-    (missing / "events.jsonl").unlink()
-    accuracy = own.baselines()[1].accuracy()
+    missing = own.baselines()[2]
+    accuracy = missing.accuracy()
+    (missing.folder / "events.jsonl").unlink()
     run(result.folder)
     again = {b.folder.name: b for b in read_run(folder).baselines()}
     assert {n for n, b in again.items() if b.events[-1]["time"] == times[n]} == {*configs} - {
         "random_2"
     }
-    assert again["random_1"].accuracy() == accuracy
+    assert again["random_2"].accuracy() == accuracy
 
 
 @pytest.mark.usefixtures("few_draws")
@@ -87,7 +97,7 @@ def test_private_baselines_have_a_ledger_of_their_own(
         assert epsilon is not None
         assert 0 < epsilon <= 50
     assert "a ledger of its own" in (folder / "report.html").read_text()
-    assert "linear" not in {b.folder.name for b in own.baselines()}
+    assert {b.numbers()["linear_accuracy"] for b in [own, *own.baselines()]} == {None}
 
 
 def test_found_hyper_parameters_are_taken_over(
