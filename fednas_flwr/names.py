@@ -30,6 +30,9 @@ PARTITIONS: dict[str, tuple[str, ...]] = {
     "sites": (),
 }
 
+# How the clients of a round are drawn.
+UNIFORM, BY_SIZE, ROUND_ROBIN = SAMPLINGS = ("uniform", "by_size", "round_robin")
+
 # How whole clients are selected, and how many replies each hostile one takes, besides 3.
 SELECTIONS = {"krum": 2, "multi_krum": 2, "bulyan": 4}
 

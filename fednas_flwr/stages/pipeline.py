@@ -12,7 +12,7 @@ import platform
 import secrets
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from fednas_flwr.builders.networks import (
     make_device,
     make_network,
 )
+from fednas_flwr.builders.sampling import make_sampling
 from fednas_flwr.builders.strategies import make_retraining, make_search
 from fednas_flwr.config import CFDNASSettings, Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.data.datasets import Prepared
@@ -65,7 +66,7 @@ from fednas_flwr.exchange.requests import (
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.names import SPLITS
-from fednas_flwr.reporting.events import Event, EventLog, read_events
+from fednas_flwr.reporting.events import Event, EventLog, clients_of, read_events
 from fednas_flwr.reporting.lookup import CellTable, percentiles_by_round
 from fednas_flwr.reporting.runs import EVENTS_FILE
 from fednas_flwr.search.objective import Objective
@@ -79,7 +80,12 @@ from fednas_flwr.stages.handover import hand_over
 from fednas_flwr.stages.latency import cost_of, with_latency
 from fednas_flwr.stages.run import OutOfTimeError, Run
 from fednas_flwr.stages.run_folder import GENOTYPE_FILE, PARTITION_FILE
-from fednas_flwr.stages.schedule import Schedule, make_schedule, private_stage
+from fednas_flwr.stages.schedule import (
+    Schedule,
+    largest_schedule,
+    make_schedules,
+    private_stage,
+)
 from fednas_flwr.strategies.base import RoundStrategy
 from fednas_flwr.typed import parse, seconds
 
@@ -167,6 +173,10 @@ def begin(
         prepared = replace(prepared, mean=statistics.mean, std=statistics.std)
     facts = [known for _, known in sorted(courier.facts.items())]
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in facts]
+    declared = splits
+    if config.samples:
+        declared = _declared_at_first(courier, earlier)
+        courier.sampling = make_sampling(config, declared)
     counts = [known.get("class_counts", []) for known in facts]
     told = all(len(count) == prepared.num_classes for count in counts)  # not in private runs
     log.emit(
@@ -186,10 +196,24 @@ def begin(
     if private:
         latest = {stage: checkpoints.latest(stage) for stage in ("search", "retrain")}
         done = {stage: point.round for stage, point in latest.items() if point is not None}
-        schedule = make_schedule(config, splits, done=done)
-        commit(courier, config, schedule, done=done, resumed=resumed)
+        schedules = make_schedules(config, declared, done=done, sampling=courier.sampling)
+        commit(courier, config, schedules, done=done, resumed=resumed)
+        schedule = largest_schedule(schedules)
     shared = (prepared, schedule, circumstances, table)
     return Run(config, folder, grid, log, courier, checkpoints, *shared, ends_at=ends_at)
+
+
+def _declared_at_first(courier: Courier, earlier: Sequence[Event]) -> list[Mapping[str, int]]:
+    """Return the records that each client declared when the run began, by split.
+
+    A resumed run draws its clients by the same numbers, whoever is connected now; of one that was
+    not connected then nothing is known.
+    """
+    told = {client: known.get("splits", {}) for client, known in courier.facts.items()}
+    begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
+    if begun:
+        told = dict(zip(clients_of(begun[0]), begun[0]["splits"], strict=True))
+    return [told.get(client, {}) for client in range(courier.num_clients)]
 
 
 def _common_statistics(
@@ -399,7 +423,7 @@ def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed])
     None where no client has such records of both kinds, or too few clients answer.
     """
     courier = run.courier
-    having = [c for c in courier.clients if courier.facts[c].get("splits", {}).get("validation")]
+    having = [c for c in _testers(run) if courier.facts[c].get("splits", {}).get("validation")]
     histograms = []
     with suppress(QuorumError):
         for _, reply in courier.ask(
@@ -415,6 +439,14 @@ def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed])
     return best_threshold(histograms) if histograms else None
 
 
+def _testers(run: Run) -> list[int]:
+    """Return the clients that test the network: as many as a round asks."""
+    clients, sampling = run.courier.clients, run.courier.sampling
+    if sampling is None:
+        return clients
+    return sorted(set(clients) & set(sampling.turn("evaluate", 1).clients))
+
+
 def _ask_tests(
     run: Run,
     verb: str,
@@ -423,10 +455,10 @@ def _ask_tests(
     *,
     threshold: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Return what every client that has test records measures; too few of them is a warning."""
+    """Return what the testers that have test records measure; too few of them is a warning."""
     results: list[dict[str, Any]] = []
     courier = run.courier
-    having = [c for c in courier.clients if courier.facts[c].get("splits", {}).get("test") != 0]
+    having = [c for c in _testers(run) if courier.facts[c].get("splits", {}).get("test") != 0]
     if not having:
         return results
     if len(having) < len(courier.clients):

@@ -23,7 +23,7 @@ SPLITS = ("train", "validation")  # what is trained on
 
 
 class FedAvg(RoundStrategy):
-    """McMahan et al. (2017), arXiv 1602.05629, Alg. 1, with all clients in every round.
+    """McMahan et al. (2017), arXiv 1602.05629, Alg. 1; C is ``clients_per_round``.
 
     Args:
         network: The network to train, newly initialised.
