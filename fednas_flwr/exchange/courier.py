@@ -160,6 +160,7 @@ class Courier:
         self.facts: dict[int, Mapping[str, Any]] = {}
         self.statistics: Statistics | None = None
         self.sampling: Sampling | None = None
+        self._num_classes = 1
         self._grid: Grid | None = None
         self._nodes: dict[int, int] = {}  # client -> node id
         self._max_examples: dict[int, float] = {}  # client -> records it has
@@ -169,7 +170,12 @@ class Courier:
         self._missed: set[int] = set()  # clients without an accepted reply when last asked
 
     def connect(
-        self, grid: Grid, *, needed: Sequence[str] = ("client",), alike: Sequence[str] = ()
+        self,
+        grid: Grid,
+        *,
+        needed: Sequence[str] = ("client",),
+        alike: Sequence[str] = (),
+        known: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
         """Wait for the clients of ``grid`` and learn which node is which client.
 
@@ -181,6 +187,8 @@ class Courier:
             grid: Flower's way to the clients.
             needed: What each must say of itself.
             alike: Which of that must be the same for all.
+            known: What each client would say, ``splits`` among it, where the server has made them:
+                then none is asked, and clients stand in the order of their nodes.
 
         Raises:
             QuorumError: Too few clients appeared, answered ``query.describe`` in time or fit.
@@ -205,7 +213,13 @@ class Courier:
         facts: dict[int, Mapping[str, Any]] = {}
         max_examples: dict[int, float] = {}
         reasons = [] if len(nodes) == self.num_clients else [f"only {len(nodes)} nodes appeared"]
-        for asked, answer in self._exchange("query.describe", "connect", 0, 1, Describe(), {}, {}):
+        for index, own in (known or {}).items():
+            owners[index], facts[index] = [nodes[index]], own
+            max_examples[index] = max(1, sum(own["splits"].values()))
+        asked_who: Iterator[tuple[int, Reply | str]] = iter(())
+        if known is None:
+            asked_who = self._exchange("query.describe", "connect", 0, 1, Describe(), {}, {})
+        for asked, answer in asked_who:
             try:
                 if not isinstance(answer, Reply):
                     raise ReplyError(answer)
@@ -253,6 +267,8 @@ class Courier:
         self._refused.clear()  # they stood at provisional indices
         self._nodes = {index: owners[index][0] for index in facts}
         self.facts, self._max_examples = facts, max_examples
+        named = [len(own.get("class_names", [])) for own in facts.values()]
+        self._num_classes = max(1, int(median(named)))  # as most clients have it
 
     def quorum_of(self, asked: int) -> int:
         """Return how many of so many clients must answer."""
@@ -283,7 +299,7 @@ class Courier:
         )
         part._grid = self._grid
         part._nodes = {client: self._nodes[client] for client in clients}
-        part.statistics = self.statistics
+        part.statistics, part._num_classes = self.statistics, self._num_classes
         part._refused = self._refused
         part._left = {client: why for client, why in self._left.items() if client in clients}
         part._max_examples = {client: self._max_examples[client] for client in clients}
@@ -522,11 +538,10 @@ class Courier:
             base=states if VERBS[verb].trains else None,
             summands=summands,
         )
-        named = [len(known.get("class_names", [])) for known in self.facts.values()]
         limits = partial(
             honest_limits,
             verb,
-            classes=max(1, int(median(named))) if named else 1,  # as most clients have it
+            classes=self._num_classes,
             sizes={name: sum(layout.sizes.values()) for name, layout in layouts.items()},
             sent={name: norm(state) for name, state in states.items()},
         )

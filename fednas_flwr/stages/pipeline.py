@@ -25,7 +25,7 @@ from torch import nn
 
 import fednas_flwr
 from fednas_flwr.builders.check import pools_records
-from fednas_flwr.builders.clients import make_client, make_courier, make_objective
+from fednas_flwr.builders.clients import make_courier, make_objective, simulated_facts
 from fednas_flwr.builders.data import has_real_sites, make_data, make_server_data
 from fednas_flwr.builders.networks import (
     describe_network,
@@ -37,10 +37,10 @@ from fednas_flwr.builders.sampling import make_sampling
 from fednas_flwr.builders.strategies import make_retraining, make_search
 from fednas_flwr.config import CFDNASSettings, Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.loaders import concat_splits, server_split
+from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
 from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.data.statistics import Moments, Statistics, pooled
-from fednas_flwr.data.summary import found
+from fednas_flwr.data.summary import found, summarised
 from fednas_flwr.errors import ReplyError
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
 from fednas_flwr.evaluation.metrics import (
@@ -65,7 +65,7 @@ from fednas_flwr.exchange.requests import (
 )
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
-from fednas_flwr.names import SPLITS
+from fednas_flwr.names import MOST_SHOWN, SPLITS
 from fednas_flwr.reporting.events import Event, EventLog, clients_of, read_events
 from fednas_flwr.reporting.lookup import CellTable, percentiles_by_round
 from fednas_flwr.reporting.runs import EVENTS_FILE
@@ -164,7 +164,7 @@ def begin(
         prepared, parts = make_data(config)
         if not (folder / PARTITION_FILE).exists():
             save_partition(folder / PARTITION_FILE, parts)
-        courier.connect(grid, needed=needed)
+        courier.connect(grid, needed=needed, known=simulated_facts(config, (prepared, parts)))
     for event in earlier:
         if event.get("expelled"):
             courier.expel(event["client"], event["reason"])
@@ -179,12 +179,16 @@ def begin(
         courier.sampling = make_sampling(config, declared)
     counts = [known.get("class_counts", []) for known in facts]
     told = all(len(count) == prepared.num_classes for count in counts)  # not in private runs
+    whole = len(splits) <= MOST_SHOWN or has_real_sites(config)  # whose numbers a resume needs
     log.emit(
         "partition",
         class_names=list(prepared.train.class_names),
-        counts=counts if told else None,
-        splits=splits,
-        clients=sorted(courier.facts),
+        counts=counts if told and whole else None,
+        **(
+            {"splits": splits, "clients": sorted(courier.facts)}
+            if whole
+            else {"summary": summarised(splits)}
+        ),
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
     if len(prepared.train) and not private and (lines := found(prepared)):
@@ -512,11 +516,12 @@ def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
     prepared = run.prepared
     if prepared.server_test is None:
         return {}
-    data = prepared, make_data(run.config)[1]
-    clients = [
-        make_client(run.config, index, data=data, networks={}).data
-        for index in range(run.config.clients)
-    ]
+    settings = run.config.dataset
+    key, fractions = settings.split_key.encode(), settings.fractions
+    clients = (
+        make_client_data(prepared, part, key=key, fractions=fractions)
+        for part in make_data(run.config)[1]
+    )
     train = [concat_splits(client.train, client.validation) for client in clients]
     test = server_split(prepared.server_test, prepared.mean, prepared.std)
     return pooled_baselines(train, test, num_classes=prepared.num_classes, objective=objective)
