@@ -29,7 +29,12 @@ def folder_of(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("algorithm=fnas", "wire=int8"), (*DP, "retrain.norm=group")],
+    [
+        (),
+        ("clients=6", "clients_per_round=2"),
+        ("algorithm=fnas", "wire=int8"),
+        (*DP, "retrain.norm=group"),
+    ],
 )
 def test_traffic_and_epsilon_are_those_of_the_run(overrides, compose_config, run_inline):
     told = estimate(compose_config(*SMALL, *overrides))
