@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 SPLITS = ("train", "validation", "test")  # the parts of a client's records
 
-Unit = Literal["record", "person"]  # what privacy protects one of
-UNITS: tuple[Unit, Unit] = get_args(Unit)
-RECORD, PERSON = UNITS
+Unit = Literal["record", "person", "client"]  # what privacy protects one of
+UNITS: tuple[Unit, Unit, Unit] = get_args(Unit)
+RECORD, PERSON, CLIENT = UNITS
 
 Norm = Literal["batch", "group"]  # how a network normalises
 NORMS: tuple[Norm, Norm] = get_args(Norm)

@@ -41,6 +41,7 @@ from fednas_flwr.data.loaders import (
 from fednas_flwr.data.records import Records
 from fednas_flwr.errors import ConfigError, NoEffectError, show
 from fednas_flwr.memory import check_fits
+from fednas_flwr.names import CLIENT
 
 COPIES = 4  # of a network's weights in memory: server's, a client's, its gradients, its reply
 THREADS_PER_CORE = 8
@@ -87,7 +88,8 @@ def check_buildable(config: Config) -> Made:
     if isinstance(config.privacy, DifferentialPrivacy):
         check_public(config, prepared)
         units = [num_units(prepared.train, part) for part in parts]
-        _check_delta(config.privacy, records=max(units))
+        whole = config.privacy.unit == CLIENT
+        _check_delta(config.privacy, number=config.clients if whole else max(units))
     networks: dict[str, nn.Module] = {}
     if genotype is None and searches(config):
         space = supernet_space(config, prepared)
@@ -161,12 +163,13 @@ def _check_images(dataset: Dataset, prepared: Prepared) -> None:
             )
 
 
-def _check_delta(privacy: DifferentialPrivacy, *, records: int) -> None:
-    """Refuse a delta with which publishing one of the records outright would count as private."""
-    if not privacy.large_delta and privacy.delta * records >= 1:
+def _check_delta(privacy: DifferentialPrivacy, *, number: int) -> None:
+    """Refuse a delta with which publishing one of so many units outright would count as private."""
+    units = "clients" if privacy.unit == CLIENT else "records of a client"
+    if not privacy.large_delta and privacy.delta * number >= 1:
         raise ConfigError(
-            f"privacy.delta={privacy.delta:g} with {records} records of a client: expected below "
-            f"1 / {records} = {1 / records:.3g}, since with more a client could publish one record "
+            f"privacy.delta={privacy.delta:g} with {number} {units}: expected below "
+            f"1 / {number} = {1 / number:.3g}, since with more one of them could be published "
             "outright; lower it, or set privacy.large_delta=true."
         )
 

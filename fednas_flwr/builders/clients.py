@@ -27,7 +27,7 @@ from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
 from fednas_flwr.exchange.secure_sum.roster import Roster, SiteKeys
 from fednas_flwr.exchange.secure_sum.site import SumSite
 from fednas_flwr.files import write_atomically
-from fednas_flwr.names import PERSON, RECORD, Unit
+from fednas_flwr.names import CLIENT, PERSON, RECORD, Unit
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.policy import AUTOMATIC, Policy
@@ -277,6 +277,7 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     norms = (part.max_grad_norm for part in (privacy.weights, privacy.alphas))
+    unit = PERSON if records.by_person and privacy.unit == RECORD else privacy.unit
     section = {
         "epsilon": privacy.epsilon,
         "delta": privacy.delta,
@@ -284,8 +285,8 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
         "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
         "largest_steps": 1_000_000,
         "verbs": list(PRIVATE_VERBS),
-        "unit": PERSON if records.by_person else RECORD,
-        "records": num_units(records, rows),
+        "unit": unit,
+        "records": 1 if unit == CLIENT else num_units(records, rows),
         "fractions": config.dataset.fractions,
         "threads": config.threads,
         "micro_batch_size": privacy.micro_batch_size,

@@ -9,7 +9,12 @@ from typing import Any
 
 from fednas_flwr.builders.algorithms import ALGORITHMS, retrains_by_gradients
 from fednas_flwr.builders.effects import Given, check_effect, check_experiment
-from fednas_flwr.builders.refusals import check_secure_sum, check_validation, searches
+from fednas_flwr.builders.refusals import (
+    check_secure_sum,
+    check_unit_of_privacy,
+    check_validation,
+    searches,
+)
 from fednas_flwr.builders.spaces import SEARCH_SPACES
 from fednas_flwr.config import Config, FedAvgSettings, GivenNetwork, NoPrivacy, ZeroCostSettings
 from fednas_flwr.config.parsing import choose_kind
@@ -106,6 +111,7 @@ def _check_privacy(config: Config) -> None:
             f"privacy=dp with algorithm={config.algorithm.name} is not possible yet: choose one of "
             f"{', '.join(private)}."
         )
+    check_unit_of_privacy(config)
     rounds = config.rounds * searches(config)
     rounds += config.retrain.rounds * ("retrain" in config.stages)
     if rounds > MOST_PRIVATE_ROUNDS:

@@ -141,9 +141,10 @@ class RoundStrategy(Strategy):
 
     def amount(self, local_epochs: int, batch_size: int | None) -> Amount:
         """Return how long clients train: epochs of batches, with privacy steps."""
-        if self.private is None:
+        steps = None if self.private is None else self.private.local_steps
+        if steps is None:
             return Amount(local_epochs, None, batch_size)
-        return Amount(None, self.private.local_steps, None)
+        return Amount(None, steps, None)
 
     def server_tensors(self) -> Tensors:
         """Return further tensors of the server's state, e.g. an optimiser's, for the checkpoint."""

@@ -90,7 +90,7 @@ class FedSGD(GradientStrategy):
 
     def _steps(self) -> int:
         """Return the number of steps of a round."""
-        if self.private is not None:
+        if self.private is not None and self.private.local_steps is not None:
             return self.private.local_steps
         declared = [known.get("splits", {}) for known in self.courier.facts.values()]
         records: float = median(sum(own.get(split, 0) for split in SPLITS) for own in declared)
