@@ -1,4 +1,4 @@
-"""A picture of a run's report as a browser shows it, for the README: its numbers, what the search was worth, the cell.
+"""A picture of a run's report as a browser shows it, for the README: numbers, baselines, the cell.
 
     python scripts/picture_report.py <run folder> [--output scripts/results/report.png]
 

@@ -114,7 +114,8 @@ def test_labels_of_neighbouring_ticks_differ(opened: Callable[..., Any]) -> None
         """() => {
             const place = document.createElement("div");
             document.body.append(place);
-            const data = [{ type: "scatter", mode: "lines", x: [1, 2, 3], y: [1.60931, 1.60932, 1.60935] }];
+            const y = [1.60931, 1.60932, 1.60935];
+            const data = [{ type: "scatter", mode: "lines", x: [1, 2, 3], y }];
             drawFigure(place, { data, layout: { height: 300, xaxis: {}, yaxis: {} } },
                 { width: 400, size: 12, text: "#222", rule: "#ddd", ends: ["#fff", "#000"] });
             return [...place.querySelectorAll("svg text")].map((t) => t.textContent);
