@@ -82,7 +82,7 @@ def check_buildable(config: Config) -> Made:
             "secure_sum=true with a table whose dataset.statistics are not declared: the server "
             "would see each client's own; declare them as {column: [mean, std], ...}."
         )
-    make_objective(config, prepared.train.class_names, torch.device("cpu"))
+    make_objective(config, prepared.train, torch.device("cpu"))
     _check_images(config.dataset, prepared)
     if isinstance(config.privacy, DifferentialPrivacy):
         check_public(config, prepared)
@@ -228,9 +228,11 @@ def check_parts(
 
 
 def check_linear_baseline(prepared: Prepared, clients: list[ClientData]) -> None:
-    """Refuse logistic regression on records of one class."""
+    """Refuse logistic regression on records that are all of one class."""
     if prepared.server_test is None:
         return
+    if prepared.train.multi_label:
+        return  # a label that all or none have is told without a model
     parts = [part for client in clients for part in (client.train, client.validation)]
     classes = {label for part in parts for label in part.labels[part.rows].tolist()}
     if len(classes) < 2:

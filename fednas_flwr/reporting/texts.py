@@ -92,7 +92,8 @@ def tiles(run: Run) -> list[dict[str, str]]:
     linear_f1 = numbers["linear_f1"]
     positive = (evaluated.get("central") or {}).get("positive")
     names = (run.last("partition") or {}).get("class_names") or []
-    f1_note = "mean over the classes" if positive is None else f"of the class {names[positive]}"
+    word, words = ("label", "labels") if run.multi_label else ("class", "classes")
+    f1_note = f"mean over the {words}" if positive is None else f"of the {word} {names[positive]}"
     f1_note += "" if linear_f1 is None else f"; linear model {score(linear_f1)}"
     f1_note += _of_trees(numbers["trees_f1"])
     linear_auroc = numbers["linear_auroc"]
