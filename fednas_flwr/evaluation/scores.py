@@ -12,9 +12,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.objective import Objective, ranked_areas
 
@@ -24,6 +26,10 @@ RESAMPLES = 1000  # of the bootstrap
 MOST_RESAMPLED = 5_000_000  # records in all resamples together
 AT_ONCE = 50  # resamples
 LEVEL = 0.95
+
+# Given probabilities float64 [N, C] and labels, see Records.labels, returns a number.
+Score = Callable[[np.ndarray, np.ndarray], float]
+OWN_SCORES: dict[str, Score] = {}  # from outside the package, of this process
 
 
 def histogram(probabilities_N: Tensor, positive_N: Tensor) -> list[list[int]]:
@@ -169,6 +175,25 @@ def intervals(
     return {name: q.tolist() for name, q in quantiles.items() if bool(q.isfinite().all())}
 
 
+def own_scores(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, float]:
+    """Return the value of every score in ``OWN_SCORES``.
+
+    Raises:
+        ConfigError: One fails, or gives no finite number.
+    """
+    found = {}
+    for name, score in OWN_SCORES.items():
+        try:
+            found[name] = float(score(probabilities_NC.numpy(), labels_N.numpy()))
+        except Exception as error:
+            raise ConfigError(
+                f"the score {name} of your own fails ({error}): correct it."
+            ) from error
+        if not math.isfinite(found[name]):
+            raise ConfigError(f"the score {name} of your own gives {found[name]}: correct it.")
+    return found
+
+
 def detailed(
     logits_NC: Tensor,
     labels_N: Tensor,
@@ -211,6 +236,7 @@ def detailed(
         "intervals": intervals(measure, len(labels_N), seed=seed),
         "positive": positive,
         "threshold": threshold,
+        "own": own_scores(probabilities_NC, labels_N),
     }
     if not objective.multi_label:
         predicted_N = objective.predictions(logits_NC)

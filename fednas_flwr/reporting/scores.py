@@ -72,6 +72,10 @@ def score_table(run: Run) -> Table | None:
         interval = f"{text(low_high[0])} to {text(low_high[1])}" if low_high else DASH
         others = [text(measured[model].get(name)) for model in shown[1:]]
         rows.append([label, text(central[name]), interval, *others])
+    rows += [
+        [name, score(value), DASH, *[DASH] * (len(shown) - 1)]
+        for name, value in (central.get("own") or {}).items()
+    ]
     head = ["score", MODELS["central"], "95 % interval", *(MODELS[model] for model in shown[1:])]
     return "Scores on the server's test set", head, rows
 
