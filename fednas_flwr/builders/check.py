@@ -202,7 +202,15 @@ def check_parts(
 ) -> None:
     """Refuse clients without the records that they are asked to train on, or with too few."""
     chooses = searches(config) or isinstance(config.algorithm, FEATHERSSettings | FedExSettings)
+    holds_out = "retrain" in config.stages and config.retrain.evaluate_every > 0
     for index, client in enumerate(clients):
+        if holds_out and len(client.validation) == 0:
+            raise ConfigError(
+                f"client {index} has no validation record, on which "
+                f"retrain.evaluate_every={config.retrain.evaluate_every} measures: set it to 0, or "
+                "raise dataset.fractions.validation="
+                f"{config.dataset.fractions['validation']:g}."
+            )
         parts = {"train": client.train, "validation": client.validation} if chooses else {}
         for name, part in parts.items():
             if len(part) == 0:
@@ -212,14 +220,17 @@ def check_parts(
                     f"dataset.fractions.{name}={config.dataset.fractions[name]:g}, or give it more "
                     "records (fewer clients, a larger partition.min_size)."
                 )
-        if len(client.train) + len(client.validation) == 0:
+        held_out = client.validation if holds_out else ()
+        if len(client.train) + len(client.validation) == len(held_out):
             raise ConfigError(
                 f"client {index} has no record to train on: raise dataset.fractions.train="
                 f"{config.dataset.fractions['train']:g}."
             )
         smallest = {
             "search": min(len(client.train), len(client.validation)),
-            "retrain": len(client.train) if chooses else len(client.train) + len(client.validation),
+            "retrain": len(client.train)
+            if chooses or holds_out
+            else len(client.train) + len(client.validation),
         }
         for stage, network in networks.items():
             batch_size = _batch_size(config, stage)

@@ -29,6 +29,7 @@ MODELS = {"central": "the network", "linear": "linear model", "trees": "boosted 
 MOST_CLASSES = 30  # of which a confusion matrix is shown
 
 
+_RETRAINED_ON = ", which most algorithms also retrain on."
 _SHARE = " Accuracy is the mean over the labels of how often each is told right."
 
 
@@ -50,7 +51,8 @@ def positive_text(run: Run) -> str:
         text += (
             f" Sensitivity and specificity are those of calling a record {names[positive]} from a "
             f"probability of {threshold:.2f} on, which was chosen on the clients' validation "
-            "records (largest sum of both), which most algorithms also retrain on."
+            "records (largest sum of both)"
+            + (", which were not trained on." if run.holds_out else _RETRAINED_ON)
         )
     return text
 

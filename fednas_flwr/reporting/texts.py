@@ -4,6 +4,7 @@ Each returns text or rows of text for the template, empty where the run holds no
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -301,6 +302,16 @@ def traffic_rows(run: Run) -> list[list[str]]:
 
 
 COLUMN_HEAD = ["column", "what it is", "standardised by (mean, deviation)"]
+
+
+def train_curve_text(run: Run, stage: str, metrics: Sequence[str]) -> str:
+    """Return that curves of retraining are of training records alone, where they are."""
+    if stage != "retrain" or "train_loss" not in metrics or "validation_loss" in metrics:
+        return ""
+    return (
+        "Of training records alone, where overfitting does not show: the clients' validation "
+        "records are trained on, too. retrain.evaluate_every=1 holds them out and measures on them."
+    )
 
 
 def column_rows(run: Run) -> list[list[str]]:

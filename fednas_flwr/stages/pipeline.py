@@ -477,7 +477,7 @@ def _report_spending(run: Run) -> None:
 
 
 def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
-    """Return the test scores of models that are fitted to the clients' pooled training records."""
+    """Return the test scores of models fitted to the pooled records that the network trains on."""
     prepared = run.prepared
     if prepared.server_test is None:
         return {}
@@ -486,7 +486,12 @@ def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
         make_client(run.config, index, data=data, networks={}).data
         for index in range(run.config.clients)
     ]
-    train = [concat_splits(client.train, client.validation) for client in clients]
+    train = [
+        client.train
+        if run.config.retrain.evaluate_every
+        else concat_splits(client.train, client.validation)
+        for client in clients
+    ]
     test = server_split(prepared.server_test, prepared.mean, prepared.std)
     return pooled_baselines(train, test, num_classes=prepared.num_classes, objective=objective)
 
