@@ -307,6 +307,28 @@ def register_data_set(
     _register("dataset", name, entry, {"defaults": ["_base"], **(defaults or {})})
 
 
+def register_score(name: str, score: Callable[[np.ndarray, np.ndarray], float]) -> None:
+    """Let reports show a score of your own, of the trained network on the server's test set.
+
+    No choice depends on it. It is computed in the process of the server, which a deployment has on
+    another machine.
+
+    Args:
+        name: As reports show it.
+        score: Called with the probabilities float64 [N, classes] and the labels int64 [N], or
+            [N, classes] of 0 and 1 where records can have several; returns a finite number.
+
+    Raises:
+        ConfigError: The name exists.
+    """
+    from fednas_flwr.evaluation.scores import OWN_SCORES
+    from fednas_flwr.reporting.scores import NAMES
+
+    if name in OWN_SCORES or name in (*NAMES, *NAMES.values()):
+        raise ConfigError(f"the score {name} exists: choose another name for your own.")
+    OWN_SCORES[name] = score
+
+
 def _register(group: str, name: str, entry: Any, defaults: Mapping[str, Any]) -> None:
     from fednas_flwr.builders.registration import register
 

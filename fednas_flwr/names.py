@@ -35,6 +35,7 @@ SELECTIONS = {"krum": 2, "multi_krum": 2, "bulyan": 4}
 
 CORRUPT_RULES = ("refuse", "skip")  # what becomes of images that cannot be read
 DECIMALS = ("point", "comma")  # how a table writes its numbers
+JSON_LISTS = "json"  # instead of a separator, of the labels in a cell of a table
 MISSING_RULES = ("mean", "indicator")  # what becomes of missing numbers and dates of a table
 
 # How epsilon is computed from a schedule: numerically, by Renyi divergences, by a central limit.

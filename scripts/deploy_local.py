@@ -76,7 +76,8 @@ def main(arguments: list[str]) -> int:
             check_models(machines, results / "deployed")
     finally:
         left = machines.stop()
-    say(f"all is stopped, {len(left)} processes were left")
+    noun = "process was" if len(left) == 1 else "processes were"
+    say(f"all is stopped, {len(left)} {noun} left")
     if code or left:
         return code or len(left)
     print_times(machines, read_events(results / "deployed" / EVENTS_FILE))

@@ -57,6 +57,7 @@ def _fed_avg(config: Config, configuration: Configuration | None) -> Plan:
     if configuration is not None:
         weights, drop_path_prob = configuration.annealed(weights), configuration.dropout
     own = {"weights": weights, "drop_path_prob": drop_path_prob}
+    own |= {"evaluate_every": config.retrain.evaluate_every}
     if retrains_by_gradients(config):
         return FedSGD, own
     if isinstance(config.algorithm, FedAvgSettings):

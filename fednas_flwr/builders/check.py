@@ -83,7 +83,7 @@ def check_buildable(config: Config) -> Made:
             "secure_sum=true with a table whose dataset.statistics are not declared: the server "
             "would see each client's own; declare them as {column: [mean, std], ...}."
         )
-    make_objective(config, prepared.train.class_names, torch.device("cpu"))
+    make_objective(config, prepared.train, torch.device("cpu"))
     _check_images(config.dataset, prepared)
     if isinstance(config.privacy, DifferentialPrivacy):
         check_public(config, prepared)
@@ -205,7 +205,15 @@ def check_parts(
 ) -> None:
     """Refuse clients without the records that they are asked to train on, or with too few."""
     chooses = searches(config) or isinstance(config.algorithm, FEATHERSSettings | FedExSettings)
+    holds_out = "retrain" in config.stages and config.retrain.evaluate_every > 0
     for index, client in enumerate(clients):
+        if holds_out and len(client.validation) == 0:
+            raise ConfigError(
+                f"client {index} has no validation record, on which "
+                f"retrain.evaluate_every={config.retrain.evaluate_every} measures: set it to 0, or "
+                "raise dataset.fractions.validation="
+                f"{config.dataset.fractions['validation']:g}."
+            )
         parts = {"train": client.train, "validation": client.validation} if chooses else {}
         for name, part in parts.items():
             if len(part) == 0:
@@ -215,14 +223,17 @@ def check_parts(
                     f"dataset.fractions.{name}={config.dataset.fractions[name]:g}, or give it more "
                     "records (fewer clients, a larger partition.min_size)."
                 )
-        if len(client.train) + len(client.validation) == 0:
+        held_out = client.validation if holds_out else ()
+        if len(client.train) + len(client.validation) == len(held_out):
             raise ConfigError(
                 f"client {index} has no record to train on: raise dataset.fractions.train="
                 f"{config.dataset.fractions['train']:g}."
             )
         smallest = {
             "search": min(len(client.train), len(client.validation)),
-            "retrain": len(client.train) if chooses else len(client.train) + len(client.validation),
+            "retrain": len(client.train)
+            if chooses or holds_out
+            else len(client.train) + len(client.validation),
         }
         for stage, network in networks.items():
             batch_size = _batch_size(config, stage)
@@ -231,9 +242,11 @@ def check_parts(
 
 
 def check_linear_baseline(prepared: Prepared, clients: list[ClientData]) -> None:
-    """Refuse logistic regression on records of one class."""
+    """Refuse logistic regression on records that are all of one class."""
     if prepared.server_test is None:
         return
+    if prepared.train.multi_label:
+        return  # a label that all or none have is told without a model
     parts = [part for client in clients for part in (client.train, client.validation)]
     classes = {label for part in parts for label in part.labels[part.rows].tolist()}
     if len(classes) < 2:

@@ -22,7 +22,7 @@ from fednas_flwr.data.npz import holds_encoded
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.splits import assignment_digest
 from fednas_flwr.data.statistics import column_moments
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.errors import ConfigError, show, unknown_choice
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
 from fednas_flwr.exchange.secure_sum.roster import Roster, SiteKeys
 from fednas_flwr.exchange.secure_sum.site import SumSite
@@ -112,7 +112,7 @@ def make_client(
         tag=site.get("tag", config.client_tags[index] if config.client_tags else ""),
         schema=prepared.train.schema,
         moments=None if prepared.mean else column_moments(prepared.train, own.train.rows),
-        objective=make_objective(config, prepared.train.class_names, device),
+        objective=make_objective(config, prepared.train, device),
         oversample=config.oversample and gate is None,  # a private site reads a record once
         gate=gate,
         wire=config.wire,
@@ -122,13 +122,26 @@ def make_client(
     )
 
 
-def make_objective(config: Config, class_names: tuple[str, ...], device: torch.device) -> Objective:
+def make_objective(config: Config, records: Records, device: torch.device) -> Objective:
     """Return what networks are trained for and judged by; a class without a factor has 1.
 
+    Args:
+        config: The run's.
+        records: Their classes, or labels, count; there may be none.
+        device: Of the objective's tensors.
+
     Raises:
-        ConfigError: A factor, or ``positive``, is of a class that does not exist.
+        ConfigError: A factor, or ``positive``, is of a class that does not exist; or a setting is
+            for records of one class, but these can have several labels.
     """
-    given, positive = config.class_factors, None
+    given, positive, class_names = config.class_factors, None, records.class_names
+    chosen = {f"class_factors={show(given)}": given, "oversample=true": config.oversample}
+    for setting in [setting for setting, value in chosen.items() if value]:
+        if records.multi_label:
+            raise ConfigError(
+                f"{setting} is for records of one class each, but these can have "
+                "several labels: remove it."
+            )
     if config.positive is not None:
         if config.positive not in class_names:
             raise unknown_choice("positive", config.positive, class_names)
@@ -137,7 +150,7 @@ def make_objective(config: Config, class_names: tuple[str, ...], device: torch.d
         if name not in class_names:
             raise unknown_choice("class_factors", name, class_names)
     if not given:
-        return Objective(positive=positive)
+        return Objective(positive=positive, multi_label=records.multi_label)
     factors = [given.get(name, 1.0) for name in class_names]
     return Objective(torch.tensor(factors, device=device), positive)
 
@@ -307,7 +320,7 @@ def check_public(config: Config, prepared: Prepared) -> None:
     if not has_real_sites(config):
         return
     settings = config.dataset
-    needed = {"class_names": bool(settings.class_names)}
+    needed = {"class_names": bool(settings.class_names or settings.labels)}
     root = None if settings.root is None else expanded("dataset.root", settings.root)
     if settings.name == "image_folder" or (
         settings.name == "npz" and root is not None and holds_encoded(root)

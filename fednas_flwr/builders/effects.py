@@ -221,8 +221,8 @@ RULES: tuple[Rule, ...] = (
         STAGES + ", which lack search",
     ),
     Rule(
-        "retrain.exchange retrain.rounds retrain.local_epochs retrain.batch_size "
-        "retrain.auxiliary_weight "
+        "retrain.exchange retrain.rounds retrain.evaluate_every retrain.local_epochs "
+        "retrain.batch_size retrain.auxiliary_weight "
         "retrain.drop_path_prob retrain.weights privacy.retrain personalised "
         "dataset.linear_baseline dataset.limit_test positive",
         lambda c: not _retrains(c),
@@ -315,7 +315,7 @@ RULES: tuple[Rule, ...] = (
         "retrain.exchange={c.retrain.exchange}, in which clients take no steps",
     ),
     Rule(
-        "retrain.exchange",
+        "retrain.exchange retrain.evaluate_every",
         _is(FEATHERSSettings, FedExSettings),
         "algorithm={c.algorithm.name}, which has exchanges of its own",
     ),
@@ -422,6 +422,11 @@ RULES: tuple[Rule, ...] = (
         by_client,
         "privacy.unit=client, whose clients train by epochs and contribute one update",
         "remove it, and set algorithm.local_epochs and retrain.local_epochs",
+    ),
+    Rule(
+        "retrain.evaluate_every",
+        _private,
+        "privacy=dp, whose budget is for training on all records",
     ),
     Rule(
         "algorithm.evaluate_every",

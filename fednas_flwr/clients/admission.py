@@ -40,7 +40,12 @@ from fednas_flwr.exchange.sum_requests import OpenMasks, SignSurvivors
 from fednas_flwr.names import CLIENT, SPLITS
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.privacy.self_test import Computation, largest_size, unwatched
+from fednas_flwr.privacy.self_test import (
+    Computation,
+    largest_size,
+    made_up_labels,
+    unwatched,
+)
 from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.verbs import PRIVATE_VERBS, SPLIT_OF, SUPERNET, VERBS
 
@@ -240,11 +245,15 @@ def rehearse(
     shape, device = tuple(client.data.train.features.shape[1:]), client.device
     num_classes = len(client.class_names)
     x = torch.zeros(size, *shape, device=device)
-    y = torch.full((size,), num_classes - 1, device=device)
+    multi_label = client.objective.multi_label
+    y = made_up_labels([num_classes - 1] * size, num_classes, multi_label=multi_label).to(device)
     try:
         computation(x, y, unwatched)
         client.rehearsed[key] = shown_size(
-            [kind, size, shape, num_classes, *machine(device, client.threads), structure(network)],
+            [
+                *(kind, size, shape, num_classes, multi_label),
+                *(*machine(device, client.threads), structure(network)),
+            ],
             client.cache,
             partial(
                 largest_size,
@@ -252,6 +261,7 @@ def rehearse(
                 num_classes=num_classes,
                 size=size,
                 device=device,
+                multi_label=multi_label,
             ),
         )
     except RuntimeError as error:  # of torch

@@ -28,7 +28,7 @@ from fednas_flwr.errors import ConfigError, NoEffectError, show, unknown_choice
 __all__ = ["Prepared", "Records", "prepare"]
 
 # Changes whenever the same source would give other prepared records.
-_CACHE_VERSION = 3
+_CACHE_VERSION = 4
 # Public and fixed: these choices must be the same in every run and at everybody's.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
@@ -80,6 +80,8 @@ class Prepared:
             std=self.std,
             class_names=train.class_names,
             label=train.label,
+            multi_label=train.multi_label,
+            label_separator=train.label_separator,
             intensity=self.intensity,
             scattering=self.scattering,
         )
@@ -106,6 +108,8 @@ def prepare(
     channels: int | None = None,
     class_names: Sequence[str] = (),
     label: str = "last",
+    labels: Sequence[str] = (),
+    label_separator: str | None = None,
     id_column: str | None = None,
     numeric: Sequence[str] = (),
     dates: Sequence[str] = (),
@@ -145,6 +149,8 @@ def prepare(
         channels: See there.
         class_names: See there and :func:`~fednas_flwr.data.tables.load_csv`.
         label: See :func:`~fednas_flwr.data.tables.load_csv`.
+        labels: See there.
+        label_separator: See there.
         id_column: See there.
         numeric: See there.
         dates: See there.
@@ -175,6 +181,8 @@ def prepare(
         "channels": channels,
         "class_names": list(class_names),
         "label": None if label == "last" else label,
+        "labels": list(labels),
+        "label_separator": label_separator,
         "id_column": id_column,
         "numeric": list(numeric),
         "dates": list(dates),
@@ -315,6 +323,11 @@ def _check_test(name: str, train: Records, test: Records) -> None:
         )
     if train.class_names != test.class_names:
         raise ConfigError(f"the test records of dataset={name} have other classes than training's.")
+    if train.multi_label != test.multi_label:
+        raise ConfigError(
+            f"of dataset={name}, one of the training and the test records have a class each, the "
+            "others several labels: write both in one form."
+        )
 
 
 def _limited(records: Records, limit: int | None) -> Records:

@@ -26,7 +26,17 @@ from fednas_flwr.errors import ConfigError
 _IMAGES = frozenset({"image_size", "channels", "class_names", "corrupt", "intensity"})
 _TABLES = frozenset(
     {
-        *("label", "id_column", "numeric", "dates", "categorical", "categories", "ignore"),
+        *(
+            "label",
+            "labels",
+            "label_separator",
+            "id_column",
+            "numeric",
+            "dates",
+            "categorical",
+            "categories",
+            "ignore",
+        ),
         *("separator", "encoding", "decimal", "missing_values", "missing"),
     }
 )

@@ -207,7 +207,8 @@ def misfits(facts: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> dict
         key = next(key for key in keys if facts[client][key] != facts[like][key])
         found[client] = (
             f"its {key}={facts[client][key]} is not that of the others, {facts[like][key]}: set "
-            "the dataset's class_names, image_size, channels or columns to those of all sites"
+            "the dataset's class_names, labels, image_size, channels or columns to those of all "
+            "sites"
         )
     return found
 
@@ -384,6 +385,7 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "input_shape": _counts,
     "class_counts": _counts,
     "class_names": _names,
+    "multi_label": lambda several: type(several) is bool,
     "schema": lambda values: _all_parse(Column, values),
     "scores": _scores,
     "histogram": _histogram,

@@ -84,7 +84,7 @@ from fednas_flwr.strategies.base import RoundStrategy
 from fednas_flwr.typed import parse, seconds
 
 # What each real site must tell of its data, from which the server builds networks.
-SITE_FACTS = ("input_shape", "schema", "class_names")
+SITE_FACTS = ("input_shape", "schema", "class_names", "multi_label")
 
 
 def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
@@ -172,6 +172,7 @@ def begin(
     log.emit(
         "partition",
         class_names=list(prepared.train.class_names),
+        multi_label=prepared.train.multi_label,
         counts=counts if told else None,
         splits=splits,
         clients=sorted(courier.facts),
@@ -362,7 +363,7 @@ def _evaluate(
         private = private_stage(config, run.schedule, "evaluate")
         shows_clients = not (config.secure_sum or isinstance(config.privacy, DifferentialPrivacy))
         threshold, central = None, None
-        objective = make_objective(config, prepared.train.class_names, torch.device("cpu"))
+        objective = make_objective(config, prepared.train, torch.device("cpu"))
         if shows_clients and objective.positive_class(prepared.num_classes) is not None:
             threshold = _threshold(run, description, states)
         if prepared.server_test is not None:
@@ -476,7 +477,7 @@ def _report_spending(run: Run) -> None:
 
 
 def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
-    """Return the test scores of models that are fitted to the clients' pooled training records."""
+    """Return the test scores of models fitted to the pooled records that the network trains on."""
     prepared = run.prepared
     if prepared.server_test is None:
         return {}
@@ -485,7 +486,12 @@ def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
         make_client(run.config, index, data=data, networks={}).data
         for index in range(run.config.clients)
     ]
-    train = [concat_splits(client.train, client.validation) for client in clients]
+    train = [
+        client.train
+        if run.config.retrain.evaluate_every
+        else concat_splits(client.train, client.validation)
+        for client in clients
+    ]
     test = server_split(prepared.server_test, prepared.mean, prepared.std)
     return pooled_baselines(train, test, num_classes=prepared.num_classes, objective=objective)
 
