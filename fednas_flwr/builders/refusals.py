@@ -8,6 +8,7 @@ from fednas_flwr.config import (
     Config,
     DifferentialPrivacy,
     DPCells,
+    DPNASSettings,
     FDNASSettings,
     FEATHERSSettings,
     FedDARTSSettings,
@@ -19,7 +20,7 @@ from fednas_flwr.config import (
 )
 from fednas_flwr.config.run import MOST_SITES
 from fednas_flwr.errors import ConfigError, show, unknown_choice
-from fednas_flwr.names import CLIENT
+from fednas_flwr.names import BY_SIZE, CLIENT
 
 
 def by_client(config: Config) -> bool:
@@ -288,6 +289,42 @@ def check_unit_of_privacy(config: Config) -> None:
     for setting, (refused, reason) in needs.items():
         if refused:
             raise ConfigError(f"privacy.unit=client with {setting}: {reason}.")
+
+
+def check_sampling(config: Config) -> None:
+    """Refuse what needs all clients in every round, or each of them once."""
+    if not config.samples:
+        return
+    algorithm, by_size = config.algorithm, config.sampling == BY_SIZE
+    of_sets = isinstance(algorithm, FEATHERSSettings | DPNASSettings | SuccessiveHalvingSettings)
+    needs = {
+        f"algorithm={algorithm.name}": (
+            isinstance(algorithm, CFDNASSettings),
+            "it divides all clients into groups by what each of them answers; leave "
+            "clients_per_round out",
+        ),
+        "secure_sum=true": (
+            config.secure_sum,
+            "every sum is over the whole roster; leave one of them out",
+        ),
+        "algorithm.reduce=sum": (
+            getattr(algorithm, "reduce", "mean") == "sum" and searches(config),
+            "a sum over some clients is no estimate of that over all; set algorithm.reduce=mean",
+        ),
+        f"sampling=by_size and aggregate={config.aggregate}": (
+            by_size and config.aggregate != "mean",
+            "a large client that is drawn twice has one value; set sampling=uniform",
+        ),
+        "sampling=by_size and privacy=dp": (
+            by_size and of_sets and not isinstance(config.privacy, NoPrivacy),
+            f"the noise on rewards of algorithm={algorithm.name} is known for averages by records "
+            "only; set sampling=uniform or sampling=round_robin",
+        ),
+    }
+    for setting, (refused, reason) in needs.items():
+        if refused:
+            asked = config.clients_per_round
+            raise ConfigError(f"clients_per_round={asked:g} with {setting}: {reason}.")
 
 
 def of_fedex(config: Config) -> None:

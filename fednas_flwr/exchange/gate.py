@@ -226,10 +226,18 @@ def outliers(
         fewest: Least share of the median client's, 0 or more.
         most: Largest multiple of it, 1 or more.
     """
-    found = {}
-    for client, numbers in declared.items() if len(declared) >= FEWEST_VOTES else ():
+    found: dict[int, str] = {}
+    if len(declared) < FEWEST_VOTES:
+        return found
+    known: dict[str, list[float]] = {}
+    for numbers in declared.values():
         for name, number in numbers.items():
-            usual = median(others.get(name, number) for others in declared.values())
+            known.setdefault(name, []).append(number)
+    common = {name: median(values) for name, values in known.items()}
+    for client, numbers in declared.items():
+        for name, number in numbers.items():
+            silent = len(declared) - len(known[name])  # who count as if they said the same
+            usual = common[name] if not silent else median([*known[name], *[number] * silent])
             if not fewest * usual <= number <= most * usual:
                 found[client] = (
                     f"it declares {number:g} {name}records, where the median client has {usual:g}: "

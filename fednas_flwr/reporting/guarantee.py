@@ -57,6 +57,12 @@ _SHARED = (
     "this run alone costs at most ({alone}, {delta:g}). All other releases carry each client's "
     "whole noise."
 )
+_DRAWN = (
+    "A round asks {per_round} of the clients, drawn from the run's seed before its first round. A "
+    "client's epsilon counts the rounds that may ask it, and no others. No amplification by this "
+    "draw is claimed, since the server knows whom it asks; a client that is asked less often than "
+    "another has a smaller epsilon, at the same noise."
+)
 RESUMED = (
     "The run was resumed: the table of releases holds what was to be released from then on. What "
     "was released before counts as booked before, and a round that was repeated counts twice."
@@ -118,6 +124,8 @@ def promise_texts(event: Event) -> list[str]:
     if own == CLIENT:
         texts, split = [_PROTECTED_CLIENT, _MECHANISM_CLIENT], "each release is charged to all"
     texts.append(_ACCOUNTING.format(split=split))
+    if event.get("drawn"):
+        texts.append(_DRAWN.format(per_round=event["drawn"]["per_round"]))
     shared = [release["verb"] for release in event["schedule"] if release.get("shared")]
     told = [client for client in event["clients"] if "alone_epsilon" in client]
     if shared and told:
