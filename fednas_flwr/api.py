@@ -287,7 +287,7 @@ def register_data_set(
             keyword arguments, which returns train and test :class:`~fednas_flwr.data.Records`,
             the latter None where there are none.
         settings: Names of the ``dataset`` settings that a reader takes; arrays take
-            ``class_names`` and, of a table, ``statistics``.
+            ``class_names`` and, of a table, ``statistics`` and ``ranges``.
         defaults: What differs from ``conf/dataset/_base.yaml``.
 
     Raises:
@@ -301,7 +301,7 @@ def register_data_set(
         def read(path: Path, **given: Any) -> RecordsPair:
             return records_from_npz(data, origin=f"dataset={name}", **given)
 
-        entry = DataSet(read, frozenset({"class_names", "statistics"}), by_content=True)
+        entry = DataSet(read, frozenset({"class_names", "statistics", "ranges"}), by_content=True)
     else:
         entry = DataSet(data, frozenset(settings), by_content=True)
     _register("dataset", name, entry, {"defaults": ["_base"], **(defaults or {})})

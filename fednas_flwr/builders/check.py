@@ -85,7 +85,8 @@ def check_buildable(config: Config) -> Made:
     if config.secure_sum and prepared.uses_own_statistics:
         raise ConfigError(
             "secure_sum=true with a table whose dataset.statistics are not declared: the server "
-            "would see each client's own; declare them as {column: [mean, std], ...}."
+            "would see each client's own; declare them as {column: [mean, std], ...}, or "
+            "dataset.ranges={column: [low, high], ...}."
         )
     make_objective(config, prepared.train, torch.device("cpu"))
     _check_images(config.dataset, prepared)

@@ -353,7 +353,8 @@ def check_public(config: Config, prepared: Prepared) -> None:
     if prepared.uses_own_statistics:
         raise ConfigError(
             "privacy=dp with a table that each client standardises by its own statistics, which no "
-            "budget covers: give public ones, dataset.statistics={column: [mean, std], ...}."
+            "budget covers: declare public ranges, dataset.ranges={column: [low, high], ...}, or "
+            "dataset.statistics={column: [mean, std], ...}."
         )
     if not has_real_sites(config):
         return

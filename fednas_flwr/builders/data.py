@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fednas_flwr.config import Config, expanded
-from fednas_flwr.data.datasets import Prepared, normalisation, prepare
+from fednas_flwr.data.datasets import Prepared, declared_statistics, normalisation, prepare
 from fednas_flwr.data.partitioners import load_partition, partition
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.schema import Column
@@ -77,7 +77,10 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
     labels = torch.empty(0, *([len(names)] if facts["multi_label"] else [])).long()
     empty = Records(*(features, labels, np.empty(0, "S32"), names), schema=schema, label=label)
     mean, std = normalisation(
-        empty, mean=settings.mean, std=settings.std, statistics=settings.statistics
+        empty,
+        mean=settings.mean,
+        std=settings.std,
+        statistics=declared_statistics(settings.statistics, settings.ranges),
     )
     if not settings.server_test or settings.root is None:
         return Prepared(empty, None, mean, std, tuple(settings.intensity or ()))

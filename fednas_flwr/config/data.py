@@ -73,6 +73,8 @@ class Dataset(Checked):
         categories: Of columns, where not all of them are in the data.
         ignore: A table's columns that are no features.
         statistics: Public ``{column: [mean, std]}``; empty has all clients find them together.
+        ranges: Public ``{column: [low, high]}`` in place of statistics, of all or some columns;
+            what is usual, as numbers beyond them are kept.
         corrupt: What becomes of images that cannot be read: ``refuse`` ends the run and names them
             all, ``skip`` leaves them out.
         intensity: Of 16-bit images, what becomes 0 and 255; null is 0 to 65535.
@@ -116,6 +118,7 @@ class Dataset(Checked):
     categories: dict[str, list[str]]
     ignore: list[str]
     statistics: dict[str, list[float]]
+    ranges: dict[str, list[float]]
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
     intensity: Annotated[list[float], Length(Between(2, 2))] | None
     separator: Annotated[str, Length(Between(1, 1))] | None

@@ -81,10 +81,10 @@ DATA_SETS: dict[str, DataSet] = {
     "image_folder": DataSet(
         load_image_folder, _IMAGES | {"id_column"}, roots=("folder",), sites=("*/",)
     ),
-    "npz": DataSet(load_npz, _IMAGES | {"statistics"}, roots=("file",), sites=("*.npz",)),
+    "npz": DataSet(load_npz, _IMAGES | {"statistics", "ranges"}, roots=("file",), sites=("*.npz",)),
     "csv": DataSet(
         load_csv,
-        _TABLES | {"class_names", "statistics"},
+        _TABLES | {"class_names", "statistics", "ranges"},
         roots=("file", "folder"),
         sites=tuple(f"*{suffix}" for suffix in SUFFIXES),
     ),
