@@ -20,6 +20,7 @@ __all__ = [
     "load",
     "register_algorithm",
     "register_data_set",
+    "register_score",
     "register_search_space",
     "run",
 ]
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         compose,
         register_algorithm,
         register_data_set,
+        register_score,
         register_search_space,
         run,
     )

@@ -287,7 +287,7 @@ def register_data_set(
             keyword arguments, which returns train and test :class:`~fednas_flwr.data.Records`,
             the latter None where there are none.
         settings: Names of the ``dataset`` settings that a reader takes; arrays take
-            ``class_names`` and, of a table, ``statistics``.
+            ``class_names`` and, of a table, ``statistics`` and ``ranges``.
         defaults: What differs from ``conf/dataset/_base.yaml``.
 
     Raises:
@@ -301,10 +301,32 @@ def register_data_set(
         def read(path: Path, **given: Any) -> RecordsPair:
             return records_from_npz(data, origin=f"dataset={name}", **given)
 
-        entry = DataSet(read, frozenset({"class_names", "statistics"}), by_content=True)
+        entry = DataSet(read, frozenset({"class_names", "statistics", "ranges"}), by_content=True)
     else:
         entry = DataSet(data, frozenset(settings), by_content=True)
     _register("dataset", name, entry, {"defaults": ["_base"], **(defaults or {})})
+
+
+def register_score(name: str, score: Callable[[np.ndarray, np.ndarray], float]) -> None:
+    """Let reports show a score of your own, of the trained network on the server's test set.
+
+    No choice depends on it. It is computed in the process of the server, which a deployment has on
+    another machine.
+
+    Args:
+        name: As reports show it.
+        score: Called with the probabilities float64 [N, classes] and the labels int64 [N], or
+            [N, classes] of 0 and 1 where records can have several; returns a finite number.
+
+    Raises:
+        ConfigError: The name exists.
+    """
+    from fednas_flwr.evaluation.scores import OWN_SCORES
+    from fednas_flwr.reporting.scores import NAMES
+
+    if name in OWN_SCORES or name in (*NAMES, *NAMES.values()):
+        raise ConfigError(f"the score {name} exists: choose another name for your own.")
+    OWN_SCORES[name] = score
 
 
 def _register(group: str, name: str, entry: Any, defaults: Mapping[str, Any]) -> None:

@@ -439,14 +439,26 @@ def add_choice(group: str, name: str, tree: Mapping[str, Any]) -> None:
 
 
 def check_free_name(group: str, name: str) -> None:
-    """Raise ConfigError if there is such a file, or the name has been given before."""
-    if name in _groups(CONF)[group]:
+    """Raise ConfigError if there is such a file.
+
+    A name that was only added is free: Hydra's launchers bring what was added to their processes,
+    where its entry has yet to be registered.
+    """
+    if name in _files(CONF)[group]:
         raise ConfigError(f"{group}={name} exists: choose another name for your own.")
 
 
 def _groups(source: Source) -> dict[str, set[str]]:
-    """Return the groups and the names that each offers; ``_<name>`` is no choice."""
+    """Return the groups and the names that each offers."""
     added = ConfigStore.instance().repo
+    return {
+        name: names | {file.removesuffix(".yaml") for file in added.get(name, {})}
+        for name, names in _files(source).items()
+    }
+
+
+def _files(source: Source) -> dict[str, set[str]]:
+    """Return the groups and the files of each; ``_<name>`` is no choice."""
     groups: dict[str, set[str]] = {}
     for conf in source.folders():
         for folder in (path for path in conf.iterdir() if path.is_dir()):
@@ -455,10 +467,7 @@ def _groups(source: Source) -> dict[str, set[str]]:
                 for path in folder.rglob("*.yaml")
                 if not path.name.startswith("_")
             )
-    return {
-        name: names | {file.removesuffix(".yaml") for file in added.get(name, {})}
-        for name, names in groups.items()
-    }
+    return groups
 
 
 def _known(overrides: Sequence[str], source: Source) -> dict[str, Any]:

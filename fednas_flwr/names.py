@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 SPLITS = ("train", "validation", "test")  # the parts of a client's records
 
-Unit = Literal["record", "person"]  # what privacy protects one of
-UNITS: tuple[Unit, Unit] = get_args(Unit)
-RECORD, PERSON = UNITS
+Unit = Literal["record", "person", "client"]  # what privacy protects one of
+UNITS: tuple[Unit, Unit, Unit] = get_args(Unit)
+RECORD, PERSON, CLIENT = UNITS
 
 Norm = Literal["batch", "group"]  # how a network normalises
 NORMS: tuple[Norm, Norm] = get_args(Norm)
@@ -38,6 +38,7 @@ SELECTIONS = {"krum": 2, "multi_krum": 2, "bulyan": 4}
 
 CORRUPT_RULES = ("refuse", "skip")  # what becomes of images that cannot be read
 DECIMALS = ("point", "comma")  # how a table writes its numbers
+JSON_LISTS = "json"  # instead of a separator, of the labels in a cell of a table
 MISSING_RULES = ("mean", "indicator")  # what becomes of missing numbers and dates of a table
 
 # How epsilon is computed from a schedule: numerically, by Renyi divergences, by a central limit.

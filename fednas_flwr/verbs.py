@@ -44,7 +44,16 @@ class Verb:
 
 _MODEL = frozenset({"weights", "alphas", "moments"})
 _IDENTITY = {
-    *("client", "tag", "hardware", "versions", "input_shape", "schema", "class_names"),
+    *(
+        "client",
+        "tag",
+        "hardware",
+        "versions",
+        "input_shape",
+        "schema",
+        "class_names",
+        "multi_label",
+    ),
     *("splits", "data_set", "budget", "secure_noise", "unit", "spent"),
     *("honest_sites", "keeps_model"),
 }

@@ -1,4 +1,4 @@
-"""What more clients cost: peak memory of the server process, and seconds per round.
+"""Cost of adding clients: peak memory of the server process, and seconds per round.
 
     python scripts/bench_clients.py --root <folder with FashionMNIST> [--runtimes inline ray]
         [--clients 5 10 50 100] [--settings feathers fedavg]

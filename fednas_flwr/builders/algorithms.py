@@ -57,6 +57,7 @@ def _fed_avg(config: Config, configuration: Configuration | None) -> Plan:
     if configuration is not None:
         weights, drop_path_prob = configuration.annealed(weights), configuration.dropout
     own = {"weights": weights, "drop_path_prob": drop_path_prob}
+    own |= {"evaluate_every": config.retrain.evaluate_every}
     if retrains_by_gradients(config):
         return FedSGD, own
     if isinstance(config.algorithm, FedAvgSettings):
@@ -128,7 +129,7 @@ def retrains_by_gradients(config: Config) -> bool:
     if ALGORITHMS[config.algorithm.name].retraining is not Algorithm.retraining:
         return False
     if config.retrain.exchange is None:
-        return config.secure_sum and isinstance(config.privacy, DifferentialPrivacy)
+        return config.secure_sum and refusals.by_record(config)
     return config.retrain.exchange == "gradients"
 
 

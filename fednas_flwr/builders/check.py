@@ -42,6 +42,7 @@ from fednas_flwr.data.loaders import (
 from fednas_flwr.data.records import Records
 from fednas_flwr.errors import ConfigError, NoEffectError, show
 from fednas_flwr.memory import check_fits
+from fednas_flwr.names import CLIENT
 
 COPIES = 4  # of a network's weights in memory: server's, a client's, its gradients, its reply
 THREADS_PER_CORE = 8
@@ -84,14 +85,16 @@ def check_buildable(config: Config) -> Made:
     if config.secure_sum and prepared.uses_own_statistics:
         raise ConfigError(
             "secure_sum=true with a table whose dataset.statistics are not declared: the server "
-            "would see each client's own; declare them as {column: [mean, std], ...}."
+            "would see each client's own; declare them as {column: [mean, std], ...}, or "
+            "dataset.ranges={column: [low, high], ...}."
         )
-    make_objective(config, prepared.train.class_names, torch.device("cpu"))
+    make_objective(config, prepared.train, torch.device("cpu"))
     _check_images(config.dataset, prepared)
     if isinstance(config.privacy, DifferentialPrivacy):
         check_public(config, prepared)
         units = [num_units(prepared.train, part) for part in parts]
-        _check_delta(config.privacy, records=max(units))
+        whole = config.privacy.unit == CLIENT
+        _check_delta(config.privacy, number=config.clients if whole else max(units))
     networks: dict[str, nn.Module] = {}
     if genotype is None and searches(config):
         space = supernet_space(config, prepared)
@@ -165,12 +168,13 @@ def _check_images(dataset: Dataset, prepared: Prepared) -> None:
             )
 
 
-def _check_delta(privacy: DifferentialPrivacy, *, records: int) -> None:
-    """Refuse a delta with which publishing one of the records outright would count as private."""
-    if not privacy.large_delta and privacy.delta * records >= 1:
+def _check_delta(privacy: DifferentialPrivacy, *, number: int) -> None:
+    """Refuse a delta with which publishing one of so many units outright would count as private."""
+    units = "clients" if privacy.unit == CLIENT else "records of a client"
+    if not privacy.large_delta and privacy.delta * number >= 1:
         raise ConfigError(
-            f"privacy.delta={privacy.delta:g} with {records} records of a client: expected below "
-            f"1 / {records} = {1 / records:.3g}, since with more a client could publish one record "
+            f"privacy.delta={privacy.delta:g} with {number} {units}: expected below "
+            f"1 / {number} = {1 / number:.3g}, since with more one of them could be published "
             "outright; lower it, or set privacy.large_delta=true."
         )
 
@@ -206,7 +210,15 @@ def check_parts(
 ) -> None:
     """Refuse clients without the records that they are asked to train on, or with too few."""
     chooses = searches(config) or isinstance(config.algorithm, FEATHERSSettings | FedExSettings)
+    holds_out = "retrain" in config.stages and config.retrain.evaluate_every > 0
     for index, client in enumerate(clients):
+        if holds_out and len(client.validation) == 0:
+            raise ConfigError(
+                f"client {index} has no validation record, on which "
+                f"retrain.evaluate_every={config.retrain.evaluate_every} measures: set it to 0, or "
+                "raise dataset.fractions.validation="
+                f"{config.dataset.fractions['validation']:g}."
+            )
         parts = {"train": client.train, "validation": client.validation} if chooses else {}
         for name, part in parts.items():
             if len(part) == 0:
@@ -216,14 +228,17 @@ def check_parts(
                     f"dataset.fractions.{name}={config.dataset.fractions[name]:g}, or give it more "
                     "records (fewer clients, a larger partition.min_size)."
                 )
-        if len(client.train) + len(client.validation) == 0:
+        held_out = client.validation if holds_out else ()
+        if len(client.train) + len(client.validation) == len(held_out):
             raise ConfigError(
                 f"client {index} has no record to train on: raise dataset.fractions.train="
                 f"{config.dataset.fractions['train']:g}."
             )
         smallest = {
             "search": min(len(client.train), len(client.validation)),
-            "retrain": len(client.train) if chooses else len(client.train) + len(client.validation),
+            "retrain": len(client.train)
+            if chooses or holds_out
+            else len(client.train) + len(client.validation),
         }
         for stage, network in networks.items():
             batch_size = _batch_size(config, stage)
@@ -232,9 +247,11 @@ def check_parts(
 
 
 def check_linear_baseline(prepared: Prepared, clients: Iterable[ClientData]) -> None:
-    """Refuse logistic regression on records of one class."""
+    """Refuse logistic regression on records that are all of one class."""
     if prepared.server_test is None:
         return
+    if prepared.train.multi_label:
+        return  # a label that all or none have is told without a model
     parts = (part for client in clients for part in (client.train, client.validation))
     classes = {label for part in parts for label in part.labels[part.rows].tolist()}
     if len(classes) < 2:

@@ -20,15 +20,15 @@ from fednas_flwr.config import Config, DifferentialPrivacy, expanded
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.npz import holds_encoded
-from fednas_flwr.data.records import Records
+from fednas_flwr.data.records import Records, count_labels
 from fednas_flwr.data.splits import assign_splits, assignment_digest
 from fednas_flwr.data.statistics import column_moments
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.errors import ConfigError, show, unknown_choice
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
 from fednas_flwr.exchange.secure_sum.roster import Roster, SiteKeys
 from fednas_flwr.exchange.secure_sum.site import SumSite
 from fednas_flwr.files import write_atomically
-from fednas_flwr.names import PERSON, RECORD, SPLITS, Unit
+from fednas_flwr.names import CLIENT, PERSON, RECORD, SPLITS, Unit
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.policy import AUTOMATIC, Policy
@@ -113,7 +113,7 @@ def make_client(
         tag=site.get("tag", config.client_tags[index] if config.client_tags else ""),
         schema=prepared.train.schema,
         moments=None if prepared.mean else column_moments(prepared.train, own.train.rows),
-        objective=make_objective(config, prepared.train.class_names, device),
+        objective=make_objective(config, prepared.train, device),
         oversample=config.oversample and gate is None,  # a private site reads a record once
         gate=gate,
         wire=config.wire,
@@ -144,7 +144,6 @@ def simulated_facts(
     assigned = assign_splits(
         records.ids, key=settings.split_key.encode(), fractions=settings.fractions
     )
-    labels, num_classes = records.labels.numpy(), len(records.class_names)
     names = list(records.class_names)
     facts: dict[int, dict[str, Any]] = {}
     for index, rows in enumerate(parts):
@@ -152,7 +151,7 @@ def simulated_facts(
         facts[index] = {
             "client": index,
             "class_names": names,
-            "class_counts": np.bincount(labels[rows], minlength=num_classes).tolist(),
+            "class_counts": count_labels(records.labels[rows], len(names)),
             "splits": dict(zip(SPLITS, sizes, strict=True)),
         }
         if prepared.uses_own_statistics:
@@ -161,13 +160,26 @@ def simulated_facts(
     return facts
 
 
-def make_objective(config: Config, class_names: tuple[str, ...], device: torch.device) -> Objective:
+def make_objective(config: Config, records: Records, device: torch.device) -> Objective:
     """Return what networks are trained for and judged by; a class without a factor has 1.
 
+    Args:
+        config: The run's.
+        records: Their classes, or labels, count; there may be none.
+        device: Of the objective's tensors.
+
     Raises:
-        ConfigError: A factor, or ``positive``, is of a class that does not exist.
+        ConfigError: A factor, or ``positive``, is of a class that does not exist; or a setting is
+            for records of one class, but these can have several labels.
     """
-    given, positive = config.class_factors, None
+    given, positive, class_names = config.class_factors, None, records.class_names
+    chosen = {f"class_factors={show(given)}": given, "oversample=true": config.oversample}
+    for setting in [setting for setting, value in chosen.items() if value]:
+        if records.multi_label:
+            raise ConfigError(
+                f"{setting} is for records of one class each, but these can have "
+                "several labels: remove it."
+            )
     if config.positive is not None:
         if config.positive not in class_names:
             raise unknown_choice("positive", config.positive, class_names)
@@ -176,7 +188,7 @@ def make_objective(config: Config, class_names: tuple[str, ...], device: torch.d
         if name not in class_names:
             raise unknown_choice("class_factors", name, class_names)
     if not given:
-        return Objective(positive=positive)
+        return Objective(positive=positive, multi_label=records.multi_label)
     factors = [given.get(name, 1.0) for name in class_names]
     return Objective(torch.tensor(factors, device=device), positive)
 
@@ -316,6 +328,7 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     norms = (part.max_grad_norm for part in (privacy.weights, privacy.alphas))
+    unit = PERSON if records.by_person and privacy.unit == RECORD else privacy.unit
     section = {
         "epsilon": privacy.epsilon,
         "delta": privacy.delta,
@@ -323,8 +336,8 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
         "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
         "largest_steps": 1_000_000,
         "verbs": list(PRIVATE_VERBS),
-        "unit": PERSON if records.by_person else RECORD,
-        "records": num_units(records, rows),
+        "unit": unit,
+        "records": 1 if unit == CLIENT else num_units(records, rows),
         "fractions": config.dataset.fractions,
         "threads": config.threads,
         "micro_batch_size": privacy.micro_batch_size,
@@ -340,12 +353,13 @@ def check_public(config: Config, prepared: Prepared) -> None:
     if prepared.uses_own_statistics:
         raise ConfigError(
             "privacy=dp with a table that each client standardises by its own statistics, which no "
-            "budget covers: give public ones, dataset.statistics={column: [mean, std], ...}."
+            "budget covers: declare public ranges, dataset.ranges={column: [low, high], ...}, or "
+            "dataset.statistics={column: [mean, std], ...}."
         )
     if not has_real_sites(config):
         return
     settings = config.dataset
-    needed = {"class_names": bool(settings.class_names)}
+    needed = {"class_names": bool(settings.class_names or settings.labels)}
     root = None if settings.root is None else expanded("dataset.root", settings.root)
     if settings.name == "image_folder" or (
         settings.name == "npz" and root is not None and holds_encoded(root)

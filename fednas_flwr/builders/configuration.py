@@ -12,6 +12,7 @@ from fednas_flwr.builders.effects import Given, check_effect, check_experiment
 from fednas_flwr.builders.refusals import (
     check_sampling,
     check_secure_sum,
+    check_unit_of_privacy,
     check_validation,
     searches,
 )
@@ -112,6 +113,7 @@ def _check_privacy(config: Config) -> None:
             f"privacy=dp with algorithm={config.algorithm.name} is not possible yet: choose one of "
             f"{', '.join(private)}."
         )
+    check_unit_of_privacy(config)
     rounds = config.rounds * searches(config)
     rounds += config.retrain.rounds * ("retrain" in config.stages)
     if rounds > MOST_PRIVATE_ROUNDS:

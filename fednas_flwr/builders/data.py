@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fednas_flwr.config import Config, expanded
-from fednas_flwr.data.datasets import Prepared, normalisation, prepare
+from fednas_flwr.data.datasets import Prepared, declared_statistics, normalisation, prepare
 from fednas_flwr.data.partitioners import load_partition, partition
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.schema import Column
@@ -74,23 +74,27 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
     features = torch.empty(0, *shape, dtype=dtype)
     settings = config.dataset
     label = settings.label if schema and settings.label != "last" else ""
-    empty = Records(
-        *(features, torch.empty(0).long(), np.empty(0, "S32"), names), schema=schema, label=label
-    )
+    labels = torch.empty(0, *([len(names)] if facts["multi_label"] else [])).long()
+    empty = Records(*(features, labels, np.empty(0, "S32"), names), schema=schema, label=label)
     mean, std = normalisation(
-        empty, mean=settings.mean, std=settings.std, statistics=settings.statistics
+        empty,
+        mean=settings.mean,
+        std=settings.std,
+        statistics=declared_statistics(settings.statistics, settings.ranges),
     )
     if not settings.server_test or settings.root is None:
         return Prepared(empty, None, mean, std, tuple(settings.intensity or ()))
     own = _prepare(config, sites=False, server_test=False)
     test = own.train
-    if (own.input_shape, test.schema, test.class_names) != (shape, schema, names):
+    found = (own.input_shape, test.schema, test.class_names, test.multi_label)
+    if found != (shape, schema, names, facts["multi_label"]):
         raise ConfigError(
             f"the server's test set dataset.root={config.dataset.root} does not fit the clients: "
             f"it has shape {own.input_shape} and classes {', '.join(test.class_names)}, they have "
-            f"{shape} and {', '.join(names)}."
+            f"{shape} and {', '.join(names)}"
+            + (", of which a record can have several." if facts["multi_label"] else ".")
         )
-    empty = replace(empty, label=test.label)
+    empty = replace(empty, label=test.label, label_separator=test.label_separator)
     return Prepared(empty, test, own.mean, own.std, own.intensity)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from fednas_flwr.builders.algorithms import ALGORITHMS, Algorithm, retrains_by_gradients
-from fednas_flwr.builders.refusals import searches
+from fednas_flwr.builders.refusals import by_client, by_record, searches
 from fednas_flwr.config import (
     CFDNASSettings,
     Config,
@@ -221,8 +221,8 @@ RULES: tuple[Rule, ...] = (
         STAGES + ", which lack search",
     ),
     Rule(
-        "retrain.exchange retrain.rounds retrain.local_epochs retrain.batch_size "
-        "retrain.auxiliary_weight "
+        "retrain.exchange retrain.rounds retrain.evaluate_every retrain.local_epochs "
+        "retrain.batch_size retrain.auxiliary_weight "
         "retrain.drop_path_prob retrain.weights privacy.retrain personalised "
         "dataset.linear_baseline dataset.limit_test positive",
         lambda c: not _retrains(c),
@@ -316,7 +316,7 @@ RULES: tuple[Rule, ...] = (
         "retrain.exchange={c.retrain.exchange}, in which clients take no steps",
     ),
     Rule(
-        "retrain.exchange",
+        "retrain.exchange retrain.evaluate_every",
         _is(FEATHERSSettings, FedExSettings),
         "algorithm={c.algorithm.name}, which has exchanges of its own",
     ),
@@ -418,15 +418,27 @@ RULES: tuple[Rule, ...] = (
     # Privacy.
     Rule(
         "algorithm.local_epochs",
-        lambda c: _private(c) and isinstance(c.algorithm, _EPOCHS),
+        lambda c: by_record(c) and isinstance(c.algorithm, _EPOCHS),
         STEPS,
         "remove it, and set privacy.local_steps",
     ),
     Rule(
         "retrain.local_epochs",
-        _private,
+        by_record,
         STEPS,
         "remove it, and set privacy.retrain.local_steps",
+    ),
+    Rule(
+        "privacy.local_steps privacy.retrain.local_steps privacy.micro_batch_size "
+        "privacy.fewest_records",
+        by_client,
+        "privacy.unit=client, whose clients train by epochs and contribute one update",
+        "remove it, and set algorithm.local_epochs and retrain.local_epochs",
+    ),
+    Rule(
+        "retrain.evaluate_every",
+        _private,
+        "privacy=dp, whose budget is for training on all records",
     ),
     Rule(
         "algorithm.evaluate_every",

@@ -6,6 +6,7 @@ from fednas_flwr.config import (
     BlockSpace,
     CFDNASSettings,
     Config,
+    DifferentialPrivacy,
     DPCells,
     DPNASSettings,
     FDNASSettings,
@@ -19,7 +20,17 @@ from fednas_flwr.config import (
 )
 from fednas_flwr.config.run import MOST_SITES
 from fednas_flwr.errors import ConfigError, show, unknown_choice
-from fednas_flwr.names import BY_SIZE
+from fednas_flwr.names import BY_SIZE, CLIENT
+
+
+def by_client(config: Config) -> bool:
+    """Return whether the unit of a run's privacy is the client."""
+    return isinstance(config.privacy, DifferentialPrivacy) and config.privacy.unit == CLIENT
+
+
+def by_record(config: Config) -> bool:
+    """Return whether it is the record, or the person."""
+    return isinstance(config.privacy, DifferentialPrivacy) and config.privacy.unit != CLIENT
 
 
 def searches(config: Config) -> bool:
@@ -63,7 +74,7 @@ def of_mixed_splits(config: Config) -> None:
     """Refuse private rules whose gradient is of records of two splits."""
     algorithm = config.algorithm
     assert isinstance(algorithm, FedDARTSSettings | FEATHERSSettings)
-    if not isinstance(config.privacy, NoPrivacy) and algorithm.rule != "first_order":
+    if by_record(config) and algorithm.rule != "first_order":
         raise ConfigError(
             f"algorithm.rule={algorithm.rule} with privacy=dp: it mixes splits; set "
             "algorithm.rule=first_order."
@@ -98,7 +109,7 @@ def of_single_paths(config: Config) -> None:
             f"algorithm.temperatures with search_space={space}: single paths are drawn of the "
             "NAS-Bench-201 cell only; set algorithm.temperatures=null or search_space=nasbench201."
         )
-    if not isinstance(config.privacy, NoPrivacy):
+    if by_record(config):
         raise ConfigError(
             "algorithm.temperatures with privacy=dp: single paths have no private gradient yet; "
             "set algorithm.temperatures=null."
@@ -244,6 +255,40 @@ def check_secure_sum(config: Config) -> None:
             f"so that least_sites is from {terms.colluding + 2} to {config.clients}; raise clients "
             "or lower secure_terms.colluding."
         )
+
+
+def check_unit_of_privacy(config: Config) -> None:
+    """Refuse what tells more of a client than one clipped update, where that is the unit."""
+    privacy, algorithm = config.privacy, config.algorithm
+    if not isinstance(privacy, DifferentialPrivacy) or not by_client(config):
+        return
+    updates = FedDARTSSettings | FEATHERSSettings | ZeroCostSettings | GivenNetwork
+    needs = {
+        "secure_sum=false": (
+            not config.secure_sum,
+            "each client would add all of the noise; set secure_sum=true",
+        ),
+        f"algorithm={algorithm.name}": (
+            not isinstance(algorithm, updates),
+            "its clients' replies are no updates of several local steps; choose fed_darts, "
+            "feathers, fedavg, fedprox or zero_cost",
+        ),
+        f"momentum={config.momentum}": (
+            config.momentum == "averaged",
+            "the moments would be further releases; set momentum=reset or momentum=server",
+        ),
+        "privacy.metrics_noise_multiplier": (
+            privacy.metrics_noise_multiplier is not None,
+            "no metric of a whole client is defined; set it to null",
+        ),
+        "retrain.exchange=gradients": (
+            config.retrain.exchange == "gradients",
+            "updates of several steps are released; set retrain.exchange=models",
+        ),
+    }
+    for setting, (refused, reason) in needs.items():
+        if refused:
+            raise ConfigError(f"privacy.unit=client with {setting}: {reason}.")
 
 
 def check_sampling(config: Config) -> None:

@@ -11,6 +11,7 @@ from fednas_flwr.builders.algorithms import ALGORITHMS, Algorithm, retrains_by_g
 from fednas_flwr.config import Config, FNASSettings
 from fednas_flwr.exchange.sampling import Sampling
 from fednas_flwr.names import SPLITS
+from fednas_flwr.strategies.fedavg import trained_on
 
 
 def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampling | None:
@@ -23,12 +24,13 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
     if not config.samples:
         return None
     records = {name: np.array([own.get(name, 0) for own in splits]) for name in SPLITS}
-    both = records["train"] + records["validation"]
-    search, retrain = records["train"], both
+    names = trained_on(config.retrain.evaluate_every)
+    trained = np.sum([records[name] for name in names], axis=0)
+    search, retrain = records["train"], trained
     if isinstance(config.algorithm, FNASSettings) and config.algorithm.batch_size is not None:
         search = np.minimum(search, config.algorithm.batch_size)
     if retrains_by_gradients(config):
-        retrain = np.minimum(both, config.retrain.batch_size)
+        retrain = np.minimum(trained, config.retrain.batch_size)
     elif ALGORITHMS[config.algorithm.name].retraining is not Algorithm.retraining:
         retrain = records["train"]  # by whose validation records it chooses
     return Sampling(

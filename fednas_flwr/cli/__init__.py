@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from fednas_flwr import __version__
 from fednas_flwr.cli.outcomes import RUN_FAILED, STOPPED, USER_ERROR, fail
+from fednas_flwr.cli.own import take_files
 
 __all__ = ["RUN_FAILED", "STOPPED", "USER_ERROR", "main"]
 
@@ -45,6 +46,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     if overrides and not options.takes_overrides:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
+        take_files(options.own)
         return int(options.handler(options, overrides))
     except Exception as error:
         return fail(error, debug=options.debug)

@@ -38,5 +38,13 @@ def add_command(
         allow_abbrev=not takes_overrides,
     )
     parser.add_argument("--debug", action="store_true", help="show the full trace of an error")
+    parser.add_argument(
+        "--with",
+        dest="own",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="Python file that registers a data set, search space, algorithm or score of your own",
+    )
     parser.set_defaults(handler=handler, takes_overrides=takes_overrides)
     return parser

@@ -12,6 +12,7 @@ from typing import Any
 from fednas_flwr import api
 from fednas_flwr.builders.configuration import parse_config
 from fednas_flwr.cli.outcomes import RUN_FAILED, fail
+from fednas_flwr.cli.own import take_files
 from fednas_flwr.composition import (
     Arguments,
     Source,
@@ -93,6 +94,7 @@ def run_job(tree: Any) -> float | list[float] | None:
         What ``sweep.metric`` names, for a sweeper that optimises; None where the run has not
         reached it, or has failed, which the file ``error.txt`` then tells.
     """
+    take_files()  # in a process of the launcher
     overrides, source, folder = current_job()
     print(f"job {folder.name}", flush=True)
     try:

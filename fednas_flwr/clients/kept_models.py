@@ -104,10 +104,12 @@ def _read(client: Client, path: Path) -> Model:
 
 def _check_inputs(client: Client, model: Model) -> None:
     """Refuse a model that takes other records, or names other classes, than the site has."""
-    ours = {"class_names": client.class_names, "schema": client.schema}
+    ours: dict[str, object] = {"class_names": client.class_names, "schema": client.schema}
     ours["shape"] = tuple(client.data.train.features.shape[1:])
-    theirs = {"class_names": model.class_names, "schema": model.inputs.schema}
+    theirs: dict[str, object] = {"class_names": model.class_names, "schema": model.inputs.schema}
     theirs["shape"] = model.input_shape
+    ours["multi_label"] = client.objective.multi_label
+    theirs["multi_label"] = model.inputs.multi_label
     for name, own in ours.items():
         if theirs[name] != own:
             raise ConfigError(f"refused: the model's {name} is not that of this site's data.")

@@ -218,7 +218,7 @@ def validation_losses(client: Client, network: nn.Module) -> torch.Tensor:
     Of the same objective as training: rarer classes repeated where the client oversamples.
     """
     split = client.for_training(client.data.validation)
-    losses = record_losses(network, split, client.device)
+    losses = record_losses(network, split, client.device, objective=client.objective)
     factors = client.objective.record_factors(split.labels[split.rows])
     return losses if factors is None else losses * factors.double().cpu()
 

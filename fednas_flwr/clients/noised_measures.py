@@ -29,7 +29,7 @@ from fednas_flwr.privacy.record_gradients import own_linear_layers
 from fednas_flwr.privacy.self_test import Watch, unwatched
 from fednas_flwr.search.objective import heads
 
-# Of features [B, ...] and labels [B], watched: values of every record, float64 [B, V].
+# Of features [B, ...] and labels, watched: values of every record, float64 [B, V].
 Measure = Callable[[Tensor, Tensor, Watch], Tensor]
 
 METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 0 to 1
@@ -79,7 +79,7 @@ def prepare_metrics(
 
     A record's loss counts for at most twice that of guessing.
     """
-    bound = 2 * math.log(max(2, len(client.class_names)))
+    bound = 2 * client.objective.guessing_loss(len(client.class_names))
     measure = partial(_loss_and_hits, client, network, bound)
     with _measuring(network):
         size = rehearse(client, measure, network, "metrics", description)

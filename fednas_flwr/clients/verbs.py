@@ -47,6 +47,7 @@ from fednas_flwr.clients.replies import (
 )
 from fednas_flwr.clients.summed import sums_of
 from fednas_flwr.data.loaders import step_batch
+from fednas_flwr.data.records import count_labels
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.metrics import evaluate, measured, predicted
 from fednas_flwr.evaluation.scores import histogram
@@ -107,16 +108,14 @@ def describe(client: Client, request: Request, asked: Describe) -> Reply:
             facts["honest_sites"] = allowed.secure_sum.honest
         return Reply(num_examples=gate.num_records(tuple(allowed.records)), facts=facts)
     splits = {"train": data.train, "validation": data.validation, "test": data.test}
-    counts = torch.zeros(len(client.class_names), dtype=torch.int64)
-    for split in splits.values():
-        counts += torch.bincount(split.labels[split.rows], minlength=len(counts))
+    labels = torch.cat([split.labels[split.rows] for split in splits.values()])
     facts |= {
-        "class_counts": counts.tolist(),
+        "class_counts": count_labels(labels, len(client.class_names)),
         "splits": {name: len(split) for name, split in splits.items()},
     }
     if client.moments is not None:
         facts["moments"] = [asdict(of) for of in client.moments]
-    return Reply(num_examples=max(1, int(counts.sum())), facts=facts)
+    return Reply(num_examples=max(1, len(labels)), facts=facts)
 
 
 def identity(client: Client) -> dict[str, Any]:
@@ -132,6 +131,7 @@ def identity(client: Client) -> dict[str, Any]:
         "input_shape": list(client.data.train.features.shape[1:]),
         "schema": [asdict(column) for column in client.schema],
         "class_names": list(client.class_names),
+        "multi_label": client.objective.multi_label,
     }
 
 
@@ -457,8 +457,8 @@ def evaluate_model(client: Client, request: Request, asked: Evaluate) -> Reply:
             facts["scores"] = objective.scores(logits, labels)
             positive = objective.positive_class(logits.shape[1])
             if positive is not None:
-                shares = torch.softmax(logits.double(), 1)[:, positive]
-                facts["histogram"] = histogram(shares, labels == positive)
+                shares = objective.probabilities(logits.double())[:, positive]
+                facts["histogram"] = histogram(shares, objective.members(labels, positive))
         return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict(), facts=facts)
     with before_reading(request):
         network = client.network(asked.network, network_states_of(request))

@@ -61,6 +61,10 @@ class Dataset(Checked):
         channels: 1 or 3, of encoded images; null is that of the first.
         class_names: Names of the classes in their order; empty finds them in the data.
         label: A table's column with the class, ``last`` being the last one.
+        labels: A table's columns of 0 and 1, one per label, where a record can have several; in
+            place of ``label``.
+        label_separator: What stands between several labels of a record in the column ``label``,
+            such as ``;``, or ``json`` for lists; null: it holds one class.
         id_column: A table's column that names the person a row is of; of an image folder any name
             says that it has ``<class>/<person>/``. The person is then the unit of privacy.
         numeric: A table's columns of numbers; empty finds them.
@@ -69,6 +73,8 @@ class Dataset(Checked):
         categories: Of columns, where not all of them are in the data.
         ignore: A table's columns that are no features.
         statistics: Public ``{column: [mean, std]}``; empty has all clients find them together.
+        ranges: Public ``{column: [low, high]}`` in place of statistics, of all or some columns;
+            what is usual, as numbers beyond them are kept.
         corrupt: What becomes of images that cannot be read: ``refuse`` ends the run and names them
             all, ``skip`` leaves them out.
         intensity: Of 16-bit images, what becomes 0 and 255; null is 0 to 65535.
@@ -103,6 +109,8 @@ class Dataset(Checked):
     channels: Annotated[int, Between(1, 3, reason="1 or 3")] | None
     class_names: list[str]
     label: str
+    labels: list[str]
+    label_separator: Text | None
     id_column: str | None
     numeric: list[str]
     dates: list[str]
@@ -110,6 +118,7 @@ class Dataset(Checked):
     categories: dict[str, list[str]]
     ignore: list[str]
     statistics: dict[str, list[float]]
+    ranges: dict[str, list[float]]
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
     intensity: Annotated[list[float], Length(Between(2, 2))] | None
     separator: Annotated[str, Length(Between(1, 1))] | None
@@ -133,7 +142,15 @@ class Dataset(Checked):
                     f"encoding={show(self.encoding)} is unknown: expected one such as utf-8, "
                     "utf-16 or cp1252, or null to find it."
                 ) from None
-        for name in ("class_names", "numeric", "dates", "categorical", "ignore", "missing_values"):
+        for name in (
+            "class_names",
+            "labels",
+            "numeric",
+            "dates",
+            "categorical",
+            "ignore",
+            "missing_values",
+        ):
             check_distinct(name, getattr(self, name))
         for column, categories in self.categories.items():
             check_distinct(f"categories.{column}", categories)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fednas_flwr.names import NORMS, SKIPS
-from fednas_flwr.search.settings import SGD, Count, RateOrZero, ShareBelow1, Steps
+from fednas_flwr.search.settings import SGD, Count, CountOrZero, RateOrZero, ShareBelow1, Steps
 from fednas_flwr.typed import Between, Checked, OneOf
 
 EXCHANGES = ("models", "gradients")
@@ -83,6 +83,8 @@ class Retrain(Checked):
             ``gradients``, one exchange per step (FedSGD); null is ``gradients`` with privacy and
             secure sums, which share the noise of single steps only, else ``models``.
         rounds: Number of them; each ends with a checkpoint.
+        evaluate_every: Rounds between evaluations of the network on the clients' validation
+            records, which are then not trained on; 0 is never, and they are.
         local_epochs: A round's passes over a client's records; with ``gradients`` over those of
             the median client.
         batch_size: Of a client; with privacy the expected one.
@@ -96,6 +98,7 @@ class Retrain(Checked):
 
     exchange: Annotated[str, OneOf(EXCHANGES)] | None
     rounds: Count
+    evaluate_every: CountOrZero
     local_epochs: Steps
     batch_size: Count
     channels: Width | None

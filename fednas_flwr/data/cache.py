@@ -63,6 +63,7 @@ def _write(folder: Path, parts: Mapping[str, Records]) -> None:
                 "image_shape": records.image_shape,
                 "schema": [asdict(column) for column in records.schema],
                 "label": records.label,
+                "label_separator": records.label_separator,
                 "id_column": records.id_column,
                 "notes": records.notes,
             }
@@ -100,6 +101,7 @@ def _read(folder: Path) -> dict[str, Records] | None:
                 image_shape=tuple(about["image_shape"]),
                 schema=tuple(parse(Column, column, key="column") for column in about["schema"]),
                 label=about["label"],
+                label_separator=about["label_separator"],
                 id_column=about["id_column"],
                 notes=tuple(about["notes"]),
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,13 +29,13 @@ from fednas_flwr.errors import ConfigError, NoEffectError, show, unknown_choice
 __all__ = ["Prepared", "Records", "prepare"]
 
 # Changes whenever the same source would give other prepared records.
-_CACHE_VERSION = 3
+_CACHE_VERSION = 4
 # Public and fixed: these choices must be the same in every run and at everybody's.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
 _SERVER_TEST_SHARE = 0.2
 _DEFAULTS = {"corrupt": "refuse", "missing": "mean"}
-_NOT_READ = ("download", "statistics")  # settings that no reader takes
+_NOT_READ = ("download", "statistics", "ranges")  # settings that no reader takes
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class Prepared:
             std=self.std,
             class_names=train.class_names,
             label=train.label,
+            multi_label=train.multi_label,
+            label_separator=train.label_separator,
             intensity=self.intensity,
             scattering=self.scattering,
         )
@@ -106,6 +109,8 @@ def prepare(
     channels: int | None = None,
     class_names: Sequence[str] = (),
     label: str = "last",
+    labels: Sequence[str] = (),
+    label_separator: str | None = None,
     id_column: str | None = None,
     numeric: Sequence[str] = (),
     dates: Sequence[str] = (),
@@ -113,6 +118,7 @@ def prepare(
     categories: Mapping[str, Sequence[str]] | None = None,
     ignore: Sequence[str] = (),
     statistics: Mapping[str, Sequence[float]] | None = None,
+    ranges: Mapping[str, Sequence[float]] | None = None,
     corrupt: str = "refuse",
     intensity: Sequence[float] | None = None,
     separator: str | None = None,
@@ -145,6 +151,8 @@ def prepare(
         channels: See there.
         class_names: See there and :func:`~fednas_flwr.data.tables.load_csv`.
         label: See :func:`~fednas_flwr.data.tables.load_csv`.
+        labels: See there.
+        label_separator: See there.
         id_column: See there.
         numeric: See there.
         dates: See there.
@@ -153,6 +161,8 @@ def prepare(
         ignore: See there.
         statistics: ``{column: [mean, std]}`` of every numeric column of a table, by which all
             clients standardise; without it the clients find them together.
+        ranges: ``{column: [low, high]}`` in its place, of all or some columns, see
+            :func:`declared_statistics`.
         corrupt: See :class:`~fednas_flwr.data.decoding.Decoding`.
         intensity: See there.
         separator: See :class:`~fednas_flwr.data.table_files.Form`.
@@ -175,6 +185,8 @@ def prepare(
         "channels": channels,
         "class_names": list(class_names),
         "label": None if label == "last" else label,
+        "labels": list(labels),
+        "label_separator": label_separator,
         "id_column": id_column,
         "numeric": list(numeric),
         "dates": list(dates),
@@ -182,6 +194,7 @@ def prepare(
         "categories": {k: list(v) for k, v in (categories or {}).items()},
         "ignore": list(ignore),
         "statistics": dict(statistics or {}),
+        "ranges": dict(ranges or {}),
         "corrupt": corrupt,
         "intensity": list(intensity or ()),
         "separator": separator,
@@ -254,7 +267,8 @@ def prepare(
         means: tuple[float, ...] = (0.0,)
         stds: tuple[float, ...] = (1.0,)
     else:
-        means, stds = normalisation(train, mean=mean, std=std, statistics=statistics or {})
+        declared = declared_statistics(statistics or {}, ranges or {})
+        means, stds = normalisation(train, mean=mean, std=std, statistics=declared)
     return Prepared(
         train,
         parts.get("server_test"),
@@ -263,6 +277,33 @@ def prepare(
         intensity=tuple(intensity or ()),
         scattering=(scattering["scales"], scattering["angles"]) if scattering is not None else (),
     )
+
+
+def declared_statistics(
+    statistics: Mapping[str, Sequence[float]], ranges: Mapping[str, Sequence[float]]
+) -> dict[str, Sequence[float]]:
+    """Return ``{column: [mean, std]}`` of what is declared of columns; reads no record.
+
+    Of a range they are those of numbers that are equally likely everywhere in it: ``(low + high) /
+    2`` and ``(high - low) / sqrt(12)``. Numbers beyond it stay as they are.
+
+    Raises:
+        ConfigError: A range is not one, or a column has both.
+    """
+    for column, ends in ranges.items():
+        if len(ends) != 2 or not ends[0] < ends[1]:
+            raise ConfigError(
+                f"dataset.ranges.{column}={list(ends)} must be [low, high], low below high."
+            )
+        if column in statistics:
+            raise ConfigError(
+                f"dataset.ranges.{column} has no effect beside dataset.statistics.{column}: "
+                "remove one of the two."
+            )
+    found = {
+        c: [(low + high) / 2, (high - low) / math.sqrt(12)] for c, (low, high) in ranges.items()
+    }
+    return {**statistics, **found}
 
 
 def normalisation(
@@ -283,8 +324,8 @@ def normalisation(
         return _table_statistics(records, statistics, mean=mean, std=std)
     if statistics:
         raise ConfigError(
-            "dataset.statistics is for tables: give those of images as dataset.mean and "
-            "dataset.std."
+            "dataset.statistics is for tables, and so are ranges: give those of images as "
+            "dataset.mean and dataset.std."
         )
     return _image_statistics(records, mean=mean, std=std)
 
@@ -315,6 +356,11 @@ def _check_test(name: str, train: Records, test: Records) -> None:
         )
     if train.class_names != test.class_names:
         raise ConfigError(f"the test records of dataset={name} have other classes than training's.")
+    if train.multi_label != test.multi_label:
+        raise ConfigError(
+            f"of dataset={name}, one of the training and the test records have a class each, the "
+            "others several labels: write both in one form."
+        )
 
 
 def _limited(records: Records, limit: int | None) -> Records:
@@ -358,8 +404,8 @@ def _table_statistics(
     if set(statistics) != set(numeric):
         wrong = sorted(set(statistics) ^ set(numeric))
         raise ConfigError(
-            f"dataset.statistics must name every numeric column once ({', '.join(numeric)}): "
-            f"{', '.join(wrong)} is missing or too many."
+            "dataset.statistics or dataset.ranges must name every numeric column once "
+            f"({', '.join(numeric)}): {', '.join(wrong)} is missing or too many."
         )
     for column, pair in statistics.items():
         if len(pair) != 2 or not pair[1] > 0:

@@ -150,7 +150,10 @@ def records_from_arrays(
     *,
     ids: np.ndarray | None = None,
 ) -> Records:
-    """Return records; without given ids these are hashes of pixels, or of a table's numbers."""
+    """Return records of labels [N] or [N, L].
+
+    Without given ids these are hashes of pixels, or of a table's numbers.
+    """
     features = np.ascontiguousarray(features)
     is_table = features.ndim == 2
     num_features = features.shape[1] if is_table else 0

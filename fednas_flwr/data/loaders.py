@@ -33,7 +33,7 @@ class Split:
 
     Attributes:
         features: uint8 ``[N, C, H, W]`` or float32 ``[N, F]``, of all clients, on the CPU.
-        labels: int64 ``[N]``.
+        labels: int64 ``[N]`` or ``[N, L]``, see :class:`~fednas_flwr.data.records.Records`.
         rows: int64 ``[n]``, the rows of this split.
         mean: Per channel of images scaled to 0..1, or per feature of a table.
         std: As ``mean``, above 0.
@@ -80,7 +80,7 @@ class Split:
 
         Returns:
             float32 ``[B, C, H, W]`` or ``[B, F]``, missing numbers of a table being 0, the mean;
-            and int64 ``[B]``.
+            and int64 ``[B]`` or ``[B, L]``.
         """
         rows = self.rows.index_select(0, indices)
         y = self.labels.index_select(0, rows).to(device)

@@ -87,6 +87,7 @@ def records_from_npz(
 
     Plain: ``x_train``, ``y_train`` and optionally ``x_test``, ``y_test``, with ``x`` uint8
     ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]``, or numbers ``[N, F]`` for a table.
+    ``y`` are class numbers [N], or [N, L] of 0 and 1 where a record can have several labels.
     Encoded: ``train_bytes``, ``train_off``, ``y_train`` and optionally the same with ``test`` or
     ``val``; image ``i`` is the JPEG or PNG in ``bytes[off[i]:off[i + 1]]``.
 
@@ -113,9 +114,20 @@ def records_from_npz(
                 f"{origin} holds {len(features)} records and {len(labels)} labels in its part "
                 f"{part}: it needs as many labels as records, at least one."
             )
-    num_classes = 1 + max(int(labels.max()) for _, labels in parts)
+    widths = {labels.shape[1:] for _, labels in parts}
+    if len(widths) > 1:
+        raise ConfigError(
+            f"{origin} holds y of shapes {', '.join(str(y.shape) for _, y in parts)}: expected one "
+            "class per record, or the same labels, in all parts."
+        )
+    several = bool(min(widths))  # labels per record
+    num_classes = min(widths)[0] if several else 1 + max(int(y.max()) for _, y in parts)
     num_records = sum(len(labels) for _, labels in parts)
-    if not class_names and num_classes > num_records:
+    if several and class_names and len(class_names) != num_classes:
+        raise ConfigError(
+            f"{origin} has {num_classes} labels, but dataset.class_names names {len(class_names)}."
+        )
+    if not several and not class_names and num_classes > num_records:
         raise ConfigError(
             f"{origin} has the label {num_classes - 1}, but only {num_records} records: expected "
             "class numbers 0, 1, ...; correct it, or name all classes in dataset.class_names."
@@ -193,12 +205,19 @@ def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> list[str]:
 
 
 def _whole_labels(labels: np.ndarray, *, origin: str, part: str) -> np.ndarray:
-    """Return the labels as int64 ``[N]`` after checking that they are class numbers."""
+    """Return the labels as int64 after checking that they are class numbers, or 0 and 1."""
+    if labels.ndim == 2 and labels.shape[1] > 1 and labels.dtype.kind in "biu":
+        if not np.isin(labels, (0, 1)).all():
+            raise ConfigError(
+                f"y_{part} in {origin} holds numbers up to {labels.max()}: expected 0 and 1, one "
+                "column per label."
+            )
+        return labels.astype(np.int64)
     whole = labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer)
     if not whole or (len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < 2**63):
         raise ConfigError(
             f"y_{part} in {origin} is {labels.dtype} of shape {labels.shape}: expected the class "
-            "numbers 0, 1, ... as one integer per record."
+            "numbers 0, 1, ... as one integer per record, or [N, L] of 0 and 1 for several labels."
         )
     return labels.astype(np.int64)
 

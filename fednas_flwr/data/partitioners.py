@@ -77,6 +77,11 @@ def partition(
         raise ConfigError(
             f"partition.alpha={alpha} must be above 0 and partition.min_size={min_size} at least 1."
         )
+    if name in ("dirichlet", "label_groups") and records.multi_label:
+        raise ConfigError(
+            f"partition={name} divides records by the class of each, but these can have several "
+            "labels: use partition=iid, quantity or column."
+        )
     rng = np.random.default_rng(derive_seed(seed, "partition", name))
     owners = None
     if records.by_person and name not in ("column", "sites"):

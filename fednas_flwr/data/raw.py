@@ -6,7 +6,7 @@ What training does to records is done here by the same functions, with what the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,14 @@ from torch import Tensor
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files
 from fednas_flwr.data.npz import channels_first, cut, named
+from fednas_flwr.data.records import label_sets
 from fednas_flwr.data.schema import Inputs, feature_names
 from fednas_flwr.data.table_files import SUFFIXES as TABLE_SUFFIXES
 from fednas_flwr.data.table_files import Form, read_texts, suffix_of, texts_of
-from fednas_flwr.data.tables import encode_rows
+from fednas_flwr.data.tables import encode_rows, label_marks
 from fednas_flwr.errors import ConfigError
+
+Label = str | tuple[str, ...]  # a record's class, or its labels, by name
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,12 @@ class RawData:
 
     Attributes:
         names: One per record: a file's path, or the row's number from 0.
-        labels: The class of each record by name, or None where the data does not say it.
+        labels: The class of each record by name, or its labels; None where the data does not say.
         batch: Given a slice of the records, returns them as the model's ``forward`` takes them.
     """
 
     names: list[str]
-    labels: list[str] | None
+    labels: Sequence[Label] | None
     batch: Callable[[slice], Tensor]
 
     def __len__(self) -> int:
@@ -121,9 +124,12 @@ def _numpy_file(path: Path, inputs: Inputs) -> RawData:
     raise ConfigError(f"{path} holds the arrays {', '.join(arrays)}: expected x.")
 
 
-def _label_names(labels: np.ndarray | None, inputs: Inputs) -> list[str] | None:
-    if labels is None or not np.issubdtype(labels.dtype, np.integer):
+def _label_names(labels: np.ndarray | None, inputs: Inputs) -> Sequence[Label] | None:
+    if labels is None or labels.dtype.kind not in "biu":
         return None
+    if inputs.multi_label:
+        told = labels.ndim == 2 and labels.shape[1] == len(inputs.class_names)
+        return names_of(labels == 1, inputs.class_names) if told else None
     if len(labels) and not 0 <= labels.min() <= labels.max() < len(inputs.class_names):
         return None
     return [inputs.class_names[int(label)] for label in labels]
@@ -146,13 +152,40 @@ def _rows(texts: dict[str, np.ndarray], inputs: Inputs, *, where: str) -> RawDat
     num_rows = len(next(iter(texts.values()), []))
     features = encode_rows(texts, inputs.schema, where=where)
     rows = torch.from_numpy(np.stack(list(features.values()), axis=1))
-    labels = texts[inputs.label].tolist() if inputs.label in texts else None
-    if labels is not None and not set(labels) <= set(inputs.class_names):
-        labels = None
+    labels = _row_labels(texts, inputs, where=where)
     return RawData([str(i) for i in range(num_rows)], labels, lambda chosen: rows[chosen])
 
 
-def _array(data: Any, inputs: Inputs, *, where: str, labels: list[str] | None = None) -> RawData:
+def _row_labels(
+    texts: dict[str, np.ndarray], inputs: Inputs, *, where: str
+) -> Sequence[Label] | None:
+    """Return what the label columns say; None where one lacks, or names none of the classes."""
+    names = inputs.class_names
+    if inputs.multi_label and not inputs.label:
+        if not texts.keys() >= set(names):
+            return None
+        marks = [label_marks(texts[name], name=name, where=where) for name in names]
+        return names_of(np.stack(marks, axis=1), names)
+    if inputs.label not in texts:
+        return None
+    cells = texts[inputs.label]
+    if inputs.multi_label:
+        sets = label_sets(cells, inputs.label_separator, where=f"{where}, column {inputs.label},")
+        order = {name: i for i, name in enumerate(names)}
+        known = {name for own in sets for name in own} <= order.keys()
+        return [tuple(sorted(set(own), key=order.__getitem__)) for own in sets] if known else None
+    labels: list[str] = cells.tolist()
+    return labels if set(labels) <= set(names) else None
+
+
+def names_of(marks: np.ndarray, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the labels that each record has, by name, given bool ``[N, L]``."""
+    return [tuple(n for n, has in zip(names, row, strict=True) if has) for row in marks]
+
+
+def _array(
+    data: Any, inputs: Inputs, *, where: str, labels: Sequence[Label] | None = None
+) -> RawData:
     array = np.asarray(data.numpy() if isinstance(data, Tensor) else data)
     if inputs.is_table:
         array = _checked_table(array, inputs, where=where)

@@ -7,6 +7,7 @@ A record's id is stable: it depends on that record alone, so that the part it fa
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from fednas_flwr.data.schema import CATEGORY, Column, feature_names
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import JSON_LISTS
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,15 @@ class Records:
     Attributes:
         features: uint8 ``[N, C, H, W]`` images, or float32 ``[N, F]`` rows with NaN where missing;
             float32 ``[N, K, h, w]`` where a transform has been at the images.
-        labels: int64 ``[N]``, in ``0 .. len(class_names) - 1``.
+        labels: int64 ``[N]``, in ``0 .. len(class_names) - 1``; or ``[N, len(class_names)]`` of 0
+            and 1, where a record can have several labels.
         ids: S32 ``[N]``, hex of :func:`record_ids`; equal for records that must not be separated.
-        class_names: One name per class.
+        class_names: One name per class or label.
         columns: ``[N]`` strings per column by which a table or sites can be partitioned.
         schema: Columns of a table, in the order of its features; empty for images.
-        label: Name of a table's label column; empty if it has none.
+        label: Name of a table's label column; empty if it has none, or one per label.
+        label_separator: Of the labels in that column, see :func:`label_sets`; empty where it holds
+            a class.
         id_column: Column that says whose each record is, and gave the ids, which then are the same
             in every export of the data. A person stays in one part and with one client, and is the
             unit of privacy. Empty where ids were hashed from what the records hold.
@@ -45,6 +50,7 @@ class Records:
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     schema: tuple[Column, ...] = ()
     label: str = ""
+    label_separator: str = ""
     id_column: str = ""
     image_shape: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
@@ -65,6 +71,11 @@ class Records:
     def num_numeric(self) -> int:
         """Number of leading features that are numbers to standardise; the others are 0 or 1."""
         return sum(column.kind != CATEGORY for column in self.schema)
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether a record can have several labels."""
+        return self.labels.dim() == 2
 
     @property
     def by_person(self) -> bool:
@@ -115,6 +126,11 @@ def join_sites(sites: Mapping[str, Records]) -> Records:
                 f"{_listed(first.class_names)}, {name} has {_listed(records.class_names)}: "
                 "set dataset.class_names to the classes of all sites."
             )
+        if records.multi_label != first.multi_label:
+            raise ConfigError(
+                f"one of the sites {first_name} and {name} has a class per record, the other has "
+                "several labels: write the labels of all sites in one form."
+            )
         if records.schema != first.schema:
             only = set(records.feature_names) ^ set(first.feature_names)
             raise ConfigError(
@@ -155,6 +171,62 @@ def encode_labels(names: np.ndarray, class_names: Sequence[str], *, where: str) 
             f"{_listed(class_names)}: add it there or remove these records."
         )
     return torch.tensor([positions[name] for name in names.tolist()], dtype=torch.int64)
+
+
+def count_labels(labels: Tensor, num_classes: int) -> list[int]:
+    """Return how many records are of each class, or have each label.
+
+    Args:
+        labels: See :class:`Records`.
+        num_classes: Their number.
+    """
+    counts = labels.sum(0) if labels.dim() == 2 else torch.bincount(labels, minlength=num_classes)
+    found: list[int] = counts.tolist()
+    return found
+
+
+def label_sets(texts: np.ndarray, separator: str, *, where: str) -> list[tuple[str, ...]]:
+    """Return the labels in each cell, by their names; an empty cell has none.
+
+    Args:
+        texts: Cells such as ``a;b``; spaces around a name do not count.
+        separator: Between names; ``json`` for cells such as ``["a", "b"]``.
+        where: Where the cells come from, for messages.
+
+    Raises:
+        ConfigError: A cell is not a list of texts in JSON.
+    """
+    if separator != JSON_LISTS:
+        names = [map(str.strip, text.split(separator)) for text in texts.tolist()]
+        return [tuple(name for name in own if name) for own in names]
+    sets = []
+    for row, text in enumerate(texts.tolist(), 1):
+        try:
+            own = json.loads(text or "[]")
+        except ValueError:
+            own = None
+        if not isinstance(own, list) or not all(isinstance(name, str) for name in own):
+            raise ConfigError(
+                f'{where} holds {text[:40]} in row {row}: expected a list such as ["a", "b"], as '
+                "dataset.label_separator=json says."
+            )
+        sets.append(tuple(own))
+    return sets
+
+
+def encode_label_sets(
+    sets: Sequence[Sequence[str]], class_names: Sequence[str], *, where: str
+) -> Tensor:
+    """Return int64 ``[N, L]``: 1 where a record has a label.
+
+    Raises:
+        ConfigError: A name is not among them.
+    """
+    rows = np.repeat(np.arange(len(sets)), [len(names) for names in sets])
+    names = np.array([name for own in sets for name in own], dtype=object)
+    labels = torch.zeros(len(sets), len(class_names), dtype=torch.int64)
+    labels[torch.from_numpy(rows), encode_labels(names, class_names, where=where)] = 1
+    return labels
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -63,7 +63,10 @@ class Inputs(Checked):
         mean: Per channel of images scaled to 0..1, or per feature of a table.
         std: As ``mean``; all above 0.
         class_names: One name per output.
-        label: Name of a table's label column; empty if it has none.
+        label: Name of a table's label column; empty if it has none, or one per label.
+        multi_label: Whether a record can have several labels: outputs are probabilities of each.
+        label_separator: Of the labels in the label column, see
+            :func:`~fednas_flwr.data.records.label_sets`.
         intensity: Of images of more than 8 bits, see :class:`~fednas_flwr.data.decoding.Decoding`.
         scattering: Scales and angles of the transform that makes the network's features of images;
             empty where it takes the images.
@@ -75,6 +78,8 @@ class Inputs(Checked):
     std: tuple[float, ...]
     class_names: tuple[str, ...]
     label: str = ""
+    multi_label: bool = False
+    label_separator: str = ""
     intensity: tuple[float, ...] = ()
     scattering: tuple[int, ...] = ()
 

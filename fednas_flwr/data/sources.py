@@ -26,7 +26,17 @@ from fednas_flwr.errors import ConfigError
 _IMAGES = frozenset({"image_size", "channels", "class_names", "corrupt", "intensity"})
 _TABLES = frozenset(
     {
-        *("label", "id_column", "numeric", "dates", "categorical", "categories", "ignore"),
+        *(
+            "label",
+            "labels",
+            "label_separator",
+            "id_column",
+            "numeric",
+            "dates",
+            "categorical",
+            "categories",
+            "ignore",
+        ),
         *("separator", "encoding", "decimal", "missing_values", "missing"),
     }
 )
@@ -71,10 +81,10 @@ DATA_SETS: dict[str, DataSet] = {
     "image_folder": DataSet(
         load_image_folder, _IMAGES | {"id_column"}, roots=("folder",), sites=("*/",)
     ),
-    "npz": DataSet(load_npz, _IMAGES | {"statistics"}, roots=("file",), sites=("*.npz",)),
+    "npz": DataSet(load_npz, _IMAGES | {"statistics", "ranges"}, roots=("file",), sites=("*.npz",)),
     "csv": DataSet(
         load_csv,
-        _TABLES | {"class_names", "statistics"},
+        _TABLES | {"class_names", "statistics", "ranges"},
         roots=("file", "folder"),
         sites=tuple(f"*{suffix}" for suffix in SUFFIXES),
     ),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.records import Records
+from fednas_flwr.data.records import Records, count_labels
 from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
 from fednas_flwr.data.splits import assign_splits
 from fednas_flwr.names import QUANTILES, SPLITS
@@ -26,7 +26,7 @@ def found(prepared: Prepared) -> list[str]:
     """Return what a reader has found that a user should see before a run; of arrays nothing."""
     records = prepared.train
     lines = list(records.notes)
-    if not records.schema or not records.label:
+    if not records.schema or not (records.label or records.multi_label):
         return lines
     missing = missing_counts(records)
     for kind, word in ((NUMBER, "numbers"), (DATE, "dates"), (CATEGORY, "categories")):
@@ -34,7 +34,9 @@ def found(prepared: Prepared) -> list[str]:
         told = [_short(column, missing[column.name]) for column in columns]
         if told:
             lines.append(f"{word}: {_listed(told)}")
-    lines.append(f"label {records.label}: {_listed(_classes(records))}")
+    of_columns = f"labels in {records.label}" if records.label else "labels"
+    word = of_columns if records.multi_label else f"label {records.label}"
+    lines.append(f"{word}: {_listed(_classes(records))}")
     total = sum(missing.values())
     if total:
         lines.append(f"{total:,} cells are missing: {missing_rule(records.schema)}")
@@ -73,8 +75,10 @@ def summary(
         + f"; shape of one: {'x'.join(map(str, prepared.input_shape))}"
     ]
     lines += found(prepared)
-    if not records.label:
-        lines.append(f"classes: {_listed(_classes(records))}")
+    if not records.label and not (records.schema and records.multi_label):
+        lines.append(
+            f"{'labels' if records.multi_label else 'classes'}: {_listed(_classes(records))}"
+        )
     lines += [f"column {line}" for line in map(_Described(records), records.schema)]
     lines += _division(records, parts, key=key, fractions=fractions)
     return lines + [f"suggestion: {line}" for line in _suggestions(prepared)]
@@ -130,16 +134,16 @@ def _division(
     for client, rows in enumerate(parts):
         split = assign_splits(records.ids[rows], key=key, fractions=fractions)
         sizes = np.bincount(split, minlength=len(SPLITS))
-        counts = torch.bincount(records.labels[rows], minlength=len(records.class_names))
+        counts = count_labels(records.labels[rows], len(records.class_names))
         told = ", ".join(f"{n:,} {name}" for n, name in zip(sizes, SPLITS, strict=True))
-        by_class = [f"{n} {c:,}" for n, c in zip(records.class_names, counts.tolist(), strict=True)]
+        by_class = [f"{n} {c:,}" for n, c in zip(records.class_names, counts, strict=True)]
         lines.append(f"client {client}: {told}; {_listed(by_class)}")
         empty = [name for name, n in zip(SPLITS, sizes, strict=True) if n == 0 < fractions[name]]
         if empty:
             odd.append(f"client {client} has no record for {' and '.join(empty)}")
         elif sizes[0] < FEWEST:
             odd.append(f"client {client} is small: {sizes[0]} training records")
-        lacking = [n for n, c in zip(records.class_names, counts.tolist(), strict=True) if c == 0]
+        lacking = [n for n, c in zip(records.class_names, counts, strict=True) if c == 0]
         if lacking:
             odd.append(f"client {client} has no record of {_listed(lacking)}")
     if not records.by_person:
@@ -155,12 +159,14 @@ def _suggestions(prepared: Prepared) -> list[str]:
     lines = []
     if len(prepared.input_shape) == 1:
         lines.append("search_space=mlp_small, which is for tables")
-    shares = torch.bincount(records.labels, minlength=prepared.num_classes) / max(1, len(records))
+    counts = torch.tensor(count_labels(records.labels, prepared.num_classes))
+    shares = counts / max(1, len(records))
     rare = int(shares.argmin())
     rarest = records.class_names[rare]
-    if prepared.num_classes == 2 and float(shares[rare]) < 0.5:
+    one_class = not records.multi_label
+    if one_class and prepared.num_classes == 2 and float(shares[rare]) < 0.5:
         lines.append(f"positive={rarest}, the rarer class, for AUROC and the like")
-    if float(shares[rare]) < RARE / prepared.num_classes:
+    if one_class and float(shares[rare]) < RARE / prepared.num_classes:
         share = f"{100 * float(shares[rare]):.1f} %"
         lines.append(f"class_factors or oversample=true: {rarest} is {share} of the records")
     if records.schema and not records.by_person:
@@ -169,7 +175,7 @@ def _suggestions(prepared: Prepared) -> list[str]:
 
 
 def _classes(records: Records) -> list[str]:
-    counts = torch.bincount(records.labels, minlength=len(records.class_names)).tolist()
+    counts = count_labels(records.labels, len(records.class_names))
     return [f"{name} {n:,}" for name, n in zip(records.class_names, counts, strict=True)]
 
 

@@ -13,9 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fednas_flwr.data.images import RecordsPair
-from fednas_flwr.data.records import Records, canonical, encode_labels, record_ids
+from fednas_flwr.data.records import (
+    Records,
+    canonical,
+    encode_label_sets,
+    encode_labels,
+    label_sets,
+    record_ids,
+)
 from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
 from fednas_flwr.data.table_files import (
     SUFFIXES,
@@ -30,6 +38,7 @@ from fednas_flwr.data.table_files import (
 from fednas_flwr.errors import ConfigError
 
 _MOST_CATEGORIES = 256
+_YES, _NO = ("1", "1.0", "yes", "true"), ("0", "0.0", "no", "false")
 _NEARLY = 0.9  # share of numbers from which a column's other texts are taken for mistakes
 
 
@@ -37,6 +46,8 @@ def load_csv(
     path: Path,
     *,
     label: str | None = "last",
+    labels: Sequence[str] = (),
+    label_separator: str | None = None,
     id_column: str | None = None,
     numeric: Sequence[str] = (),
     dates: Sequence[str] = (),
@@ -61,6 +72,10 @@ def load_csv(
         path: A table's file with a header (``SUFFIXES``), or a folder with train.csv and optionally
             test.csv or the like, whose columns and classes are those of the train part.
         label: Name of the label column, or ``last`` or None for the last one.
+        labels: Columns of 0 and 1 (or no and yes, false and true), one per label, where a record
+            can have several; in place of ``label``.
+        label_separator: Where a record can have several labels, what stands between them in the
+            label column: see :func:`~fednas_flwr.data.records.label_sets`.
         id_column: Column that names the person (a patient, a card) whom a row is of, the same in
             every export; no feature.
         numeric: Numeric features; with ``dates`` and ``categorical`` also empty, every column that
@@ -83,11 +98,24 @@ def load_csv(
     form = Form(separator, encoding, decimal, tuple(missing_values))
     train_path, test_path = _parts(path)
     texts, notes = read_texts(train_path, form)
-    label = list(texts)[-1] if label in (None, "last") else label
+    named = label not in (None, "last")
+    given = {"label": named, "label_separator": label_separator, "class_names": class_names}
+    for setting in [name for name, value in given.items() if value and labels]:
+        raise ConfigError(
+            f"dataset.{setting} has no effect with dataset.labels={list(labels)}, which names one "
+            "column per label: remove one of the two."
+        )
+    if len(labels) == 1:
+        raise ConfigError(
+            f"dataset.labels={list(labels)} names one column, but is for records that can have "
+            f"several labels: set dataset.label={labels[0]}."
+        )
+    label_columns = tuple(labels) or (label if label and named else list(texts)[-1],)
     train = _read_records(
         texts,
         train_path,
-        label=label,
+        label_columns=label_columns,
+        label_separator=label_separator,
         id_column=id_column,
         kinds=_declared_kinds(
             {NUMBER: numeric, DATE: dates, CATEGORY: categorical}, path=train_path
@@ -105,12 +133,13 @@ def load_csv(
     test = _read_records(
         read_texts(test_path, form)[0],
         test_path,
-        label=label,
+        label_columns=label_columns,
+        label_separator=label_separator,
         id_column=id_column,
         kinds={column.name: column.kind for column in train.schema},
         categories=found,
         ignore=(),
-        class_names=train.class_names,
+        class_names=() if labels else train.class_names,
         missing=missing,
         missing_values=missing_values,
     )
@@ -166,7 +195,8 @@ def _read_records(
     texts: Texts,
     path: Path,
     *,
-    label: str,
+    label_columns: Sequence[str],
+    label_separator: str | None,
     id_column: str | None,
     kinds: Mapping[str, str],
     categories: Mapping[str, Sequence[str]],
@@ -178,12 +208,9 @@ def _read_records(
     """Return a table's records; see :func:`load_csv`."""
     names = list(texts)
     id_columns = [id_column] if id_column is not None else []
-    named = (label, *id_columns, *kinds, *categories, *ignore)
+    named = (*label_columns, *id_columns, *kinds, *categories, *ignore)
     check_columns(texts, named, where=str(path))
-    if (texts[label] == "").any():
-        row = int(np.argmax(texts[label] == ""))
-        raise ConfigError(f"{path} has no label ({label}) in row {row + 1}: fill or remove it.")
-    excluded = [label, *id_columns, *ignore]
+    excluded = [*label_columns, *id_columns, *ignore]
     for column in kinds:
         if column in excluded:
             raise _two_uses(column, path)
@@ -191,7 +218,7 @@ def _read_records(
     given = {**kinds, **dict.fromkeys(categories, CATEGORY)}
     kinds = {n: given.get(n) or _kind(texts[n], name=n, path=path) for n in candidates}
     if not kinds:
-        raise ConfigError(f"{path} has no feature columns besides its label {label}: add some.")
+        raise _no_features(path, label_columns)
     schema = [
         Column(n, kind, (), missing == "indicator", tuple(missing_values))
         for n, kind in kinds.items()
@@ -209,22 +236,78 @@ def _read_records(
     ]
     features = list(encode_rows(texts, schema, where=str(path)).values())
     if not features:
-        raise ConfigError(f"{path} has no feature columns besides its label {label}: add some.")
-    classes = tuple(class_names) or _sorted_classes(texts[label])
+        raise _no_features(path, label_columns)
+    labels, classes = _labels(
+        texts, path, columns=label_columns, separator=label_separator, class_names=class_names
+    )
     numbers = {n: numbers_of(texts[n]) for n, kind in kinds.items() if kind == NUMBER}
     fractional = {n for n, x in numbers.items() if (x % 1 > 0).any()}
-    kept = [n for n in names if n != label and n not in fractional]
+    kept = [n for n in names if n not in label_columns and n not in fractional]
     return Records(
         features=torch.from_numpy(np.stack(features, axis=1)),
-        labels=encode_labels(texts[label], classes, where=f"{path}, column {label},"),
+        labels=labels,
         ids=_given_ids(texts[id_column], name=id_column, path=path)
         if id_column is not None
         else _feature_ids({n: texts[n] for n in kinds if n not in numbers}, numbers),
         class_names=classes,
         columns={n: texts[n].astype(np.str_) for n in kept},
         schema=tuple(schema),
-        label=label,
+        label=label_columns[0] if len(label_columns) == 1 else "",
+        label_separator=label_separator or "",
         id_column=id_column or "",
+    )
+
+
+def _labels(
+    texts: Texts,
+    path: Path,
+    *,
+    columns: Sequence[str],
+    separator: str | None,
+    class_names: Sequence[str],
+) -> tuple[Tensor, tuple[str, ...]]:
+    """Return the labels of a table's rows and the names of its classes; see :func:`load_csv`."""
+    if len(columns) > 1:
+        marks = [label_marks(texts[name], name=name, where=str(path)) for name in columns]
+        return torch.from_numpy(np.stack(marks, axis=1).astype(np.int64)), tuple(columns)
+    (column,) = columns
+    cells, where = texts[column], f"{path}, column {column},"
+    if separator is not None:
+        sets = label_sets(cells, separator, where=where)
+        classes = tuple(class_names) or tuple(sorted({name for own in sets for name in own}))
+        if len(classes) < 2:
+            raise ConfigError(
+                f"{where} separated by {separator} holds {len(classes)} different labels: expected "
+                "at least 2; correct dataset.label_separator, or name them in dataset.class_names."
+            )
+        return encode_label_sets(sets, classes, where=where), classes
+    if (cells == "").any():
+        row = int(np.argmax(cells == ""))
+        raise ConfigError(f"{path} has no label ({column}) in row {row + 1}: fill or remove it.")
+    classes = tuple(class_names) or _sorted_classes(cells)
+    return encode_labels(cells, classes, where=where), classes
+
+
+def label_marks(texts: np.ndarray, *, name: str, where: str) -> np.ndarray:
+    """Return which rows have a label, bool ``[N]``, given its column of 0 and 1 or the like.
+
+    Raises:
+        ConfigError: A cell says neither yes nor no.
+    """
+    lowered = np.char.lower(texts.astype(np.str_))
+    marks: np.ndarray = np.isin(lowered, _YES)
+    wrong = np.flatnonzero(~marks & ~np.isin(lowered, _NO))
+    if len(wrong):
+        raise ConfigError(
+            f"column {name} of {where} is one of dataset.labels but holds "
+            f"{rows_text(texts, wrong)}: expected 0 or 1 (or no and yes, false and true)."
+        )
+    return marks
+
+
+def _no_features(path: Path, label_columns: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"{path} has no feature columns besides its label {', '.join(label_columns)}: add some."
     )
 
 
@@ -242,7 +325,8 @@ def _declared_kinds(columns: Mapping[str, Sequence[str]], *, path: Path) -> dict
 def _two_uses(column: str, path: Path) -> ConfigError:
     return ConfigError(
         f"column {column} of {path} has two uses: name it in only one of dataset.label, "
-        "dataset.id_column, dataset.numeric, dataset.dates, dataset.categorical and dataset.ignore."
+        "dataset.labels, dataset.id_column, dataset.numeric, dataset.dates, dataset.categorical "
+        "and dataset.ignore."
     )
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fednas_flwr.data.schema import CATEGORY, Column, Inputs, feature_names
-from fednas_flwr.evaluation.model import METADATA_KEY, MODEL_FILE, Model
+from fednas_flwr.evaluation.model import METADATA_KEY, MODEL_FILE, THRESHOLD, Model
 from fednas_flwr.files import replacing
 
 ONNX_FILE = "model.onnx"
@@ -47,7 +47,9 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
     Images are one input ``images``, uint8 ``[N, C, H, W]``. A table has one input ``[N, 1]`` per
     column, of its name: numbers as float32, NaN where missing, dates as float32 days since 1970,
     categories as text, empty where missing. Outputs are ``label``, a text ``[N]``, and
-    ``probabilities``, float32 ``[N, classes]``.
+    ``probabilities``, float32 ``[N, classes]``. Where a record can have several labels, ``labels``,
+    int64 ``[N, L]`` of 0 and 1 in the order of the metadata's ``class_names``, is in the place of
+    ``label``.
 
     torch's older exporter is used on purpose: it takes a second where the newer takes half a
     minute on a small network, and these networks have no control flow.
@@ -187,9 +189,21 @@ def _add_columns(model: onnx.ModelProto, inputs: Inputs) -> None:
 
 
 def _add_label(model: onnx.ModelProto, inputs: Inputs) -> None:
-    """Add the name of the most probable class as the first output."""
+    """Add the name of the most probable class, or which labels there are, as the first output."""
     graph = model.graph
     names = list(inputs.class_names)
+    if inputs.multi_label:
+        threshold = numpy_helper.from_array(np.array(THRESHOLD, dtype=np.float32), "threshold")
+        graph.initializer.append(threshold)
+        graph.node.extend(
+            [
+                helper.make_node("GreaterOrEqual", ["probabilities", "threshold"], ["reached"]),
+                helper.make_node("Cast", ["reached"], ["labels"], to=TensorProto.INT64),
+            ]
+        )
+        labels = helper.make_tensor_value_info("labels", TensorProto.INT64, ["batch", len(names)])
+        graph.output.insert(0, labels)
+        return
     graph.node.append(
         helper.make_node("ArgMax", ["probabilities"], ["class_index"], axis=1, keepdims=0)
     )

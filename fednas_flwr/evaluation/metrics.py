@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ class Metrics:
 
     Attributes:
         loss: Mean loss, in nats, without class factors.
-        accuracy: Share of correct predictions.
+        accuracy: Share of correct predictions; of several labels the mean of each label's.
         num_examples: Number of examples.
         f1: See ``Objective.scores``; None where it was not asked for.
         auroc: Likewise; None also where it is not defined.
@@ -100,24 +101,30 @@ def measured(
 
     Args:
         logits: ``[N, classes]``, N at least 1.
-        labels: int64 ``[N]``.
+        labels: See ``Objective``.
         objective: Gives losses, hits and scores.
         with_scores: Whether to compute its scores, which loads scikit-learn.
     """
-    loss_sum, correct, number = 0.0, 0, len(labels)
+    loss_sum, correct, number = 0.0, 0.0, len(labels)
     batches = (torch.split(tensor, BATCH_SIZE) for tensor in (logits, labels))
     for part, y in zip(*batches, strict=True):
         loss_sum += float(objective.plain_losses(part, y).sum())
-        correct += int(objective.hits(part, y).sum())
+        correct += float(objective.hits(part, y).sum())
     scores = objective.scores(logits, labels) if with_scores else {}
     return Metrics(loss_sum / number, correct / number, number, **scores)
 
 
 @torch.no_grad()
-def record_losses(network: nn.Module, split: Split, device: torch.device) -> Tensor:
+def record_losses(
+    network: nn.Module,
+    split: Split,
+    device: torch.device,
+    *,
+    objective: Objective = CLASSIFICATION,
+) -> Tensor:
     """Return the loss of every record in evaluation mode, without factors, float64 on the CPU."""
     losses = [
-        CLASSIFICATION.plain_losses(logits, y).double().cpu()
+        objective.plain_losses(logits, y).double().cpu()
         for logits, y in _outputs(network, split, device)
     ]
     return torch.cat([torch.zeros(0, dtype=torch.float64), *losses])
@@ -160,8 +167,8 @@ def pooled_baselines(
 
     The references of the report, by scikit-learn with its defaults: ``linear``, logistic regression
     with an L2 penalty on the same normalised features; and of a table ``trees``, gradient-boosted
-    trees (``HistGradientBoostingClassifier``). Only a simulation can pool records; a deployment has
-    no such numbers.
+    trees (``HistGradientBoostingClassifier``). Of several labels, one model each. Only a simulation
+    can pool records; a deployment has no such numbers.
     """
     from sklearn.ensemble import HistGradientBoostingClassifier
     from sklearn.linear_model import LogisticRegression
@@ -176,13 +183,28 @@ def pooled_baselines(
     if test.features.dim() == 2:
         models["trees"] = HistGradientBoostingClassifier(random_state=0)
     found = {}
-    for name, model in models.items():
+
+    def fitted(model: Any, y: Tensor, num_classes: int) -> Tensor:
+        """Return test logits [N, classes] of a model that is fitted to classes."""
         model.fit(x.numpy(), y.numpy())
         decisions = torch.from_numpy(model.decision_function(x_test.numpy())).double()
         if decisions.dim() == 1:  # of two classes those of the second
             decisions = torch.stack([torch.zeros_like(decisions), decisions], 1)
         logits = torch.full((len(y_test), num_classes), UNSEEN, dtype=torch.float64)
         logits[:, torch.from_numpy(model.classes_)] = decisions
-        accuracy = int(objective.hits(logits, y_test).sum()) / len(y_test)
+        return logits
+
+    def of_label(model: Any, y: Tensor) -> Tensor:
+        """Return test logits [N] of one label; one that all or none have is always told so."""
+        if bool((y == y[0]).all()):
+            return torch.full((len(y_test),), UNSEEN if not y.any() else -UNSEEN).double()
+        return fitted(model, y, 2)[:, 1]
+
+    for name, model in models.items():
+        if objective.multi_label:  # a model per label
+            logits = torch.stack([of_label(model, y[:, c]) for c in range(num_classes)], 1)
+        else:
+            logits = fitted(model, y, num_classes)
+        accuracy = float(objective.hits(logits, y_test).sum()) / len(y_test)
         found[name] = {"accuracy": accuracy, **objective.scores(logits, y_test)}
     return found

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fednas_flwr.data.raw import read_raw
+from fednas_flwr.data.raw import Label, names_of, read_raw
 from fednas_flwr.data.scattering import Scattering
 from fednas_flwr.data.schema import Inputs, normalised
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.search.objective import CLASSIFICATION
+from fednas_flwr.search.objective import CLASSIFICATION, Objective
 
 MODEL_FILE = "model.safetensors"
 METADATA_KEY = "fednas_model"  # in that file, what it is built from and what its inputs are
 BATCH_SIZE = 256
+THRESHOLD = 0.5  # probability from which a record has a label, of several
 
 Progress = Callable[[int, int], None]  # told how many records are done, and of how many
 
@@ -38,43 +39,57 @@ class Predictions:
     Attributes:
         class_names: One name per column of ``probabilities``.
         names: One per record: a file's path, or the row's number from 0.
-        probabilities: float32 ``[N, classes]``; each row sums to 1.
-        truth: The class that the data names for each record; None where it does not.
+        probabilities: float32 ``[N, classes]``; each row sums to 1, but for several labels.
+        truth: The class that the data names for each record, or its labels; None where it does not.
+        multi_label: Whether a record can have several labels; then a class is a label.
     """
 
     class_names: tuple[str, ...]
     names: tuple[str, ...]
     probabilities: np.ndarray
-    truth: tuple[str, ...] | None = None
+    truth: tuple[Label, ...] | None = None
+    multi_label: bool = False
 
     def __len__(self) -> int:
         """Return the number of records."""
         return len(self.names)
 
     @property
-    def labels(self) -> list[str]:
-        """The most probable class of each record."""
+    def labels(self) -> Sequence[Label]:
+        """The most probable class of each record; of several labels those from 1/2 on."""
+        if self.multi_label:
+            return names_of(self.probabilities >= THRESHOLD, self.class_names)
         chosen = CLASSIFICATION.predictions(torch.from_numpy(self.probabilities))
         return [self.class_names[i] for i in chosen.tolist()]
 
     @property
     def accuracy(self) -> float | None:
-        """Share of records whose label is that of the data, in [0, 1]; None where it has none."""
+        """Share of records whose label is that of the data, in [0, 1]; None where it has none.
+
+        Of several labels the mean share of labels that are told right.
+        """
         if self.truth is None or not self.truth:
             return None
+        if self.multi_label:
+            wrong = sum(len(set(a) ^ set(b)) for a, b in zip(self.labels, self.truth, strict=True))
+            return 1 - wrong / self.probabilities.size
         pairs = zip(self.labels, self.truth, strict=True)
         return sum(label == true for label, true in pairs) / len(self)
 
     def table(self) -> Any:
         """Return a DataFrame with ``record``, ``label`` and each class's ``probability of ...``.
 
-        With a column ``truth`` where the data names the class of each record.
+        With a column ``truth`` where the data names the class of each record. Several labels are
+        ``labels``, with semicolons between them.
         """
         import pandas as pd
 
-        columns: dict[str, Any] = {"record": self.names, "label": self.labels}
+        told = "labels" if self.multi_label else "label"
+        columns: dict[str, Any] = {"record": self.names, told: self.labels}
         if self.truth is not None:
             columns["truth"] = self.truth
+        for name in [name for name in (told, "truth") if self.multi_label and name in columns]:
+            columns[name] = [";".join(own) for own in columns[name]]
         shares = {
             f"probability of {n}": p
             for n, p in zip(self.class_names, self.probabilities.T, strict=True)
@@ -113,7 +128,7 @@ class Model(nn.Module):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """One name per class, in the order of the probabilities."""
+        """One name per class or label, in the order of the probabilities."""
         return self.inputs.class_names
 
     @property
@@ -122,14 +137,13 @@ class Model(nn.Module):
         return self.inputs.shape if self.transform is None else self.transform.output_shape
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return probabilities ``[N, classes]``.
+        """Return probabilities ``[N, classes]``: softmax, or sigmoid of each of several labels.
 
         Args:
             x: uint8 ``[N, C, H, W]`` from 0 to 255 or float from 0 to 1; of a table float32
                 ``[N, F]``, NaN where missing, see :func:`~fednas_flwr.data.schema.feature_names`.
         """
-        probabilities: Tensor = torch.softmax(self.logits(x), dim=1)
-        return probabilities
+        return Objective(multi_label=self.inputs.multi_label).probabilities(self.logits(x))
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits ``[N, classes]`` of what :meth:`forward` takes."""
@@ -167,7 +181,8 @@ class Model(nn.Module):
                 progress(done, len(raw))
         probabilities = torch.cat(found).numpy()
         truth = None if raw.labels is None else tuple(raw.labels)
-        return Predictions(self.class_names, tuple(raw.names), probabilities, truth)
+        names, several = tuple(raw.names), self.inputs.multi_label
+        return Predictions(self.class_names, names, probabilities, truth, several)
 
 
 def read_model(path: Path, make_network: Callable[[Mapping[str, Any]], nn.Module]) -> Model:

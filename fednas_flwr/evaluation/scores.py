@@ -12,11 +12,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.randomness import make_generator
-from fednas_flwr.search.objective import Objective
+from fednas_flwr.search.objective import Objective, ranked_areas
 
 BINS = 100  # of probabilities, in which thresholds are sought
 CALIBRATION_BINS = 10
@@ -24,6 +26,10 @@ RESAMPLES = 1000  # of the bootstrap
 MOST_RESAMPLED = 5_000_000  # records in all resamples together
 AT_ONCE = 50  # resamples
 LEVEL = 0.95
+
+# Given probabilities float64 [N, C] and labels, see Records.labels, returns a number.
+Score = Callable[[np.ndarray, np.ndarray], float]
+OWN_SCORES: dict[str, Score] = {}  # from outside the package, of this process
 
 
 def histogram(probabilities_N: Tensor, positive_N: Tensor) -> list[list[int]]:
@@ -103,17 +109,33 @@ def calibration(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, Any]:
     return {"expected_error": error, "bins": bins}
 
 
-def per_class(predicted_N: Tensor, labels_N: Tensor, *, num_classes: int) -> list[dict[str, Any]]:
-    """Return ``precision``, ``recall``, ``f1`` and ``count`` of each class; 0 where undefined."""
+def per_class(
+    logits_NC: Tensor, labels_N: Tensor, *, objective: Objective
+) -> list[dict[str, float | None]]:
+    """Return each class's ``precision``, ``recall``, ``f1`` and ``count``, 0 where undefined.
+
+    And ``auroc`` and ``average_precision`` of the class against the rest, or of the label;
+    None where undefined.
+    """
     from sklearn.metrics import precision_recall_fscore_support
 
+    classes = range(logits_NC.shape[1])
+    predicted_N = objective.predictions(logits_NC)
     columns = precision_recall_fscore_support(
-        labels_N, predicted_N, labels=list(range(num_classes)), zero_division=0.0
+        labels_N, predicted_N, labels=list(classes), zero_division=0.0
     )
-    names = ("precision", "recall", "f1", "count")
+    names = ("precision", "recall", "f1", "count", "auroc", "average_precision")
+    areas: list[Sequence[Any]] = [(math.nan, math.nan) for _ in classes]
+    if bool(logits_NC.isfinite().all()):
+        ranks_NC = objective.ranks(logits_NC)
+        ones = torch.ones(1, len(labels_N), dtype=torch.float64)
+        areas = [
+            ranked_areas(objective.members(labels_N, c), ranks_NC[:, c], ones) for c in classes
+        ]
+    rows = [(*row, *area) for row, area in zip(zip(*columns, strict=True), areas, strict=True)]
     return [
-        {name: float(value) for name, value in zip(names, row, strict=True)}
-        for row in zip(*columns, strict=True)
+        {n: float(v) if math.isfinite(v) else None for n, v in zip(names, row, strict=True)}
+        for row in rows
     ]
 
 
@@ -153,6 +175,25 @@ def intervals(
     return {name: q.tolist() for name, q in quantiles.items() if bool(q.isfinite().all())}
 
 
+def own_scores(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, float]:
+    """Return the value of every score in ``OWN_SCORES``.
+
+    Raises:
+        ConfigError: One fails, or gives no finite number.
+    """
+    found = {}
+    for name, score in OWN_SCORES.items():
+        try:
+            found[name] = float(score(probabilities_NC.numpy(), labels_N.numpy()))
+        except Exception as error:
+            raise ConfigError(
+                f"the score {name} of your own fails ({error}): correct it."
+            ) from error
+        if not math.isfinite(found[name]):
+            raise ConfigError(f"the score {name} of your own gives {found[name]}: correct it.")
+    return found
+
+
 def detailed(
     logits_NC: Tensor,
     labels_N: Tensor,
@@ -165,33 +206,41 @@ def detailed(
 
     Args:
         logits_NC: float, on the CPU.
-        labels_N: int64, on the CPU.
+        labels_N: See :class:`~fednas_flwr.search.objective.Objective`; on the CPU.
         objective: Says which class is the positive one.
         threshold: See :func:`best_threshold`; None leaves out what depends on it.
         seed: Of the bootstrap.
     """
-    num_classes, predicted_N = logits_NC.shape[1], objective.predictions(logits_NC)
-    probabilities_NC = torch.softmax(logits_NC.double(), 1)
+    num_classes = logits_NC.shape[1]
+    probabilities_NC = objective.probabilities(logits_NC.double())
     positive = objective.positive_class(num_classes)
     hit_N = objective.hits(logits_NC, labels_N).double()
-    is_positive_N = labels_N == (-1 if positive is None else positive)
+    is_positive_N = None if positive is None else objective.members(labels_N, positive)
 
     def measure(weights_RN: Tensor) -> dict[str, Tensor]:
         found = {"accuracy": weights_RN @ hit_N / weights_RN.sum(1)}
         found |= objective.weighted_scores(logits_NC, labels_N, weights_RN)
-        if positive is not None and threshold is not None:
+        if is_positive_N is not None and threshold is not None:
             shares_N = probabilities_NC[:, positive]
             found |= at_threshold(shares_N, is_positive_N, threshold, weights_RN)
         return found
 
+    if objective.multi_label:  # each label of each record is a prediction of its own
+        sure_NC = torch.stack([1 - probabilities_NC, probabilities_NC], dim=2)
+        calibrated = calibration(sure_NC.flatten(0, 1), labels_N.flatten())
+    else:
+        calibrated = calibration(probabilities_NC, labels_N)
     found: dict[str, Any] = {
-        "confusion": confusion(predicted_N, labels_N, num_classes=num_classes),
-        "per_class": per_class(predicted_N, labels_N, num_classes=num_classes),
-        "calibration": calibration(probabilities_NC, labels_N),
+        "per_class": per_class(logits_NC, labels_N, objective=objective),
+        "calibration": calibrated,
         "intervals": intervals(measure, len(labels_N), seed=seed),
         "positive": positive,
         "threshold": threshold,
+        "own": own_scores(probabilities_NC, labels_N),
     }
+    if not objective.multi_label:
+        predicted_N = objective.predictions(logits_NC)
+        found["confusion"] = confusion(predicted_N, labels_N, num_classes=num_classes)
     own = measure(torch.ones(1, len(labels_N), dtype=torch.float64))
     named = {name: float(own[name]) for name in ("sensitivity", "specificity") if name in own}
     return found | {name: value for name, value in named.items() if math.isfinite(value)}

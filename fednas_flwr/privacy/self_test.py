@@ -17,6 +17,7 @@ from itertools import cycle
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from fednas_flwr.randomness import make_generator
 
@@ -40,6 +41,7 @@ def largest_size(
     num_classes: int,
     size: int,
     device: torch.device,
+    multi_label: bool = False,
 ) -> int:
     """Return the largest micro-batch size at which every row is computed alike: 1 if none is.
 
@@ -50,13 +52,19 @@ def largest_size(
         computation: Computes with the network.
         network: In the mode in which records will be computed.
         shape: Of a record's features.
-        num_classes: Labels are below it.
+        num_classes: See :func:`made_up_labels`.
         size: At least 1.
         device: That of the network.
+        multi_label: See :func:`made_up_labels`.
     """
     with _made_up_weights(network):
         while size > 1 and not rows_are_alike(
-            computation, shape, num_classes=num_classes, size=size, device=device
+            computation,
+            shape,
+            num_classes=num_classes,
+            size=size,
+            device=device,
+            multi_label=multi_label,
         ):
             size = 1 << (size - 1).bit_length() - 1
     return size
@@ -69,6 +77,7 @@ def rows_are_alike(
     num_classes: int,
     size: int,
     device: torch.device,
+    multi_label: bool = False,
 ) -> bool:
     """Return whether a record's rows are equal in every bit at every position, beside any others.
 
@@ -91,7 +100,7 @@ def rows_are_alike(
         shown: list[Tensor] = []
         computation(
             torch.stack([kinds[kind] for kind in placed]).to(device),
-            torch.tensor([kind % num_classes for kind in placed], device=device),
+            made_up_labels(placed, num_classes, multi_label=multi_label).to(device),
             lambda tensor: shown.append(tensor.detach()),
         )
         for kind in set(placed):
@@ -111,6 +120,12 @@ def rows_are_alike(
     if not all(map(is_seen_as_before, arrangements)):
         return False
     return all(bool(row.isfinite().all()) for row in expected[0]) and bool(expected[0][-1].any())
+
+
+def made_up_labels(kinds: Sequence[int], num_classes: int, *, multi_label: bool) -> Tensor:
+    """Return int64 [B] classes below ``num_classes``, or [B, num_classes] with one label each."""
+    classes = torch.tensor(kinds) % num_classes
+    return one_hot(classes, num_classes) if multi_label else classes
 
 
 def _same_bits(rows: Tensor, row: Tensor) -> bool:

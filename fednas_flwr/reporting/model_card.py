@@ -139,7 +139,13 @@ def _inputs(run: Run) -> str:
             f"mean {_numbers(inputs['mean'])}, deviation {_numbers(inputs['std'])}."
         )
     classes = ", ".join(inputs["class_names"])
-    lines += ["", f"It gives a label and probabilities (softmax) of the classes {classes}."]
+    gives = f"It gives a label and probabilities (softmax) of the classes {classes}."
+    if inputs.get("multi_label"):
+        gives = (
+            f"A record can have several of the labels {classes}, or none: it gives the probability "
+            "(sigmoid) of each, and those from 1/2 on."
+        )
+    lines += ["", gives]
     return "\n".join(lines)
 
 
@@ -204,7 +210,8 @@ def _data(run: Run) -> str:
     if event.get("server_test"):
         lines.append(f"- test set held by the server: {event['server_test']:,} records")
     if names:
-        lines.append(f"- {len(names)} classes: {', '.join(str(name) for name in names)}")
+        word = "labels, of which a record can have several" if run.multi_label else "classes"
+        lines.append(f"- {len(names)} {word}: {', '.join(str(name) for name in names)}")
     return "\n".join(lines)
 
 

@@ -170,6 +170,7 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
         "plots": [(f"{name}_{key}", label) for key, (label, figure) in charts.items() if figure],
         "figures": {f"{name}_{key}": figure for key, (_, figure) in charts.items() if figure},
         "noised": texts.NOISED_TEXT if noised and any(map(guarantee.is_noised, metrics)) else "",
+        "note": texts.train_curve_text(run, name, metrics),
         "phases": exploration.phase_table(phases),
         "metrics": [metric + (noised if guarantee.is_noised(metric) else "") for metric in metrics],
         "rows": [

@@ -86,6 +86,17 @@ class Run:
         return name not in (None, "none") or self.privacy is not None
 
     @property
+    def holds_out(self) -> bool:
+        """Whether retraining left validation records out, to be measured on."""
+        retrain = self.config.get("retrain")
+        return isinstance(retrain, dict) and bool(retrain.get("evaluate_every"))
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether a record can have several labels."""
+        return bool((self.last("partition") or {}).get("multi_label"))
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The configuration as it took effect.
 

@@ -19,8 +19,19 @@ NAMES = {
     "sensitivity": "sensitivity",
     "specificity": "specificity",
 }
+PER_CLASS = {
+    "precision": "precision",
+    "recall": "recall",
+    "f1": "F1",
+    "auroc": "AUROC",
+    "average_precision": "average precision",
+}
 MODELS = {"central": "the network", "linear": "linear model", "trees": "boosted trees"}
 MOST_CLASSES = 30  # of which a confusion matrix is shown
+
+
+_RETRAINED_ON = ", which most algorithms also retrain on."
+_SHARE = " Accuracy is the mean over the labels of how often each is told right."
 
 
 def positive_text(run: Run) -> str:
@@ -28,17 +39,21 @@ def positive_text(run: Run) -> str:
     central = (run.last("evaluated") or {}).get("central") or {}
     names = (run.last("partition") or {}).get("class_names") or []
     positive, threshold = central.get("positive"), central.get("threshold")
+    several = run.multi_label
     if positive is None or positive >= len(names):
-        return "F1, AUROC and average precision are plain means over the classes."
+        over = "labels" if several else "classes"
+        return f"F1, AUROC and average precision are plain means over the {over}.{_SHARE * several}"
     text = (
-        f"F1, AUROC, average precision, sensitivity and specificity are of the class "
-        f"{names[positive]} (set by positive=<class>)."
+        f"F1, AUROC, average precision, sensitivity and specificity are of the "
+        f"{'label' if several else 'class'} {names[positive]} (set by positive=<class>)."
+        f"{_SHARE * several}"
     )
     if threshold is not None:
         text += (
             f" Sensitivity and specificity are those of calling a record {names[positive]} from a "
             f"probability of {threshold:.2f} on, which was chosen on the clients' validation "
-            "records (largest sum of both), which most algorithms also retrain on."
+            "records (largest sum of both)"
+            + (", which were not trained on." if run.holds_out else _RETRAINED_ON)
         )
     return text
 
@@ -60,12 +75,16 @@ def score_table(run: Run) -> Table | None:
         interval = f"{text(low_high[0])} to {text(low_high[1])}" if low_high else DASH
         others = [text(measured[model].get(name)) for model in shown[1:]]
         rows.append([label, text(central[name]), interval, *others])
+    rows += [
+        [name, score(value), DASH, *[DASH] * (len(shown) - 1)]
+        for name, value in (central.get("own") or {}).items()
+    ]
     head = ["score", MODELS["central"], "95 % interval", *(MODELS[model] for model in shown[1:])]
     return "Scores on the server's test set", head, rows
 
 
 def class_table(run: Run) -> Table | None:
-    """Return precision, recall and F1 of each class on the server's test set."""
+    """Return the scores of each class, or label, on the server's test set."""
     central = (run.last("evaluated") or {}).get("central") or {}
     names = (run.last("partition") or {}).get("class_names") or []
     per_class = central.get("per_class") or []
@@ -74,12 +93,13 @@ def class_table(run: Run) -> Table | None:
     rows = [
         [
             str(name),
-            *(score(row[key]) for key in ("precision", "recall", "f1")),
+            *(score(row.get(key)) for key in PER_CLASS),
             count(row["count"]),
         ]
         for name, row in zip(names, per_class, strict=True)
     ]
-    return "Each class", ["class", "precision", "recall", "F1", "records"], rows
+    word = "label" if run.multi_label else "class"
+    return f"Each {word}", [word, *PER_CLASS.values(), "records"], rows
 
 
 def confusion_table(run: Run) -> Table | None:
@@ -129,9 +149,10 @@ def calibration_text(run: Run) -> str:
     found = ((run.last("evaluated") or {}).get("central") or {}).get("calibration")
     if not found:
         return ""
+    predicted = "what is predicted of each label" if run.multi_label else "the predicted class"
     return (
         f"Expected calibration error: {100 * found['expected_error']:.1f} points between the "
-        "probability of the predicted class and how often it is right."
+        f"probability of {predicted} and how often it is right."
     )
 
 
@@ -143,7 +164,7 @@ def reliability(run: Run) -> plots.Figure | None:
     if not found or not found["bins"]:
         return None
     confidence, accuracy, numbers = zip(*found["bins"], strict=True)
-    layout = plots.axes(x="probability of the predicted class", y="share that is right")
+    layout = plots.axes(x="probability of what is predicted", y="share that is right")
     for axis in ("xaxis", "yaxis"):
         layout[axis] |= {"range": [0, 1.02], "tickformat": ".0%"}
     return {

@@ -4,6 +4,7 @@ Each returns text or rows of text for the template, empty where the run holds no
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -92,7 +93,8 @@ def tiles(run: Run) -> list[dict[str, str]]:
     linear_f1 = numbers["linear_f1"]
     positive = (evaluated.get("central") or {}).get("positive")
     names = (run.last("partition") or {}).get("class_names") or []
-    f1_note = "mean over the classes" if positive is None else f"of the class {names[positive]}"
+    word, words = ("label", "labels") if run.multi_label else ("class", "classes")
+    f1_note = f"mean over the {words}" if positive is None else f"of the {word} {names[positive]}"
     f1_note += "" if linear_f1 is None else f"; linear model {score(linear_f1)}"
     f1_note += _of_trees(numbers["trees_f1"])
     linear_auroc = numbers["linear_auroc"]
@@ -309,6 +311,16 @@ def traffic_rows(run: Run) -> list[list[str]]:
 
 
 COLUMN_HEAD = ["column", "what it is", "standardised by (mean, deviation)"]
+
+
+def train_curve_text(run: Run, stage: str, metrics: Sequence[str]) -> str:
+    """Return that curves of retraining are of training records alone, where they are."""
+    if stage != "retrain" or "train_loss" not in metrics or "validation_loss" in metrics:
+        return ""
+    return (
+        "Of training records alone, where overfitting does not show: the clients' validation "
+        "records are trained on, too. retrain.evaluate_every=1 holds them out and measures on them."
+    )
 
 
 def column_rows(run: Run) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,25 +14,43 @@ Output = Tensor | tuple[Tensor, Tensor]  # logits; in training maybe also those 
 
 @dataclass(frozen=True)
 class Objective:
-    """Classification: cross-entropy, and predictions by argmax.
+    """Classification: of one class per record, or of several labels that a record can have at once.
+
+    One class: cross-entropy, and predictions by argmax. Several labels (``multi_label``): logistic
+    losses, of which a record's loss is the mean over the labels, and a label is predicted from a
+    probability of 1/2 on.
+
+    In this class, ``labels`` are int64 [N] classes, or int64 [N, L] of 0 and 1; "classes" are also
+    the L labels.
 
     Attributes:
         class_factors: Public factors of the classes' losses, in (0, 1] [classes], on the device of
-            the logits; None is 1. They never follow from a client's own counts.
-        positive: Class that scores are of; None is the last of two, and of more the mean of all.
+            the logits; None is 1. They never follow from a client's own counts. Not for several
+            labels.
+        positive: Class that scores are of; None is the last of two classes, and else the mean of
+            all.
+        multi_label: Whether a record can have several labels, or none.
     """
 
     class_factors: Tensor | None = None
     positive: int | None = None
+    multi_label: bool = False
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return each record's loss [B], in nats, times the factor of its class.
 
         Args:
             logits: [B, classes].
-            labels: int64 [B].
+            labels: See the class.
         """
-        return functional.cross_entropy(logits, labels, weight=self.class_factors, reduction="none")
+        return self._losses(logits, labels, self.class_factors)
+
+    def _losses(self, logits: Tensor, labels: Tensor, factors: Tensor | None) -> Tensor:
+        if self.multi_label:
+            return functional.binary_cross_entropy_with_logits(
+                logits, labels.to(logits.dtype), reduction="none"
+            ).mean(1)
+        return functional.cross_entropy(logits, labels, weight=factors, reduction="none")
 
     def plain_losses(self, output: Output, labels: Tensor, auxiliary_weight: float = 0.0) -> Tensor:
         """Return each record's loss [B] without factors, of all heads of a network.
@@ -40,11 +59,10 @@ class Objective:
         cancel otherwise.
         """
         logits, auxiliary = heads(output)
-        losses = functional.cross_entropy(logits, labels, reduction="none")
+        losses = self._losses(logits, labels, None)
         if auxiliary is None:
             return losses
-        further = functional.cross_entropy(auxiliary, labels, reduction="none")
-        return losses + auxiliary_weight * further
+        return losses + auxiliary_weight * self._losses(auxiliary, labels, None)
 
     def mean_loss(
         self, output: Output, labels: Tensor, auxiliary_weight: float = 0.0
@@ -65,17 +83,36 @@ class Objective:
         """Return the factor [B] of each record's class; None is 1."""
         return None if self.class_factors is None else self.class_factors.to(labels.device)[labels]
 
+    def guessing_loss(self, num_classes: int) -> float:
+        """Return the loss, in nats, of giving every class the same probability."""
+        return math.log(2 if self.multi_label else max(2, num_classes))
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the probability of each class [B, classes]: softmax, or sigmoid of each label."""
+        return logits.sigmoid() if self.multi_label else logits.softmax(1)
+
     def predictions(self, logits: Tensor) -> Tensor:
-        """Return the predicted class of each record, int64 [B]; probabilities do as logits."""
-        return logits.argmax(1)
+        """Return what is predicted of each record, in the form of ``labels``."""
+        return (logits >= 0).long() if self.multi_label else logits.argmax(1)
 
     def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return which records are predicted right, bool [B]."""
-        return self.predictions(logits) == labels
+        """Return how right each prediction is [B]: bool, or the share of labels, float64."""
+        right = self.predictions(logits) == labels
+        return right.double().mean(1) if self.multi_label else right
+
+    def members(self, labels: Tensor, of_class: int) -> Tensor:
+        """Return which records are of a class, or have a label, bool [N]."""
+        return labels[:, of_class] == 1 if self.multi_label else labels == of_class
 
     def positive_class(self, num_classes: int) -> int | None:
         """Return the class that scores are of: the given one, else of two the last; else None."""
-        return 1 if self.positive is None and num_classes == 2 else self.positive
+        if self.positive is None and num_classes == 2 and not self.multi_label:
+            return 1
+        return self.positive
+
+    def ranks(self, logits: Tensor) -> Tensor:
+        """Return by what records are ranked for each class: its log odds, float64 [N, classes]."""
+        return logits.double() if self.multi_label else log_odds(logits.double())
 
     def scores(self, logits: Tensor, labels: Tensor) -> dict[str, float]:
         """Return ``f1`` and, where they are defined, ``auroc`` and ``average_precision``.
@@ -85,7 +122,7 @@ class Objective:
 
         Args:
             logits: [N, classes], on the CPU.
-            labels: int64 [N], on the CPU.
+            labels: See the class; on the CPU.
         """
         ones = torch.ones(1, len(labels), dtype=torch.float64)
         found = self.weighted_scores(logits, labels, ones)
@@ -100,19 +137,24 @@ class Objective:
 
         Args:
             logits: [N, classes], on the CPU.
-            labels: int64 [N], on the CPU.
+            labels: See the class; on the CPU.
             weights_RN: float64 [R, N], 0 or more.
         """
         positive = self.positive_class(logits.shape[1])
         classes = range(logits.shape[1]) if positive is None else [positive]
         predictions = self.predictions(logits)
-        f1s = [f1(labels == c, predictions == c, weights_RN) for c in classes]
+        members = [self.members(labels, c) for c in classes]
+        called = [self.members(predictions, c) for c in classes]
+        f1s = [f1(own, told, weights_RN) for own, told in zip(members, called, strict=True)]
         found = {"f1": torch.stack(f1s).nanmean(0)}
         if positive is not None:  # a class that is never predicted and does not occur
             found["f1"] = found["f1"].nan_to_num(nan=0.0)
         if bool(logits.isfinite().all()):
-            odds = log_odds(logits.double())
-            areas = [ranked_areas(labels == c, odds[:, c], weights_RN) for c in classes]
+            ranks = self.ranks(logits)
+            areas = [
+                ranked_areas(own, ranks[:, c], weights_RN)
+                for c, own in zip(classes, members, strict=True)
+            ]
             found["auroc"] = torch.stack([area for area, _ in areas]).nanmean(0)
             found["average_precision"] = torch.stack([mean for _, mean in areas]).nanmean(0)
         return found

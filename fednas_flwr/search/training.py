@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fednas_flwr.search.descent import Tensors, trainable_weights
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, heads
 
-Batch = tuple[Tensor, Tensor]  # features [B, ...], labels int64 [B]
+Batch = tuple[Tensor, Tensor]  # features [B, ...], labels int64 [B] or [B, L]
 
 
 @dataclass
@@ -22,11 +22,11 @@ class Tally:
     """
 
     loss_sum: Tensor | float = 0.0
-    correct: Tensor | int = 0
+    correct: Tensor | float = 0.0
     num_examples: int = 0
 
     def add(self, losses: Tensor, hits: Tensor | None = None) -> None:
-        """Add a batch: losses [B], and which predictions were right [B] (None leaves it out)."""
+        """Add a batch: losses [B], and how right predictions were [B] (None leaves it out)."""
         self.loss_sum = self.loss_sum + losses.detach().sum().double()
         self.num_examples += len(losses)
         if hits is not None:
@@ -40,7 +40,7 @@ class Tally:
     @property
     def accuracy(self) -> float:
         """Share of correct predictions; NaN before the first batch."""
-        return int(self.correct) / self.num_examples if self.num_examples else float("nan")
+        return float(self.correct) / self.num_examples if self.num_examples else float("nan")
 
 
 def weight_gradient(

@@ -242,6 +242,11 @@ def _clients(config: Config) -> tuple[list[Client], float]:
     least = config.secure_terms.least(config.clients) if config.secure_sum else 1
     data = make_data(config)
     clients = [make_client(config, index, data=data, networks={}) for index in range(least)]
+    if clients[0].objective.multi_label:
+        raise ConfigError(
+            "an audit plants records of one class each, but these can have several labels: audit "
+            "the same settings on data with one class per record."
+        )
     assert clients[0].gate is not None
     return clients, clients[0].gate.allowed.delta
 

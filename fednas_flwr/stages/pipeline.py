@@ -90,7 +90,7 @@ from fednas_flwr.strategies.base import RoundStrategy
 from fednas_flwr.typed import parse, seconds
 
 # What each real site must tell of its data, from which the server builds networks.
-SITE_FACTS = ("input_shape", "schema", "class_names")
+SITE_FACTS = ("input_shape", "schema", "class_names", "multi_label")
 
 
 def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
@@ -183,6 +183,7 @@ def begin(
     log.emit(
         "partition",
         class_names=list(prepared.train.class_names),
+        multi_label=prepared.train.multi_label,
         counts=counts if told and whole else None,
         **(
             {"splits": splits, "clients": sorted(courier.facts)}
@@ -390,7 +391,7 @@ def _evaluate(
         private = private_stage(config, run.schedule, "evaluate")
         shows_clients = not (config.secure_sum or isinstance(config.privacy, DifferentialPrivacy))
         threshold, central = None, None
-        objective = make_objective(config, prepared.train.class_names, torch.device("cpu"))
+        objective = make_objective(config, prepared.train, torch.device("cpu"))
         if shows_clients and objective.positive_class(prepared.num_classes) is not None:
             threshold = _threshold(run, description, states)
         if prepared.server_test is not None:
@@ -512,17 +513,20 @@ def _report_spending(run: Run) -> None:
 
 
 def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
-    """Return the test scores of models that are fitted to the clients' pooled training records."""
+    """Return the test scores of models fitted to the pooled records that the network trains on."""
     prepared = run.prepared
     if prepared.server_test is None:
         return {}
-    settings = run.config.dataset
+    settings, held_out = run.config.dataset, run.config.retrain.evaluate_every > 0
     key, fractions = settings.split_key.encode(), settings.fractions
     clients = (
         make_client_data(prepared, part, key=key, fractions=fractions)
         for part in make_data(run.config)[1]
     )
-    train = [concat_splits(client.train, client.validation) for client in clients]
+    train = [
+        client.train if held_out else concat_splits(client.train, client.validation)
+        for client in clients
+    ]
     test = server_split(prepared.server_test, prepared.mean, prepared.std)
     return pooled_baselines(train, test, num_classes=prepared.num_classes, objective=objective)
 

@@ -14,6 +14,7 @@ from fednas_flwr.builders.refusals import searches
 from fednas_flwr.builders.strategies import retrain_releases, search_releases
 from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.exchange.sampling import Sampling
+from fednas_flwr.names import CLIENT
 from fednas_flwr.privacy.plan import (
     PlannedRelease,
     PrivateStage,
@@ -96,9 +97,10 @@ def private_stage(
     privacy = config.privacy
     if not isinstance(privacy, DifferentialPrivacy):
         return None
+    steps = privacy.retrain.local_steps if stage == "retrain" else privacy.local_steps
     return PrivateStage(
         privacy.data_set,
-        privacy.retrain.local_steps if stage == "retrain" else privacy.local_steps,
+        None if privacy.unit == CLIENT else steps,
         tuple(release for release in schedule if release.stage == stage),
     )
 

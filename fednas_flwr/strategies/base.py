@@ -24,7 +24,7 @@ from fednas_flwr.errors import unknown_choice
 from fednas_flwr.exchange.checkpoint import Checkpoint, CheckpointFolder
 from fednas_flwr.exchange.courier import TOTAL, Courier
 from fednas_flwr.exchange.messages import Reply
-from fednas_flwr.exchange.requests import Amount, RewardCandidates, Settings, Site
+from fednas_flwr.exchange.requests import Amount, Evaluate, RewardCandidates, Settings, Site
 from fednas_flwr.exchange.sampling import Turn
 from fednas_flwr.exchange.states import (
     MOMENTS,
@@ -144,9 +144,10 @@ class RoundStrategy(Strategy):
 
     def amount(self, local_epochs: int, batch_size: int | None) -> Amount:
         """Return how long clients train: epochs of batches, with privacy steps."""
-        if self.private is None:
+        steps = None if self.private is None else self.private.local_steps
+        if steps is None:
             return Amount(local_epochs, None, batch_size)
-        return Amount(None, self.private.local_steps, None)
+        return Amount(None, steps, None)
 
     def server_tensors(self) -> Tensors:
         """Return further tensors of the server's state, e.g. an optimiser's, for the checkpoint."""
@@ -240,6 +241,17 @@ class RoundStrategy(Strategy):
             sites = sum(reply.sites for reply in replies)
             noise = sigma * math.sqrt(request.count * sites) / weight
         return rewards, noise, mean_metrics(replies)
+
+    def validation_metrics(self, network: Mapping[str, Any]) -> dict[str, float]:
+        """Return the mean loss and accuracy of a network on the clients' validation records.
+
+        Args:
+            network: Its description, see ``clients.Client.network``.
+        """
+        request = Evaluate(dict(network), "validation", site=self.site)
+        replies = self.ask("evaluate.model", request, states=self.states)
+        metrics = mean_metrics(reply for _, reply in replies)
+        return {f"validation_{name}": value for name, value in metrics.items()}
 
     def average(
         self, replies: Iterable[tuple[int, Reply]]

@@ -19,7 +19,33 @@ from fednas_flwr.search.settings import SGD
 from fednas_flwr.strategies.base import RoundStrategy, Shared
 from fednas_flwr.strategies.server_optimizer import ServerOptimizer
 
-SPLITS = ("train", "validation")  # what is trained on
+SPLITS = ("train", "validation")  # what is trained on where nothing is held out
+
+
+def trained_on(evaluate_every: int) -> tuple[str, ...]:
+    """Return the splits to train on: those of validation are held out where they are measured."""
+    return SPLITS[:1] if evaluate_every else SPLITS
+
+
+def held_out_metrics(
+    strategy: RoundStrategy,
+    network: Mapping[str, Any],
+    evaluate_every: int,
+    server_round: int,
+    num_rounds: int,
+) -> dict[str, float]:
+    """Return the validation metrics of a round, every so many rounds and after the last; or none.
+
+    Args:
+        strategy: Whose model it is.
+        network: Its description.
+        evaluate_every: 0 is never.
+        server_round: From 1.
+        num_rounds: Number of rounds.
+    """
+    if not evaluate_every or (server_round % evaluate_every and server_round < num_rounds):
+        return {}
+    return strategy.validation_metrics(network)
 
 
 class FedAvg(RoundStrategy):
@@ -35,6 +61,8 @@ class FedAvg(RoundStrategy):
         auxiliary_weight: Weight of the auxiliary head's loss; 0 without one.
         drop_path_prob: Drop-path probability of the last round; rises linearly from 0.
         proximal: mu of FedProx, at least 0; see :class:`~fednas_flwr.search.descent.Proximal`.
+        evaluate_every: Rounds between evaluations on validation records, which are then not trained
+            on; 0 is never, and they are.
         optimizer: Of the server, which steps towards the clients' average; None takes the average.
         **shared: See :class:`RoundStrategy`.
     """
@@ -51,6 +79,7 @@ class FedAvg(RoundStrategy):
         auxiliary_weight: float = 0.0,
         drop_path_prob: float = 0.0,
         proximal: float = 0.0,
+        evaluate_every: int = 0,
         optimizer: ServerOptimizer | None = None,
         **shared: Unpack[Shared],
     ) -> None:
@@ -60,19 +89,23 @@ class FedAvg(RoundStrategy):
         self.local_epochs, self.batch_size = local_epochs, batch_size
         self.auxiliary_weight, self.drop_path_prob = auxiliary_weight, drop_path_prob
         self.proximal, self.optimizer = proximal, optimizer
+        self.evaluate_every = evaluate_every
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
-        """Train locally everywhere on train and validation records, average the weights."""
+        """Train locally everywhere, average the weights, and measure them where that is due."""
         local = LocalTraining(
             self.description,
-            "+".join(SPLITS),
+            "+".join(trained_on(self.evaluate_every)),
             self.amount(self.local_epochs, self.batch_size),
             self.client_weights(self.weights.at_round(server_round, num_rounds)),
             self.auxiliary_weight,
             self.drop_path_prob * (server_round - 1) / num_rounds,
             self.proximal,
         )
-        return self.train("train.weights", Train(local, site=self.site), self.weights.momentum)
+        metrics = self.train("train.weights", Train(local, site=self.site), self.weights.momentum)
+        return metrics | held_out_metrics(
+            self, self.description, self.evaluate_every, server_round, num_rounds
+        )
 
     def move(self, average: dict[str, Packed], momentum: float) -> None:
         """Step towards the clients' average by the server's optimiser, or take it as it is."""

@@ -16,7 +16,7 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.descent import make_sgd
 from fednas_flwr.search.settings import SGD
 from fednas_flwr.strategies.base import Shared, mean_metrics
-from fednas_flwr.strategies.fedavg import SPLITS
+from fednas_flwr.strategies.fedavg import SPLITS, held_out_metrics, trained_on
 from fednas_flwr.strategies.gradients import GradientStrategy
 
 
@@ -42,6 +42,7 @@ class FedSGD(GradientStrategy):
         weights: SGD, annealed over the rounds.
         auxiliary_weight: Weight of the auxiliary head's loss; 0 without one.
         drop_path_prob: Drop-path probability of the last round; rises linearly from 0.
+        evaluate_every: See :class:`~fednas_flwr.strategies.fedavg.FedAvg`.
         **shared: See :class:`RoundStrategy`; the server's own SGD has the momentum.
     """
 
@@ -56,6 +57,7 @@ class FedSGD(GradientStrategy):
         weights: SGD,
         auxiliary_weight: float = 0.0,
         drop_path_prob: float = 0.0,
+        evaluate_every: int = 0,
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
@@ -64,6 +66,7 @@ class FedSGD(GradientStrategy):
         self.description, self.weights = dict(description), weights
         self.local_epochs, self.batch_size = local_epochs, batch_size
         self.auxiliary_weight, self.drop_path_prob = auxiliary_weight, drop_path_prob
+        self.evaluate_every = evaluate_every
         self.optimizers = {"weights": make_sgd(self.states["weights"].values(), weights)}
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
@@ -75,7 +78,7 @@ class FedSGD(GradientStrategy):
         for step in range((server_round - 1) * steps, server_round * steps):
             request = TakeNetworkGradient(
                 self.description,
-                "+".join(SPLITS),
+                "+".join(trained_on(self.evaluate_every)),
                 step,
                 None if self.private is not None else self.batch_size,
                 self.auxiliary_weight,
@@ -86,14 +89,17 @@ class FedSGD(GradientStrategy):
                 "train.network_gradient", request, states=self.states, layouts=self.layouts
             )
             told += self.descend(replies, ("weights",), clip_norm=sgd.clip_norm)
-        return mean_metrics(told)
+        return mean_metrics(told) | held_out_metrics(
+            self, self.description, self.evaluate_every, server_round, num_rounds
+        )
 
     def _steps(self) -> int:
         """Return the number of steps of a round."""
-        if self.private is not None:
+        if self.private is not None and self.private.local_steps is not None:
             return self.private.local_steps
         declared = [known.get("splits", {}) for known in self.courier.facts.values()]
-        records: float = median(sum(own.get(split, 0) for split in SPLITS) for own in declared)
+        splits = trained_on(self.evaluate_every)
+        records: float = median(sum(own.get(split, 0) for split in splits) for own in declared)
         return self.local_epochs * max(1, math.ceil(records / self.batch_size))
 
 

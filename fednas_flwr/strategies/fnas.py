@@ -14,7 +14,7 @@ from typing import Unpack
 from torch import Tensor
 
 from fednas_flwr.exchange.courier import Courier
-from fednas_flwr.exchange.requests import Evaluate, TakeGradients
+from fednas_flwr.exchange.requests import TakeGradients
 from fednas_flwr.exchange.states import Packed, pack
 from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, metrics_release
 from fednas_flwr.search.descent import make_adam, make_sgd
@@ -156,10 +156,7 @@ class FNAS(GradientStrategy):
             return {}
         if self.private is not None and self.private.noise_multiplier("metrics") is None:
             return {}
-        request = Evaluate({"name": SUPERNET}, "validation", site=self.site)
-        replies = self.ask("evaluate.model", request, states=self.states)
-        metrics = mean_metrics(reply for _, reply in replies)
-        return {f"validation_{name}": value for name, value in metrics.items()}
+        return self.validation_metrics({"name": SUPERNET})
 
 
 def releases(

@@ -284,16 +284,25 @@ def without_noise(monkeypatch):
     return asked
 
 
-def clipped(network, split, parameters, norm, factors=None, auxiliary=0.0, cut_out=False):
+def clipped(
+    network,
+    split,
+    parameters,
+    norm,
+    factors=None,
+    auxiliary=0.0,
+    cut_out=False,
+    loss_of=functional.cross_entropy,
+):
     """Return the sum of clipped gradients, one float64 record at a time."""
     total, most = [torch.zeros_like(p) for p in parameters], 0.0
     for row in range(len(split)):
         x, y = split.batch(torch.tensor([row]), "cpu")
         logits = network(torch.zeros_like(x).double() if cut_out else x.double())
         logits, further = heads(logits)
-        loss = functional.cross_entropy(logits, y)
+        loss = loss_of(logits, y)
         if further is not None:
-            loss = loss + auxiliary * functional.cross_entropy(further, y)
+            loss = loss + auxiliary * loss_of(further, y)
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         gradients = [
             torch.zeros_like(p) if g is None else g
@@ -314,6 +323,61 @@ def flat(tensors):
 def close(actual, expected):
     scale = expected.abs().max().item()
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=2e-5 * scale)
+
+
+SEVERAL = Objective(multi_label=True)
+
+
+def several(data):
+    """Return the same records, each with the labels of its class and of the next one."""
+
+    def labelled(split):
+        one = functional.one_hot(split.labels, 3)
+        return replace(split, labels=one | one.roll(1, 1))
+
+    return ClientData(*map(labelled, (data.train, data.validation, data.test)))
+
+
+def test_gradients_of_several_labels_are_clipped_sums_of_records(
+    make_site, networks, without_noise
+):
+    plan = [p for p in EVERYTHING if p.verb == "train.gradients"]
+    site = make_site(committed=plan, records=np.arange(40), hold=several)
+    site.client.__dict__["objective"] = SEVERAL
+    reply = site.ask("train.gradients")
+    supernet = networks.space.supernet()
+    load_states(supernet, networks.states["supernet"])
+    supernet.double().train()
+    for state, split in (("weights", "train"), ("alphas", "validation")):
+        parameters = list(getattr(supernet, state)().values())
+        total = clipped(
+            supernet,
+            getattr(site.client.data, split),
+            parameters,
+            NORM,
+            loss_of=lambda logits, y: functional.multilabel_soft_margin_loss(logits, y.double()),
+        )
+        mean = flat(total) / RECORDS[split]
+        close(reply.states[state]["float32"], mean * reply.num_examples)
+
+
+@pytest.mark.parametrize("verb", ["train.gradients", "train.weights", "evaluate.model"])
+def test_a_record_of_several_labels_moves_releases_by_the_clipping_norm_at_most(verb, make_site):
+    _, kinds = ASKED[verb]
+    plan = [p for p in EVERYTHING if p.verb == verb]
+    (name, *_) = next(iter(kinds.values()))
+    pair = []
+    for hold in (several, lambda data: without_last(name)(several(data))):
+        site = make_site(committed=plan, test_seed=b"7", hold=hold)
+        site.client.__dict__["objective"] = SEVERAL
+        pair.append(sums(site.ask(verb), verb))
+    for kind, splits in kinds.items():
+        moved = (pair[0][kind] - pair[1][kind]).norm().item()
+        if name in splits:
+            norm = TERMS_OF[kind]["max_grad_norm"]
+            assert 1e-4 * norm < moved <= norm * (1 + 1e-3)
+        else:
+            assert moved == 0
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -551,6 +615,32 @@ def test_losses_and_accuracies_are_sums_of_bounded_terms_over_declared_records(
     right = (logits.argmax(1) == y).sum()
     assert len(data) != 20
     assert reply.metrics["loss"] == pytest.approx(losses.sum().item() / 20, rel=1e-5)
+    assert reply.metrics["accuracy"] == pytest.approx(right.item() / 20)
+
+
+def test_of_several_labels_a_records_share_of_right_ones_is_released(
+    make_site, networks, without_noise
+):
+    site = make_site(hold=several)
+    site.client.__dict__["objective"] = SEVERAL
+    request = site.request("evaluate.model")
+    large = {"weights": {"float32": 20 * request.states["weights"]["float32"]}}
+    request = replace(request, states={**request.states, **large})
+    reply = site.answer(request)
+    assert without_noise == [(METRICS["noise_multiplier"], METRICS["max_grad_norm"])]
+    supernet = networks.space.supernet()
+    load_states(supernet, request.states)
+    data, bound = site.client.data.validation, 2 * math.log(2)
+    x, y = data.batch(torch.arange(len(data)), "cpu")
+    with torch.no_grad():
+        logits = supernet.eval()(x)
+    losses = functional.multilabel_soft_margin_loss(logits, y.float(), reduction="none")
+    assert losses.max() > bound > losses.min()
+    right = ((logits > 0) == (y == 1)).double().mean(1).sum()
+    assert right != right.round()  # also parts of a record
+    assert reply.metrics["loss"] == pytest.approx(
+        losses.clamp(max=bound).sum().item() / 20, rel=1e-5
+    )
     assert reply.metrics["accuracy"] == pytest.approx(right.item() / 20)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fednas_flwr.data.datasets import prepare
+from fednas_flwr.data.datasets import declared_statistics, prepare
 from fednas_flwr.data.partitioners import partition
 from fednas_flwr.errors import ConfigError
 
@@ -206,3 +206,38 @@ def test_a_broken_file_is_one_sentence(cache: Path, tmp_path: Path, kind):
 def test_a_root_that_cannot_be_looked_at_is_one_sentence(cache: Path):
     with pytest.raises(ConfigError, match=r"^dataset.root=/a+ cannot be read: "):
         prepare(cache=cache, name="npz", root=Path("/" + 300 * "a"))
+
+
+def test_ranges_are_statistics_of_equally_likely_numbers():
+    rng = np.random.default_rng(0)
+    found = declared_statistics({"weight": [70, 10]}, {"age": [20, 80], "dose": [-1, 3]})
+    for column, (low, high) in {"age": (20, 80), "dose": (-1, 3)}.items():
+        numbers = rng.uniform(low, high, 200_000)
+        assert found[column][0] == pytest.approx(numbers.mean(), abs=0.01 * (high - low))
+        assert found[column][1] == pytest.approx(numbers.std(), rel=0.01)
+    assert found["weight"] == [70, 10]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ({"age": [80, 20]}, r"dataset.ranges.age=\[80, 20\] must be \[low, high\], low below high"),
+        ({"age": [1]}, "must be .low, high., low below high"),
+        ({"age": [1, float("nan")]}, "low below high"),
+        ({"weight": [40, 120]}, "dataset.ranges.weight has no effect beside dataset.statistics.w"),
+    ],
+)
+def test_ranges_that_are_none_are_refused(ranges, message):
+    with pytest.raises(ConfigError, match=message):
+        declared_statistics({"weight": [70, 10]}, ranges)
+
+
+def test_a_table_is_standardised_by_its_declared_ranges(table_csv: Path, tmp_path: Path):
+    chosen = {"name": "csv", "root": table_csv, "id_column": "patient", "server_test": False}
+    pressure = {"statistics": {"pressure": [2, 1]}}
+    found = prepare(cache=tmp_path, **chosen, **pressure, ranges={"age": [30, 90]})
+    assert not found.uses_own_statistics
+    assert found.mean == (60, 2, 0, 0, 0, 0)
+    assert found.std == pytest.approx((60 / 12**0.5, 1, 1, 1, 1, 1))
+    with pytest.raises(ConfigError, match="or dataset.ranges must name every numeric column once"):
+        prepare(cache=tmp_path, **chosen, ranges={"age": [30, 90]})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fednas_flwr.data.npz import load_npz
+from fednas_flwr.data.npz import load_npz, records_from_npz
 from fednas_flwr.errors import ConfigError
 
 DEFAULTS = {"image_size": None, "channels": None, "class_names": ()}
@@ -145,3 +145,31 @@ def test_a_label_beyond_the_records_takes_no_memory(tmp_path: Path, label):
     else:
         with pytest.raises(ConfigError, match="5 classes|class numbers"):
             load_npz(path, **DEFAULTS | names)
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "message"),
+    [
+        ([[0, 2], [1, 0]], None, "y_train in made holds numbers up to 2: expected 0 and 1"),
+        ([[0, 1], [1, 0]], [0, 1], "expected one class per record, or the same labels, in all"),
+        ([[0, 1], [1, 0]], [[0, 1, 1], [1, 0, 0]], "or the same labels, in all parts"),
+        ([[0], [1]], None, r"or \[N, L\] of 0 and 1 for several labels"),
+        ([[0.5, 1], [1, 0]], None, r"or \[N, L\] of 0 and 1 for several labels"),
+    ],
+)
+def test_several_labels_that_do_not_fit_are_refused(train, test, message):
+    x = np.zeros((2, 4, 4), dtype=np.uint8)
+    arrays = {"x_train": x, "y_train": np.array(train)}
+    if test is not None:
+        arrays |= {"x_test": x, "y_test": np.array(test)}
+    with pytest.raises(ConfigError, match=message):
+        records_from_npz(arrays, origin="made")
+
+
+def test_marks_of_any_kind_are_several_labels():
+    x = np.zeros((2, 4, 4), dtype=np.uint8)
+    for kind in (bool, np.uint8, np.int64):
+        y = np.array([[1, 0, 1], [0, 0, 0]], dtype=kind)
+        records, _ = records_from_npz({"x_train": x, "y_train": y}, origin="made")
+        assert records.labels.tolist() == [[1, 0, 1], [0, 0, 0]]
+        assert records.class_names == ("0", "1", "2")

@@ -276,3 +276,65 @@ def test_an_indicator_says_which_numbers_are_missing(table_csv: Path):
     assert table.features[:, 2:].tolist() == [[0, 0], [0, 1], [0, 0], [0, 0]]
     plain, _ = load_csv(table_csv, ignore=("patient", "smokes", "site"))
     assert table.ids.tolist() == plain.ids.tolist()
+
+
+LABELLED = "age,a,b,found\n50,1,no,x;y\n60,0,YES,\n70,1.0,true,y\n40,False,0, z ;x\n"
+
+
+@pytest.fixture
+def labelled(tmp_path: Path) -> Path:
+    path = tmp_path / "labelled.csv"
+    path.write_text(LABELLED)
+    return path
+
+
+def test_a_column_per_label_makes_several_labels(labelled: Path):
+    table, _ = load_csv(labelled, labels=("b", "a"), ignore=("found",))
+    assert table.multi_label
+    assert table.class_names == ("b", "a")
+    assert table.labels.tolist() == [[0, 1], [1, 0], [1, 1], [0, 0]]
+    assert table.feature_names == ("age",)
+    assert set(table.columns) == {"age", "found"}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_column_of_lists_makes_several_labels(as_json, labelled: Path):
+    if as_json:
+        cells = ['"[""x"",""y""]"', "", '"[""y""]"', '"[""z"",""x""]"']
+        rows = [f"{age},{cell}\n" for age, cell in zip((50, 60, 70, 40), cells, strict=True)]
+        labelled.write_text("age,found\n" + "".join(rows))
+    chosen = {
+        "label_separator": "json" if as_json else ";",
+        "ignore": () if as_json else ("a", "b"),
+    }
+    table, _ = load_csv(labelled, **chosen)
+    assert table.class_names == ("x", "y", "z")
+    assert table.labels.tolist() == [[1, 1, 0], [0, 0, 0], [0, 1, 0], [1, 0, 1]]
+    named, _ = load_csv(labelled, class_names=("z", "w", "y", "x"), **chosen)
+    assert named.labels.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"labels": ("a", "c")}, "has no column c"),
+        ({"labels": ("a", "age")}, "holds 50 in row 1, 60 in row 2.*: expected 0 or 1"),
+        ({"labels": ("a",)}, "names one column.*set dataset.label=a"),
+        ({"labels": ("a", "b"), "label": "found"}, "dataset.label has no effect with dataset.lab"),
+        ({"labels": ("a", "b"), "label_separator": ";"}, "dataset.label_separator has no effect"),
+        ({"labels": ("a", "b"), "class_names": ("a", "b")}, "dataset.class_names has no effect"),
+        ({"labels": ("a", "b"), "numeric": ("a",)}, "column a of .* has two uses"),
+        (
+            {"label_separator": ";", "class_names": ("x", "y")},
+            "label z, which is not in",
+        ),
+        (
+            {"label_separator": "json"},
+            "holds x;y in row 1: expected a list such as",
+        ),
+        ({"label": "age", "label_separator": ";", "class_names": ("50",)}, "at least 2"),
+    ],
+)
+def test_labels_that_cannot_be_read_are_refused(settings, message, labelled: Path):
+    with pytest.raises(ConfigError, match=message):
+        load_csv(labelled, **settings)

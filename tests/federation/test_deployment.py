@@ -434,7 +434,12 @@ def test_a_server_test_set_that_does_not_fit_the_sites_is_refused(
     compose_config: Callable[..., Config],
 ) -> None:
     config = compose_config(*REAL_SITES)
-    facts = {"input_shape": [3, 8, 8], "schema": [], "class_names": ["0", "1", "2"]}
+    facts = {
+        "input_shape": [3, 8, 8],
+        "schema": [],
+        "class_names": ["0", "1", "2"],
+        "multi_label": False,
+    }
     assert make_server_data(config, facts).num_classes == 3
     public = replace(config.dataset, server_test=True)
     with pytest.raises(ConfigError, match="the server's test set"):

@@ -309,6 +309,28 @@ def test_every_kind_of_row_stands_beside_the_record(size):
     assert {"0.0", "inf", "nan"} < beside
 
 
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_labels_are_of_the_form_of_the_records(multi_label):
+    seen = []
+
+    def computation(x, y, watch):
+        seen.append(y)
+        watch(x)
+
+    assert rows_are_alike(
+        *(computation, (2,)),
+        num_classes=3,
+        size=8,
+        device=torch.device("cpu"),
+        multi_label=multi_label,
+    )
+    assert {y.dtype for y in seen} == {torch.int64}
+    classes = [y.argmax(1) if multi_label else y for y in seen]
+    assert all(y.shape == ((8, 3) if multi_label else (8,)) for y in seen)
+    assert {int(c) for own in classes for c in own} == {0, 1, 2}
+    assert not multi_label or all(bool((y.sum(1) == 1).all()) for y in seen)
+
+
 # Filling, and exact sums
 
 

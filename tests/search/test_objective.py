@@ -118,6 +118,70 @@ def test_scores_are_of_the_positive_class_that_is_named():
     assert two["f1"] != CLASSIFICATION.scores(logits[:, :2], labels % 2)["f1"]
 
 
+@pytest.fixture
+def several():
+    """Logits [40, 3], those of an auxiliary head, and labels [40, 3], of which all occur."""
+    generator = torch.Generator().manual_seed(1)
+    logits, auxiliary = torch.randn(2, 40, 3, generator=generator, dtype=torch.float64)
+    return logits, auxiliary, (logits + 2 * auxiliary > 0.5).long()
+
+
+def test_the_loss_of_several_labels_is_torchs(several):
+    logits, auxiliary, labels = several
+    objective = Objective(multi_label=True)
+    own, further = (
+        F.multilabel_soft_margin_loss(of, labels.double(), reduction="none")
+        for of in (logits, auxiliary)
+    )
+    torch.testing.assert_close(objective.losses(logits, labels), own)
+    both = objective.plain_losses((logits, auxiliary), labels, 0.4)
+    torch.testing.assert_close(both, own + 0.4 * further)
+    mean, losses = objective.mean_loss((logits, auxiliary), labels, 0.4)
+    torch.testing.assert_close(mean, (own + 0.4 * further).mean())
+    torch.testing.assert_close(losses, own)
+    guessed = objective.losses(torch.zeros(40, 3).double(), labels)
+    torch.testing.assert_close(guessed, torch.full_like(guessed, objective.guessing_loss(3)))
+    assert CLASSIFICATION.guessing_loss(3) == pytest.approx(math.log(3))
+
+
+def test_several_labels_are_predicted_each_from_a_half_on(several):
+    logits, _, labels = several
+    objective = Objective(multi_label=True)
+    probabilities = objective.probabilities(logits)
+    torch.testing.assert_close(probabilities, 1 / (1 + (-logits).exp()))
+    called = objective.predictions(logits)
+    assert torch.equal(called, (probabilities >= 0.5).long())
+    assert 0 < called.sum(1).min() + 1 <= called.sum(1).max() <= 3  # none, one or several
+    by_hand = [
+        sum(int(a == b) for a, b in zip(*rows, strict=True)) / 3
+        for rows in zip(called.tolist(), labels.tolist(), strict=True)
+    ]
+    assert objective.hits(logits, labels).tolist() == pytest.approx(by_hand)
+    assert objective.record_factors(labels) is None
+
+
+@pytest.mark.parametrize("positive", [None, 1])
+def test_scores_of_several_labels_are_means_over_them_or_of_one(positive, several):
+    logits, _, labels = several
+    columns = slice(None) if positive is None else positive
+    found = Objective(multi_label=True, positive=positive).scores(logits, labels)
+    kinds = {"average": "macro"} if positive is None else {}
+    y, ranks = labels[:, columns].numpy(), logits[:, columns].numpy()
+    assert found == pytest.approx(
+        {
+            "f1": f1_score(y, ranks >= 0, **kinds),
+            "auroc": roc_auc_score(y, ranks, **kinds),
+            "average_precision": average_precision_score(y, ranks, **kinds),
+        }
+    )
+
+
+def test_two_labels_have_no_positive_one_unless_it_is_named(several):
+    logits, _, labels = several
+    found = Objective(multi_label=True).scores(logits[:, :2], labels[:, :2])
+    assert found["auroc"] == pytest.approx(roc_auc_score(labels[:, :2], logits[:, :2]))
+
+
 def test_a_weight_of_two_counts_a_record_twice():
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(40, 3, generator=generator).round(), torch.arange(40) % 3
@@ -224,7 +288,7 @@ def test_losses_and_predictions_are_computed_here_alone():
             )
             if name.split(".")[-1] in losses or over_classes:
                 found.setdefault(path.relative_to(package).as_posix(), []).append(ast.unparse(call))
-    assert len(found.pop("search/objective.py")) >= 4
+    assert len(found.pop("search/objective.py")) == 3  # of a class, of several labels; argmax
     assert len(found.pop("search/gumbel.py")) == 1  # over ops
     assert len(found.pop("search/scores.py")) == 1  # of a made-up task
     assert found == {}

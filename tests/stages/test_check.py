@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fednas_flwr import api
+from fednas_flwr.builders.clients import check_public
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.config import Config
 from fednas_flwr.data.partitioners import save_partition
@@ -22,6 +23,8 @@ Compose = Callable[..., Config]
 NOISED = ("privacy=dp", "algorithm=dp_fnas", "search_space.norm=group", "retrain.norm=group")
 PRIVATE = (*NOISED, "privacy.epsilon=50")
 TABLE = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
+
+GROUP_NORM = ("search_space.norm=group", "retrain.norm=group")
 
 
 @pytest.fixture
@@ -77,6 +80,16 @@ def test_statistics_that_overflow_are_refused(
     sentence = refused(compose_config(*table, f"dataset.statistics={statistics}"))
     assert f"feature {named} of client 0 is beyond 1e+18" in sentence
     assert f"dataset.statistics.{named}" in sentence
+
+
+def test_a_private_table_needs_declared_ranges_or_statistics(
+    compose_config: Compose, table: tuple[str, ...]
+) -> None:
+    sentence = refused(compose_config(*table, "privacy=dp", *GROUP_NORM))
+    assert "declare public ranges, dataset.ranges={column: [low, high], ...}" in sentence
+    declared = "dataset.ranges={age: [0, 100], size: [-3, 3]}"
+    config = compose_config(*table, "privacy=dp", *GROUP_NORM, declared)
+    check_public(config, make_data(config)[0])
 
 
 def test_values_of_the_server_that_overflow_are_refused(

@@ -1,0 +1,129 @@
+"""``--with <file.py>``: names of one's own on the command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hydra.core.config_store import ConfigStore
+
+from fednas_flwr import register_score
+from fednas_flwr.builders.registration import OWN, TABLES
+from fednas_flwr.cli import main
+from fednas_flwr.cli.own import VARIABLE, _taken
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.evaluation.scores import OWN_SCORES
+from fednas_flwr.reporting.events import read_events
+
+MINE = """
+import numpy as np
+from fednas_flwr import register_data_set, register_score
+
+rng = np.random.default_rng(0)
+y = rng.integers(0, 2, 90)
+x = (rng.integers(0, 120, (90, 8, 8)) + 100 * y[:, None, None]).astype("uint8")
+arrays = {"x_train": x[:60], "y_train": y[:60], "x_test": x[60:], "y_test": y[60:]}
+register_data_set("scans", arrays)
+register_score("Brier", lambda p, y: float(np.mean((p[:, 1] - y) ** 2)))
+"""
+RUN = (
+    *("dataset=scans", "algorithm=fedavg", "algorithm.network=linear", "clients=2"),
+    *("stages=[retrain,evaluate,export]", "retrain.rounds=1"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _only_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget what a test has registered."""
+    monkeypatch.setenv(VARIABLE, "")
+    before = {group: set(table) for group, table in TABLES.items()}
+    yield
+    _taken.clear()
+    OWN_SCORES.clear()
+    for group, table in TABLES.items():
+        for name in set(table) - before[group]:
+            del table[name], OWN[group][name]
+            ConfigStore.instance().repo.get(group, {}).pop(f"{name}.yaml", None)
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def test_a_data_set_and_a_score_of_ones_own_are_used(mine: Path, tmp_path: Path) -> None:
+    folder, cache = tmp_path / "run", f"dataset.cache={tmp_path / 'cache'}"
+    assert main(["run", "--with", str(mine), *RUN, cache, f"run_dir={folder}"]) == 0
+    (evaluated,) = (e for e in read_events(folder / "events.jsonl") if e["event"] == "evaluated")
+    assert 0 < evaluated["central"]["own"]["Brier"] < 1
+    assert "Brier" in (folder / "report.html").read_text()
+    assert os.environ[VARIABLE] == str(mine)
+    again = ["run", "--with", str(mine), *RUN, cache, f"run_dir={tmp_path / 'again'}"]
+    assert main(again) == 0  # in this process nothing is registered twice
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["sweep", "ray"])
+def test_other_processes_learn_of_what_is_ones_own(mine: Path, tmp_path: Path, where: str) -> None:
+    own = {
+        "sweep": ("-m", "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
+        "ray": ("runtime=ray",),
+    }[where]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "fednas_flwr.cli", "run", "--with", str(mine), *RUN, *own),
+            *(f"dataset.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("2 of 2 jobs completed" if where == "sweep" else "run completed") in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "is no file: give one of Python"),
+        ("import fednas_flwr\nx = 1\nfednas_flwr.registr()\n", "fails in line 3: AttributeError"),
+        ("def f(:\n", "fails: SyntaxError"),
+        (
+            "from fednas_flwr import register_data_set\nregister_data_set('digits', {})\n",
+            "dataset=digits exists: choose another name",
+        ),
+    ],
+)
+def test_a_file_that_is_wrong_is_told_in_one_sentence(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    assert main(["run", "--with", str(path), "--dry-run"]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert str(path) in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("score", [lambda p, y: np.nan, lambda p, y: p[:, 99].mean()])
+def test_a_score_that_fails_ends_the_run_in_one_sentence(
+    score: object, mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register_score("wrong", score)  # type: ignore[arg-type]
+    cache, folder = f"dataset.cache={tmp_path / 'cache'}", tmp_path / "run"
+    assert main(["run", "--with", str(mine), *RUN, cache, f"run_dir={folder}"]) != 0
+    assert "the score wrong of your own" in capsys.readouterr().err
+    assert (folder / "model.onnx").exists()
+    with pytest.raises(ConfigError, match="the score wrong exists"):
+        register_score("wrong", score)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the score AUROC exists"):
+        register_score("AUROC", score)  # type: ignore[arg-type]
