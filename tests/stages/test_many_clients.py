@@ -118,6 +118,25 @@ def test_the_server_knows_of_simulated_clients_what_they_would_say(many):
         assert facts[index]["class_counts"] == torch.bincount(labels, minlength=10).tolist()
 
 
+def test_of_records_with_several_labels_the_server_knows_how_many_have_each(
+    compose_config, tmp_path
+):
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, (40, 3))
+    images = rng.integers(0, 255, (40, 3, 8, 8)).astype(np.uint8)
+    np.savez(tmp_path / "several.npz", x_train=images, y_train=labels)
+    config = compose_config(
+        *("algorithm=fedavg", "algorithm.network=linear", "clients=4", "clients_per_round=2"),
+        *(f"dataset.root={tmp_path / 'several.npz'}", "dataset.server_test=false"),
+    )
+    prepared, parts = make_data(config)
+    assert prepared.train.multi_label
+    facts = simulated_facts(config, (prepared, parts))
+    assert [facts[c]["class_counts"] for c in range(4)] == [
+        prepared.train.labels[torch.from_numpy(part)].sum(0).tolist() for part in parts
+    ]
+
+
 def test_the_moments_of_a_table_are_those_that_its_clients_tell(compose_config, tmp_path):
     rng = np.random.default_rng(0)
     rows = [f"{a:.3f},{b:.3f},{int(a > b)}" for a, b in rng.normal(size=(90, 2))]

@@ -133,6 +133,28 @@ def retraining(compose_config, federate, *overrides):
     return fed, splits
 
 
+@pytest.mark.parametrize(
+    ("overrides", "splits", "most"),
+    [
+        (["algorithm=fedavg"], ("train", "validation"), 99),
+        (["algorithm=fedavg", "retrain.evaluate_every=1"], ("train",), 99),
+        (
+            ["algorithm=fedavg", "retrain.exchange=gradients", "retrain.batch_size=20"],
+            ("train", "validation"),
+            20,
+        ),
+        (["algorithm=fedex"], ("train",), 99),
+    ],
+)
+def test_a_clients_size_is_the_weight_of_its_reply(overrides, splits, most, compose_config):
+    records = [{"train": 10 * c, "validation": 3 * c, "test": 7} for c in range(1, 5)]
+    config = compose_config(
+        *overrides, "algorithm.network=linear", "clients=4", "clients_per_round=2"
+    )
+    sizes = make_sampling(config, records).sizes["retrain"].tolist()
+    assert sizes == [min(most, sum(own[split] for split in splits)) for own in records]
+
+
 @pytest.mark.parametrize("by", SAMPLINGS)
 def test_a_round_is_the_average_of_its_clients_with_the_weights_of_its_draw(
     by, compose_config, federate
