@@ -275,6 +275,36 @@ def test_a_client_commits_to_its_turns_and_books_those_that_come(private):
         assert booked["retrain", "train.weights:weights"] == 3 * turns["retrain"]
 
 
+def test_a_resumed_private_run_commits_to_the_turns_that_are_left(
+    private, run_inline, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(release.ACCOUNTANTS, "prv", rdp_epsilon)
+    folder = tmp_path / "run"
+    shutil.copytree(private.folder, folder)
+    text = (folder / "config.yaml").read_text().replace(str(private.folder), str(folder))
+    (folder / "config.yaml").write_text(text)
+    for path in (folder / "checkpoints").glob("retrain-000003.*"):
+        path.unlink()
+    resumed = run_inline(resume=folder)
+    assert resumed.error is None
+    again = resumed.events[len(private.events) :]
+    (told,) = [event for event in again if event["event"] == "privacy"]
+    (last,) = [event for event in again if event["event"] == "round"]
+    assert (last["stage"], last["round"]) == ("retrain", 3)
+    assert last["asked"] == named(private, "round")[-1]["asked"]
+    sampling = make_sampling(private.config, [client["records"] for client in told["clients"]])
+    for client in told["clients"]:
+        number = client["client"]
+        left = {stage for stage, r in (("retrain", 3), ("evaluate", 1))
+                if number in sampling.turn(stage, r).candidates}  # fmt: skip
+        assert {stage for stage, turns in client["turns"].items() if turns} == left
+    before, after = (
+        {(p["stage"], p["kind"]): p["noise_multiplier"] for p in event["schedule"]}
+        for event in (named(private, "privacy")[0], told)
+    )
+    assert after.items() <= before.items()
+
+
 def test_a_client_pays_for_its_own_turns_with_the_noise_of_all(private):
     (told,) = named(private, "privacy")
     noise = {(p["stage"], p["kind"]): p["noise_multiplier"] for p in told["schedule"]}
