@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 SPLITS = ("train", "validation", "test")  # the parts of a client's records
 
-Unit = Literal["record", "person"]  # what privacy protects one of
-UNITS: tuple[Unit, Unit] = get_args(Unit)
-RECORD, PERSON = UNITS
+Unit = Literal["record", "person", "client"]  # what privacy protects one of
+UNITS: tuple[Unit, Unit, Unit] = get_args(Unit)
+RECORD, PERSON, CLIENT = UNITS
 
 Norm = Literal["batch", "group"]  # how a network normalises
 NORMS: tuple[Norm, Norm] = get_args(Norm)
@@ -30,6 +30,9 @@ PARTITIONS: dict[str, tuple[str, ...]] = {
     "sites": (),
 }
 
+# How the clients of a round are drawn.
+UNIFORM, BY_SIZE, ROUND_ROBIN = SAMPLINGS = ("uniform", "by_size", "round_robin")
+
 # How whole clients are selected, and how many replies each hostile one takes, besides 3.
 SELECTIONS = {"krum": 2, "multi_krum": 2, "bulyan": 4}
 
@@ -40,6 +43,9 @@ MISSING_RULES = ("mean", "indicator")  # what becomes of missing numbers and dat
 
 # How epsilon is computed from a schedule: numerically, by Renyi divergences, by a central limit.
 PRV, RDP, GDP = ACCOUNTANTS = ("prv", "rdp", "gdp")
+
+MOST_SHOWN = 100  # clients of which each is told by itself; of more there are quantiles
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 FEWEST_VOTES = 3  # clients of which most can be right
 

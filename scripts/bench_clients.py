@@ -2,12 +2,19 @@
 
     python scripts/bench_clients.py --root <folder with FashionMNIST> [--runtimes inline ray]
         [--clients 5 10 50 100] [--settings feathers fedavg]
+    python scripts/bench_clients.py --root <folder with FashionMNIST> --sampled 100 10000
+        [--rounds 10] [--runtimes inline]
 
 Every client has 20 images, so that a round's work grows with the clients alone. feathers searches
 with a small supernet; fedavg trains MobileNetV2, whose 2.2 M weights fill the server's memory.
 Inline the server's process is the clients', too. Exits with 1 when a server took more than 4 GB or
 when a client of the largest federation costs more than 1.5 times as much as one of the second
 smallest. Run it on an otherwise idle machine.
+
+With --sampled a round asks 50 of so many clients of 6 images each: FedAvg of a network of six
+blocks of MobileNetV2. Memory and time per round (inline CPU time) are compared with those of the
+fewest clients. Exits with 1 when more clients need more than 1.1 times as much of either, or a
+process takes 2 GB.
 """
 
 from __future__ import annotations
@@ -17,9 +24,17 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
+
+import torch
 
 from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.search_spaces.genotype import save_genotype
+from fednas_flwr.search_spaces.mbconv import MBConvSpace
+from fednas_flwr.search_spaces.mbconv_plan import CANDIDATES, SKELETONS
 
 IMAGES = 20  # per client
 LIMIT_MB = 4000
@@ -37,11 +52,25 @@ SETTINGS = {
         *("retrain.batch_size=32", f"retrain.rounds={ROUNDS}"),
     ),
 }
+ASKED, SAMPLED_IMAGES = 50, 6  # clients of a round, images of each
+SAMPLED_RATIO, SAMPLED_LIMIT_MB = 1.1, 2000
+SAMPLED = (
+    *("algorithm=fedavg", "search_space=mbconv_small", "retrain=mbconv", "retrain.local_epochs=1"),
+    *("retrain.batch_size=32", "stages=[retrain,evaluate]", f"clients_per_round={ASKED}"),
+    *("dataset=fashion_mnist", "dataset.fractions={train:1.0,validation:0.0,test:0.0}"),
+)
 CHILD = """
-import json, resource, sys
-from fednas_flwr.cli import main
-code = main(sys.argv[1:])
-print(json.dumps([code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
+import json, resource, sys, time
+import fednas_flwr
+cpu_s = []
+def note(event):
+    if event["event"] == "round":
+        cpu_s.append(time.process_time())
+fednas_flwr.run(fednas_flwr.compose(*sys.argv[1:]), listeners=[note])
+used, others = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+largest = max(used.ru_maxrss, others.ru_maxrss)
+rounds = [after - before for before, after in zip(cpu_s, cpu_s[1:])]
+print(json.dumps([largest, used.ru_utime + used.ru_stime, rounds]))
 """
 
 
@@ -54,7 +83,11 @@ def main() -> int:
     )
     parser.add_argument("--clients", nargs="+", type=int, default=[5, 10, 50, 100])
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--sampled", nargs="+", type=int)
+    parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
+    if options.sampled:
+        return compare_sampled(options.root, options.runtimes, options.sampled, options.rounds)
     print("setting  runtime  clients  peak memory (MB)  s per round  s per client")
     passed = True
     for setting in options.settings:
@@ -73,27 +106,95 @@ def main() -> int:
     return 0 if passed else 1
 
 
+def compare_sampled(
+    root: Path, runtimes: Sequence[str], clients: Sequence[int], rounds: int
+) -> int:
+    """Measure and print runs whose rounds ask some clients; exit code 1 when a limit is passed."""
+    print(
+        "runtime  clients  peak memory (MB)  s per round  CPU s per round  CPU s in all  "
+        "over the fewest clients"
+    )
+    passed = True
+    with tempfile.TemporaryDirectory() as folder:
+        genotype = Path(folder) / "cell.json"
+        space = MBConvSpace(
+            input_shape=(1, 28, 28),
+            num_classes=10,
+            norm="batch",
+            engine="fast",
+            skeleton=SKELETONS["small"],
+            candidates=CANDIDATES["proxyless"],
+        )
+        save_genotype(genotype, space.random_genotype(torch.Generator().manual_seed(1)))
+        for runtime in runtimes:
+            first: Measured | None = None
+            for number in sorted(clients):
+                own = [*SAMPLED, f"genotype={genotype}", f"retrain.rounds={rounds}"]
+                found = measured(own, runtime, number, root=root, images=SAMPLED_IMAGES)
+                first = first or found
+                times = [own.round_cpu_s for own in (found, first)]
+                if runtime != "inline":  # where other processes compute the clients
+                    times = [own.round_s for own in (found, first)]
+                ratios = (found.memory_mb / first.memory_mb, times[0] / times[1])
+                passed &= max(ratios) <= SAMPLED_RATIO and found.memory_mb <= SAMPLED_LIMIT_MB
+                print(
+                    f"{runtime:8} {number:7} {found.memory_mb:17.0f} {found.round_s:12.3f} "
+                    f"{found.round_cpu_s:16.3f} {found.cpu_s:13.1f}  "
+                    f"memory {ratios[0]:.3f}, time {ratios[1]:.3f}",
+                    flush=True,
+                )
+    print("all limits hold" if passed else "A LIMIT WAS PASSED")
+    return 0 if passed else 1
+
+
 def measure(setting: str, runtime: str, clients: int, *, root: Path) -> tuple[float, float]:
     """Return the peak memory of a run's server process in 10^6 bytes, and seconds per round."""
+    found = measured(SETTINGS[setting], runtime, clients, root=root, images=IMAGES)
+    return found.memory_mb, found.mean_s
+
+
+class Measured(NamedTuple):
+    """What a run took.
+
+    Attributes:
+        memory_mb: Most memory of its process, or of one that it started, in 10^6 bytes.
+        round_s: Median seconds of a round after the first.
+        mean_s: Mean seconds of a round after the first.
+        round_cpu_s: Median CPU seconds of its process in a round after the first.
+        cpu_s: CPU seconds of its process in all.
+    """
+
+    memory_mb: float
+    round_s: float
+    mean_s: float
+    round_cpu_s: float
+    cpu_s: float
+
+
+def measured(
+    settings: Sequence[str], runtime: str, clients: int, *, root: Path, images: int
+) -> Measured:
+    """Return what a run in a process of its own takes, of clients with so many images."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
-            *SETTINGS[setting],
+            *settings,
             *(f"runtime={runtime}", f"clients={clients}", f"dataset.root={root.resolve()}"),
-            *(f"dataset.limit_train={IMAGES * clients}", "dataset.server_test=false"),
+            *(f"dataset.limit_train={images * clients}", "dataset.server_test=false"),
             *("tensorboard=false", f"run_dir={folder}/run"),
         ]
         done = subprocess.run(
-            [sys.executable, "-c", CHILD, "run", *overrides],
+            [sys.executable, "-c", CHILD, *overrides],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         last = done.stdout.strip().splitlines()[-1:]
-        if done.returncode or not last or not last[0].startswith("[0,"):
+        if done.returncode or not last:
             raise RuntimeError(f"{overrides} failed:\n{done.stdout[-2000:]}")
         events = read_run(Path(folder) / "run").of_kind("round")
     counted = [event["seconds"] for event in events][1:]
-    return json.loads(last[0])[1] * 1024 / 1e6, sum(counted) / len(counted)
+    memory_kb, cpu_s, rounds = json.loads(last[0])
+    return Measured(memory_kb * 1024 / 1e6, median(counted), fmean(counted), median(rounds), cpu_s)
 
 
 def is_linear(seconds: dict[int, float]) -> bool:

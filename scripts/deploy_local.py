@@ -31,6 +31,7 @@ from loopback import RESTART_S, SITES, Machines, free_ports, until
 from sklearn.datasets import load_digits
 
 from fednas_flwr.builders.configuration import parse_config
+from fednas_flwr.builders.refusals import by_client
 from fednas_flwr.cli import main as fednas
 from fednas_flwr.clients.audit_trail import verify_trail
 from fednas_flwr.composition import compose_tree
@@ -62,6 +63,8 @@ def main(arguments: list[str]) -> int:
     names = [str(digit) for digit in range(10)]
     machines = Machines(results, deployment, data, records=records, class_names=names)
     machines.make_private(private)
+    if by_client(config):
+        machines.protect_sites()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         machines.begin(sums=SUM_TERMS if config.secure_sum else None)

@@ -58,6 +58,7 @@ NEEDED = {  # what a partition or an algorithm cannot do without
 KEPT = {  # what a run needs to be small, its own and on this machine
     *("run_dir", "dataset.cache", "dataset.root", "dataset.download", "tensorboard", "device"),
     *("runtime.name", "runtime.deadline_s", "runtime.connect_s"),
+    *("dataset.limit_train", "search_space.width"),
 }
 WIDE = {"batch_size": 8, "min_size": 1, "search_space.channels": 8, "retrain.channels": 8}
 WIDE["search_space.width"] = 0.25

@@ -99,6 +99,12 @@ class Machines:
             self._chosen[site] = script if private else PRIVATE.sub("", script)
             (self.folder / site / "start.sh").write_text(self._chosen[site])
 
+    def protect_sites(self) -> None:
+        """Have every site's policy protect the site as a whole."""
+        for site in self.sites:
+            edit(self.folder / site / "policy.yaml", r"unit: \w+$", "unit: client")
+            edit(self.folder / site / "policy.yaml", r"records: \d+", "records: 1")
+
     def begin(self, *, sums: str | None = None) -> None:
         """Start everything: sites make their keys, the server registers them, all are on-line.
 

@@ -102,8 +102,12 @@ GIVEN = ["algorithm.network=linear"]
 RUNS = {
     "fed_darts": [*IMAGES],
     "fed_darts of a table": [*TABLE, "dataset=csv"],
+    "fed_darts, sampled": [*IMAGES, "clients=3", "clients_per_round=2", "sampling=by_size"],
     "fed_darts, searched only": [*IMAGES, "stages=[search]"],
     "fed_darts with privacy": [*IMAGES, *DP],
+    "fed_darts with privacy of clients": [
+        *(*IMAGES, *DP, "privacy.unit=client", "secure_sum=true", "secure_terms.colluding=0"),
+    ],
     "fednas": [*IMAGES, "aggregate=mean"],
     "fednas by secure sums": [*IMAGES, "secure_sum=true", "secure_terms.colluding=0"],
     "fedprox_darts": [*IMAGES, "partition=dirichlet"],

@@ -129,7 +129,7 @@ def retrains_by_gradients(config: Config) -> bool:
     if ALGORITHMS[config.algorithm.name].retraining is not Algorithm.retraining:
         return False
     if config.retrain.exchange is None:
-        return config.secure_sum and isinstance(config.privacy, DifferentialPrivacy)
+        return config.secure_sum and refusals.by_record(config)
     return config.retrain.exchange == "gradients"
 
 

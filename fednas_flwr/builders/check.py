@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ from fednas_flwr.data.loaders import (
 from fednas_flwr.data.records import Records
 from fednas_flwr.errors import ConfigError, NoEffectError, show
 from fednas_flwr.memory import check_fits
+from fednas_flwr.names import CLIENT
 
 COPIES = 4  # of a network's weights in memory: server's, a client's, its gradients, its reply
 THREADS_PER_CORE = 8
@@ -76,7 +78,10 @@ def check_buildable(config: Config) -> Made:
     data = make_data(config)
     (prepared, parts), genotype = data, given_genotype(config)
     key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
-    clients = [make_client_data(prepared, part, key=key, fractions=fractions) for part in parts]
+
+    def clients() -> Iterable[ClientData]:
+        return (make_client_data(prepared, part, key=key, fractions=fractions) for part in parts)
+
     if config.secure_sum and prepared.uses_own_statistics:
         raise ConfigError(
             "secure_sum=true with a table whose dataset.statistics are not declared: the server "
@@ -88,7 +93,8 @@ def check_buildable(config: Config) -> Made:
     if isinstance(config.privacy, DifferentialPrivacy):
         check_public(config, prepared)
         units = [num_units(prepared.train, part) for part in parts]
-        _check_delta(config.privacy, records=max(units))
+        whole = config.privacy.unit == CLIENT
+        _check_delta(config.privacy, number=config.clients if whole else max(units))
     networks: dict[str, nn.Module] = {}
     if genotype is None and searches(config):
         space = supernet_space(config, prepared)
@@ -108,11 +114,11 @@ def check_buildable(config: Config) -> Made:
         networks["retrain"] = network
     for stage, network in networks.items():
         _check_values_per_norm(config, stage, network, shape=prepared.input_shape)
-    check_features(prepared, clients)
+    check_features(prepared, clients())
     if not isinstance(config.privacy, DifferentialPrivacy):
-        check_parts(config, prepared, clients, networks)
+        check_parts(config, prepared, clients(), networks)
     if pools_records(config):
-        check_linear_baseline(prepared, clients)
+        check_linear_baseline(prepared, clients())
     return Made(prepared.train, parts, networks)
 
 
@@ -162,27 +168,28 @@ def _check_images(dataset: Dataset, prepared: Prepared) -> None:
             )
 
 
-def _check_delta(privacy: DifferentialPrivacy, *, records: int) -> None:
-    """Refuse a delta with which publishing one of the records outright would count as private."""
-    if not privacy.large_delta and privacy.delta * records >= 1:
+def _check_delta(privacy: DifferentialPrivacy, *, number: int) -> None:
+    """Refuse a delta with which publishing one of so many units outright would count as private."""
+    units = "clients" if privacy.unit == CLIENT else "records of a client"
+    if not privacy.large_delta and privacy.delta * number >= 1:
         raise ConfigError(
-            f"privacy.delta={privacy.delta:g} with {records} records of a client: expected below "
-            f"1 / {records} = {1 / records:.3g}, since with more a client could publish one record "
+            f"privacy.delta={privacy.delta:g} with {number} {units}: expected below "
+            f"1 / {number} = {1 / number:.3g}, since with more one of them could be published "
             "outright; lower it, or set privacy.large_delta=true."
         )
 
 
-def check_features(prepared: Prepared, clients: list[ClientData]) -> None:
+def check_features(prepared: Prepared, clients: Iterable[ClientData]) -> None:
     """Refuse features that are too large for any network once they are normalised."""
     test = prepared.server_test
-    splits = {
-        f"client {i}": part
-        for i, client in enumerate(clients)
+    images = prepared.train.features.dtype == torch.uint8  # whose whole range counts, for all alike
+    splits = (
+        (f"client {i}", part)
+        for i, client in enumerate(islice(clients, 1) if images else clients)
         for part in (client.train, client.validation, client.test)
-    }
-    if test is not None:
-        splits["the server's test set"] = server_split(test, prepared.mean, prepared.std)
-    for owner, split in splits.items():
+    )
+    own = [] if test is None else [server_split(test, prepared.mean, prepared.std)]
+    for owner, split in chain(splits, (("the server's test set", split) for split in own)):
         column, value = largest_feature(split)
         if value <= LARGEST_FEATURE:
             continue
@@ -198,7 +205,7 @@ def check_features(prepared: Prepared, clients: list[ClientData]) -> None:
 def check_parts(
     config: Config,
     prepared: Prepared,
-    clients: list[ClientData],
+    clients: Iterable[ClientData],
     networks: Mapping[str, nn.Module],
 ) -> None:
     """Refuse clients without the records that they are asked to train on, or with too few."""
@@ -239,13 +246,13 @@ def check_parts(
                 _check_single_record(network, stage, index, batch_size, shape=prepared.input_shape)
 
 
-def check_linear_baseline(prepared: Prepared, clients: list[ClientData]) -> None:
+def check_linear_baseline(prepared: Prepared, clients: Iterable[ClientData]) -> None:
     """Refuse logistic regression on records that are all of one class."""
     if prepared.server_test is None:
         return
     if prepared.train.multi_label:
         return  # a label that all or none have is told without a model
-    parts = [part for client in clients for part in (client.train, client.validation)]
+    parts = (part for client in clients for part in (client.train, client.validation))
     classes = {label for part in parts for label in part.labels[part.rows].tolist()}
     if len(classes) < 2:
         only = prepared.train.class_names[min(classes)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,15 +20,15 @@ from fednas_flwr.config import Config, DifferentialPrivacy, expanded
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.npz import holds_encoded
-from fednas_flwr.data.records import Records
-from fednas_flwr.data.splits import assignment_digest
+from fednas_flwr.data.records import Records, count_labels
+from fednas_flwr.data.splits import assign_splits, assignment_digest
 from fednas_flwr.data.statistics import column_moments
 from fednas_flwr.errors import ConfigError, show, unknown_choice
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
 from fednas_flwr.exchange.secure_sum.roster import Roster, SiteKeys
 from fednas_flwr.exchange.secure_sum.site import SumSite
 from fednas_flwr.files import write_atomically
-from fednas_flwr.names import PERSON, RECORD, Unit
+from fednas_flwr.names import CLIENT, PERSON, RECORD, SPLITS, Unit
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.policy import AUTOMATIC, Policy
@@ -120,6 +121,43 @@ def make_client(
         sums=_site_sums(config, index, site, gate),
         cache=Path(config.dataset.cache).expanduser(),
     )
+
+
+def simulated_facts(
+    config: Config, data: tuple[Prepared, list[np.ndarray]]
+) -> dict[int, dict[str, Any]] | None:
+    """Return what the clients of a run say of their records, None if they must be asked.
+
+    The server divides the records itself where it simulates clients without privacy; that it need
+    not ask them all is worth something only where rounds do not ask them all, either.
+
+    Args:
+        config: The run's configuration.
+        data: What :func:`make_data` returns.
+    """
+    if not config.samples or config.runtime.name == "deployment":
+        return None
+    if isinstance(config.privacy, DifferentialPrivacy):
+        return None
+    prepared, parts = data
+    records, settings = prepared.train, config.dataset
+    assigned = assign_splits(
+        records.ids, key=settings.split_key.encode(), fractions=settings.fractions
+    )
+    names = list(records.class_names)
+    facts: dict[int, dict[str, Any]] = {}
+    for index, rows in enumerate(parts):
+        sizes = np.bincount(assigned[rows], minlength=len(SPLITS)).tolist()
+        facts[index] = {
+            "client": index,
+            "class_names": names,
+            "class_counts": count_labels(records.labels[rows], len(names)),
+            "splits": dict(zip(SPLITS, sizes, strict=True)),
+        }
+        if prepared.uses_own_statistics:
+            train = torch.from_numpy(rows[assigned[rows] == SPLITS.index("train")])
+            facts[index]["moments"] = [asdict(of) for of in column_moments(records, train)]
+    return facts
 
 
 def make_objective(config: Config, records: Records, device: torch.device) -> Objective:
@@ -290,6 +328,7 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     norms = (part.max_grad_norm for part in (privacy.weights, privacy.alphas))
+    unit = PERSON if records.by_person and privacy.unit == RECORD else privacy.unit
     section = {
         "epsilon": privacy.epsilon,
         "delta": privacy.delta,
@@ -297,8 +336,8 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
         "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
         "largest_steps": 1_000_000,
         "verbs": list(PRIVATE_VERBS),
-        "unit": PERSON if records.by_person else RECORD,
-        "records": num_units(records, rows),
+        "unit": unit,
+        "records": 1 if unit == CLIENT else num_units(records, rows),
         "fractions": config.dataset.fractions,
         "threads": config.threads,
         "micro_batch_size": privacy.micro_batch_size,

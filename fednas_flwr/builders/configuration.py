@@ -9,7 +9,13 @@ from typing import Any
 
 from fednas_flwr.builders.algorithms import ALGORITHMS, retrains_by_gradients
 from fednas_flwr.builders.effects import Given, check_effect, check_experiment
-from fednas_flwr.builders.refusals import check_secure_sum, check_validation, searches
+from fednas_flwr.builders.refusals import (
+    check_sampling,
+    check_secure_sum,
+    check_unit_of_privacy,
+    check_validation,
+    searches,
+)
 from fednas_flwr.builders.spaces import SEARCH_SPACES
 from fednas_flwr.config import Config, FedAvgSettings, GivenNetwork, NoPrivacy, ZeroCostSettings
 from fednas_flwr.config.parsing import choose_kind
@@ -81,6 +87,7 @@ def check_combinations(config: Config) -> None:
         refuses(config)
     _check_privacy(config)
     check_secure_sum(config)
+    check_sampling(config)
     _check_aggregate(config)
     _check_server_optimizer(config)
     _check_stages(config)
@@ -106,6 +113,7 @@ def _check_privacy(config: Config) -> None:
             f"privacy=dp with algorithm={config.algorithm.name} is not possible yet: choose one of "
             f"{', '.join(private)}."
         )
+    check_unit_of_privacy(config)
     rounds = config.rounds * searches(config)
     rounds += config.retrain.rounds * ("retrain" in config.stages)
     if rounds > MOST_PRIVATE_ROUNDS:
@@ -143,9 +151,10 @@ def _check_aggregate(config: Config) -> None:
     With privacy they are allowed: they only process what has been released. The noise of a median
     has up to 1.25 times the standard deviation of the mean's.
     """
-    name, clients = config.aggregate, config.clients
+    name, clients = config.aggregate, config.asked
+    asked = f"clients_per_round={clients}" if config.samples else f"clients={clients}"
     if name != "mean" and clients < 3:
-        raise ConfigError(f"aggregate={name} with clients={clients}: expected 3 or more.")
+        raise ConfigError(f"aggregate={name} with {asked}: expected 3 or more.")
     if name != "mean" and "retrain" in config.stages and retrains_by_gradients(config):
         raise ConfigError(
             f"aggregate={name} with retrain.exchange={config.retrain.exchange}: it adds up sums of "
@@ -156,7 +165,7 @@ def _check_aggregate(config: Config) -> None:
     if name == "trimmed_mean" and fewest <= 2 * config.trim:
         raise ConfigError(
             f"trim={config.trim} leaves nothing of the {fewest} replies that runtime.quorum="
-            f"{config.runtime.quorum:g} of clients={clients} lets a round go on with: expected "
+            f"{config.runtime.quorum:g} of {asked} lets a round go on with: expected "
             "fewer than half of them; raise runtime.quorum or lower trim."
         )
     if name not in SELECTIONS:
@@ -166,7 +175,7 @@ def _check_aggregate(config: Config) -> None:
     if fewest < needed:
         raise ConfigError(
             f"aggregate={name} with malicious={config.malicious} needs {needed} replies, and "
-            f"runtime.quorum={config.runtime.quorum:g} of clients={clients} lets a round go on "
+            f"runtime.quorum={config.runtime.quorum:g} of {asked} lets a round go on "
             f"with {fewest}: raise clients or runtime.quorum, or lower malicious."
         )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from fednas_flwr.builders.algorithms import ALGORITHMS, Algorithm, retrains_by_gradients
-from fednas_flwr.builders.refusals import searches
+from fednas_flwr.builders.refusals import by_client, by_record, searches
 from fednas_flwr.config import (
     CFDNASSettings,
     Config,
@@ -247,6 +247,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "aggregate momentum wire secure_sum oversample class_factors dataset.crop_padding "
+        "clients_per_round sampling over_selection "
         "dataset.flip dataset.cutout privacy.micro_batch_size time_limit",
         lambda c: not _averages(c),
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",
@@ -401,20 +402,38 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.secure_sum,
         "secure_sum=true, with which the server sees no client's weight",
     ),
+    Rule(
+        "sampling over_selection",
+        lambda c: not c.samples,
+        "clients_per_round={c.clients_per_round} of clients={c.clients}, with which all are asked",
+        "set clients_per_round below clients, or remove it",
+    ),
+    Rule(
+        "runtime.largest_share",
+        lambda c: c.samples and c.asked < FEWEST_VOTES,
+        "clients_per_round={c.clients_per_round}, of whom nobody can tell who is right",
+    ),
     Rule("trim", lambda c: c.aggregate != "trimmed_mean", "aggregate={c.aggregate}"),
     Rule("malicious", lambda c: c.aggregate not in SELECTIONS, "aggregate={c.aggregate}"),
     # Privacy.
     Rule(
         "algorithm.local_epochs",
-        lambda c: _private(c) and isinstance(c.algorithm, _EPOCHS),
+        lambda c: by_record(c) and isinstance(c.algorithm, _EPOCHS),
         STEPS,
         "remove it, and set privacy.local_steps",
     ),
     Rule(
         "retrain.local_epochs",
-        _private,
+        by_record,
         STEPS,
         "remove it, and set privacy.retrain.local_steps",
+    ),
+    Rule(
+        "privacy.local_steps privacy.retrain.local_steps privacy.micro_batch_size "
+        "privacy.fewest_records",
+        by_client,
+        "privacy.unit=client, whose clients train by epochs and contribute one update",
+        "remove it, and set algorithm.local_epochs and retrain.local_epochs",
     ),
     Rule(
         "retrain.evaluate_every",
@@ -561,7 +580,7 @@ RULES: tuple[Rule, ...] = (
 # what an experiment sets is taken back.
 SWITCHES = {
     *("personalised", "oversample", "secure_sum", "class_factors", "client_tags", "genotype"),
-    "baselines",
+    *("baselines", "clients_per_round", "over_selection"),
     *("dataset.linear_baseline", "dataset.limit_test", "dataset.root"),
     *("dataset.crop_padding", "dataset.flip", "dataset.cutout", "dataset.mean", "dataset.std"),
     *("partition.file", "partition.groups", "partition.clients_per_group"),

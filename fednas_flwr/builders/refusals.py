@@ -6,7 +6,9 @@ from fednas_flwr.config import (
     BlockSpace,
     CFDNASSettings,
     Config,
+    DifferentialPrivacy,
     DPCells,
+    DPNASSettings,
     FDNASSettings,
     FEATHERSSettings,
     FedDARTSSettings,
@@ -18,6 +20,17 @@ from fednas_flwr.config import (
 )
 from fednas_flwr.config.run import MOST_SITES
 from fednas_flwr.errors import ConfigError, show, unknown_choice
+from fednas_flwr.names import BY_SIZE, CLIENT
+
+
+def by_client(config: Config) -> bool:
+    """Return whether the unit of a run's privacy is the client."""
+    return isinstance(config.privacy, DifferentialPrivacy) and config.privacy.unit == CLIENT
+
+
+def by_record(config: Config) -> bool:
+    """Return whether it is the record, or the person."""
+    return isinstance(config.privacy, DifferentialPrivacy) and config.privacy.unit != CLIENT
 
 
 def searches(config: Config) -> bool:
@@ -61,7 +74,7 @@ def of_mixed_splits(config: Config) -> None:
     """Refuse private rules whose gradient is of records of two splits."""
     algorithm = config.algorithm
     assert isinstance(algorithm, FedDARTSSettings | FEATHERSSettings)
-    if not isinstance(config.privacy, NoPrivacy) and algorithm.rule != "first_order":
+    if by_record(config) and algorithm.rule != "first_order":
         raise ConfigError(
             f"algorithm.rule={algorithm.rule} with privacy=dp: it mixes splits; set "
             "algorithm.rule=first_order."
@@ -96,7 +109,7 @@ def of_single_paths(config: Config) -> None:
             f"algorithm.temperatures with search_space={space}: single paths are drawn of the "
             "NAS-Bench-201 cell only; set algorithm.temperatures=null or search_space=nasbench201."
         )
-    if not isinstance(config.privacy, NoPrivacy):
+    if by_record(config):
         raise ConfigError(
             "algorithm.temperatures with privacy=dp: single paths have no private gradient yet; "
             "set algorithm.temperatures=null."
@@ -242,6 +255,76 @@ def check_secure_sum(config: Config) -> None:
             f"so that least_sites is from {terms.colluding + 2} to {config.clients}; raise clients "
             "or lower secure_terms.colluding."
         )
+
+
+def check_unit_of_privacy(config: Config) -> None:
+    """Refuse what tells more of a client than one clipped update, where that is the unit."""
+    privacy, algorithm = config.privacy, config.algorithm
+    if not isinstance(privacy, DifferentialPrivacy) or not by_client(config):
+        return
+    updates = FedDARTSSettings | FEATHERSSettings | ZeroCostSettings | GivenNetwork
+    needs = {
+        "secure_sum=false": (
+            not config.secure_sum,
+            "each client would add all of the noise; set secure_sum=true",
+        ),
+        f"algorithm={algorithm.name}": (
+            not isinstance(algorithm, updates),
+            "its clients' replies are no updates of several local steps; choose fed_darts, "
+            "feathers, fedavg, fedprox or zero_cost",
+        ),
+        f"momentum={config.momentum}": (
+            config.momentum == "averaged",
+            "the moments would be further releases; set momentum=reset or momentum=server",
+        ),
+        "privacy.metrics_noise_multiplier": (
+            privacy.metrics_noise_multiplier is not None,
+            "no metric of a whole client is defined; set it to null",
+        ),
+        "retrain.exchange=gradients": (
+            config.retrain.exchange == "gradients",
+            "updates of several steps are released; set retrain.exchange=models",
+        ),
+    }
+    for setting, (refused, reason) in needs.items():
+        if refused:
+            raise ConfigError(f"privacy.unit=client with {setting}: {reason}.")
+
+
+def check_sampling(config: Config) -> None:
+    """Refuse what needs all clients in every round, or each of them once."""
+    if not config.samples:
+        return
+    algorithm, by_size = config.algorithm, config.sampling == BY_SIZE
+    of_sets = isinstance(algorithm, FEATHERSSettings | DPNASSettings | SuccessiveHalvingSettings)
+    needs = {
+        f"algorithm={algorithm.name}": (
+            isinstance(algorithm, CFDNASSettings),
+            "it divides all clients into groups by what each of them answers; leave "
+            "clients_per_round out",
+        ),
+        "secure_sum=true": (
+            config.secure_sum,
+            "every sum is over the whole roster; leave one of them out",
+        ),
+        "algorithm.reduce=sum": (
+            getattr(algorithm, "reduce", "mean") == "sum" and searches(config),
+            "a sum over some clients is no estimate of that over all; set algorithm.reduce=mean",
+        ),
+        f"sampling=by_size and aggregate={config.aggregate}": (
+            by_size and config.aggregate != "mean",
+            "a large client that is drawn twice has one value; set sampling=uniform",
+        ),
+        "sampling=by_size and privacy=dp": (
+            by_size and of_sets and not isinstance(config.privacy, NoPrivacy),
+            f"the noise on rewards of algorithm={algorithm.name} is known for averages by records "
+            "only; set sampling=uniform or sampling=round_robin",
+        ),
+    }
+    for setting, (refused, reason) in needs.items():
+        if refused:
+            asked = config.clients_per_round
+            raise ConfigError(f"clients_per_round={asked:g} with {setting}: {reason}.")
 
 
 def of_fedex(config: Config) -> None:

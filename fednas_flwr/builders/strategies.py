@@ -15,6 +15,7 @@ from fednas_flwr.builders.networks import (
     seeded_supernet,
     supernet_space,
 )
+from fednas_flwr.builders.refusals import by_client
 from fednas_flwr.config import Config
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
@@ -22,7 +23,7 @@ from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.robust import Selection, TrimmedMean
 from fednas_flwr.exchange.states import Average, WeightedAverage
 from fednas_flwr.names import SELECTIONS
-from fednas_flwr.privacy.plan import PrivateStage, RoundReleases
+from fednas_flwr.privacy.plan import PrivateStage, RoundReleases, of_clients
 from fednas_flwr.search.settings import Configuration
 from fednas_flwr.strategies.base import RoundStrategy
 
@@ -92,16 +93,21 @@ def make_retraining(
 
 def search_releases(config: Config) -> RoundReleases:
     """Return what the rounds of a private run's search release."""
-    releases = ALGORITHMS[config.algorithm.name].search_releases
-    assert releases is not None  # as the configuration has it
-    return releases(config)
+    return _of_unit(config, ALGORITHMS[config.algorithm.name].search_releases)
 
 
 def retrain_releases(config: Config) -> RoundReleases:
     """Return what the rounds of a private run's retraining release."""
-    releases = ALGORITHMS[config.algorithm.name].retrain_releases
+    return _of_unit(config, ALGORITHMS[config.algorithm.name].retrain_releases)
+
+
+def _of_unit(config: Config, releases: Callable[[Config], RoundReleases] | None) -> RoundReleases:
+    """Return the releases of an algorithm's rounds by the unit of the run's privacy."""
     assert releases is not None  # as the configuration has it
-    return releases(config)
+    own = releases(config)
+    if not by_client(config):
+        return own
+    return lambda server_round, num_rounds: of_clients(own(server_round, num_rounds))
 
 
 def _make_strategy(

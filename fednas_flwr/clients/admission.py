@@ -37,6 +37,7 @@ from fednas_flwr.exchange.requests import (
 )
 from fednas_flwr.exchange.states import network_states
 from fednas_flwr.exchange.sum_requests import OpenMasks, SignSurvivors
+from fednas_flwr.names import CLIENT, SPLITS
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.privacy.self_test import (
@@ -93,6 +94,7 @@ def admit(
     if norm == "batch":
         reason = "False: it has no per-record gradient and its buffers leak"
         raise refused("no batch_norm", "batch_norm", True, reason)
+    kinds = asked_of_client if gate.allowed.unit == CLIENT else asked_kinds
     return {
         kind: gate.admit(
             request.header,
@@ -102,8 +104,29 @@ def admit(
             steps=steps,
             num_values=_num_values(request, network, kind),
         )
-        for kind, (splits, steps) in asked_kinds(request).items()
+        for kind, (splits, steps) in kinds(request).items()
     }
+
+
+def asked_of_client(request: Request) -> Kinds:
+    """Return what a request releases of a client that is protected as a whole.
+
+    Raises:
+        ConfigError: It asks for what such a client does not answer.
+    """
+    settings = request.settings
+    if isinstance(settings, Search):
+        if settings.sparse:
+            reason = "False: which tensors have changed would tell of the records"
+            raise refused("unit", "sparse", True, reason)
+        return dict.fromkeys(_trained(settings), (SPLITS, 1))
+    if isinstance(settings, Train):
+        _check_unvalidated(settings)
+        return {"weights": (SPLITS, 1)}
+    if isinstance(settings, Probe):
+        return {"rewards": (SPLITS, len(settings.trials))}
+    limit = "train.search, train.weights or train.probe: this site is protected as a whole"
+    raise refused("unit", "verb", request.verb, limit)
 
 
 def asked_kinds(request: Request) -> Kinds:
@@ -132,8 +155,7 @@ def asked_kinds(request: Request) -> Kinds:
         _check_batch(settings.batch_size)
         return {"weights": (_splits(settings.split), 1)}
     if isinstance(settings, Train):
-        if settings.validates:
-            raise ConfigError("refused: validates=True would tell a loss without noise.")
+        _check_unvalidated(settings)
         return {"weights": (_splits(settings.local.split), _steps(settings.local.amount))}
     if isinstance(settings, Search):
         local = settings.local
@@ -141,9 +163,7 @@ def asked_kinds(request: Request) -> Kinds:
             rule = local.alternating.rule
             raise refused("first order only", "rule", rule, "first_order: others mix splits")
         steps = _steps(local.amount)
-        warms_up = local.paths is not None and local.paths.warm_up
-        states = ("weights",) if warms_up else tuple(SPLIT_OF)
-        return {state: ((SPLIT_OF[state],), steps) for state in states}
+        return {state: ((SPLIT_OF[state],), steps) for state in _trained(settings)}
     assert isinstance(settings, Probe)
     steps = len(settings.trials) * _steps(settings.amount)
     if settings.training is None:
@@ -153,6 +173,17 @@ def asked_kinds(request: Request) -> Kinds:
         kinds = {"weights": (_splits(settings.training.split), 1)}
     trained = {kind: (splits, steps) for kind, (splits, _) in kinds.items()}
     return trained | {"rewards": (("validation",), len(settings.trials))}
+
+
+def _trained(settings: Search) -> tuple[str, ...]:
+    """Return the states that a local search trains."""
+    paths = settings.local.paths
+    return ("weights",) if paths is not None and paths.warm_up else tuple(SPLIT_OF)
+
+
+def _check_unvalidated(settings: Train) -> None:
+    if settings.validates:
+        raise ConfigError("refused: validates=True would tell a loss without noise.")
 
 
 def site_of(request: Request) -> Site:

@@ -9,11 +9,14 @@ import torch
 
 from fednas_flwr.clients.admission import admit, check_fields
 from fednas_flwr.clients.client import Client
+from fednas_flwr.clients.noised_updates import noised_update
 from fednas_flwr.clients.summed import begin_sum, masked
 from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.wire import round_reply
+from fednas_flwr.names import CLIENT
 from fednas_flwr.randomness import derive_seed
+from fednas_flwr.verbs import VERBS
 
 
 def answer(client: Client, request: Request) -> Reply:
@@ -46,7 +49,7 @@ def answer(client: Client, request: Request) -> Reply:
             private = client.gate is not None
             seed = secrets.randbits(63) if private else derive_seed(client.seed, *purpose)
             torch.manual_seed(seed)
-            reply = ANSWERS[request.verb](client, request, request.settings)
+            reply = _answered(client, request)
         if client.gate is not None:
             check_fields(request.verb, reply)
         if part is not None:
@@ -55,3 +58,15 @@ def answer(client: Client, request: Request) -> Reply:
         return round_reply(reply, request, wire=client.wire, generator=generator)
     finally:
         torch.set_num_threads(threads)
+
+
+def _answered(client: Client, request: Request) -> Reply:
+    """Return the verb's reply, where the unit of privacy is the client as one noised update."""
+
+    def exact(client: Client) -> Reply:
+        return ANSWERS[request.verb](client, request, request.settings)
+
+    whole = client.gate is not None and client.gate.allowed.unit == CLIENT
+    if whole and not VERBS[request.verb].is_public:
+        return noised_update(client, request, exact)
+    return exact(client)

@@ -59,7 +59,8 @@ class Commitment:
 def read_commitment(text: str) -> Commitment:
     """Return what a ledger has kept."""
     values = json.loads(text)
-    releases = [{"shared": False} | release for release in values["releases"]]  # of older versions
+    older = {"shared": False, "of_client": False}  # of commitments that were made without
+    releases = [older | release for release in values["releases"]]
     commitment: Commitment = parse(Commitment, values | {"releases": releases}, key="commitment")
     return commitment
 

@@ -7,14 +7,16 @@ from typing import Annotated
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.names import (
+    CLIENT,
     LARGEST_EPSILON,
     LARGEST_MICRO_BATCH,
     LARGEST_NOISE_MULTIPLIER,
     LEAST_EPSILON,
     LEAST_NOISE_MULTIPLIER,
+    RECORD,
 )
 from fednas_flwr.search.settings import LARGEST_NORM, Steps
-from fednas_flwr.typed import Between, Checked, Text, check_range
+from fednas_flwr.typed import Between, Checked, OneOf, Text, check_range
 
 Epsilon = Annotated[float, Between(LEAST_EPSILON, LARGEST_EPSILON)]
 NoiseMultiplier = Annotated[float, Between(LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER)]
@@ -77,6 +79,10 @@ class DifferentialPrivacy(Checked):
 
     Attributes:
         data_set: The id that the sites' policies give the data.
+        unit: ``record``: one record is protected, or one person with all records where the data
+            says whose each is. ``client``: all records of a client. It trains by epochs without
+            noise, its whole update is clipped to ``max_grad_norm``, and secure sums share the
+            noise. That the server draws clients is not counted in its favour.
         epsilon: What the whole run may cost a record, at ``delta``; retraining's noise is
             calibrated to what search and metrics leave of it. Simulated sites get it as budget.
         delta: The probability with which ``epsilon`` need not hold; below 1 / records.
@@ -106,6 +112,7 @@ class DifferentialPrivacy(Checked):
 
     name: str
     data_set: Text
+    unit: Annotated[str, OneOf((RECORD, CLIENT))]
     epsilon: Epsilon
     delta: Part
     large_delta: bool

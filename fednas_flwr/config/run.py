@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from fednas_flwr.config.privacy import DifferentialPrivacy, NoPrivacy
 from fednas_flwr.config.runtime import Runtime
 from fednas_flwr.config.server_optimizers import ServerOptimizer
 from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.names import ENGINES, SELECTIONS
+from fednas_flwr.names import ENGINES, SAMPLINGS, SELECTIONS
 from fednas_flwr.search.settings import MOMENTA, Count, CountOrZero, ShareAbove0
 from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, seconds
 
@@ -22,6 +23,7 @@ DEVICES = ("auto", "cpu", "cuda")
 WIRES = ("float32", "float16", "int8")
 MOST_THREADS = 1024
 MOST_SITES = 1000  # of a secure sum
+MOST_CLIENTS = 2**31
 TRACKERS = ("mlflow", "wandb")
 AGGREGATES = ("mean", "median", "trimmed_mean", *SELECTIONS)
 
@@ -56,6 +58,12 @@ class Config(Checked):
         device: Of training; ``auto`` takes CUDA where there is a GPU.
         threads: torch's threads per client, the same in every runtime.
         clients: Number of clients.
+        clients_per_round: How many of them a round asks, or below 1 their share; null asks all. Who
+            it is follows from the seed. No privacy is claimed for it, since the server knows it.
+        sampling: How they are drawn (:mod:`fednas_flwr.exchange.sampling`): ``uniform`` and
+            ``by_size`` keep averages unbiased, ``round_robin`` gives all clients as many turns.
+        over_selection: Share of ``clients_per_round`` that stands by in every round, to be asked in
+            the place of clients that fail.
         rounds: Of the search: iterations of FNAS, candidates of random search.
         stages: What is done; ``search`` derives a genotype, the others need one.
         genotype: Architecture to retrain instead of searching: a file, or a name of
@@ -104,6 +112,9 @@ class Config(Checked):
     device: Annotated[str, OneOf(DEVICES)]
     threads: Annotated[int, Between(1, MOST_THREADS, reason="no machine has more cores")]
     clients: Count
+    clients_per_round: Annotated[float, Between(0, MOST_CLIENTS, above=True)] | None
+    sampling: Annotated[str, OneOf(SAMPLINGS)]
+    over_selection: Annotated[float, Between(0, 1)]
     rounds: Count
     stages: Annotated[list[Annotated[str, OneOf(STAGES)]], Length(Between(1))]
     genotype: Text | None
@@ -137,11 +148,30 @@ class Config(Checked):
         check_distinct("trackers", self.trackers)
         if self.time_limit is not None:
             seconds("time_limit", self.time_limit)
+        asked = self.clients_per_round
+        if asked is not None and asked >= 1 and not (asked.is_integer() and asked <= self.clients):
+            raise ConfigError(
+                f"clients_per_round={asked:g} with clients={self.clients}: expected a whole number "
+                "of them, a share below 1, or null for all."
+            )
         if len(self.client_tags) not in (0, self.clients):
             raise ConfigError(
                 f"client_tags={show(self.client_tags)} for clients={self.clients}: give one for "
                 "each client, or none."
             )
+
+    @property
+    def asked(self) -> int:
+        """Number of clients that a round asks."""
+        number = self.clients_per_round
+        if number is None:
+            return self.clients
+        return int(number) if number >= 1 else math.ceil(number * self.clients - 1e-9)
+
+    @property
+    def samples(self) -> bool:
+        """Whether a round asks some clients only."""
+        return self.asked < self.clients
 
 
 def dump_config(config: Config) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.records import Records, count_labels
 from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
 from fednas_flwr.data.splits import assign_splits
-from fednas_flwr.names import SPLITS
+from fednas_flwr.names import QUANTILES, SPLITS
 
 FEWEST = 20  # training records below which a client is called small
 RARE = 0.3  # of an equal share of all classes, below which one is called rare
@@ -40,6 +41,20 @@ def found(prepared: Prepared) -> list[str]:
     if total:
         lines.append(f"{total:,} cells are missing: {missing_rule(records.schema)}")
     return lines
+
+
+def summarised(splits: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+    """Return the number of clients, records of each split in all, and quantiles of their sizes.
+
+    Args:
+        splits: Each client's number of records, by split.
+    """
+    sizes = [sum(own.values()) for own in splits]
+    return {
+        "clients": len(splits),
+        "records": {split: sum(own[split] for own in splits) for split in SPLITS},
+        "sizes": np.quantile(sizes, QUANTILES, method="nearest").tolist(),
+    }
 
 
 def summary(

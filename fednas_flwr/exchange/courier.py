@@ -40,6 +40,7 @@ from fednas_flwr.exchange.messages import (
     payload_bytes,
 )
 from fednas_flwr.exchange.requests import Describe, Search, Settings
+from fednas_flwr.exchange.sampling import Sampling, Turn
 from fednas_flwr.exchange.secure_sum.server import MaskedSum
 from fednas_flwr.exchange.secure_sum.site import Opening
 from fednas_flwr.exchange.states import Layout, Packed
@@ -122,6 +123,7 @@ class Courier:
         bytes_received: Bytes of all arrays in replies so far.
         facts: What each connected client said of itself, by client.
         statistics: By which all clients standardise a table; None where they are declared.
+        sampling: Draws the clients that a round asks, in all of its exchanges; None asks all.
         wait: Called with seconds where there is nothing to do but wait for replies.
     """
 
@@ -144,7 +146,7 @@ class Courier:
         self.run = run
         self.num_clients = num_clients
         self.quorum_share = quorum
-        self.quorum = max(1, math.ceil(quorum * num_clients - 1e-9))
+        self.quorum = self.quorum_of(num_clients)
         self.deadline_s = deadline_s
         self.connect_s = connect_s
         self.wire = wire
@@ -157,6 +159,8 @@ class Courier:
         self.bytes_received = 0
         self.facts: dict[int, Mapping[str, Any]] = {}
         self.statistics: Statistics | None = None
+        self.sampling: Sampling | None = None
+        self._num_classes = 1
         self._grid: Grid | None = None
         self._nodes: dict[int, int] = {}  # client -> node id
         self._max_examples: dict[int, float] = {}  # client -> records it has
@@ -166,7 +170,12 @@ class Courier:
         self._missed: set[int] = set()  # clients without an accepted reply when last asked
 
     def connect(
-        self, grid: Grid, *, needed: Sequence[str] = ("client",), alike: Sequence[str] = ()
+        self,
+        grid: Grid,
+        *,
+        needed: Sequence[str] = ("client",),
+        alike: Sequence[str] = (),
+        known: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
         """Wait for the clients of ``grid`` and learn which node is which client.
 
@@ -178,6 +187,8 @@ class Courier:
             grid: Flower's way to the clients.
             needed: What each must say of itself.
             alike: Which of that must be the same for all.
+            known: What each client would say, ``splits`` among it, where the server has made them:
+                then none is asked, and clients stand in the order of their nodes.
 
         Raises:
             QuorumError: Too few clients appeared, answered ``query.describe`` in time or fit.
@@ -202,7 +213,13 @@ class Courier:
         facts: dict[int, Mapping[str, Any]] = {}
         max_examples: dict[int, float] = {}
         reasons = [] if len(nodes) == self.num_clients else [f"only {len(nodes)} nodes appeared"]
-        for asked, answer in self._exchange("query.describe", "connect", 0, 1, Describe(), {}, {}):
+        for index, own in (known or {}).items():
+            owners[index], facts[index] = [nodes[index]], own
+            max_examples[index] = max(1, sum(own["splits"].values()))
+        asked_who: Iterator[tuple[int, Reply | str]] = iter(())
+        if known is None:
+            asked_who = self._exchange("query.describe", "connect", 0, 1, Describe(), {}, {})
+        for asked, answer in asked_who:
             try:
                 if not isinstance(answer, Reply):
                     raise ReplyError(answer)
@@ -250,6 +267,12 @@ class Courier:
         self._refused.clear()  # they stood at provisional indices
         self._nodes = {index: owners[index][0] for index in facts}
         self.facts, self._max_examples = facts, max_examples
+        named = [len(own.get("class_names", [])) for own in facts.values()]
+        self._num_classes = max(1, int(median(named)))  # as most clients have it
+
+    def quorum_of(self, asked: int) -> int:
+        """Return how many of so many clients must answer."""
+        return max(1, math.ceil(self.quorum_share * asked - 1e-9))
 
     @property
     def clients(self) -> list[int]:
@@ -276,7 +299,7 @@ class Courier:
         )
         part._grid = self._grid
         part._nodes = {client: self._nodes[client] for client in clients}
-        part.statistics = self.statistics
+        part.statistics, part._num_classes = self.statistics, self._num_classes
         part._refused = self._refused
         part._left = {client: why for client, why in self._left.items() if client in clients}
         part._max_examples = {client: self._max_examples[client] for client in clients}
@@ -305,6 +328,7 @@ class Courier:
         releases: Sequence[PlannedRelease] = (),
         also_left: bool = False,
         among: Collection[int] | None = None,
+        turn: Turn | None = None,
     ) -> Iterator[tuple[int, Reply]]:
         """Send one request to every client and yield ``(client, reply)`` in client order.
 
@@ -326,11 +350,16 @@ class Courier:
             also_left: Whether clients that have left are asked, too, except for those whose replies
                 were refused.
             among: Which clients are asked, None for all; the others count as if they had answered.
+            turn: Which clients are asked instead: the quorum is one of them, and those that fail
+                are replaced, once all others have answered.
 
         Raises:
             QuorumError: After the last reply, when fewer than the quorum were accepted.
         """
         accepted = 0 if among is None else len(set(self.clients) - set(among))
+        wanted = self.num_clients if turn is None else len(turn.clients)
+        spares = [] if turn is None else list(turn.spares)
+        asked = among if turn is None else turn.clients
         failures: dict[int, str] = {}
         planned = {p.kind: p for p in releases if (p.stage, p.verb) == (stage, verb)}
         pending: _PendingSum | None = None
@@ -338,36 +367,41 @@ class Courier:
             if own_settings:
                 raise ValueError("a secure sum is of replies to one request: no own_settings")
             pending = self._begin_sum(verb, states or {}, layouts or {}, planned)
-        for client, answer in self._exchange(
-            *(verb, stage, server_round, phase, settings, states or {}, layouts or {}),
-            own_settings=own_settings,
-            planned=planned,
-            also_left=also_left,
-            among=among,
-            summands=None if pending is None else pending.summands,
-        ):
-            if pending is not None and isinstance(answer, Reply):
-                try:
-                    pending.add(client, answer)
-                except ReplyError as error:
-                    answer = self._strike(client, _plain(str(error)))
-            if isinstance(answer, Reply):
-                accepted += 1
-                if client in self._missed:
-                    self._missed.remove(client)
-                    self._tell("client_back", stage, server_round, verb, client)
-                if pending is None:
-                    yield client, answer
-            else:
-                failures[client] = answer
-                self._emit_failure(stage, server_round, verb, client, answer)
-        if accepted < self.quorum:
-            missing = sorted((self.left | failures).items())
+        while asked is None or asked:
+            for client, answer in self._exchange(
+                *(verb, stage, server_round, phase, settings, states or {}, layouts or {}),
+                own_settings=own_settings,
+                planned=planned,
+                also_left=also_left,
+                among=asked,
+                weights={} if turn is None else turn.weights,
+                summands=None if pending is None else pending.summands,
+            ):
+                if pending is not None and isinstance(answer, Reply):
+                    try:
+                        pending.add(client, answer)
+                    except ReplyError as error:
+                        answer = self._strike(client, _plain(str(error)))
+                if isinstance(answer, Reply):
+                    accepted += 1
+                    if client in self._missed:
+                        self._missed.remove(client)
+                        self._tell("client_back", stage, server_round, verb, client)
+                    if pending is None:
+                        yield client, answer
+                else:
+                    failures[client] = answer
+                    self._emit_failure(stage, server_round, verb, client, answer)
+            short = max(0, wanted - accepted)
+            asked, spares = spares[:short], spares[short:]
+        if accepted < (quorum := self.quorum_of(wanted)):
+            left = {c: w for c, w in self.left.items() if turn is None or c in turn.candidates}
+            missing = sorted((left | failures).items())
             first, *others = [f"client {client}: {why}" for client, why in missing]
             where = f"{verb} in round {server_round}" if server_round else verb
             raise QuorumError(
-                f"{first} ({where}: {accepted} of {self.num_clients} "
-                f"clients answered, {self.quorum} are needed{'; '.join(['', *others])})"
+                f"{first} ({where}: {accepted} of {wanted} "
+                f"clients answered, {quorum} are needed{'; '.join(['', *others])})"
             )
         if pending is not None:
             yield TOTAL, self._open_sum(pending, verb, stage, server_round, phase)
@@ -485,6 +519,7 @@ class Courier:
         planned: Mapping[str, PlannedRelease] | None = None,
         also_left: bool = False,
         among: Collection[int] | None = None,
+        weights: Mapping[int, float] | None = None,
         summands: Summands | None = None,
     ) -> Iterator[tuple[int, Reply | str]]:
         """Ask every node; yield each client with its accepted reply or why it has none."""
@@ -493,7 +528,7 @@ class Courier:
         records = encode_states(states)
         messages: dict[int, Message] = {}
         accepts: dict[int, Callable[[Message], Reply]] = {}
-        most: dict[int, float] = {}  # examples
+        most: dict[int, float] = {}  # examples, or what it counts for in their place
         accept = partial(
             accept_reply,
             layouts=layouts,
@@ -503,18 +538,15 @@ class Courier:
             base=states if VERBS[verb].trains else None,
             summands=summands,
         )
-        named = [len(known.get("class_names", [])) for known in self.facts.values()]
         limits = partial(
             honest_limits,
             verb,
-            classes=max(1, int(median(named))) if named else 1,  # as most clients have it
+            classes=self._num_classes,
             sizes={name: sum(layout.sizes.values()) for name, layout in layouts.items()},
             sent={name: norm(state) for name, state in states.items()},
         )
-        for client in self._nodes:
+        for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
             if self._refused[client] >= STRIKES or (client in self._left and not also_left):
-                continue
-            if among is not None and client not in among:
                 continue
             node = self._nodes[client]
             header = Header(self.run, stage, server_round, phase, client, secrets.token_hex(8))
@@ -534,7 +566,7 @@ class Courier:
                 planned=planned or {},
                 records=facts.get("splits", {}),
             )
-            most[client] = own_limits.examples
+            most[client] = (weights or {}).get(client, own_limits.examples)
             accepts[client] = partial(accept, header=header, limits=own_limits)
             messages[client] = Message(content, node, verb, ttl=self.deadline_s + 60)
         sent = set(self._grid.push_messages(list(messages.values())))
@@ -550,8 +582,11 @@ class Courier:
             self.emit("warning", message=message)
             self._held.add(client)
         for client, answer in self._in_order(pending, unsent, accepts):
-            if isinstance(answer, Reply) and client in scales:
-                answer = answer.weighing(scales[client], summed=VERBS[verb].gradients_of)
+            if isinstance(answer, Reply) and (client in scales or client in (weights or {})):
+                scale = scales.get(client, 1.0)
+                if weights and client in weights:
+                    scale *= weights[client] / answer.num_examples
+                answer = answer.weighing(scale, summed=VERBS[verb].gradients_of)
             yield client, answer
 
     def _emit_failure(

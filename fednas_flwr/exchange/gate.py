@@ -25,7 +25,14 @@ from fednas_flwr.exchange.limits import Limits, distance
 from fednas_flwr.exchange.messages import BUDGET_SPENT, Header, Reply, decode_reply
 from fednas_flwr.exchange.secure_sum.roster import MOST_SITES
 from fednas_flwr.exchange.secure_sum.shamir import PART_BYTES, SECRET_BYTES
-from fednas_flwr.exchange.states import MOMENTS, Layout, Packed, fill_unchanged, unpack
+from fednas_flwr.exchange.states import (
+    MOMENTS,
+    Layout,
+    Packed,
+    Tensors,
+    fill_unchanged,
+    unpack,
+)
 from fednas_flwr.exchange.summands import Summands, check_masked
 from fednas_flwr.exchange.wire import restore
 from fednas_flwr.hardware.latency import from_json
@@ -115,6 +122,9 @@ def accept_reply(
         sizes = {dtype: vector.numel() for dtype, vector in states[name].items()}
         if sizes != layout.sizes:
             raise ReplyError(f"{name} must have sizes {layout.sizes}, got {sizes}")
+        if states[name] is not reply.states[name]:  # rounding may have ended below 0
+            for tensor in _non_negative(name, states[name], layout).values():
+                tensor.clamp_(min=0)
         for vector in states[name].values():
             if not _is_usable(vector):
                 raise ReplyError(
@@ -142,9 +152,16 @@ def _check_values(
             f"{name} has a norm of {moved:.3g}{' from those sent' if own else ''}, where an honest "
             f"client's is at most {most:.3g}{DIVERGED}"
         )
-    for key, tensor in unpack(packed, layout).items() if name in NON_NEGATIVE else ():
-        if any(part in key for part in NON_NEGATIVE[name]) and bool((tensor < 0).any()):
+    for key, tensor in _non_negative(name, packed, layout).items():
+        if bool((tensor < 0).any()):
             raise ReplyError(f"{name} has a negative {key}")
+
+
+def _non_negative(name: str, packed: Packed, layout: Layout) -> Tensors:
+    """Return the tensors of a state that may not be negative, as views."""
+    parts = NON_NEGATIVE.get(name, ())
+    tensors = unpack(packed, layout) if parts else {}
+    return {key: t for key, t in tensors.items() if any(part in key for part in parts)}
 
 
 def _changed(facts: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, str]:
@@ -209,10 +226,18 @@ def outliers(
         fewest: Least share of the median client's, 0 or more.
         most: Largest multiple of it, 1 or more.
     """
-    found = {}
-    for client, numbers in declared.items() if len(declared) >= FEWEST_VOTES else ():
+    found: dict[int, str] = {}
+    if len(declared) < FEWEST_VOTES:
+        return found
+    known: dict[str, list[float]] = {}
+    for numbers in declared.values():
         for name, number in numbers.items():
-            usual = median(others.get(name, number) for others in declared.values())
+            known.setdefault(name, []).append(number)
+    common = {name: median(values) for name, values in known.items()}
+    for client, numbers in declared.items():
+        for name, number in numbers.items():
+            silent = len(declared) - len(known[name])  # who count as if they said the same
+            usual = common[name] if not silent else median([*known[name], *[number] * silent])
             if not fewest * usual <= number <= most * usual:
                 found[client] = (
                     f"it declares {number:g} {name}records, where the median client has {usual:g}: "

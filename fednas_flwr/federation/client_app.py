@@ -38,6 +38,7 @@ from fednas_flwr.federation.flower import CLIENT_RAISED, take_along
 from fednas_flwr.verbs import VERBS
 
 DATA_PATH = "data-path"
+MOST_ALIVE = 128  # clients of a process that are kept from one message to the next
 # What a site sets for itself with `flower-supernode --node-config`; it overrules the server.
 SITE_KEYS = {
     *(DATA_PATH, "dataset", "device", "cache", "tag", "split-key"),
@@ -182,11 +183,18 @@ def _gate(config_json: str, site: Site, policy: str | None) -> ReleaseGate | Non
     return make_site_gate(dict(site))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=16)
+def _own_config(config_json: str, site: Site) -> tuple[Config, str]:
+    """Return the configuration of :func:`site_config`, and its JSON."""
+    config = site_config(load_config(config_json), dict(site))
+    return config, dump_config(config)
+
+
+@lru_cache(maxsize=MOST_ALIVE)
 def _client(config_json: str, index: int, site: Site, policy: str | None) -> Client:
     own, gate = dict(site), _gate(config_json, site, policy)
-    config = site_config(load_config(config_json), own)
-    data, networks = _data(dump_config(config))
+    config, text = _own_config(config_json, site)
+    data, networks = _data(text)
     return make_client(config, index, data=data, networks=networks, site=own, gate=gate)
 
 

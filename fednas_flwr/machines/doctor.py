@@ -210,7 +210,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
     from fednas_flwr.data.loaders import make_client_data
     from fednas_flwr.data.summary import found
     from fednas_flwr.exchange.limits import MORE_RECORDS
-    from fednas_flwr.names import SPLITS
+    from fednas_flwr.names import CLIENT, SPLITS
     from fednas_flwr.privacy.policy_file import load_policy
 
     _site_data(folder, settings)
@@ -225,6 +225,8 @@ def _site_records(folder: Path, settings: Settings) -> str:
     text = key.read_text() if key.exists() else "none yet"  # the first start makes it
     parts = make_client_data(prepared, rows, key=text.encode(), fractions=allowed.fractions)
     check_features(prepared, [parts])
+    if allowed.unit == CLIENT:
+        return "; ".join(["the site is protected as a whole", *found(prepared)])
     held = {split: getattr(parts, split).num_units for split in SPLITS}
     number, declared = sum(held.values()), sum(allowed.records.values())
     words = f"{number:,} {allowed.unit}s, {held['train']:,} of them to train on"

@@ -14,7 +14,7 @@ from typing import Annotated
 from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.renyi import Release, poisson_rate
 from fednas_flwr.typed import Between, Checked, Length, OneOf
-from fednas_flwr.verbs import PRIVATE_VERBS, SPLIT_OF
+from fednas_flwr.verbs import PRIVATE_VERBS, SPLIT_OF, VERBS
 
 STAGES = ("search", "retrain", "evaluate")
 KINDS = ("weights", "alphas", "rewards", "metrics")
@@ -35,6 +35,8 @@ class PlannedRelease(Checked):
         noise_multiplier: sigma; the noise has std ``sigma * R``. None is still to be calibrated.
         shared: Whether that is the noise of a secure sum's total, of which each client adds a share
             (:mod:`fednas_flwr.privacy.shared_noise`); else every client adds all of it.
+        of_client: Whether it is not a sum over records but one contribution of the client as a
+            whole, all of whose records it reads: the unit of privacy is the client.
     """
 
     stage: Annotated[str, OneOf(STAGES)]
@@ -46,6 +48,7 @@ class PlannedRelease(Checked):
     max_grad_norm: float
     noise_multiplier: float | None = None
     shared: bool = False
+    of_client: bool = False
 
     @property
     def key(self) -> str:
@@ -58,8 +61,8 @@ class PlannedRelease(Checked):
         return "retrain" if self.stage == "retrain" and self.kind == "weights" else self.kind
 
     def num_records(self, records: Mapping[str, int]) -> int:
-        """Return how many of the declared records, by split, it reads."""
-        return sum(records[split] for split in self.splits)
+        """Return of how many units, by split declared, it is a sum: records, persons, a client."""
+        return 1 if self.of_client else sum(records[split] for split in self.splits)
 
     def rate(self, records: Mapping[str, int]) -> float:
         """Return p, the probability at which a client with these declared records draws each."""
@@ -110,12 +113,13 @@ class PrivateStage:
 
     Attributes:
         data_set: Id that the sites' policies give the data.
-        local_steps: Noised steps of a local training, in place of epochs.
+        local_steps: Noised steps of a local training, in place of epochs; None where the unit is
+            the client, which trains by epochs.
         releases: Everything that the stage releases.
     """
 
     data_set: str
-    local_steps: int
+    local_steps: int | None
     releases: tuple[PlannedRelease, ...] = ()
 
     def noise_multiplier(self, kind: str) -> float | None:
@@ -151,6 +155,29 @@ def gradient_releases(
             shared=shared,
         )
         for state, verb in verbs.items()
+    ]
+
+
+def of_clients(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:
+    """Return what a round releases where the unit of privacy is the client.
+
+    Of a local training, whose steps are the client's own affair, one update of each state, whose
+    noise the clients share; of a probe's trials nothing but their rewards.
+
+    Args:
+        releases: Of the same round where the unit is the record.
+    """
+    return [
+        replace(
+            release,
+            splits=SPLITS,
+            batch_size=None,
+            steps=release.steps if release.kind == "rewards" else 1,
+            shared=release.kind != "rewards",
+            of_client=True,
+        )
+        for release in releases
+        if VERBS[release.verb].trains or release.kind == "rewards"
     ]
 
 

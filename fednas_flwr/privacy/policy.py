@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.names import LARGEST_NOISE_MULTIPLIER, SPLITS, Unit
+from fednas_flwr.names import CLIENT, LARGEST_NOISE_MULTIPLIER, SPLITS, Unit
 from fednas_flwr.privacy.noise_grid import noise_range
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.shared_noise import SumTerms
@@ -31,7 +31,8 @@ class DataSetPolicy:
     Attributes:
         data_set: The id, which only the policy gives.
         account: The budget that is charged; data sets that overlap name the same one.
-        unit: What one of is protected: a ``record``, or a ``person`` with all records.
+        unit: What one of is protected: a ``record``, a ``person`` with all records, or the
+            ``client``, the site itself with all of its records.
         records: Declared, public number of units by split: the only source of rates and weights.
         fractions: Shares of the splits, which the site fixes for good: a record that were in
             another split in another run would be charged to two budgets, each seeing half.
@@ -124,9 +125,14 @@ def check_planned(allowed: DataSetPolicy, planned: PlannedRelease, *, num_values
     size = planned.batch_size
     if size is not None and not 0 < size < math.inf:
         raise refused("sample_rate", "batch_size", size, "above 0, or null for all records")
-    one_sum = len(VERBS[planned.verb].gradients_of) == 1
+    if planned.of_client != (allowed.unit == CLIENT):
+        limit = f"{not planned.of_client}: this site protects every {allowed.unit}"
+        raise refused("unit", "of_client", planned.of_client, limit)
+    if planned.of_client and (size is not None or set(splits) != set(SPLITS)):
+        raise refused("unit", "batch_size", size, f"null, with splits {', '.join(SPLITS)}")
+    one_sum = planned.of_client or len(VERBS[planned.verb].gradients_of) == 1
     if planned.shared and (allowed.secure_sum is None or not one_sum):
-        limit = "False: noise is shared in secure sums of one gradient alone"
+        limit = "False: noise is shared in secure sums of one gradient, or of clients' updates"
         raise refused("secure_sum", f"shared noise of {planned.verb}", True, limit)
     terms = {
         "least_noise_multiplier": (

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from fednas_flwr.errors import ConfigError, show, unknown_choice
-from fednas_flwr.names import LARGEST_MICRO_BATCH, SPLITS, UNITS
+from fednas_flwr.names import CLIENT, LARGEST_MICRO_BATCH, SPLITS, UNITS
 from fednas_flwr.privacy.policy import (
     APPROVALS,
     LARGEST_GRAD_NORM,
@@ -102,7 +102,9 @@ def _parse_section(name: str, section: object, origin: str) -> DataSetPolicy:
         raise ConfigError(f"{where}: {error}") from error
     if read["secure_noise"] and read["test_seed"]:
         raise ConfigError(f"{where}: secure_noise and test_seed exclude one another.")
-    read["records"] = _shares(read["records"], read["fractions"], where)
+    if read["unit"] == CLIENT and read["records"] != 1:
+        raise _wrong(f"{where}.records", read["records"], "1 with unit: client, the site itself")
+    read["records"] = _shares(read["records"], read["fractions"], read["unit"], where)
     account = _text(values.get("account", name), f"{where}.account")
     sums = _sum_terms(values.get("secure_sum"), f"{where}.secure_sum")
     return DataSetPolicy(data_set=name, account=account, secure_sum=sums, **read)
@@ -197,8 +199,10 @@ def _fractions(value: object, where: str) -> dict[str, float]:
     return {split: float(shares[split]) for split in SPLITS}
 
 
-def _shares(total: int, fractions: dict[str, float], where: str) -> dict[str, int]:
-    """Return the declared number of each split, rounded down."""
+def _shares(total: int, fractions: dict[str, float], unit: str, where: str) -> dict[str, int]:
+    """Return the declared number of each split, rounded down; a client is in all that it has."""
+    if unit == CLIENT:
+        return {split: int(fractions[split] > 0) for split in SPLITS}
     numbers = {split: math.floor(total * fractions[split] + 1e-9) for split in SPLITS}
     _count(numbers["train"], f"{where}: records of train")
     return numbers

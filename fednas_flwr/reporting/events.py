@@ -128,6 +128,15 @@ def clients_of(partition: Event) -> list[int]:
     return partition.get("clients") or list(range(len(rows)))
 
 
+def records_of(partition: Event) -> tuple[int, dict[str, int]]:
+    """Return the number of clients of a ``partition`` event, and of their records by split."""
+    if summary := partition.get("summary"):
+        return summary["clients"], summary["records"]
+    splits = partition.get("splits") or []
+    parts = list(splits[0]) if splits else []
+    return len(splits), {part: sum(split[part] for split in splits) for part in parts}
+
+
 def _plain(value: Any) -> Any:
     """Return the value as JSON knows it, non-finite numbers as None."""
     if hasattr(value, "tolist"):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
-from fednas_flwr.names import GDP, PERSON, PRV, RDP, RECORD
+from fednas_flwr.names import CLIENT, GDP, PERSON, PRV, RDP, RECORD
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.units import DASH
 
@@ -18,6 +18,12 @@ _PROTECTED = (
     "One {what} of one client: epsilon and delta bound how well anyone who sees what the clients "
     "sent, the server included, can tell whether that {unit} was there. Neighbouring data sets "
     "differ by one {what} of one client, added or removed."
+)
+_PROTECTED_CLIENT = (
+    "All records of one client: epsilon and delta bound how well anyone who sees the totals that "
+    "the server sees can tell whether that client's records, or none, were behind its replies. "
+    "Neighbouring federations differ in one client, whose updates are replaced by zeros. Who takes "
+    "part is no secret."
 )
 _SEVERAL = " A person with several records is protected less."
 _MECHANISM = (
@@ -29,10 +35,16 @@ _MEAN = (
     " A person contributes the mean of their records; of more records than a micro-batch holds, "
     "each step draws some."
 )
+_MECHANISM_CLIENT = (
+    "A client trains without noise, and what that changes in the model is clipped to a norm, as "
+    "one contribution. Gaussian noise of the noise multiplier times that norm is in every total "
+    "that the server sees. That the server may ask only some of the clients is not counted in "
+    "their favour."
+)
 _ACCOUNTING = (
     "Epsilon is what the schedule that the run committed to costs, together with everything booked "
-    "on the same data before, composed per split by the PRV accountant of dp-accounting; a {unit} "
-    "lies in one split, so the client's epsilon is that of its worst split. Each client holds the "
+    "on the same data before, composed per split by the PRV accountant of dp-accounting; {split}, "
+    "so the client's epsilon is that of its worst split. Each client holds the "
     "server to that schedule, and a Renyi filter over the client's ledger to the client's budget, "
     "which is also the bound for runs that were chosen after seeing earlier ones."
 )
@@ -44,6 +56,12 @@ _SHARED = (
     "Ed25519. Against a server that breaks the sums each client's own share is left, with which "
     "this run alone costs at most ({alone}, {delta:g}). All other releases carry each client's "
     "whole noise."
+)
+_DRAWN = (
+    "A round asks {per_round} of the clients, drawn from the run's seed before its first round. A "
+    "client's epsilon counts the rounds that may ask it, and no others. No amplification by this "
+    "draw is claimed, since the server knows whom it asks; a client that is asked less often than "
+    "another has a smaller epsilon, at the same noise."
 )
 RESUMED = (
     "The run was resumed: the table of releases holds what was to be released from then on. What "
@@ -75,28 +93,39 @@ def is_noised(metric: str) -> bool:
 
 
 def unit(event: Event) -> str:
-    """Return what every client protects at least one of, ``record`` or ``person``.
+    """Return what every client protects at least one of: ``record``, ``person`` or ``client``.
 
     A person is protected at every client only if each protects persons. Older runs know records.
     """
     units = {str(client.get("unit", RECORD)) for client in event["clients"]}
-    return PERSON if units == {PERSON} else RECORD
+    return units.pop() if len(units) == 1 else RECORD
 
 
 def unit_text(event: Event) -> str:
     """Return the unit of privacy in a few words."""
-    return f"per {unit(event)}, add/remove"
+    own = unit(event)
+    return f"per {own}, {'zeroed out' if own == CLIENT else 'add/remove'}"
+
+
+def sampling_text(event: Event) -> str:
+    """Return how each step draws what it releases of."""
+    return "none" if unit(event) == CLIENT else "Poisson"
 
 
 def promise_texts(event: Event) -> list[str]:
     """Return what is protected, how, and how it was counted: a paragraph each."""
-    by_person = unit(event) == PERSON
-    what = "person with all records" if by_person else RECORD
+    own = unit(event)
+    what = "person with all records" if own == PERSON else RECORD
+    split = f"a {own} lies in one split"
     texts = [
-        _PROTECTED.format(what=what, unit=unit(event)) + ("" if by_person else _SEVERAL),
-        _MECHANISM.format(unit=unit(event)) + (_MEAN if by_person else ""),
-        _ACCOUNTING.format(unit=unit(event)),
+        _PROTECTED.format(what=what, unit=own) + ("" if own == PERSON else _SEVERAL),
+        _MECHANISM.format(unit=own) + (_MEAN if own == PERSON else ""),
     ]
+    if own == CLIENT:
+        texts, split = [_PROTECTED_CLIENT, _MECHANISM_CLIENT], "each release is charged to all"
+    texts.append(_ACCOUNTING.format(split=split))
+    if event.get("drawn"):
+        texts.append(_DRAWN.format(per_round=event["drawn"]["per_round"]))
     shared = [release["verb"] for release in event["schedule"] if release.get("shared")]
     told = [client for client in event["clients"] if "alone_epsilon" in client]
     if shared and told:

@@ -12,7 +12,7 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.files import write_atomically
 from fednas_flwr.reporting import guarantee, scores
 from fednas_flwr.reporting.compare import markdown_table
-from fednas_flwr.reporting.events import Event
+from fednas_flwr.reporting.events import Event, records_of
 from fednas_flwr.reporting.runs import EVENTS_FILE, Run, read_run
 from fednas_flwr.reporting.texts import (
     COLUMN_HEAD,
@@ -199,15 +199,14 @@ def _origin(run: Run) -> str:
 
 def _data(run: Run) -> str:
     event = run.last("partition") or {}
-    splits, names = event.get("splits") or [], event.get("class_names") or []
+    (clients, parts), names = records_of(event), event.get("class_names") or []
     lines = ["## Data and parties", "", f"- data set: {_name(run, 'dataset')}"]
-    if splits:
-        parts = {part: sum(split[part] for split in splits) for part in splits[0]}
+    if clients:
         sizes = ", ".join(f"{size:,} {part}" for part, size in parts.items())
         how = settings_text(run.config, "partition") if "partition" in run.config else ""
         split = f", split by {how}," if how else ""
         declared = ", as they declare" if run.is_private else ""
-        lines.append(f"- {len(splits)} clients{split} with together {sizes} records{declared}")
+        lines.append(f"- {clients:,} clients{split} with together {sizes} records{declared}")
     if event.get("server_test"):
         lines.append(f"- test set held by the server: {event['server_test']:,} records")
     if names:

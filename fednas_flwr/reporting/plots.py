@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from fednas_flwr.names import MOST_SHOWN, QUANTILES
 from fednas_flwr.reporting.events import Event, clients_of
 from fednas_flwr.reporting.runs import Run
+from fednas_flwr.reporting.units import quantiles
 
 Figure = dict[str, Any]
 
@@ -111,6 +113,7 @@ def partition(event: Event) -> Figure | None:
 def client_accuracy(event: Event) -> Figure | None:
     """Return the test accuracy of every client as bars, with the mean and the server's as lines.
 
+    Of more than ``MOST_SHOWN`` clients the bars are quantiles, from the worst to the best.
     The axis runs from 0 to 1, and further where noise has carried an accuracy out of that range; it
     begins at a tenth above 0 where all accuracies are above that, so that they can be told apart.
     """
@@ -120,22 +123,26 @@ def client_accuracy(event: Event) -> Figure | None:
     names = [str(client["client"]) for client in clients]
     values = [client["accuracy"] for client in clients]
     sizes = [client.get("num_examples") for client in clients]
+    mean, who = fmean(values), "client"
+    if len(values) > MOST_SHOWN:
+        values, sizes = quantiles(values), [None] * len(QUANTILES)
+        names, who = [f"{share:.0%}" for share in QUANTILES], "quantile"
     data: list[Figure] = [
         {
             "type": "bar",
-            "name": "client",
+            "name": who,
             "x": names,
             "y": values,
             "customdata": ["" if n is None else f"<br>{n:,} test records" for n in sizes],
-            "hovertemplate": "client %{x}: %{y:.1%}%{customdata}<extra></extra>",
+            "hovertemplate": f"{who} %{{x}}: %{{y:.1%}}%{{customdata}}<extra></extra>",
             "marker": {"color": BLUE, "opacity": 0.7},
         },
-        _level(names, fmean(values), "mean of the clients", ORANGE, "dash"),
+        _level(names, mean, "mean of the clients", ORANGE, "dash"),
     ]
     central = (event.get("central") or {}).get("accuracy")
     if central is not None:
         data.append(_level(names, central, "server's test set", GREEN, "dot"))
-    layout = axes(x="client", y="test accuracy")
+    layout = axes(x=who, y="test accuracy")
     layout["xaxis"] |= {"type": "category", "showgrid": False}
     lowest = min([*values, *([] if central is None else [central])])
     start = max(0, math.floor(10 * lowest - 1) / 10) if lowest >= 0 else lowest

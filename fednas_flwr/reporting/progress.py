@@ -29,6 +29,7 @@ from fednas_flwr.reporting.guarantee import (
     coverage_lines,
     is_noised,
     overall_text,
+    sampling_text,
     warning_text,
 )
 from fednas_flwr.reporting.runs import Run, read_run
@@ -245,7 +246,7 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         ("client failures", count(len(run.failures()))),
         ("clients that left", count(left or None)),
         ("(epsilon, delta)", overall_text(privacy) if privacy else DASH),
-        ("accountant, sampling", "PRV, Poisson" if privacy else DASH),
+        ("accountant, sampling", f"PRV, {sampling_text(privacy)}" if privacy else DASH),
     ]
     if privacy and warning_text(privacy):
         rows.append(("warning", TEST_SEED))

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fednas_flwr.reporting.events import Event, latest_rounds, read_events
+from fednas_flwr.reporting.events import Event, latest_rounds, read_events, records_of
 from fednas_flwr.reporting.guarantee import overall
 
 CONFIG_FILE = "config.yaml"
@@ -151,7 +151,7 @@ class Run:
         """Return how many clients took part, and how many of them left."""
         names = {event["stage"] for event in self.of_kind("round")}
         seen = {c for n in names for e in self.rounds(n) for c in e.get("clients") or {}}
-        told = len(seen) or len((self.last("partition") or {}).get("splits") or [])
+        told = len(seen) or records_of(self.last("partition") or {})[0]
         left = len(self.departures())
         text = f"{told} of {planned}" if told != planned else str(planned)
         return f"{text}, {left} left before the end" if left else text

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fednas_flwr.names import MOST_SHOWN, QUANTILES
 from fednas_flwr.reporting import plots
 from fednas_flwr.reporting.runs import Run
-from fednas_flwr.reporting.units import DASH, count, percent, score
+from fednas_flwr.reporting.units import DASH, count, percent, quantiles, score
 
 Table = tuple[str, list[str], list[list[str]]]  # name, head, rows
 
@@ -118,6 +119,14 @@ def client_table(run: Run) -> Table | None:
     shown = [name for name in NAMES if any(client.get(name) is not None for client in clients)]
     if shown in ([], ["accuracy"]):
         return None
+    if len(clients) > MOST_SHOWN:
+        known = {name: [c[name] for c in clients if c.get(name) is not None] for name in shown}
+        known["num_examples"] = [c["num_examples"] for c in clients]
+        columns = {name: quantiles(values) for name, values in known.items()}
+        clients = [
+            {"client": f"{share:.0%} of clients", **{n: own[i] for n, own in columns.items()}}
+            for i, share in enumerate(QUANTILES)
+        ]
     rows = [
         [
             str(client["client"]),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from fednas_flwr.names import SPLITS
+from fednas_flwr.names import QUANTILES, SPLITS
 from fednas_flwr.reporting import guarantee
 from fednas_flwr.reporting.events import Event, clients_of
 from fednas_flwr.reporting.guarantee import (
@@ -101,7 +101,8 @@ def tiles(run: Run) -> list[dict[str, str]]:
     auroc_note = "likewise"
     auroc_note += "" if linear_auroc is None else f"; linear model {score(linear_auroc)}"
     auroc_note += _of_trees(numbers["trees_auroc"])
-    tested = f"{noised}test parts of {len(run.client_results())} clients"
+    drawn = f" drawn of {run.config['clients']:,}" if run.config.get("clients_per_round") else ""
+    tested = f"{noised}test parts of {len(run.client_results())} clients{drawn}"
     if total := evaluated.get("total"):
         tested = f"{noised}test parts of {total['sites']} clients as one, by a secure sum"
     traffic = numbers["traffic_mb"]
@@ -244,7 +245,7 @@ def answered_text(run: Run) -> str:
 
 
 def split_rows(partition: dict[str, Any]) -> list[list[str]]:
-    """Return client, sizes of its parts, and their sum as table rows."""
+    """Return client, sizes of its parts, and their sum as table rows; none of too many clients."""
     return [
         [str(client), *(f"{split[s]:,}" for s in SPLITS), f"{sum(split[s] for s in SPLITS):,}"]
         for client, split in zip(clients_of(partition), partition.get("splits") or [], strict=True)
@@ -258,13 +259,21 @@ def partition_text(partition: dict[str, Any], *, declared: bool) -> str:
         partition: The ``partition`` event.
         declared: Whether the sizes are what the clients declare, as in a private run.
     """
+    summary = partition.get("summary")
     sizes = [sum(split.values()) for split in partition.get("splits") or []]
     if not sizes:
         sizes = [sum(row) for row in partition.get("counts") or []]
-    if not sizes:
+    if not sizes and not summary:
         return ""
-    text = f"{len(sizes)} clients hold {sum(sizes):,} records; the smallest has {min(sizes):,}, "
+    clients, total = len(sizes), sum(sizes)
+    if summary:
+        sizes, clients = summary["sizes"], summary["clients"]
+        total = sum(summary["records"].values())
+    text = f"{clients:,} clients hold {total:,} records; the smallest has {min(sizes):,}, "
     text += f"the largest {max(sizes):,}."
+    if summary:
+        between = zip(QUANTILES[1:-1], sizes[1:-1], strict=True)
+        text += f" Quantiles: {', '.join(f'{share:.0%} {size:,}' for share, size in between)}."
     if declared:
         text += " These numbers are declared by the clients and public; counts per class are not."
     if partition.get("server_test"):

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
+from fednas_flwr.names import QUANTILES
+
 DASH = "–"
 
 
@@ -16,6 +18,12 @@ def count(value: float | None) -> str:
             scale = 1e3 if unit == " k" else size
             return f"{value / scale:.3g}{unit}"
     return f"{value:.0f}"
+
+
+def quantiles(values: Sequence[float]) -> list[float]:
+    """Return the ``QUANTILES`` of one value or more, each of them one of the values."""
+    ordered = sorted(values)
+    return [ordered[round(share * (len(ordered) - 1))] for share in QUANTILES]
 
 
 def rounds_text(number: int) -> str:

@@ -17,6 +17,7 @@ from fednas_flwr.builders.clients import (
     simulated_policy,
     simulated_site,
 )
+from fednas_flwr.builders.sampling import make_sampling
 from fednas_flwr.config import Config, DifferentialPrivacy, expanded
 from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.exchange.states import network_states
@@ -28,7 +29,7 @@ from fednas_flwr.privacy.renyi_filter import Reading, RenyiFilter, covered_steps
 from fednas_flwr.reporting.lookup import CellTable, read_table
 from fednas_flwr.stages.commitment import covered_rounds
 from fednas_flwr.stages.run_folder import check_writable
-from fednas_flwr.stages.schedule import make_schedule
+from fednas_flwr.stages.schedule import make_schedules, turns_of, whole_turns
 
 
 def check_run(config: Config) -> None:
@@ -82,27 +83,32 @@ def check_sites(
             )
         check_unit(policy.data_sets[privacy.data_set].unit, made.records)
     declared = [policy.data_sets[privacy.data_set].records for policy in policies]
-    schedule = make_schedule(config, declared, done={})
+    sampling = make_sampling(config, declared)
+    schedules = make_schedules(config, declared, done={}, sampling=sampling)
+    turns = [whole_turns(config)] if sampling is None else turns_of(config, sampling)
+    if sampling is None:
+        schedules, turns = schedules * config.clients, turns * config.clients
     sizes = {
         (stage, kind): sum(tensor.numel() for tensor in state.values())
         for stage, network in made.networks.items()
         for kind, state in network_states(network).items()
     }
-    covers = {}
+    covers: dict[str, dict[int, dict[str, Any]]] = {}
     for index, policy in enumerate(policies):
-        for planned in schedule:
+        for planned in schedules[index]:
             num_values = sizes.get((planned.stage, planned.kind), 1)
             _check_release(privacy, policy, planned, client=index, num_values=num_values)
-        covers[index] = _covers(config, privacy, policy, schedule, client=index)
-    quorum = max(1, math.ceil(config.runtime.quorum * config.clients - 1e-9))
-    for of_stage in zip(*covers.values(), strict=True):
+        to_do = {stage: len(rounds) for stage, rounds in turns[index].items()}
+        for cover in _covers(config, privacy, policy, schedules[index], to_do, client=index):
+            covers.setdefault(cover["stage"], {})[index] = cover
+    for of_stage in covers.values():
+        quorum = max(1, math.ceil(config.runtime.quorum * len(of_stage) - 1e-9))
         short = {
-            client: cover["rounds"]
-            for client, cover in zip(covers, of_stage, strict=True)
-            if cover["rounds"] < cover["of"]
+            c: cover["rounds"] for c, cover in of_stage.items() if cover["rounds"] < cover["of"]
         }
-        if config.clients - len(short) < quorum:
-            raise _uncovered(privacy, of_stage[0], short, quorum=quorum)
+        if len(of_stage) - len(short) < quorum:
+            longest = max(of_stage.values(), key=lambda cover: cover["of"])
+            raise _uncovered(privacy, longest, short, quorum=quorum)
 
 
 def _check_release(
@@ -142,6 +148,7 @@ def _covers(
     privacy: DifferentialPrivacy,
     policy: Policy,
     schedule: Sequence[PlannedRelease],
+    to_do: Mapping[str, int],
     *,
     client: int,
 ) -> list[dict[str, Any]]:
@@ -162,7 +169,7 @@ def _covers(
     for planned in schedule:
         reading = (planned.release(allowed.records), planned.splits)
         stages.setdefault(planned.stage, []).append(reading)
-    return covered_rounds(config, schedule, covered_steps(left, stages), {})
+    return covered_rounds(schedule, covered_steps(left, stages), to_do)
 
 
 def _uncovered(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from fednas_flwr.config import Config, DifferentialPrivacy
@@ -19,6 +20,7 @@ from fednas_flwr.names import PRV
 from fednas_flwr.privacy.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.reporting.events import Event
+from fednas_flwr.stages.schedule import Schedule, largest_schedule, turns_of, whole_turns
 
 APPROVAL_POLL_S = 10.0
 NEEDED_FACTS = ("splits", "budget", "secure_noise", "unit")  # that every client must tell of itself
@@ -27,19 +29,20 @@ NEEDED_FACTS = ("splits", "budget", "secure_noise", "unit")  # that every client
 def commit(
     courier: Courier,
     config: Config,
-    schedule: Sequence[PlannedRelease],
+    schedules: Sequence[Schedule],
     *,
     done: Mapping[str, int],
     resumed: bool,
 ) -> None:
-    """Have every client keep the schedule, and tell in an event what it costs each of them.
+    """Have every client keep its schedule, and tell in an event what it costs each of them.
 
     The event also tells how many rounds of each stage each client's budget covers.
 
     Args:
         courier: Connected to clients that have told ``NEEDED_FACTS``.
         config: With ``privacy=dp``.
-        schedule: From :func:`~fednas_flwr.stages.schedule.make_schedule`.
+        schedules: From :func:`~fednas_flwr.stages.schedule.make_schedules`: each client's, or the
+            one of all.
         done: Rounds of each stage that a checkpoint covers: with any, a run goes on for as long as
             its budgets last.
         resumed: Whether the run may have released something before.
@@ -51,11 +54,18 @@ def commit(
     """
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
-    request = Commit(privacy.data_set, tuple(schedule))
-    committed = {split for planned in schedule for split in planned.splits}
+    if len(schedules) == 1:
+        schedules = [*schedules] * courier.num_clients
+    schedule = largest_schedule(schedules)
+    requests = {c: Commit(privacy.data_set, tuple(schedules[c])) for c in courier.clients}
+    sampling = courier.sampling
+    turns = None if sampling is None else turns_of(config, sampling)
     clients, search_epsilons = [], {}
-    for client, reply in _agreed(courier, request, config.runtime.approval_s):
-        facts = courier.facts[client]
+    for client, reply in _agreed(courier, requests, config.runtime.approval_s):
+        facts, own = courier.facts[client], schedules[client]
+        of = whole_turns(config) if turns is None else turns[client]
+        to_do = {s: sum(r > done.get(s, 0) for r in rounds) for s, rounds in of.items()}
+        committed = {split for planned in own for split in planned.splits}
         try:
             check_facts(reply.facts, needed=("epsilon", "covered_steps"))
             missing = sorted(committed - set(reply.facts["epsilon"][PRV]))
@@ -66,48 +76,60 @@ def commit(
             courier.emit("client_left", **place, reason=str(error))
             courier.dismiss(client, str(error))
             continue
-        declared = tuple(sorted(facts["splits"].items()))
-        if declared not in search_epsilons:
-            search_epsilons[declared] = _search_epsilon(schedule, facts["splits"], privacy.delta)
+        terms = (tuple(own), tuple(sorted(facts["splits"].items())))
+        if terms not in search_epsilons:
+            search_epsilons[terms] = _search_epsilon(own, facts["splits"], privacy.delta)
         clients.append(
             {
                 "client": client,
-                "search_epsilon": search_epsilons[declared],
+                "search_epsilon": search_epsilons[terms],
                 "records": facts["splits"],
                 "rates": [planned.rate(facts["splits"]) for planned in schedule],
                 "budget": facts["budget"],
                 "secure_noise": facts["secure_noise"],
                 "unit": facts["unit"],
                 "epsilon": reply.facts["epsilon"],
-                **_alone(schedule, facts, privacy.delta),
-                "covers": covered_rounds(config, schedule, reply.facts["covered_steps"], done),
+                **_alone(own, facts, privacy.delta),
+                **({} if turns is None else {"turns": to_do}),
+                "covers": covered_rounds(own, reply.facts["covered_steps"], to_do),
             }
         )
     for client in set(courier.clients) - {told["client"] for told in clients}:
         courier.dismiss(client, "it did not accept the schedule in time")
-    terms = [asdict(planned) for planned in schedule]
-    courier.emit("privacy", data_set=privacy.data_set, schedule=terms, clients=clients)
+    drawn = None if sampling is None else {"by": sampling.by, "per_round": sampling.per_round}
+    terms_of_all = [asdict(planned) for planned in schedule]
+    courier.emit(
+        "privacy", data_set=privacy.data_set, schedule=terms_of_all, clients=clients, drawn=drawn
+    )
     if any(done.values()):
         return
-    first = {c["client"]: c["covers"][0] for c in clients if schedule}
+    stage = schedule[0].stage if schedule else ""
+    covers = [(told["client"], cover) for told in clients for cover in told["covers"]]
+    first = {client: cover for client, cover in covers if cover["stage"] == stage}
     short = {client: f["rounds"] for client, f in first.items() if f["rounds"] < f["of"]}
-    if short and len(first) - len(short) < courier.quorum:
+    quorum = courier.quorum if sampling is None else courier.quorum_of(len(first))
+    if short and len(first) - len(short) < quorum:
         rounds = ", ".join(f"client {client}: {number}" for client, number in short.items())
         raise ConfigError(
-            f"privacy: {schedule[0].stage} takes {first[min(first)]['of']} rounds, more than "
-            f"what is left of budgets covers ({rounds}), and {courier.quorum} of "
+            f"privacy: {stage} takes {max(f['of'] for f in first.values())} rounds, more than "
+            f"what is left of budgets covers ({rounds}), and {quorum} of "
             f"{courier.num_clients} clients must stay: take fewer rounds or more noise, or lower "
             f"runtime.quorum. Nothing {'more ' if resumed else ''}was released."
         )
 
 
-def _agreed(courier: Courier, request: Commit, approval_s: float) -> list[tuple[int, Reply]]:
-    """Return the clients that keep the schedule and their replies, after waiting for approvals.
+def _agreed(
+    courier: Courier, requests: Mapping[int, Commit], approval_s: float
+) -> list[tuple[int, Reply]]:
+    """Return the clients that keep their schedules and their replies, after approvals.
 
     A client at which a person must approve the schedule is asked again until that is done; the
     event ``approval_awaited`` names the run, so that one that ended here can go on under its name.
     """
-    replies = dict(courier.ask("query.commit", stage="commit", settings=request))
+    request = next(iter(requests.values()))
+    terms: dict[str, Any] = {"settings": request, "own_settings": requests}
+    ask = partial(courier.ask, "query.commit", stage="commit", **terms)
+    replies = dict(ask())
     deadline = time.monotonic() + approval_s
     told: dict[int, str] = {}
     while waiting := _awaited(replies):
@@ -119,8 +141,7 @@ def _agreed(courier: Courier, request: Commit, approval_s: float) -> list[tuple[
         if left_s <= 0:
             break
         courier.wait(min(APPROVAL_POLL_S, left_s))
-        asked = courier.ask("query.commit", stage="commit", settings=request, among=waiting)
-        replies = {c: r for c, r in replies.items() if c not in waiting} | dict(asked)
+        replies = {c: r for c, r in replies.items() if c not in waiting} | dict(ask(among=waiting))
     for client, awaited in waiting.items():
         reason = (
             f"its schedule {awaited} waits for a person's approval: have `fednas approve "
@@ -198,17 +219,14 @@ def _epsilon(
 
 
 def covered_rounds(
-    config: Config,
     schedule: Sequence[PlannedRelease],
     covered_steps: Mapping[str, int],
-    done: Mapping[str, int],
+    to_do: Mapping[str, int],
 ) -> list[dict[str, Any]]:
     """Return for each stage, in order, how many ``rounds`` ``of`` those to do are covered."""
-    rounds = {"search": config.rounds, "retrain": config.retrain.rounds, "evaluate": 1}
     longest: dict[str, int] = {}
     for planned in schedule:
         longest[planned.stage] = max(planned.steps, longest.get(planned.stage, 0))
-    to_do = {stage: rounds[stage] - done.get(stage, 0) for stage in longest}
     return [
         {
             "stage": stage,

@@ -80,7 +80,13 @@ def _ask(run: Run) -> LatencyTable:
         site = Site(private.data_set)
     request = MeasureLatency(BATCH_SIZE, PASSES, site)
     tables: list[LatencyTable] = []
-    for client, reply in run.courier.ask("query.latency", stage="latency", settings=request):
+    sampling, wanted = run.courier.sampling, run.courier.num_clients
+    turn = None if sampling is None else sampling.turn("latency", 1)
+    if turn is not None:
+        wanted = len(turn.clients)
+    for client, reply in run.courier.ask(
+        "query.latency", stage="latency", settings=request, turn=turn
+    ):
         try:
             check_facts(reply.facts, needed=("latency",))
             table = from_json(reply.facts["latency"], origin=f"the table of client {client}")
@@ -90,9 +96,9 @@ def _ask(run: Run) -> LatencyTable:
             run.courier.emit("client_failed", **place, reason=str(error))
         else:
             tables.append(table)
-    if len(tables) < run.courier.quorum:
+    if len(tables) < (quorum := run.courier.quorum_of(wanted)):
         raise QuorumError(
-            f"{len(tables)} of {run.courier.num_clients} clients sent a latency table of this "
-            f"search space, {run.courier.quorum} are needed."
+            f"{len(tables)} of {wanted} clients sent a latency table of this "
+            f"search space, {quorum} are needed."
         )
     return median_table(tables)

@@ -12,7 +12,7 @@ import platform
 import secrets
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import nn
 
 import fednas_flwr
 from fednas_flwr.builders.check import pools_records
-from fednas_flwr.builders.clients import make_client, make_courier, make_objective
+from fednas_flwr.builders.clients import make_courier, make_objective, simulated_facts
 from fednas_flwr.builders.data import has_real_sites, make_data, make_server_data
 from fednas_flwr.builders.networks import (
     describe_network,
@@ -33,13 +33,14 @@ from fednas_flwr.builders.networks import (
     make_device,
     make_network,
 )
+from fednas_flwr.builders.sampling import make_sampling
 from fednas_flwr.builders.strategies import make_retraining, make_search
 from fednas_flwr.config import CFDNASSettings, Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.loaders import concat_splits, server_split
+from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
 from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.data.statistics import Moments, Statistics, pooled
-from fednas_flwr.data.summary import found
+from fednas_flwr.data.summary import found, summarised
 from fednas_flwr.errors import ReplyError
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
 from fednas_flwr.evaluation.metrics import (
@@ -64,8 +65,8 @@ from fednas_flwr.exchange.requests import (
 )
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
-from fednas_flwr.names import SPLITS
-from fednas_flwr.reporting.events import Event, EventLog, read_events
+from fednas_flwr.names import MOST_SHOWN, SPLITS
+from fednas_flwr.reporting.events import Event, EventLog, clients_of, read_events
 from fednas_flwr.reporting.lookup import CellTable, percentiles_by_round
 from fednas_flwr.reporting.runs import EVENTS_FILE
 from fednas_flwr.search.objective import Objective
@@ -79,7 +80,12 @@ from fednas_flwr.stages.handover import hand_over
 from fednas_flwr.stages.latency import cost_of, with_latency
 from fednas_flwr.stages.run import OutOfTimeError, Run
 from fednas_flwr.stages.run_folder import GENOTYPE_FILE, PARTITION_FILE
-from fednas_flwr.stages.schedule import Schedule, make_schedule, private_stage
+from fednas_flwr.stages.schedule import (
+    Schedule,
+    largest_schedule,
+    make_schedules,
+    private_stage,
+)
 from fednas_flwr.strategies.base import RoundStrategy
 from fednas_flwr.typed import parse, seconds
 
@@ -158,7 +164,7 @@ def begin(
         prepared, parts = make_data(config)
         if not (folder / PARTITION_FILE).exists():
             save_partition(folder / PARTITION_FILE, parts)
-        courier.connect(grid, needed=needed)
+        courier.connect(grid, needed=needed, known=simulated_facts(config, (prepared, parts)))
     for event in earlier:
         if event.get("expelled"):
             courier.expel(event["client"], event["reason"])
@@ -167,15 +173,23 @@ def begin(
         prepared = replace(prepared, mean=statistics.mean, std=statistics.std)
     facts = [known for _, known in sorted(courier.facts.items())]
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in facts]
+    declared = splits
+    if config.samples:
+        declared = _declared_at_first(courier, earlier)
+        courier.sampling = make_sampling(config, declared)
     counts = [known.get("class_counts", []) for known in facts]
     told = all(len(count) == prepared.num_classes for count in counts)  # not in private runs
+    whole = len(splits) <= MOST_SHOWN or has_real_sites(config)  # whose numbers a resume needs
     log.emit(
         "partition",
         class_names=list(prepared.train.class_names),
         multi_label=prepared.train.multi_label,
-        counts=counts if told else None,
-        splits=splits,
-        clients=sorted(courier.facts),
+        counts=counts if told and whole else None,
+        **(
+            {"splits": splits, "clients": sorted(courier.facts)}
+            if whole
+            else {"summary": summarised(splits)}
+        ),
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
     if len(prepared.train) and not private and (lines := found(prepared)):
@@ -187,10 +201,24 @@ def begin(
     if private:
         latest = {stage: checkpoints.latest(stage) for stage in ("search", "retrain")}
         done = {stage: point.round for stage, point in latest.items() if point is not None}
-        schedule = make_schedule(config, splits, done=done)
-        commit(courier, config, schedule, done=done, resumed=resumed)
+        schedules = make_schedules(config, declared, done=done, sampling=courier.sampling)
+        commit(courier, config, schedules, done=done, resumed=resumed)
+        schedule = largest_schedule(schedules)
     shared = (prepared, schedule, circumstances, table)
     return Run(config, folder, grid, log, courier, checkpoints, *shared, ends_at=ends_at)
+
+
+def _declared_at_first(courier: Courier, earlier: Sequence[Event]) -> list[Mapping[str, int]]:
+    """Return the records that each client declared when the run began, by split.
+
+    A resumed run draws its clients by the same numbers, whoever is connected now; of one that was
+    not connected then nothing is known.
+    """
+    told = {client: known.get("splits", {}) for client, known in courier.facts.items()}
+    begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
+    if begun:
+        told = dict(zip(clients_of(begun[0]), begun[0]["splits"], strict=True))
+    return [told.get(client, {}) for client in range(courier.num_clients)]
 
 
 def _common_statistics(
@@ -400,7 +428,7 @@ def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed])
     None where no client has such records of both kinds, or too few clients answer.
     """
     courier = run.courier
-    having = [c for c in courier.clients if courier.facts[c].get("splits", {}).get("validation")]
+    having = [c for c in _testers(run) if courier.facts[c].get("splits", {}).get("validation")]
     histograms = []
     with suppress(QuorumError):
         for _, reply in courier.ask(
@@ -416,6 +444,14 @@ def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed])
     return best_threshold(histograms) if histograms else None
 
 
+def _testers(run: Run) -> list[int]:
+    """Return the clients that test the network: as many as a round asks."""
+    clients, sampling = run.courier.clients, run.courier.sampling
+    if sampling is None:
+        return clients
+    return sorted(set(clients) & set(sampling.turn("evaluate", 1).clients))
+
+
 def _ask_tests(
     run: Run,
     verb: str,
@@ -424,10 +460,10 @@ def _ask_tests(
     *,
     threshold: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Return what every client that has test records measures; too few of them is a warning."""
+    """Return what the testers that have test records measure; too few of them is a warning."""
     results: list[dict[str, Any]] = []
     courier = run.courier
-    having = [c for c in courier.clients if courier.facts[c].get("splits", {}).get("test") != 0]
+    having = [c for c in _testers(run) if courier.facts[c].get("splits", {}).get("test") != 0]
     if not having:
         return results
     if len(having) < len(courier.clients):
@@ -481,15 +517,14 @@ def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
     prepared = run.prepared
     if prepared.server_test is None:
         return {}
-    data = prepared, make_data(run.config)[1]
-    clients = [
-        make_client(run.config, index, data=data, networks={}).data
-        for index in range(run.config.clients)
-    ]
+    settings, held_out = run.config.dataset, run.config.retrain.evaluate_every > 0
+    key, fractions = settings.split_key.encode(), settings.fractions
+    clients = (
+        make_client_data(prepared, part, key=key, fractions=fractions)
+        for part in make_data(run.config)[1]
+    )
     train = [
-        client.train
-        if run.config.retrain.evaluate_every
-        else concat_splits(client.train, client.validation)
+        client.train if held_out else concat_splits(client.train, client.validation)
         for client in clients
     ]
     test = server_split(prepared.server_test, prepared.mean, prepared.std)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypedDict
 
@@ -25,6 +25,7 @@ from fednas_flwr.exchange.checkpoint import Checkpoint, CheckpointFolder
 from fednas_flwr.exchange.courier import TOTAL, Courier
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import Amount, Evaluate, RewardCandidates, Settings, Site
+from fednas_flwr.exchange.sampling import Turn
 from fednas_flwr.exchange.states import (
     MOMENTS,
     Average,
@@ -115,6 +116,8 @@ class RoundStrategy(Strategy):
         self._round = 0
         self._phase = 0
         self._client_metrics: dict[int, dict[str, float]] = {}
+        self._turn: Turn | None = None
+        self._asked: set[int] = set()
 
     @abstractmethod
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
@@ -141,9 +144,10 @@ class RoundStrategy(Strategy):
 
     def amount(self, local_epochs: int, batch_size: int | None) -> Amount:
         """Return how long clients train: epochs of batches, with privacy steps."""
-        if self.private is None:
+        steps = None if self.private is None else self.private.local_steps
+        if steps is None:
             return Amount(local_epochs, None, batch_size)
-        return Amount(None, self.private.local_steps, None)
+        return Amount(None, steps, None)
 
     def server_tensors(self) -> Tensors:
         """Return further tensors of the server's state, e.g. an optimiser's, for the checkpoint."""
@@ -164,8 +168,9 @@ class RoundStrategy(Strategy):
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
     ) -> Iterator[tuple[int, Reply]]:
-        """Ask all clients one verb; yields ``(client, reply)``, see :meth:`Courier.ask`."""
+        """Ask the round's clients one verb; yields ``(client, reply)``: :meth:`Courier.ask`."""
         self._phase += 1
+        answered = set()
         for client, reply in self.courier.ask(
             verb,
             stage=self.stage,
@@ -176,10 +181,19 @@ class RoundStrategy(Strategy):
             states=states,
             layouts=layouts,
             releases=() if self.private is None else self.private.releases,
+            turn=self._turn,
         ):
+            answered.add(client)
             if client != TOTAL:
                 self._client_metrics.setdefault(client, {}).update(reply.metrics)
             yield client, reply
+        if self._turn is not None:
+            self._asked |= {*self._turn.clients, *answered}
+            self._turn = self._turn.after(answered)
+
+    def candidates(self) -> Sequence[int]:
+        """Return the clients that the round may ask."""
+        return self.courier.clients if self._turn is None else self._turn.candidates
 
     def train(self, verb: str, settings: Settings, momentum: float) -> dict[str, float]:
         """Have all clients train the global model, and make their average the new one.
@@ -318,6 +332,8 @@ class RoundStrategy(Strategy):
                 break
             sent, received = self.courier.bytes_sent, self.courier.bytes_received
             self._round, self._phase, self._client_metrics = server_round, 0, {}
+            if (sampling := self.courier.sampling) is not None:
+                self._turn, self._asked = sampling.turn(self.stage, server_round), set()
             metrics = dict(self.run_round(server_round, num_rounds)) | self._alpha_metrics()
             if evaluate_fn is not None:
                 central = evaluate_fn(server_round, self.named_arrays())
@@ -336,6 +352,7 @@ class RoundStrategy(Strategy):
                 bytes_sent=self.courier.bytes_sent - sent,
                 bytes_received=self.courier.bytes_received - received,
                 clients={str(c): m for c, m in sorted(self._client_metrics.items())},
+                **({} if self._turn is None else {"asked": sorted(self._asked)}),
             )
             self._emit_alphas(server_round, num_rounds)
             self._save(server_round)

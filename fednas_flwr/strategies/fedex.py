@@ -18,7 +18,7 @@ from fednas_flwr.strategies.base import RoundStrategy, Shared
 
 
 class FedEx(RoundStrategy):
-    """Khodak et al. (2021), arXiv 2106.04502, Alg. 2, over FedAvg, with all clients in every round.
+    """Khodak et al. (2021), arXiv 2106.04502, Alg. 2, over FedAvg.
 
     Deviations: the server draws for the clients, who need to know nothing of theta; a client's
     loss counts by its training records, not its validation records, which are the same share
@@ -71,7 +71,7 @@ class FedEx(RoundStrategy):
         self.theta = self.theta.with_json(self.values["theta"])
         drawn = {
             client: self.theta.draw(make_generator(self.seed, "theta", server_round, client))
-            for client in self.courier.clients
+            for client in self.candidates()
         }
         trials: list[Trial] = []
 

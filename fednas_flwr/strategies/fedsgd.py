@@ -21,7 +21,7 @@ from fednas_flwr.strategies.gradients import GradientStrategy
 
 
 class FedSGD(GradientStrategy):
-    """McMahan et al. (2017), arXiv 1602.05629, section 2, with all clients in every step.
+    """McMahan et al. (2017), arXiv 1602.05629, section 2, with a round's clients in every step.
 
     Clients return sums of gradients over batches of theirs, and the server steps along ``sum_k G_k
     / sum_k B_k`` by SGD, whose momentum never begins anew: one client's training is plain SGD.
@@ -95,7 +95,7 @@ class FedSGD(GradientStrategy):
 
     def _steps(self) -> int:
         """Return the number of steps of a round."""
-        if self.private is not None:
+        if self.private is not None and self.private.local_steps is not None:
             return self.private.local_steps
         declared = [known.get("splits", {}) for known in self.courier.facts.values()]
         splits = trained_on(self.evaluate_every)

@@ -104,13 +104,14 @@ def federation():
         )
         layouts = {name: Layout.of(tensors) for name, tensors in client_tensors(0).items()}
 
-        def ask(server_round: int = 1):
+        def ask(server_round: int = 1, **terms):
             return courier.ask(
                 "train.search",
                 stage="search",
                 server_round=server_round,
                 settings=SEARCH,
                 layouts=layouts,
+                **terms,
             )
 
         return SimpleNamespace(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 from flwr.app import RecordDict
 
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.requests import Describe
+from fednas_flwr.exchange.sampling import Turn
 from fednas_flwr.federation.grids import InProcessGrid
 
 from .conftest import SEARCH
@@ -230,6 +232,51 @@ def test_the_error_names_every_missing_client_with_its_reason(federation):
     )
     with pytest.raises(QuorumError, match=message):
         list(shaky.ask(7))
+
+
+def fail_by_error(_):
+    raise RuntimeError("disk full")
+
+
+@pytest.mark.parametrize(
+    ("failing", "answering"),
+    [([], [1, 4, 6]), ([4], [1, 6, 9]), ([1, 9], [4, 6, 2]), ([1, 4, 6, 9], [2, 3])],
+)
+def test_clients_of_a_turn_that_fail_are_replaced_by_the_next_in_its_order(
+    federation, failing, answering
+):
+    shaky = federation(10, damage=dict.fromkeys(failing, fail_by_error), quorum=0.6)
+    shaky.courier.connect(shaky.grid)
+    turn = Turn((1, 4, 6), (9, 2, 3), {})
+    for _ in range(2):
+        assert [client for client, _ in shaky.ask(turn=turn)] == answering
+    assert [e["client"] for e in shaky.events if e["event"] == "client_failed"] == 2 * failing
+
+
+def test_the_quorum_of_a_turn_is_one_of_its_clients(federation):
+    shaky = federation(10, damage=dict.fromkeys([1, 4, 9], fail_by_error), quorum=0.6)
+    shaky.courier.connect(shaky.grid)
+    with pytest.raises(QuorumError, match=r"1 of 3 clients answered, 2 are needed") as error:
+        list(shaky.ask(turn=Turn((1, 4, 6), (9,), {})))
+    assert all(f"client {client}: RuntimeError" in str(error.value) for client in (1, 4, 9))
+    shaky.courier.dismiss(7, "it has left")
+    assert [c for c, _ in shaky.ask(turn=Turn((6, 7), (8,), {}))] == [6, 8]
+
+
+def test_replies_of_a_turn_count_for_their_weights(federation):
+    own = federation(4)
+    own.courier.connect(own.grid)
+    turn = Turn((0, 2, 3), (), {0: 1.0, 2: 2.0, 3: 1.0})
+    plain = {client: reply for client, reply in own.ask()}
+    told = dict(own.ask(turn=turn))
+    assert {client: reply.num_examples for client, reply in told.items()} == turn.weights
+    assert all(told[c].states.keys() == plain[c].states.keys() for c in told)
+    assert all(
+        torch.equal(vector, plain[c].states[name][dtype])
+        for c in told
+        for name, packed in told[c].states.items()
+        for dtype, vector in packed.items()
+    )
 
 
 def test_a_request_that_cannot_be_sent_is_a_failure_at_once(federation):

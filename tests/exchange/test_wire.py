@@ -49,11 +49,30 @@ def generator_of(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def accepted(reply: Reply, wire: str, base: dict | None) -> Reply:
+def accepted(reply: Reply, wire: str, base: dict | None, tensors: dict | None = None) -> Reply:
     InProcessGrid(ClientApp(), 1)  # Flower makes messages for a task only
     message = Message(encode_reply(HEADER, reply), dst_node_id=1, message_type="train.search")
-    layouts = {name: Layout.of(own) for name, own in made(0).items()}
+    layouts = {name: Layout.of(own) for name, own in (tensors or made(0)).items()}
     return accept_reply(message, header=HEADER, layouts=layouts, wire=wire, base=base)
+
+
+@pytest.mark.parametrize("wire", ROUNDED)
+def test_a_variance_that_rounding_takes_below_zero_is_zero(wire: str) -> None:
+    """Beside one that rises much: steps are larger than what is left."""
+    before = {"buffers": {"norm.running_var": torch.full((BLOCK,), 0.5)}}
+    variances = torch.full((BLOCK,), 1e-6)
+    variances[0] = 900.0
+    tensors = {"buffers": {"norm.running_var": variances}}
+    base = {name: pack(own) for name, own in before.items()}
+    request = Request("train.search", HEADER, SEARCH, base)
+    rounded = round_reply(reply_of(tensors), request, wire=wire, generator=generator_of(1))
+    exact = restore_vector(*list(rounded.states["buffers"].values())) + 0.5
+    assert (exact < 0).any()
+    found = accepted(rounded, wire, base, tensors).states["buffers"]["float32"]
+    assert torch.equal(found, exact.clamp(min=0))
+    below = {"buffers": {"norm.running_var": -variances}}
+    with pytest.raises(ReplyError, match="negative norm.running_var"):
+        accepted(reply_of(below), "float32", base, tensors)
 
 
 def test_256_values_have_one_scale() -> None:

@@ -241,7 +241,12 @@ def is_inside(allowed, terms):
         and allowed.least_noise_multiplier <= terms["noise_multiplier"] <= 1e6
         and (size is None or size >= 1e-9)
         and 1e-6 <= terms["max_grad_norm"] <= allowed.largest_grad_norm
-        and terms["splits"] in (["train"], ["train", "test"])
+        and terms["of_client"] == (allowed.unit == "client")
+        and (
+            (terms["splits"] == list(SPLITS) and size is None)
+            if terms["of_client"]
+            else terms["splits"] in (["train"], ["train", "test"], list(SPLITS))
+        )
     )
 
 
@@ -256,11 +261,12 @@ def test_no_plan_outside_the_policy_passes_and_none_inside_is_refused(data, allo
             "max_grad_norm": st.just(allowed.largest_grad_norm),
         }
     )
-    splits = [["train"], ["train"], ["train", "test"], ["test"], [], ["x"], ["train", "train"]]
+    splits = [["train"], ["train", "test"], ["test"], [], ["x"], ["train", "train"], list(SPLITS)]
     terms, others = data.draw(good), data.draw(hostile_terms)
     for term in data.draw(st.sets(st.sampled_from(sorted(others)), max_size=2)):
         terms[term] = others[term]
     terms["splits"] = data.draw(st.sampled_from(splits))
+    terms["of_client"] = data.draw(st.booleans())
     try:
         planned = plan(allowed, **terms)
     except ConfigError:

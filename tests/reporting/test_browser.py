@@ -106,3 +106,20 @@ def test_pointing_tells_the_value_and_the_slider_moves_the_alphas(
     page.locator("#round").evaluate("s => { s.value = 0; s.dispatchEvent(new Event('input')); }")
     assert page.evaluate(colours) != last
     assert page.locator("#round-number").inner_text() == "1"
+
+
+def test_labels_of_neighbouring_ticks_differ(opened: Callable[..., Any]) -> None:
+    page = opened(1200)
+    labels = page.evaluate(
+        """() => {
+            const place = document.createElement("div");
+            document.body.append(place);
+            const y = [1.60931, 1.60932, 1.60935];
+            const data = [{ type: "scatter", mode: "lines", x: [1, 2, 3], y }];
+            drawFigure(place, { data, layout: { height: 300, xaxis: {}, yaxis: {} } },
+                { width: 400, size: 12, text: "#222", rule: "#ddd", ends: ["#fff", "#000"] });
+            return [...place.querySelectorAll("svg text")].map((t) => t.textContent);
+        }"""
+    )
+    decimals = [label for label in labels if label.startswith("1.609")]
+    assert len(decimals) == len(set(decimals)) >= 3

@@ -476,7 +476,7 @@ def left_at_the_schedule(compose_config, tmp_path, monkeypatch):
         courier.connect(grid)
         records = [facts["splits"] for _, facts in sorted(courier.facts.items())]
         schedule = make_schedule(config, records, done={})
-        commit(courier, config, schedule, done={}, resumed=False)
+        commit(courier, config, [schedule], done={}, resumed=False)
         assert list(courier.clients) == [0]
         (left,) = (fields for fields in events if "reason" in fields)
         assert (left["client"], left["verb"]) == (1, "query.commit")

@@ -23,14 +23,14 @@ const drawFigure = (() => {
     parent.append(element);
     return element;
   }
-  function format(value, spec = "") {
+  function format(value, spec = "", digits = 5) {
     if (typeof value !== "number") return String(value ?? "");
     const percent = /^\.(\d)%$/.exec(spec), fixed = /^\.(\d)f$/.exec(spec);
     if (percent) return `${(100 * value).toFixed(percent[1])}%`;
     if (fixed) return value.toFixed(fixed[1]);
     if (spec === ",") return value.toLocaleString("en");
     if (value && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)) return value.toExponential(1);
-    return String(Number(value.toPrecision(5)));
+    return String(Number(value.toPrecision(digits)));
   }
   function told(trace, point) {
     const usual = `${trace.name ? `${trace.name}, ` : ""}%{x}: %{y}`;
@@ -70,7 +70,9 @@ const drawFigure = (() => {
     const ticks = [];
     for (let v = Math.ceil(low / every - 1e-9) * every; v <= high + 1e-9 * every; v += every)
       ticks.push(Number(v.toPrecision(12)));
-    const label = (v) => format(v, axis.tickformat);
+    const largest = Math.max(Math.abs(low), Math.abs(high));  // digits that tell ticks apart
+    const digits = Math.min(12, Math.max(5, Math.ceil(Math.log10(largest / every)) + 1));
+    const label = (v) => format(v, axis.tickformat, digits);
     return { ticks, label, at: (v) => (v - low) / (high - low) };
   }
   function mixed(ends, share) {

@@ -1,0 +1,123 @@
+"""What a client whose unit of privacy is itself releases: its whole update, as one contribution.
+
+The client answers as without privacy, by as many local steps as it is asked for, and what that
+moves is clipped and noised as one vector (McMahan et al. 2018, arXiv 1710.06963, Alg. 1, with noise
+by the clients and without sampling of clients).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+
+from fednas_flwr.clients.admission import admit, before_reading, gate_of
+from fednas_flwr.clients.client import Client
+from fednas_flwr.clients.replies import network_states_of
+from fednas_flwr.exchange.messages import Reply, Request
+from fednas_flwr.exchange.requests import Probe, Train
+from fednas_flwr.exchange.states import MOMENTS, Layout, Packed, network_states
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.policy import refused
+from fednas_flwr.verbs import SUPERNET
+
+
+def noised_update(client: Client, request: Request, exact: Callable[[Client], Reply]) -> Reply:
+    """Return the reply of a client to a request for a trained model or for rewards.
+
+    Of each state that is trained, what was sent plus the noised difference; a reward is noised by
+    itself. An answer that fails, or is not finite, counts as one that moves nothing, so that
+    no record decides whether there is an answer.
+
+    Args:
+        client: With a gate, whose policy has the unit ``client``.
+        request: What is answered.
+        exact: Given the client without its gate, returns the answer without noise.
+
+    Raises:
+        ConfigError: The policy refuses the request, or it does not fit the network; nothing was
+            read.
+        BudgetExceededError: The budget does not cover it; nothing was read.
+    """
+    gate, header, settings = gate_of(client), request.header, request.settings
+    with before_reading(request):
+        network = client.network(_described(request), network_states_of(request))
+        planned = admit(gate, request, network)
+        if MOMENTS in request.states:
+            limit = "none: they would tell of the records without noise"
+            raise refused("unit", "moments", "sent", limit)
+        base, digests = _sent(request, network, planned)
+    grids = {} if request.summed is None else request.summed.grids
+
+    @cache
+    def update() -> Mapping[str, Packed]:
+        try:
+            return exact(replace(client, gate=None)).states
+        except Exception as error:  # whatever it is, the server must not learn of it
+            told = f"{type(error).__name__}: {error}"
+            print(f"{request.verb} has failed, an update of zeros is sent: {told}", file=sys.stderr)
+            return {}
+
+    def moved(kind: str, norm: float, _rows: Tensor) -> Packed:
+        before = base[kind]
+        after = update().get(kind, before)
+        difference = {d: after[d].double() - sent.double() for d, sent in before.items()}
+        return clipped(difference, max_norm=norm)
+
+    def reward(trial: int, bound: float, norm: float, _rows: Tensor) -> Packed:
+        told = update().get("rewards")
+        value = torch.zeros(()) if told is None else told["float32"][trial] * (norm / bound)
+        return clipped({"float32": value}, max_norm=norm)
+
+    states: dict[str, Packed] = {}
+    for kind, plan in planned.items():
+        norm = plan.max_grad_norm
+        if isinstance(settings, Probe):
+            bound, trials = settings.loss_bound, range(len(settings.trials))
+            each = [gate.release(plan, header, 1, partial(reward, i, bound, norm)) for i in trials]
+            rewards = torch.stack([noised["float32"] for noised in each])
+            states[kind] = {"float32": rewards * (bound / norm)}
+            continue
+        noised = gate.release(plan, header, 1, partial(moved, kind, norm), grid=grids.get(kind))
+        # with shared noise whole cells beside what was sent, which only float64 holds
+        states[kind] = {d: base[kind][d].to(noise) + noise for d, noise in noised.items()}
+    return Reply(1.0, {}, states, digests)
+
+
+def clipped(update: Mapping[str, Tensor], *, max_norm: float) -> Packed:
+    """Return an update scaled down to a joint norm of at most ``max_norm``, float64.
+
+    One that is not finite becomes zeros.
+    """
+    double = {name: vector.double() for name, vector in update.items()}
+    norm = math.hypot(*(float(torch.linalg.vector_norm(v)) for v in double.values()))
+    if not math.isfinite(norm):
+        return {name: torch.zeros_like(vector) for name, vector in double.items()}
+    # a little less, so that rounding takes nothing beyond
+    factor = 1.0 if norm <= max_norm else max_norm / norm * (1 - 1e-12)
+    return {name: vector * factor for name, vector in double.items()}
+
+
+def _described(request: Request) -> dict[str, object]:
+    """Return what the network of a request is built from."""
+    settings = request.settings
+    training = settings.training if isinstance(settings, Probe) else None
+    training = settings.local if isinstance(settings, Train) else training
+    return {"name": SUPERNET} if training is None else training.network
+
+
+def _sent(
+    request: Request, network: nn.Module, planned: Mapping[str, PlannedRelease]
+) -> tuple[dict[str, Packed], dict[str, str]]:
+    """Return the states to which updates are differences, and all layouts' digests."""
+    if isinstance(request.settings, Probe):
+        rewards = torch.zeros(len(request.settings.trials))
+        return {}, {"rewards": Layout.of({"rewards": rewards}).digest}
+    states = network_states(network)
+    digests = {kind: Layout.of(states[kind]).digest for kind in planned}
+    return {kind: request.states[kind] for kind in planned}, digests

@@ -1,0 +1,43 @@
+"""A picture of a run's report as a browser shows it, for the README: numbers, baselines, the cell.
+
+    python scripts/picture_report.py <run folder> [--output scripts/results/report.png]
+
+Needs the extra ``browser`` and a Chromium: playwright's own, or the one that FEDNAS_BROWSER names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+WIDTH, HEIGHT = 1000, 1250
+LEFT_OUT = "#use, #run, #search, #retrain, nav { display: none }"  # what comes before the cell
+
+
+def main() -> None:
+    """Take the picture."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("run", type=Path)
+    output = Path(__file__).parent / "results" / "report.png"
+    parser.add_argument("--output", type=Path, default=output)
+    options = parser.parse_args()
+    report = options.run / "report.html"
+    if not report.is_file():
+        parser.error(f"{report} does not exist: name the folder of a run that has ended.")
+    with sync_playwright() as playwright:
+        path = os.environ.get("FEDNAS_BROWSER")
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+        page.goto(report.resolve().as_uri())
+        page.wait_for_function("document.querySelectorAll('.plot svg').length > 0")
+        page.add_style_tag(content=LEFT_OUT)
+        page.screenshot(path=options.output)
+        browser.close()
+    print(options.output)
+
+
+if __name__ == "__main__":
+    main()

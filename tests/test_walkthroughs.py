@@ -1,0 +1,145 @@
+"""Every block of the walk-throughs runs, in order, as it stands on the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PAGES = Path(__file__).parent.parent / "scripts" / "walkthroughs"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PORTS = ("8000", "9094")  # as the page has them; of the second kind three in a row
+
+
+class Walk:
+    """What a page's blocks have written and printed.
+
+    Attributes:
+        folder: Where they ran.
+        printed: By all of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.printed = folder, ""
+        self._shells: list[int] = []
+
+    def through(self, page: str, **replaced: str) -> None:
+        """Write and run the blocks of a page."""
+        text = (PAGES / page).read_text(encoding="utf-8")
+        for old, new in replaced.items():
+            text = text.replace(old.strip("_"), new)
+        blocks = BLOCK.findall(text)
+        assert len(blocks) == text.count("```") / 2 > 2
+        for language, block in blocks:
+            if name := re.match(r"# file: ([\w.]+)\n", block):
+                (self.folder / name[1]).write_text(block)
+            else:
+                assert language == "bash", block
+                self._run(block)
+
+    def _run(self, commands: str) -> None:
+        output = self.folder / "printed.txt"  # a pipe would wait for what goes on in the background
+        with output.open("w") as file:
+            shell = subprocess.Popen(
+                ["bash", "-euo", "pipefail", "-c", commands],
+                cwd=self.folder,
+                env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._shells.append(shell.pid)
+            code = shell.wait()
+        printed = output.read_text()
+        assert code == 0, f"{commands}\n{printed}"
+        self.printed += printed
+
+    def end(self) -> None:
+        """End what runs in the background."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for group in self._shells:
+                try:
+                    os.killpg(group, number)
+                except ProcessLookupError:
+                    continue
+
+
+@pytest.fixture
+def walk(tmp_path: Path) -> Iterator[Walk]:
+    """Blocks run in a folder of their own, and end with the test."""
+    own = Walk(tmp_path)
+    yield own
+    own.end()
+
+
+def free_port(count: int = 1) -> int:
+    """Return the first of some ports in a row that nobody listens on."""
+    while True:
+        with socket.socket() as first:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+        if port + count < 2**16 and all(_is_free(port + i) for i in range(count)):
+            return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_every_page_has_a_test() -> None:
+    text = Path(__file__).read_text()
+    pages = [page.name for page in PAGES.glob("*.md")]
+    assert len(pages) == 3
+    assert all(f'through("{page}"' in text for page in pages)
+
+
+def test_a_developer_adds_an_algorithm(walk: Walk) -> None:
+    walk.through("add_an_algorithm.md")
+    assert "rest" in (walk.folder / "late" / "config.yaml").read_text()
+    assert re.search(r"accuracy 0\.\d\d", walk.printed)
+    assert "algorithm.rest=-1 is out of range: expected 0 to 1000" in walk.printed
+
+
+@pytest.mark.slow
+def test_a_researcher_compares_algorithms(walk: Walk) -> None:
+    walk.through("compare_algorithms.md")
+    rows = json.loads((walk.folder / "comparison" / "compare.json").read_text())
+    assert len(rows) >= 3
+    assert "random_search" in walk.printed
+    assert "resnet8" in walk.printed
+
+
+@pytest.mark.slow
+def test_hospitals_find_a_model(walk: Walk) -> None:
+    ports = dict(zip(PORTS, (str(free_port()), str(free_port(3))), strict=True))
+    walk.through("find_a_model_together.md", **{f"_{old}_": new for old, new in ports.items()})
+    assert "per person, add/remove" in (walk.folder / "run" / "MODEL_CARD.md").read_text()
+    lines = (walk.folder / "predictions.csv").read_text().splitlines()
+    assert len(lines) == 191  # with the head, as records at north
+    for site in ("north", "south", "east"):
+        (test,) = (walk.folder / "deployment" / site / "state" / "models").glob("*/test.json")
+        assert json.loads(test.read_text())["accuracy"] > 0.5
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    nbclient = pytest.importorskip("nbclient", reason="needs the extra `notebook`")
+    nbformat = pytest.importorskip("nbformat", reason="needs the extra `notebook`")
+    notebook = nbformat.read(PAGES.parent / "walkthrough.ipynb", as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=None, resources=resources).execute()
+    outputs = [cell.outputs for cell in notebook.cells if cell.get("outputs")]
+    table = outputs[-1][-1]["data"]["text/plain"]
+    found = re.findall(r"^\d+ +\d+ +(\d)", table, re.MULTILINE)
+    right = sum(str(i) == label for i, label in enumerate(found))
+    assert len(found) == 10
+    assert right >= 8
