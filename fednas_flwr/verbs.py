@@ -51,6 +51,8 @@ _IDENTITY = {
         "versions",
         "input_shape",
         "schema",
+        "mean",
+        "std",
         "class_names",
         "multi_label",
     ),

@@ -51,6 +51,7 @@ RUNS = [  # together they have every class of settings
 FREE = {  # numbers of any size
     ("Dataset", "mean"),
     ("Dataset", "statistics"),
+    ("Dataset", "ranges"),
     ("DifferentialPrivacy", "test_seed"),
     ("Hardware", "exponent"),
     ("Partition", "groups"),

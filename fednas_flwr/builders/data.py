@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fednas_flwr.config import Config, expanded
-from fednas_flwr.data.datasets import Prepared, declared_statistics, normalisation, prepare
+from fednas_flwr.data.datasets import Prepared, prepare
 from fednas_flwr.data.partitioners import load_partition, partition
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.schema import Column
@@ -76,12 +76,8 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
     label = settings.label if schema and settings.label != "last" else ""
     labels = torch.empty(0, *([len(names)] if facts["multi_label"] else [])).long()
     empty = Records(*(features, labels, np.empty(0, "S32"), names), schema=schema, label=label)
-    mean, std = normalisation(
-        empty,
-        mean=settings.mean,
-        std=settings.std,
-        statistics=declared_statistics(settings.statistics, settings.ranges),
-    )
+    # by which the sites standardise, and hence the exported model: a private one's own file says it
+    mean, std = tuple(facts["mean"]), tuple(facts["std"])
     if not settings.server_test or settings.root is None:
         return Prepared(empty, None, mean, std, tuple(settings.intensity or ()))
     own = _prepare(config, sites=False, server_test=False)
@@ -95,7 +91,7 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
             + (", of which a record can have several." if facts["multi_label"] else ".")
         )
     empty = replace(empty, label=test.label, label_separator=test.label_separator)
-    return Prepared(empty, test, own.mean, own.std, own.intensity)
+    return Prepared(empty, test, mean or own.mean, std or own.std, own.intensity)
 
 
 def _prepare(config: Config, *, sites: bool, server_test: bool) -> Prepared:

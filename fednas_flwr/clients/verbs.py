@@ -130,6 +130,8 @@ def identity(client: Client) -> dict[str, Any]:
         "versions": {"fednas_flwr": version("fednas_flwr"), "torch": torch.__version__},
         "input_shape": list(client.data.train.features.shape[1:]),
         "schema": [asdict(column) for column in client.schema],
+        "mean": list(client.data.train.mean),
+        "std": list(client.data.train.std),
         "class_names": list(client.class_names),
         "multi_label": client.objective.multi_label,
     }

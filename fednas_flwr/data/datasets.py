@@ -291,9 +291,9 @@ def declared_statistics(
         ConfigError: A range is not one, or a column has both.
     """
     for column, ends in ranges.items():
-        if len(ends) != 2 or not ends[0] < ends[1]:
+        if len(ends) != 2 or not 0 < ends[1] - ends[0] < math.inf:
             raise ConfigError(
-                f"dataset.ranges.{column}={list(ends)} must be [low, high], low below high."
+                f"dataset.ranges.{column}={list(ends)} must be finite [low, high], low below high."
             )
         if column in statistics:
             raise ConfigError(

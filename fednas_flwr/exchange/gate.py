@@ -264,6 +264,13 @@ def _counts(values: object) -> bool:
     return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
 
 
+def _numbers(values: object, *, least: float) -> bool:
+    """Return whether this is a list of finite numbers above the least."""
+    return isinstance(values, list) and all(
+        type(v) in (int, float) and least < v < math.inf for v in values
+    )
+
+
 def _text(value: object) -> bool:
     """Return whether this is a line of text."""
     return isinstance(value, str) and len(value) <= LONGEST_TEXT and value.isprintable()
@@ -395,6 +402,8 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "class_names": _names,
     "multi_label": lambda several: type(several) is bool,
     "schema": lambda values: _all_parse(Column, values),
+    "mean": lambda values: _numbers(values, least=-math.inf),
+    "std": lambda values: _numbers(values, least=0.0),
     "scores": _scores,
     "histogram": _histogram,
     "moments": lambda values: _all_parse(Moments, values),

@@ -90,7 +90,7 @@ from fednas_flwr.strategies.base import RoundStrategy
 from fednas_flwr.typed import parse, seconds
 
 # What each real site must tell of its data, from which the server builds networks.
-SITE_FACTS = ("input_shape", "schema", "class_names", "multi_label")
+SITE_FACTS = ("input_shape", "schema", "mean", "std", "class_names", "multi_label")
 
 
 def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:

@@ -221,9 +221,13 @@ def test_ranges_are_statistics_of_equally_likely_numbers():
 @pytest.mark.parametrize(
     ("ranges", "message"),
     [
-        ({"age": [80, 20]}, r"dataset.ranges.age=\[80, 20\] must be \[low, high\], low below high"),
-        ({"age": [1]}, "must be .low, high., low below high"),
+        (
+            {"age": [80, 20]},
+            r"dataset.ranges.age=\[80, 20\] must be finite \[low, high\], low below high",
+        ),
+        ({"age": [1]}, "must be finite .low, high., low below high"),
         ({"age": [1, float("nan")]}, "low below high"),
+        ({"age": [0, float("inf")]}, "low below high"),
         ({"weight": [40, 120]}, "dataset.ranges.weight has no effect beside dataset.statistics.w"),
     ],
 )

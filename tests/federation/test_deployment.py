@@ -437,6 +437,8 @@ def test_a_server_test_set_that_does_not_fit_the_sites_is_refused(
     facts = {
         "input_shape": [3, 8, 8],
         "schema": [],
+        "mean": [0.5, 0.5, 0.5],
+        "std": [0.5, 0.5, 0.5],
         "class_names": ["0", "1", "2"],
         "multi_label": False,
     }
