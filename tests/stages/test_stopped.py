@@ -108,7 +108,7 @@ def test_a_run_that_is_stopped_at_any_moment_goes_on(
 
 def descendants(pid: int) -> list[tuple[int, str]]:
     """Return ids and command lines of the processes that a process and those of it have started."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True)
+    listed = subprocess.run(["ps", "-wweo", "pid=,ppid=,args="], capture_output=True, text=True)
     rows = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
     found, parents = [], {pid}
     while parents:
@@ -148,8 +148,8 @@ def test_a_run_goes_on_after_processes_of_ray_were_killed(
         assert "the client's process has died" in sentence
         assert sentence.endswith(f"fednas run resume={folder}")
         complete(f"resume={folder}")
-    else:  # the workers go on without what has started them
-        assert (process.returncode, victim != "ray::Worker") == (0, True)
+    else:  # workers go on without what has started them, and idle ones are not missed
+        assert process.returncode == 0
     for name in ("genotype.json", "model.safetensors"):
         assert (folder / name).read_bytes() == (whole[0] / name).read_bytes()
 
