@@ -6,6 +6,8 @@ computation written out by hand.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -152,6 +154,23 @@ def test_fnas_and_dpnas_augment_their_batches(compose_config, federate):
     moved = [w.detach() - (0.0 if w.grad is None else 0.1 * w.grad) for w in weights]
     expected = torch.cat([w.flatten() for w in moved])
     torch.testing.assert_close(reply.states["weights"]["float32"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_class_factors_weigh_the_steps_of_candidates(compose_config, federate):
+    """Halved losses are half a step, to the bit."""
+    config = compose_config(
+        *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=1"),
+        *("search_space.widths=[4,4,8]", "search_space.head=8"),
+    )
+    halved = replace(config, class_factors={str(label): 0.5 for label in range(3)})
+    supernet = federate(config).clients[0].make_space().supernet().train()
+    start, found = {"weights": packed(supernet)["weights"]}, []
+    for own, lr in ((config, 0.0625), (halved, 0.125)):
+        asked = TrainCandidates([[5] * 15], 0, 1, None, replace(STEP, lr=lr), None)
+        reply = ask(federate(own).clients[0], "train.candidate", asked, start)
+        found.append(reply.states["weights"]["float32"])
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], start["weights"]["float32"])
 
 
 def test_personalised_metrics_are_of_test_records_after_local_training(compose_config, federate):

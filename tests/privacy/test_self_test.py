@@ -409,3 +409,18 @@ def test_rows_of_every_type_are_compared_by_their_bits(dtype):
     if dtype.is_floating_point:
         assert not self_test._same_bits(-row, row)
         assert self_test._same_bits(row * torch.nan, row * torch.nan)
+
+
+def test_rows_that_are_not_finite_show_nothing():
+    """Of an ordinary record the same infinity everywhere is no sign that rows are alike."""
+
+    def computation(x, y, watch, *, of_first):
+        first = (y == 0).float()[:, None]  # with so many classes the first kind of record alone
+        watch(torch.where(first.bool(), of_first, 1.0).expand(len(y), 3))
+
+    for of_first, alike in ((2.0, True), (math.inf, False), (math.nan, False), (0.0, False)):
+        found = rows_are_alike(
+            *(partial(computation, of_first=of_first), (4,)),
+            **{"num_classes": 1000, "size": 4, "device": torch.device("cpu")},
+        )
+        assert found == alike
