@@ -26,6 +26,7 @@ from fednas_flwr.builders.networks import (
 )
 from fednas_flwr.builders.strategies import make_retraining
 from fednas_flwr.clients.answer import answer
+from fednas_flwr.clients.verbs import identity
 from fednas_flwr.data.loaders import augment, epoch_batches, server_split
 from fednas_flwr.data.records import record_ids
 from fednas_flwr.data.splits import assign_splits
@@ -292,6 +293,7 @@ def test_a_sites_own_key_and_its_policys_fractions_decide_its_splits(compose_con
     prepared, _ = data = make_data(runs)
     alone = make_client(runs, 0, data=data, networks={}, site={"split-key": "of the site"})
     gated = make_client(private, 0, data=data, networks={}, site=site, gate=make_site_gate(site))
+    assert identity(gated)["mean"] == list(prepared.mean) == [0.5, 0.5, 0.5]
     for client, own in ((alone, runs.dataset.fractions), (gated, fractions)):
         key = b"of the site"
         parts = assign_splits(prepared.train.ids, key=key, fractions=own)

@@ -130,8 +130,9 @@ def identity(client: Client) -> dict[str, Any]:
         "versions": {"fednas_flwr": version("fednas_flwr"), "torch": torch.__version__},
         "input_shape": list(client.data.train.features.shape[1:]),
         "schema": [asdict(column) for column in client.schema],
-        "mean": list(client.data.train.mean),
-        "std": list(client.data.train.std),
+        # declared ones: what follows from records are moments, of which the server makes one mean
+        "mean": [] if client.moments is not None else list(client.data.train.mean),
+        "std": [] if client.moments is not None else list(client.data.train.std),
         "class_names": list(client.class_names),
         "multi_label": client.objective.multi_label,
     }

@@ -207,8 +207,8 @@ def misfits(facts: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> dict
         key = next(key for key in keys if facts[client][key] != facts[like][key])
         found[client] = (
             f"its {key}={facts[client][key]} is not that of the others, {facts[like][key]}: set "
-            "the dataset's class_names, labels, image_size, channels or columns to those of all "
-            "sites"
+            "the dataset's class_names, labels, image_size, channels, columns, mean and std, or "
+            "statistics to those of all sites"
         )
     return found
 
