@@ -24,6 +24,7 @@ from fednas_flwr.search.settings import Configuration
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
 DP = "privacy=dp search_space.norm=group retrain.norm=group"
+SITES = f"runtime=deployment runtime.superlink=a partition=sites algorithm=dp_fnas {DP}"
 ARM = "{lr:.1,weight_decay:0,momentum:0,alpha_lr:0,alpha_weight_decay:0,dropout:0}"
 NEEDS = {  # what a file needs beside itself
     "algorithm=fdnas": ["search_space=mbconv", "retrain=mbconv"],
@@ -572,6 +573,9 @@ def test_an_experiments_setting_that_is_typed_over_is_no_finding() -> None:
         ("runtime.client_cpus=2", "runtime=inline: set runtime=ray or remove it"),
         ("runtime.ray_address=1.2.3.4:5", "runtime.ray_address=1.2.3.4:5"),
         ("runtime.superlink=here", "set runtime=deployment or remove it"),
+        (f"{SITES} secure_sum=true secure_terms.colluding=0", "policies have terms of their own"),
+        (f"{SITES} partition.file=a.json", "whose sites hold their own records"),
+        (f"{SITES} privacy.test_seed=3", "whose sites keep their own books and noise"),
         ("runtime=ray runtime.superlink=here", "runtime=ray"),
         ("runtime.connect_s=3", "runtime=inline, whose clients are there from the start"),
         ("clients=2 runtime.largest_share=.3", "clients=2, of whom nobody can tell which is right"),

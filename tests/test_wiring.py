@@ -30,6 +30,7 @@ from fednas_flwr.clients.verbs import identity
 from fednas_flwr.data.loaders import augment, epoch_batches, server_split
 from fednas_flwr.data.records import record_ids
 from fednas_flwr.data.splits import assign_splits
+from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Header, Reply, Request
 from fednas_flwr.exchange.requests import (
     Amount,
@@ -172,6 +173,36 @@ def test_class_factors_weigh_the_steps_of_candidates(compose_config, federate):
         found.append(reply.states["weights"]["float32"])
     assert torch.equal(*found)
     assert not torch.equal(found[0], start["weights"]["float32"])
+
+
+def test_a_policy_with_secure_sums_needs_the_nodes_roster_and_one_without_refuses_them(
+    compose_config, tmp_path
+):
+    """The policy of a site says whether it has a part in sums, not the run."""
+    (tmp_path / "policy.yaml").write_text(template().replace("records: 5000", "records: 80"))
+    site = dict.fromkeys(PRIVATE_SITE_KEYS, "read elsewhere") | {
+        "policy": str(tmp_path / "policy.yaml"),
+        "ledger": str(tmp_path / "ledger" / "rows"),
+        "ledger-key": str(tmp_path / "key"),
+        "data-set": "my-data",
+    }
+    config = compose_config(
+        *("runtime=deployment", "runtime.superlink=site", "partition=sites", "clients=1"),
+        *("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group"),
+        "dataset.class_names=['0','1','2']",
+    )
+    data = make_data(compose_config("clients=1"))
+    plain = make_client(config, 0, data=data, networks={}, site=site, gate=make_site_gate(site))
+    assert plain.sums is None
+    summed = replace(config, secure_sum=True)
+    with pytest.raises(ConfigError, match="this site's policy has no section secure_sum"):
+        make_client(summed, 0, data=data, networks={}, site=site, gate=make_site_gate(site))
+    policy = yaml.safe_load(template())
+    own = {"records": 80, "secure_sum": {"roster": "ab" * 32, "least_sites": 2, "colluding": 0}}
+    policy["data_sets"]["my-data"] |= own
+    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy))
+    with pytest.raises(ConfigError, match="the policy has secure_sum but the node lacks roster"):
+        make_client(config, 0, data=data, networks={}, site=site, gate=make_site_gate(site))
 
 
 def test_personalised_metrics_are_of_test_records_after_local_training(compose_config, federate):

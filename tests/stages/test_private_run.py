@@ -479,7 +479,8 @@ def left_at_the_schedule(compose_config, tmp_path, monkeypatch):
         commit(courier, config, [schedule], done={}, resumed=False)
         assert list(courier.clients) == [0]
         (left,) = (fields for fields in events if "reason" in fields)
-        assert (left["client"], left["verb"]) == (1, "query.commit")
+        place = (left["client"], left["stage"], left["round"], left["verb"])
+        assert place == (1, "commit", 0, "query.commit")
         return left
 
     return left
@@ -536,7 +537,8 @@ def test_a_client_that_has_left_at_the_schedule_is_not_asked_again(start, tmp_pa
     run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
     assert run.error is None
     (left,) = named(run.events, "client_left")
-    assert (left["client"], left["verb"]) == (1, "query.commit")
+    place = (left["client"], left["stage"], left["round"], left["verb"])
+    assert place == (1, "commit", 0, "query.commit")
     assert rows(tmp_path, 1) == []
     assert len(rows(tmp_path, 0)) == 2
 
