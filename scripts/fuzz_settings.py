@@ -58,8 +58,8 @@ NEEDED = {  # what a partition or an algorithm cannot do without
 KEPT = {  # what a run needs to be small, its own and on this machine
     *("run_dir", "dataset.cache", "dataset.root", "dataset.download", "tensorboard", "device"),
     *("runtime.name", "runtime.deadline_s", "runtime.connect_s"),
-    *("dataset.limit_train", "search_space.width"),
 }
+SIZES = {"dataset.limit_train", "search_space.width"}  # drawn, they would make a run large
 WIDE = {"batch_size": 8, "min_size": 1, "search_space.channels": 8, "retrain.channels": 8}
 WIDE["search_space.width"] = 0.25
 RATES = ("lr", "min_lr", "alpha_lr")  # above 1 every training diverges
@@ -161,7 +161,11 @@ def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
     for key, value in smallest(config).items():
         if not f"{key}.".startswith((*idle, *given)):
             chosen = [*chosen, f"{key}={value}"]
-    known = {key: own for key, own in leaves(config) if not (fits and f"{key}.".startswith(idle))}
+    known = {
+        key: own
+        for key, own in leaves(config)
+        if key not in SIZES and not (fits and f"{key}.".startswith(idle))
+    }
     for key in draw(st.lists(st.sampled_from(sorted(known)), max_size=MOST_DRAWN, unique=True)):
         hint, value = known[key]
         chosen.append(f"{key}={written(draw(values(hint, key, value)))}")
