@@ -311,7 +311,9 @@ EPSILON = {name: {"train": 1.5, "test": None} for name in ACCOUNTANTS}
 SPLIT = {"train": 7, "validation": 0, "test": 0}
 FACTS = {  # by name: right ones and wrong ones
     "client": ([0, 3], [None, True, 1.0, "0"]),
-    "tag": (["", "ward 3", "é"], [7, "x" * 201, "a\nb", None]),
+    "tag": (["", "ward 3", "é", "x" * 200], [7, "x" * 201, "a\nb", None]),
+    "mean": ([[], [0.5, -3, 1e9]], [None, [None], [math.inf], [math.nan], ["1"], [True], {}]),
+    "std": ([[], [0.5, 3]], [None, [0.0], [-1.0], [math.inf], ["1"], 1.0]),
     "versions": ([{}, {"torch": "2"}], [[], {"torch": 2}, {"a\n": "2"}, {"a": "2\n"}]),
     "epsilon": (
         [EPSILON],

@@ -29,6 +29,7 @@ from fednas_flwr.exchange.requests import (
     Search,
     TakeGradients,
     Train,
+    TrainCandidates,
     Trial,
 )
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -171,6 +172,15 @@ def test_training_moves_no_farther_than_its_clipped_or_noised_steps():
     both = limits("train.weights", training(0.01, steps), sizes=sizes, sent=sent, planned=noised)
     assert both.norms["weights"] < private.norms["weights"] / 10
     assert both.norms["buffers"] == 1e6 * math.sqrt(3)
+
+
+def test_candidates_move_the_weights_as_the_same_steps_of_training_do():
+    sgd = SGD(0.1, 0.0, 0.9, 0.0, 1.0)
+    sizes, sent = {"weights": 100}, {"weights": 5.0}
+    request = TrainCandidates([[0], [1]], 0, 11, 50, sgd, None)
+    found = limits("train.candidate", request, sizes=sizes, sent=sent)
+    same = limits("train.weights", training(1.0, Amount(None, 22, 50)), sizes=sizes, sent=sent)
+    assert found.norms == same.norms
 
 
 def test_of_a_pool_every_member_moves_as_far_as_it_may_alone():
