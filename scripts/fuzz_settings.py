@@ -59,7 +59,7 @@ KEPT = {  # what a run needs to be small, its own and on this machine
     *("run_dir", "dataset.cache", "dataset.root", "dataset.download", "tensorboard", "device"),
     *("runtime.name", "runtime.deadline_s", "runtime.connect_s"),
 }
-SIZES = {"dataset.limit_train", "search_space.width"}  # drawn, they would make a run large
+SIZES = {"dataset.limit_train", "search_space.width", "threads"}  # drawn, they take much time
 WIDE = {"batch_size": 8, "min_size": 1, "search_space.channels": 8, "retrain.channels": 8}
 WIDE["search_space.width"] = 0.25
 RATES = ("lr", "min_lr", "alpha_lr")  # above 1 every training diverges
@@ -419,6 +419,12 @@ def run_apart(drawn: list[str], folder: Path, limit_s: float) -> Outcome:
         child.join()
 
 
+def summary(counts: Counter[str]) -> str:
+    """Return how many runs have ended how."""
+    kinds = ("completed", "refused", "failed", "hung")
+    return ", ".join(f"{counts[kind]} {kind}" for kind in kinds)
+
+
 def fuzz() -> int:
     """Run what the command line asks for; return 1 if anything failed or hung."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -444,8 +450,9 @@ def fuzz() -> int:
                 if options.file:
                     with options.file.open("a") as file:
                         file.write(f"{line}\n")
-    kinds = ("completed", "refused", "failed", "hung")
-    print(", ".join(f"{counts[kind]} {kind}" for kind in kinds))
+            if (number + 1) % 50 == 0:
+                print(summary(counts), file=sys.stderr, flush=True)
+    print(summary(counts))
     return 1 if counts["failed"] or counts["hung"] else 0
 
 
