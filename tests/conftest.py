@@ -126,16 +126,18 @@ def run_inline(
 ) -> Callable[..., SimpleNamespace]:
     """``run_inline(*overrides)``: a whole run in this process; its folder, events and error.
 
-    With ``resume=<run folder>`` the run there goes on.
+    With ``resume=<run folder>`` the run there goes on; ``sites`` are the files of real sites.
     """
 
-    def ran(*overrides, resume=None):
+    def ran(*overrides, resume=None, sites=()):
         if resume is None:
             folder = tmp_path_factory.mktemp("run") / "run"
             config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
         else:
             config, folder = open_run_folder(str(resume)), resume
         grid, error = InProcessGrid(make_client_app(dump_config(config)), config.clients), None
+        for context, file in zip(grid._contexts.values(), sites, strict=False):
+            context.node_config["data-path"] = str(file)
         try:
             serve(config, grid, listeners=[], resumed=resume is not None)
         except Exception as raised:

@@ -310,18 +310,22 @@ def _num_values(request: Request, network: nn.Module | None, kind: str) -> int:
     return sum(tensor.numel() for tensor in network_states(network)[kind].values())
 
 
-def _norm(request: Request, supernet_norm: str | None) -> str | None:
-    """Return how the network that a request describes normalises."""
+def description_of(request: Request) -> Mapping[str, Any]:
+    """Return what the network of a request is built from: the supernet if it says nothing else."""
     settings = request.settings
-    described: Mapping[str, Any] = {}
-    if isinstance(settings, Evaluate | TakeNetworkGradient):
+    described: Mapping[str, Any] | None = None
+    if isinstance(settings, Evaluate | TakeNetworkGradient | RewardCandidates):
         described = settings.network
-    elif isinstance(settings, RewardCandidates):
-        described = settings.network or {}
     elif isinstance(settings, Train):
         described = settings.local.network
     elif isinstance(settings, Probe) and settings.training is not None:
         described = settings.training.network
+    return {"name": SUPERNET} if described is None else described
+
+
+def _norm(request: Request, supernet_norm: str | None) -> str | None:
+    """Return how the network that a request describes normalises."""
+    described = description_of(request)
     name = described.get("name", SUPERNET)
     if VERBS[request.verb].of_supernet or name == SUPERNET:
         return supernet_norm

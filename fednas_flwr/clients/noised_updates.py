@@ -16,15 +16,14 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.clients.admission import admit, before_reading, gate_of
+from fednas_flwr.clients.admission import admit, before_reading, description_of, gate_of
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.replies import network_states_of
 from fednas_flwr.exchange.messages import Reply, Request
-from fednas_flwr.exchange.requests import Probe, Train
+from fednas_flwr.exchange.requests import Probe
 from fednas_flwr.exchange.states import MOMENTS, Layout, Packed, network_states
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.verbs import SUPERNET
 
 
 def noised_update(client: Client, request: Request, exact: Callable[[Client], Reply]) -> Reply:
@@ -46,7 +45,7 @@ def noised_update(client: Client, request: Request, exact: Callable[[Client], Re
     """
     gate, header, settings = gate_of(client), request.header, request.settings
     with before_reading(request):
-        network = client.network(_described(request), network_states_of(request))
+        network = client.network(description_of(request), network_states_of(request))
         planned = admit(gate, request, network)
         if MOMENTS in request.states:
             limit = "none: they would tell of the records without noise"
@@ -101,14 +100,6 @@ def clipped(update: Mapping[str, Tensor], *, max_norm: float) -> Packed:
     # a little less, so that rounding takes nothing beyond
     factor = 1.0 if norm <= max_norm else max_norm / norm * (1 - 1e-12)
     return {name: vector * factor for name, vector in double.items()}
-
-
-def _described(request: Request) -> dict[str, object]:
-    """Return what the network of a request is built from."""
-    settings = request.settings
-    training = settings.training if isinstance(settings, Probe) else None
-    training = settings.local if isinstance(settings, Train) else training
-    return {"name": SUPERNET} if training is None else training.network
 
 
 def _sent(

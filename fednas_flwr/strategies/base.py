@@ -51,6 +51,12 @@ EXACT_REWARDS, NOISY_REWARDS = (0.0, 1.0), (-1.0, 2.0)  # what a client's accura
 ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
 
 
+def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
+    """Return whether a model is evaluated after a round: every so many, and the last."""
+    due = evaluate_every > 0 and server_round % evaluate_every == 0
+    return due or server_round == num_rounds
+
+
 class Shared(TypedDict, total=False):
     """Keyword arguments that every strategy takes and hands on to :class:`RoundStrategy`."""
 

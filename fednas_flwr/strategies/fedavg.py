@@ -16,7 +16,7 @@ from fednas_flwr.exchange.requests import LocalTraining, Train
 from fednas_flwr.exchange.states import Packed, Tensors
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.settings import SGD
-from fednas_flwr.strategies.base import RoundStrategy, Shared
+from fednas_flwr.strategies.base import RoundStrategy, Shared, evaluates
 from fednas_flwr.strategies.server_optimizer import ServerOptimizer
 
 SPLITS = ("train", "validation")  # what is trained on where nothing is held out
@@ -43,7 +43,7 @@ def held_out_metrics(
         server_round: From 1.
         num_rounds: Number of rounds.
     """
-    if not evaluate_every or (server_round % evaluate_every and server_round < num_rounds):
+    if not evaluate_every or not evaluates(evaluate_every, server_round, num_rounds):
         return {}
     return strategy.validation_metrics(network)
 

@@ -21,15 +21,9 @@ from fednas_flwr.search.descent import make_adam, make_sgd
 from fednas_flwr.search.regularisation import beta_gradient, rising
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
-from fednas_flwr.strategies.base import Shared, mean_metrics
+from fednas_flwr.strategies.base import Shared, evaluates, mean_metrics
 from fednas_flwr.strategies.gradients import GradientStrategy
 from fednas_flwr.verbs import SUPERNET
-
-
-def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
-    """Return whether the supernet is evaluated after a round: every so many, and the last."""
-    due = evaluate_every > 0 and server_round % evaluate_every == 0
-    return due or server_round == num_rounds
 
 
 class FNAS(GradientStrategy):

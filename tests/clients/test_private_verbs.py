@@ -594,26 +594,31 @@ def test_trials_that_train_on_another_split_than_the_committed_are_refused(
     assert site.rows() == []
 
 
+def measured_large(site, networks):
+    """Return what a site tells of a supernet with large weights; its logits, and the labels."""
+    request = site.request("evaluate.model")
+    large = {"weights": {"float32": 20 * request.states["weights"]["float32"]}}
+    request = replace(request, states={**request.states, **large})
+    supernet = networks.space.supernet()
+    load_states(supernet, request.states)
+    data = site.client.data.validation
+    x, y = data.batch(torch.arange(len(data)), "cpu")
+    with torch.no_grad():
+        return site.answer(request), supernet.eval()(x), y
+
+
 def test_losses_and_accuracies_are_sums_of_bounded_terms_over_declared_records(
     make_site, networks, without_noise
 ):
     site = make_site()
-    request = site.request("evaluate.model")
-    large = {"weights": {"float32": 20 * request.states["weights"]["float32"]}}
-    request = replace(request, states={**request.states, **large})
-    reply = site.answer(request)
+    reply, logits, y = measured_large(site, networks)
     assert without_noise == [(METRICS["noise_multiplier"], METRICS["max_grad_norm"])]
-    supernet = networks.space.supernet()
-    load_states(supernet, request.states)
-    data, bound = site.client.data.validation, 2 * math.log(3)
-    x, y = data.batch(torch.arange(len(data)), "cpu")
-    with torch.no_grad():
-        logits = supernet.eval()(x)
+    bound = 2 * math.log(3)
     losses = functional.cross_entropy(logits, y, reduction="none")
     assert losses.max() > bound > losses.min()
     losses = losses.clamp(max=bound)
     right = (logits.argmax(1) == y).sum()
-    assert len(data) != 20
+    assert len(y) != 20
     assert reply.metrics["loss"] == pytest.approx(losses.sum().item() / 20, rel=1e-5)
     assert reply.metrics["accuracy"] == pytest.approx(right.item() / 20)
 
@@ -623,17 +628,9 @@ def test_of_several_labels_a_records_share_of_right_ones_is_released(
 ):
     site = make_site(hold=several)
     site.client.__dict__["objective"] = SEVERAL
-    request = site.request("evaluate.model")
-    large = {"weights": {"float32": 20 * request.states["weights"]["float32"]}}
-    request = replace(request, states={**request.states, **large})
-    reply = site.answer(request)
+    reply, logits, y = measured_large(site, networks)
     assert without_noise == [(METRICS["noise_multiplier"], METRICS["max_grad_norm"])]
-    supernet = networks.space.supernet()
-    load_states(supernet, request.states)
-    data, bound = site.client.data.validation, 2 * math.log(2)
-    x, y = data.batch(torch.arange(len(data)), "cpu")
-    with torch.no_grad():
-        logits = supernet.eval()(x)
+    bound = 2 * math.log(2)
     losses = functional.multilabel_soft_margin_loss(logits, y.float(), reduction="none")
     assert losses.max() > bound > losses.min()
     right = ((logits > 0) == (y == 1)).double().mean(1).sum()

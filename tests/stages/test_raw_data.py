@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +17,8 @@ from PIL import Image
 from fednas_flwr import load
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.cli import main
-from fednas_flwr.config import dump_config
 from fednas_flwr.data.images import load_digits
 from fednas_flwr.evaluation.export import onnx_inputs
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.federation.server_app import serve
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.stages.run_folder import create_run_folder
 
 FIXED = (
     *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
@@ -212,31 +205,28 @@ def test_the_model_is_ready_to_publish(
 
 
 def test_the_model_of_real_sites_takes_raw_data(
-    compose_config: Callable[..., Any], tmp_path: Path
+    run_inline: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Three sites with files of their own, whose ages differ; the server has a test table."""
     csv(tmp_path)
     table = pd.read_csv(tmp_path / "patients" / "train.csv", sep=";", decimal=",")
     table = table.sort_values("age")
-    for site in range(3):
+    files = [tmp_path / f"{site}.csv" for site in range(3)]
+    for site, file in enumerate(files):
         own = table[site * 200 : (site + 1) * 200]
-        own.to_csv(tmp_path / f"{site}.csv", index=False, sep=",;\t"[site])
+        own.to_csv(file, index=False, sep=",;\t"[site])
     test = tmp_path / "patients" / "test.csv"
-    config = compose_config(
+    ran = run_inline(
         *("runtime=deployment", "runtime.superlink=site", "partition=sites", "clients=3"),
         *("dataset=csv", f"dataset.root={test}", "dataset.label=outcome", *SEARCHED[:3]),
         *("search_space.channels=16", "retrain.channels=16", "retrain.rounds=4"),
         f"dataset.cache={tmp_path / 'cache'}",
+        sites=files,
     )
-    config = create_run_folder(replace(config, run_dir=str(tmp_path / "run")))
-    grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
-    for site, context in enumerate(grid._contexts.values()):
-        context.node_config["data-path"] = str(tmp_path / f"{site}.csv")
-    serve(config, grid, listeners=[], resumed=False)
-    events = read_events(tmp_path / "run" / "events.jsonl")
-    (evaluated,) = (e for e in events if e["event"] == "evaluated")
-    found = load(tmp_path / "run").predict(test)
+    assert ran.error is None
+    (evaluated,) = (e for e in ran.events if e["event"] == "evaluated")
+    found = load(ran.folder).predict(test)
     assert found.accuracy == evaluated["central"]["accuracy"] > 0.6
-    (statistics,) = (e for e in events if e["event"] == "statistics")
+    (statistics,) = (e for e in ran.events if e["event"] == "statistics")
     assert statistics["mean"][0] == pytest.approx(60, abs=3)  # each site alone: 46, 60, 73
     assert {"sensitivity", "auroc"} <= evaluated["clients"][0].keys()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +19,9 @@ from fednas_flwr import load
 from fednas_flwr.builders.check import check_buildable
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.cli import main
-from fednas_flwr.config import dump_config
 from fednas_flwr.data.images import load_digits
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.export import onnx_inputs
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.federation.server_app import serve
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.stages.run_folder import create_run_folder
 
 NAMES = ("even", "large", "prime")
 LINEAR = (
@@ -210,27 +203,24 @@ def test_private_clients_search_and_train_on_several_labels(
 
 
 def test_real_sites_say_that_records_can_have_several_labels(
-    compose_config: Callable[..., Any], tmp_path: Path
+    run_inline: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Two sites and the server's test set have tables with lists in JSON."""
     own = as_lists(table(*digits()), json.dumps)
-    for site in range(2):
-        own[site * 400 : site * 400 + 400].to_csv(tmp_path / f"{site}.csv", index=False)
+    files = [tmp_path / "0.csv", tmp_path / "1.csv"]
+    for site, file in enumerate(files):
+        own[site * 400 : site * 400 + 400].to_csv(file, index=False)
     own[800:].to_csv(tmp_path / "new.csv", index=False)
-    config = compose_config(
+    ran = run_inline(
         *("runtime=deployment", "runtime.superlink=site", "partition=sites", *LINEAR),
         *("dataset=csv", f"dataset.root={tmp_path / 'new.csv'}", "dataset.label_separator=json"),
         f"dataset.cache={tmp_path / 'cache'}",
+        sites=files,
     )
-    config = create_run_folder(replace(config, run_dir=str(tmp_path / "run")))
-    grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
-    for site, context in enumerate(grid._contexts.values()):
-        context.node_config["data-path"] = str(tmp_path / f"{site}.csv")
-    serve(config, grid, listeners=[], resumed=False)
-    found = load(tmp_path / "run").predict(tmp_path / "new.csv")
+    assert ran.error is None
+    found = load(ran.folder).predict(tmp_path / "new.csv")
     assert found.multi_label
-    events = read_events(tmp_path / "run" / "events.jsonl")
-    (evaluated,) = (e for e in events if e["event"] == "evaluated")
+    (evaluated,) = (e for e in ran.events if e["event"] == "evaluated")
     assert found.accuracy == pytest.approx(evaluated["central"]["accuracy"])
     assert evaluated["central"]["accuracy"] > 0.6
     assert all(client["auroc"] > 0.6 for client in evaluated["clients"])
