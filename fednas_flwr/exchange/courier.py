@@ -121,6 +121,7 @@ class Courier:
     Attributes:
         bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts thrice.
         bytes_received: Bytes of all arrays in replies so far.
+        bytes_dense: Bytes that whole states, unrounded, would have taken in both directions.
         facts: What each connected client said of itself, by client.
         statistics: By which all clients standardise a table; None where they are declared.
         sampling: Draws the clients that a round asks, in all of its exchanges; None asks all.
@@ -157,6 +158,7 @@ class Courier:
         self.wait: Callable[[float], None] = time.sleep
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.bytes_dense = 0
         self.facts: dict[int, Mapping[str, Any]] = {}
         self.statistics: Statistics | None = None
         self.sampling: Sampling | None = None
@@ -325,6 +327,7 @@ class Courier:
         own_settings: Mapping[int, Settings] | None = None,
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
+        whole: Mapping[str, Layout] | None = None,
         releases: Sequence[PlannedRelease] = (),
         also_left: bool = False,
         among: Collection[int] | None = None,
@@ -346,6 +349,7 @@ class Courier:
             own_settings: Arguments for single clients in their place.
             states: Packed tensors to send.
             layouts: The states that every reply must carry.
+            whole: The layouts of states of which messages carry a part: only for ``bytes_dense``.
             releases: With privacy what the stage releases: bounds what replies may be.
             also_left: Whether clients that have left are asked, too, except for those whose replies
                 were refused.
@@ -371,6 +375,7 @@ class Courier:
             for client, answer in self._exchange(
                 *(verb, stage, server_round, phase, settings, states or {}, layouts or {}),
                 own_settings=own_settings,
+                whole=whole or {},
                 planned=planned,
                 also_left=also_left,
                 among=asked,
@@ -516,6 +521,7 @@ class Courier:
         layouts: Mapping[str, Layout],
         *,
         own_settings: Mapping[int, Settings] | None = None,
+        whole: Mapping[str, Layout] | None = None,
         planned: Mapping[str, PlannedRelease] | None = None,
         also_left: bool = False,
         among: Collection[int] | None = None,
@@ -526,6 +532,11 @@ class Courier:
         if self._grid is None:
             raise ValueError("call connect(grid) before ask")
         records = encode_states(states)
+        sizes = {name: _num_bytes(state) for name, state in states.items()}
+        returned = {name: layout.num_bytes for name, layout in layouts.items()}
+        for name, layout in (whole or {}).items():
+            sizes |= {name: layout.num_bytes} if name in sizes else {}
+            returned |= {name: layout.num_bytes} if name in returned else {}
         messages: dict[int, Message] = {}
         accepts: dict[int, Callable[[Message], Reply]] = {}
         most: dict[int, float] = {}  # examples, or what it counts for in their place
@@ -559,6 +570,7 @@ class Courier:
                 summed=None if summands is None else summands.summed,
             )
             self.bytes_sent += payload_bytes(content)
+            self.bytes_dense += sum(sizes.values())
             facts = self.facts.get(client, {})
             own_limits = limits(
                 own,
@@ -587,6 +599,8 @@ class Courier:
                 if weights and client in weights:
                     scale *= weights[client] / answer.num_examples
                 answer = answer.weighing(scale, summed=VERBS[verb].gradients_of)
+            if isinstance(answer, Reply):
+                self.bytes_dense += sum(returned.values())
             yield client, answer
 
     def _emit_failure(
@@ -651,6 +665,10 @@ class Courier:
             return reason
         self._left[client] = f"{STRIKES} of its replies were refused, the last one for: {reason}"
         return self._left[client]
+
+
+def _num_bytes(packed: Packed) -> int:
+    return sum(vector.numel() * vector.itemsize for vector in packed.values())
 
 
 def _plain(text: str) -> str:
