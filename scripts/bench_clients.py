@@ -18,8 +18,8 @@ fewest clients. Exits with 1 when more clients need more than 1.1 times as much 
 process takes 2 GB.
 
 With --paths DPNAS searches on digits with so many candidates per message, and the bytes of its
-messages, both ways, are compared with those of whole states. Exits with 1 when the messages of one
-candidate take more than a quarter.
+messages, both ways, are compared with those of whole float32 states, with wire=float32 and int8.
+Exits with 1 when the messages of one candidate take more than a quarter.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -165,10 +166,11 @@ def compare_sampled(
 
 def compare_paths(candidates: Sequence[int]) -> int:
     """Measure and print searches of DPNAS; exit code 1 when one candidate takes too much."""
-    print("candidates per message  MB per round  MB of whole states  share")
+    print("wire     candidates per message  MB per round  MB of whole states  share")
     passed = True
-    for number in sorted(candidates):
+    for wire, number in product(("float32", "int8"), sorted(candidates)):
         own = [f"algorithm.{kind}_candidates={number}" for kind in ("trained", "rewarded", "final")]
+        own.append(f"wire={wire}")
         with tempfile.TemporaryDirectory() as folder:
             run(compose(*PATHS, *own, f"hydra.run.dir={folder}/run"))
             rounds = read_run(Path(folder) / "run").rounds("search")
@@ -176,7 +178,7 @@ def compare_paths(candidates: Sequence[int]) -> int:
         dense = sum(event["bytes_dense"] for event in rounds)
         passed &= number > 1 or taken <= LARGEST_SHARE * dense
         print(
-            f"{number:22} {taken / len(rounds) / 1e6:13.2f} {dense / len(rounds) / 1e6:19.2f} "
+            f"{wire:8} {number:22} {taken / len(rounds) / 1e6:13.2f} {dense / len(rounds) / 1e6:19.2f} "
             f"{taken / dense:6.3f}",
             flush=True,
         )

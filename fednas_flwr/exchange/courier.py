@@ -46,6 +46,7 @@ from fednas_flwr.exchange.secure_sum.site import Opening
 from fednas_flwr.exchange.states import Layout, Packed
 from fednas_flwr.exchange.sum_requests import OpenMasks, SignSurvivors, Summed, by_index
 from fednas_flwr.exchange.summands import MASKED, Summands
+from fednas_flwr.exchange.wire import restore_sent, round_sent
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.verbs import VERBS
 
@@ -110,7 +111,7 @@ class Courier:
         quorum: Share of the clients, in (0, 1], that must answer every exchange.
         deadline_s: Seconds until the replies of an exchange must be there.
         connect_s: Seconds until the clients must have appeared.
-        wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.exchange.wire`.
+        wire: What float32 vectors travel as, see :mod:`fednas_flwr.exchange.wire`.
         fewest_records: Share of the median client's records that a client must declare.
         most_records: Multiple of them that it may declare.
         largest_share: Of an average, that one client of three or more may have: from above 0 to 1.
@@ -531,7 +532,8 @@ class Courier:
         """Ask every node; yield each client with its accepted reply or why it has none."""
         if self._grid is None:
             raise ValueError("call connect(grid) before ask")
-        records = encode_states(states)
+        rounded = round_sent(states, verb=verb, wire=self.wire)
+        records = encode_states(rounded)
         sizes = {name: _num_bytes(state) for name, state in states.items()}
         returned = {name: layout.num_bytes for name, layout in layouts.items()}
         for name, layout in (whole or {}).items():
@@ -554,7 +556,7 @@ class Courier:
             verb,
             classes=self._num_classes,
             sizes={name: sum(layout.sizes.values()) for name, layout in layouts.items()},
-            sent={name: norm(state) for name, state in states.items()},
+            sent={name: norm(state) for name, state in restore_sent(rounded).items()},
         )
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
             if self._refused[client] >= STRIKES or (client in self._left and not also_left):
