@@ -19,7 +19,8 @@ process takes 2 GB.
 
 With --paths DPNAS searches on digits with so many candidates per message, and the bytes of its
 messages, both ways, are compared with those of whole float32 states, with wire=float32 and int8.
-Exits with 1 when the messages of one candidate take more than a quarter.
+Exits with 1 when the rounded messages of one candidate take more than a quarter: half of the
+weights, those of the head, are in every message.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ PATHS = (
     *("experiment=dpnas/digits", "search_space.widths=[32,32,64]", "search_space.head=128"),
     *("stages=[search]", "rounds=4", "algorithm.warm_up_rounds=1", "algorithm.local_steps=1"),
 )
-LARGEST_SHARE = 0.25  # of the bytes of whole states, for messages about one path
+LARGEST_SHARE = 0.25  # of the bytes of whole states, for int8 messages about one path
 CHILD = """
 import json, resource, sys, time
 import fednas_flwr
@@ -176,10 +177,10 @@ def compare_paths(candidates: Sequence[int]) -> int:
             rounds = read_run(Path(folder) / "run").rounds("search")
         taken = sum(event["bytes_sent"] + event["bytes_received"] for event in rounds)
         dense = sum(event["bytes_dense"] for event in rounds)
-        passed &= number > 1 or taken <= LARGEST_SHARE * dense
+        passed &= (number, wire) != (1, "int8") or taken <= LARGEST_SHARE * dense
         print(
-            f"{wire:8} {number:22} {taken / len(rounds) / 1e6:13.2f} {dense / len(rounds) / 1e6:19.2f} "
-            f"{taken / dense:6.3f}",
+            f"{wire:8} {number:22} {taken / len(rounds) / 1e6:13.2f} "
+            f"{dense / len(rounds) / 1e6:19.2f} {taken / dense:6.3f}",
             flush=True,
         )
     print("all limits hold" if passed else "A LIMIT WAS PASSED")
