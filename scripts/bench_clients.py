@@ -4,6 +4,7 @@
         [--clients 5 10 50 100] [--settings feathers fedavg]
     python scripts/bench_clients.py --root <folder with FashionMNIST> --sampled 100 10000
         [--rounds 10] [--runtimes inline]
+    python scripts/bench_clients.py --paths 1 2 10
 
 Every client has 20 images, so that a round's work grows with the clients alone. feathers searches
 with a small supernet; fedavg trains MobileNetV2, whose 2.2 M weights fill the server's memory.
@@ -15,6 +16,11 @@ With --sampled a round asks 50 of so many clients of 6 images each: FedAvg of a 
 blocks of MobileNetV2. Memory and time per round (inline CPU time) are compared with those of the
 fewest clients. Exits with 1 when more clients need more than 1.1 times as much of either, or a
 process takes 2 GB.
+
+With --paths DPNAS searches on digits with so many candidates per message, and the bytes of its
+messages, both ways, are compared with those of whole float32 states, with wire=float32 and int8.
+Exits with 1 when the rounded messages of one candidate take more than a quarter: half of the
+weights, those of the head, are in every message.
 """
 
 from __future__ import annotations
@@ -25,12 +31,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
 import torch
 
+from fednas_flwr import compose, run
 from fednas_flwr.reporting.runs import read_run
 from fednas_flwr.search_spaces.genotype import save_genotype
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
@@ -59,6 +67,11 @@ SAMPLED = (
     *("retrain.batch_size=32", "stages=[retrain,evaluate]", f"clients_per_round={ASKED}"),
     *("dataset=fashion_mnist", "dataset.fractions={train:1.0,validation:0.0,test:0.0}"),
 )
+PATHS = (
+    *("experiment=dpnas/digits", "search_space.widths=[32,32,64]", "search_space.head=128"),
+    *("stages=[search]", "rounds=4", "algorithm.warm_up_rounds=1", "algorithm.local_steps=1"),
+)
+LARGEST_SHARE = 0.25  # of the bytes of whole states, for int8 messages about one path
 CHILD = """
 import json, resource, sys, time
 import fednas_flwr
@@ -77,15 +90,20 @@ print(json.dumps([largest, used.ru_utime + used.ru_stime, rounds]))
 def main() -> int:
     """Measure and print, a line at a time; exit code 1 when a limit is passed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--root", type=Path)
     parser.add_argument(
         "--runtimes", nargs="+", choices=("inline", "ray"), default=["inline", "ray"]
     )
     parser.add_argument("--clients", nargs="+", type=int, default=[5, 10, 50, 100])
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--sampled", nargs="+", type=int)
+    parser.add_argument("--paths", nargs="+", type=int)
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
+    if options.paths:
+        return compare_paths(options.paths)
+    if options.root is None:
+        parser.error("--root is needed: the folder with FashionMNIST")
     if options.sampled:
         return compare_sampled(options.root, options.runtimes, options.sampled, options.rounds)
     print("setting  runtime  clients  peak memory (MB)  s per round  s per client")
@@ -143,6 +161,28 @@ def compare_sampled(
                     f"memory {ratios[0]:.3f}, time {ratios[1]:.3f}",
                     flush=True,
                 )
+    print("all limits hold" if passed else "A LIMIT WAS PASSED")
+    return 0 if passed else 1
+
+
+def compare_paths(candidates: Sequence[int]) -> int:
+    """Measure and print searches of DPNAS; exit code 1 when one candidate takes too much."""
+    print("wire     candidates per message  MB per round  MB of whole states  share")
+    passed = True
+    for wire, number in product(("float32", "int8"), sorted(candidates)):
+        own = [f"algorithm.{kind}_candidates={number}" for kind in ("trained", "rewarded", "final")]
+        own.append(f"wire={wire}")
+        with tempfile.TemporaryDirectory() as folder:
+            run(compose(*PATHS, *own, f"hydra.run.dir={folder}/run"))
+            rounds = read_run(Path(folder) / "run").rounds("search")
+        taken = sum(event["bytes_sent"] + event["bytes_received"] for event in rounds)
+        dense = sum(event["bytes_dense"] for event in rounds)
+        passed &= (number, wire) != (1, "int8") or taken <= LARGEST_SHARE * dense
+        print(
+            f"{wire:8} {number:22} {taken / len(rounds) / 1e6:13.2f} "
+            f"{dense / len(rounds) / 1e6:19.2f} {taken / dense:6.3f}",
+            flush=True,
+        )
     print("all limits hold" if passed else "A LIMIT WAS PASSED")
     return 0 if passed else 1
 

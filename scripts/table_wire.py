@@ -1,4 +1,4 @@
-"""Table: what the quickstart loses and saves where replies travel as fewer bits.
+"""Table: what the quickstart loses and saves where messages travel as fewer bits.
 
     python scripts/table_wire.py
 
@@ -23,6 +23,7 @@ SEEDS = (1, 2, 3)
 COLUMNS = [
     {"metric": "central_accuracy", "title": "test accuracy (%)", "scale": 100, "decimals": 1},
     {"metric": "num_parameters", "title": "parameters (k)", "scale": 1e-3, "decimals": 0},
+    {"metric": "search_sent_mb", "title": "sent in the search (MB)", "decimals": 2},
     {"metric": "search_replies_mb", "title": "replies of the search (MB)", "decimals": 2},
     {"metric": "traffic_mb", "title": "both directions (MB)", "decimals": 1},
 ]
@@ -33,7 +34,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     start_results(
         RESULTS,
-        title="The quickstart by what replies travel as: digits, 3 clients, 3 seeds",
+        title="The quickstart by what messages travel as: digits, 3 clients, 3 seeds",
         command="python scripts/table_wire.py",
         columns=COLUMNS,
     )
@@ -46,13 +47,14 @@ def main() -> None:
                 group={"wire": wire},
                 seed=seed,
                 root=None,
-                more=replies,
+                more=traffic,
             )
 
 
-def replies(run: Run) -> dict[str, float]:
-    """Return the megabytes of the clients' replies in the search, where all have one supernet."""
-    return {"search_replies_mb": run.traffic("search")[1] / 1e6}
+def traffic(run: Run) -> dict[str, float]:
+    """Return the megabytes both ways in the search, where all runs have one supernet."""
+    sent, received = run.traffic("search")
+    return {"search_sent_mb": sent / 1e6, "search_replies_mb": received / 1e6}
 
 
 if __name__ == "__main__":

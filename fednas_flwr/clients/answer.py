@@ -13,7 +13,7 @@ from fednas_flwr.clients.noised_updates import noised_update
 from fednas_flwr.clients.summed import begin_sum, masked
 from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.exchange.messages import Reply, Request
-from fednas_flwr.exchange.wire import round_reply
+from fednas_flwr.exchange.wire import restore_sent, round_reply
 from fednas_flwr.names import CLIENT
 from fednas_flwr.randomness import derive_seed
 from fednas_flwr.verbs import VERBS
@@ -22,7 +22,8 @@ from fednas_flwr.verbs import VERBS
 def answer(client: Client, request: Request) -> Reply:
     """Return the reply to ``request``, computed with the client's threads and its own randomness.
 
-    It is rounded to what the client's replies travel as, or masked as part of a secure sum.
+    It is rounded to what the client's replies travel as, or masked as part of a secure sum. Where
+    the request's weights are rounded, they are what the client works with.
 
     A client with a release gate answers the private verbs only. torch's global generator is seeded
     from (seed, stage, round, client, verb), for layers that cannot take a generator (drop-path,
@@ -40,6 +41,7 @@ def answer(client: Client, request: Request) -> Reply:
     if request.statistics is not None:
         client = replace(client, data=client.data.standardised(request.statistics))
     part = begin_sum(client, request)
+    request = replace(request, states=restore_sent(request.states))
     header = request.header
     threads = torch.get_num_threads()
     torch.set_num_threads(client.threads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -28,15 +28,25 @@ def network_states_of(request: Request) -> dict[str, Packed]:
     return {name: state for name, state in request.states.items() if name not in beside}
 
 
-def sent_moments(request: Request, network: nn.Module) -> Tensors:
+def sent_moments(
+    request: Request, network: nn.Module, *, only: Collection[str] | None = None
+) -> Tensors:
     """Return the optimisers' moments that a request carries, by name; none if it does not.
+
+    Args:
+        request: Of which ``moments`` is read.
+        network: Whose moments they are.
+        only: The names of those that the request carries; None is all.
 
     Raises:
         ValueError: They are not of this network, or Adam cannot go on from their numbers of steps.
     """
     if MOMENTS not in request.states:
         return {}
-    moments = unpack(request.states[MOMENTS], Layout.of(no_moments(network)))
+    layout = Layout.of(no_moments(network))
+    if only is not None:
+        layout = layout.part(layout.marks(only))
+    moments = unpack(request.states[MOMENTS], layout)
     for name, tensor in moments.items():
         if name.startswith("alphas.step.") and not tensor.item() >= 0:
             raise ValueError(f"{name}={tensor.item()}: a number of steps is 0 or more")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
@@ -68,7 +68,14 @@ from fednas_flwr.exchange.requests import (
     Train,
     TrainCandidates,
 )
-from fednas_flwr.exchange.states import Layout, Tensors, network_states, unpack
+from fednas_flwr.exchange.states import (
+    MOMENTS,
+    Layout,
+    Tensors,
+    load_states,
+    network_states,
+    unpack,
+)
 from fednas_flwr.exchange.sum_requests import Settings, answer_sum
 from fednas_flwr.hardware.latency import to_json
 from fednas_flwr.randomness import derive_seed, make_generator
@@ -76,6 +83,7 @@ from fednas_flwr.search.candidate import (
     Candidate,
     ClippedGradients,
     all_alike,
+    path_states,
     train_candidates,
 )
 from fednas_flwr.search.descent import Descent, Descents, Gradients, make_sgd
@@ -311,15 +319,14 @@ def search(client: Client, request: Request, asked: Search) -> Reply:
 def train_paths(client: Client, request: Request, asked: TrainCandidates) -> Reply:
     """``train.candidate``: the shared weights after ``local_steps`` steps on each candidate.
 
-    In private mode they follow from the releases; those beside all paths are as they were sent.
+    In private mode they follow from the releases; those beside all paths are as they were sent, or
+    neither sent nor returned.
     """
     sgd, paths = asked.weights, asked.candidates
     gradients: Gradients
     with before_reading(request):
-        supernet = request_supernet(client, request).train()
-        planned = _plan(client, request, supernet)
-        for path in paths:
-            Candidate(supernet, path)
+        supernet, own = path_supernet(client, request, paths, sparse=asked.sparse)
+        planned = _plan(client, request, supernet.train())
         if client.gate is not None:
             steps = len(paths) * asked.local_steps
             gradients = noised = NoisedGradients(client, request, planned, steps=steps)
@@ -330,9 +337,12 @@ def train_paths(client: Client, request: Request, asked: TrainCandidates) -> Rep
             gradients = _candidate_gradients(client, request, asked)
         weights = supernet.weights()
         descent = Descent(weights, make_sgd(weights.values(), sgd), sgd.clip_norm)
-        descents = Descents(descent, sent=sent_moments(request, supernet))
+        moments = sent_moments(request, supernet, only=own.get(MOMENTS))
+        descents = Descents(descent, sent=moments)
     train_candidates(supernet, paths, gradients, descent, steps=asked.local_steps)
     states = trained_states(supernet, descents, without=("alphas", "buffers"))
+    if asked.sparse:
+        states["weights"] = {n: w for n, w in states["weights"].items() if n in own["weights"]}
     return make_reply(_num_records(client, "train"), states, gradients.metrics())
 
 
@@ -341,12 +351,14 @@ def reward_candidates(client: Client, request: Request, asked: RewardCandidates)
     split = client.data.validation
     with before_reading(request):
         described = asked.network or {"name": SUPERNET}
-        network = client.network(described, network_states_of(request)).eval()
+        network: nn.Module
         if asked.candidates is not None:
-            assert isinstance(network, Supernet)
+            network, _ = path_supernet(client, request, asked.candidates, sparse=asked.sparse)
+            network.eval()
             candidates: list[nn.Module] = [Candidate(network, path) for path in asked.candidates]
             largest: list[nn.Module] = [Candidate(network, path) for path in all_alike(network)]
         else:
+            network = client.network(described, network_states_of(request)).eval()
             if not isinstance(network, Pool):
                 raise ValueError(f"network {described['name']!r} is no pool of candidates")
             candidates = largest = list(network.members)
@@ -507,6 +519,24 @@ def request_supernet(client: Client, request: Request) -> Supernet:
     network = client.network({"name": SUPERNET}, network_states_of(request))
     assert isinstance(network, Supernet)
     return network
+
+
+def path_supernet(
+    client: Client, request: Request, paths: Sequence[Sequence[int]], *, sparse: bool
+) -> tuple[Supernet, dict[str, set[str]]]:
+    """Return the supernet with the states that the request carries.
+
+    Where it is sparse also the names of their tensors, by state.
+
+    Raises:
+        ValueError: A path does not fit the supernet, or the states do not.
+    """
+    network = client.network({"name": SUPERNET})
+    assert isinstance(network, Supernet)
+    used = path_states(network, paths)
+    own = used if sparse else {}
+    load_states(network, network_states_of(request), only=own)
+    return network, own
 
 
 def _plan(client: Client, request: Request, network: torch.nn.Module) -> Plan:

@@ -73,7 +73,7 @@ class Config(Checked):
             only (:mod:`fednas_flwr.exchange.robust`).
         trim: Clients that ``trimmed_mean`` leaves out at each end of every coordinate.
         malicious: Clients that ``krum``, ``multi_krum`` and ``bulyan`` take to be hostile.
-        wire: What the tensors of replies travel as (:mod:`fednas_flwr.exchange.wire`).
+        wire: What tensors of training travel as, both ways (:mod:`fednas_flwr.exchange.wire`).
         secure_sum: Whether the server sees totals of replies only
             (:mod:`fednas_flwr.exchange.secure_sum`).
         secure_terms: Of simulated sites, for secure sums.

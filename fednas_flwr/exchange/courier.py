@@ -46,6 +46,7 @@ from fednas_flwr.exchange.secure_sum.site import Opening
 from fednas_flwr.exchange.states import Layout, Packed
 from fednas_flwr.exchange.sum_requests import OpenMasks, SignSurvivors, Summed, by_index
 from fednas_flwr.exchange.summands import MASKED, Summands
+from fednas_flwr.exchange.wire import restore_sent, round_sent
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.verbs import VERBS
 
@@ -110,7 +111,7 @@ class Courier:
         quorum: Share of the clients, in (0, 1], that must answer every exchange.
         deadline_s: Seconds until the replies of an exchange must be there.
         connect_s: Seconds until the clients must have appeared.
-        wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.exchange.wire`.
+        wire: What float32 vectors travel as, see :mod:`fednas_flwr.exchange.wire`.
         fewest_records: Share of the median client's records that a client must declare.
         most_records: Multiple of them that it may declare.
         largest_share: Of an average, that one client of three or more may have: from above 0 to 1.
@@ -121,6 +122,7 @@ class Courier:
     Attributes:
         bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts thrice.
         bytes_received: Bytes of all arrays in replies so far.
+        bytes_dense: Bytes that whole states, unrounded, would have taken in both directions.
         facts: What each connected client said of itself, by client.
         statistics: By which all clients standardise a table; None where they are declared.
         sampling: Draws the clients that a round asks, in all of its exchanges; None asks all.
@@ -157,6 +159,7 @@ class Courier:
         self.wait: Callable[[float], None] = time.sleep
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.bytes_dense = 0
         self.facts: dict[int, Mapping[str, Any]] = {}
         self.statistics: Statistics | None = None
         self.sampling: Sampling | None = None
@@ -325,6 +328,7 @@ class Courier:
         own_settings: Mapping[int, Settings] | None = None,
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
+        whole: Mapping[str, Layout] | None = None,
         releases: Sequence[PlannedRelease] = (),
         also_left: bool = False,
         among: Collection[int] | None = None,
@@ -346,6 +350,7 @@ class Courier:
             own_settings: Arguments for single clients in their place.
             states: Packed tensors to send.
             layouts: The states that every reply must carry.
+            whole: The layouts of states of which messages carry a part: only for ``bytes_dense``.
             releases: With privacy what the stage releases: bounds what replies may be.
             also_left: Whether clients that have left are asked, too, except for those whose replies
                 were refused.
@@ -371,6 +376,7 @@ class Courier:
             for client, answer in self._exchange(
                 *(verb, stage, server_round, phase, settings, states or {}, layouts or {}),
                 own_settings=own_settings,
+                whole=whole or {},
                 planned=planned,
                 also_left=also_left,
                 among=asked,
@@ -516,6 +522,7 @@ class Courier:
         layouts: Mapping[str, Layout],
         *,
         own_settings: Mapping[int, Settings] | None = None,
+        whole: Mapping[str, Layout] | None = None,
         planned: Mapping[str, PlannedRelease] | None = None,
         also_left: bool = False,
         among: Collection[int] | None = None,
@@ -525,7 +532,13 @@ class Courier:
         """Ask every node; yield each client with its accepted reply or why it has none."""
         if self._grid is None:
             raise ValueError("call connect(grid) before ask")
-        records = encode_states(states)
+        rounded = round_sent(states, verb=verb, wire=self.wire)
+        records = encode_states(rounded)
+        sizes = {name: _num_bytes(state) for name, state in states.items()}
+        returned = {name: layout.num_bytes for name, layout in layouts.items()}
+        for name, layout in (whole or {}).items():
+            sizes |= {name: layout.num_bytes} if name in sizes else {}
+            returned |= {name: layout.num_bytes} if name in returned else {}
         messages: dict[int, Message] = {}
         accepts: dict[int, Callable[[Message], Reply]] = {}
         most: dict[int, float] = {}  # examples, or what it counts for in their place
@@ -543,7 +556,7 @@ class Courier:
             verb,
             classes=self._num_classes,
             sizes={name: sum(layout.sizes.values()) for name, layout in layouts.items()},
-            sent={name: norm(state) for name, state in states.items()},
+            sent={name: norm(state) for name, state in restore_sent(rounded).items()},
         )
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
             if self._refused[client] >= STRIKES or (client in self._left and not also_left):
@@ -559,6 +572,7 @@ class Courier:
                 summed=None if summands is None else summands.summed,
             )
             self.bytes_sent += payload_bytes(content)
+            self.bytes_dense += sum(sizes.values())
             facts = self.facts.get(client, {})
             own_limits = limits(
                 own,
@@ -587,6 +601,8 @@ class Courier:
                 if weights and client in weights:
                     scale *= weights[client] / answer.num_examples
                 answer = answer.weighing(scale, summed=VERBS[verb].gradients_of)
+            if isinstance(answer, Reply):
+                self.bytes_dense += sum(returned.values())
             yield client, answer
 
     def _emit_failure(
@@ -651,6 +667,10 @@ class Courier:
             return reason
         self._left[client] = f"{STRIKES} of its replies were refused, the last one for: {reason}"
         return self._left[client]
+
+
+def _num_bytes(packed: Packed) -> int:
+    return sum(vector.numel() * vector.itemsize for vector in packed.values())
 
 
 def _plain(text: str) -> str:

@@ -241,6 +241,7 @@ class TrainCandidates(Settings):
         batch_size: See :class:`Amount`.
         weights: SGD.
         dp_aware: Clipping and noise as a regulariser; None without, and in private mode.
+        sparse: Whether request and reply carry the weights of these paths only, and their moments.
     """
 
     candidates: Candidates
@@ -250,6 +251,7 @@ class TrainCandidates(Settings):
     weights: SGD
     dp_aware: DPAware | None
     site: Site | None = None
+    sparse: bool = False
 
 
 @dataclass(frozen=True)
@@ -259,17 +261,21 @@ class RewardCandidates(Settings):
     Attributes:
         candidates: Paths, see :class:`TrainCandidates`; None is ``network``.
         network: What a pool is built from; None is ``candidates``.
+        sparse: Whether the request carries the weights of the paths only.
     """
 
     candidates: Candidates | None = None
     site: Site | None = None
     network: Description | None = None
+    sparse: bool = False
 
     def __post_init__(self) -> None:
         """Check the ranges, that one of the two is given, and how many candidates there are."""
         super().__post_init__()
         if (self.candidates is None) == (self.network is None):
             raise ConfigError("candidates or network must be given, and not both.")
+        if self.network is not None and self.sparse:
+            raise ConfigError("sparse=True is of candidates by their paths: a pool travels whole.")
         if self.network is not None:
             members = self.network.get("genotypes")
             count = len(members) if isinstance(members, list) else 0

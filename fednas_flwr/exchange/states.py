@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -48,6 +48,15 @@ class Layout:
             sizes[dtype] = sizes.get(dtype, 0) + math.prod(shape)
         return sizes
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed vectors."""
+        return sum(n * getattr(torch, dtype).itemsize for dtype, n in self.sizes.items())
+
+    def marks(self, names: Collection[str]) -> str:
+        """Return a text of one digit per tensor, 1 for those of these names."""
+        return "".join("01"[name in names] for name, _, _ in self.entries)
+
     def part(self, chosen: str) -> Layout:
         """Return the layout of the tensors that a text of as many digits marks with 1."""
         kept = (entry for entry, c in zip(self.entries, chosen, strict=True) if c == "1")
@@ -62,18 +71,62 @@ def changed_part(new: Packed, sent: Packed, layout: Layout) -> tuple[Packed, str
         for those that differ.
     """
     tensors, old = unpack(new, layout), unpack(sent, layout)
-    chosen = {name: not torch.equal(tensor, old[name]) for name, tensor in tensors.items()}
-    part = {name: tensor for name, tensor in tensors.items() if chosen[name]}
-    return pack(part), "".join("01"[value] for value in chosen.values())
+    same = {name for name, tensor in tensors.items() if torch.equal(tensor, old[name])}
+    chosen = layout.marks(tensors.keys() - same)
+    return take_part(new, layout, chosen), chosen
+
+
+def take_part(packed: Packed, layout: Layout, chosen: str) -> Packed:
+    """Return the tensors that ``chosen`` marks, in the layout ``layout.part(chosen)``."""
+    tensors = unpack(packed, layout)
+    return pack({name: tensors[name] for name, _, _ in layout.part(chosen).entries})
 
 
 def fill_unchanged(part: Packed, sent: Packed, layout: Layout, chosen: str) -> Packed:
-    """Return the whole state of which :func:`changed_part` gave a part."""
+    """Return a whole state: the part that ``chosen`` marks, and all else as in ``sent``."""
     whole = {dtype: vector.clone() for dtype, vector in sent.items()}
     tensors = unpack(whole, layout)
     for name, tensor in unpack(part, layout.part(chosen)).items():
         tensors[name].copy_(tensor)
     return whole
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the tensors of a model's states, which travel in place of all.
+
+    Attributes:
+        whole: The states' layouts.
+        only: The names of the part's tensors by state; of a state that is not named, all.
+    """
+
+    whole: Mapping[str, Layout]
+    only: Mapping[str, Collection[str]]
+
+    @cached_property
+    def marks(self) -> dict[str, str]:
+        """By state of which tensors are left out, see :meth:`Layout.marks`."""
+        named = {
+            n: layout.marks(self.only[n]) for n, layout in self.whole.items() if n in self.only
+        }
+        return {name: marks for name, marks in named.items() if "0" in marks}
+
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """The layouts of the part's states."""
+        return {**self.whole} | {n: self.whole[n].part(marks) for n, marks in self.marks.items()}
+
+    def of(self, states: Mapping[str, Packed]) -> dict[str, Packed]:
+        """Return the part of whole states."""
+        parts = {n: take_part(states[n], self.whole[n], marks) for n, marks in self.marks.items()}
+        return {**states} | parts
+
+    def filled(self, part: Mapping[str, Packed], states: Mapping[str, Packed]) -> dict[str, Packed]:
+        """Return whole states: the part's, and what it leaves out as in ``states``."""
+        return {**part} | {
+            name: fill_unchanged(part[name], states[name], self.whole[name], marks)
+            for name, marks in self.marks.items()
+        }
 
 
 def pack(tensors: Mapping[str, Tensor]) -> Packed:
@@ -119,8 +172,18 @@ def network_states(network: nn.Module) -> dict[str, Tensors]:
     }
 
 
-def load_states(network: nn.Module, states: Mapping[str, Packed]) -> None:
+def load_states(
+    network: nn.Module,
+    states: Mapping[str, Packed],
+    *,
+    only: Mapping[str, Collection[str]] | None = None,
+) -> None:
     """Copy packed states into the network's own tensors, in place.
+
+    Args:
+        network: Takes them.
+        states: Its own, whole or in part.
+        only: The names of the tensors that states hold in part.
 
     Raises:
         ValueError: A state is not one of this network's, or has other sizes.
@@ -129,7 +192,10 @@ def load_states(network: nn.Module, states: Mapping[str, Packed]) -> None:
     for name, packed in states.items():
         if name not in own:
             raise ValueError(f"a network has the states {sorted(own)}, got {name!r}")
-        for key, tensor in unpack(packed, Layout.of(own[name])).items():
+        layout = Layout.of(own[name])
+        if only is not None and name in only:
+            layout = layout.part(layout.marks(only[name]))
+        for key, tensor in unpack(packed, layout).items():
             own[name][key].copy_(tensor)
 
 

@@ -1,13 +1,18 @@
-"""Replies that travel as float16 or int8 instead of float32: ``wire``.
+"""Tensors that travel as float16 or int8 instead of float32: ``wire``.
 
 A client rounds what it sends at random, such that its expectation is what it would have sent
 (stochastic rounding, as in QSGD: Alistarh et al., 2017, arXiv 1610.02132, section 3.1). Of a model
 that was trained from the one it was sent, the difference to that is rounded, which is far smaller.
-Noised releases are rounded after the noise, so that privacy is that of the release.
+Noised releases are rounded after the noise, so that privacy is that of the release. Clients keep
+nothing between rounds, and so no error to make up for: their rounding is unbiased instead.
+
+The weights that a server sends to be trained are rounded to the nearest value. It keeps them
+exactly, and adds to these the differences to what was sent, so that its rounding does not add up.
+Whatever is measured is the exact model.
 
 Each block of 256 values has a scale of its own, its largest magnitude. Shorter vectors, such as
 alphas and rewards, and those of other dtypes travel as they are. Main functions:
-:func:`round_reply` and :func:`restore`.
+:func:`round_reply` and :func:`restore`, :func:`round_sent` and :func:`restore_sent`.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fednas_flwr.errors import ReplyError
+from fednas_flwr.errors import ConfigError, ReplyError
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.states import Layout, Packed
 from fednas_flwr.verbs import VERBS
@@ -48,7 +53,7 @@ def restore(packed: Packed, layout: Layout, *, wire: str, base: Packed | None) -
         packed: As it arrived; nothing of it has been checked.
         layout: Of the state that was asked for.
         wire: What was agreed on.
-        base: The same state as it was sent, if its verb trains a model that it was sent.
+        base: The same state as the server has it, if its verb trains a model that it was sent.
 
     Raises:
         ReplyError: The vectors are not those of a rounded state of this layout.
@@ -70,15 +75,48 @@ def restore(packed: Packed, layout: Layout, *, wire: str, base: Packed | None) -
     return {**rest, "float32": vector}
 
 
-def round_vector(vector: Tensor, *, wire: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return random values and scales with ``E[values * scales] = vector``.
+def round_sent(states: Mapping[str, Packed], *, verb: str, wire: str) -> dict[str, Packed]:
+    """Return the states of a request, with long weights rounded if they are to be trained."""
+    sent = dict(states)
+    if wire != "float32" and verb.startswith("train.") and "weights" in sent:
+        sent["weights"] = _round_packed(sent["weights"], {}, wire=wire, generator=None)
+    return sent
+
+
+def restore_sent(states: Mapping[str, Packed]) -> dict[str, Packed]:
+    """Return the states of a request with its rounded vectors as float32.
+
+    Raises:
+        ConfigError: A rounded vector has not one scale for each block.
+    """
+    restored = {}
+    for name, packed in states.items():
+        key = next((f"rounded:{wire}" for wire in LARGEST if f"rounded:{wire}" in packed), None)
+        if key is None:
+            restored[name] = packed
+            continue
+        values, scales = packed[key], packed.get(SCALES, torch.zeros(0))
+        if len(scales) != math.ceil(len(values) / BLOCK):
+            raise ConfigError(
+                f"refused: {name} has {len(values)} rounded values and {len(scales)} scales; one "
+                f"for each {BLOCK} values was expected."
+            )
+        rest = {dtype: v for dtype, v in packed.items() if dtype not in (key, SCALES)}
+        restored[name] = {**rest, "float32": restore_vector(values, scales)}
+    return restored
+
+
+def round_vector(
+    vector: Tensor, *, wire: str, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Return values and scales with ``E[values * scales] = vector``, or the nearest ones.
 
     ``q = floor(y) + [u < y - floor(y)]`` in units of what ``wire`` can tell apart, u uniform.
 
     Args:
         vector: float32 [n].
         wire: ``float16`` or ``int8``.
-        generator: Of u.
+        generator: Of u; without one u is one half.
 
     Returns:
         Values, [n] of the dtype ``wire``; scales, float32 [ceil(n / 256)]. What is not finite
@@ -95,7 +133,9 @@ def round_vector(vector: Tensor, *, wire: str, generator: torch.Generator) -> tu
         units = torch.ldexp(units, exponents - 11)
     steps = scaled / units
     low = steps.floor()
-    uniform = torch.rand(steps.shape, generator=generator)
+    uniform = torch.full_like(steps, 0.5)
+    if generator is not None:
+        uniform.uniform_(generator=generator)
     values = (low + (uniform < steps - low)) * units
     values = values.clamp(-LARGEST[wire], LARGEST[wire])  # the division may end just above
     return values.flatten()[: len(vector)].to(getattr(torch, wire)), scales
@@ -107,7 +147,7 @@ def restore_vector(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def _round_packed(
-    packed: Packed, base: Mapping[str, Tensor], *, wire: str, generator: torch.Generator
+    packed: Packed, base: Mapping[str, Tensor], *, wire: str, generator: torch.Generator | None
 ) -> Packed:
     vector = packed.get("float32")
     if vector is None or len(vector) < BLOCK:

@@ -234,6 +234,15 @@ class Run:
             sum(e.get("bytes_received") or 0 for e in rounds),
         )
 
+    def bytes_dense(self, stage: str) -> int | None:
+        """Return the bytes that whole float32 states would have taken in a stage's rounds.
+
+        None of runs whose rounds do not all say it.
+        """
+        told = [event.get("bytes_dense") for event in self.rounds(stage)]
+        known = [number for number in told if number is not None]
+        return sum(known) if known and len(known) == len(told) else None
+
     def accuracy(self) -> float | None:
         """Return the test accuracy, by the clients where no server tests."""
         numbers = self.numbers()

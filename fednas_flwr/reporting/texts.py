@@ -303,11 +303,20 @@ def time_rows(run: Run) -> list[tuple[str, str, float]]:
 
 
 def traffic_rows(run: Run) -> list[list[str]]:
-    """Return stage, bytes sent and received as table rows, the last their sum."""
-    rows = [(name, *run.traffic(name)) for name in STAGES if any(run.traffic(name))]
+    """Return stage, bytes sent and received, and both as a share of what whole states would take.
+
+    The last row is their sum; the share is a dash where it is not known.
+    """
+    stages = [name for name in STAGES if any(run.traffic(name))]
+    rows = [(name, *run.traffic(name), run.bytes_dense(name)) for name in stages]
     if len(rows) > 1:
-        rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
-    return [[name, num_bytes(sent), num_bytes(received)] for name, sent, received in rows]
+        sent, received, dense = zip(*(row[1:] for row in rows), strict=True)
+        whole = None if None in dense else sum(dense)
+        rows.append(("all", sum(sent), sum(received), whole))
+    return [
+        [name, num_bytes(sent), num_bytes(got), percent((sent + got) / dense if dense else None)]
+        for name, sent, got, dense in rows
+    ]
 
 
 COLUMN_HEAD = ["column", "what it is", "standardised by (mean, deviation)"]

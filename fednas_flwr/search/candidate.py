@@ -7,14 +7,14 @@ the weights that others have trained. :func:`train_candidates` is lines 4 to 8 o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 import torch
 from torch import Tensor, nn
 
 from fednas_flwr.privacy.clipping import clipped_gradient_sum
-from fednas_flwr.search.descent import Descent, Gradients, trainable_weights
+from fednas_flwr.search.descent import MOMENTS, Descent, Gradients, trainable_weights
 from fednas_flwr.search.exact_gradients import ExactGradients, Passes
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.search.settings import DPAware
@@ -53,6 +53,16 @@ class Candidate(nn.Module):
         """Return logits [B, classes]."""
         logits: Tensor = self.body(x, path=self.path)
         return logits
+
+
+def path_states(supernet: Supernet, paths: Iterable[Sequence[int]]) -> dict[str, set[str]]:
+    """Return the names of what training any of these paths reads or moves, by state.
+
+    Server and clients compute it alike from the paths: messages about them carry nothing else.
+    """
+    weights = {name for path in paths for name in Candidate(supernet, path).weights()}
+    moments = {f"weights.{moment}.{name}" for moment in MOMENTS["weights"] for name in weights}
+    return {"weights": weights, "moments": moments}
 
 
 def all_alike(supernet: Supernet) -> list[list[int]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypedDict
 
@@ -31,6 +31,7 @@ from fednas_flwr.exchange.states import (
     Average,
     Layout,
     Packed,
+    Part,
     Tensors,
     WeightedAverage,
     load_states,
@@ -173,6 +174,7 @@ class RoundStrategy(Strategy):
         own_settings: Mapping[int, Settings] | None = None,
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
+        whole: Mapping[str, Layout] | None = None,
     ) -> Iterator[tuple[int, Reply]]:
         """Ask the round's clients one verb; yields ``(client, reply)``: :meth:`Courier.ask`."""
         self._phase += 1
@@ -186,6 +188,7 @@ class RoundStrategy(Strategy):
             own_settings=own_settings,
             states=states,
             layouts=layouts,
+            whole=whole,
             releases=() if self.private is None else self.private.releases,
             turn=self._turn,
         ):
@@ -201,26 +204,42 @@ class RoundStrategy(Strategy):
         """Return the clients that the round may ask."""
         return self.courier.clients if self._turn is None else self._turn.candidates
 
-    def train(self, verb: str, settings: Settings, momentum: float) -> dict[str, float]:
+    def train(
+        self,
+        verb: str,
+        settings: Settings,
+        momentum: float,
+        *,
+        only: Mapping[str, Collection[str]] | None = None,
+    ) -> dict[str, float]:
         """Have all clients train the global model, and make their average the new one.
 
         Args:
             verb: That answers with the model's states.
             settings: The request.
             momentum: Of the server, where the server has it.
+            only: Of some states the names of the tensors that are sent and come back; all others
+                stay as they are.
 
         Returns:
             The clients' metrics, averaged.
         """
-        replies = self.ask(verb, settings, states=self.states, layouts=self.layouts)
+        part = Part(self.layouts, only or {})
+        replies = self.ask(
+            verb, settings, states=part.of(self.states), layouts=part.layouts, whole=self.layouts
+        )
         average, metrics = self.average(replies)
-        self.move(average, momentum)
+        self.move(part.filled(average, self.states), momentum)
         return metrics
 
     def reward(
-        self, request: RewardCandidates
+        self, request: RewardCandidates, *, only: Mapping[str, Collection[str]] | None = None
     ) -> tuple[list[float], float | None, dict[str, float]]:
         """Return each candidate's accuracy over all clients' validation records.
+
+        Args:
+            request: Names the candidates.
+            only: Of some states the names of the tensors that are sent.
 
         Returns:
             The accuracies; the standard deviation of the noise on each, None where it depends on
@@ -230,7 +249,11 @@ class RoundStrategy(Strategy):
         bounds = NOISY_REWARDS if self.private else EXACT_REWARDS
         average, replies = self.new_average(), []
         for _, reply in self.ask(
-            "evaluate.candidates", request, states=self.model, layouts={"rewards": layout}
+            "evaluate.candidates",
+            request,
+            states=Part({n: self.layouts[n] for n in self.model}, only or {}).of(self.model),
+            layouts={"rewards": layout},
+            whole=self.layouts,
         ):
             own = {
                 dtype: vector.clamp(*bounds) for dtype, vector in reply.states["rewards"].items()
@@ -337,6 +360,7 @@ class RoundStrategy(Strategy):
             if late and server_round > first:
                 break
             sent, received = self.courier.bytes_sent, self.courier.bytes_received
+            dense = self.courier.bytes_dense
             self._round, self._phase, self._client_metrics = server_round, 0, {}
             if (sampling := self.courier.sampling) is not None:
                 self._turn, self._asked = sampling.turn(self.stage, server_round), set()
@@ -357,6 +381,7 @@ class RoundStrategy(Strategy):
                 exchanges=self._phase,
                 bytes_sent=self.courier.bytes_sent - sent,
                 bytes_received=self.courier.bytes_received - received,
+                bytes_dense=self.courier.bytes_dense - dense,
                 clients={str(c): m for c, m in sorted(self._client_metrics.items())},
                 **({} if self._turn is None else {"asked": sorted(self._asked)}),
             )

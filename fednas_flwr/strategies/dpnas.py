@@ -10,6 +10,7 @@ from fednas_flwr.exchange.requests import RewardCandidates, TrainCandidates
 from fednas_flwr.exchange.states import Tensors
 from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, rewards_release
 from fednas_flwr.randomness import make_generator
+from fednas_flwr.search.candidate import path_states
 from fednas_flwr.search.samplers import Path, Sampler
 from fednas_flwr.search.settings import SGD, DPAware
 from fednas_flwr.search_spaces.dp_cells import DPCellSpace
@@ -25,14 +26,15 @@ class DPNAS(RoundStrategy):
     (``train.candidate``, lines 4 to 8), and averages the weights by N_k / N. Then it samples others
     and asks for their accuracy on validation records (``evaluate.candidates``), of which the
     controller learns (lines 9 to 13); in the warm-up rounds it does not. After the last round the
-    best of ``final_candidates`` samples, by the same measurement, is what is found.
+    best of ``final_candidates`` samples, by the same measurement, is what is found. Messages carry
+    the weights of the paths that they are about; all others stay as they are.
 
     Deviations: one step of the controller has several candidates, since an exchange costs seconds,
     each measured on all validation records instead of a batch of 64; the authors' code ranks on
     test records, which are never used here.
 
     Args:
-        supernet: Of the space; the initial shared weights.
+        supernet: Of the space; the initial shared weights. It is only read.
         courier: Reaches the clients.
         space: The search space.
         sampler: The controller, or what takes its place.
@@ -71,7 +73,7 @@ class DPNAS(RoundStrategy):
         super().__init__(supernet, courier, space=space, **shared)
         for states in (self.states, self.layouts):
             del states["alphas"]  # paths are sampled without
-        self.cells, self.sampler, self.seed = space, sampler, seed
+        self.supernet, self.cells, self.sampler, self.seed = supernet, space, sampler, seed
         self.counts = (trained_candidates, rewarded_candidates, final_candidates)
         self.warm_up_rounds, self.weights = warm_up_rounds, weights
         self.local_steps, self.batch_size, self.dp_aware = local_steps, batch_size, dp_aware
@@ -89,8 +91,10 @@ class DPNAS(RoundStrategy):
             weights=self.client_weights(self.weights.at_round(server_round, num_rounds)),
             dp_aware=None if is_private else self.dp_aware,
             site=self.site,
+            sparse=True,
         )
-        metrics = self.train("train.candidate", request, self.weights.momentum)
+        own = path_states(self.supernet, request.candidates)
+        metrics = self.train("train.candidate", request, self.weights.momentum, only=own)
         if server_round > self.warm_up_rounds:
             paths = self.sampler.sample(rewarded, generator)
             rewards, measured = self._measure(paths, server_round)
@@ -107,8 +111,9 @@ class DPNAS(RoundStrategy):
         self, paths: Sequence[Path], server_round: int
     ) -> tuple[list[float], dict[str, float]]:
         """Return each candidate's accuracy over all clients' validation records, and metrics."""
-        request = RewardCandidates([list(path) for path in paths], site=self.site)
-        rewards, noise, metrics = self.reward(request)
+        request = RewardCandidates([list(path) for path in paths], site=self.site, sparse=True)
+        own = path_states(self.supernet, paths)
+        rewards, noise, metrics = self.reward(request, only=own)
         self.courier.emit(
             "rewarded", stage=self.stage, round=server_round, paths=paths, rewards=rewards,
             noise=noise,

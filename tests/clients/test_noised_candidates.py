@@ -12,8 +12,16 @@ from torch.nn import functional
 
 from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.clients import release
-from fednas_flwr.exchange.states import Layout, load_states, network_states, unpack
-from fednas_flwr.search.candidate import Candidate
+from fednas_flwr.exchange.states import (
+    MOMENTS,
+    Layout,
+    Part,
+    load_states,
+    network_states,
+    unpack,
+)
+from fednas_flwr.search.candidate import Candidate, path_states
+from fednas_flwr.search.descent import no_moments
 
 from .conftest import DIVIDED, METRICS, RECORDS, STEP, TERMS, schedule
 
@@ -137,3 +145,27 @@ def test_noise_on_each_reward_grows_with_the_root_of_their_number(make_site):
     )
     std = METRICS["noise_multiplier"] * math.sqrt(100) / RECORDS["validation"]
     assert rewards.double().std().item() == pytest.approx(std, rel=6 / math.sqrt(800))
+
+
+@pytest.mark.parametrize("moments", [False, True])
+def test_a_reply_about_paths_alone_has_their_part_of_the_whole_one(
+    moments, site, make_site, supernet, totals
+):
+    """Noise is left out: the releases' totals are those of whole states, too."""
+    whole = site.request("train.candidate", moments=moments, **ASKED)
+    layouts = {"weights": Layout.of(network_states(supernet)["weights"])}
+    if moments:
+        layouts[MOMENTS] = Layout.of(no_moments(supernet))
+    part = Part(layouts, path_states(supernet, PATHS))
+    assert 0 < part.layouts["weights"].num_bytes < 0.6 * layouts["weights"].num_bytes
+    other = make_site(committed=EVERYTHING, records=np.arange(40), test_seed=b"7")
+    narrow = replace(
+        whole, settings=replace(whole.settings, sparse=True), states=part.of(whole.states)
+    )
+    expected, reply = site.answer(whole), other.answer(narrow)
+    assert reply.digests == {name: layout.digest for name, layout in part.layouts.items()}
+    for name, packed in part.of(expected.states).items():
+        assert torch.equal(reply.states[name]["float32"], packed["float32"])
+    (before, after) = totals[: len(totals) // 2], totals[len(totals) // 2 :]
+    for (one, _), (same, _) in zip(before, after, strict=True):
+        assert torch.equal(one, same)

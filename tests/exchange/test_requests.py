@@ -196,11 +196,14 @@ ALL = {
         weights=sgds,
         dp_aware=st.none() | st.builds(DPAware, max_grad_norm=rates, noise_multiplier=from_zero),
         site=here,
+        sparse=st.booleans(),
     ),
     "train.probe": st.builds(Probe, search=searches, training=st.none(), site=here, **probes)
     | st.builds(Probe, search=st.none(), training=trainings, site=here, **probes),
     "train.weights": st.builds(Train, local=trainings, validates=st.booleans(), site=here),
-    "evaluate.candidates": st.builds(RewardCandidates, candidates=paths, site=here)
+    "evaluate.candidates": st.builds(
+        RewardCandidates, candidates=paths, site=here, sparse=st.booleans()
+    )
     | st.builds(RewardCandidates, network=pools, site=here),
     "evaluate.model": st.builds(Evaluate, network=descriptions, split=names, site=here),
     "evaluate.personalised": st.builds(Personalise, local=trainings),

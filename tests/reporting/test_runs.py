@@ -5,6 +5,8 @@ import pytest
 
 from fednas_flwr.reporting.events import EventLog
 from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.reporting.texts import traffic_rows
+from fednas_flwr.reporting.units import DASH
 
 METRICS = (
     "central_accuracy",
@@ -76,6 +78,21 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     first = killed.attempts()[0]
     lost = first[-1]["elapsed"] - first[1]["elapsed"]
     assert run.stage_seconds() == {"search": pytest.approx(100.0 + lost)}
+
+
+def test_traffic_is_told_as_a_share_of_what_whole_states_would_take(tmp_path: Path) -> None:
+    """Of runs that do not say it a dash stands in its place."""
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        log.emit("run_started", resumed=False)
+        for number, stage in ((1, "search"), (2, "search"), (1, "retrain")):
+            told = {"bytes_sent": 100, "bytes_received": 50}
+            dense = {"bytes_dense": 600 if stage == "search" else 150}
+            log.emit("round", stage=stage, round=number, **told, **dense)
+    assert [row[3] for row in traffic_rows(read_run(tmp_path))] == ["25.0 %", "100.0 %", "33.3 %"]
+    with EventLog(path) as log:
+        log.emit("round", stage="retrain", round=2, bytes_sent=100, bytes_received=50)
+    assert [row[3] for row in traffic_rows(read_run(tmp_path))] == ["25.0 %", DASH, DASH]
 
 
 def test_a_folder_without_events_is_no_run(tmp_path: Path) -> None:

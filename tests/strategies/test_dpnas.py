@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.data.loaders import step_batch
-from fednas_flwr.search.candidate import Candidate
+from fednas_flwr.exchange.states import unpack
+from fednas_flwr.search.candidate import Candidate, path_states
 
 DPNAS = [
     *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=2", "rounds=3"),
@@ -178,3 +179,71 @@ def test_no_degenerate_candidate_is_trained_measured_or_found(sampler, compose_c
         paths = strategy.sampler.sample(60, generator)
         assert not any(space.is_degenerate(space.genotype(path)) for path in paths)
         strategy.sampler.learn(paths, [0.5] * len(paths))
+
+
+@pytest.mark.parametrize("momentum", ["reset", "averaged", "server"])
+def test_messages_carry_sampled_paths_and_the_result_is_that_of_whole_states(
+    momentum, compose_config, federate
+):
+    """To the last bit; whole states are averaged for the paths, and all else stays as it was."""
+    config = compose_config(*DPNAS, f"momentum={momentum}")
+
+    def searched(*, whole):
+        federation = federate(config)
+        strategy, federation.used = federation.strategy, []
+        ask, train = strategy.ask, strategy.train
+
+        def told(verb, settings, **given):
+            used = path_states(strategy.supernet, settings.candidates)
+            federation.used.append((verb, used))
+            if whole:
+                settings = replace(settings, sparse=False)
+                states = strategy.states if verb == "train.candidate" else strategy.model
+                given |= {"states": states, "whole": None}
+                if verb == "train.candidate":
+                    given["layouts"] = strategy.layouts
+            return ask(verb, settings, **given)
+
+        def restored(verb, settings, constant, *, only):
+            """Average whole states, and keep of them what the paths have."""
+            before = {name: dict(packed) for name, packed in strategy.states.items()}
+            replies = told(verb, settings)
+            average, metrics = strategy.average(replies)
+            for state, packed in average.items():
+                layout = strategy.layouts[state]
+                kept = unpack(before[state], layout)
+                for name, tensor in unpack(packed, layout).items():
+                    if name not in only[state]:
+                        tensor.copy_(kept[name])
+            strategy.move(average, constant)
+            return metrics
+
+        strategy.ask = told
+        strategy.train = restored if whole else train
+        strategy.start(federation.grid, num_rounds=2)
+        assert not [e for e in federation.events if e["event"] == "client_failed"]
+        return federation
+
+    sparse, dense = searched(whole=False), searched(whole=True)
+    for name, tensor in dense.strategy.named_arrays().to_torch_state_dict().items():
+        assert torch.equal(sparse.strategy.named_arrays().to_torch_state_dict()[name], tensor)
+    rewards = [
+        [e["rewards"] for e in f.events if e["event"] == "rewarded"] for f in (sparse, dense)
+    ]
+    assert rewards[0] == rewards[1]
+    assert len(rewards[0]) == 2
+    rounds = [[e for e in f.events if e["event"] == "round"] for f in (sparse, dense)]
+    assert [e["metrics"] for e in rounds[0]] == [e["metrics"] for e in rounds[1]]
+    for narrow, wide in zip(*rounds, strict=True):
+        assert narrow["bytes_dense"] == wide["bytes_dense"]
+        for key in ("bytes_sent", "bytes_received"):
+            assert narrow[key] < 0.9 * wide[key]
+    sizes = {n: w.numel() for n, w in sparse.strategy.supernet.weights().items()}
+    copies = 2 if momentum == "averaged" else 1
+    of_paths = sum(
+        4 * sizes[name] * (2 * copies if verb == "train.candidate" else 1)
+        for verb, used in sparse.used
+        for name in used["weights"]
+    )
+    taken = sum(e["bytes_sent"] + e["bytes_received"] for e in rounds[0])
+    assert 2 * of_paths <= taken <= 2 * of_paths + 10_000  # of two clients; arrays have headers

@@ -6,6 +6,7 @@ Moments that travel are those of one optimiser that is kept, and the server's mo
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,15 +33,23 @@ ROUNDS = 3
 
 
 def recorded(federation):
-    """Let the federation keep what is asked of its clients and what they answer."""
+    """Let the federation keep what is asked of its clients and what they answer: whole states."""
     ask, federation.asked = federation.courier.ask, []
 
     def recording(verb, **arguments):
-        sent = {s: {d: v.clone() for d, v in p.items()} for s, p in arguments["states"].items()}
+        whole = arguments.get("whole") or {}
+        states = arguments["states"] | {s: federation.strategy.states[s] for s in whole}
+        sent = {s: {d: v.clone() for d, v in p.items()} for s, p in states.items()}
         replies = {}
         federation.asked.append((verb, arguments["settings"], sent, replies))
         for client, reply in ask(verb, **arguments):
-            replies[client] = reply
+            states = dict(reply.states)
+            for state in whole.keys() & states.keys():
+                trained = unpack(states[state], arguments["layouts"][state])
+                states[state] = {dtype: v.clone() for dtype, v in sent[state].items()}
+                for name, tensor in unpack(states[state], whole[state]).items():
+                    tensor.copy_(trained.get(name, tensor))
+            replies[client] = replace(reply, states=states)
             yield client, reply
 
     federation.courier.ask = recording
