@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
 
 import torch
 
@@ -38,7 +37,7 @@ def answer(client: Client, request: Request) -> Reply:
     if client.gate is not None:
         admit(client.gate, request)
     if request.statistics is not None:
-        client = replace(client, data=client.data.standardised(request.statistics))
+        client = client.standardised(request.statistics)
     part = begin_sum(client, request)
     header = request.header
     threads = torch.get_num_threads()

@@ -100,6 +100,9 @@ class DifferentialPrivacy(Checked):
         local_steps: Noised steps per round of a local search, and per trial.
         metrics_noise_multiplier: Of losses and accuracies on clients' records, over a norm of 1 per
             record and measurement; null measures none.
+        statistics_noise_multiplier: Of the means and deviations by which clients standardise a
+            table: one release of each, within ``dataset.ranges``, over a norm of 1 per record; null
+            standardises by the ranges alone.
         fewest_records: Of three or more clients, the share of the median client's records that one
             must declare of each split; one that declares fewer is left out. Noise is calibrated to
             the client that needs most.
@@ -124,6 +127,7 @@ class DifferentialPrivacy(Checked):
     retrain: PrivateRetrain
     local_steps: Steps
     metrics_noise_multiplier: NoiseMultiplier | None
+    statistics_noise_multiplier: NoiseMultiplier | None
     fewest_records: Annotated[float, Between(0, 1)]
     micro_batch_size: Annotated[int, Between(1, LARGEST_MICRO_BATCH)]
     sites: Text | None

@@ -51,6 +51,7 @@ class Prepared:
         std: As ``mean``; all above 0.
         intensity: Of images of more than 8 bits, see :class:`~fednas_flwr.data.decoding.Decoding`.
         scattering: Scales and angles of the transform that made features of images; else empty.
+        from_ranges: Whether mean and std of all numbers of a table follow from declared ranges.
     """
 
     train: Records
@@ -59,6 +60,7 @@ class Prepared:
     std: tuple[float, ...]
     intensity: tuple[float, ...] = ()
     scattering: tuple[int, ...] = ()
+    from_ranges: bool = False
 
     @property
     def num_classes(self) -> int:
@@ -276,6 +278,7 @@ def prepare(
         stds,
         intensity=tuple(intensity or ()),
         scattering=(scattering["scales"], scattering["angles"]) if scattering is not None else (),
+        from_ranges=bool(ranges) and not statistics,
     )
 
 

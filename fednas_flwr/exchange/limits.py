@@ -26,7 +26,7 @@ from fednas_flwr.exchange.requests import (
     TrainCandidates,
 )
 from fednas_flwr.exchange.states import MOMENTS, Packed
-from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.search.settings import SGD
 from fednas_flwr.verbs import VERBS
 
@@ -99,6 +99,10 @@ def honest_limits(
     norms = {name: GROWTH * (math.sqrt(size) + sent.get(name, 0.0)) for name, size in sizes.items()}
     if "rewards" in planned:  # strategies clamp what noise has moved
         norms["rewards"] = math.inf
+    if STATISTICS in planned:  # of a norm of 1 per record, in units of its largest norm
+        release, size = planned[STATISTICS], sizes.get(STATISTICS, 0)
+        total = math.sqrt(size) * largest_sum(release, records, num_values=size)
+        norms[STATISTICS] = SLACK * total / release.expected_batch(records)
     trained = _training(settings, examples * classes)
     if trained is None:
         return Limits(examples, norms, _noise_of_means(planned, records))

@@ -139,7 +139,12 @@ def audit_search(config: Config, *, confidence: float = 0.99) -> Audit:
         raise ConfigError(f"confidence={confidence:g}: expected a number between 0 and 1.")
     algorithm = replace(algorithm, fused=False, local_steps=1, evaluate_every=0)
     privacy = replace(
-        privacy, epsilon=1e6, alphas=privacy.weights, sites=None, metrics_noise_multiplier=None
+        privacy,
+        epsilon=1e6,
+        alphas=privacy.weights,
+        sites=None,
+        metrics_noise_multiplier=None,
+        statistics_noise_multiplier=None,
     )
     config = replace(config, stages=["search"], genotype=None, wire="float32")
     each = (1 + confidence) / 2  # of two bounds

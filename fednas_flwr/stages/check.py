@@ -23,7 +23,7 @@ from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.exchange.states import network_states
 from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import Policy, check_planned, check_verb
 from fednas_flwr.privacy.renyi_filter import Reading, RenyiFilter, covered_steps
 from fednas_flwr.reporting.lookup import CellTable, read_table
@@ -133,14 +133,20 @@ def _check_release(
 def _settings(privacy: DifferentialPrivacy, planned: PlannedRelease) -> str:
     """Return the settings that the terms of a release follow from, with their values."""
     name, norm = planned.noise_name, f"max_grad_norm={planned.max_grad_norm:g}"
-    if name == "metrics":
-        return f"privacy.metrics_noise_multiplier={privacy.metrics_noise_multiplier:g}"
+    if name in ("metrics", STATISTICS):
+        return _given_noise(privacy, name)
     noise = getattr(privacy, name)
     if noise.noise_multiplier is not None:
         return f"privacy.{name}.noise_multiplier={noise.noise_multiplier:g} with {norm}"
     if noise.epsilon is not None:
         return f"privacy.{name}.epsilon={noise.epsilon:g} with {norm}"
     return f"privacy.epsilon={privacy.epsilon:g} with privacy.{name}.{norm}"
+
+
+def _given_noise(privacy: DifferentialPrivacy, name: str) -> str:
+    """Return the setting of noise that is never calibrated, with its value."""
+    setting = f"{name}_noise_multiplier"
+    return f"privacy.{setting}={getattr(privacy, setting):g}"
 
 
 def _covers(
@@ -183,9 +189,9 @@ def _uncovered(
     covered = ", ".join(f"client {client}: {number}" for client, number in short.items())
     rounds = "1 round" if cover["of"] == 1 else f"{cover['of']} rounds"
     cure = "take fewer rounds or more noise"
-    if cover["stage"] == "evaluate":
-        sigma = privacy.metrics_noise_multiplier
-        cure = f"raise privacy.metrics_noise_multiplier={sigma:g} or set it to null"
+    if cover["stage"] in ("evaluate", STATISTICS):
+        name = "metrics" if cover["stage"] == "evaluate" else STATISTICS
+        cure = f"raise {_given_noise(privacy, name)} or set it to null"
     return ConfigError(
         f"privacy.epsilon={privacy.epsilon:g}: {cover['stage']} takes {rounds}, more than what is "
         f"left of budgets covers ({covered}), and {quorum} clients must stay: {cure}, or lower "
