@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from fednas_flwr.builders.check import Made, check_buildable
 from fednas_flwr.builders.clients import (
     check_unit,
@@ -17,9 +19,11 @@ from fednas_flwr.builders.clients import (
     simulated_policy,
     simulated_site,
 )
+from fednas_flwr.builders.refusals import searches
 from fednas_flwr.builders.sampling import make_sampling
 from fednas_flwr.config import Config, DifferentialPrivacy, expanded
 from fednas_flwr.errors import ConfigError, show
+from fednas_flwr.exchange.checkpoint import KEEP
 from fednas_flwr.exchange.states import network_states
 from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.ledger import Ledger
@@ -28,7 +32,7 @@ from fednas_flwr.privacy.policy import Policy, check_planned, check_verb
 from fednas_flwr.privacy.renyi_filter import Reading, RenyiFilter, covered_steps
 from fednas_flwr.reporting.lookup import CellTable, read_table
 from fednas_flwr.stages.commitment import covered_rounds
-from fednas_flwr.stages.run_folder import check_writable
+from fednas_flwr.stages.run_folder import check_room, check_writable
 from fednas_flwr.stages.schedule import make_schedules, turns_of, whole_turns
 
 
@@ -39,8 +43,29 @@ def check_run(config: Config) -> None:
     """
     given_table(config)
     made = check_buildable(config)
+    check_room(config, written_bytes(config, made.networks), "lower the sizes of the networks")
     if isinstance(config.privacy, DifferentialPrivacy):
         check_sites(config, config.privacy, made)
+
+
+def written_bytes(config: Config, networks: Mapping[str, nn.Module]) -> int:
+    """Return what a run's checkpoints and exported models take on disk, from below.
+
+    Left out are the moments of optimisers, the ONNX file, and networks that the search is to find.
+
+    Args:
+        config: The run's.
+        networks: By stage what is trained there.
+    """
+    copies = {"search": min(KEEP, config.rounds)}
+    if "search" not in networks and not searches(config):
+        copies["retrain"] = min(KEEP, config.retrain.rounds) + ("export" in config.stages)
+    return sum(
+        copies.get(stage, 0) * tensor.numel() * tensor.element_size()
+        for stage, network in networks.items()
+        for state in network_states(network).values()
+        for tensor in state.values()
+    )
 
 
 def given_table(config: Config) -> CellTable | None:
