@@ -110,6 +110,7 @@ def prepare(
     image_size: int | None = None,
     channels: int | None = None,
     class_names: Sequence[str] = (),
+    labels_file: str | None = None,
     label: str = "last",
     labels: Sequence[str] = (),
     label_separator: str | None = None,
@@ -152,6 +153,7 @@ def prepare(
         image_size: See :func:`~fednas_flwr.data.images.load_image_folder`.
         channels: See there.
         class_names: See there and :func:`~fednas_flwr.data.tables.load_csv`.
+        labels_file: See :func:`~fednas_flwr.data.labelled_images.load_images`.
         label: See :func:`~fednas_flwr.data.tables.load_csv`.
         labels: See there.
         label_separator: See there.
@@ -186,6 +188,7 @@ def prepare(
         "image_size": image_size,
         "channels": channels,
         "class_names": list(class_names),
+        "labels_file": labels_file,
         "label": None if label == "last" else label,
         "labels": list(labels),
         "label_separator": label_separator,
