@@ -71,7 +71,7 @@ def read_texts(path: Path, form: Form) -> tuple[Texts, tuple[str, ...]]:
     except (OSError, EOFError, ValueError, ImportError, LookupError, csv.Error) as error:
         kind = {".xlsx": "an Excel", ".parquet": "a Parquet"}.get(suffix_of(path), "a CSV")
         raise ConfigError(
-            f"dataset.root={path} cannot be read as {kind} table: {error}."
+            f"dataset.root={path} cannot be read as {kind} table: {' '.join(str(error).split())}."
         ) from error
     if len(table) == 0:
         raise ConfigError(f"dataset.root={path} has no rows: give a table with a header.")

@@ -96,7 +96,11 @@ def honest_limits(
     planned = {k: plan for k, plan in planned.items() if records and plan.num_records(records)}
     if isinstance(settings, TakeGradients | TakeNetworkGradient):
         return _of_gradients(verb, settings, sizes, examples, planned, records)
-    norms = {name: GROWTH * (math.sqrt(size) + sent.get(name, 0.0)) for name, size in sizes.items()}
+    norms = {
+        # running variances are squares of activations, whose scale every skipped sum multiplies
+        name: GROWTH ** (2 if name == "buffers" else 1) * (math.sqrt(size) + sent.get(name, 0.0))
+        for name, size in sizes.items()
+    }
     if "rewards" in planned:  # strategies clamp what noise has moved
         norms["rewards"] = math.inf
     if STATISTICS in planned:  # of a norm of 1 per record, in units of its largest norm

@@ -159,6 +159,13 @@ def test_files_that_cannot_be_used(tmp_path: Path, text, message):
         load_csv(tmp_path / "missing.csv")
 
 
+def test_a_parsers_error_is_told_in_one_line(tmp_path: Path):
+    (tmp_path / "t.csv").write_text("a,y\n1,2\n1,2,3,4\n")
+    with pytest.raises(ConfigError) as told:
+        load_csv(tmp_path / "t.csv")
+    assert "\n" not in str(told.value)
+
+
 def test_a_folder_has_an_official_test_part(tmp_path: Path):
     (tmp_path / "train.csv").write_text("a,colour,y\n1,red,no\n2,blue,yes\n3,red,no\n")
     text = "y,colour,more,a\nyes,red,x,4\n"  # columns by name, and no blue in it

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from fednas_flwr.exchange.limits import (
     ADAM,
@@ -171,7 +172,19 @@ def test_training_moves_no_farther_than_its_clipped_or_noised_steps():
     )
     both = limits("train.weights", training(0.01, steps), sizes=sizes, sent=sent, planned=noised)
     assert both.norms["weights"] < private.norms["weights"] / 10
-    assert both.norms["buffers"] == 1e6 * math.sqrt(3)
+    assert both.norms["buffers"] == 1e12 * math.sqrt(3)
+
+
+def test_running_variances_of_deep_sums_are_honest():
+    """Cells whose nodes add up what they skip multiply the scale by 4, the variance by 16."""
+    normalised = nn.BatchNorm1d(3).train()
+    x = torch.tensor([[0.0, 1.0, 2.0], [2.0, 0.0, 4.0]])
+    for _ in range(8):
+        x = x + x + (x + x)
+    normalised(x)
+    moved = distance({"float32": normalised.running_var}, {"float32": torch.zeros(3)})
+    allowed = limits("train.weights", training(1.0, Amount(1, None, 2)), sizes={"buffers": 3})
+    assert 1e6 * math.sqrt(3) < moved < allowed.norms["buffers"]
 
 
 def test_candidates_move_the_weights_as_the_same_steps_of_training_do():
