@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from fednas_flwr import compose, load, run
+from fednas_flwr.cli import main
 from fednas_flwr.data.datasets import prepare
 from fednas_flwr.data.images import load_digits
 from fednas_flwr.data.labelled_images import load_images
@@ -188,3 +189,12 @@ def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path: Path) -> None:
         torch.tensor(sorted(again.probabilities[:, 0])),
         torch.tensor(sorted(found.probabilities[:, 0])),
     )
+
+
+def test_fednas_data_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = by_findings(tmp_path / "data")
+    own = ["dataset.labels_file=labels.csv", 'dataset.label_separator="|"', "clients=1"]
+    own += ["dataset.image_size=8", f"dataset.cache={tmp_path / 'cache'}"]
+    own += ["dataset.server_test=false", "dataset.id_column='Patient ID'"]
+    assert main(["data", str(root), *own]) == 0
+    assert "Mass 2, Nodule 2" in capsys.readouterr().out
