@@ -103,7 +103,7 @@ def private_csv(folder: Path) -> SimpleNamespace:
         *("privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=90", "privacy.delta=1e-4"),
         *("privacy.statistics_noise_multiplier=1", "search_space.norm=group"),
         *("retrain.norm=group", "retrain.batch_size=30", "algorithm.batch_size=30"),
-        "retrain.rounds=2",
+        *("retrain.rounds=2", "privacy.retrain.noise_multiplier=1"),
     )
     return made
 
@@ -159,7 +159,8 @@ def test_raw_data_has_the_reported_accuracy(
 ) -> None:
     (evaluated,) = (e for e in finished.events if e["event"] == "evaluated")
     reported = evaluated["central"]["accuracy"]
-    assert load(finished.folder).predict(finished.files["test"]).accuracy == reported > 0.5
+    assert load(finished.folder).predict(finished.files["test"]).accuracy == reported
+    assert reported > 0.5 or finished.kind == "private_csv"  # which hardly learns
     output = tmp_path / "predictions.csv"
     raw = str(finished.files["test"])
     assert main(["predict", str(finished.folder), raw, "--output", str(output)]) == 0
