@@ -584,7 +584,16 @@ def test_an_experiments_setting_that_is_typed_over_is_no_finding() -> None:
         ("retrain.rounds=1 retrain.drop_path_prob=.3", "set retrain.rounds=2 or more"),
         ("algorithm.validation_weight=.5", "set algorithm.rule=mixed_level"),
         (f"algorithm=fnas {DP}", ""),
-        (f"{DP} privacy.search_share=.3", "noise of the search that is given"),
+        (
+            f"{DP} privacy.search_share=.3 privacy.weights.noise_multiplier=1 "
+            "privacy.alphas.noise_multiplier=1",
+            "noise of the search that is given",
+        ),
+        (f"algorithm=dp_fnas {DP} algorithm.batch_size=8", "set privacy.rate=null"),
+        (f"{DP} retrain.batch_size=8", "set privacy.retrain.rate=null"),
+        (f"{DP} retrain.weights.lr=.1", "set privacy.retrain.noise_walk=null"),
+        (f"algorithm=feathers {DP} privacy.retrain.noise_walk=.1", "which chooses learning rates"),
+        (f"algorithm=zero_cost {DP} privacy.rate=.1", "asks clients nothing"),
         (f"{DP} privacy.rewards_share=.3", "noise of rewards"),
         (f"{DP} privacy.rewards={{noise_multiplier:2}}", "which ask for no rewards"),
         (f"{DP} dataset.linear_baseline=true", "no records are pooled"),

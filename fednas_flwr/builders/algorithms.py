@@ -82,7 +82,7 @@ def _fed_avg_releases(config: Config) -> RoundReleases:
 
     own = _privacy(config).retrain
     terms: dict[str, Any] = {
-        "batch_size": config.retrain.batch_size,
+        "batch_size": retrain_batch(config),
         "local_steps": own.local_steps,
         "norm": own.max_grad_norm,
     }
@@ -133,6 +133,28 @@ def retrains_by_gradients(config: Config) -> bool:
     return config.retrain.exchange == "gradients"
 
 
+def search_batch(config: Config) -> float | None:
+    """Return the size of a search step's batch at a client, expected with privacy.
+
+    Below 1 it is the rate at which each record is drawn; None takes all records.
+    """
+    return _batch(config.privacy, getattr(config.algorithm, "batch_size", None))
+
+
+def retrain_batch(config: Config) -> float | None:
+    """Return the size of a retraining step's batch at a client, likewise."""
+    privacy = config.privacy
+    own = privacy.retrain if isinstance(privacy, DifferentialPrivacy) else privacy
+    return _batch(own, config.retrain.batch_size)
+
+
+def _batch(terms: object, batch_size: int | None) -> float | None:
+    rate: float | None = getattr(terms, "rate", None)
+    if rate is None:
+        return batch_size
+    return rate if rate < 1 else None
+
+
 def own_settings(settings: AlgorithmSettings, *without: str) -> dict[str, Any]:
     """Return all settings of an algorithm by name, except for ``name`` and those ``without``."""
     names = (field.name for field in fields(settings))
@@ -161,7 +183,7 @@ def _with_terms(config: Config, releases: Callable[..., Any], **more: Any) -> Ro
     """Return a search's ``releases`` with the settings and private terms that it takes."""
     privacy = _privacy(config)
     terms = {"local_steps": privacy.local_steps, "norms": privacy.search_norms}
-    terms |= own_settings(config.algorithm) | more
+    terms |= own_settings(config.algorithm) | {"batch_size": search_batch(config)} | more
     taken = signature(releases).parameters
     return partial(releases, **{name: term for name, term in terms.items() if name in taken})
 
@@ -222,7 +244,7 @@ def _retrain_feathers_releases(config: Config) -> RoundReleases:
         releases,
         stage="retrain",
         most_trials=_most_trials(config),
-        batch_size=config.retrain.batch_size,
+        batch_size=retrain_batch(config),
         local_steps=privacy.retrain.local_steps,
         norms={**privacy.search_norms, "weights": privacy.retrain.max_grad_norm},
     )

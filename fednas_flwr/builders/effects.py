@@ -14,7 +14,13 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from fednas_flwr.builders.algorithms import ALGORITHMS, Algorithm, retrains_by_gradients
-from fednas_flwr.builders.refusals import by_client, by_record, searches
+from fednas_flwr.builders.refusals import (
+    by_client,
+    by_record,
+    chooses_rates,
+    follows_noise,
+    searches,
+)
 from fednas_flwr.config import (
     CFDNASSettings,
     Config,
@@ -436,6 +442,35 @@ RULES: tuple[Rule, ...] = (
         "remove it, and set algorithm.local_epochs and retrain.local_epochs",
     ),
     Rule(
+        "algorithm.batch_size",
+        lambda c: by_record(c) and c.privacy.rate is not None,  # type: ignore[union-attr]
+        "privacy.rate={c.privacy.rate}, with which steps draw records",
+        "remove it, or set privacy.rate=null",
+    ),
+    Rule(
+        "retrain.batch_size",
+        lambda c: by_record(c) and c.privacy.retrain.rate is not None,  # type: ignore[union-attr]
+        "privacy.retrain.rate={c.privacy.retrain.rate}, with which steps draw records",
+        "remove it, or set privacy.retrain.rate=null",
+    ),
+    Rule(
+        "retrain.weights.lr retrain.weights.min_lr",
+        follows_noise,
+        "privacy.retrain.noise_walk={c.privacy.retrain.noise_walk}, from which the learning rate "
+        "follows",
+        "remove it, or set privacy.retrain.noise_walk=null",
+    ),
+    Rule(
+        "privacy.retrain.noise_walk",
+        chooses_rates,
+        "algorithm={c.algorithm.name}, which chooses learning rates",
+    ),
+    Rule(
+        "privacy.rate privacy.retrain.rate privacy.retrain.noise_walk",
+        by_client,
+        "privacy.unit=client, whose clients train by epochs and contribute one update",
+    ),
+    Rule(
         "retrain.evaluate_every",
         _private,
         "privacy=dp, whose budget is for training on all records",
@@ -447,12 +482,12 @@ RULES: tuple[Rule, ...] = (
         "remove it, or set privacy.metrics_noise_multiplier",
     ),
     Rule(
-        "privacy.weights privacy.alphas privacy.local_steps privacy.search_share",
+        "privacy.weights privacy.alphas privacy.local_steps privacy.rate privacy.search_share",
         lambda c: not searches(c),
         NO_SEARCH,
     ),
     Rule(
-        "privacy.weights privacy.alphas privacy.local_steps privacy.search_share",
+        "privacy.weights privacy.alphas privacy.local_steps privacy.rate privacy.search_share",
         _is(ZeroCostSettings),
         "algorithm=zero_cost, whose search asks clients nothing",
     ),

@@ -12,9 +12,11 @@ from fednas_flwr.config import (
     FDNASSettings,
     FEATHERSSettings,
     FedDARTSSettings,
+    FedExSettings,
     FNASSettings,
     GivenNetwork,
     NoPrivacy,
+    RandomSearchSettings,
     SuccessiveHalvingSettings,
     ZeroCostSettings,
 )
@@ -31,6 +33,23 @@ def by_client(config: Config) -> bool:
 def by_record(config: Config) -> bool:
     """Return whether it is the record, or the person."""
     return isinstance(config.privacy, DifferentialPrivacy) and config.privacy.unit != CLIENT
+
+
+def follows_noise(config: Config) -> bool:
+    """Return whether retraining takes its learning rate from its noise."""
+    privacy = config.privacy
+    if not isinstance(privacy, DifferentialPrivacy) or not by_record(config):
+        return False
+    return privacy.retrain.noise_walk is not None and not chooses_rates(config)
+
+
+def chooses_rates(config: Config) -> bool:
+    """Return whether the algorithm has learning rates of its own for retraining."""
+    algorithm = config.algorithm
+    if isinstance(algorithm, FEATHERSSettings | FedExSettings):
+        return True
+    drawn = isinstance(algorithm, RandomSearchSettings) and algorithm.ranges is not None
+    return drawn and searches(config)
 
 
 def searches(config: Config) -> bool:

@@ -6,8 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fednas_flwr.builders.algorithms import ALGORITHMS, Algorithm, retrains_by_gradients
+from fednas_flwr.builders.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    retrain_batch,
+    retrains_by_gradients,
+    search_batch,
+)
 from fednas_flwr.config import Config, FNASSettings
 from fednas_flwr.exchange.sampling import Sampling
 from fednas_flwr.names import SPLITS
@@ -27,10 +34,10 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
     names = trained_on(config.retrain.evaluate_every)
     trained = np.sum([records[name] for name in names], axis=0)
     search, retrain = records["train"], trained
-    if isinstance(config.algorithm, FNASSettings) and config.algorithm.batch_size is not None:
-        search = np.minimum(search, config.algorithm.batch_size)
+    if isinstance(config.algorithm, FNASSettings):
+        search = _at_most(search, search_batch(config))
     if retrains_by_gradients(config):
-        retrain = np.minimum(trained, config.retrain.batch_size)
+        retrain = _at_most(trained, retrain_batch(config))
     elif ALGORITHMS[config.algorithm.name].retraining is not Algorithm.retraining:
         retrain = records["train"]  # by whose validation records it chooses
     return Sampling(
@@ -43,3 +50,8 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
         sizes={"search": search, "retrain": retrain},
         num_clients=config.clients,
     )
+
+
+def _at_most(records: NDArray[np.int64], batch: float | None) -> NDArray[np.int64]:
+    """Return what the clients' batches weigh; a share of its records is one of every client's."""
+    return records if batch is None or batch < 1 else np.minimum(records, int(batch))

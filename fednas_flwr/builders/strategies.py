@@ -15,7 +15,7 @@ from fednas_flwr.builders.networks import (
     seeded_supernet,
     supernet_space,
 )
-from fednas_flwr.builders.refusals import by_client
+from fednas_flwr.builders.refusals import by_client, follows_noise
 from fednas_flwr.config import Config
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
@@ -55,8 +55,9 @@ def make_search(
         raise ValueError(f"algorithm={config.algorithm.name} does not search")
     space = supernet_space(config, prepared)
     network = seeded_supernet(config, space) if entry.trains_supernet else nn.Module()
-    shared = {"space": space, "checkpoints": checkpoints}
+    shared: dict[str, Any] = {"space": space, "checkpoints": checkpoints}
     plan = entry.search(config, prepared, space)
+    shared["momentum"] = config.momentum or "reset"
     return _make_strategy(config, plan, network, courier, shared, private)
 
 
@@ -86,6 +87,7 @@ def make_retraining(
         "batch_size": config.retrain.batch_size,
         "auxiliary_weight": config.retrain.auxiliary_weight,
         "checkpoints": checkpoints,
+        "momentum": config.momentum or ("averaged" if follows_noise(config) else "reset"),
     }
     plan = ALGORITHMS[config.algorithm.name].retraining(config, configuration)
     return _make_strategy(config, plan, network, courier, shared, private), network
@@ -120,7 +122,7 @@ def _make_strategy(
 ) -> RoundStrategy:
     """Return the planned strategy, told all that is the same for every algorithm."""
     kind, own = plan
-    terms = {"private": private, "new_average": _averaging(config), "momentum": config.momentum}
+    terms = {"private": private, "new_average": _averaging(config)}
     return kind(network, courier, **shared, **terms, **own)
 
 

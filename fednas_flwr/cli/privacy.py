@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fednas_flwr.api import compose
 from fednas_flwr.cli.outcomes import INCONCLUSIVE, RUN_FAILED
 from fednas_flwr.cli.parsing import Commands, add_command
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, RDP
 
 if TYPE_CHECKING:
@@ -57,7 +57,15 @@ def add_commands(commands: Commands) -> None:
         help="with which all bounds hold together (default: %(default)g)",
     )
     parser = add_command(
-        commands, "calibrate", calibrate, help="the least noise that keeps an epsilon"
+        commands,
+        "calibrate",
+        calibrate,
+        help="the least noise that keeps an epsilon: of a run, or of a number of steps",
+        epilog=(
+            "With the overrides of `fednas run` it tells what follows from records, budget and\n"
+            "noise in that run, and why; else give --epsilon, --delta, --rate and --steps."
+        ),
+        takes_overrides=True,
     )
     for name, kind, meaning in (
         ("epsilon", float, "the target"),
@@ -65,7 +73,7 @@ def add_commands(commands: Commands) -> None:
         ("rate", float, "each record's probability of being in a step's batch: B / N"),
         ("steps", int, "how many steps are released"),
     ):
-        parser.add_argument(f"--{name}", type=kind, required=True, help=meaning)
+        parser.add_argument(f"--{name}", type=kind, help=meaning)
     parser.add_argument(
         "--accountant",
         choices=(PRV, RDP, "filter"),
@@ -142,8 +150,26 @@ def audit(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Print the private terms of a run, or a noise multiplier for a number of steps."""
+    steps = {name: getattr(options, name) for name in ("epsilon", "delta", "rate", "steps")}
+    if all(value is None for value in steps.values()):
+        config = compose(*overrides)
+        from fednas_flwr.federation.dry_run import private_terms
+
+        print("\n".join(private_terms(config)))
+        return 0
+    missing = [f"--{name}" for name, value in steps.items() if value is None]
+    if missing or overrides:
+        remedy = f"add {', '.join(missing)}" if missing else f"leave out {show(overrides[0])}"
+        raise ConfigError(
+            "fednas calibrate takes the overrides of a run, or --epsilon, --delta, --rate and "
+            f"--steps together: {remedy}."
+        )
+    return _calibrate_steps(options)
+
+
+def _calibrate_steps(options: argparse.Namespace) -> int:
     """Print a noise multiplier, rounded up, and what its steps cost by every accountant."""
-    from fednas_flwr.errors import show
     from fednas_flwr.privacy.accounting import calibrate_noise, prv_epsilon, rdp_epsilon
     from fednas_flwr.privacy.gdp import gdp_epsilon
     from fednas_flwr.privacy.renyi import Release

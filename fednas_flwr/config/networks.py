@@ -87,7 +87,8 @@ class Retrain(Checked):
             records, which are then not trained on; 0 is never, and they are.
         local_epochs: A round's passes over a client's records; with ``gradients`` over those of
             the median client.
-        batch_size: Of a client; with privacy the expected one.
+        batch_size: Of a client; with privacy the expected one, unless ``privacy.retrain.rate`` says
+            which share of the records.
         channels: Of the first cells; null where the network has the supernet's size.
         num_cells: Cells of the network; null likewise.
         norm: Of the network: ``batch``, or ``group``, which privacy needs.

@@ -24,6 +24,8 @@ GradNorm = Annotated[
     float, Between(0, LARGEST_NORM, above=True, reason="the noise grows with it, and hides less")
 ]
 Part = Annotated[float, Between(0, 1, above=True, below=True)]
+Walk = Annotated[float, Between(0, 1e3, above=True)]
+Rate = Annotated[float, Between(0, 1, above=True)]
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,15 @@ class PrivateRetrain(Noise):
 
     Attributes:
         local_steps: Noised steps of a client per round.
+        rate: With which a step draws each record; null is that of expected batches of
+            ``retrain.batch_size``.
+        noise_walk: Standard deviation that the noise of all steps gives a weight, from which the
+            learning rate follows (:mod:`fednas_flwr.privacy.recipe`); null is ``retrain.weights``'.
     """
 
     local_steps: Steps
+    rate: Rate | None
+    noise_walk: Walk | None
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,8 @@ class DifferentialPrivacy(Checked):
             the norm is 1.
         retrain: Of the derived network's weights.
         local_steps: Noised steps per round of a local search, and per trial.
+        rate: With which a step of the search draws each record; null is that of expected batches of
+            ``algorithm.batch_size``.
         metrics_noise_multiplier: Of losses and accuracies on clients' records, over a norm of 1 per
             record and measurement; null measures none.
         statistics_noise_multiplier: Of the means and deviations by which clients standardise a
@@ -126,6 +136,7 @@ class DifferentialPrivacy(Checked):
     rewards: Noise
     retrain: PrivateRetrain
     local_steps: Steps
+    rate: Rate | None
     metrics_noise_multiplier: NoiseMultiplier | None
     statistics_noise_multiplier: NoiseMultiplier | None
     fewest_records: Annotated[float, Between(0, 1)]

@@ -124,7 +124,7 @@ class Config(Checked):
     wire: Annotated[str, OneOf(WIRES)]
     secure_sum: bool
     secure_terms: SimulatedTerms
-    momentum: Annotated[str, OneOf(MOMENTA)]
+    momentum: Annotated[str, OneOf(MOMENTA)] | None
     client_tags: list[str]
     class_factors: dict[str, ShareAbove0]
     positive: Text | None

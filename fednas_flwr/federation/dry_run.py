@@ -55,6 +55,7 @@ from fednas_flwr.reporting.guarantee import overall_text
 from fednas_flwr.reporting.runs import EVENTS_FILE
 from fednas_flwr.reporting.units import duration, num_bytes
 from fednas_flwr.stages.pipeline import begin, describe, retrain, start_search
+from fednas_flwr.stages.recipe import explained
 from fednas_flwr.stages.run import OutOfTimeError
 from fednas_flwr.stages.run_folder import create_run_folder, free_bytes
 from fednas_flwr.strategies.zero_cost import ZeroCost
@@ -153,6 +154,29 @@ def estimate(config: Config) -> Estimate:
         )
     with tempfile.TemporaryDirectory(prefix="fednas-dry-run-") as folder:
         return replace(_estimate(_own_folder(config, Path(folder))), free_bytes=free_bytes(config))
+
+
+def private_terms(config: Config) -> list[str]:
+    """Return what a private run's noise, batches and learning rate would be, and why.
+
+    Raises:
+        ConfigError: The run is not private, or its clients' data lies on other machines.
+        QuorumError: Clients refuse, as they would in the run.
+    """
+    if not isinstance(config.privacy, DifferentialPrivacy):
+        raise ConfigError("privacy=none: nothing is to be calibrated; set privacy=dp.")
+    if config.runtime.name == "deployment":
+        raise ConfigError(
+            "runtime=deployment: only the sites know how many records they have; calibrate "
+            "runtime=inline on data like theirs."
+        )
+    with tempfile.TemporaryDirectory(prefix="fednas-calibrate-") as folder:
+        config = _own_folder(config, Path(folder))
+        grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+        with EventLog(Path(str(config.run_dir)) / EVENTS_FILE) as log:
+            run = begin(config, grid, log, {}, earlier=[])
+            promised = read_events(run.folder / EVENTS_FILE)[-1]
+            return [*explained(run), f"(epsilon, delta) at most {overall_text(promised)}"]
 
 
 def _own_folder(config: Config, folder: Path) -> Config:

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fednas_flwr.builders.algorithms import search_batch
 from fednas_flwr.builders.clients import make_client
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.clients.answer import answer
@@ -132,20 +133,14 @@ def audit_search(config: Config, *, confidence: float = 0.99) -> Audit:
     algorithm, privacy = config.algorithm, config.privacy
     if not isinstance(algorithm, FNASSettings) or not isinstance(privacy, DifferentialPrivacy):
         raise ConfigError(f"algorithm={algorithm.name} cannot be audited: set algorithm=dp_fnas.")
-    sigma = privacy.weights.noise_multiplier
-    if sigma is None:
-        raise ConfigError("privacy.weights.noise_multiplier=null: an audit needs the number.")
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence={confidence:g}: expected a number between 0 and 1.")
     algorithm = replace(algorithm, fused=False, local_steps=1, evaluate_every=0)
-    privacy = replace(
-        privacy,
-        epsilon=1e6,
-        alphas=privacy.weights,
-        sites=None,
-        metrics_noise_multiplier=None,
-        statistics_noise_multiplier=None,
-    )
+    sigma = privacy.weights.noise_multiplier or _calibrated_noise(config)
+    weights = replace(privacy.weights, noise_multiplier=sigma, epsilon=None)
+    privacy = replace(privacy, epsilon=1e6, sites=None, metrics_noise_multiplier=None)
+    privacy = replace(privacy, statistics_noise_multiplier=None)
+    privacy = replace(privacy, weights=weights, alphas=weights)
     config = replace(config, stages=["search"], genotype=None, wire="float32")
     each = (1 + confidence) / 2  # of two bounds
     with tempfile.TemporaryDirectory() as folder:
@@ -154,22 +149,22 @@ def audit_search(config: Config, *, confidence: float = 0.99) -> Audit:
                 config,
                 run_dir=str(Path(folder, name)),
                 algorithm=replace(algorithm, batch_size=batch_size),
-                privacy=replace(privacy, micro_batch_size=micro_batch_size),
+                privacy=replace(privacy, rate=rate, micro_batch_size=micro_batch_size),
             )
-            for name, batch_size, micro_batch_size in (
-                ("one", algorithm.batch_size, privacy.micro_batch_size),
-                ("many", None, 2),  # all records, of which there are two at most
+            for name, batch_size, rate, micro_batch_size in (
+                ("one", algorithm.batch_size, privacy.rate, privacy.micro_batch_size),
+                ("many", None, None, 2),  # all records, of which there are two at most
             )
         )
         findings = (
-            _audit_one_run(one, sigma, algorithm.batch_size, each),
+            _audit_one_run(one, sigma, search_batch(config), each),
             _audit_many_runs(many, sigma, each),
         )
     return Audit(findings, delta=privacy.delta, confidence=confidence)
 
 
 def _audit_one_run(
-    config: Config, sigma: float, batch_size: int | None, confidence: float
+    config: Config, sigma: float, batch_size: float | None, confidence: float
 ) -> Finding:
     """Guess about many canaries of one run, beside which there are real records."""
     clients, delta = _clients(config)
@@ -240,6 +235,18 @@ def _audit_many_runs(config: Config, sigma: float, confidence: float) -> Finding
         largest=plan.largest,
         shows_half=plan.shows_half,
     )
+
+
+def _calibrated_noise(config: Config) -> float:
+    """Return the noise multiplier of the weights that a run with these settings would calibrate."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = replace(config, run_dir=folder)
+        gate = make_client(config, 0, data=make_data(config), networks={}).gate
+        assert gate is not None
+        schedule = make_schedule(config, [gate.allowed.records], done={})
+    found = [release.noise_multiplier for release in schedule if release.noise_name == "weights"]
+    assert found[0] is not None
+    return found[0]
 
 
 def _clients(config: Config) -> tuple[list[Client], float]:

@@ -77,6 +77,7 @@ from fednas_flwr.stages.commitment import NEEDED_FACTS, awaited_run, commit
 from fednas_flwr.stages.groups import run_groups
 from fednas_flwr.stages.handover import hand_over
 from fednas_flwr.stages.latency import cost_of, with_latency
+from fednas_flwr.stages.recipe import with_learning_rate
 from fednas_flwr.stages.run import OutOfTimeError, Run
 from fednas_flwr.stages.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.stages.schedule import (
@@ -340,8 +341,9 @@ def retrain(
 ) -> tuple[nn.Module, dict[str, Packed]]:
     """Return the trained network and its packed states."""
     private = private_stage(run.config, run.schedule, "retrain")
+    config = with_learning_rate(run)
     strategy, network = make_retraining(
-        run.config, description, run.courier, run.checkpoints, private, configuration
+        config, description, run.courier, run.checkpoints, private, configuration
     )
     rounds = run.config.retrain.rounds
     with run.stage("retrain", rounds):

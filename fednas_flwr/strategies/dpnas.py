@@ -141,7 +141,7 @@ def releases(
     trained_candidates: int,
     warm_up_rounds: int,
     local_steps: int,
-    batch_size: int,
+    batch_size: float | None,
     norms: Mapping[str, float],
 ) -> list[PlannedRelease]:
     """Return what a round releases of each client; the last one measures twice."""

@@ -80,7 +80,7 @@ def releases(
     num_rounds: int,
     *,
     warm_up_rounds: int,
-    batch_size: int,
+    batch_size: float | None,
     local_steps: int,
     norms: Mapping[str, float],
 ) -> list[PlannedRelease]:

@@ -263,7 +263,7 @@ def releases(
     stage: str,
     nas_rounds: int,
     most_trials: int,
-    batch_size: int,
+    batch_size: float | None,
     local_steps: int,
     norms: Mapping[str, float],
 ) -> list[PlannedRelease]:
@@ -275,7 +275,7 @@ def releases(
         stage: ``search`` or ``retrain``.
         nas_rounds: Rounds between two explorations.
         most_trials: Largest kappa.
-        batch_size: Expected.
+        batch_size: See :class:`PlannedRelease`.
         local_steps: Of a round and of a trial.
         norms: Clipping norms by kind.
     """

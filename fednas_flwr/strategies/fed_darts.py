@@ -81,7 +81,7 @@ def releases(
     server_round: int,
     num_rounds: int,
     *,
-    batch_size: int,
+    batch_size: float | None,
     local_steps: int,
     norms: Mapping[str, float],
 ) -> list[PlannedRelease]:

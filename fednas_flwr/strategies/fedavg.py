@@ -128,7 +128,7 @@ def releases(
     server_round: int,
     num_rounds: int,
     *,
-    batch_size: int,
+    batch_size: float | None,
     local_steps: int,
     norm: float,
     splits: Sequence[str] = SPLITS,

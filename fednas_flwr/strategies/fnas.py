@@ -159,7 +159,7 @@ def releases(
     *,
     fused: bool,
     local_steps: int,
-    batch_size: int | None,
+    batch_size: float | None,
     evaluate_every: int,
     measures: bool,
     norms: Mapping[str, float],

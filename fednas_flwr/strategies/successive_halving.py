@@ -167,7 +167,7 @@ def releases(
     keep: int,
     eta: int,
     local_steps: int,
-    batch_size: int,
+    batch_size: float | None,
     norms: Mapping[str, float],
 ) -> list[PlannedRelease]:
     """Return what a round releases of each client: every step, and what ends a rung."""
