@@ -175,7 +175,8 @@ def private_terms(config: Config) -> list[str]:
         grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
         with EventLog(Path(str(config.run_dir)) / EVENTS_FILE) as log:
             run = begin(config, grid, log, {}, earlier=[])
-            promised = read_events(run.folder / EVENTS_FILE)[-1]
+            events = read_events(run.folder / EVENTS_FILE)
+            (promised,) = [event for event in events if event["event"] == "privacy"]
             return [*explained(run), f"(epsilon, delta) at most {overall_text(promised)}"]
 
 

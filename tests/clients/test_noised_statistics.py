@@ -62,7 +62,7 @@ def overrides(table):
     return [
         *("algorithm=dp_fnas", "privacy=dp", *SIZES, "search_space.norm=group"),
         *("retrain.norm=group", "rounds=1", "retrain.rounds=1", "clients=2", "device=cpu"),
-        *("algorithm.batch_size=6", "retrain.batch_size=6", "privacy.epsilon=100"),
+        "privacy.epsilon=100",
         *("dataset=csv", f"dataset.root={table}", f"dataset.cache={table.parent / 'cache'}"),
         *("dataset.categories={sex: [f, m]}", RANGES, "dataset.server_test=false"),
         "tensorboard=false",
@@ -300,6 +300,15 @@ def test_what_cannot_be_is_refused_before_the_run(overrides, tmp_path):
         compose(*plain, NOISE)
     with pytest.raises(ConfigError, match=r"secure_sum=true with privacy\.statistics_noise"):
         compose(*overrides, NOISE, "secure_sum=true", "clients=4")
-    with pytest.raises(ConfigError, match="statistics and weights alone cost"):
+    with pytest.raises(ConfigError, match="statistics alone cost"):
         run(compose(*overrides, "privacy.statistics_noise_multiplier=.01", folder))
     assert not (tmp_path / "run").exists()
+
+
+def test_calibrate_tells_of_the_release(
+    overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", *overrides, NOISE]) == 0
+    told = capsys.readouterr().out
+    assert "statistics, statistics on train: 1 steps" in told
+    assert "noise multiplier 2, privacy.statistics_noise_multiplier; clipping norm 1" in told

@@ -102,8 +102,7 @@ def private_csv(folder: Path) -> SimpleNamespace:
     made.overrides += (
         *("privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=90", "privacy.delta=1e-4"),
         *("privacy.statistics_noise_multiplier=1", "search_space.norm=group"),
-        *("retrain.norm=group", "retrain.batch_size=30", "algorithm.batch_size=30"),
-        *("retrain.rounds=2", "privacy.retrain.noise_multiplier=1"),
+        *("retrain.norm=group", "retrain.rounds=2", "privacy.retrain.noise_multiplier=1"),
     )
     return made
 
