@@ -102,7 +102,8 @@ def private_csv(folder: Path) -> SimpleNamespace:
     made.overrides += (
         *("privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=90", "privacy.delta=1e-4"),
         *("privacy.statistics_noise_multiplier=1", "search_space.norm=group"),
-        *("retrain.norm=group", "retrain.rounds=2", "privacy.retrain.noise_multiplier=1"),
+        *("retrain.norm=group", "retrain.rounds=2"),
+        *(f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas", "retrain")),
     )
     return made
 
