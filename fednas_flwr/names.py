@@ -51,6 +51,7 @@ FEWEST_VOTES = 3  # clients of which most can be right
 
 LEAST_EPSILON, LARGEST_EPSILON = 1e-3, 1e6  # of a budget and of a target
 LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER = 1e-3, 1e6
+LEAST_CALIBRATED = 0.1  # noise multiplier: simulated sites accept no less, and less hides nothing
 LARGEST_MICRO_BATCH = 1024  # records whose gradients are held at a time
 
 # What networks add to their logits: nothing, or what a linear model of their input says.

@@ -14,10 +14,10 @@ import torch
 from hypothesis import settings
 
 from fednas_flwr.builders.clients import make_client
-from fednas_flwr.builders.configuration import parse_config
+from fednas_flwr.builders.configuration import parse_config, yielded
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.strategies import make_search
-from fednas_flwr.composition import compose_tree
+from fednas_flwr.composition import compose_tree, given_settings
 from fednas_flwr.config import Config, dump_config
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
@@ -81,7 +81,9 @@ def compose_config(tiny_overrides: list[str]) -> Callable[..., Config]:
         own_size = ("search_space=mbconv", "search_space=dp_cells")
         if any(override.startswith(own_size) for override in overrides):
             tiny = [o for o in tiny if not o.startswith(("search_space.", "retrain.channels"))]
-        return parse_config(compose_tree([*tiny, *overrides]))
+        return parse_config(
+            yielded(compose_tree([*tiny, *overrides]), given_settings([*tiny, *overrides]))
+        )
 
     return composed
 

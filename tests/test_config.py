@@ -17,7 +17,14 @@ from fednas_flwr.builders.algorithms import ALGORITHMS
 from fednas_flwr.builders.configuration import check_combinations, load_config, parse_config
 from fednas_flwr.builders.effects import check_experiment
 from fednas_flwr.composition import compose_tree, given_settings
-from fednas_flwr.config import Config, GivenNetwork, conf_folder, dump_config, site_dataset
+from fednas_flwr.config import (
+    Config,
+    DifferentialPrivacy,
+    GivenNetwork,
+    conf_folder,
+    dump_config,
+    site_dataset,
+)
 from fednas_flwr.data.table_files import Form, read_texts
 from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning
 from fednas_flwr.search.settings import Configuration
@@ -505,6 +512,24 @@ def test_an_experiments_setting_that_is_typed_over_is_no_finding() -> None:
     assert not brief.personalised
 
 
+def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
+    """By an override or an experiment; a typed default holds against an experiment's setting."""
+    terms = compose("privacy=dp").privacy
+    assert isinstance(terms, DifferentialPrivacy)
+    assert None not in (terms.rate, terms.retrain.rate, terms.retrain.noise_walk)
+    typed = compose("privacy=dp", "algorithm.batch_size=8", "retrain.weights={lr: 0.1}").privacy
+    assert isinstance(typed, DifferentialPrivacy)
+    assert (typed.rate, typed.retrain) == (None, replace(terms.retrain, noise_walk=None))
+    experiment = "experiment=dpnas/train_fashion_mnist"
+    given = compose(experiment).privacy
+    assert isinstance(given, DifferentialPrivacy)
+    assert (given.retrain.rate, given.retrain.noise_walk) == (None, None)
+    with pytest.warns(NoEffectWarning, match=r"retrain\.batch_size, which has no effect"):
+        over = compose(experiment, "privacy.retrain.rate=.25").privacy
+    assert isinstance(over, DifferentialPrivacy)
+    assert over.retrain.rate == 0.25
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -589,9 +614,12 @@ def test_an_experiments_setting_that_is_typed_over_is_no_finding() -> None:
             "privacy.alphas.noise_multiplier=1",
             "noise of the search that is given",
         ),
-        (f"algorithm=dp_fnas {DP} algorithm.batch_size=8", "set privacy.rate=null"),
-        (f"{DP} retrain.batch_size=8", "set privacy.retrain.rate=null"),
-        (f"{DP} retrain.weights.lr=.1", "set privacy.retrain.noise_walk=null"),
+        (f"{DP} privacy.rate=.1 algorithm.batch_size=8", "set privacy.rate=null"),
+        (f"{DP} privacy.retrain.rate=.1 retrain.batch_size=8", "set privacy.retrain.rate=null"),
+        (
+            f"{DP} privacy.retrain.noise_walk=.1 retrain.weights.lr=.1",
+            "set privacy.retrain.noise_walk=null",
+        ),
         (f"algorithm=feathers {DP} privacy.retrain.noise_walk=.1", "which chooses learning rates"),
         (f"algorithm=zero_cost {DP} privacy.rate=.1", "asks clients nothing"),
         (f"{DP} privacy.rewards_share=.3", "noise of rewards"),

@@ -28,7 +28,7 @@ from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
 from fednas_flwr.exchange.secure_sum.roster import Roster, SiteKeys
 from fednas_flwr.exchange.secure_sum.site import SumSite
 from fednas_flwr.files import write_atomically
-from fednas_flwr.names import CLIENT, PERSON, RECORD, SPLITS, Unit
+from fednas_flwr.names import CLIENT, LEAST_CALIBRATED, PERSON, RECORD, SPLITS, Unit
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.policy import AUTOMATIC, Policy
@@ -333,7 +333,7 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
     section = {
         "epsilon": privacy.epsilon,
         "delta": privacy.delta,
-        "least_noise_multiplier": 0.1,
+        "least_noise_multiplier": LEAST_CALIBRATED,
         "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
         "largest_steps": 1_000_000,
         "verbs": list(PRIVATE_VERBS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fednas_flwr.builders.algorithms import ALGORITHMS, retrains_by_gradients
@@ -27,6 +28,11 @@ from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.typed import parse
 
 MOST_PRIVATE_ROUNDS = 10_000
+YIELDING = {  # defaults of privacy=dp that give way where the user sets what they take the place of
+    "privacy.rate": "algorithm.batch_size",
+    "privacy.retrain.rate": "retrain.batch_size",
+    "privacy.retrain.noise_walk": "retrain.weights.lr",
+}
 UNREGISTERED = "; one of your own must be registered first, in each process and at each site"
 
 
@@ -42,13 +48,34 @@ def parse_config(tree: Mapping[str, Any], *, given: Given | None = None) -> Conf
             two settings exclude each other, or one that was given has no effect
             (:class:`~fednas_flwr.errors.NoEffectError`).
     """
-    config = _parse(tree)
-    if given is not None:
-        alone = None if given.alone is None else _parse_alone(given.alone)
+    if given is None:
+        return _parse(tree)
+    config = _parse(yielded(tree, given))
+    if given.alone is not None:
+        alone = _parse_alone(yielded(given.alone, replace(given, typed=())))
         if alone is not None:
             check_experiment(alone, given)
-        check_effect(config, given)
+    check_effect(config, given)
     return config
+
+
+def yielded(tree: Mapping[str, Any], given: Given) -> Mapping[str, Any]:
+    """Return the tree without the defaults in whose place the user has set something."""
+    privacy = tree.get("privacy")
+    if not isinstance(privacy, Mapping) or privacy.get("name") != "dp":
+        return tree
+    privacy = dict(privacy)
+    for default, other in YIELDING.items():
+        typed = other in given.typed and default not in given.typed
+        known = {*given.typed, *given.experiment}
+        if typed or (other in given.experiment and default not in known):
+            *groups, last = default.removeprefix("privacy.").split(".")
+            inner = privacy
+            for group in groups:
+                inner[group] = dict(inner[group])
+                inner = inner[group]
+            inner[last] = None
+    return {**tree, "privacy": privacy}
 
 
 def _parse_alone(tree: Mapping[str, Any]) -> Config | None:

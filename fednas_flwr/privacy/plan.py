@@ -30,8 +30,8 @@ class PlannedRelease(Checked):
         verb: What the client is asked.
         kind: ``weights``, ``alphas``, ``rewards``, ``metrics`` or ``statistics``.
         splits: What is read, and nothing else.
-        batch_size: Expected size of a step's batch; below 1 the rate at which each record is drawn,
-            above 0; None takes all records.
+        batch_size: Expected size of a step's batch; below 1, above 0, the rate at which each record
+            is drawn, but no less than one record is expected; None takes all records.
         steps: Number of releases.
         max_grad_norm: R, the norm that each record's contribution is clipped to.
         noise_multiplier: sigma; the noise has std ``sigma * R``. None is still to be calibrated.

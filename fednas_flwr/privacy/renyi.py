@@ -64,12 +64,13 @@ def poisson_rate(batch_size: float | None, num_records: int) -> float:
     """Return ``min(1, B / N)``, with which Poisson batches have the expected size B.
 
     Args:
-        batch_size: B, at least 1; below 1 the rate itself; None takes all records.
+        batch_size: B, at least 1; below 1 the rate itself, but for fewer records than 1 / B, of
+            which one is expected; None takes all records.
         num_records: N, as declared: the rate is public, and the data must not speak through it.
     """
     if batch_size is None or batch_size >= max(1, num_records):
         return 1.0
-    return batch_size if batch_size < 1 else batch_size / num_records
+    return max(batch_size, 1 / num_records) if batch_size < 1 else batch_size / num_records
 
 
 def merge_releases(releases: Sequence[Release]) -> list[Release]:

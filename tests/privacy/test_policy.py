@@ -135,9 +135,11 @@ def test_what_is_in_no_range_is_refused_also_where_nothing_was_parsed(term, valu
 
 
 def test_a_rate_too_small_to_book_is_refused_naming_rule_value_and_limit():
-    for size in (1e-300, 5e-324, 9e-10):
-        with pytest.raises(ConfigError, match=r"rule sample_rate: sample_rate=.*, not 1e-09 to 1"):
-            plan(WARD_SET, batch_size=size)
+    large = replace(WARD_SET, records=dict.fromkeys(WARD_SET.records, 2 * 10**9))
+    with pytest.raises(ConfigError, match=r"rule sample_rate: sample_rate=.*, not 1e-09 to 1"):
+        plan(large, batch_size=1, noise_multiplier=1000.0)
+    for size in (1e-300, 5e-324, 0.5):  # one record is expected at least
+        assert plan(WARD_SET, batch_size=size).expected_batch(WARD_SET.records) >= 1
 
 
 @pytest.mark.parametrize(
@@ -239,7 +241,7 @@ def is_inside(allowed, terms):
         and type(terms["steps"]) is int
         and 1 <= terms["steps"] <= allowed.largest_steps
         and allowed.least_noise_multiplier <= terms["noise_multiplier"] <= 1e6
-        and (size is None or size >= 1e-9)
+        and (size is None or size > 0)
         and 1e-6 <= terms["max_grad_norm"] <= allowed.largest_grad_norm
         and terms["of_client"] == (allowed.unit == "client")
         and (

@@ -26,7 +26,7 @@ FAULTY_CLIENT = Path(__file__).with_name("faulty_client.py")
 FAULTS = ("no noise", "half the noise", "no clipping", "clipping after the sum")
 SETTINGS = (
     *("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group"),
-    *("clients=1", "rounds=1", "algorithm.batch_size=null"),
+    *("clients=1", "rounds=1", "algorithm.batch_size=null", "privacy.weights.noise_multiplier=1"),
 )
 
 

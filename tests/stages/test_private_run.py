@@ -53,6 +53,8 @@ DP = [
     *("algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "retrain.batch_size=8"),
     *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES),
     *("clients=2", "privacy.retrain.local_steps=3", "privacy.epsilon=1000"),
+    *(f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas")),
+    *("retrain.weights.lr=0.05", "retrain.weights.min_lr=0.001", "privacy.retrain.max_grad_norm=1"),
 ]
 SEARCH = [*DP, "stages=[search]"]
 

@@ -22,7 +22,9 @@ RECORDS = [
 DP_FNAS = [
     *("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group"),
     *("clients=2", "rounds=6", "retrain.rounds=5", "retrain.batch_size=16"),
-    "privacy.retrain.local_steps=4",
+    *("privacy.rate=null", "privacy.search_share=0.5"),
+    *("privacy.retrain.local_steps=4", "privacy.retrain.max_grad_norm=1"),
+    *(f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas")),
 ]
 GIVEN = "privacy.retrain.noise_multiplier=3.5"  # calibrating takes a second
 
@@ -215,7 +217,7 @@ FEATHERS = [
     *("algorithm=feathers", "privacy=dp", "search_space.norm=group", "retrain.norm=group"),
     *("clients=2", "rounds=5", "algorithm.nas_rounds=2", "algorithm.num_configurations=8"),
     *("algorithm.bandit.beta=1.5", "retrain.rounds=4", "retrain.batch_size=16"),
-    *("privacy.local_steps=3", "privacy.retrain.local_steps=4"),
+    *("privacy.local_steps=3", "privacy.retrain.local_steps=4", "privacy.rate=null"),
 ]
 TRIALS = 3  # round(1.5 ln 8)
 

@@ -37,6 +37,7 @@ DP = [
     *("algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=4", "retrain.batch_size=4"),
     *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES),
     *("privacy.epsilon=1000", "privacy.retrain.local_steps=1"),
+    *(f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas")),
 ]
 
 
