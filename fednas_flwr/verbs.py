@@ -66,6 +66,8 @@ VERBS = {
     "query.describe": Verb(facts=frozenset(_IDENTITY)),
     "query.commit": Verb(facts=frozenset({"epsilon", "covered_steps", "awaits"})),
     "query.latency": Verb(facts=frozenset({"latency"})),  # of layers on made-up inputs
+    # of a table's columns, in the ranges that the site declares
+    "query.statistics": Verb(frozenset({"statistics"})),
     # the site gets the model; what it measures with it stays there
     "query.keep_model": Verb(facts=frozenset({"kept"})),
     # of a secure sum: what masks hide is noised, if at all, before it is masked

@@ -113,6 +113,7 @@ def make_client(
         tag=site.get("tag", config.client_tags[index] if config.client_tags else ""),
         schema=prepared.train.schema,
         moments=None if prepared.mean else column_moments(prepared.train, own.train.rows),
+        from_ranges=prepared.from_ranges,
         objective=make_objective(config, prepared.train, device),
         oversample=config.oversample and gate is None,  # a private site reads a record once
         gate=gate,
@@ -357,6 +358,15 @@ def check_public(config: Config, prepared: Prepared) -> None:
             "dataset.statistics={column: [mean, std], ...}."
         )
     if not has_real_sites(config):
+        privacy = config.privacy
+        assert isinstance(privacy, DifferentialPrivacy)
+        if privacy.statistics_noise_multiplier is not None and not prepared.from_ranges:
+            raise ConfigError(
+                f"privacy.statistics_noise_multiplier={privacy.statistics_noise_multiplier:g} with "
+                f"dataset.statistics={show(config.dataset.statistics)}: noised statistics are told "
+                "within ranges; declare dataset.ranges={column: [low, high], ...} of every column "
+                "of numbers, or remove it."
+            )
         return
     settings = config.dataset
     needed = {"class_names": bool(settings.class_names or settings.labels)}

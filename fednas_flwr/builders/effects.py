@@ -526,6 +526,12 @@ RULES: tuple[Rule, ...] = (
         "{c.dataset.fractions}, with which nothing is measured on clients' records",
     ),
     Rule(
+        "privacy.statistics_noise_multiplier",
+        lambda c: _private(c) and not _real_sites(c) and not c.dataset.ranges,
+        "dataset.ranges={c.dataset.ranges}, within which clients would tell statistics",
+        "remove it, or declare dataset.ranges={column: [low, high], ...}",
+    ),
+    Rule(
         "privacy.sites privacy.test_seed",
         _real_sites,
         "runtime=deployment partition=sites, whose sites keep their own books and noise",
@@ -623,7 +629,8 @@ SWITCHES = {
     *("retrain.channels", "retrain.num_cells", "retrain.exchange"),
     *("retrain.auxiliary_weight", "retrain.drop_path_prob", "algorithm.evaluate_every"),
     *("algorithm.configurations", "algorithm.ranges", "algorithm.search.hardware"),
-    *("privacy.metrics_noise_multiplier", "privacy.sites", "privacy.test_seed"),
+    *("privacy.metrics_noise_multiplier", "privacy.statistics_noise_multiplier"),
+    *("privacy.sites", "privacy.test_seed"),
     *("runtime.ray_address", "runtime.superlink"),
 }
 

@@ -239,6 +239,10 @@ def check_secure_sum(config: Config) -> None:
             config.clients > MOST_SITES,
             f"a sum is of at most {MOST_SITES}; take fewer",
         ),
+        "privacy.statistics_noise_multiplier": (
+            getattr(config.privacy, "statistics_noise_multiplier", None) is not None,
+            "what clients standardise by is found before there is a sum; set it to null",
+        ),
         "personalised=true": (config.personalised, "it is a result per client; leave it out"),
         f"algorithm={name}": (
             own_paths or name == "fedex",

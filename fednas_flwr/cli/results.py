@@ -197,4 +197,12 @@ def tables(options: argparse.Namespace, overrides: list[str]) -> int:
     """Render the tables of a page from the results."""
     from fednas_flwr.reporting.tables import main as render
 
-    return render([str(options.readme), str(options.readme.parent / "scripts" / "results")])
+    results = options.readme.parent / "scripts" / "results"
+    for path, is_there in ((options.readme, options.readme.is_file()), (results, results.is_dir())):
+        if not is_there:
+            raise ConfigError(
+                f"fednas tables: {path} does not exist; it renders the tables of a page from the "
+                "results beside it in scripts/results: go to a checkout of the repository, or name "
+                "its page."
+            )
+    return render([str(options.readme), str(results)])

@@ -42,7 +42,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="only tell what the run would take: time, traffic, memory and epsilon",
+        help="only tell what the run would take: time, traffic, memory, disk and epsilon",
     )
 
 

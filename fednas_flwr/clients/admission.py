@@ -32,13 +32,14 @@ from fednas_flwr.exchange.requests import (
     Site,
     TakeGradients,
     TakeNetworkGradient,
+    TellStatistics,
     Train,
     TrainCandidates,
 )
 from fednas_flwr.exchange.states import network_states
 from fednas_flwr.exchange.sum_requests import OpenMasks, SignSurvivors
 from fednas_flwr.names import CLIENT, SPLITS
-from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.privacy.self_test import (
     Computation,
@@ -76,8 +77,8 @@ def admit(
     verb, settings = request.verb, request.settings
     if verb not in PRIVATE_VERBS:
         raise unknown_choice("private verb", verb, PRIVATE_VERBS)
-    if request.statistics is not None:
-        raise ConfigError("refused: a private site standardises by its own dataset.statistics.")
+    if request.statistics is not None:  # as public as weights are; standardised_within checks them
+        gate.check_verb("query.statistics", gate.data_set)
     if isinstance(settings, Describe | SignSurvivors | OpenMasks):
         gate.check_verb(verb, gate.data_set)
         return {}
@@ -138,6 +139,8 @@ def asked_kinds(request: Request) -> Kinds:
     settings = request.settings
     if isinstance(settings, Evaluate):
         return {"metrics": (_splits(settings.split), 1)}
+    if isinstance(settings, TellStatistics):
+        return {STATISTICS: (("train",), 1)}
     if isinstance(settings, RewardCandidates):
         return {"rewards": (("validation",), 1)}
     if isinstance(settings, TrainCandidates):
@@ -324,7 +327,9 @@ def description_of(request: Request) -> Mapping[str, Any]:
 
 
 def _norm(request: Request, supernet_norm: str | None) -> str | None:
-    """Return how the network that a request describes normalises."""
+    """Return how the network that a request describes normalises; None without a network."""
+    if isinstance(request.settings, TellStatistics):
+        return None
     described = description_of(request)
     name = described.get("name", SUPERNET)
     if VERBS[request.verb].of_supernet or name == SUPERNET:

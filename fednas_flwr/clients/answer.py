@@ -39,7 +39,7 @@ def answer(client: Client, request: Request) -> Reply:
     if client.gate is not None:
         admit(client.gate, request)
     if request.statistics is not None:
-        client = replace(client, data=client.data.standardised(request.statistics))
+        client = client.standardised(request.statistics)
     part = begin_sum(client, request)
     request = replace(request, states=restore_sent(request.states))
     header = request.header

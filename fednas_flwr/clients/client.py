@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from fednas_flwr.data.loaders import (
     concat_splits,
     epoch_batches,
     oversampled,
+    standardised_within,
 )
-from fednas_flwr.data.schema import Column
-from fednas_flwr.data.statistics import Moments
-from fednas_flwr.errors import unknown_choice
+from fednas_flwr.data.schema import CATEGORY, Column
+from fednas_flwr.data.statistics import Moments, Statistics
+from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.messages import Header
 from fednas_flwr.exchange.secure_sum.site import SumSite
 from fednas_flwr.exchange.states import Packed, load_states
@@ -73,6 +74,8 @@ class Client:
         schema: Columns of a table, the same for all clients; empty for images.
         moments: Of a table's numeric columns over the train part, where no statistics are declared;
             else None.
+        from_ranges: Whether its table is standardised by declared ranges, within which it may tell
+            noised statistics.
         objective: Gives losses and hits; its tensors are on the device.
         oversample: Whether training repeats records of rarer classes.
         gate: What releases must pass; with one the client answers private verbs only.
@@ -97,6 +100,7 @@ class Client:
     tag: str = ""
     schema: tuple[Column, ...] = ()
     moments: list[Moments] | None = None
+    from_ranges: bool = False
     objective: Objective = CLASSIFICATION
     oversample: bool = False
     gate: ReleaseGate | None = None
@@ -121,6 +125,25 @@ class Client:
         if states is not None:
             load_states(network, states)
         return network
+
+    def standardised(self, statistics: Statistics) -> Client:
+        """Return the client with its table standardised by the statistics of all clients.
+
+        Raises:
+            ConfigError: They are of another table or, where a private client has declared ranges,
+                beyond these; or it has declared statistics, by which it stays.
+        """
+        if self.gate is None:
+            return replace(self, data=self.data.standardised(statistics))
+        if not self.from_ranges:
+            raise ConfigError("refused: a private site standardises by its own dataset.statistics.")
+        within = standardised_within(self.data, statistics, num_columns=self.num_columns)
+        return replace(self, data=within)
+
+    @property
+    def num_columns(self) -> int:
+        """Number of leading features of a table that are numbers to standardise."""
+        return sum(column.kind != CATEGORY for column in self.schema)
 
     def split(self, name: str) -> Split:
         """Return one split; ``train+validation`` is what retraining uses."""

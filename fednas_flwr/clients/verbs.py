@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.clients.admission import admit, before_reading, gate_of
+from fednas_flwr.clients.admission import admit, asked_kinds, before_reading, gate_of
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.kept_models import check as check_model
 from fednas_flwr.clients.kept_models import keep
@@ -48,6 +48,7 @@ from fednas_flwr.clients.replies import (
 from fednas_flwr.clients.summed import sums_of
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.data.records import count_labels
+from fednas_flwr.data.statistics import Statistics, bounded_powers, largest_norm
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.metrics import evaluate, measured, predicted
 from fednas_flwr.evaluation.scores import histogram
@@ -65,6 +66,7 @@ from fednas_flwr.exchange.requests import (
     Search,
     TakeGradients,
     TakeNetworkGradient,
+    TellStatistics,
     Train,
     TrainCandidates,
 )
@@ -78,6 +80,7 @@ from fednas_flwr.exchange.states import (
 )
 from fednas_flwr.exchange.sum_requests import Settings, answer_sum
 from fednas_flwr.hardware.latency import to_json
+from fednas_flwr.privacy.plan import STATISTICS
 from fednas_flwr.randomness import derive_seed, make_generator
 from fednas_flwr.search.candidate import (
     Candidate,
@@ -192,6 +195,39 @@ def measure_latency(client: Client, request: Request, asked: MeasureLatency) -> 
         passes=asked.passes,
     )
     return Reply(num_examples=1, facts={"latency": to_json(table)})
+
+
+def tell_statistics(client: Client, request: Request, asked: TellStatistics) -> Reply:
+    """``query.statistics``: noised means over train records of a table's bounded powers.
+
+    By these the server finds mean and deviation of every column of numbers within the ranges that
+    the site declares (:func:`~fednas_flwr.data.statistics.refined`); one release for all columns.
+    """
+    gate, num_columns = client.gate, client.num_columns
+    if gate is None:
+        raise ConfigError("query.statistics is for private clients: this one has no policy.")
+    with before_reading(request):
+        if not (client.from_ranges and num_columns):
+            raise ConfigError(
+                "refused: statistics are told within public ranges only, and this site does not "
+                "declare dataset.ranges={column: [low, high], ...} of all columns of numbers."
+            )
+        (splits, steps) = asked_kinds(request)[STATISTICS]
+        planned = gate.admit(
+            *(request.header, request.verb, STATISTICS),
+            splits=splits,
+            steps=steps,
+            num_values=3 * num_columns,
+        )
+    split = client.data.train
+    ranges = Statistics(split.mean, split.std)
+
+    def values(rows: Tensor) -> Tensor:
+        return bounded_powers(split.features[split.rows[rows], :num_columns], ranges)
+
+    norm = largest_norm(num_columns)
+    means = noised_mean(client, request.header, planned, split, values, norm=norm)
+    return make_reply(gate.expected_batch(planned), {STATISTICS: {STATISTICS: means}})
 
 
 def keep_model(client: Client, request: Request, asked: KeepModel) -> Reply:
@@ -497,6 +533,7 @@ ANSWERS: dict[str, Callable[[Client, Request, Any], Reply]] = {
     "query.describe": describe,
     "query.commit": commit,
     "query.latency": measure_latency,
+    "query.statistics": tell_statistics,
     "query.keep_model": keep_model,
     "query.sign_survivors": help_sum,
     "query.open_masks": help_sum,

@@ -60,6 +60,9 @@ class Dataset(Checked):
         image_size: Side in pixels to which encoded images are resized; null keeps theirs.
         channels: 1 or 3, of encoded images; null is that of the first.
         class_names: Names of the classes in their order; empty finds them in the data.
+        labels_file: Of an image folder: name of a table in it whose first column names the images,
+            with columns as of tables: ``label``, ``labels``, ``label_separator``, ``id_column``.
+            Null: the folders are the classes.
         label: A table's column with the class, ``last`` being the last one.
         labels: A table's columns of 0 and 1, one per label, where a record can have several; in
             place of ``label``.
@@ -108,6 +111,7 @@ class Dataset(Checked):
     image_size: ImageSize | None
     channels: Annotated[int, Between(1, 3, reason="1 or 3")] | None
     class_names: list[str]
+    labels_file: Text | None
     label: str
     labels: list[str]
     label_separator: Text | None

@@ -110,6 +110,9 @@ class DifferentialPrivacy(Checked):
             ``algorithm.batch_size``.
         metrics_noise_multiplier: Of losses and accuracies on clients' records, over a norm of 1 per
             record and measurement; null measures none.
+        statistics_noise_multiplier: Of the means and deviations by which clients standardise a
+            table: one release of each, within ``dataset.ranges``, over a norm of 1 per record; null
+            standardises by the ranges alone.
         fewest_records: Of three or more clients, the share of the median client's records that one
             must declare of each split; one that declares fewer is left out. Noise is calibrated to
             the client that needs most.
@@ -135,6 +138,7 @@ class DifferentialPrivacy(Checked):
     local_steps: Steps
     rate: Rate | None
     metrics_noise_multiplier: NoiseMultiplier | None
+    statistics_noise_multiplier: NoiseMultiplier | None
     fewest_records: Annotated[float, Between(0, 1)]
     micro_batch_size: Annotated[int, Between(1, LARGEST_MICRO_BATCH)]
     sites: Text | None

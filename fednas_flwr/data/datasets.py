@@ -51,6 +51,7 @@ class Prepared:
         std: As ``mean``; all above 0.
         intensity: Of images of more than 8 bits, see :class:`~fednas_flwr.data.decoding.Decoding`.
         scattering: Scales and angles of the transform that made features of images; else empty.
+        from_ranges: Whether mean and std of all numbers of a table follow from declared ranges.
     """
 
     train: Records
@@ -59,6 +60,7 @@ class Prepared:
     std: tuple[float, ...]
     intensity: tuple[float, ...] = ()
     scattering: tuple[int, ...] = ()
+    from_ranges: bool = False
 
     @property
     def num_classes(self) -> int:
@@ -108,6 +110,7 @@ def prepare(
     image_size: int | None = None,
     channels: int | None = None,
     class_names: Sequence[str] = (),
+    labels_file: str | None = None,
     label: str = "last",
     labels: Sequence[str] = (),
     label_separator: str | None = None,
@@ -150,6 +153,7 @@ def prepare(
         image_size: See :func:`~fednas_flwr.data.images.load_image_folder`.
         channels: See there.
         class_names: See there and :func:`~fednas_flwr.data.tables.load_csv`.
+        labels_file: See :func:`~fednas_flwr.data.labelled_images.load_images`.
         label: See :func:`~fednas_flwr.data.tables.load_csv`.
         labels: See there.
         label_separator: See there.
@@ -184,6 +188,7 @@ def prepare(
         "image_size": image_size,
         "channels": channels,
         "class_names": list(class_names),
+        "labels_file": labels_file,
         "label": None if label == "last" else label,
         "labels": list(labels),
         "label_separator": label_separator,
@@ -276,6 +281,7 @@ def prepare(
         stds,
         intensity=tuple(intensity or ()),
         scattering=(scattering["scales"], scattering["angles"]) if scattering is not None else (),
+        from_ranges=bool(ranges) and not statistics,
     )
 
 

@@ -19,7 +19,7 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.schema import normalised
 from fednas_flwr.data.splits import assign_splits
-from fednas_flwr.data.statistics import Statistics, column_moments, pooled
+from fednas_flwr.data.statistics import Statistics, are_within, column_moments, pooled
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.names import SPLITS
 from fednas_flwr.randomness import make_generator
@@ -115,6 +115,26 @@ class ClientData:
         return ClientData(
             *(replace(part, mean=statistics.mean, std=statistics.std) for part in parts)
         )
+
+
+def standardised_within(
+    data: ClientData, statistics: Statistics, *, num_columns: int
+) -> ClientData:
+    """Return the records, standardised by statistics that lie within those declared of ranges.
+
+    Args:
+        data: As the ranges have it.
+        statistics: Of a server, which may send anything.
+        num_columns: How many leading features are numbers.
+
+    Raises:
+        ConfigError: They lie beyond.
+    """
+    moved = data.standardised(statistics)
+    ranges = Statistics(data.train.mean, data.train.std)
+    if not are_within(statistics, ranges, num_columns=num_columns):
+        raise ConfigError("refused: statistics beyond this site's dataset.ranges.")
+    return moved
 
 
 def make_client_data(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files
+from fednas_flwr.data.labelled_images import LABELS_FORM, files_of
 from fednas_flwr.data.npz import channels_first, cut, named
 from fednas_flwr.data.records import label_sets
 from fednas_flwr.data.schema import Inputs, feature_names
@@ -60,8 +61,9 @@ def read_raw(data: Any, inputs: Inputs) -> RawData:
         data: Of a table a DataFrame, an array ``[N, columns]`` in the columns' order, or the path
             of a table or of an npz file. Of images an array ``[N, C, H, W]``, ``[N, H, W]`` or
             ``[N, H, W, C]``, uint8 from 0 to 255 or float from 0 to 1, or the path of an image, of
-            a folder, whose sub-folders named by classes give labels, or of an npz or npy file. Of
-            an npz file its array ``x``, or the test part of a data set, or else the train part.
+            a folder, whose sub-folders named by classes give labels, of a table whose first column
+            names images, or of an npz or npy file. Of an npz file its array ``x``, or the test part
+            of a data set, or else the train part.
         inputs: The model's.
 
     Raises:
@@ -86,6 +88,14 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
                 f"columns {', '.join(column.name for column in inputs.schema)}."
             )
         return _rows(read_texts(path, Form())[0], inputs, where=str(path))
+    if suffix_of(path):
+        texts = read_texts(path, LABELS_FORM)[0]
+        files = files_of(texts, path)
+        return RawData(
+            next(iter(texts.values())).tolist(),
+            _row_labels(texts, inputs, where=str(path)),
+            _decoded(lambda i: (str(files[i]), files[i].read_bytes()), len(files), inputs),
+        )
     files = image_files(path) if path.is_dir() else [path]
     if not files or files[0].suffix.lower() not in IMAGE_SUFFIXES:
         raise ConfigError(
@@ -166,7 +176,7 @@ def _row_labels(
             return None
         marks = [label_marks(texts[name], name=name, where=where) for name in names]
         return names_of(np.stack(marks, axis=1), names)
-    if inputs.label not in texts:
+    if not inputs.label or inputs.label not in texts:
         return None
     cells = texts[inputs.label]
     if inputs.multi_label:

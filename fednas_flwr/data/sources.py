@@ -14,9 +14,9 @@ from fednas_flwr.data.images import (
     TORCHVISION_SETS,
     RecordsPair,
     load_digits,
-    load_image_folder,
     load_torchvision,
 )
+from fednas_flwr.data.labelled_images import load_images
 from fednas_flwr.data.npz import load_npz
 from fednas_flwr.data.records import Records, join_sites
 from fednas_flwr.data.table_files import SUFFIXES
@@ -79,7 +79,10 @@ DATA_SETS: dict[str, DataSet] = {
     "digits": DataSet(lambda root: load_digits()),
     **{name: _torchvision(name) for name in TORCHVISION_SETS},
     "image_folder": DataSet(
-        load_image_folder, _IMAGES | {"id_column"}, roots=("folder",), sites=("*/",)
+        load_images,
+        _IMAGES | {"id_column", "labels_file", "label", "labels", "label_separator"},
+        roots=("folder",),
+        sites=("*/",),
     ),
     "npz": DataSet(load_npz, _IMAGES | {"statistics", "ranges"}, roots=("file",), sites=("*.npz",)),
     "csv": DataSet(

@@ -2,21 +2,29 @@
 
 Clients without declared statistics tell their columns' :class:`Moments`; the server pools them, and
 all clients then standardise alike, so that one network fits all of them and whoever uses it later.
+Private clients tell noised means of :func:`bounded_powers` instead, which :func:`refined` takes.
+
+Tensor suffixes: N records, D columns of numbers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fednas_flwr.data.records import Records
 from fednas_flwr.typed import Between, Checked
 
 LEAST_RELATIVE_STD = 1e-7  # float32 cannot tell values that are closer than this
+END = math.sqrt(3)  # of a range, in deviations of numbers that are equally likely everywhere in it
+LEAST_REFINED_STD = 1e-3  # of the deviation that a range gives
+DROWNED = 4.0  # standard deviations of noise below which a share of known numbers says nothing
 Deviation = Annotated[float, Between(0, 1e30, above=True)]
 
 
@@ -79,3 +87,75 @@ def pooled(parties: Sequence[Sequence[Moments]], *, num_features: int) -> Statis
         std.append(deviation if deviation > LEAST_RELATIVE_STD * abs(centre) else 1.0)
     rest = num_features - len(mean)
     return Statistics((*mean, *(0.0,) * rest), (*std, *(1.0,) * rest))
+
+
+def bounded_powers(numbers_ND: Tensor, ranges: Statistics) -> Tensor:
+    """Return ``(1, u, u^2)`` of each number, ``u`` being its place in its range, from -1 to 1.
+
+    Numbers beyond the range count as its nearer end, and a missing one as ``(0, 0, 0)``, so that
+    the norm of a record is :func:`largest_norm` at most.
+
+    Args:
+        numbers_ND: NaN where missing.
+        ranges: Of the columns, and maybe of features after them, as
+            :func:`~fednas_flwr.data.datasets.declared_statistics` has them.
+
+    Returns:
+        float64 ``[N, 3 D]``: all of 1, then all of u, then all of u^2.
+    """
+    num_columns = numbers_ND.shape[1]
+    mean_D, std_D = _of_columns(ranges, num_columns)
+    known_ND = ~numbers_ND.isnan()
+    u_ND = ((numbers_ND.double() - mean_D) / (END * std_D)).clamp(-1, 1)
+    u_ND = torch.where(known_ND, u_ND, 0.0)
+    return torch.cat([known_ND.double(), u_ND, u_ND**2], dim=1)
+
+
+def largest_norm(num_columns: int) -> float:
+    """Return the largest norm of a record's :func:`bounded_powers`, ``sqrt(3 D)``."""
+    return math.sqrt(3 * num_columns)
+
+
+def refined(means: Tensor, ranges: Statistics, *, noise: float) -> Statistics:
+    """Return the statistics that noised means of :func:`bounded_powers` tell.
+
+    With ``k, a, b`` the means of 1, u and u^2, u has mean ``a / k`` and variance
+    ``b / k - (a / k)^2``. A variance that noise hides counts as what hides it, ``noise / k``, for
+    a deviation that is too small makes features huge; a column of which noise hides whether
+    it has any number keeps what its range says.
+
+    Args:
+        means: float ``[3 D]``.
+        ranges: As of :func:`bounded_powers`.
+        noise: Standard deviation of the noise on each of ``means``.
+    """
+    known, first, second = means.double().reshape(3, -1)
+    mean_D, std_D = _of_columns(ranges, len(known))
+    share = known.clamp(min=1e-12)
+    centre = (first / share).clamp(-1, 1)
+    least = (noise / share).clamp(LEAST_REFINED_STD**2 / 3, 1)
+    variance = (second / share - centre**2).clamp(max=1).maximum(least)
+    told = known > DROWNED * noise
+    mean = torch.where(told, mean_D + END * std_D * centre, mean_D).tolist()
+    std = torch.where(told, END * std_D * variance.sqrt(), std_D).tolist()
+    return Statistics((*mean, *ranges.mean[len(mean) :]), (*std, *ranges.std[len(std) :]))
+
+
+def are_within(statistics: Statistics, ranges: Statistics, *, num_columns: int) -> bool:
+    """Return whether statistics can be :func:`refined` ones of these ranges."""
+    mean, std = _of_columns(statistics, num_columns)
+    own_mean, own_std = _of_columns(ranges, num_columns)
+    slack = 1 + 1e-6
+    return (
+        statistics.mean[num_columns:] == ranges.mean[num_columns:]
+        and statistics.std[num_columns:] == ranges.std[num_columns:]
+        and bool(((mean - own_mean).abs() <= slack * END * own_std).all())
+        and bool((std <= slack * END * own_std).all())
+        and bool((slack * std >= LEAST_REFINED_STD * own_std).all())
+    )
+
+
+def _of_columns(statistics: Statistics, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Return mean and std of the leading columns, float64 [D]."""
+    mean, std = statistics.mean[:num_columns], statistics.std[:num_columns]
+    return torch.tensor(mean, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)

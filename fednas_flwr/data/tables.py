@@ -98,19 +98,13 @@ def load_csv(
     form = Form(separator, encoding, decimal, tuple(missing_values))
     train_path, test_path = _parts(path)
     texts, notes = read_texts(train_path, form)
-    named = label not in (None, "last")
-    given = {"label": named, "label_separator": label_separator, "class_names": class_names}
-    for setting in [name for name, value in given.items() if value and labels]:
-        raise ConfigError(
-            f"dataset.{setting} has no effect with dataset.labels={list(labels)}, which names one "
-            "column per label: remove one of the two."
-        )
-    if len(labels) == 1:
-        raise ConfigError(
-            f"dataset.labels={list(labels)} names one column, but is for records that can have "
-            f"several labels: set dataset.label={labels[0]}."
-        )
-    label_columns = tuple(labels) or (label if label and named else list(texts)[-1],)
+    label_columns = label_columns_of(
+        texts,
+        label=label,
+        labels=labels,
+        label_separator=label_separator,
+        class_names=class_names,
+    )
     train = _read_records(
         texts,
         train_path,
@@ -144,6 +138,34 @@ def load_csv(
         missing_values=missing_values,
     )
     return train, replace(test, schema=train.schema)
+
+
+def label_columns_of(
+    texts: Mapping[str, np.ndarray],
+    *,
+    label: str | None,
+    labels: Sequence[str],
+    label_separator: str | None,
+    class_names: Sequence[str],
+) -> tuple[str, ...]:
+    """Return the names of a table's label columns: one, or one per label; see :func:`load_csv`.
+
+    Raises:
+        ConfigError: The settings contradict one another.
+    """
+    named = label not in (None, "last")
+    given = {"label": named, "label_separator": label_separator, "class_names": class_names}
+    for setting in [name for name, value in given.items() if value and labels]:
+        raise ConfigError(
+            f"dataset.{setting} has no effect with dataset.labels={list(labels)}, which names one "
+            "column per label: remove one of the two."
+        )
+    if len(labels) == 1:
+        raise ConfigError(
+            f"dataset.labels={list(labels)} names one column, but is for records that can have "
+            f"several labels: set dataset.label={labels[0]}."
+        )
+    return tuple(labels) or (label if label and named else list(texts)[-1],)
 
 
 def encode_rows(texts: Mapping[str, np.ndarray], schema: Sequence[Column], *, where: str) -> Texts:
@@ -237,7 +259,7 @@ def _read_records(
     features = list(encode_rows(texts, schema, where=str(path)).values())
     if not features:
         raise _no_features(path, label_columns)
-    labels, classes = _labels(
+    labels, classes = read_labels(
         texts, path, columns=label_columns, separator=label_separator, class_names=class_names
     )
     numbers = {n: numbers_of(texts[n]) for n, kind in kinds.items() if kind == NUMBER}
@@ -246,7 +268,7 @@ def _read_records(
     return Records(
         features=torch.from_numpy(np.stack(features, axis=1)),
         labels=labels,
-        ids=_given_ids(texts[id_column], name=id_column, path=path)
+        ids=given_ids(texts[id_column], name=id_column, path=path)
         if id_column is not None
         else _feature_ids({n: texts[n] for n in kinds if n not in numbers}, numbers),
         class_names=classes,
@@ -258,7 +280,7 @@ def _read_records(
     )
 
 
-def _labels(
+def read_labels(
     texts: Texts,
     path: Path,
     *,
@@ -400,7 +422,7 @@ def _sorted_classes(texts: np.ndarray) -> tuple[str, ...]:
         return tuple(found)
 
 
-def _given_ids(texts: np.ndarray, *, name: str, path: Path) -> np.ndarray:
+def given_ids(texts: np.ndarray, *, name: str, path: Path) -> np.ndarray:
     """Return the ids that a column gives."""
     if (texts == "").any():
         row = int(np.argmax(texts == ""))

@@ -26,7 +26,7 @@ from fednas_flwr.exchange.requests import (
     TrainCandidates,
 )
 from fednas_flwr.exchange.states import MOMENTS, Packed
-from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.search.settings import SGD
 from fednas_flwr.verbs import VERBS
 
@@ -103,6 +103,10 @@ def honest_limits(
     }
     if "rewards" in planned:  # strategies clamp what noise has moved
         norms["rewards"] = math.inf
+    if STATISTICS in planned:  # of a norm of 1 per record, in units of its largest norm
+        release, size = planned[STATISTICS], sizes.get(STATISTICS, 0)
+        total = math.sqrt(size) * largest_sum(release, records, num_values=size)
+        norms[STATISTICS] = SLACK * total / release.expected_batch(records)
     trained = _training(settings, examples * classes)
     if trained is None:
         return Limits(examples, norms, _noise_of_means(planned, records))

@@ -146,6 +146,13 @@ class MeasureLatency(Settings):
 
 
 @dataclass(frozen=True)
+class TellStatistics(Settings):
+    """``query.statistics``: of a table, within the ranges that the site declares."""
+
+    site: Site | None = None
+
+
+@dataclass(frozen=True)
 class KeepModel(Settings):
     """``query.keep_model``: the run's model, whose file travels beside it as the state ``model``.
 
@@ -372,6 +379,7 @@ REQUESTS: dict[str, type[Settings]] = {
     "query.describe": Describe,
     "query.commit": Commit,
     "query.latency": MeasureLatency,
+    "query.statistics": TellStatistics,
     "query.keep_model": KeepModel,
     **SUM_REQUESTS,
     "train.weight_gradient": TakeGradients,

@@ -1,4 +1,4 @@
-"""What a run would take, measured by a few steps: time, traffic, memory and epsilon.
+"""What a run would take, measured by a few steps: time, traffic, memory, disk and epsilon.
 
 Everything is as in the run, in a folder that is removed, but the stages end after their first round
 and the clients take one step of local training where the run takes many; one client takes a few,
@@ -34,6 +34,7 @@ from fednas_flwr.config import (
     expanded,
 )
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.exchange.checkpoint import KEEP
 from fednas_flwr.exchange.messages import Request, decode_request, encode_states
 from fednas_flwr.exchange.messages import encode_request as encode
 from fednas_flwr.exchange.requests import (
@@ -56,7 +57,7 @@ from fednas_flwr.reporting.units import duration, num_bytes
 from fednas_flwr.stages.pipeline import begin, describe, retrain, start_search
 from fednas_flwr.stages.recipe import explained
 from fednas_flwr.stages.run import OutOfTimeError
-from fednas_flwr.stages.run_folder import create_run_folder
+from fednas_flwr.stages.run_folder import create_run_folder, free_bytes
 from fednas_flwr.strategies.zero_cost import ZeroCost
 
 FEW = 4  # steps that tell what one takes
@@ -72,12 +73,14 @@ class StageEstimate:
         rounds: Number of rounds.
         round_s: Seconds of the first one.
         round_bytes: Of its messages' tensors, both directions.
+        checkpoint_bytes: Of the one that it leaves.
     """
 
     name: str
     rounds: int
     round_s: float
     round_bytes: int
+    checkpoint_bytes: int
 
     @property
     def seconds(self) -> float:
@@ -93,6 +96,8 @@ class Estimate:
         stages: In their order.
         memory_bytes: Peak of this process, which holds server and clients.
         gpu_bytes: Peak on the GPU; None without one.
+        disk_bytes: Of the checkpoints that stay, as large as those of the first rounds.
+        free_bytes: What the disk of the run's folder has free.
         privacy: (epsilon, delta) and what they protect; empty without.
         at_once: Clients that are computed side by side.
     """
@@ -100,6 +105,8 @@ class Estimate:
     stages: tuple[StageEstimate, ...]
     memory_bytes: int
     gpu_bytes: int | None
+    disk_bytes: int
+    free_bytes: int
     privacy: str
     at_once: int
 
@@ -117,6 +124,11 @@ class Estimate:
         memory = f"memory   {num_bytes(self.memory_bytes)} in this process, clients included"
         gpu = "" if self.gpu_bytes is None else f"; {num_bytes(self.gpu_bytes)} on the GPU"
         shown.append(memory + gpu)
+        short = ": too little" if self.disk_bytes > self.free_bytes else ""
+        shown.append(
+            f"disk     {num_bytes(self.disk_bytes)} of checkpoints, "
+            f"{num_bytes(self.free_bytes)} free{short}"
+        )
         if self.privacy:
             shown.append(f"privacy  (epsilon, delta) at most {self.privacy}")
         side = f", {self.at_once} clients side by side" if self.at_once > 1 else ""
@@ -141,7 +153,7 @@ def estimate(config: Config) -> Estimate:
             "measure runtime=inline on data like theirs."
         )
     with tempfile.TemporaryDirectory(prefix="fednas-dry-run-") as folder:
-        return _estimate(_own_folder(config, Path(folder)))
+        return replace(_estimate(_own_folder(config, Path(folder))), free_bytes=free_bytes(config))
 
 
 def private_terms(config: Config) -> list[str]:
@@ -163,7 +175,8 @@ def private_terms(config: Config) -> list[str]:
         grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
         with EventLog(Path(str(config.run_dir)) / EVENTS_FILE) as log:
             run = begin(config, grid, log, {}, earlier=[])
-            promised = read_events(run.folder / EVENTS_FILE)[-1]
+            events = read_events(run.folder / EVENTS_FILE)
+            (promised,) = [event for event in events if event["event"] == "privacy"]
             return [*explained(run), f"(epsilon, delta) at most {overall_text(promised)}"]
 
 
@@ -218,6 +231,8 @@ def _estimate(config: Config) -> Estimate:
     return Estimate(
         tuple(stages),
         memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        disk_bytes=sum(min(KEEP, stage.rounds) * stage.checkpoint_bytes for stage in stages),
+        free_bytes=0,
         gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         privacy=overall_text(promised[-1]) if promised else "",
         at_once=grid.at_once,
@@ -234,7 +249,8 @@ def _stage(
     round_s = server_s + sum(map(grid.exchange_s, grid.clients_s.values()))
     sent = first["bytes_sent"] + first["bytes_received"]
     grid.spent_s, grid.clients_s = 0.0, {}
-    return StageEstimate(name, rounds, round_s, sent)
+    left = sum(file.stat().st_size for file in folder.glob(f"checkpoints/{name}-*"))
+    return StageEstimate(name, rounds, round_s, sent, left)
 
 
 class MeasuringGrid(InProcessGrid):

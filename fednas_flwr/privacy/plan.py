@@ -16,8 +16,9 @@ from fednas_flwr.privacy.renyi import Release, poisson_rate
 from fednas_flwr.typed import Between, Checked, Length, OneOf
 from fednas_flwr.verbs import PRIVATE_VERBS, SPLIT_OF, VERBS
 
-STAGES = ("search", "retrain", "evaluate")
-KINDS = ("weights", "alphas", "rewards", "metrics")
+STATISTICS = "statistics"  # a stage, of one exchange before the search, and its kind of release
+STAGES = (STATISTICS, "search", "retrain", "evaluate")
+KINDS = ("weights", "alphas", "rewards", "metrics", STATISTICS)
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,9 @@ class PlannedRelease(Checked):
     """One kind of release of a stage: clipped sums over Poisson batches of records, noised.
 
     Attributes:
-        stage: ``search``, ``retrain`` or ``evaluate``.
+        stage: ``statistics``, ``search``, ``retrain`` or ``evaluate``.
         verb: What the client is asked.
-        kind: ``weights``, ``alphas``, ``rewards`` or ``metrics``.
+        kind: ``weights``, ``alphas``, ``rewards``, ``metrics`` or ``statistics``.
         splits: What is read, and nothing else.
         batch_size: Expected size of a step's batch; below 1, above 0, the rate at which each record
             is drawn, but no less than one record is expected; None takes all records.
@@ -185,6 +186,13 @@ def of_clients(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:
 def metrics_release(stage: str, split: str) -> PlannedRelease:
     """Return the release of loss and accuracy over all records of a split."""
     return PlannedRelease(stage, "evaluate.model", "metrics", (split,), None, 1, 1.0)
+
+
+def statistics_release() -> PlannedRelease:
+    """Return the release of a table's means and deviations over all train records."""
+    return PlannedRelease(
+        STATISTICS, "query.statistics", STATISTICS, ("train",), None, steps=1, max_grad_norm=1.0
+    )
 
 
 def rewards_release(stage: str, verb: str, steps: int, norm: float) -> PlannedRelease:

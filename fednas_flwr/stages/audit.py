@@ -139,6 +139,7 @@ def audit_search(config: Config, *, confidence: float = 0.99) -> Audit:
     sigma = privacy.weights.noise_multiplier or _calibrated_noise(config)
     weights = replace(privacy.weights, noise_multiplier=sigma, epsilon=None)
     privacy = replace(privacy, epsilon=1e6, sites=None, metrics_noise_multiplier=None)
+    privacy = replace(privacy, statistics_noise_multiplier=None)
     privacy = replace(privacy, weights=weights, alphas=weights)
     config = replace(config, stages=["search"], genotype=None, wire="float32")
     each = (1 + confidence) / 2  # of two bounds

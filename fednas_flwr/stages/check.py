@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from fednas_flwr.builders.check import Made, check_buildable
 from fednas_flwr.builders.clients import (
     check_unit,
@@ -17,18 +19,20 @@ from fednas_flwr.builders.clients import (
     simulated_policy,
     simulated_site,
 )
+from fednas_flwr.builders.refusals import searches
 from fednas_flwr.builders.sampling import make_sampling
 from fednas_flwr.config import Config, DifferentialPrivacy, expanded
 from fednas_flwr.errors import ConfigError, show
+from fednas_flwr.exchange.checkpoint import KEEP
 from fednas_flwr.exchange.states import network_states
 from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import Policy, check_planned, check_verb
 from fednas_flwr.privacy.renyi_filter import Reading, RenyiFilter, covered_steps
 from fednas_flwr.reporting.lookup import CellTable, read_table
 from fednas_flwr.stages.commitment import covered_rounds
-from fednas_flwr.stages.run_folder import check_writable
+from fednas_flwr.stages.run_folder import check_room, check_writable
 from fednas_flwr.stages.schedule import make_schedules, turns_of, whole_turns
 
 
@@ -39,8 +43,29 @@ def check_run(config: Config) -> None:
     """
     given_table(config)
     made = check_buildable(config)
+    check_room(config, written_bytes(config, made.networks), "lower the sizes of the networks")
     if isinstance(config.privacy, DifferentialPrivacy):
         check_sites(config, config.privacy, made)
+
+
+def written_bytes(config: Config, networks: Mapping[str, nn.Module]) -> int:
+    """Return what a run's checkpoints and exported models take on disk, from below.
+
+    Left out are the moments of optimisers, the ONNX file, and networks that the search is to find.
+
+    Args:
+        config: The run's.
+        networks: By stage what is trained there.
+    """
+    copies = {"search": min(KEEP, config.rounds)}
+    if "search" not in networks and not searches(config):
+        copies["retrain"] = min(KEEP, config.retrain.rounds) + ("export" in config.stages)
+    return sum(
+        copies.get(stage, 0) * tensor.numel() * tensor.element_size()
+        for stage, network in networks.items()
+        for state in network_states(network).values()
+        for tensor in state.values()
+    )
 
 
 def given_table(config: Config) -> CellTable | None:
@@ -133,14 +158,20 @@ def _check_release(
 def _settings(privacy: DifferentialPrivacy, planned: PlannedRelease) -> str:
     """Return the settings that the terms of a release follow from, with their values."""
     name, norm = planned.noise_name, f"max_grad_norm={planned.max_grad_norm:g}"
-    if name == "metrics":
-        return f"privacy.metrics_noise_multiplier={privacy.metrics_noise_multiplier:g}"
+    if name in ("metrics", STATISTICS):
+        return _given_noise(privacy, name)
     noise = getattr(privacy, name)
     if noise.noise_multiplier is not None:
         return f"privacy.{name}.noise_multiplier={noise.noise_multiplier:g} with {norm}"
     if noise.epsilon is not None:
         return f"privacy.{name}.epsilon={noise.epsilon:g} with {norm}"
     return f"privacy.epsilon={privacy.epsilon:g} with privacy.{name}.{norm}"
+
+
+def _given_noise(privacy: DifferentialPrivacy, name: str) -> str:
+    """Return the setting of noise that is never calibrated, with its value."""
+    setting = f"{name}_noise_multiplier"
+    return f"privacy.{setting}={getattr(privacy, setting):g}"
 
 
 def _covers(
@@ -183,9 +214,9 @@ def _uncovered(
     covered = ", ".join(f"client {client}: {number}" for client, number in short.items())
     rounds = "1 round" if cover["of"] == 1 else f"{cover['of']} rounds"
     cure = "take fewer rounds or more noise"
-    if cover["stage"] == "evaluate":
-        sigma = privacy.metrics_noise_multiplier
-        cure = f"raise privacy.metrics_noise_multiplier={sigma:g} or set it to null"
+    if cover["stage"] in ("evaluate", STATISTICS):
+        name = "metrics" if cover["stage"] == "evaluate" else STATISTICS
+        cure = f"raise {_given_noise(privacy, name)} or set it to null"
     return ConfigError(
         f"privacy.epsilon={privacy.epsilon:g}: {cover['stage']} takes {rounds}, more than what is "
         f"left of budgets covers ({covered}), and {quorum} clients must stay: {cure}, or lower "

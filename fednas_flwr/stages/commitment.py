@@ -18,7 +18,7 @@ from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import Commit
 from fednas_flwr.names import PRV
 from fednas_flwr.privacy.accounting import ACCOUNTANTS, epsilon_per_split
-from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.stages.schedule import Schedule, largest_schedule, turns_of, whole_turns
 
@@ -101,9 +101,9 @@ def commit(
     courier.emit(
         "privacy", data_set=privacy.data_set, schedule=terms_of_all, clients=clients, drawn=drawn
     )
-    if any(done.values()):
+    if any(rounds for stage, rounds in done.items() if stage != STATISTICS):
         return
-    stage = schedule[0].stage if schedule else ""
+    stage = next((planned.stage for planned in schedule if planned.stage != STATISTICS), "")
     covers = [(told["client"], cover) for told in clients for cover in told["covers"]]
     first = {client: cover for client, cover in covers if cover["stage"] == stage}
     short = {client: f["rounds"] for client, f in first.items() if f["rounds"] < f["of"]}

@@ -36,10 +36,8 @@ from fednas_flwr.builders.networks import (
 from fednas_flwr.builders.sampling import make_sampling
 from fednas_flwr.builders.strategies import make_retraining, make_search
 from fednas_flwr.config import CFDNASSettings, Config, DifferentialPrivacy, GivenNetwork
-from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
 from fednas_flwr.data.partitioners import save_partition
-from fednas_flwr.data.statistics import Moments, Statistics, pooled
 from fednas_flwr.data.summary import found, summarised
 from fednas_flwr.errors import ReplyError
 from fednas_flwr.evaluation.export import export_onnx, export_safetensors
@@ -66,6 +64,7 @@ from fednas_flwr.exchange.requests import (
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.names import MOST_SHOWN, SPLITS
+from fednas_flwr.privacy.plan import STATISTICS
 from fednas_flwr.reporting.events import Event, EventLog, clients_of, read_events
 from fednas_flwr.reporting.lookup import CellTable, percentiles_by_round
 from fednas_flwr.reporting.runs import EVENTS_FILE
@@ -87,8 +86,13 @@ from fednas_flwr.stages.schedule import (
     make_schedules,
     private_stage,
 )
+from fednas_flwr.stages.statistics import (
+    found_statistics,
+    known_statistics,
+    noised_statistics,
+)
 from fednas_flwr.strategies.base import RoundStrategy
-from fednas_flwr.typed import parse, seconds
+from fednas_flwr.typed import seconds
 
 # What each real site must tell of its data, from which the server builds networks.
 SITE_FACTS = ("input_shape", "schema", "mean", "std", "class_names", "multi_label")
@@ -169,9 +173,9 @@ def begin(
     for event in earlier:
         if event.get("expelled"):
             courier.expel(event["client"], event["reason"])
+    statistics = known_statistics(earlier)
     if prepared.uses_own_statistics and not private:
-        courier.statistics = statistics = _common_statistics(prepared, courier, earlier, log)
-        prepared = replace(prepared, mean=statistics.mean, std=statistics.std)
+        statistics = statistics or found_statistics(prepared, courier, log)
     facts = [known for _, known in sorted(courier.facts.items())]
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in facts]
     declared = splits
@@ -202,9 +206,16 @@ def begin(
     if private:
         latest = {stage: checkpoints.latest(stage) for stage in ("search", "retrain")}
         done = {stage: point.round for stage, point in latest.items() if point is not None}
+        if statistics is not None:
+            done[STATISTICS] = 1
         schedules = make_schedules(config, declared, done=done, sampling=courier.sampling)
         commit(courier, config, schedules, done=done, resumed=resumed)
         schedule = largest_schedule(schedules)
+        if statistics is None and any(planned.kind == STATISTICS for planned in schedule):
+            statistics = noised_statistics(prepared, courier, schedule, log)
+    if statistics is not None:
+        courier.statistics = statistics
+        prepared = replace(prepared, mean=statistics.mean, std=statistics.std)
     shared = (prepared, schedule, circumstances, table)
     return Run(config, folder, grid, log, courier, checkpoints, *shared, ends_at=ends_at)
 
@@ -220,45 +231,6 @@ def _declared_at_first(courier: Courier, earlier: Sequence[Event]) -> list[Mappi
     if begun:
         told = dict(zip(clients_of(begun[0]), begun[0]["splits"], strict=True))
     return [told.get(client, {}) for client in range(courier.num_clients)]
-
-
-def _common_statistics(
-    prepared: Prepared, courier: Courier, earlier: Sequence[Event], log: EventLog
-) -> Statistics:
-    """Return by what all clients standardise their tables: the pooled moments of their train parts.
-
-    A resumed run goes on with those that it began with. A client whose moments cannot be right is
-    asked no more.
-
-    Raises:
-        QuorumError: Too few clients are left.
-    """
-    known = [event for event in earlier if event["event"] == "statistics"]
-    if known:
-        return Statistics(tuple(known[-1]["mean"]), tuple(known[-1]["std"]))
-    parties = []
-    for client in courier.clients:
-        facts = courier.facts[client]
-        moments = [parse(Moments, of, key="moments") for of in facts.get("moments", ())]
-        most = facts.get("splits", {}).get("train", 0)
-        if len(moments) != prepared.train.num_numeric or any(of.count > most for of in moments):
-            reason = (
-                f"its moments are not of {prepared.train.num_numeric} columns of {most} records"
-            )
-            courier.expel(client, reason)
-            place = {"stage": "connect", "round": 0, "verb": "query.describe", "client": client}
-            log.emit("client_left", **place, reason=reason, expelled=True)
-        else:
-            parties.append(moments)
-    if len(parties) < courier.quorum:
-        raise QuorumError(
-            f"{len(parties)} of {courier.num_clients} clients tell means and deviations of their "
-            f"columns, {courier.quorum} are needed."
-        )
-    (num_features,) = prepared.input_shape
-    statistics = pooled(parties, num_features=num_features)
-    log.emit("statistics", mean=list(statistics.mean), std=list(statistics.std))
-    return statistics
 
 
 def _run_from_search(run: Run) -> None:

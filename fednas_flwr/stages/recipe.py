@@ -8,7 +8,7 @@ from dataclasses import replace
 from fednas_flwr.builders.refusals import chooses_rates, follows_noise
 from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.names import SPLITS
-from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.recipe import LAST_RATE, learning_rate, noise_per_step
 from fednas_flwr.reporting.events import read_events
 from fednas_flwr.reporting.runs import EVENTS_FILE
@@ -100,8 +100,8 @@ def _batch_cause(config: Config, release: PlannedRelease) -> str:
 
 def _noise_cause(privacy: DifferentialPrivacy, name: str) -> str:
     """Return what a kind's noise follows from."""
-    if name == "metrics":
-        return "privacy.metrics_noise_multiplier"
+    if name in ("metrics", STATISTICS):
+        return f"privacy.{name}_noise_multiplier"
     own = getattr(privacy, name)
     if own.noise_multiplier is not None:
         return f"privacy.{name}.noise_multiplier"

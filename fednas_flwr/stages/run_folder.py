@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -49,6 +50,31 @@ def check_writable(setting: str, folder: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, f"{there} is no folder")
         if not os.access(there, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, f"{there} cannot be written")
+
+
+def free_bytes(config: Config, *, runs: Path = RUNS) -> int:
+    """Return how much room the disk of a run's folder has, which need not exist yet."""
+    folder = _folder("run_dir", config.run_dir or str(runs))
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def check_room(config: Config, num_bytes: int, remedy: str) -> None:
+    """Raise ConfigError when a new run surely writes more than its disk has room for.
+
+    Args:
+        config: The run's; one that goes on replaces checkpoints of its own.
+        num_bytes: An estimate from below of what the run writes.
+        remedy: What else to do; ends the sentence.
+    """
+    folder, free = _folder("run_dir", config.run_dir or str(RUNS)), free_bytes(config)
+    if num_bytes <= free or (folder / CONFIG_FILE).exists():
+        return
+    raise ConfigError(
+        f"checkpoints and exported models take at least {num_bytes / 1e6:,.1f} MB in "
+        f"run_dir={show(str(folder))}, whose disk has {free / 1e6:,.1f} MB free: make room, choose "
+        f"another folder, or {remedy}."
+    )
 
 
 def create_run_folder(config: Config, *, runs: Path = RUNS) -> Config:

@@ -16,12 +16,14 @@ from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.exchange.sampling import Sampling
 from fednas_flwr.names import CLIENT
 from fednas_flwr.privacy.plan import (
+    STATISTICS,
     PlannedRelease,
     PrivateStage,
     RoundReleases,
     add_up,
     largest_round,
     metrics_release,
+    statistics_release,
 )
 from fednas_flwr.stages.calibration import CALIBRATED, calibrated
 
@@ -70,6 +72,7 @@ def make_schedules(
     sigmas: dict[str, float | None] = {
         **{name: getattr(privacy, name).noise_multiplier for name in CALIBRATED},
         "metrics": privacy.metrics_noise_multiplier,
+        STATISTICS: privacy.statistics_noise_multiplier,
     }
     rounds = _rounds(config)
     turns = turns_of(config, sampling) if sampling is not None else [whole_turns(config)]
@@ -130,6 +133,8 @@ def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     rounds: dict[str, list[list[PlannedRelease]]] = {}
+    if privacy.statistics_noise_multiplier is not None:
+        rounds[STATISTICS] = [[statistics_release()]]
     if searches(config):
         rounds["search"] = _of_rounds(search_releases(config), config.rounds)
     if "retrain" not in config.stages:

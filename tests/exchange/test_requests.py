@@ -42,6 +42,7 @@ from fednas_flwr.exchange.requests import (
     Site,
     TakeGradients,
     TakeNetworkGradient,
+    TellStatistics,
     Train,
     TrainCandidates,
     Trial,
@@ -163,6 +164,7 @@ ALL = {
     "query.latency": st.builds(
         MeasureLatency, batch_size=st.integers(1, 1024), passes=st.integers(2, 1000), site=here
     ),
+    "query.statistics": st.builds(TellStatistics, site=here),
     "query.keep_model": st.builds(
         KeepModel,
         card=st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=99),

@@ -115,7 +115,7 @@ def test_command_runs_nothing(tmp_path, monkeypatch, capsys):
     assert main(["run", "--dry-run", "stages=[retrain,evaluate,export]", *given]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("retrain  3 rounds of ")
-    assert [line.split()[0] for line in lines[1:]] == ["together", "memory", "Measured"]
+    assert [line.split()[0] for line in lines[1:]] == ["together", "memory", "disk", "Measured"]
     assert list(tmp_path.iterdir()) == []
     for wrong in (["-m", "seed=1,2"], ["resume=x"], ["--cfg", "job"]):
         assert main(["run", "--dry-run", *wrong]) == 2

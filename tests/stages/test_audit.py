@@ -20,6 +20,7 @@ from fednas_flwr.privacy.clipping import clipped_gradient_sum
 from fednas_flwr.search.objective import CLASSIFICATION
 from fednas_flwr.stages.audit import audit_search
 from fednas_flwr.stages.canaries import LAYER, MARK, Canaries, beside, direction, with_canaries
+from fednas_flwr.stages.schedule import make_schedule
 from fednas_flwr.verbs import SUPERNET
 
 FAULTY_CLIENT = Path(__file__).with_name("faulty_client.py")
@@ -132,12 +133,23 @@ def test_images_and_poisson_batches(compose_config):
 def test_what_cannot_be_audited_is_said(compose_config):
     with pytest.raises(ConfigError, match="set algorithm=dp_fnas"):
         audit_search(compose_config())
-    null = [f"privacy.{state}.noise_multiplier=null" for state in ("weights", "alphas")]
-    with pytest.raises(ConfigError, match="an audit needs the number"):
-        audit_search(compose_config(*SETTINGS, *null))
     for confidence in (0.0, 1.0, math.nan):
         with pytest.raises(ConfigError, match="expected a number between 0 and 1"):
             audit_search(compose_config(*SETTINGS), confidence=confidence)
+
+
+def test_noise_that_is_calibrated_is_audited_as_a_run_would_have_it(
+    table, compose_config, monkeypatch
+):
+    monkeypatch.setattr("fednas_flwr.stages.audit.MOST_RUNS", 60)
+    null = "privacy.weights.noise_multiplier=null"
+    calibrated, wanted = compose_config(*table, null), 0.0
+    records = [{"train": 60, "validation": 60, "test": 0}]
+    for release in make_schedule(calibrated, records, done={}):
+        wanted = release.noise_multiplier if release.kind == "weights" else wanted
+    given = compose_config(*table, f"privacy.weights.noise_multiplier={wanted}")
+    claims = [[found.claim for found in audit_search(c).findings] for c in (calibrated, given)]
+    assert claims[0] == pytest.approx(claims[1], rel=0.05)
 
 
 SUMS = ("clients=3", "secure_sum=true", "secure_terms={least_sites: 3, colluding: 1}")

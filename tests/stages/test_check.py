@@ -6,17 +6,21 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fednas_flwr import api
+from fednas_flwr.builders.check import check_buildable
 from fednas_flwr.builders.clients import check_public
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.config import Config
 from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.data.splits import assign_splits
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.stages.check import written_bytes
 from fednas_flwr.stages.run_folder import create_run_folder
 
 Compose = Callable[..., Config]
@@ -160,13 +164,13 @@ def test_logistic_regression_on_one_class_is_refused(
 
 
 POLICY_REFUSES = {
-    "privacy.epsilon=1000": ["privacy.epsilon=1000 with privacy.retrain", "noise_multiplier=0.0"],
     "privacy.retrain.noise_multiplier=.05": ["privacy.retrain.noise_multiplier=0.05", "not 0.1 to"],
-    "privacy.epsilon=50 privacy.weights.max_grad_norm=1e-9": [
+    "privacy.weights.noise_multiplier=1 privacy.weights.max_grad_norm=1e-9 privacy.epsilon=50": [
         "privacy.weights.noise_multiplier=1 with max_grad_norm=1e-09: client 0: refused",
         "rule largest_grad_norm",
     ],
-    "privacy.retrain.noise_multiplier=1 privacy.metrics_noise_multiplier=.05": [
+    "privacy.retrain.noise_multiplier=1 privacy.metrics_noise_multiplier=.05 "
+    "privacy.weights.noise_multiplier=1 privacy.alphas.noise_multiplier=1": [
         "privacy.metrics_noise_multiplier=0.05: client 0: refused",
     ],
     "privacy.weights.noise_multiplier=.2 privacy.retrain.noise_multiplier=1": [
@@ -321,3 +325,45 @@ def test_a_run_folder_that_cannot_be_made_is_refused(
     with pytest.raises(ConfigError, match=r"^run_dir=.* cannot be used \(.*\): choose another"):
         create_run_folder(compose_config(f"run_dir={tmp_path / run_dir}"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+# --- room on the disk
+
+
+SEARCHED = ("rounds=4", "stages=[search]", "search_space.channels=16")
+ROOM = ("retrain.rounds=4", "stages=[retrain,evaluate,export]", "algorithm=fedavg")
+
+
+@pytest.mark.parametrize("overrides", [SEARCHED, ROOM])
+def test_a_run_writes_at_least_what_is_estimated_and_not_far_more(
+    overrides: tuple[str, ...], compose_config: Compose, run_inline: Callable[..., Any]
+) -> None:
+    ran = run_inline(*overrides)
+    assert ran.error is None
+    least = written_bytes(ran.config, check_buildable(ran.config).networks)
+    files = [*ran.folder.glob("checkpoints/*"), *ran.folder.glob("model.*")]
+    assert len(files) == (6 if overrides == SEARCHED else 8)
+    assert 0 < least <= sum(file.stat().st_size for file in files) < 3 * least + 3e5
+
+
+def test_a_run_that_cannot_fit_on_its_disk_is_refused_before_it_begins(
+    compose_config: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "runs" / "new"
+    config = compose_config("rounds=4", f"run_dir={folder}")
+    least = written_bytes(config, check_buildable(config).networks)
+    asked = []
+
+    def usage(path: Path) -> SimpleNamespace:
+        asked.append(path)
+        return SimpleNamespace(free=least - 1)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    sentence = refused(config)
+    assert asked == [tmp_path]  # the folder of it that exists
+    assert sentence.startswith("checkpoints and exported models take at least ")
+    assert f"in run_dir={folder}, whose disk has {(least - 1) / 1e6:,.1f} MB free" in sentence
+    assert sentence.endswith("choose another folder, or lower the sizes of the networks.")
+    assert not folder.exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=least))
+    api.check([config])

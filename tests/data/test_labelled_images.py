@@ -1,0 +1,200 @@
+"""Images whose labels stand in a table, as chest X-rays come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fednas_flwr import compose, load, run
+from fednas_flwr.cli import main
+from fednas_flwr.data.datasets import prepare
+from fednas_flwr.data.images import load_digits
+from fednas_flwr.data.labelled_images import load_images
+from fednas_flwr.data.records import Records
+from fednas_flwr.errors import ConfigError, NoEffectError
+from fednas_flwr.reporting.events import read_events
+
+ROWS = {  # image -> findings, patient
+    "images_1/a.png": ("Mass|Nodule", "p1"),
+    "images_1/b.png": ("", "p1"),
+    "images_2/c.png": ("Nodule", "p2"),
+    "images_2/d.png": ("Mass", "p3"),
+}
+
+
+def picture(path: Path, value: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full((8, 8), value, np.uint8)).save(path)
+
+
+def written(root: Path, lines: list[str], *, name: str = "labels.csv") -> Path:
+    """Four images of different shades, and the table of their labels."""
+    for value, image in enumerate(ROWS):
+        picture(root / image, 10 * value)
+    (root / name).write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
+    return root
+
+
+def by_findings(root: Path) -> Path:
+    head = "Image Index,Patient ID,Finding Labels"
+    rows = [f"{Path(image).name},{person},{found}" for image, (found, person) in ROWS.items()]
+    return written(root, [head, *rows])
+
+
+def shades(records: Records) -> list[int]:
+    return records.features[:, 0, 0, 0].tolist()
+
+
+def test_a_separator_gives_each_image_its_labels_and_its_patient(tmp_path: Path) -> None:
+    root = by_findings(tmp_path)
+    picture(root / "images_2" / "extra.png", 99)
+    train, test = load_images(
+        root,
+        labels_file="labels.csv",
+        label="Finding Labels",
+        label_separator="|",
+        id_column="Patient ID",
+    )
+    assert test is None
+    assert shades(train) == [0, 10, 20, 30]
+    assert train.class_names == ("Mass", "Nodule")
+    assert train.labels.tolist() == [[1, 1], [0, 0], [0, 1], [1, 0]]
+    assert train.by_person
+    assert train.ids[0] == train.ids[1] != train.ids[2]
+    assert list(train.columns) == ["Patient ID"]
+    assert "1 images that labels.csv does not name are left out" in train.notes
+
+
+def test_columns_of_0_and_1_are_labels_and_one_column_is_a_class(tmp_path: Path) -> None:
+    lines = ["path;sex;mass;nodule;site", "images_2/c.png;f;0;1;x", "images_1/a.png;m;1;1;y"]
+    root = written(tmp_path, lines)
+    train, _ = load_images(root, labels_file="labels.csv", labels=["nodule", "mass"])
+    assert shades(train) == [20, 0]  # in the order of the table
+    assert train.class_names == ("nodule", "mass")
+    assert train.labels.tolist() == [[1, 0], [1, 1]]
+    assert train.columns["site"].tolist() == ["x", "y"]
+    one, _ = load_images(root, labels_file="labels.csv", label="sex", class_names=["m", "f"])
+    assert one.labels.tolist() == [1, 0]
+    assert not one.multi_label
+    last, _ = load_images(root, labels_file="labels.csv")
+    assert last.class_names == ("x", "y")
+
+
+def test_a_broken_image_takes_its_row_with_it(tmp_path: Path) -> None:
+    root = by_findings(tmp_path)
+    (root / "images_1" / "a.png").write_bytes(b"none")
+    own = {"labels_file": "labels.csv", "label_separator": "|", "id_column": "Patient ID"}
+    with pytest.raises(ConfigError, match="1 of 4 files cannot be read as an image"):
+        load_images(root, **own)
+    train, _ = load_images(root, **own, corrupt="skip")
+    assert shades(train) == [10, 20, 30]
+    assert train.labels.tolist() == [[0, 0], [0, 1], [1, 0]]
+    assert train.columns["Patient ID"].tolist() == ["p1", "p2", "p3"]
+
+
+@pytest.mark.parametrize(
+    ("line", "settings", "sentence"),
+    [
+        ("gone.png,p9,Mass", {}, "names 1 of 5 images that are not in"),
+        ("a.png,p9,Mass", {}, "names the image a.png in more than one row"),
+        ("", {"labels_file": "other.csv"}, r"other\.csv does not exist"),
+        ("", {"labels_file": "../labels.csv"}, "must be the name of a file in dataset.root"),
+        ("", {"label": "Finding"}, "Finding"),
+        ("", {"label": "Image Index"}, "begins with the column Image Index"),
+        ("", {"class_names": ["Mass", "Mess"]}, "has the label Nodule, which is not in"),
+        ("", {"labels": ["Patient ID", "Finding Labels"]}, "dataset.label_separator has no effect"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_one_sentence(
+    line: str, settings: dict[str, object], sentence: str, tmp_path: Path
+) -> None:
+    root = by_findings(tmp_path)
+    if line:
+        with (root / "labels.csv").open("a") as file:
+            file.write(f"{line}\n")
+    own = {"labels_file": "labels.csv", "label_separator": "|", **settings}
+    with pytest.raises(ConfigError, match=sentence) as raised:
+        load_images(root, **own)
+    assert "\n" not in str(raised.value)
+
+
+def test_names_that_two_images_share_must_be_paths(tmp_path: Path) -> None:
+    root = by_findings(tmp_path)
+    picture(root / "images_2" / "a.png", 77)
+    with pytest.raises(ConfigError, match="share their names with others: a.png; give paths"):
+        load_images(root, labels_file="labels.csv", label_separator="|")
+    text = (root / "labels.csv").read_text().replace("\na.png", "\nimages_2/a.png")
+    (root / "labels.csv").write_text(text)
+    train, _ = load_images(root, labels_file="labels.csv", label_separator="|")
+    assert shades(train)[0] == 77
+
+
+def test_columns_without_a_labels_file_have_no_effect(tmp_path: Path) -> None:
+    root = by_findings(tmp_path)
+    for setting in ({"label": "x"}, {"labels": ["x", "y"]}, {"label_separator": "|"}):
+        with pytest.raises(NoEffectError, match=r"no effect without dataset\.labels_file"):
+            prepare(cache=tmp_path / "cache", name="image_folder", root=root, **setting)
+    with pytest.raises(NoEffectError, match=r"labels_file=x has no effect with"):
+        prepare(cache=tmp_path / "cache", name="digits", labels_file="x")
+
+
+def test_a_changed_table_is_read_again(tmp_path: Path) -> None:
+    root = by_findings(tmp_path / "data")
+    own = {"labels_file": "labels.csv", "label_separator": "|", "server_test": False}
+    terms = {"cache": tmp_path / "cache", "name": "image_folder", "root": root, **own}
+    assert prepare(**terms).train.labels[1].tolist() == [0, 0]
+    text = (root / "labels.csv").read_text().replace("b.png,p1,", "b.png,p1,Mass")
+    (root / "labels.csv").write_text(text)
+    assert prepare(**terms).train.labels[1].tolist() == [1, 0]
+
+
+def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path: Path) -> None:
+    """Digits with the labels even and large, of patients with three images each."""
+    records, _ = load_digits()
+    for part, rows in {"train": range(600), "test": range(600, 800)}.items():
+        lines = ["file,patient,findings"]
+        for i in rows:
+            picture(tmp_path / "data" / part / "files" / f"{i}.png", 0)
+            image = Image.fromarray(records.features[i, 0].numpy())
+            image.save(tmp_path / "data" / part / "files" / f"{i}.png")
+            digit = int(records.labels[i])
+            found = [name for name, has in (("even", digit % 2 == 0), ("large", digit > 4)) if has]
+            lines.append(f"{i}.png,p{i // 3},{';'.join(found)}")
+        (tmp_path / "data" / part / "labels.csv").write_text("\n".join(lines) + "\n")
+    folder = tmp_path / "run"
+    run(
+        compose(
+            *("algorithm=fedavg", "algorithm.network=linear", "clients=2", "retrain.rounds=5"),
+            *("stages=[retrain,evaluate,export]", "dataset=image_folder", "device=cpu"),
+            *(f"dataset.root={tmp_path / 'data'}", f"dataset.cache={tmp_path / 'cache'}"),
+            *("dataset.labels_file=labels.csv", 'dataset.label_separator=";"'),
+            *("dataset.id_column=patient", "dataset.image_size=8", "dataset.channels=1"),
+            *("dataset.crop_padding=0", "dataset.flip=false", "retrain.weights.lr=0.05"),
+            *("tensorboard=false", f"run_dir={folder}"),
+        )
+    )
+    (evaluated,) = (e for e in read_events(folder / "events.jsonl") if e["event"] == "evaluated")
+    reported = evaluated["central"]["accuracy"]
+    found = load(folder).predict(tmp_path / "data" / "test" / "labels.csv")
+    assert found.accuracy == pytest.approx(reported)
+    assert reported > 0.7
+    assert found.names[0] == "600.png"
+    again = load(folder).predict(tmp_path / "data" / "test")
+    assert again.accuracy is None  # of files alone no labels are known
+    assert torch.equal(
+        torch.tensor(sorted(again.probabilities[:, 0])),
+        torch.tensor(sorted(found.probabilities[:, 0])),
+    )
+
+
+def test_fednas_data_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = by_findings(tmp_path / "data")
+    own = ["dataset.labels_file=labels.csv", 'dataset.label_separator="|"', "clients=1"]
+    own += ["dataset.image_size=8", f"dataset.cache={tmp_path / 'cache'}"]
+    own += ["dataset.server_test=false", "dataset.id_column='Patient ID'"]
+    assert main(["data", str(root), *own]) == 0
+    assert "Mass 2, Nodule 2" in capsys.readouterr().out
