@@ -57,7 +57,7 @@ _IDENTITY = {
         "multi_label",
     ),
     *("splits", "data_set", "budget", "secure_noise", "unit", "spent"),
-    *("honest_sites", "keeps_model"),
+    *("honest_sites", "keeps_model", "least_noise_multiplier"),
 }
 _TRAIN, _VALIDATION = frozenset({"train_loss", "train_accuracy"}), frozenset({"validation_loss"})
 _MEASURED = frozenset({"loss", "accuracy"})

@@ -113,6 +113,7 @@ def describe(client: Client, request: Request, asked: Describe) -> Reply:
             "budget": {"epsilon": allowed.epsilon, "delta": allowed.delta},
             "secure_noise": gate.is_secure,
             "unit": allowed.unit,
+            "least_noise_multiplier": allowed.least_noise_multiplier,
             "spent": gate.spent(),
         }
         if allowed.secure_sum is not None:

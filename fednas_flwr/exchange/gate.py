@@ -36,7 +36,14 @@ from fednas_flwr.exchange.states import (
 from fednas_flwr.exchange.summands import Summands, check_masked
 from fednas_flwr.exchange.wire import restore
 from fednas_flwr.hardware.latency import from_json
-from fednas_flwr.names import ACCOUNTANTS, FEWEST_VOTES, SPLITS, UNITS
+from fednas_flwr.names import (
+    ACCOUNTANTS,
+    FEWEST_VOTES,
+    LARGEST_NOISE_MULTIPLIER,
+    LEAST_NOISE_MULTIPLIER,
+    SPLITS,
+    UNITS,
+)
 from fednas_flwr.typed import parse
 from fednas_flwr.verbs import METRICS
 
@@ -386,6 +393,9 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "budget": _budget,
     "secure_noise": lambda secure: type(secure) is bool,
     "unit": lambda unit: unit in UNITS,
+    "least_noise_multiplier": lambda least: (
+        type(least) in (int, float) and LEAST_NOISE_MULTIPLIER <= least <= LARGEST_NOISE_MULTIPLIER
+    ),
     "spent": _epsilon,
     "honest_sites": lambda number: type(number) is int and 2 <= number <= MOST_SITES,
     "keeps_model": lambda keeps: keeps is True,

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 from fednas_flwr.config import DifferentialPrivacy
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import LEAST_CALIBRATED
 from fednas_flwr.privacy.accounting import calibrate_noise
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.renyi import Release
@@ -28,8 +27,6 @@ def calibrated(
 ) -> float:
     """Return the least noise multiplier with which all clients' splits keep a target.
 
-    It is at least ``LEAST_CALIBRATED``, however large the target is.
-
     Counted as enforcement does, so that the run reaches its last step on a fresh budget.
 
     Args:
@@ -39,7 +36,7 @@ def calibrated(
         planned: All releases, those with noise that is known already count as others.
         records: Each client's declared number of records by split.
     """
-    needed = LEAST_CALIBRATED
+    needed = 0.0
     splits = sorted({split for release in own for split in release.splits})
     given: float | None = getattr(privacy, name).epsilon
     for split in splits:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median_high
 from typing import Any
 
 from torch import nn
@@ -109,7 +110,8 @@ def check_sites(
         check_unit(policy.data_sets[privacy.data_set].unit, made.records)
     declared = [policy.data_sets[privacy.data_set].records for policy in policies]
     sampling = make_sampling(config, declared)
-    schedules = make_schedules(config, declared, done={}, sampling=sampling)
+    least = median_high(p.data_sets[privacy.data_set].least_noise_multiplier for p in policies)
+    schedules = make_schedules(config, declared, done={}, sampling=sampling, least_noise=least)
     turns = [whole_turns(config)] if sampling is None else turns_of(config, sampling)
     if sampling is None:
         schedules, turns = schedules * config.clients, turns * config.clients

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import flwr
@@ -63,7 +64,7 @@ from fednas_flwr.exchange.requests import (
 )
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
-from fednas_flwr.names import MOST_SHOWN, SPLITS
+from fednas_flwr.names import LEAST_CALIBRATED, MOST_SHOWN, SPLITS
 from fednas_flwr.privacy.plan import STATISTICS
 from fednas_flwr.reporting.events import Event, EventLog, clients_of, read_events
 from fednas_flwr.reporting.lookup import CellTable, percentiles_by_round
@@ -208,7 +209,12 @@ def begin(
         done = {stage: point.round for stage, point in latest.items() if point is not None}
         if statistics is not None:
             done[STATISTICS] = 1
-        schedules = make_schedules(config, declared, done=done, sampling=courier.sampling)
+        told_least = [known.get("least_noise_multiplier", LEAST_CALIBRATED) for known in facts]
+        # a site that asks for more than most leaves, and does not raise the noise of all
+        least = median_high(told_least or [LEAST_CALIBRATED])
+        schedules = make_schedules(
+            config, declared, done=done, sampling=courier.sampling, least_noise=least
+        )
         commit(courier, config, schedules, done=done, resumed=resumed)
         schedule = largest_schedule(schedules)
         if statistics is None and any(planned.kind == STATISTICS for planned in schedule):

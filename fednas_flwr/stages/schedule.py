@@ -14,7 +14,7 @@ from fednas_flwr.builders.refusals import searches
 from fednas_flwr.builders.strategies import retrain_releases, search_releases
 from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.exchange.sampling import Sampling
-from fednas_flwr.names import CLIENT
+from fednas_flwr.names import CLIENT, LEAST_CALIBRATED
 from fednas_flwr.privacy.plan import (
     STATISTICS,
     PlannedRelease,
@@ -52,6 +52,7 @@ def make_schedules(
     done: Mapping[str, int],
     spare: bool = False,
     sampling: Sampling | None = None,
+    least_noise: float = LEAST_CALIBRATED,
 ) -> list[Schedule]:
     """Return every kind of release of each client, in order: of the rounds that may ask it.
 
@@ -63,6 +64,7 @@ def make_schedules(
             that: a round that was interrupted is released, and booked, twice. It is the same for
             all clients, and enough for the one that needs most.
         sampling: Draws whom a round asks; None asks all.
+        least_noise: Noise multiplier below which none is calibrated, since sites refuse it.
 
     Raises:
         ConfigError: What comes before costs more than the target epsilon.
@@ -89,7 +91,7 @@ def make_schedules(
                 for whole, declared in groups
                 if (own := [release for release in whole if release.noise_name == name])
             ]
-            sigmas[name] = max(needed, default=None)
+            sigmas[name] = max([*needed, least_noise]) if needed else None
     return [_with_noise(_of_turns(rounds, own, done=done, spare=spare), sigmas) for own in turns]
 
 

@@ -333,6 +333,7 @@ FACTS = {  # by name: right ones and wrong ones
         ],
     ),
     "secure_noise": ([True, False], [0, 1, None, "true"]),
+    "least_noise_multiplier": ([0.8, 1], [0.0, -1.0, 1e7, math.inf, True, "1", None]),
     "unit": (["record", "person"], ["patient", None, []]),
     "spent": ([None, 0.0, 3.5], [-1.0, math.inf, 1, "1"]),
     "honest_sites": ([2, MOST_SITES], [1, MOST_SITES + 1, 2.0, True]),

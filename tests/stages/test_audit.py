@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,11 @@ from fednas_flwr.builders.data import make_data
 from fednas_flwr.cli.outcomes import INCONCLUSIVE, RUN_FAILED
 from fednas_flwr.data.loaders import Split, augment
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.federation.dry_run import private_terms
 from fednas_flwr.privacy.clipping import clipped_gradient_sum
 from fednas_flwr.search.objective import CLASSIFICATION
 from fednas_flwr.stages.audit import audit_search
 from fednas_flwr.stages.canaries import LAYER, MARK, Canaries, beside, direction, with_canaries
-from fednas_flwr.stages.schedule import make_schedule
 from fednas_flwr.verbs import SUPERNET
 
 FAULTY_CLIENT = Path(__file__).with_name("faulty_client.py")
@@ -143,11 +144,12 @@ def test_noise_that_is_calibrated_is_audited_as_a_run_would_have_it(
 ):
     monkeypatch.setattr("fednas_flwr.stages.audit.MOST_RUNS", 60)
     null = "privacy.weights.noise_multiplier=null"
-    calibrated, wanted = compose_config(*table, null), 0.0
-    records = [{"train": 60, "validation": 60, "test": 0}]
-    for release in make_schedule(calibrated, records, done={}):
-        wanted = release.noise_multiplier if release.kind == "weights" else wanted
-    given = compose_config(*table, f"privacy.weights.noise_multiplier={wanted}")
+    calibrated = compose_config(*table, null)
+    told = re.search(
+        r"weights on train: noise multiplier ([\d.]+)", "\n".join(private_terms(calibrated))
+    )
+    assert told is not None
+    given = compose_config(*table, f"privacy.weights.noise_multiplier={told.group(1)}")
     claims = [[found.claim for found in audit_search(c).findings] for c in (calibrated, given)]
     assert claims[0] == pytest.approx(claims[1], rel=0.05)
 

@@ -545,6 +545,23 @@ def test_a_client_that_has_left_at_the_schedule_is_not_asked_again(start, tmp_pa
     assert len(rows(tmp_path, 0)) == 2
 
 
+def test_noise_is_not_calibrated_below_what_most_sites_accept(start, tmp_path):
+    """One site that asks for more than the others leaves; the rest go on with their own."""
+    for client, least in enumerate((1.5, 1.5, 200.0)):
+        write_policy(tmp_path, client, least_noise_multiplier=least)
+    null = [f"privacy.{kind}.noise_multiplier=null" for kind in ("weights", "alphas")]
+    run = start(
+        *(*SEARCH, *null, "clients=3", "rounds=1", "runtime.quorum=0.6"),
+        f"privacy.sites={tmp_path}",
+    )
+    assert run.error is None
+    (event,) = named(run.events, "privacy")
+    assert {planned["noise_multiplier"] for planned in event["schedule"]} == {1.5}
+    reasons = [(event["client"], event["reason"]) for event in named(run.events, "client_failed")]
+    assert {client for client, _ in reasons} == {2}
+    assert all("least_noise_multiplier" in reason for _, reason in reasons)
+
+
 @pytest.mark.parametrize("fact", ["splits", "budget", "secure_noise", "unit", "spent"])
 def test_a_client_that_keeps_a_needed_fact_to_itself_does_not_stop_the_run(
     start, tmp_path, monkeypatch, fact
