@@ -100,7 +100,7 @@ def rows(seed: int) -> list[list[Job]]:
         own = (f"clients={clients}",)
         searched = Job("dp_clients", {"network": "DP-FNAS", "K": clients}, (*SEARCHED, *own), seed)
         exact = Job(
-            *("dp_clients", {"network": "the same, without privacy", "K": clients}),
+            *("dp_clients", {"network": "without privacy", "K": clients}),
             *((*EXACT, *own), seed, searched),
         )
         linear = Job("dp_clients", {"network": "linear", "K": clients}, (*LINEAR, *own), seed)

@@ -520,6 +520,9 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
     typed = compose("privacy=dp", "algorithm.batch_size=8", "retrain.weights={lr: 0.1}").privacy
     assert isinstance(typed, DifferentialPrivacy)
     assert (typed.rate, typed.retrain) == (None, replace(terms.retrain, noise_walk=None))
+    unit = ["privacy=dp", "privacy.unit=client", "secure_sum=true", "clients=5"]
+    for norm, more in ((1.0, []), (0.3, ["privacy.retrain.max_grad_norm=.3"])):
+        assert compose(*unit, *more).privacy.retrain.max_grad_norm == norm  # type: ignore[union-attr]
     experiment = "experiment=dpnas/train_fashion_mnist"
     given = compose(experiment).privacy
     assert isinstance(given, DifferentialPrivacy)

@@ -23,11 +23,14 @@ from fednas_flwr.config.parsing import choose_kind
 from fednas_flwr.config.privacy import PRIVACY
 from fednas_flwr.config.server_optimizers import SERVER_OPTIMIZERS
 from fednas_flwr.errors import ConfigError, NoEffectError, show
-from fednas_flwr.names import SELECTIONS
+from fednas_flwr.names import CLIENT, SELECTIONS
 from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.typed import parse
 
 MOST_PRIVATE_ROUNDS = 10_000
+UPDATE_NORM = (
+    1.0  # that a client's update is clipped to by default: longer than one record's gradient
+)
 YIELDING = {  # defaults of privacy=dp that give way where the user sets what they take the place of
     "privacy.rate": "algorithm.batch_size",
     "privacy.retrain.rate": "retrain.batch_size",
@@ -65,6 +68,9 @@ def yielded(tree: Mapping[str, Any], given: Given) -> Mapping[str, Any]:
     if not isinstance(privacy, Mapping) or privacy.get("name") != "dp":
         return tree
     privacy = dict(privacy)
+    norm = "privacy.retrain.max_grad_norm"
+    if privacy.get("unit") == CLIENT and norm not in {*given.typed, *given.experiment}:
+        privacy["retrain"] = {**privacy["retrain"], "max_grad_norm": UPDATE_NORM}
     for default, other in YIELDING.items():
         typed = other in given.typed and default not in given.typed
         known = {*given.typed, *given.experiment}
