@@ -33,7 +33,7 @@ from fednas_flwr.reporting.guarantee import (
     warning_text,
 )
 from fednas_flwr.reporting.runs import Run, read_run
-from fednas_flwr.reporting.texts import STAGES
+from fednas_flwr.reporting.texts import STAGES, simpler_text
 from fednas_flwr.reporting.units import DASH, count, duration, percent, rounds_text, score
 
 RECENT_ROUNDS = 10
@@ -254,6 +254,8 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         if value != DASH:
             table.add_row(label, value)
     console.print(table)
+    if text := simpler_text(run):
+        console.print(Text(text), soft_wrap=True, highlight=False)
     if run.reason:
         console.print(Text(run.reason, style="red"), soft_wrap=True, highlight=False)
     report = run_folder / "report.html"

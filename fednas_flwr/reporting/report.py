@@ -79,7 +79,7 @@ def render_report(run_folder: Path) -> str:
         "splits": splits,
         "partition_text": texts.partition_text(partition, declared=run.is_private),
         "privacy": _privacy(run),
-        "accuracy_text": texts.accuracy_text(run),
+        "accuracy_text": f"{texts.simpler_text(run)} {texts.accuracy_text(run)}".strip(),
         "score_tables": scores.tables(run),
         "positive_text": scores.positive_text(run),
         "calibration_text": scores.calibration_text(run),

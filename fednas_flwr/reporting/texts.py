@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from fednas_flwr.names import QUANTILES, SPLITS
+from fednas_flwr.names import LINEAR, QUANTILES, SPLITS
 from fednas_flwr.reporting import guarantee
 from fednas_flwr.reporting.events import Event, clients_of
 from fednas_flwr.reporting.guarantee import (
@@ -295,6 +295,27 @@ def accuracy_text(run: Run) -> str:
     return f"{text} {NOISED_TEXT}" if run.is_private else text
 
 
+def simpler_text(run: Run) -> str:
+    """Return a sentence on the simpler models that the network is no better than; empty if none."""
+    numbers, own = run.numbers(), run.accuracy()
+    trained = {baseline.folder.name: baseline.accuracy() for baseline in run.baselines()}
+    simpler = {
+        "a linear model on the same input": trained.get(LINEAR, numbers["linear_accuracy"]),
+        "its linear skip alone": numbers["accuracy_without_cells"],
+        "boosted trees": numbers["trees_accuracy"],
+    }
+    if own is None:
+        return ""
+    as_good = [
+        f"{name} ({percent(accuracy)})"
+        for name, accuracy in simpler.items()
+        if accuracy is not None and accuracy >= own
+    ]
+    if not as_good:
+        return ""
+    return f"The network ({percent(own)}) is no better than {' and '.join(as_good)}."
+
+
 def time_rows(run: Run) -> list[tuple[str, str, float]]:
     """Return name, time and length of its bar in percent for each stage."""
     seconds = run.stage_seconds()
@@ -429,7 +450,7 @@ def baselines_text(run: Run) -> str:
     return (
         "Networks that were not searched, with the same retraining, clients and records: random "
         "ones of the search space, the choice of scores that read no record, and a ResNet-8 of "
-        "about as many multiply-adds." + (own if run.is_private else "")
+        "about as many multiply-adds" + (", and a linear model." + own if run.is_private else ".")
     )
 
 

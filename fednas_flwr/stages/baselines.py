@@ -17,11 +17,17 @@ import yaml
 
 from fednas_flwr.builders.algorithms import ALGORITHMS
 from fednas_flwr.builders.networks import described_space, load_description
-from fednas_flwr.config import AlgorithmSettings, Config, ZeroCostSettings, conf_folder
+from fednas_flwr.config import (
+    AlgorithmSettings,
+    Config,
+    DifferentialPrivacy,
+    ZeroCostSettings,
+    conf_folder,
+)
 from fednas_flwr.config.networks import Retrain
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.hardware.flops import count_multiply_adds
-from fednas_flwr.names import BATCH
+from fednas_flwr.names import BATCH, LINEAR
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.runs import BASELINES_FOLDER, CONFIG_FILE, read_run
@@ -38,8 +44,8 @@ def prepare_baselines(config: Config) -> list[Path]:
     """Return a run folder for every baseline, made where it is missing.
 
     They are ``random_1`` and so on, drawn uniformly from the search space; ``data_free``, the
-    choice of ``zero_cost``, unless the run is one; and for images ``resnet8_<width>``, of the width
-    whose multiply-adds are nearest. Hyper-parameters that the search has found are taken over.
+    choice of ``zero_cost``, unless the run is one; with privacy ``linear``, a linear model; and for
+    images ``resnet8_<width>``, of the width whose multiply-adds are nearest. Hyper-parameters that the search has found are taken over.
 
     Args:
         config: Of a finished run that has exported a searched network.
@@ -71,6 +77,8 @@ def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
         yield name, replace(config, stages=STAGES, genotype=str(file.resolve()))
     if not isinstance(config.algorithm, ZeroCostSettings):
         yield "data_free", replace(config, algorithm=_shipped("zero_cost", draws=DRAWS), rounds=1)
+    if isinstance(config.privacy, DifferentialPrivacy):  # else records are pooled for it
+        yield LINEAR, replace(config, algorithm=_shipped("fedavg", network=LINEAR), stages=STAGES)
     shape = tuple(description["input_shape"])
     if len(shape) == 3:
         name = _nearest_resnet(shape, description["num_classes"], derived["multiply_adds"])

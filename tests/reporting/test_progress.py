@@ -1,4 +1,5 @@
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from rich.console import Console
 
 from fednas_flwr.reporting.events import read_events
 from fednas_flwr.reporting.progress import ProgressDisplay, print_summary
+from fednas_flwr.reporting.report import write_report
 
 
 def _round(number: int, rounds: int, elapsed: float) -> dict:
@@ -154,3 +156,37 @@ def test_the_summary_of_a_run_without_privacy_does_not_speak_of_it(
         *("0.625", "0.500"),
     ]
     assert not any(word in out.getvalue() for word in ("epsilon", "noised", "left", "warning"))
+
+
+@pytest.mark.parametrize(
+    ("linear", "without_cells", "sentence"),
+    [
+        (0.75, 0.4, ""),
+        (
+            0.95,
+            0.4,
+            "The network (90.0 %) is no better than a linear model on the same input (95.0 %).",
+        ),
+        (
+            0.9,
+            0.91,
+            "is no better than a linear model on the same input (90.0 %) and its linear skip",
+        ),
+    ],
+)
+def test_a_run_says_what_its_network_is_no_better_than(
+    make_run: Callable[..., Path], linear: float, without_cells: float, sentence: str
+) -> None:
+    folder = make_run("run")
+    path = folder / "events.jsonl"
+    events = read_events(path)
+    for event in events:
+        if event["event"] == "evaluated":
+            event["linear"]["accuracy"] = linear
+            event["central"]["without_cells"] = without_cells
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    out = io.StringIO()
+    print_summary(folder, Console(file=out, width=200))
+    assert ("no better than" in out.getvalue()) == bool(sentence)
+    assert sentence in out.getvalue()
+    assert sentence in write_report(folder).read_text(encoding="utf-8")

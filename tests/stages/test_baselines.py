@@ -92,6 +92,7 @@ def test_private_baselines_have_a_ledger_of_their_own(
     run(compose_config(*overrides, f"run_dir={folder}"))
     own = read_run(folder)
     assert {b.status for b in [own, *own.baselines()]} == {"completed"}
+    assert "linear" in {b.folder.name for b in own.baselines()}
     for single in [own, *own.baselines()]:
         epsilon = single.numbers()["epsilon"]
         assert epsilon is not None
