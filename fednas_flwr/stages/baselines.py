@@ -45,7 +45,8 @@ def prepare_baselines(config: Config) -> list[Path]:
 
     They are ``random_1`` and so on, drawn uniformly from the search space; ``data_free``, the
     choice of ``zero_cost``, unless the run is one; with privacy ``linear``, a linear model; and for
-    images ``resnet8_<width>``, of the width whose multiply-adds are nearest. Hyper-parameters that the search has found are taken over.
+    images ``resnet8_<width>``, of the width whose multiply-adds are nearest. Hyper-parameters that
+    the search has found are taken over.
 
     Args:
         config: Of a finished run that has exported a searched network.
