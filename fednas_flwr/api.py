@@ -198,7 +198,7 @@ def execute(
 
 def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda line: None) -> None:
     """Train the networks that the run's own is compared with, and write its report anew."""
-    if not config.baselines or "baselines" in without_effect(config):
+    if config.baselines == 0 or "baselines" in without_effect(config):
         return
     from fednas_flwr.exchange.courier import QuorumError
     from fednas_flwr.federation.launch import launch
@@ -210,7 +210,10 @@ def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda lin
 
     if not is_complete(Path(str(config.run_dir))):  # it has reached its time limit
         return
-    for folder in prepare_baselines(config):
+    folders = prepare_baselines(config)
+    if not folders:
+        return
+    for folder in folders:
         if not is_complete(folder):
             begun = (folder / EVENTS_FILE).exists()
             try:

@@ -92,7 +92,8 @@ class Config(Checked):
             left at its checkpoint, and ``resume`` goes on. Baselines come after it, and need a run
             that it has not cut short. Null is none.
         baselines: Random networks of the search space that are trained like the found one and
-            shown beside it, with the data-free choice and a ResNet-8; 0 for none of these.
+            shown beside it, with the data-free choice and a ResNet-8; 0 for none of these. Null is
+            2 where the run has taken over a minute and they add less than half of that, else 0.
         tensorboard: Whether curves are also written for TensorBoard.
         trackers: Where else numbers of the rounds go, each an extra of its name; what is sent
             leaves the server.
@@ -131,7 +132,7 @@ class Config(Checked):
     oversample: bool
     personalised: bool
     time_limit: Text | None
-    baselines: CountOrZero
+    baselines: CountOrZero | None
     tensorboard: bool
     trackers: list[Annotated[str, OneOf(TRACKERS)]]
 

@@ -37,6 +37,10 @@ from fednas_flwr.stages.run_folder import GENOTYPE_FILE, create_run_folder
 from fednas_flwr.typed import parse
 
 DRAWS = 250  # of the data-free choice
+AFFORDED = 2  # random networks, where nobody says how many
+FURTHER = 3  # baselines beside the random ones, at most
+ADDED = 0.5  # share of a run's time that baselines may add by default
+WORTH_S = 60.0  # a shorter run is a try, which baselines would only delay
 STAGES = ["retrain", "evaluate", "export"]  # of a network that is given
 
 
@@ -60,9 +64,26 @@ def prepare_baselines(config: Config) -> list[Path]:
     return folders
 
 
+def affordable(folder: Path) -> int:
+    """Return how many random networks a finished run is compared with unless it says so itself.
+
+    Two where all baselines add less than half to its time, which must be over a minute; each takes
+    about as long as the run's retraining. A run that has begun with baselines goes on with them.
+    """
+    if (folder / BASELINES_FOLDER).is_dir():
+        return AFFORDED
+    seconds = read_run(folder).stage_seconds()
+    whole, each = sum(seconds.values()), seconds.get("retrain", 0.0)
+    cheap = (AFFORDED + FURTHER) * each < ADDED * whole
+    return AFFORDED if cheap and whole > WORTH_S else 0
+
+
 def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield names and configurations; genotypes lie in the folders to be."""
-    folder, number = Path(str(config.run_dir)), config.baselines
+    folder = Path(str(config.run_dir))
+    number = affordable(folder) if config.baselines is None else config.baselines
+    if not number:
+        return
     description = load_description(folder)
     derived = read_run(folder).last("derived") or {}
     found = _with_found(config, derived)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,26 @@ def test_private_baselines_have_a_ledger_of_their_own(
     assert {b.numbers()["linear_accuracy"] for b in [own, *own.baselines()]} == {None}
 
 
+@pytest.mark.parametrize(
+    ("search", "retrain", "number"), [(200.0, 10.0, 2), (40.0, 1.0, 0), (200.0, 30.0, 0)]
+)
+def test_baselines_are_made_by_default_where_they_add_little(
+    tmp_path: Path, search: float, retrain: float, number: int
+) -> None:
+    """The run takes over a minute, and five times its retraining is less than half of it."""
+    stages = {"search": search, "retrain": retrain}
+    lines = [{"event": "run_started"}]
+    for name, seconds in stages.items():
+        lines += [
+            {"event": "stage_started", "stage": name, "elapsed": 0.0},
+            {"event": "stage_finished", "stage": name, "seconds": seconds, "elapsed": seconds},
+        ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert baselines.affordable(tmp_path) == number
+    (tmp_path / "baselines").mkdir()
+    assert baselines.affordable(tmp_path) == 2  # it goes on with what it has begun
+
+
 def test_found_hyper_parameters_are_taken_over(
     compose_config: Callable[..., Config], tmp_path: Path
 ) -> None:
@@ -116,5 +138,6 @@ def test_found_hyper_parameters_are_taken_over(
     run(config)
     found = read_run(folder).last("derived")["configuration"]
     assert 0.02 <= found["lr"] <= 0.03
-    (own, *_) = [config for _, config in baselines._baselines(open_run_folder(str(folder)))]
+    again = replace(open_run_folder(str(folder)), baselines=1)
+    (own, *_) = [config for _, config in baselines._baselines(again)]
     assert own.retrain.weights.lr == found["lr"]
