@@ -483,6 +483,18 @@ def _cfdnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
     return _fdnas(replace(config, algorithm=algorithm.search), prepared, space)
 
 
+def whole_search(config: Config) -> Config:
+    """Return the configuration with all rounds of search that a client is asked in.
+
+    That is the same, but for CFDNAS, whose groups search on: then it is one of FDNAS.
+    """
+    algorithm = config.algorithm
+    if not isinstance(algorithm, CFDNASSettings):
+        return config
+    rounds = algorithm.group_rounds + config.rounds * algorithm.inherit
+    return replace(config, algorithm=algorithm.search, rounds=rounds)
+
+
 def _dpnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
     from fednas_flwr.search_spaces.dp_cells import DPCellSpace
     from fednas_flwr.strategies.dpnas import DPNAS
@@ -573,7 +585,13 @@ ALGORITHMS: dict[str, Algorithm] = {
         retrain_releases=_fed_avg_releases,
         refuses=refusals.of_fdnas,
     ),
-    "cfdnas": Algorithm(CFDNASSettings, _cfdnas, refuses=refusals.of_cfdnas),
+    "cfdnas": Algorithm(
+        CFDNASSettings,
+        _cfdnas,
+        search_releases=lambda config: _fdnas_releases(whole_search(config)),
+        retrain_releases=_fed_avg_releases,
+        refuses=refusals.of_cfdnas,
+    ),
     "dpnas": Algorithm(
         DPNASSettings,
         _dpnas,

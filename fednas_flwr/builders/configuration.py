@@ -32,9 +32,9 @@ UPDATE_NORM = (
     1.0  # that a client's update is clipped to by default: longer than one record's gradient
 )
 YIELDING = {  # defaults of privacy=dp that give way where the user sets what they take the place of
-    "privacy.rate": "algorithm.batch_size",
-    "privacy.retrain.rate": "retrain.batch_size",
-    "privacy.retrain.noise_walk": "retrain.weights.lr",
+    "privacy.rate": ("algorithm.batch_size", "algorithm.search.batch_size"),
+    "privacy.retrain.rate": ("retrain.batch_size",),
+    "privacy.retrain.noise_walk": ("retrain.weights.lr",),
 }
 UNREGISTERED = "; one of your own must be registered first, in each process and at each site"
 
@@ -71,10 +71,10 @@ def yielded(tree: Mapping[str, Any], given: Given) -> Mapping[str, Any]:
     norm = "privacy.retrain.max_grad_norm"
     if privacy.get("unit") == CLIENT and norm not in {*given.typed, *given.experiment}:
         privacy["retrain"] = {**privacy["retrain"], "max_grad_norm": UPDATE_NORM}
-    for default, other in YIELDING.items():
-        typed = other in given.typed and default not in given.typed
+    for default, others in YIELDING.items():
+        typed = default not in given.typed and any(other in given.typed for other in others)
         known = {*given.typed, *given.experiment}
-        if typed or (other in given.experiment and default not in known):
+        if typed or (default not in known and any(other in known for other in others)):
             *groups, last = default.removeprefix("privacy.").split(".")
             inner = privacy
             for group in groups:

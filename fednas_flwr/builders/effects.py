@@ -188,7 +188,9 @@ def _ignores(setting: str) -> Rule:
     return Rule(f"partition.{setting}", lambda c: _partition_ignores(setting, c), cause)
 
 
-_EPOCHS = FedDARTSSettings | FEATHERSSettings | FDNASSettings | SuccessiveHalvingSettings
+_EPOCHS = (
+    FedDARTSSettings | FEATHERSSettings | FDNASSettings | CFDNASSettings | SuccessiveHalvingSettings
+)
 STAGES = "stages={c.stages}"
 NO_SEARCH = "algorithm={c.algorithm.name} and stages={c.stages}, which do not search"
 STEPS = "privacy=dp, whose clients take noised steps"
@@ -423,7 +425,7 @@ RULES: tuple[Rule, ...] = (
     Rule("malicious", lambda c: c.aggregate not in SELECTIONS, "aggregate={c.aggregate}"),
     # Privacy.
     Rule(
-        "algorithm.local_epochs",
+        "algorithm.local_epochs algorithm.search.local_epochs",
         lambda c: by_record(c) and isinstance(c.algorithm, _EPOCHS),
         STEPS,
         "remove it, and set privacy.local_steps",
@@ -442,7 +444,7 @@ RULES: tuple[Rule, ...] = (
         "remove it, and set algorithm.local_epochs and retrain.local_epochs",
     ),
     Rule(
-        "algorithm.batch_size",
+        "algorithm.batch_size algorithm.search.batch_size",
         lambda c: by_record(c) and c.privacy.rate is not None,  # type: ignore[union-attr]
         "privacy.rate={c.privacy.rate}, with which steps draw records",
         "remove it, or set privacy.rate=null",

@@ -154,12 +154,13 @@ def of_fdnas(config: Config) -> None:
 
 
 def of_cfdnas(config: Config) -> None:
-    """Refuse what FDNAS does, privacy, and averages that depend on the number of clients."""
-    if not isinstance(config.privacy, NoPrivacy):
+    """Refuse what FDNAS does, private updates to group by, and averages that need a number."""
+    assert isinstance(config.algorithm, CFDNASSettings)
+    if isinstance(config.privacy, DifferentialPrivacy) and config.algorithm.group_by == "alphas":
         raise ConfigError(
-            "privacy=dp with algorithm=cfdnas is not possible yet: a client keeps one schedule of "
-            "releases per run, and each group is a run that begins when its group is known; set "
-            "algorithm=fdnas."
+            "privacy=dp with algorithm.group_by=alphas: a client's own update is hidden by its "
+            "noise, and would be one more release; set algorithm.group_by=tag or hardware, which "
+            "are public, and algorithm.num_groups=null."
         )
     if not searches(config):
         raise ConfigError(

@@ -23,10 +23,10 @@ import torch
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
+from fednas_flwr.builders.algorithms import whole_search
 from fednas_flwr.builders.networks import given_genotype, make_device, supernet_space
 from fednas_flwr.builders.refusals import searches
 from fednas_flwr.config import (
-    CFDNASSettings,
     Config,
     DifferentialPrivacy,
     SuccessiveHalvingSettings,
@@ -183,9 +183,7 @@ def private_terms(config: Config) -> list[str]:
 def _own_folder(config: Config, folder: Path) -> Config:
     """Return the configuration of the run that is measured, whose folder is made."""
     algorithm, privacy = config.algorithm, config.privacy
-    if isinstance(algorithm, CFDNASSettings):
-        rounds = algorithm.group_rounds + config.rounds * algorithm.inherit
-        config = replace(config, algorithm=algorithm.search, rounds=rounds)
+    config = whole_search(config)
     if isinstance(algorithm, SuccessiveHalvingSettings):
         pool = replace(algorithm.pool, draws=algorithm.pool.keep, by=[], shortlist=None)
         config = replace(config, algorithm=replace(algorithm, pool=pool))

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from fednas_flwr.builders.algorithms import whole_search
 from fednas_flwr.builders.check import Made, check_buildable
 from fednas_flwr.builders.clients import (
     check_unit,
@@ -111,6 +112,7 @@ def check_sites(
     declared = [policy.data_sets[privacy.data_set].records for policy in policies]
     sampling = make_sampling(config, declared)
     least = median_high(p.data_sets[privacy.data_set].least_noise_multiplier for p in policies)
+    config = whole_search(config)
     schedules = make_schedules(config, declared, done={}, sampling=sampling, least_noise=least)
     turns = [whole_turns(config)] if sampling is None else turns_of(config, sampling)
     if sampling is None:

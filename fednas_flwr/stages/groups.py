@@ -20,13 +20,13 @@ import yaml
 
 from fednas_flwr.builders.hardware import check_hardware
 from fednas_flwr.builders.networks import supernet_space
-from fednas_flwr.config import CFDNASSettings, Config, dump_config
+from fednas_flwr.config import CFDNASSettings, Config, DifferentialPrivacy, dump_config
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.files import write_atomically
-from fednas_flwr.reporting.events import Event, EventLog
+from fednas_flwr.reporting.events import Event, EventLog, read_events
 from fednas_flwr.reporting.model_card import write_model_card
 from fednas_flwr.reporting.report import write_report
 from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE, read_run
@@ -154,17 +154,30 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
         text = yaml.safe_dump(json.loads(dump_config(config)), sort_keys=False)
         write_atomically(folder / CONFIG_FILE, text)
     log = EventLog(folder / EVENTS_FILE, [partial(_tell, run.log, name)])
+    # private clients have committed to all that the run asks of them, under its name
+    private = isinstance(run.config.privacy, DifferentialPrivacy)
+    called = run.courier.run if private else f"{run.courier.run}.{name}"
     return replace(
         run,
         config=config,
         folder=folder,
         log=log,
-        courier=run.courier.part(clients, run=f"{run.courier.run}.{name}", emit=log.emit),
+        courier=run.courier.part(clients, run=called, emit=log.emit),
         checkpoints=CheckpointFolder(
             folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
         ),
         inherited=states,
     )
+
+
+def _repeat_promise(run: Run, part: Run, clients: list[int]) -> None:
+    """Tell in a group's own record what its clients were promised, of the whole run."""
+    events = read_events(run.folder / EVENTS_FILE)
+    promised = [event for event in events if event["event"] == "privacy"]
+    if promised:
+        fields = {k: v for k, v in promised[-1].items() if k not in ("event", "time", "elapsed")}
+        own = [told for told in fields["clients"] if told["client"] in clients]
+        part.log.emit("privacy", **{**fields, "clients": own})
 
 
 def _tell(log: EventLog, name: str, event: Event) -> None:
@@ -205,6 +218,7 @@ def _run_one(
         resumed = part.checkpoints.latest("search") is not None
         try:
             with log.attempt(resumed=resumed, circumstances=run.circumstances):
+                _repeat_promise(run, part, clients)
                 with suppress(OutOfTimeError):
                     run_group(part)
         except (ConfigError, QuorumError) as error:

@@ -25,6 +25,7 @@ from flwr.serverapp import Grid
 from torch import nn
 
 import fednas_flwr
+from fednas_flwr.builders.algorithms import whole_search
 from fednas_flwr.builders.check import pools_records
 from fednas_flwr.builders.clients import make_courier, make_objective, simulated_facts
 from fednas_flwr.builders.data import has_real_sites, make_data, make_server_data
@@ -212,10 +213,11 @@ def begin(
         told_least = [known.get("least_noise_multiplier", LEAST_CALIBRATED) for known in facts]
         # a site that asks for more than most leaves, and does not raise the noise of all
         least = median_high(told_least or [LEAST_CALIBRATED])
+        asked = whole_search(config)  # whose clients commit to their groups' rounds, too
         schedules = make_schedules(
-            config, declared, done=done, sampling=courier.sampling, least_noise=least
+            asked, declared, done=done, sampling=courier.sampling, least_noise=least
         )
-        commit(courier, config, schedules, done=done, resumed=resumed)
+        commit(courier, asked, schedules, done=done, resumed=resumed)
         schedule = largest_schedule(schedules)
         if statistics is None and any(planned.kind == STATISTICS for planned in schedule):
             statistics = noised_statistics(prepared, courier, schedule, log)
@@ -246,7 +248,7 @@ def _run_from_search(run: Run) -> None:
     """
     config = run.config
     if isinstance(config.algorithm, CFDNASSettings):
-        run_groups(run, search=start_search, run_group=_run_from_search)
+        run_groups(run, search=start_search, run_group=_run_group)
         return
     genotype, configuration = _search(run)
     if genotype is None and not isinstance(config.algorithm, GivenNetwork):
@@ -267,6 +269,17 @@ def _run_from_search(run: Run) -> None:
         _evaluate(run, description, network, states)
     if "export" in config.stages:
         hand_over(run)
+
+
+def _run_group(run: Run) -> None:
+    """Take a group through its stages; the end of the whole run asks what all of it has spent."""
+    if isinstance(run.config.privacy, DifferentialPrivacy):
+        try:
+            _run_from_search(run)
+        finally:
+            _report_spending(run)
+    else:
+        _run_from_search(run)
 
 
 def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:

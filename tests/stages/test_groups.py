@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from fednas_flwr.cli import USER_ERROR, main
 from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Reply
+from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.reporting.events import read_events
+from fednas_flwr.reporting.runs import read_run
 from fednas_flwr.strategies.clusters import group_by_alphas
 
 COST = "{table: null, unit: multiply_adds, target: 7e4, loss: additive, scale: %s, exponent: 1.0}"
@@ -229,12 +232,50 @@ def test_groups_that_cannot_be_are_refused_before_the_search(run, overrides, sen
         ("algorithm.group_by=alphas", "num_groups=None: a number is needed"),
         ("algorithm.num_groups=2", "group_by=tag with num_groups=2"),
         ("algorithm.group_rounds=0", "algorithm.group_rounds=0"),
-        ("privacy=dp", "privacy=dp with algorithm=cfdnas"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(compose_config, override, sentence):
     with pytest.raises(ConfigError, match=sentence):
         compose_config(*CFDNAS, override)
+
+
+PRIVATE = (
+    *("privacy=dp", "privacy.epsilon=100", "privacy.local_steps=2", "rounds=1"),
+    *("privacy.retrain.local_steps=3", "algorithm.group_hardware={}"),
+)
+
+
+def test_private_clients_commit_to_their_groups_rounds_and_release_no_more(run):
+    """Before the first release, under one promise; groups are of tags, which are public."""
+    whole = run(*PRIVATE)
+    assert whole.error is None
+    (promised,) = named(whole.events, "privacy")
+    steps = {(p["stage"], p["kind"]): p["steps"] for p in promised["schedule"]}
+    assert steps == {("search", "weights"): 6, ("search", "alphas"): 6, ("retrain", "weights"): 3}
+    first = next(event for event in whole.events if event["event"] == "round")
+    assert whole.events.index(promised) < whole.events.index(first)
+    for client in range(5):
+        site = whole.folder / "sites" / f"client-{client}"
+        with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as books:
+            entries = [row.entry for row in books.entries()]
+        booked = Counter((entry.stage, entry.verb.rpartition(":")[2]) for entry in entries)
+        assert booked == Counter(steps)
+        assert {entry.run for entry in entries} == {entries[0].run}
+    for name, clients in (("a", [1, 3]), ("b", [0, 2, 4])):
+        events = read_events(whole.folder / "groups" / name / "events.jsonl")
+        (own,) = named(events, "privacy")
+        assert [told["client"] for told in own["clients"]] == clients
+        (spent,) = named(events, "privacy_spent")
+        assert all(told["spent"] > 0 for told in spent["clients"])
+        budget = max(told["epsilon"]["prv"]["train"] for told in own["clients"])
+        assert read_run(whole.folder / "groups" / name).numbers()["epsilon"] >= budget
+
+
+def test_private_groups_of_similar_updates_are_refused(compose_config):
+    with pytest.raises(ConfigError, match="privacy=dp with algorithm.group_by=alphas"):
+        compose_config(
+            *(*CFDNAS, "privacy=dp", "algorithm.group_by=alphas", "algorithm.num_groups=2")
+        )
 
 
 def test_groups_of_alphas_have_numbers(compose_config):
