@@ -451,6 +451,25 @@ def test_calibrate_refuses_in_one_sentence(
     assert error.count("\n") == 1
 
 
+def test_calibrate_explains_a_run_or_takes_numbers_and_not_both(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = ["algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "stages=[retrain]"]
+    assert cli.main(["calibrate", *run]) == 0
+    told = capsys.readouterr().out
+    for part in ("records of 3 clients", "noise multiplier", "learning rate", "(epsilon, delta)"):
+        assert part in told
+    for given, words in (
+        (["--epsilon", "3", "--rate", ".1"], "add --delta, --steps"),
+        (["--epsilon", "3", "--delta", "1e-5", "--rate", ".1", "--steps", "5", *run], "leave out"),
+        (["privacy=none"], "nothing is to be calibrated"),
+    ):
+        assert cli.main(["calibrate", *given]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
+
+
 def test_ledger_show_has_a_row_per_kind_and_an_epsilon_per_split(
     ledger: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
