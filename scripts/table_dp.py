@@ -42,7 +42,7 @@ DATA = (
 )
 LINEAR = (*GIVEN, *DATA, "algorithm.network=linear", "privacy=dp", "privacy.micro_batch_size=64")
 EXACT = (
-    *(*GIVEN, *DATA, "search_space=nasbench201_small", "search_space.skip=linear"),
+    *(*GIVEN, *DATA, "search_space.skip=linear"),
     *("retrain=small", "retrain.norm=group", "retrain.channels=8", "retrain.rounds=15"),
     "retrain.weights={lr: 0.02, min_lr: 0.0005, momentum: 0.9, weight_decay: 5e-4, clip_norm: 5.0}",
 )
