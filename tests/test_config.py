@@ -14,7 +14,12 @@ from hydra.core.config_store import ConfigStore
 
 from fednas_flwr import api, compose
 from fednas_flwr.builders.algorithms import ALGORITHMS
-from fednas_flwr.builders.configuration import check_combinations, load_config, parse_config
+from fednas_flwr.builders.configuration import (
+    check_combinations,
+    load_config,
+    parse_config,
+    yielded,
+)
 from fednas_flwr.builders.effects import check_experiment
 from fednas_flwr.composition import compose_tree, given_settings
 from fednas_flwr.config import (
@@ -396,8 +401,8 @@ def test_the_algorithms_own_refusals_come_before_the_general_ones() -> None:
 
 def test_fednas_with_privacy_is_told_which_algorithms_there_are() -> None:
     names = (
-        "dp_fnas fed_darts fedprox_darts feathers fdnas dpnas zero_cost successive_halving fedavg "
-        "fedprox"
+        "dp_fnas fed_darts fedprox_darts feathers fdnas cfdnas dpnas zero_cost "
+        "successive_halving fedavg fedprox"
     )
     private = ", ".join(names.split())
     with pytest.raises(ConfigError, match=f"algorithm=fednas is not possible yet: .* {private}."):
@@ -431,7 +436,7 @@ def test_no_shipped_experiment_sets_anything_without_effect(name: str) -> None:
     given = given_settings([f"experiment={name}"])
     assert given.experiment
     assert given.alone is not None
-    check_experiment(parse_config(given.alone), given)
+    check_experiment(parse_config(yielded(given.alone, given)), given)
 
 
 @pytest.fixture

@@ -358,11 +358,10 @@ def check_public(config: Config, prepared: Prepared) -> None:
             "dataset.statistics={column: [mean, std], ...}."
         )
     if not has_real_sites(config):
-        privacy = config.privacy
-        assert isinstance(privacy, DifferentialPrivacy)
-        if privacy.statistics_noise_multiplier is not None and not prepared.from_ranges:
+        noise = getattr(config.privacy, "statistics_noise_multiplier", None)
+        if noise is not None and not prepared.from_ranges:
             raise ConfigError(
-                f"privacy.statistics_noise_multiplier={privacy.statistics_noise_multiplier:g} with "
+                f"privacy.statistics_noise_multiplier={noise:g} with "
                 f"dataset.statistics={show(config.dataset.statistics)}: noised statistics are told "
                 "within ranges; declare dataset.ranges={column: [low, high], ...} of every column "
                 "of numbers, or remove it."

@@ -151,7 +151,8 @@ def test_networks_that_are_not_the_runs_are_refused(verb, make_site, no_record):
 
 
 def test_every_verb_that_could_release_something_is_in_this_suite():
-    assert {v for v in PRIVATE_VERBS if not VERBS[v].is_public} == set(ASKED)
+    of_tables = {"query.statistics"}  # test_noised_statistics.py
+    assert {v for v in PRIVATE_VERBS if not VERBS[v].is_public} - of_tables == set(ASKED)
 
 
 def test_another_clients_data_set_is_never_told_of(make_site, no_record):

@@ -155,6 +155,7 @@ class Evaluated:
     network: object
     candidates: None = None
     site: Site = SITE
+    sparse: bool = False
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,8 @@ def test_other_ways_are_measured(overrides, compose_config):
 
 def test_simulated_sites_that_are_kept_pay_nothing(tmp_path, compose_config, run_inline):
     sites = tmp_path / "sites"
-    terms = (*SMALL, *DP, "retrain.norm=group", f"privacy.sites={sites}", "stages=[search]")
+    noise = [f"privacy.{kind}.noise_multiplier=3" for kind in ("weights", "alphas")]
+    terms = (*SMALL, *DP, *noise, f"privacy.sites={sites}", "stages=[search]")
     assert run_inline(*terms).error is None
     before = folder_of(sites)
     assert estimate(compose_config(*terms)).privacy

@@ -19,7 +19,7 @@ from fednas_flwr.builders.data import make_data
 from fednas_flwr.config import Config
 from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.data.splits import assign_splits
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.stages.check import written_bytes
 from fednas_flwr.stages.run_folder import create_run_folder
 
@@ -362,7 +362,10 @@ def test_a_run_that_cannot_fit_on_its_disk_is_refused_before_it_begins(
     sentence = refused(config)
     assert asked == [tmp_path]  # the folder of it that exists
     assert sentence.startswith("checkpoints and exported models take at least ")
-    assert f"in run_dir={folder}, whose disk has {(least - 1) / 1e6:,.1f} MB free" in sentence
+    assert (
+        f"in run_dir={show(str(folder))}, whose disk has {(least - 1) / 1e6:,.1f} MB free"
+        in sentence
+    )
     assert sentence.endswith("choose another folder, or lower the sizes of the networks.")
     assert not folder.exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=least))

@@ -154,7 +154,7 @@ def test_a_run_goes_on_after_processes_of_ray_were_killed(
         assert (folder / name).read_bytes() == (whole[0] / name).read_bytes()
 
 
-@pytest.mark.parametrize("largest_file", [2_500, 20_000, 50_000])
+@pytest.mark.parametrize("largest_file", [3_500, 20_000, 50_000])
 def test_a_run_on_a_full_disk_goes_on_when_there_is_room(
     overrides: list[str], whole: tuple[Path, float], tmp_path: Path, largest_file: int
 ) -> None:
