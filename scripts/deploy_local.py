@@ -16,9 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -165,17 +163,8 @@ def print_times(machines: Machines, events: list[Event]) -> None:
         f"time of an exchange (mean of {exchanges} in rounds without a fault): {whole:.1f} s, of "
         f"which {start:.1f} s start-up of client processes, {work:.1f} s ours, "
         f"{whole - start - work:.1f} s Flower's and waiting for the slowest site\n"
-        f"CPU time of a client process, its work included: {cpu:.1f} s, of which "
-        f"{import_seconds():.1f} s import torch"
+        f"CPU time of a client process, its work included: {cpu:.1f} s"
     )
-
-
-def import_seconds() -> float:
-    """Return the CPU time of a process that only imports torch."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def compare(deployed: Path, inline: Path) -> int:

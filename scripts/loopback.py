@@ -201,17 +201,24 @@ class Machines:
         until(site, lambda: any("SuperNode ID" in self.read(name) for name in names))
 
     def processes(self, kind: str = "", machine: str = "") -> dict[int, str]:
-        """Return ids and command lines of running processes that name a port or folder of ours."""
+        """Return ids, names and command lines of running processes of ours, or of one machine.
+
+        They work in a folder of ours, or name one, or a port.
+        """
         ports = [self.ports[machine]] if machine else self.ports.values()
         ours = [f"127.0.0.1:{port}" for port in ports] + ([] if machine else [str(self.base)])
+        folder = self.folder / machine if machine else self.base
         listing = subprocess.run(
-            ["ps", "-wweo", "pid=,stat=,args="], capture_output=True, text=True
+            ["ps", "-wweo", "pid=,stat=,comm=,args="], capture_output=True, text=True
         )
         found = {}
         for line in listing.stdout.splitlines():
             process, state, command = line.split(maxsplit=2)
-            if kind in command and any(own in command for own in ours) and state[0] != "Z":
-                found[int(process)] = command
+            with suppress(OSError):  # it has ended
+                works_there = Path(f"/proc/{process}/cwd").readlink().is_relative_to(folder)
+                named = any(own in command for own in ours)
+                if kind in command and (works_there or named) and state[0] != "Z":
+                    found[int(process)] = command
         return found
 
     def launch(self, *command: str) -> subprocess.Popen[str]:

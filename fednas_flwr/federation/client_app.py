@@ -21,7 +21,8 @@ from torch import nn
 
 from fednas_flwr.builders.clients import make_client, make_site_gate
 from fednas_flwr.builders.configuration import load_config
-from fednas_flwr.builders.data import has_real_sites, make_data, make_site_data
+from fednas_flwr.builders.data import make_data, make_site_data
+from fednas_flwr.builders.refusals import has_real_sites
 from fednas_flwr.builders.registration import Entry, registered, restore
 from fednas_flwr.clients.admission import admit
 from fednas_flwr.clients.answer import answer

@@ -3,13 +3,10 @@
 Flower's process unpacks the bundle that came with a run, imports it and runs it, with the site's
 data at hand. This one refuses a bundle that is not the installed package's, and answers with the
 installed package in any case: nothing that came over the wire is unpacked to disk or executed.
-``bin/flwr-clientapp`` of a site's folder starts it, see ``provision``. Flower's command line is
-read here, since its own reader imports the whole SuperNode, which costs each message half a second.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable
@@ -17,7 +14,6 @@ from logging import INFO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flwr.common.args import add_args_flwr_app_common, try_obtain_flwr_app_token
 from flwr.common.logger import log
 from flwr.supercore.tls import validate_and_resolve_root_certificates
 from flwr.supernode.runtime import run_clientapp
@@ -27,28 +23,31 @@ from fednas_flwr.federation.bundle import check_bundle
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message
+    from flwr.supercore.superexec.executor.types import ExecutionSpec
+
+NAME = "fednas-message"  # that ``ps -o comm`` shows
 
 
-def main() -> None:
-    """Answer one message; the arguments are those of ``flwr-clientapp``.
+def answer(spec: ExecutionSpec) -> None:
+    """Answer one message, in a process that does nothing else.
+
+    Args:
+        spec: Where the SuperNode is, and by which token it hands out the message.
 
     Raises:
         AttributeError: This Flower has no such function to be replaced: better no answer than an
             answer by the bundle's code.
     """
+    Path("/proc/self/comm").write_text(NAME, encoding="ascii")
     flower.answer_with(_load_own_app, check_bundle)
     flower.finish_only_with_a_reply()
-    parser = argparse.ArgumentParser(description="Answer one message of a SuperNode.")
-    parser.add_argument("--runtime-api-address", required=True)
-    add_args_flwr_app_common(parser)
-    options = parser.parse_args()
-    root, insecure = options.root_certificates, options.insecure
+    root, insecure = spec.root_certificates_path, spec.insecure
     run_clientapp.run_clientapp(
-        runtime_api_address=options.runtime_api_address,
-        token=try_obtain_flwr_app_token(options),
+        runtime_api_address=spec.runtime_api_address,
+        token=spec.token,
         insecure=insecure,
         certificates=validate_and_resolve_root_certificates(root, insecure),
-        parent_pid=options.parent_pid,
+        parent_pid=spec.parent_pid,
         runtime_dependency_install=False,
     )
 
@@ -82,7 +81,3 @@ def _age_s() -> float:
     """Return the seconds since Linux has started this process."""
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
-
-
-if __name__ == "__main__":
-    main()

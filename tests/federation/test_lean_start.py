@@ -1,4 +1,4 @@
-"""A SuperNode starts a process for every message: it must import little but torch and Flower."""
+"""Sites fork a process for every message: what it imports itself is imported anew in each."""
 
 from __future__ import annotations
 

@@ -124,13 +124,16 @@ def test_whatever_is_killed_the_run_is_continued_to_the_bits_of_one_that_was_not
     cluster: Any, start: Callable[..., Watched], inline: Path, tmp_path: Path
 ) -> None:
     run, overrides = tmp_path / "run", (*SLOW, "runtime.quorum=1", "runtime.connect_s=600")
+    work, killed = "train.search: begun", {"north": signal.SIGKILL, "east": signal.SIGTERM}
+    before = {site: cluster.read(f"{site}-clientapp").count(work) for site in killed}
     attempt = start(run, *overrides)
     attempt.wait("round 1", (run / "checkpoints" / "search-000001.json").exists)
-    work = "train.search: begun"
-    for site, number in {"north": signal.SIGKILL, "east": signal.SIGTERM}.items():
-        log = f"{site}-clientapp"
-        attempt.wait("work on round 2", lambda log=log: cluster.read(log).count(work) >= 2)
-        send(cluster.processes("client_process", site), number)
+    for site, number in killed.items():
+        log, second = f"{site}-clientapp", before[site] + 2
+        attempt.wait(
+            "work on round 2", lambda log=log, n=second: cluster.read(log).count(work) >= n
+        )
+        send(cluster.processes("fednas-message", site), number)
     cluster.kill("south-supernode")
     send(cluster.processes("flwr-serverapp", "server"), signal.SIGKILL)
     code, finished = attempt.end()
@@ -174,14 +177,14 @@ def test_a_kill_while_a_reply_is_sent_or_a_checkpoint_is_written_changes_nothing
         assert not list((run / "checkpoints").iterdir())
 
     attempt = begin_and_stop("north")
-    send(cluster.processes("client_process", "north"), signal.SIGKILL)  # on its way to the node
+    send(cluster.processes("fednas-message", "north"), signal.SIGKILL)  # on its way to the node
     cluster.kill("north-supernode", signal.SIGCONT)
     assert_lost(attempt, 0)
 
     attempt = begin_and_stop("east")
     cluster.kill("superlink", signal.SIGSTOP)
     cluster.kill("east-supernode", signal.SIGCONT)
-    attempt.wait("its reply", lambda: not cluster.processes("client_process", "east"))
+    attempt.wait("its reply", lambda: not cluster.processes("fednas-message", "east"))
     cluster.kill("east-supernode")  # on its way to the SuperLink
     cluster.kill("superlink", signal.SIGCONT)
     assert_lost(attempt, 2)
@@ -249,4 +252,5 @@ def test_a_private_run_goes_on_without_sites_that_are_silent_or_lost(
         verify_trail(trail, state / "ledger.key")
         lines = [json.loads(line) for line in trail.read_text().splitlines()]
         sent = Counter(line["event"] for line in lines if line.get("verb", "").startswith("train"))
-        assert 0 < sent["released"] <= booked <= sent["asked"], site
+        least = site != "south"  # which was killed at its first work, and may be back too late
+        assert least <= sent["released"] <= booked <= sent["asked"], site

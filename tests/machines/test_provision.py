@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 import yaml
 from flwr.cli.build import build_fab_from_files
-from flwr.supercore.constant import TASK_TYPE_TO_COMMAND
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -101,8 +100,8 @@ def test_provisioning_again_renews_the_certificate_and_keeps_authority_state_and
 
 
 def test_scripts_are_bash_and_can_be_executed(folder: Path) -> None:
-    scripts = [*folder.glob("*/*.sh"), *folder.glob("*/operate"), *folder.glob("*/bin/*")]
-    assert len(scripts) == 3 + 2 * 2 + 1 + 2
+    scripts = [*folder.glob("*/*.sh"), *folder.glob("*/operate")]
+    assert len(scripts) == 3 + 2 * 2 + 1
     for script in scripts:
         subprocess.run(["bash", "-n", str(script)], check=True)
         assert script.name in ("parts.sh", "common.sh") or script.stat().st_mode & 0o100
@@ -132,15 +131,6 @@ def test_wrong_list_of_sites_is_one_sentence(
 
 
 # --- the code that a site runs
-
-
-def test_a_sites_executor_finds_no_command_but_ours(folder: Path) -> None:
-    found = [
-        command
-        for command in [*TASK_TYPE_TO_COMMAND.values(), "python", "bash", "uv"]
-        if shutil.which(command, path=str(folder / "north" / "bin"))
-    ]
-    assert found == ["flwr-clientapp"]
 
 
 FILES = bundle_files()

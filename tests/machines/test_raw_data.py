@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
-import pandas as pd
 import pytest
 import yaml
 from PIL import Image
@@ -19,6 +18,9 @@ from fednas_flwr.data.images import load_digits
 from fednas_flwr.machines.provision import Deployment
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.reporting.events import read_events
+from fednas_flwr.reporting.runs import read_run
+
+from ..patients import patients
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +45,15 @@ def npz(folder: Path) -> SimpleNamespace:
     return SimpleNamespace(files=files, dataset={"name": "npz", **own}, overrides=NETWORK)
 
 
+def private_features(folder: Path) -> SimpleNamespace:
+    """The same, of whose features private sites train a linear model."""
+    made = npz(folder)
+    own = {"name": "npz", "class_names": NAMES, "transform": "scattering"}
+    terms = ("privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=90", "retrain.rounds=8")
+    overrides = [text for text in NETWORK if not text.startswith("retrain")]
+    return SimpleNamespace(files=made.files, dataset=own, overrides=(*overrides, *terms))
+
+
 def image_folder(folder: Path) -> SimpleNamespace:
     """Digits as files of two sizes, some in colours."""
     records, _ = load_digits()
@@ -63,21 +74,7 @@ def image_folder(folder: Path) -> SimpleNamespace:
 
 def csv(folder: Path) -> SimpleNamespace:
     """A table with decimal commas, missing cells, texts and dates, and its public numbers."""
-    rng = np.random.default_rng(0)
-    age, ward = rng.normal(60, 12, 800).round(1), rng.choice(["north", "south", "west"], 800)
-    day = rng.integers(0, 700, 800)
-    risk = (age - 60) / 12 + 1.5 * (ward == "north") + (day - 350) / 300
-    ill = risk + 0.5 * rng.normal(size=800) > 0.4
-    table = pd.DataFrame(
-        {
-            "age": [str(a).replace(".", ",") for a in age],
-            "ward": ward,
-            "seen": (pd.Timestamp("2022-01-01") + pd.to_timedelta(day, "D")).strftime("%d.%m.%Y"),
-            "outcome": np.where(ill, "died", "left"),
-        }
-    )
-    table.loc[rng.random(800) < 0.1, "age"] = None
-    table.loc[rng.random(800) < 0.1, "ward"] = None
+    table = patients()
     files = {}
     for place, owner in enumerate(OWNERS):
         files[owner] = folder / f"{owner}.csv"
@@ -104,6 +101,7 @@ def private_csv(folder: Path) -> SimpleNamespace:
         *("privacy.statistics_noise_multiplier=1", "search_space.norm=group"),
         *("retrain.norm=group", "retrain.rounds=2"),
         *(f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas", "retrain")),
+        *("baselines=1", "privacy.baseline_share=0.3"),
     )
     return made
 
@@ -115,7 +113,8 @@ def override(value: object) -> str:
     return json.dumps(value)
 
 
-KINDS = {made.__name__: made for made in (npz, image_folder, csv, private_csv)}
+MADE = (npz, private_features, image_folder, csv, private_csv)
+KINDS = {made.__name__: made for made in MADE}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -171,7 +170,7 @@ def test_every_site_has_the_model_and_its_own_test_is_what_was_reported(
     finished: SimpleNamespace,
 ) -> None:
     (evaluated,) = (e for e in finished.events if e["event"] == "evaluated")
-    assert (not evaluated["clients"]) == (finished.kind == "private_csv")
+    assert (not evaluated["clients"]) == finished.kind.startswith("private")
     told = {client["client"]: client["accuracy"] for client in evaluated["clients"]}
     for index, site in enumerate(SITES):
         (kept,) = (finished.machines.folder / site / "state" / "models").iterdir()
@@ -197,3 +196,21 @@ def test_private_sites_release_by_what_all_standardise(finished: SimpleNamespace
             booked = [row.entry.verb for row in ledger.entries()]
         assert booked.count("query.statistics:statistics") == 1
         assert booked[0] == "query.statistics:statistics"
+
+
+def test_private_sites_pay_for_baselines_by_the_share_that_was_set(
+    finished: SimpleNamespace,
+) -> None:
+    beside = read_run(finished.folder).baselines()
+    assert len(beside) == 3 * (finished.kind == "private_csv")
+    spent = [baseline.numbers()["epsilon"] for baseline in beside]  # with all that came before
+    assert len(set(spent)) == len(beside)
+    for baseline, epsilon in zip(beside, spent, strict=True):
+        assert baseline.status == "completed"
+        assert baseline.accuracy() is not None
+        assert 0 < epsilon <= 90
+    for site in SITES if beside else ():
+        state = finished.machines.folder / site / "state"
+        with Ledger(state / "ledger" / "ledger.sqlite", state / "ledger.key") as ledger:
+            runs = {row.entry.run.partition(".")[0] for row in ledger.entries()}
+        assert runs == {"run", *(baseline.folder.name for baseline in beside)}

@@ -8,7 +8,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 set -a
 source ./site.env
 FLWR_HOME=$PWD/state/flwr FLWR_TELEMETRY_ENABLED=0
-FEDNAS_PYTHON=$(dirname "$(command -v fednas)")/python # for bin/flwr-clientapp
 set +a
 source ./parts.sh
 
@@ -46,12 +45,10 @@ TOML
         --superexec-auth-secret-file state/executor.secret
 }
 
-# bin holds nothing but our flwr-clientapp: no other kind of task can be started at this site.
 executor() {
-    local superexec
-    superexec=$(command -v flower-superexec)
-    PATH=$PWD/bin exec "$superexec" --insecure --runtime-api-address "${RUNTIME_HOST:-127.0.0.1}:$PORT" \
-        --superexec-auth-secret-file state/executor.secret
+    export FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2
+    exec python -P -m fednas_flwr.machines.executor --insecure \
+        --runtime-api-address "${RUNTIME_HOST:-127.0.0.1}:$PORT" --superexec-auth-secret-file state/executor.secret
 }
 
 run_parts supernode executor

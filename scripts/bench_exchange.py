@@ -1,0 +1,171 @@
+"""What an exchange with three sites takes, over Flower's own that carries nothing.
+
+    python scripts/bench_exchange.py [--exchanges 8]
+
+Both on this machine, one after the other. Flower's: an app of a few lines on a SuperLink and three
+SuperNodes as Flower starts them, without TLS; its messages are empty. Ours: a search by FNAS on
+sites that `fednas provision` has made, whose clients compute a gradient of a small supernet on 8
+images. Each number is a median over exchanges; exit code 1 if the ratio is above its limit. Run it
+on an otherwise idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+from deploy_local import write_data
+from loopback import SITES, Machines, free_ports, listens, until
+
+from fednas_flwr.machines.provision import Deployment
+from fednas_flwr.reporting.events import read_events
+from fednas_flwr.reporting.runs import EVENTS_FILE
+
+LIMIT = 1.3
+PROJECT = """
+[project]
+name = "empty"
+version = "1.0.0"
+license = {file = "LICENSE"}
+dependencies = ["flwr>=1.41.0"]
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[tool.flwr.app]
+publisher = "nobody"
+fab-format-version = 1
+flwr-version-target = "1.41.0"
+[tool.flwr.app.components]
+serverapp = "empty.apps:server"
+clientapp = "empty.apps:client"
+[tool.flwr.app.config]
+exchanges = 8
+"""
+APPS = """
+import json, time
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+client = ClientApp()
+server = ServerApp()
+
+@client.query("nothing")
+def answer(message, context):
+    return Message(RecordDict(), reply_to=message)
+
+@server.main()
+def main(grid, context):
+    while len(list(grid.get_node_ids())) < 3:
+        time.sleep(0.5)
+    took = []
+    for _ in range(int(context.run_config["exchanges"])):
+        begun = time.monotonic()
+        messages = [Message(RecordDict(), node, "query.nothing") for node in grid.get_node_ids()]
+        replies = list(grid.send_and_receive(messages))
+        assert len(replies) == 3 and all(reply.has_content() for reply in replies)
+        took.append(time.monotonic() - begun)
+    print("took", json.dumps(took), flush=True)
+"""
+
+
+def main() -> int:
+    """Measure both; return 1 if ours takes too long."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--exchanges", type=int, default=8)
+    number = parser.parse_args().exchanges
+    with tempfile.TemporaryDirectory() as folder:
+        flowers = flowers_exchanges(Path(folder) / "flower", number)
+        ours = our_exchanges(Path(folder) / "ours", number)
+    ratio = median(ours) / median(flowers)
+    for name, times in (("Flower's, empty", flowers), ("ours", ours)):
+        print(f"{name}: {median(times):.2f} s ({min(times):.2f} to {max(times):.2f})")
+    print(f"ratio {ratio:.2f}, limit {LIMIT}")
+    return int(ratio > LIMIT)
+
+
+def flowers_exchanges(folder: Path, number: int) -> list[float]:
+    """Return the seconds of each empty exchange."""
+    package = folder / "app" / "empty"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (folder / "app" / "LICENSE").write_text("Apache-2.0")
+    (package / "apps.py").write_text(APPS)
+    (folder / "app" / "pyproject.toml").write_text(PROJECT.replace("= 8", f"= {number}"))
+    link, *nodes = free_ports(1 + len(SITES))
+    home = folder / "home"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{link}"\n'
+        "insecure = true\n"
+    )
+    binaries = Path(sys.executable).parent
+    environment = os.environ | {
+        "PATH": f"{binaries}:{os.environ['PATH']}",
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    }
+
+    @contextmanager
+    def running(*command: str) -> Iterator[None]:
+        with (folder / "log").open("ab") as log:
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait()
+
+    superlink = ("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(link))
+    node = ("flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{link}", "--port")
+    with running(*superlink):
+        until("the SuperLink", lambda: listens(link))
+        with running(*node, str(nodes[0])), running(*node, str(nodes[1])):
+            with running(*node, str(nodes[2])):
+                done = subprocess.run(
+                    ["flwr", "run", str(folder / "app"), "here", "--stream"],
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                )
+    lines = [line for line in done.stdout.splitlines() if "took [" in line]
+    if not lines:
+        raise RuntimeError(f"Flower's run failed: {done.stdout[-2000:]} {done.stderr[-2000:]}")
+    times: list[float] = json.loads(lines[0].partition("took ")[2])
+    return times
+
+
+def our_exchanges(folder: Path, number: int) -> list[float]:
+    """Return the seconds of each exchange of a search, as a mean over each round's two."""
+    data, records = write_data(folder / "data")
+    deployment = Deployment("local", ("127.0.0.1",), free_ports(1)[0], SITES)
+    names = [str(digit) for digit in range(10)]
+    machines = Machines(folder, deployment, data, records=records, class_names=names)
+    machines.make_private(False)
+    run = folder / "run"
+    try:
+        machines.begin()
+        machines.operate(
+            *("fednas", "run", "runtime=deployment", "runtime.superlink=server", f"run_dir={run}"),
+            *("partition=sites", "dataset=npz", f"dataset.root={folder / 'data'}", "clients=3"),
+            *("dataset.server_test=false", "algorithm=fnas", f"rounds={number // 2}"),
+            *("algorithm.batch_size=8", "algorithm.evaluate_every=0", "search_space.channels=4"),
+            *("stages=[search]", "tensorboard=false", "device=cpu"),
+        )
+    finally:
+        machines.stop()
+    rounds = [event for event in read_events(run / EVENTS_FILE) if event["event"] == "round"]
+    return [event["seconds"] / event["exchanges"] for event in rounds]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""A table of patients as hospitals have it: decimal commas, missing cells, texts and dates."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+
+def patients() -> pd.DataFrame:
+    """Return 800 rows of ``age``, ``ward`` and ``seen``, by which ``outcome`` can be predicted."""
+    rng = np.random.default_rng(0)
+    age, ward = rng.normal(60, 12, 800).round(1), rng.choice(["north", "south", "west"], 800)
+    day = rng.integers(0, 700, 800)
+    risk = (age - 60) / 12 + 1.5 * (ward == "north") + (day - 350) / 300
+    ill = risk + 0.5 * rng.normal(size=800) > 0.4
+    table = pd.DataFrame(
+        {
+            "age": [str(a).replace(".", ",") for a in age],
+            "ward": ward,
+            "seen": (pd.Timestamp("2022-01-01") + pd.to_timedelta(day, "D")).strftime("%d.%m.%Y"),
+            "outcome": np.where(ill, "died", "left"),
+        }
+    )
+    table.loc[rng.random(800) < 0.1, "age"] = None
+    table.loc[rng.random(800) < 0.1, "ward"] = None
+    return table
