@@ -15,7 +15,7 @@ from fednas_flwr.config.runtime import Runtime
 from fednas_flwr.config.server_optimizers import ServerOptimizer
 from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.names import ENGINES, SAMPLINGS, SELECTIONS
-from fednas_flwr.search.settings import MOMENTA, Count, CountOrZero, ShareAbove0
+from fednas_flwr.search.settings import MOMENTA, Asynchronous, Count, CountOrZero, ShareAbove0
 from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, seconds
 
 STAGES = ("search", "retrain", "evaluate", "export")
@@ -77,6 +77,7 @@ class Config(Checked):
         secure_sum: Whether the server sees totals of replies only
             (:mod:`fednas_flwr.exchange.secure_sum`).
         secure_terms: Of simulated sites, for secure sums.
+        asynchronous: Rounds that do not wait for all clients; null: they do.
         momentum: Where the momentum of local training goes between requests: nowhere (``reset``),
             with the averaged model, or to the ``server`` (FedAvgM).
         client_tags: What simulated clients call themselves, by index, for groups of ``cfdnas``.
@@ -125,6 +126,7 @@ class Config(Checked):
     wire: Annotated[str, OneOf(WIRES)]
     secure_sum: bool
     secure_terms: SimulatedTerms
+    asynchronous: Asynchronous | None
     momentum: Annotated[str, OneOf(MOMENTA)] | None
     client_tags: list[str]
     class_factors: dict[str, ShareAbove0]

@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -69,6 +69,23 @@ def ignore_events(event: str, **fields: Any) -> None:
 
 class QuorumError(RuntimeError):
     """Too few clients answered an exchange; the message names each missing one and its reason."""
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The messages of an exchange, by client.
+
+    Attributes:
+        messages: To be sent.
+        accepts: Reads the client's reply.
+        most: Examples that it may have, or what it counts for in their place.
+        dense_reply: Bytes of a reply of whole states that nobody has rounded.
+    """
+
+    messages: Mapping[int, Message]
+    accepts: Mapping[int, Callable[[Message], Reply]]
+    most: Mapping[int, float]
+    dense_reply: int
 
 
 @dataclass
@@ -261,7 +278,7 @@ class Courier:
             del facts[index]
             reasons.append(f"client {index}: {reason}")
         for client in sorted(set(range(self.num_clients)) - set(facts)):
-            self._emit_failure("connect", 0, "query.describe", client, "; ".join(reasons))
+            self.tell_failure("connect", 0, "query.describe", client, "; ".join(reasons))
         if len(facts) < self.quorum:
             raise QuorumError(
                 f"{'; '.join(reasons)} (query.describe: {len(facts)} of {self.num_clients} "
@@ -281,6 +298,11 @@ class Courier:
     def clients(self) -> list[int]:
         """Indices of the connected clients that have not left, ascending."""
         return [client for client in self._nodes if client not in self._left]
+
+    @property
+    def examples(self) -> Mapping[int, float]:
+        """How many examples each connected client may have, at most."""
+        return self._max_examples
 
     @property
     def left(self) -> dict[int, str]:
@@ -390,20 +412,17 @@ class Courier:
                         answer = self._strike(client, _plain(str(error)))
                 if isinstance(answer, Reply):
                     accepted += 1
-                    if client in self._missed:
-                        self._missed.remove(client)
-                        self._tell("client_back", stage, server_round, verb, client)
+                    self.tell_back(client, stage, server_round, verb)
                     if pending is None:
                         yield client, answer
                 else:
                     failures[client] = answer
-                    self._emit_failure(stage, server_round, verb, client, answer)
+                    self.tell_failure(stage, server_round, verb, client, answer)
             short = max(0, wanted - accepted)
             asked, spares = spares[:short], spares[short:]
         if accepted < (quorum := self.quorum_of(wanted)):
             left = {c: w for c, w in self.left.items() if turn is None or c in turn.candidates}
-            missing = sorted((left | failures).items())
-            first, *others = [f"client {client}: {why}" for client, why in missing]
+            first, *others = [f"client {c}: {why}" for c, why in sorted((left | failures).items())]
             where = f"{verb} in round {server_round}" if server_round else verb
             raise QuorumError(
                 f"{first} ({where}: {accepted} of {wanted} "
@@ -508,7 +527,7 @@ class Courier:
                     continue
                 except ReplyError as error:
                     answer = self._strike(client, _plain(str(error)))
-            self._emit_failure(place[0], place[1], verb, client, answer)
+            self.tell_failure(place[0], place[1], verb, client, answer)
         return found
 
     def _exchange(
@@ -530,8 +549,76 @@ class Courier:
         summands: Summands | None = None,
     ) -> Iterator[tuple[int, Reply | str]]:
         """Ask every node; yield each client with its accepted reply or why it has none."""
+        requests = self.requests(
+            *(verb, stage, server_round, phase, settings, states, layouts),
+            own_settings=own_settings,
+            whole=whole,
+            planned=planned,
+            also_left=also_left,
+            among=among,
+            weights=weights,
+            summands=summands,
+        )
+        unsent: dict[int, str] = {}
+        pending = self.push(requests.messages, unsent)
+        scales = self.held(requests.most)
+        for client, answer in self._in_order(pending, unsent, requests.accepts):
+            if isinstance(answer, Reply) and (client in scales or client in (weights or {})):
+                scale = scales.get(client, 1.0)
+                if weights and client in weights:
+                    scale *= weights[client] / answer.num_examples
+                answer = answer.weighing(scale, summed=VERBS[verb].gradients_of)
+            if isinstance(answer, Reply):
+                self.bytes_dense += requests.dense_reply
+            yield client, answer
+
+    def push(self, messages: Mapping[int, Message], failures: dict[int, str]) -> dict[str, int]:
+        """Send messages; return the client of each by its id. Those that fail join ``failures``."""
         if self._grid is None:
             raise ValueError("call connect(grid) before ask")
+        sent = set(self._grid.push_messages(list(messages.values())))
+        clients = {message.metadata.message_id: c for c, message in messages.items()}
+        unsent = [client for message_id, client in clients.items() if message_id not in sent]
+        failures |= dict.fromkeys(unsent, "the request could not be sent")
+        return {i: client for i, client in clients.items() if i in sent}
+
+    def pull(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return replies to some of the messages, as they are there."""
+        if self._grid is None:
+            raise ValueError("call connect(grid) before pull")
+        return self._grid.pull_messages(list(message_ids))
+
+    def held(self, most: Mapping[int, float]) -> dict[int, float]:
+        """Return whose weights are scaled to ``largest_share`` of an average, and tell it once."""
+        scales = held_shares(most, self.largest_share) if self.facts and not self.secure_sum else {}
+        for client in scales.keys() - self._held:
+            message = (
+                f"client {client} may weigh {most[client]:g} of {sum(most.values()):g} examples: "
+                f"it is held to {self.largest_share:g} of an average (runtime.largest_share)"
+            )
+            self.emit("warning", message=message)
+            self._held.add(client)
+        return scales
+
+    def requests(
+        self,
+        verb: str,
+        stage: str,
+        server_round: int,
+        phase: int,
+        settings: Settings,
+        states: Mapping[str, Packed],
+        layouts: Mapping[str, Layout],
+        *,
+        own_settings: Mapping[int, Settings] | None = None,
+        whole: Mapping[str, Layout] | None = None,
+        planned: Mapping[str, PlannedRelease] | None = None,
+        also_left: bool = False,
+        among: Collection[int] | None = None,
+        weights: Mapping[int, float] | None = None,
+        summands: Summands | None = None,
+    ) -> Requests:
+        """Return the messages of an exchange, and what reads their replies; as :meth:`ask`."""
         rounded = round_sent(states, verb=verb, wire=self.wire)
         records = encode_states(rounded)
         sizes = {name: _num_bytes(state) for name, state in states.items()}
@@ -583,31 +670,18 @@ class Courier:
             most[client] = (weights or {}).get(client, own_limits.examples)
             accepts[client] = partial(accept, header=header, limits=own_limits)
             messages[client] = Message(content, node, verb, ttl=self.deadline_s + 60)
-        sent = set(self._grid.push_messages(list(messages.values())))
-        pending = {message.metadata.message_id: c for c, message in messages.items()}
-        unsent = {c: "the request could not be sent" for i, c in pending.items() if i not in sent}
-        pending = {i: client for i, client in pending.items() if i in sent}
-        scales = held_shares(most, self.largest_share) if self.facts and not self.secure_sum else {}
-        for client in scales.keys() - self._held:
-            message = (
-                f"client {client} may weigh {most[client]:g} of {sum(most.values()):g} examples: "
-                f"it is held to {self.largest_share:g} of an average (runtime.largest_share)"
-            )
-            self.emit("warning", message=message)
-            self._held.add(client)
-        for client, answer in self._in_order(pending, unsent, accepts):
-            if isinstance(answer, Reply) and (client in scales or client in (weights or {})):
-                scale = scales.get(client, 1.0)
-                if weights and client in weights:
-                    scale *= weights[client] / answer.num_examples
-                answer = answer.weighing(scale, summed=VERBS[verb].gradients_of)
-            if isinstance(answer, Reply):
-                self.bytes_dense += sum(returned.values())
-            yield client, answer
+        return Requests(messages, accepts, most, sum(returned.values()))
 
-    def _emit_failure(
+    def tell_back(self, client: int, stage: str, server_round: int, verb: str) -> None:
+        """Tell that a client has answered again that did not before."""
+        if client in self._missed:
+            self._missed.remove(client)
+            self._tell("client_back", stage, server_round, verb, client)
+
+    def tell_failure(
         self, stage: str, server_round: int, verb: str, client: int, reason: str
     ) -> None:
+        """Tell that a client gave no accepted reply, and whether it has left."""
         event = "client_left" if client in self._left else "client_failed"
         more = {"expelled": True} if self._refused[client] >= STRIKES else {}
         self._missed.add(client)
@@ -625,18 +699,16 @@ class Courier:
         accepts: Mapping[int, Callable[[Message], Reply]],
     ) -> Iterator[tuple[int, Reply | str]]:
         """Yield every client of ``accepts`` with its accepted reply or the reason it has none."""
-        if self._grid is None:
-            raise ValueError("call connect(grid) before ask")
         deadline = time.monotonic() + self.deadline_s
         answers = dict(arrived)
         for client in accepts:
             while client not in answers:
                 late = time.monotonic() >= deadline
-                messages = list(self._grid.pull_messages(list(pending)))
+                messages = list(self.pull(pending))
                 for message in messages:
                     sender = pending.pop(message.metadata.reply_to_message_id, None)
                     if sender is not None:
-                        answers[sender] = self._read(message, sender, accepts[sender])
+                        answers[sender] = self.read(message, sender, accepts[sender])
                 if late:
                     reason = f"no reply within {self.deadline_s:g} s"
                     answers |= dict.fromkeys(pending.values(), reason)
@@ -645,7 +717,7 @@ class Courier:
                     self.wait(POLL_S)
             yield client, answers.pop(client)
 
-    def _read(
+    def read(
         self, message: Message, client: int, accept: Callable[[Message], Reply]
     ) -> Reply | str:
         """Return the reply if the gate accepts it, else the reason."""

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from statistics import median
 from typing import Any
 
@@ -29,7 +30,6 @@ from fednas_flwr.exchange.states import (
     MOMENTS,
     Layout,
     Packed,
-    Tensors,
     fill_unchanged,
     unpack,
 )
@@ -130,13 +130,9 @@ def accept_reply(
         if sizes != layout.sizes:
             raise ReplyError(f"{name} must have sizes {layout.sizes}, got {sizes}")
         if states[name] is not reply.states[name]:  # rounding may have ended below 0
-            for tensor in _non_negative(name, states[name], layout).values():
-                tensor.clamp_(min=0)
-        for vector in states[name].values():
-            if not _is_usable(vector):
-                raise ReplyError(
-                    f"{name} is not finite, or so large that averages overflow{DIVERGED}"
-                )
+            for dtype, mask in _non_negative(name, layout).items():
+                vector = states[name][dtype]
+                vector[mask & (vector < 0)] = 0
     filled = {
         name: fill_unchanged(states[name], sent[name], layouts[name], chosen)
         for name, chosen in changed.items()
@@ -151,24 +147,38 @@ def accept_reply(
 def _check_values(
     name: str, packed: Packed, layout: Layout, limits: Limits, base: Mapping[str, Packed]
 ) -> None:
-    """Refuse a state farther from the one sent than an honest one, or with a negative variance."""
+    """Refuse a state farther from the one sent than an honest one, or with a negative variance.
+
+    One pass over the values: where their norm is finite, so is every one, and no average overflows.
+    """
     own = base.get(name, {})
     moved, most = distance(packed, own), limits.norms.get(name, math.inf)
+    if not math.isfinite(moved):
+        raise ReplyError(f"{name} is not finite, or so large that averages overflow{DIVERGED}")
     if not moved <= most:
         raise ReplyError(
             f"{name} has a norm of {moved:.3g}{' from those sent' if own else ''}, where an honest "
             f"client's is at most {most:.3g}{DIVERGED}"
         )
-    for key, tensor in _non_negative(name, packed, layout).items():
-        if bool((tensor < 0).any()):
+    for dtype, mask in _non_negative(name, layout).items():
+        if bool((mask & (packed[dtype] < 0)).any()):
+            tensors, own_mask = unpack(packed, layout), unpack(_whole_masks(name, layout), layout)
+            key = next(k for k, t in tensors.items() if bool((own_mask[k] & (t < 0)).any()))
             raise ReplyError(f"{name} has a negative {key}")
 
 
-def _non_negative(name: str, packed: Packed, layout: Layout) -> Tensors:
-    """Return the tensors of a state that may not be negative, as views."""
-    parts = NON_NEGATIVE.get(name, ())
-    tensors = unpack(packed, layout) if parts else {}
-    return {key: t for key, t in tensors.items() if any(part in key for part in parts)}
+@lru_cache(maxsize=64)
+def _non_negative(name: str, layout: Layout) -> Packed:
+    """Return by dtype which values of a state may not be negative, where there are any."""
+    return {dtype: mask for dtype, mask in _whole_masks(name, layout).items() if mask.any()}
+
+
+def _whole_masks(name: str, layout: Layout) -> Packed:
+    """Return which values of a state's vectors may not be negative."""
+    masks = {dtype: torch.zeros(size, dtype=torch.bool) for dtype, size in layout.sizes.items()}
+    for key, mask in unpack(masks, layout).items():
+        mask.fill_(any(part in key for part in NON_NEGATIVE.get(name, ())))
+    return masks
 
 
 def _changed(facts: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, str]:
@@ -214,8 +224,8 @@ def misfits(facts: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> dict
         key = next(key for key in keys if facts[client][key] != facts[like][key])
         found[client] = (
             f"its {key}={facts[client][key]} is not that of the others, {facts[like][key]}: set "
-            "the dataset's class_names, labels, image_size, channels, columns, mean and std, or "
-            "statistics to those of all sites"
+            "the dataset's class_names, labels, image_size, channels, transform, columns, mean and "
+            "std, or statistics to those of all sites"
         )
     return found
 
@@ -408,6 +418,8 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "pairs": _hex_by_site(2 * SECRET_BYTES),
     "covered_steps": lambda steps: isinstance(steps, dict) and _counts(list(steps.values())),
     "input_shape": _counts,
+    "image_shape": _counts,
+    "scattering": _counts,
     "class_counts": _counts,
     "class_names": _names,
     "multi_label": lambda several: type(several) is bool,
@@ -420,14 +432,3 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "splits": _declared,
     "latency": _latency,
 }
-
-
-def _is_usable(vector: torch.Tensor) -> bool:
-    """One pass over the vector: its square is finite, so every element is; no average overflows.
-
-    In float32 that of a norm above 1.8e19 is not.
-    """
-    if not vector.dtype.is_floating_point:
-        return True
-    vector = vector.to(torch.promote_types(vector.dtype, torch.float32))
-    return math.isfinite(torch.dot(vector, vector).item())

@@ -15,6 +15,10 @@ let_be_missed              ``LinkState.activate_node``                    what a
 give_up_replies            ``start_client_internal._push_messages``       a client process that ends
                                                                           in mid-reply blocks its
                                                                           SuperNode for ever
+start_clients_by           ``SubprocessExecutor.launch``                  every message imports
+                                                                          torch; a server may start
+                                                                          other tasks than client
+                                                                          apps
 answer_with                ``run_clientapp.install_from_fab`` and         a site executes the code
                            ``.get_load_client_app_fn``                    that comes with a run
 finish_only_with_a_reply   ``run_clientapp.push_message`` and             a client process that is
@@ -32,7 +36,7 @@ told_reconnections         reads the log message ``_RECONNECTED``         nobody
 
 ``machines.links`` speaks to a SuperLink by Flower's own client, ``machines.client_process`` calls
 ``run_clientapp`` and ``federation.deployment`` the command ``flwr``: they change nothing. Nothing
-is imported here before it is needed: a site starts a process for every message.
+is imported here before it is needed, so that commands start fast.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
     from flwr.app import Message
     from flwr.server.superlink.linkstate import LinkState
     from flwr.serverapp import Grid
+    from flwr.supercore.superexec.executor.types import ExecutionSpec
 
 VERSIONS = ("1.41", "1.42")
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION  # of a reply
@@ -95,6 +100,21 @@ def give_up_replies(make_store: Callable[[Any], Any]) -> None:
         )
 
     _wrap(start_client_internal, "_push_messages", through)
+
+
+def start_clients_by(start: Callable[[ExecutionSpec], None]) -> None:
+    """Have an executor start its processes for client apps by ``start``, and no other processes."""
+    from flwr.supercore.constant import TaskType
+    from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
+    from flwr.supercore.superexec.executor.types import LaunchResult
+
+    def launch(self: SubprocessExecutor, spec: ExecutionSpec) -> LaunchResult:
+        if spec.task_type != TaskType.CLIENT_APP:
+            return LaunchResult.failed("sites run client apps alone")
+        start(spec)
+        return LaunchResult.accepted()
+
+    _wrap(SubprocessExecutor, "launch", lambda _: launch)
 
 
 def answer_with(

@@ -395,16 +395,19 @@ def test_node_overrules_the_servers_settings(compose_config: Callable[..., Confi
         site_config(config, {"data-path": "/data", "device": "gpu"})
 
 
+FEATURES = ("dataset.transform=scattering", "dataset.scattering={scales: 1, angles: 2}")
+
+
+@pytest.mark.parametrize("features", [(), FEATURES], ids=["images", "features"])
 def test_real_sites_give_the_same_bits_as_simulated_ones(
-    tmp_path: Path, sites: Path, compose_config: Callable[..., Config]
+    tmp_path: Path, sites: Path, compose_config: Callable[..., Config], features: tuple[str, ...]
 ) -> None:
-    common = ("partition=sites", "dataset.server_test=false")
+    common = ("partition=sites", "dataset.server_test=false", *features)
     simulated = create_run_folder(
         compose_config(*common, f"dataset.root={sites}", f"run_dir={tmp_path / 'inline'}")
     )
-    real = create_run_folder(
-        compose_config(*REAL_SITES, "dataset.root=null", f"run_dir={tmp_path / 'deployed'}")
-    )
+    own = ("dataset.root=null", f"run_dir={tmp_path / 'deployed'}", *features)
+    real = create_run_folder(compose_config(*REAL_SITES, *own))
     inline_grid = InProcessGrid(make_client_app(dump_config(simulated)), simulated.clients)
     server_app.serve(simulated, inline_grid, listeners=[], resumed=False)
     server_app.serve(real, site_grid(real, sites), listeners=[], resumed=False)
@@ -436,6 +439,8 @@ def test_a_server_test_set_that_does_not_fit_the_sites_is_refused(
     config = compose_config(*REAL_SITES)
     facts = {
         "input_shape": [3, 8, 8],
+        "image_shape": [],
+        "scattering": [],
         "schema": [],
         "mean": [0.5, 0.5, 0.5],
         "std": [0.5, 0.5, 0.5],

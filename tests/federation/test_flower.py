@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode import start_client_internal
 from flwr.supernode.runtime import run_clientapp
@@ -26,6 +27,10 @@ CHANGES = {  # of each function: what it replaces, and a call of it
     "give_up_replies": (
         [(start_client_internal, "_push_messages")],
         lambda: flower.give_up_replies(list),
+    ),
+    "start_clients_by": (
+        [(SubprocessExecutor, "launch")],
+        lambda: flower.start_clients_by(print),
     ),
     "answer_with": (
         [(run_clientapp, "install_from_fab"), (run_clientapp, "get_load_client_app_fn")],
