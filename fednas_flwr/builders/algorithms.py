@@ -588,7 +588,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "cfdnas": Algorithm(
         CFDNASSettings,
         _cfdnas,
-        search_releases=lambda config: _fdnas_releases(whole_search(config)),
+        search_releases=_fdnas_releases,
         retrain_releases=_fed_avg_releases,
         refuses=refusals.of_cfdnas,
     ),

@@ -12,8 +12,8 @@ import torch
 import yaml
 from torch import nn
 
-from fednas_flwr.builders.data import has_real_sites
 from fednas_flwr.builders.networks import Description, make_device, make_network, supernet_space
+from fednas_flwr.builders.refusals import has_real_sites
 from fednas_flwr.clients.client import Augmentation, Client, KeptModels
 from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.config import Config, DifferentialPrivacy, expanded
@@ -112,6 +112,8 @@ def make_client(
         networks=networks,
         tag=site.get("tag", config.client_tags[index] if config.client_tags else ""),
         schema=prepared.train.schema,
+        image_shape=prepared.train.image_shape,
+        scattering=prepared.scattering,
         moments=None if prepared.mean else column_moments(prepared.train, own.train.rows),
         from_ranges=prepared.from_ranges,
         objective=make_objective(config, prepared.train, device),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fednas_flwr.builders.algorithms import ALGORITHMS, retrains_by_gradients
 from fednas_flwr.builders.effects import Given, check_effect, check_experiment
 from fednas_flwr.builders.refusals import (
+    check_asynchronous,
     check_sampling,
     check_secure_sum,
     check_unit_of_privacy,
@@ -28,9 +29,7 @@ from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.typed import parse
 
 MOST_PRIVATE_ROUNDS = 10_000
-UPDATE_NORM = (
-    1.0  # that a client's update is clipped to by default: longer than one record's gradient
-)
+UPDATE_NORM = 1.0  # that a client's update is clipped to by default; a record's gradient is shorter
 YIELDING = {  # defaults of privacy=dp that give way where the user sets what they take the place of
     "privacy.rate": ("algorithm.batch_size", "algorithm.search.batch_size"),
     "privacy.retrain.rate": ("retrain.batch_size",),
@@ -67,21 +66,25 @@ def yielded(tree: Mapping[str, Any], given: Given) -> Mapping[str, Any]:
     privacy = tree.get("privacy")
     if not isinstance(privacy, Mapping) or privacy.get("name") != "dp":
         return tree
-    privacy = dict(privacy)
-    norm = "privacy.retrain.max_grad_norm"
-    if privacy.get("unit") == CLIENT and norm not in {*given.typed, *given.experiment}:
-        privacy["retrain"] = {**privacy["retrain"], "max_grad_norm": UPDATE_NORM}
+    known = {*given.typed, *given.experiment}
+    yields: dict[str, float | None] = {}
+    if privacy.get("unit") == CLIENT and "privacy.retrain.max_grad_norm" not in known:
+        yields["privacy.retrain.max_grad_norm"] = UPDATE_NORM
     for default, others in YIELDING.items():
         typed = default not in given.typed and any(other in given.typed for other in others)
-        known = {*given.typed, *given.experiment}
         if typed or (default not in known and any(other in known for other in others)):
-            *groups, last = default.removeprefix("privacy.").split(".")
-            inner = privacy
-            for group in groups:
-                inner[group] = dict(inner[group])
-                inner = inner[group]
-            inner[last] = None
-    return {**tree, "privacy": privacy}
+            yields[default] = None
+    for setting, value in yields.items():
+        tree = _with(tree, setting.split("."), value)
+    return tree
+
+
+def _with(tree: Any, path: Sequence[str], value: float | None) -> Any:
+    """Return a tree with another value at a path, the same where there is no such path."""
+    key, *rest = path
+    if not isinstance(tree, Mapping) or key not in tree:
+        return tree
+    return {**tree, key: _with(tree[key], rest, value) if rest else value}
 
 
 def _parse_alone(tree: Mapping[str, Any]) -> Config | None:
@@ -121,6 +124,7 @@ def check_combinations(config: Config) -> None:
     _check_privacy(config)
     check_secure_sum(config)
     check_sampling(config)
+    check_asynchronous(config)
     _check_aggregate(config)
     _check_server_optimizer(config)
     _check_stages(config)

@@ -17,7 +17,7 @@ from fednas_flwr.data.records import Records
 from fednas_flwr.data.schema import Column
 from fednas_flwr.data.sources import check_sites
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import NO_TRANSFORM, PARTITIONS, SCATTERING
+from fednas_flwr.names import PARTITIONS, SCATTERING
 from fednas_flwr.typed import parse
 
 
@@ -35,22 +35,12 @@ def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
     return prepared, partition(prepared.train, name=split.name, clients=config.clients, **own)
 
 
-def has_real_sites(config: Config) -> bool:
-    """Return whether each client's node has data of its own, which no other machine can read."""
-    return config.runtime.name == "deployment" and config.partition.name == "sites"
-
-
 def make_site_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
     """Return the records in ``dataset.root`` on a real site: all are the client's, whichever it is.
 
     An official test part stays unused: the keyed hash of each record fixes what it is for.
     """
     check_sites(config.dataset.name)
-    if config.dataset.transform != NO_TRANSFORM:
-        raise ConfigError(
-            f"dataset.transform={config.dataset.transform} is for data that one machine divides: "
-            "the server of real sites does not learn of their images; set dataset.transform=none."
-        )
     prepared = _prepare(config, sites=False, server_test=False)
     return prepared, [np.arange(len(prepared.train))] * config.clients
 
@@ -70,20 +60,22 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
     """
     shape, names = tuple(facts["input_shape"]), tuple(facts["class_names"])
     schema = tuple(parse(Column, column, key="schema") for column in facts["schema"])
-    dtype = torch.float32 if len(shape) == 1 else torch.uint8
+    image_shape, scattering = tuple(facts["image_shape"]), tuple(facts["scattering"])
+    dtype = torch.float32 if len(shape) == 1 or scattering else torch.uint8
     features = torch.empty(0, *shape, dtype=dtype)
     settings = config.dataset
     label = settings.label if schema and settings.label != "last" else ""
     labels = torch.empty(0, *([len(names)] if facts["multi_label"] else [])).long()
-    empty = Records(*(features, labels, np.empty(0, "S32"), names), schema=schema, label=label)
+    nobody = (features, labels, np.empty(0, "S32"), names)
+    empty = Records(*nobody, schema=schema, label=label, image_shape=image_shape)
     # by which the sites standardise, and hence the exported model: a private one's own file says it
     mean, std = tuple(facts["mean"]), tuple(facts["std"])
     if not settings.server_test or settings.root is None:
-        return Prepared(empty, None, mean, std, tuple(settings.intensity or ()))
+        return Prepared(empty, None, mean, std, tuple(settings.intensity or ()), scattering)
     own = _prepare(config, sites=False, server_test=False)
     test = own.train
-    found = (own.input_shape, test.schema, test.class_names, test.multi_label)
-    if found != (shape, schema, names, facts["multi_label"]):
+    found = (own.input_shape, own.scattering, test.schema, test.class_names, test.multi_label)
+    if found != (shape, scattering, schema, names, facts["multi_label"]):
         raise ConfigError(
             f"the server's test set dataset.root={config.dataset.root} does not fit the clients: "
             f"it has shape {own.input_shape} and classes {', '.join(test.class_names)}, they have "
@@ -91,7 +83,7 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
             + (", of which a record can have several." if facts["multi_label"] else ".")
         )
     empty = replace(empty, label=test.label, label_separator=test.label_separator)
-    return Prepared(empty, test, mean or own.mean, std or own.std, own.intensity)
+    return Prepared(empty, test, mean or own.mean, std or own.std, own.intensity, scattering)
 
 
 def _prepare(config: Config, *, sites: bool, server_test: bool) -> Prepared:

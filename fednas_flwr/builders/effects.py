@@ -19,6 +19,7 @@ from fednas_flwr.builders.refusals import (
     by_record,
     chooses_rates,
     follows_noise,
+    has_real_sites,
     searches,
 )
 from fednas_flwr.config import (
@@ -89,6 +90,10 @@ def _is(*kinds: type) -> Callable[[Config], bool]:
 
 def _private(c: Config) -> bool:
     return isinstance(c.privacy, DifferentialPrivacy)
+
+
+def _baseline_share(c: Config) -> float | None:
+    return c.privacy.baseline_share if isinstance(c.privacy, DifferentialPrivacy) else None
 
 
 def _retrains(c: Config) -> bool:
@@ -250,12 +255,25 @@ RULES: tuple[Rule, ...] = (
     Rule("baselines", _is(CFDNASSettings), "algorithm=cfdnas, whose groups each have a network"),
     Rule(
         "baselines",
-        lambda c: c.runtime.name == "deployment",
-        "runtime=deployment, whose sites would pay for more networks",
+        lambda c: has_real_sites(c) and _private(c) and _baseline_share(c) is None,
+        "runtime=deployment privacy=dp, whose sites would pay for more networks",
+        "set privacy.baseline_share to what they may cost, or remove it",
     ),
     Rule(
+        "privacy.baseline_share",
+        lambda c: not has_real_sites(c),
+        "runtime={c.runtime.name} partition={c.partition.name}, in which every baseline has a "
+        "ledger of its own",
+    ),
+    Rule(
+        "asynchronous.delays",
+        lambda c: c.asynchronous is not None and c.runtime.name == "deployment",
+        "runtime=deployment, whose sites take the time that they take",
+    ),
+    Rule("privacy.baseline_share", lambda c: not c.baselines, "baselines={c.baselines}"),
+    Rule(
         "aggregate momentum wire secure_sum oversample class_factors dataset.crop_padding "
-        "clients_per_round sampling over_selection "
+        "clients_per_round sampling over_selection asynchronous "
         "dataset.flip dataset.cutout privacy.micro_batch_size time_limit",
         lambda c: not _averages(c),
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",

@@ -11,6 +11,7 @@ from fednas_flwr.config import (
     DPNASSettings,
     FDNASSettings,
     FEATHERSSettings,
+    FedAvgSettings,
     FedDARTSSettings,
     FedExSettings,
     FNASSettings,
@@ -23,6 +24,11 @@ from fednas_flwr.config import (
 from fednas_flwr.config.run import MOST_SITES
 from fednas_flwr.errors import ConfigError, show, unknown_choice
 from fednas_flwr.names import BY_SIZE, CLIENT
+
+
+def has_real_sites(config: Config) -> bool:
+    """Return whether each client's node has data of its own, which no other machine can read."""
+    return config.runtime.name == "deployment" and config.partition.name == "sites"
 
 
 def by_client(config: Config) -> bool:
@@ -313,6 +319,45 @@ def check_unit_of_privacy(config: Config) -> None:
     for setting, (refused, reason) in needs.items():
         if refused:
             raise ConfigError(f"privacy.unit=client with {setting}: {reason}.")
+
+
+def check_asynchronous(config: Config) -> None:
+    """Refuse what needs every client's reply to the present model."""
+    terms = config.asynchronous
+    if terms is None:
+        return
+    kinds = (FedDARTSSettings, FDNASSettings, FedAvgSettings)
+    needs = {
+        f"algorithm={config.algorithm.name}": (
+            not isinstance(config.algorithm, kinds),
+            "it is for fed_darts, fednas, fdnas and fedavg, whose clients send trained models",
+        ),
+        "privacy=dp": (
+            not isinstance(config.privacy, NoPrivacy),
+            "clients commit to a known number of releases; leave one of them out",
+        ),
+        "secure_sum=true": (config.secure_sum, "a sum is of replies to one request"),
+        "clients_per_round": (config.samples, "both say whose replies make a round"),
+        "momentum=averaged": (
+            config.momentum == "averaged",
+            "moments of other models do not add up; set momentum=server or reset",
+        ),
+        f"retrain.exchange={config.retrain.exchange}": (
+            config.retrain.exchange == "gradients",
+            "gradients are of the present model; set retrain.exchange=models",
+        ),
+        f"clients={config.clients}": (
+            terms.buffer > config.clients,
+            f"asynchronous.buffer={terms.buffer} is out of range: expected at most as many",
+        ),
+        f"asynchronous.delays of {len(terms.delays or [])} clients": (
+            terms.delays is not None and len(terms.delays) != config.clients,
+            f"expected one number for each of clients={config.clients}",
+        ),
+    }
+    for setting, (refused, reason) in needs.items():
+        if refused:
+            raise ConfigError(f"asynchronous rounds with {setting}: {reason}.")
 
 
 def check_sampling(config: Config) -> None:

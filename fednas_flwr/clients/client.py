@@ -72,6 +72,8 @@ class Client:
         networks: The networks built so far, shared by the clients of one process.
         tag: What the site calls itself; empty when it does not.
         schema: Columns of a table, the same for all clients; empty for images.
+        image_shape: Of the images that a transform made features of; else empty.
+        scattering: Scales and angles of that transform; else empty.
         moments: Of a table's numeric columns over the train part, where no statistics are declared;
             else None.
         from_ranges: Whether its table is standardised by declared ranges, within which it may tell
@@ -99,6 +101,8 @@ class Client:
     networks: dict[str, nn.Module] = field(default_factory=dict)
     tag: str = ""
     schema: tuple[Column, ...] = ()
+    image_shape: tuple[int, ...] = ()
+    scattering: tuple[int, ...] = ()
     moments: list[Moments] | None = None
     from_ranges: bool = False
     objective: Objective = CLASSIFICATION

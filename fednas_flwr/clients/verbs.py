@@ -142,6 +142,8 @@ def identity(client: Client) -> dict[str, Any]:
         "versions": {"fednas_flwr": version("fednas_flwr"), "torch": torch.__version__},
         "input_shape": list(client.data.train.features.shape[1:]),
         "schema": [asdict(column) for column in client.schema],
+        "image_shape": list(client.image_shape),
+        "scattering": list(client.scattering),
         # declared ones: what follows from records are moments, of which the server makes one mean
         "mean": [] if client.moments is not None else list(client.data.train.mean),
         "std": [] if client.moments is not None else list(client.data.train.std),

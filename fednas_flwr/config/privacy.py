@@ -100,6 +100,9 @@ class DifferentialPrivacy(Checked):
             where it is not given and retraining reads the same split; else all of it.
         rewards_share: Share of ``epsilon`` that the noise of rewards, search and retraining
             together, is calibrated to where that of alphas follows from the rest; else all of it.
+        baseline_share: Share of ``epsilon`` that real sites spend on the baselines of a run
+            together, to equal parts; search, metrics and retraining have the rest. Null trains
+            none there. Simulated sites have a ledger for each baseline instead.
         weights: Of the supernet's weights, in the search.
         alphas: Of the architecture variables.
         rewards: Of FEATHERS' trials; a record's decrease of loss is in units of its bound, so that
@@ -131,6 +134,7 @@ class DifferentialPrivacy(Checked):
     large_delta: bool
     search_share: Part
     rewards_share: Part
+    baseline_share: Part | None
     weights: Noise
     alphas: Noise
     rewards: Noise
@@ -150,6 +154,15 @@ class DifferentialPrivacy(Checked):
         norm = self.rewards.max_grad_norm
         reason = "1: rewards are bounded by algorithm.loss_bound"
         check_range(norm == 1, "rewards.max_grad_norm", norm, reason)
+
+    @property
+    def own_epsilon(self) -> float:
+        """What is left for the run itself of ``epsilon``.
+
+        A run of this and baselines of the rest cost ``epsilon`` at most, since the epsilons of
+        Renyi filters add up: that of a sum of curves is no more than their sum.
+        """
+        return self.epsilon * (1 - (self.baseline_share or 0.0))
 
     @property
     def search_norms(self) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 Each is a run in ``baselines/<name>/`` of the run's folder, with the same clients, records,
 retraining and privacy. Simulated sites have a ledger of their own in each: all of the epsilon goes
-into training, as real sites could not give it once more.
+into training, as real sites could not give it once more. These pay for them by
+``privacy.baseline_share``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import yaml
 
 from fednas_flwr.builders.algorithms import ALGORITHMS
 from fednas_flwr.builders.networks import described_space, load_description
+from fednas_flwr.builders.refusals import has_real_sites
 from fednas_flwr.config import (
     AlgorithmSettings,
     Config,
@@ -56,10 +58,12 @@ def prepare_baselines(config: Config) -> list[Path]:
         config: Of a finished run that has exported a searched network.
     """
     folders = []
-    for name, baseline in _baselines(config):
+    chosen = list(_baselines(config))
+    for name, baseline in chosen:
         folder = Path(str(config.run_dir)) / BASELINES_FOLDER / name
         if not (folder / CONFIG_FILE).is_file():
-            create_run_folder(replace(baseline, run_dir=str(folder)))
+            paying = _of_share(baseline, len(chosen))
+            create_run_folder(replace(paying, run_dir=str(folder)))
         folders.append(folder)
     return folders
 
@@ -81,7 +85,9 @@ def affordable(folder: Path) -> int:
 def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield names and configurations; genotypes lie in the folders to be."""
     folder = Path(str(config.run_dir))
-    number = affordable(folder) if config.baselines is None else config.baselines
+    number = config.baselines
+    if number is None:
+        number = 0 if has_real_sites(config) else affordable(folder)
     if not number:
         return
     description = load_description(folder)
@@ -105,6 +111,20 @@ def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
     if len(shape) == 3:
         name = _nearest_resnet(shape, description["num_classes"], derived["multiply_adds"])
         yield name, replace(config, algorithm=_shipped("fedavg", network=name), stages=STAGES)
+
+
+def _of_share(config: Config, number: int) -> Config:
+    """Return a baseline's configuration with its part of what all of them may cost, if sites pay.
+
+    A table is standardised by its ranges alone: its statistics are not released again.
+    """
+    privacy = config.privacy
+    if not isinstance(privacy, DifferentialPrivacy) or privacy.baseline_share is None:
+        return config
+    epsilon = privacy.epsilon * privacy.baseline_share / number
+    retrain = replace(privacy.retrain, noise_multiplier=None, epsilon=None)
+    own = replace(privacy, epsilon=epsilon, baseline_share=None, retrain=retrain)
+    return replace(config, privacy=replace(own, statistics_noise_multiplier=None))
 
 
 def _with_found(config: Config, derived: Event) -> Retrain:

@@ -40,7 +40,7 @@ def calibrated(
     splits = sorted({split for release in own for split in release.splits})
     given: float | None = getattr(privacy, name).epsilon
     for split in splits:
-        target = given or privacy.epsilon * _share(privacy, name, split, planned)
+        target = given or privacy.own_epsilon * _share(privacy, name, split, planned)
         others = [
             release
             for release in planned
@@ -86,7 +86,7 @@ def _least_noise(
     except ValueError as error:
         given: float | None = getattr(privacy, name).epsilon
         key = "privacy.epsilon" if given is None else f"privacy.{name}.epsilon"
-        value = privacy.epsilon if given is None else given
+        value = privacy.own_epsilon if given is None else given
         raise ConfigError(
             f"{key}={value:g}: no noise keeps {name} to the {target:.3g} that it has for {steps} "
             f"steps at privacy.delta={privacy.delta:g}; raise {key}, or take fewer rounds."

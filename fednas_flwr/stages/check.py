@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import median_high
 from typing import Any
 
 from torch import nn
 
-from fednas_flwr.builders.algorithms import whole_search
 from fednas_flwr.builders.check import Made, check_buildable
 from fednas_flwr.builders.clients import (
     check_unit,
@@ -111,8 +109,7 @@ def check_sites(
         check_unit(policy.data_sets[privacy.data_set].unit, made.records)
     declared = [policy.data_sets[privacy.data_set].records for policy in policies]
     sampling = make_sampling(config, declared)
-    least = median_high(p.data_sets[privacy.data_set].least_noise_multiplier for p in policies)
-    config = whole_search(config)
+    least = [p.data_sets[privacy.data_set].least_noise_multiplier for p in policies]
     schedules = make_schedules(config, declared, done={}, sampling=sampling, least_noise=least)
     turns = [whole_turns(config)] if sampling is None else turns_of(config, sampling)
     if sampling is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fednas_flwr.builders.data import has_real_sites
+from fednas_flwr.builders.refusals import has_real_sites
 from fednas_flwr.config import DifferentialPrivacy
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.model import MODEL_FILE
@@ -20,6 +20,7 @@ from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.requests import LARGEST_MODEL, LONGEST_CARD, KeepModel, Site
 from fednas_flwr.exchange.signed_model import SIGNING_KEY, sign_model
 from fednas_flwr.reporting.model_card import card_of
+from fednas_flwr.reporting.runs import BASELINES_FOLDER
 from fednas_flwr.stages.run import Run
 
 
@@ -29,7 +30,8 @@ def hand_over(run: Run) -> None:
     Whatever goes wrong is a warning: the run has its model.
     """
     keeping = [c for c in run.courier.clients if run.courier.facts[c].get("keeps_model")]
-    if not has_real_sites(run.config) or not keeping:
+    beside = run.folder.parent.name == BASELINES_FOLDER  # whose network nobody has looked for
+    if not has_real_sites(run.config) or not keeping or beside:
         return
     with run.stage("hand over"):
         model = (run.folder / MODEL_FILE).read_bytes()

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median_high
 from typing import Any
 
 import flwr
@@ -25,16 +24,16 @@ from flwr.serverapp import Grid
 from torch import nn
 
 import fednas_flwr
-from fednas_flwr.builders.algorithms import whole_search
 from fednas_flwr.builders.check import pools_records
 from fednas_flwr.builders.clients import make_courier, make_objective, simulated_facts
-from fednas_flwr.builders.data import has_real_sites, make_data, make_server_data
+from fednas_flwr.builders.data import make_data, make_server_data
 from fednas_flwr.builders.networks import (
     describe_network,
     given_genotype,
     make_device,
     make_network,
 )
+from fednas_flwr.builders.refusals import has_real_sites
 from fednas_flwr.builders.sampling import make_sampling
 from fednas_flwr.builders.strategies import make_retraining, make_search
 from fednas_flwr.config import CFDNASSettings, Config, DifferentialPrivacy, GivenNetwork
@@ -97,7 +96,10 @@ from fednas_flwr.strategies.base import RoundStrategy
 from fednas_flwr.typed import seconds
 
 # What each real site must tell of its data, from which the server builds networks.
-SITE_FACTS = ("input_shape", "schema", "mean", "std", "class_names", "multi_label")
+SITE_FACTS = (
+    *("input_shape", "image_shape", "scattering"),
+    *("schema", "mean", "std", "class_names", "multi_label"),
+)
 
 
 def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
@@ -130,12 +132,8 @@ def _run_stages(
     # people have approved meanwhile keeps the name that they have approved.
     earlier = read_events(Path(config.run_dir) / EVENTS_FILE) if resumed else []
     run = begin(config, grid, log, circumstances, earlier=earlier)
-    try:
-        with suppress(OutOfTimeError):
-            _run_from_search(run)
-    finally:
-        if isinstance(config.privacy, DifferentialPrivacy):
-            _report_spending(run)
+    with suppress(OutOfTimeError):
+        _run_and_report_spending(run)
 
 
 def begin(
@@ -210,14 +208,11 @@ def begin(
         done = {stage: point.round for stage, point in latest.items() if point is not None}
         if statistics is not None:
             done[STATISTICS] = 1
-        told_least = [known.get("least_noise_multiplier", LEAST_CALIBRATED) for known in facts]
-        # a site that asks for more than most leaves, and does not raise the noise of all
-        least = median_high(told_least or [LEAST_CALIBRATED])
-        asked = whole_search(config)  # whose clients commit to their groups' rounds, too
+        least = [known.get("least_noise_multiplier", LEAST_CALIBRATED) for known in facts]
         schedules = make_schedules(
-            asked, declared, done=done, sampling=courier.sampling, least_noise=least
+            config, declared, done=done, sampling=courier.sampling, least_noise=least
         )
-        commit(courier, asked, schedules, done=done, resumed=resumed)
+        commit(courier, config, schedules, done=done, resumed=resumed)
         schedule = largest_schedule(schedules)
         if statistics is None and any(planned.kind == STATISTICS for planned in schedule):
             statistics = noised_statistics(prepared, courier, schedule, log)
@@ -248,7 +243,7 @@ def _run_from_search(run: Run) -> None:
     """
     config = run.config
     if isinstance(config.algorithm, CFDNASSettings):
-        run_groups(run, search=start_search, run_group=_run_group)
+        run_groups(run, search=start_search, run_group=_run_and_report_spending)
         return
     genotype, configuration = _search(run)
     if genotype is None and not isinstance(config.algorithm, GivenNetwork):
@@ -271,15 +266,13 @@ def _run_from_search(run: Run) -> None:
         hand_over(run)
 
 
-def _run_group(run: Run) -> None:
-    """Take a group through its stages; the end of the whole run asks what all of it has spent."""
-    if isinstance(run.config.privacy, DifferentialPrivacy):
-        try:
-            _run_from_search(run)
-        finally:
-            _report_spending(run)
-    else:
+def _run_and_report_spending(run: Run) -> None:
+    """Take a run, or one of its groups, through its stages, and tell what it has spent."""
+    try:
         _run_from_search(run)
+    finally:
+        if isinstance(run.config.privacy, DifferentialPrivacy):
+            _report_spending(run)
 
 
 def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:

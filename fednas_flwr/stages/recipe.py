@@ -36,7 +36,8 @@ def with_learning_rate(run: Run) -> Config:
         assert walk is not None
         lr = learning_rate(walk, noise, steps=steps, momentum=weights.momentum)
         lr = min(lr, LARGEST_STEP)
-        run.log.emit("learning_rate", lr=lr, noise=noise, steps=steps, walk=walk)
+        rates = {"lr": lr, "min_lr": LAST_RATE * lr}
+        run.log.emit("learning_rate", **rates, noise=noise, steps=steps, walk=walk)
     weights = replace(weights, lr=lr, min_lr=LAST_RATE * lr)
     return replace(config, retrain=replace(config.retrain, weights=weights))
 

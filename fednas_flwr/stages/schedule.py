@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median_high
 
+from fednas_flwr.builders.algorithms import whole_search
 from fednas_flwr.builders.refusals import searches
 from fednas_flwr.builders.strategies import retrain_releases, search_releases
 from fednas_flwr.config import Config, DifferentialPrivacy
@@ -52,7 +54,7 @@ def make_schedules(
     done: Mapping[str, int],
     spare: bool = False,
     sampling: Sampling | None = None,
-    least_noise: float = LEAST_CALIBRATED,
+    least_noise: Sequence[float] = (),
 ) -> list[Schedule]:
     """Return every kind of release of each client, in order: of the rounds that may ask it.
 
@@ -64,7 +66,8 @@ def make_schedules(
             that: a round that was interrupted is released, and booked, twice. It is the same for
             all clients, and enough for the one that needs most.
         sampling: Draws whom a round asks; None asks all.
-        least_noise: Noise multiplier below which none is calibrated, since sites refuse it.
+        least_noise: Noise multipliers below which sites refuse a release. None is calibrated below
+            that of most: a site that asks for more leaves, and does not raise the noise of all.
 
     Raises:
         ConfigError: What comes before costs more than the target epsilon.
@@ -76,6 +79,7 @@ def make_schedules(
         "metrics": privacy.metrics_noise_multiplier,
         STATISTICS: privacy.statistics_noise_multiplier,
     }
+    least = median_high(least_noise or [LEAST_CALIBRATED])
     rounds = _rounds(config)
     turns = turns_of(config, sampling) if sampling is not None else [whole_turns(config)]
     # for the whole run, also when it is resumed
@@ -91,7 +95,7 @@ def make_schedules(
                 for whole, declared in groups
                 if (own := [release for release in whole if release.noise_name == name])
             ]
-            sigmas[name] = max([*needed, least_noise]) if needed else None
+            sigmas[name] = max([*needed, least]) if needed else None
     return [_with_noise(_of_turns(rounds, own, done=done, spare=spare), sigmas) for own in turns]
 
 
@@ -134,6 +138,7 @@ def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
     """Return what each round releases of a client that it asks, by stage, in their order."""
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
+    config = whole_search(config)  # whose clients commit to their groups' rounds, too
     rounds: dict[str, list[list[PlannedRelease]]] = {}
     if privacy.statistics_noise_multiplier is not None:
         rounds[STATISTICS] = [[statistics_release()]]

@@ -14,7 +14,7 @@ from fednas_flwr import load
 from fednas_flwr.api import run
 from fednas_flwr.builders.clients import make_client
 from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.builders.data import make_data, make_site_data
+from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.clients.client import Augmentation
 from fednas_flwr.composition import compose_tree, given_settings
@@ -164,11 +164,3 @@ def test_a_private_search_on_features_runs(
     trained = sum(weight.numel() for weight in supernet.weights().values())
     assert load_file(weights)["weights.float32"].numel() == trained
     assert any("skip" in name for name in supernet.weights())
-
-
-def test_real_sites_are_told_that_a_transform_is_not_for_them(
-    compose_config: Callable[..., Config],
-) -> None:
-    config = compose_config("dataset.transform=scattering", "dataset.scattering.angles=2")
-    with pytest.raises(ConfigError, match="dataset.transform=scattering is for data that one"):
-        make_site_data(config)

@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 
-from fednas_flwr.api import run
+from fednas_flwr.api import compose, run
 from fednas_flwr.builders.networks import load_description
-from fednas_flwr.config import Config
+from fednas_flwr.config import Config, DifferentialPrivacy
+from fednas_flwr.errors import NoEffectError
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.hardware.flops import count_multiply_adds
+from fednas_flwr.privacy.renyi_filter import filter_epsilon
 from fednas_flwr.reporting.compare import run_folders
 from fednas_flwr.reporting.runs import read_run
 from fednas_flwr.search.settings import RESNETS
 from fednas_flwr.stages import baselines
 from fednas_flwr.stages.run_folder import open_run_folder
+from fednas_flwr.stages.schedule import make_schedule
 
 SETTINGS = ("dataset", "partition", "retrain", "privacy", "clients", "threads", "wire", "momentum")
 
@@ -37,6 +40,58 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told(folder: Path) -> dict[str, dict[str, Any]]:
     return {own.folder.name: own.config for own in read_run(folder).baselines()}
+
+
+REAL_SITES = ("runtime=deployment", "runtime.superlink=site", "partition=sites")
+
+
+def test_real_sites_pay_for_baselines_by_a_share_of_their_epsilon_or_not_at_all(
+    compose_config: Callable[..., Config],
+) -> None:
+    private = ("algorithm=dp_fnas", "privacy=dp", *REAL_SITES)
+    share = "privacy.baseline_share=0.25"
+    with pytest.raises(NoEffectError, match=r"baselines=2 .* set privacy.baseline_share to what"):
+        compose(*private, "baselines=2")
+    with pytest.raises(NoEffectError, match="baseline_share=0.25 has no effect .* a ledger of its"):
+        compose("algorithm=dp_fnas", "privacy=dp", "baselines=2", share)
+    with pytest.raises(
+        NoEffectError, match="baseline_share=0.25 has no effect with baselines=None"
+    ):
+        compose(*private, share)
+    assert compose(*private, share, "baselines=2").baselines == 2
+    assert compose(*REAL_SITES, "baselines=2").baselines == 2  # they cost time alone
+
+
+@pytest.mark.usefixtures("few_draws")
+def test_a_run_and_its_baselines_cost_no_more_than_the_epsilon(
+    compose_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Counted as a site does that has one ledger for all."""
+    folder = tmp_path / "run"
+    settings = ("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group")
+    budget = ("privacy.epsilon=40", "privacy.retrain.local_steps=2", "clients=2")
+    config = compose_config(*settings, *budget, f"run_dir={folder}")
+    run(config)
+    privacy = config.privacy
+    assert isinstance(privacy, DifferentialPrivacy)
+    sharing = replace(privacy, baseline_share=0.25)
+    paying = replace(config, baselines=1, privacy=sharing, run_dir=str(folder))
+    records = [dict.fromkeys(("train", "validation"), number) for number in (30, 20)]
+    beside = [open_run_folder(str(own)) for own in baselines.prepare_baselines(paying)]
+    assert len(beside) == 4  # random, data-free, linear and a ResNet-8
+    shares = [own.privacy.epsilon for own in beside if isinstance(own.privacy, DifferentialPrivacy)]
+    assert shares == [pytest.approx(40 * 0.25 / 4)] * 4
+    schedules = [make_schedule(own, records, done={}) for own in (paying, *beside)]
+    for split in ("train", "validation"):
+        booked = [
+            [planned.release(records[1]) for planned in schedule if split in planned.splits]
+            for schedule in schedules
+        ]
+        costs = [filter_epsilon(releases, privacy.delta) for releases in booked]
+        assert costs[0] <= 30
+        whole = filter_epsilon([release for releases in booked for release in releases], 1e-5)
+        assert whole <= sum(costs) <= 40
+        assert whole > 20  # and not much less
 
 
 @pytest.mark.usefixtures("few_draws")

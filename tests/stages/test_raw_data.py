@@ -20,6 +20,8 @@ from fednas_flwr.cli import main
 from fednas_flwr.data.images import load_digits
 from fednas_flwr.evaluation.export import onnx_inputs
 
+from ..patients import patients
+
 FIXED = (
     *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
     *("clients=2", "retrain.rounds=8", "retrain.weights.lr=0.05"),
@@ -76,21 +78,7 @@ def image_folder(folder: Path) -> SimpleNamespace:
 
 def csv(folder: Path) -> SimpleNamespace:
     """A table as people have it: semicolons, decimal commas, missing cells, texts, dates."""
-    rng = np.random.default_rng(0)
-    age, ward = rng.normal(60, 12, 800).round(1), rng.choice(["north", "south", "east"], 800)
-    day = rng.integers(0, 700, 800)
-    risk = (age - 60) / 12 + 1.5 * (ward == "north") + (day - 350) / 300
-    ill = risk + 0.5 * rng.normal(size=800) > 0.4
-    table = pd.DataFrame(
-        {
-            "age": [str(a).replace(".", ",") for a in age],
-            "ward": ward,
-            "seen": (pd.Timestamp("2022-01-01") + pd.to_timedelta(day, "D")).strftime("%d.%m.%Y"),
-            "outcome": np.where(ill, "died", "left"),
-        }
-    )
-    table.loc[rng.random(800) < 0.1, "age"] = None
-    table.loc[rng.random(800) < 0.1, "ward"] = None
+    table = patients()
     root = folder / "patients"
     root.mkdir()
     table[:600].to_csv(root / "train.csv", sep=";", index=False)
