@@ -211,8 +211,6 @@ def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda lin
     if not is_complete(Path(str(config.run_dir))):  # it has reached its time limit
         return
     folders = prepare_baselines(config)
-    if not folders:
-        return
     for folder in folders:
         if not is_complete(folder):
             begun = (folder / EVENTS_FILE).exists()
@@ -223,7 +221,8 @@ def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda lin
                 continue
         accuracy = percent(read_run(folder).accuracy())
         told(f"baseline {folder.name}: {accuracy}")
-    write_report(Path(str(config.run_dir)))
+    if folders:
+        write_report(Path(str(config.run_dir)))
 
 
 def register_algorithm(

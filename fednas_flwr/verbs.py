@@ -50,6 +50,8 @@ _IDENTITY = {
         "hardware",
         "versions",
         "input_shape",
+        "image_shape",
+        "scattering",
         "schema",
         "mean",
         "std",

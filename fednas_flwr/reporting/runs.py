@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from fednas_flwr.names import CLIENT
 from fednas_flwr.reporting.events import Event, latest_rounds, read_events, records_of
 from fednas_flwr.reporting.guarantee import overall
 
@@ -100,9 +101,10 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """The configuration as it took effect.
 
-        What only stages read that the run does not have is left out. Private training counts noised
-        steps of an expected batch, not epochs. Hyper-parameters that were searched for are not
-        those of the configuration. Rounds and clients are those that the events tell of.
+        What only stages read that the run does not have is left out. Training that protects records
+        counts noised steps of a share of the records or of an expected batch, not epochs.
+        Hyper-parameters that were searched for, or that followed from the noise, are not those of
+        the configuration. Rounds and clients are those that the events tell of.
         """
         config = dict(self.config)
         algorithm = config.get("algorithm")
@@ -122,24 +124,23 @@ class Run:
             if "rounds" in config["retrain"]:
                 planned = config["retrain"]["rounds"]
                 config["retrain"] |= {"rounds": self._done("retrain", planned)}
+            chosen = self.last("learning_rate") or {}
+            if rates := {key: chosen[key] for key in ("lr", "min_lr") if key in chosen}:
+                config["retrain"] |= {"weights": config["retrain"]["weights"] | rates}
         if "rounds" in config:
             config["rounds"] = self._done("search", config["rounds"])
         if "clients" in config:
             config["clients"] = self._clients_text(config["clients"])
-        return self._in_steps(config) if self.is_private else config
-
-    def _in_steps(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return settings with the steps that private clients take in place of epochs."""
-        privacy = config.get("privacy")
-        privacy = privacy if isinstance(privacy, dict) else {}
-        for group, terms in (("algorithm", privacy), ("retrain", privacy.get("retrain") or {})):
-            if isinstance(config.get(group), dict):
-                taken = {k: v for k, v in config[group].items() if k not in NOT_PRIVATE}
-                if "local_epochs" in config[group]:
-                    taken["local_steps"] = terms.get("local_steps")
-                if "batch_size" in taken:
-                    taken["expected_batch_size"] = taken.pop("batch_size")
-                config[group] = taken
+        if self.is_private:
+            privacy = config.get("privacy")
+            privacy = privacy if isinstance(privacy, dict) else {}
+            if privacy.get("unit") != CLIENT:
+                terms = {"algorithm": privacy, "retrain": privacy.get("retrain") or {}}
+                config |= {
+                    group: _in_steps(config[group], of_group)
+                    for group, of_group in terms.items()
+                    if isinstance(config.get(group), dict)
+                }
         return config
 
     def _done(self, stage: str, planned: int) -> int | str:
@@ -319,6 +320,19 @@ class Run:
             events = [e for e in events if (e["stage"], e["round"]) not in redone]
             events += [e for e in attempt if e["event"] == kind]
         return events
+
+
+def _in_steps(group: dict[str, Any], terms: dict[str, Any]) -> dict[str, Any]:
+    """Return a stage's settings with the steps that private clients take in place of epochs."""
+    taken = {key: value for key, value in group.items() if key not in NOT_PRIVATE}
+    if "local_epochs" in group:
+        taken["local_steps"] = terms.get("local_steps")
+    if "batch_size" in group:
+        batch_size, rate = taken.pop("batch_size"), terms.get("rate")
+        taken |= {"expected_batch_size": batch_size} if rate is None else {"sampling_rate": rate}
+    if isinstance(group.get("search"), dict):  # of CFDNAS
+        taken["search"] = _in_steps(group["search"], terms)
+    return taken
 
 
 def _chosen(retrain: dict[str, Any], algorithm: dict[str, Any], derived: Event) -> dict[str, Any]:

@@ -43,7 +43,7 @@ NOISED_TEXT = (
 SHOWN = {  # what a reader asks first; all settings stand in the configuration
     "algorithm": (
         *("network", "rule", "reduce", "sampler", "local_epochs", "batch_size"),
-        *("local_steps", "expected_batch_size"),  # private
+        *("local_steps", "sampling_rate", "expected_batch_size"),  # private
     ),
     "search_space": (
         *("channels", "num_cells", "skeleton", "candidates", "width"),
@@ -51,7 +51,7 @@ SHOWN = {  # what a reader asks first; all settings stand in the configuration
     ),
     "retrain": (
         *("rounds", "channels", "num_cells", "local_epochs", "batch_size"),
-        *("local_steps", "expected_batch_size"),  # private
+        *("local_steps", "sampling_rate", "expected_batch_size"),  # private
     ),
 }
 
@@ -447,6 +447,11 @@ def baseline_rows(run: Run) -> list[tuple[str, str, list[str]]]:
 def baselines_text(run: Run) -> str:
     """Return how the baselines were trained."""
     own = " Each had a ledger of its own, so all epsilon, as no real site would give."
+    if (run.config.get("privacy") or {}).get("baseline_share"):
+        own = (
+            " Sites paid for each of them besides, by equal parts of privacy.baseline_share; its "
+            "epsilon is that of all that they have released by then."
+        )
     return (
         "Networks that were not searched, with the same retraining, clients and records: random "
         "ones of the search space, the choice of scores that read no record, and a ResNet-8 of "

@@ -26,9 +26,9 @@ from fednas_flwr.search_spaces.operations import (
     FactorizedReduce,
     MixedOp,
     Sizes,
+    TwoInputCell,
     channels_last,
     depthwise_separable,
-    discrete_states,
     make_norm,
     mixed_states,
     relu_conv_norm,
@@ -101,7 +101,7 @@ class DARTSNetwork(SkipNetwork):
         plans, norm = _plan_cells(sizes), sizes.norm
         self.stem = _stem(sizes, affine=True)
         self.cells = nn.ModuleList(
-            _DiscreteCell(plan, genotype.cells[plan.kind], norm=norm) for plan in plans
+            _discrete_cell(plan, genotype.cells[plan.kind], norm=norm) for plan in plans
         )
         self.classifier = nn.Linear(plans[-1].out_channels, sizes.num_classes)
         self.auxiliary_cell = 2 * sizes.num_cells // 3
@@ -206,26 +206,16 @@ class SearchCell(nn.Module):
         return torch.cat(states[len(inputs) :], dim=1)
 
 
-class _DiscreteCell(nn.Module):
-    """A cell with one op on each of 8 edges."""
-
-    def __init__(self, plan: _CellPlan, edges: tuple[Edge, ...], *, norm: Norm) -> None:
-        super().__init__()
-        self.preprocess0, self.preprocess1 = _preprocessing(plan, norm=norm, affine=True)
-        self.wiring = edges
-        self.edges = nn.ModuleList(
-            make_operation(
-                edge.op, plan.channels, stride=plan.stride(edge.source), norm=norm, affine=True
-            )
-            for edge in edges
+def _discrete_cell(plan: _CellPlan, edges: tuple[Edge, ...], *, norm: Norm) -> TwoInputCell:
+    """Return a cell with one op on each of 8 edges."""
+    before, last = _preprocessing(plan, norm=norm, affine=True)
+    ops = (
+        make_operation(
+            edge.op, plan.channels, stride=plan.stride(edge.source), norm=norm, affine=True
         )
-
-    def forward(self, before: Tensor, last: Tensor, drop_path_prob: float) -> Tensor:
-        inputs = [self.preprocess0(before), self.preprocess1(last)]
-        states = discrete_states(
-            inputs, self.wiring, self.edges, nodes=NODES, drop_path_prob=drop_path_prob
-        )
-        return torch.cat(states[len(inputs) :], dim=1)
+        for edge in edges
+    )
+    return TwoInputCell(before, last, edges, ops, nodes=NODES)
 
 
 @dataclass(frozen=True)

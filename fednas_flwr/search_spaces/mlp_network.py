@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from fednas_flwr.names import GROUP, Norm
 from fednas_flwr.search_spaces.cell_graph import candidate_edges
 from fednas_flwr.search_spaces.genotype import Edge, Genotype
-from fednas_flwr.search_spaces.operations import Sizes, discrete_states
+from fednas_flwr.search_spaces.operations import Sizes, TwoInputCell
 from fednas_flwr.search_spaces.skip import SkipNetwork
 from fednas_flwr.search_spaces.wide_operations import node_states
 
@@ -75,7 +75,7 @@ class MLPNetwork(SkipNetwork):
         self.drop_path_prob = 0.0
         plans = _plan_cells(sizes)
         self.cells = nn.ModuleList(
-            _DiscreteCell(plan, genotype.cells[plan.kind], norm=sizes.norm) for plan in plans
+            _discrete_cell(plan, genotype.cells[plan.kind], norm=sizes.norm) for plan in plans
         )
         self.classifier = nn.Linear(plans[-1].out_width, sizes.num_classes)
 
@@ -175,21 +175,11 @@ class ParallelLayers(nn.Module):
         return mixed
 
 
-class _DiscreteCell(nn.Module):
-    """A cell with one op on each of 6 edges."""
-
-    def __init__(self, plan: _CellPlan, edges: tuple[Edge, ...], *, norm: Norm) -> None:
-        super().__init__()
-        self.preprocess0, self.preprocess1 = _preprocessing(plan, norm=norm, affine=True)
-        self.wiring = edges
-        self.edges = nn.ModuleList(make_operation(e.op, plan.width, norm=norm) for e in edges)
-
-    def forward(self, before: Tensor, last: Tensor, drop_path_prob: float) -> Tensor:
-        inputs = [self.preprocess0(before), self.preprocess1(last)]
-        states = discrete_states(
-            inputs, self.wiring, self.edges, nodes=NODES, drop_path_prob=drop_path_prob
-        )
-        return torch.cat(states[len(inputs) :], dim=1)
+def _discrete_cell(plan: _CellPlan, edges: tuple[Edge, ...], *, norm: Norm) -> TwoInputCell:
+    """Return a cell with one op on each of 6 edges."""
+    before, last = _preprocessing(plan, norm=norm, affine=True)
+    ops = (make_operation(edge.op, plan.width, norm=norm) for edge in edges)
+    return TwoInputCell(before, last, edges, ops, nodes=NODES)
 
 
 @dataclass(frozen=True)

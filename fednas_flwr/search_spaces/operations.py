@@ -208,6 +208,41 @@ def discrete_states(
     return states
 
 
+class TwoInputCell(nn.Module):
+    """A derived cell whose inputs are the cells before: its output joins its later nodes.
+
+    Args:
+        preprocess0: Of the output of the cell before the last.
+        preprocess1: Of the last's.
+        wiring: The edges.
+        edges: The module of each.
+        nodes: The nodes that are no inputs.
+    """
+
+    def __init__(
+        self,
+        preprocess0: nn.Module,
+        preprocess1: nn.Module,
+        wiring: tuple[Edge, ...],
+        edges: Iterable[nn.Module],
+        *,
+        nodes: range,
+    ) -> None:
+        """See the class."""
+        super().__init__()
+        self.preprocess0, self.preprocess1 = preprocess0, preprocess1
+        self.wiring, self.nodes = wiring, nodes
+        self.edges = nn.ModuleList(edges)
+
+    def forward(self, before: Tensor, last: Tensor, drop_path_prob: float) -> Tensor:
+        """Return the nodes' states, side by side in dimension 1."""
+        inputs = [self.preprocess0(before), self.preprocess1(last)]
+        states = discrete_states(
+            inputs, self.wiring, self.edges, nodes=self.nodes, drop_path_prob=drop_path_prob
+        )
+        return torch.cat(states[len(inputs) :], dim=1)
+
+
 def mixed_states(
     inputs: Sequence[Tensor],
     edges: Sequence[tuple[int, int]],

@@ -90,26 +90,44 @@ def test_a_run_that_made_its_ledgers_says_that_earlier_uses_are_not_counted(
         assert ("Earlier uses of the same data are not counted" in text) == told
 
 
-@pytest.mark.parametrize("private", [False, True])
+PRIVATE_TRAINING = {  # the terms of retraining, and what they are shown as
+    "expected": ({"local_steps": 5}, "local_steps 5, expected_batch_size 64"),
+    "rate": ({"local_steps": 5, "rate": 0.125}, "local_steps 5, sampling_rate 0.125"),
+}
+
+
+@pytest.mark.parametrize("private", [None, *PRIVATE_TRAINING])
 def test_card_and_report_list_what_retraining_used(
-    make_run: Callable[..., Path], private: bool
+    make_run: Callable[..., Path], private: str | None
 ) -> None:
-    folder = make_run("run", private=private)
+    folder = make_run("run", private=private is not None)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["retrain"] |= {"local_epochs": 9, "batch_size": 64}
     if private:
-        config["privacy"]["retrain"] = {"local_steps": 5}
+        config["privacy"]["retrain"] = PRIVATE_TRAINING[private][0]
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     card = write_model_card(folder).read_text(encoding="utf-8")
     report = dict(facts(read_run(folder)))["retraining"]
     if private:
-        assert "| retrain.expected_batch_size | 64 |" in card
-        assert "| retrain.local_steps | 5 |" in card
+        shown = PRIVATE_TRAINING[private][1]
+        for name, value in (setting.split() for setting in shown.split(", ")):
+            assert f"| retrain.{name} | {value} |" in card
         assert "local_epochs" not in card + report
-        assert report == "rounds 2, local_steps 5, expected_batch_size 64"
+        assert "retrain.batch_size" not in card
+        assert report == f"rounds 2, {shown}"
     else:
         assert "| retrain.local_epochs | 9 |" in card
         assert report == "rounds 2, local_epochs 9, batch_size 64"
+
+
+def test_clients_that_are_the_unit_train_by_epochs(make_run: Callable[..., Path]) -> None:
+    folder = make_run("run", private=True)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["retrain"] |= {"local_epochs": 9, "batch_size": 64}
+    config["privacy"] |= {"unit": "client", "retrain": {"local_steps": 5}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    shown = dict(facts(read_run(folder)))["retraining"]
+    assert shown == "rounds 2, local_epochs 9, batch_size 64"
 
 
 def test_a_client_with_a_test_seed_is_promised_nothing(make_run: Callable[..., Path]) -> None:
