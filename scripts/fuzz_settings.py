@@ -1,6 +1,6 @@
 """Runs with generated settings: each is refused in a sentence, or completes with all that it owes.
 
-    scripts/fuzz_settings.sh --runs 1000 [--seed 1] [--limit-s 60] [--file <report>]
+    scripts/fuzz_settings.sh --runs 1000 [--seed 1] [--limit-s 180] [--file <report>]
 
 Choices and values are drawn by Hypothesis from the files of ``conf/`` and from the settings
 classes and their constraints, so that a new choice or setting is drawn without further work. Data
@@ -430,7 +430,7 @@ def fuzz() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit-s", type=float, default=60.0, help="of CPU time, a run")
+    parser.add_argument("--limit-s", type=float, default=180.0, help="of CPU time, a run")
     parser.add_argument("--file", type=Path, help="list what failed or hung here, too")
     options = parser.parse_args()
     counts: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Table: federated DARTS and FNAS against random search on Fashion-MNIST, small form.
+"""Table: what searches find against random search on Fashion-MNIST, small form.
 
     python scripts/table_search.py --root <folder with FashionMNIST> [--jobs 2]
 
@@ -18,13 +18,21 @@ from fednas_flwr.reporting.tables import start_results
 
 RESULTS = Path(__file__).parent / "results" / "search.json"
 RUNS = Path("runs/table_search")
-ALGORITHMS = ("fed_darts", "fnas", "random_search")
+SMALL = ("dataset=fashion_mnist", "dataset.limit_train=2000", "clients=5")
+SEARCHES = {
+    "recommended": ("experiment=search/recommended", *SMALL),
+    "random_search": ("experiment=random_search/fashion_mnist",),
+    "fed_darts": ("experiment=fed_darts/fashion_mnist",),
+    "fed_darts, beta_decay": ("experiment=fed_darts/fashion_mnist", "algorithm.beta_decay=5"),
+    "fnas": ("experiment=fnas/fashion_mnist",),
+}
 PARTITIONS = ("iid", "dirichlet")
 SEEDS = (1, 2, 3)
 COLUMNS = [
     {"metric": "central_accuracy", "title": "test accuracy (%)", "scale": 100, "decimals": 1},
     {"metric": "client_accuracy", "title": "mean client accuracy (%)", "scale": 100, "decimals": 1},
     {"metric": "num_parameters", "title": "parameters (k)", "scale": 1e-3, "decimals": 0},
+    {"metric": "search_seconds", "title": "search (s)", "decimals": 0},
 ]
 
 
@@ -40,18 +48,18 @@ def main() -> None:
         command="python scripts/table_search.py --root <folder>",
         columns=COLUMNS,
     )
-    jobs = [(a, p, s) for s in SEEDS for p in PARTITIONS for a in ALGORITHMS]
+    jobs = [(name, p, s) for s in SEEDS for p in PARTITIONS for name in SEARCHES]
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(lambda job: make(*job, root=options.root.resolve()), jobs))
 
 
-def make(algorithm: str, partition: str, seed: int, *, root: Path) -> None:
+def make(name: str, partition: str, seed: int, *, root: Path) -> None:
     """Make one run of the table."""
     measure(
         RESULTS,
-        RUNS / f"{algorithm}_{partition}_s{seed}",
-        overrides=[f"experiment={algorithm}/fashion_mnist", f"partition={partition}"],
-        group={"algorithm": algorithm, "partition": partition},
+        RUNS / f"{name.replace(', ', '_')}_{partition}_s{seed}",
+        overrides=[*SEARCHES[name], f"partition={partition}"],
+        group={"search": name, "partition": partition},
         seed=seed,
         root=root,
     )

@@ -3,9 +3,9 @@
     python scripts/table_search_quality.py --root <cifar10.npz> --table <file> [--seeds 5]
 
 The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). The data-free search by AZ-NAS on
-small networks and the one that we recommend, also with privacy, stand beside federated DARTS with
-the regulariser of beta-DARTS and without, and successive halving. Found cells are looked up, not
-retrained. Continues where it was stopped; every finished run is added to
+small networks and the one that we recommend stand beside federated DARTS with the regulariser of
+beta-DARTS and without, FNAS and DP-FNAS with it, and successive halving. Found cells are looked
+up, not retrained. Continues where it was stopped; every finished run is added to
 scripts/results/search_quality.json. The file of images holds x_train, y_train, x_test and y_test.
 ``--only`` makes the rows of one search.
 """
@@ -32,8 +32,11 @@ DATA = (
 IMAGES = ("dataset.crop_padding=4", "dataset.flip=true")  # where clients train
 ZERO_COST = ("algorithm=zero_cost", "algorithm.draws=250", "rounds=1")
 RECOMMENDED = ("experiment=search/recommended",)
+CURED = ("algorithm.beta_decay=5", "algorithm.evaluate_every=0", *IMAGES)
 DARTS = ("algorithm=fed_darts", "rounds=8", *IMAGES)
 PAPER = ("algorithm=fed_darts", "rounds=10", "algorithm.beta_decay=0", *IMAGES)
+FNAS = ("algorithm=fnas", "rounds=300", "algorithm.batch_size=16", *CURED)
+DP_FNAS = ("algorithm=dp_fnas", "rounds=50", "privacy.epsilon=3", *CURED)
 HALVING = ("experiment=search/halving", *IMAGES)
 PRIVATE = ("experiment=search/halving_private", *IMAGES)
 ROWS = [  # search, partition, settings; without a partition where no record is read
@@ -42,6 +45,8 @@ ROWS = [  # search, partition, settings; without a partition where no record is 
     ("fed_darts", "iid", DARTS),
     ("fed_darts", "dirichlet", DARTS),
     ("fed_darts without beta_decay", "iid", PAPER),
+    ("fnas", "iid", FNAS),
+    ("dp_fnas, epsilon 3", "iid", DP_FNAS),
     ("halving", "iid", HALVING),
     ("halving", "dirichlet", HALVING),
     ("halving, epsilon 3", "iid", PRIVATE),
