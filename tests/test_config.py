@@ -528,6 +528,9 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
     unit = ["privacy=dp", "privacy.unit=client", "secure_sum=true", "clients=5"]
     for norm, more in ((1.0, []), (0.3, ["privacy.retrain.max_grad_norm=.3"])):
         assert compose(*unit, *more).privacy.retrain.max_grad_norm == norm  # type: ignore[union-attr]
+    for hostile in ("~privacy.retrain", "privacy.retrain=5", "privacy.retrain=null"):
+        with pytest.raises(ConfigError, match=r"privacy\.retrain"):
+            compose("privacy=dp", "retrain.batch_size=8", hostile)
     experiment = "experiment=dpnas/train_fashion_mnist"
     given = compose(experiment).privacy
     assert isinstance(given, DifferentialPrivacy)

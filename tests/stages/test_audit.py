@@ -19,6 +19,7 @@ from fednas_flwr.data.loaders import Split, augment
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.federation.dry_run import private_terms
 from fednas_flwr.privacy.clipping import clipped_gradient_sum
+from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.search.objective import CLASSIFICATION
 from fednas_flwr.stages.audit import audit_search
 from fednas_flwr.stages.canaries import LAYER, MARK, Canaries, beside, direction, with_canaries
@@ -131,6 +132,14 @@ def test_images_and_poisson_batches(compose_config):
     assert (audit.delta, audit.confidence) == (1e-5, 0.9)
 
 
+def test_a_share_of_the_records_is_the_rate_of_audited_steps(table, compose_config, monkeypatch):
+    monkeypatch.setattr("fednas_flwr.stages.audit.MOST_RUNS", 200)
+    settings = [setting for setting in table if not setting.startswith("algorithm.batch_size")]
+    one, many = audit_search(compose_config(*settings, "privacy.rate=0.25")).findings
+    assert "1 step at rate 0.25" in one.seen
+    assert "at rate 1," in many.seen
+
+
 def test_what_cannot_be_audited_is_said(compose_config):
     with pytest.raises(ConfigError, match="set algorithm=dp_fnas"):
         audit_search(compose_config())
@@ -173,6 +182,8 @@ def test_totals_are_audited_as_a_server_sees_them_that_a_client_helps(
         return (total.double() / cell).round() * cell
 
     monkeypatch.setattr("fednas_flwr.clients.release.add_shared_noise", no_share)
+    coins = SecureGenerator(test_seed=b"1")  # as many canaries out as in, within what is guessed
+    monkeypatch.setattr("fednas_flwr.stages.audit.SecureGenerator", lambda: coins)
     one, many = audit_search(config).findings
     assert one.refutes
     assert many.refutes

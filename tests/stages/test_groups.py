@@ -271,6 +271,23 @@ def test_private_clients_commit_to_their_groups_rounds_and_release_no_more(run):
         assert read_run(whole.folder / "groups" / name).numbers()["epsilon"] >= budget
 
 
+def test_a_private_run_repeats_no_more_than_the_round_that_was_lost(run):
+    whole = run(*PRIVATE)
+    for path in (whole.folder / "groups" / "b" / "checkpoints").glob("retrain-*"):
+        path.unlink()
+    again = run(resume=whole.folder)
+    assert again.error is None
+    for client in range(5):
+        site = whole.folder / "sites" / f"client-{client}"
+        with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as books:
+            stages = Counter(row.entry.stage for row in books.entries())
+        assert stages["search"] == 2 * 6
+        assert stages["retrain"] == (3 if client in (1, 3) else 2 * 3)
+    numbers = read_run(whole.folder).numbers()
+    assert numbers["epsilon"] is not None
+    assert numbers["epsilon"] <= 100
+
+
 def test_private_groups_of_similar_updates_are_refused(compose_config):
     with pytest.raises(ConfigError, match="privacy=dp with algorithm.group_by=alphas"):
         compose_config(

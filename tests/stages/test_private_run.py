@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import load_file
 from torch.nn import functional
 
+from fednas_flwr import load
 from fednas_flwr.builders.clients import PRIVATE_SITE_KEYS, check_public, make_courier
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.networks import supernet_space
@@ -667,6 +668,26 @@ def test_a_new_export_of_the_same_records_is_charged_to_all_splits_unless_a_colu
     first, second = splits[:4], splits[4:]
     assert first == [("train",), ("validation",)] * 2
     assert second == (first if id_column else [("train", "validation", "test")] * 4)
+
+
+def test_a_private_sites_own_file_chooses_fixed_features_of_its_images(
+    compose_config, real_sites, start
+):
+    """Whatever the run says; the exported model takes the images, and makes the features itself."""
+    overrides = [*DP, *REAL_SITES, "rounds=1", "retrain.rounds=1", "search_space.skip=linear"]
+    grid = real_sites(compose_config(*overrides))
+    (node,) = (context.node_config for context in grid._contexts.values())
+    dataset = yaml.safe_load(Path(node["dataset"]).read_text())
+    dataset |= {"transform": "scattering", "scattering": {"scales": 1, "angles": 2}}
+    Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
+    run = start(*overrides, grid=grid)
+    assert run.error is None
+    model = load(run.folder)
+    assert model.inputs.shape == (3, 8, 8)
+    assert model.inputs.scattering == (1, 2)
+    assert model.input_shape == (9, 4, 4)
+    images = np.random.default_rng(0).integers(0, 255, (5, 3, 8, 8), dtype=np.uint8)
+    assert model.predict(images).probabilities.shape == (5, 3)
 
 
 ASKED_WITHOUT_PRIVACY = smallest()

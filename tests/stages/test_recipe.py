@@ -19,6 +19,7 @@ from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.dry_run import private_terms
 from fednas_flwr.federation.grids import InProcessGrid
 from fednas_flwr.reporting.events import EventLog, read_events
+from fednas_flwr.reporting.runs import read_run
 from fednas_flwr.stages.pipeline import run_stages
 from fednas_flwr.stages.recipe import with_learning_rate
 from fednas_flwr.stages.run_folder import create_run_folder
@@ -75,6 +76,15 @@ def test_clients_train_at_the_rate_that_noise_and_records_give(trained) -> None:
     rates = [lr for lr, _ in trained.trained]
     assert rates[:2] == [told["lr"]] * 2
     assert 0.1 * told["lr"] < rates[-1] < 0.5 * told["lr"]
+
+
+def test_report_and_card_tell_the_rates_that_were_taken(trained) -> None:
+    (told,) = named(trained.events, "learning_rate")
+    shown = read_run(trained.folder).settings["retrain"]
+    assert shown["weights"]["lr"] == told["lr"] != trained.config.retrain.weights.lr
+    assert shown["weights"]["min_lr"] == told["min_lr"] == pytest.approx(0.1 * told["lr"])
+    assert shown["sampling_rate"] == 0.125
+    assert "batch_size" not in shown
 
 
 def test_momentum_goes_on_from_round_to_round(trained) -> None:

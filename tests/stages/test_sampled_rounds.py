@@ -155,6 +155,21 @@ def test_a_clients_size_is_the_weight_of_its_reply(overrides, splits, most, comp
     assert sizes == [min(most, sum(own[split] for split in splits)) for own in records]
 
 
+@pytest.mark.parametrize(
+    ("override", "sizes"),
+    [
+        ("algorithm.batch_size=15", [10, 15, 15, 15]),  # what a batch can hold
+        ("privacy.rate=0.5", [10, 20, 30, 40]),  # a share of all
+        ("privacy.rate=1", [10, 20, 30, 40]),
+    ],
+)
+def test_a_private_searchs_clients_weigh_what_their_batches_do(override, sizes, compose_config):
+    records = [{"train": 10 * c, "validation": 3 * c, "test": 7} for c in range(1, 5)]
+    private = ("algorithm=dp_fnas", "privacy=dp", "clients=4", "clients_per_round=2")
+    config = compose_config(*private, override)
+    assert make_sampling(config, records).sizes["search"].tolist() == sizes
+
+
 @pytest.mark.parametrize("by", SAMPLINGS)
 def test_a_round_is_the_average_of_its_clients_with_the_weights_of_its_draw(
     by, compose_config, federate

@@ -77,6 +77,22 @@ def test_as_many_steps_as_the_rounds_still_to_do_take(compose_config, overrides,
     assert stages == [s for s in ("search", "retrain", "evaluate") if s in stages]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "batch"),
+    [
+        (["privacy.rate=0.125"], 500.0),
+        (["privacy.rate=1"], 4000.0),
+        (["privacy.rate=null", "algorithm.batch_size=20"], 20.0),
+        (["privacy.rate=null", "algorithm.batch_size=null"], 4000.0),
+    ],
+)
+def test_a_searchs_batch_is_a_share_of_the_records_or_a_number(compose_config, overrides, batch):
+    schedule = make_schedule(compose_config(*DP_FNAS, GIVEN, *overrides), RECORDS, done={})
+    (weights,) = (p for p in schedule if (p.stage, p.kind) == ("search", "weights"))
+    assert weights.expected_batch(RECORDS[0]) == batch
+    assert weights.rate(RECORDS[0]) == batch / 4000
+
+
 def test_every_release_names_splits_and_terms_and_each_stage_is_told_its_own(compose_config):
     config = compose_config(*DP_FNAS, GIVEN, "privacy.metrics_noise_multiplier=20")
     schedule = make_schedule(config, RECORDS, done={})
