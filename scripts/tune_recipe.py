@@ -46,6 +46,7 @@ SETTINGS = [  # budget, records, clients
     *((3.0, 8000, 4), (1.0, 8000, 1), (1.0, 1400, 3)),
 ]
 LENGTHS = [(1 / 8, 50), (1 / 8, 100), (1 / 8, 200), (1 / 4, 100), (1 / 16, 200)]  # rate, steps
+RULE = (1 / 8, 200)  # rate and steps that were chosen
 VARIED = [  # the same, for the ways to bound a gradient
     *((8.0, 8000, 1), (1.0, 8000, 1), (3.0, 8000, 1)),
     *((8.0, 1400, 1), (1.0, 1400, 1)),
@@ -105,7 +106,7 @@ def main() -> None:
     torch.set_num_threads(1)
     draws = [load(options.root, draw, copies=options.variants) for draw in range(options.draws)]
     settings = (
-        itertools.product(VARIED, [(1 / 8, 100)], VARIANTS)
+        itertools.product(VARIED, [RULE], VARIANTS)
         if options.variants
         else itertools.product(SETTINGS, LENGTHS, [CLIPPING])
     )
