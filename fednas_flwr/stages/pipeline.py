@@ -203,7 +203,7 @@ def begin(
         folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
     )
     schedule: Schedule = []
-    if private:
+    if isinstance(config.privacy, DifferentialPrivacy):
         latest = {stage: checkpoints.latest(stage) for stage in ("search", "retrain")}
         done = {stage: point.round for stage, point in latest.items() if point is not None}
         if statistics is not None:
@@ -215,7 +215,8 @@ def begin(
         commit(courier, config, schedules, done=done, resumed=resumed)
         schedule = largest_schedule(schedules)
         if statistics is None and any(planned.kind == STATISTICS for planned in schedule):
-            statistics = noised_statistics(prepared, courier, schedule, log)
+            data_set = config.privacy.data_set
+            statistics = noised_statistics(prepared, courier, schedule, log, data_set=data_set)
     if statistics is not None:
         courier.statistics = statistics
         prepared = replace(prepared, mean=statistics.mean, std=statistics.std)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median_high
+from statistics import median_low
 
 from fednas_flwr.builders.algorithms import whole_search
 from fednas_flwr.builders.refusals import searches
@@ -67,7 +67,8 @@ def make_schedules(
             all clients, and enough for the one that needs most.
         sampling: Draws whom a round asks; None asks all.
         least_noise: Noise multipliers below which sites refuse a release. None is calibrated below
-            that of most: a site that asks for more leaves, and does not raise the noise of all.
+            that of most, or of two the lower: a site that asks for more leaves, and does not raise
+            the noise of all.
 
     Raises:
         ConfigError: What comes before costs more than the target epsilon.
@@ -79,7 +80,7 @@ def make_schedules(
         "metrics": privacy.metrics_noise_multiplier,
         STATISTICS: privacy.statistics_noise_multiplier,
     }
-    least = median_high(least_noise or [LEAST_CALIBRATED])
+    least = median_low(least_noise or [LEAST_CALIBRATED])
     rounds = _rounds(config)
     turns = turns_of(config, sampling) if sampling is not None else [whole_turns(config)]
     # for the whole run, also when it is resumed

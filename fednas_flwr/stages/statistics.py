@@ -66,7 +66,12 @@ def found_statistics(prepared: Prepared, courier: Courier, log: EventLog) -> Sta
 
 
 def noised_statistics(
-    prepared: Prepared, courier: Courier, schedule: Sequence[PlannedRelease], log: EventLog
+    prepared: Prepared,
+    courier: Courier,
+    schedule: Sequence[PlannedRelease],
+    log: EventLog,
+    *,
+    data_set: str,
 ) -> Statistics:
     """Return the statistics that the clients' noised releases tell, one of each client.
 
@@ -75,12 +80,12 @@ def noised_statistics(
         courier: To clients that have committed to the schedule.
         schedule: The run's.
         log: Receives the event ``statistics``, and the sentence of the report.
+        data_set: The id that the sites' policies give the data.
 
     Raises:
         QuorumError: Too few clients answer; the message says why.
     """
     (planned,) = [release for release in schedule if release.kind == STATISTICS]
-    site = Site(courier.facts[courier.clients[0]]["data_set"])
     num_columns, sampling = prepared.train.num_numeric, courier.sampling
     layout = Layout.of({STATISTICS: torch.zeros(3 * num_columns)})
     total, weights, variance = torch.zeros(3 * num_columns, dtype=torch.float64), 0.0, 0.0
@@ -88,7 +93,7 @@ def noised_statistics(
         planned.verb,
         stage=STATISTICS,
         server_round=1,
-        settings=TellStatistics(site),
+        settings=TellStatistics(Site(data_set)),
         layouts={STATISTICS: layout},
         releases=schedule,
         turn=None if sampling is None else sampling.turn(STATISTICS, 1),

@@ -17,6 +17,7 @@ from fednas_flwr import compose, load, run
 from fednas_flwr.builders.clients import make_client
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.cli import main
+from fednas_flwr.clients import answer as entrance
 from fednas_flwr.clients import release
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.data.statistics import (
@@ -288,6 +289,28 @@ def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp
     later = read_events(folder / "events.jsonl")
     assert [event["mean"] for event in later if event["event"] == "statistics"] == [found["mean"]]
     assert list(load(folder).inputs.mean) == found["mean"]
+
+
+@pytest.mark.parametrize("told", [{"data_set": "mine"}, {}])
+def test_the_first_client_does_not_say_which_data_the_others_are_asked_for(
+    overrides, tmp_path, monkeypatch, told
+):
+    describe = entrance.ANSWERS["query.describe"]
+
+    def lie(client, request, asked):
+        reply = describe(client, request, asked)
+        if client.index != 0:
+            return reply
+        kept = {name: fact for name, fact in reply.facts.items() if name != "data_set"}
+        return replace(reply, facts=kept | told)
+
+    monkeypatch.setitem(entrance.ANSWERS, "query.describe", lie)
+    monkeypatch.setattr(entrance, "check_fields", lambda *_: None)
+    folder = tmp_path / "run"
+    run(compose(*overrides, NOISE, f"run_dir={folder}"))
+    events = read_events(folder / "events.jsonl")
+    assert len([event for event in events if event["event"] == "statistics"]) == 1
+    assert not [event for event in events if event["event"] in ("client_failed", "client_left")]
 
 
 def test_what_cannot_be_is_refused_before_the_run(overrides, tmp_path):
