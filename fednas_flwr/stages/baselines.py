@@ -68,6 +68,13 @@ def prepare_baselines(config: Config) -> list[Path]:
     return folders
 
 
+def num_random(config: Config) -> int:
+    """Return with how many random networks a finished run is compared; 0 without baselines."""
+    if config.baselines is not None:
+        return config.baselines
+    return 0 if has_real_sites(config) else affordable(Path(str(config.run_dir)))
+
+
 def affordable(folder: Path) -> int:
     """Return how many random networks a finished run is compared with unless it says so itself.
 
@@ -84,10 +91,7 @@ def affordable(folder: Path) -> int:
 
 def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield names and configurations; genotypes lie in the folders to be."""
-    folder = Path(str(config.run_dir))
-    number = config.baselines
-    if number is None:
-        number = 0 if has_real_sites(config) else affordable(folder)
+    folder, number = Path(str(config.run_dir)), num_random(config)
     if not number:
         return
     description = load_description(folder)

@@ -16,6 +16,7 @@ from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.errors import NoEffectError
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.hardware.flops import count_multiply_adds
+from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.renyi_filter import filter_epsilon
 from fednas_flwr.reporting.compare import run_folders
 from fednas_flwr.reporting.runs import read_run
@@ -137,6 +138,7 @@ def test_baselines_are_trained_as_the_found_network(
         "random_2"
     }
     assert again["random_2"].accuracy() == accuracy
+    assert read_run(folder).events == own.events
 
 
 @pytest.mark.usefixtures("few_draws")
@@ -156,6 +158,25 @@ def test_private_baselines_have_a_ledger_of_their_own(
         assert 0 < epsilon <= 50
     assert "a ledger of its own" in (folder / "report.html").read_text()
     assert {b.numbers()["linear_accuracy"] for b in [own, *own.baselines()]} == {None}
+
+
+def test_a_completed_run_that_is_resumed_releases_nothing_more(
+    compose_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    overrides = ["algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=50", "clients=2"]
+    overrides += ["search_space.norm=group", "retrain.norm=group", "rounds=1"]
+    run(compose_config(*overrides, "privacy.metrics_noise_multiplier=5", f"run_dir={folder}"))
+
+    def booked() -> list[str]:
+        site = folder / "sites" / "client-0"
+        with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as ledger:
+            return [row.entry.verb for row in ledger.entries()]
+
+    before = booked()
+    assert before[-1] == "evaluate.model:metrics"
+    run(folder)
+    assert booked() == before
 
 
 @pytest.mark.parametrize(
