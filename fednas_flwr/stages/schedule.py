@@ -27,7 +27,12 @@ from fednas_flwr.privacy.plan import (
     metrics_release,
     statistics_release,
 )
-from fednas_flwr.stages.calibration import CALIBRATED, calibrated
+from fednas_flwr.stages.calibration import (
+    CALIBRATED,
+    calibrated,
+    check_own_share,
+    metrics_noise,
+)
 
 Schedule = list[PlannedRelease]
 Turns = Mapping[str, Sequence[int]]  # by stage, the rounds in which a client may be asked
@@ -71,7 +76,8 @@ def make_schedules(
             the noise of all.
 
     Raises:
-        ConfigError: What comes before costs more than the target epsilon.
+        ConfigError: What comes before costs more than the target epsilon, or noise that is given
+            more than the baselines leave of it.
     """
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
@@ -90,6 +96,8 @@ def make_schedules(
     else:
         groups = [(whole, [own]) for whole, own in _demanding(wholes, records)]
     for name in CALIBRATED:
+        for whole, declared in groups:
+            check_own_share(privacy, _with_noise(whole, sigmas), declared)
         if sigmas[name] is None:
             needed = [
                 calibrated(privacy, name, own, _with_noise(whole, sigmas), declared)
@@ -97,7 +105,29 @@ def make_schedules(
                 if (own := [release for release in whole if release.noise_name == name])
             ]
             sigmas[name] = max([*needed, least]) if needed else None
+    for whole, declared in groups:
+        check_own_share(privacy, _with_noise(whole, sigmas), declared)
     return [_with_noise(_of_turns(rounds, own, done=done, spare=spare), sigmas) for own in turns]
+
+
+def paying(config: Config, epsilon: float) -> DifferentialPrivacy:
+    """Return the privacy of a baseline that may cost so much on every split.
+
+    Noise that was given may cost more. That of trainings and rewards is calibrated, and that of
+    metrics no less than they need. A table's statistics are not released again.
+    """
+    privacy = config.privacy
+    assert isinstance(privacy, DifferentialPrivacy)
+    own = replace(
+        privacy,
+        epsilon=epsilon,
+        baseline_share=None,
+        rewards=replace(privacy.rewards, noise_multiplier=None, epsilon=None),
+        retrain=replace(privacy.retrain, noise_multiplier=None, epsilon=None),
+        statistics_noise_multiplier=None,
+    )
+    whole = _of_turns(_rounds(config), whole_turns(config), done={}, spare=True)
+    return replace(own, metrics_noise_multiplier=metrics_noise(own, whole))
 
 
 def private_stage(
