@@ -114,7 +114,8 @@ def paying(config: Config, epsilon: float) -> DifferentialPrivacy:
     """Return the privacy of a baseline that may cost so much on every split.
 
     Noise that was given may cost more. That of trainings and rewards is calibrated, and that of
-    metrics no less than they need. A table's statistics are not released again.
+    metrics no less than they need. A table's statistics are not released again:
+    those of the run are public.
     """
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)

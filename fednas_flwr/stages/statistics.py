@@ -2,13 +2,15 @@
 
 Without privacy they tell the moments of their columns with what else they say of themselves
 (:func:`found_statistics`). Private clients release noised means within the ranges that are declared
-(:func:`noised_statistics`). Either happens once, and a run that is resumed goes on with the same.
+(:func:`noised_statistics`). Either happens once, and a run that is resumed goes on with the same,
+as do baselines that sites pay for (:func:`inherited_statistics`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -18,7 +20,8 @@ from fednas_flwr.exchange.courier import Courier, QuorumError
 from fednas_flwr.exchange.requests import Site, TellStatistics
 from fednas_flwr.exchange.states import Layout, unpack
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
-from fednas_flwr.reporting.events import Event, EventLog
+from fednas_flwr.reporting.events import Event, EventLog, read_events
+from fednas_flwr.reporting.runs import BASELINES_FOLDER, EVENTS_FILE
 from fednas_flwr.typed import parse
 
 
@@ -30,6 +33,22 @@ def known_statistics(earlier: Sequence[Event]) -> Statistics | None:
     """
     known = [event for event in earlier if event["event"] == "statistics"]
     return Statistics(tuple(known[-1]["mean"]), tuple(known[-1]["std"])) if known else None
+
+
+def inherited_statistics(folder: Path, log: EventLog) -> Statistics | None:
+    """Return, of a baseline, the noised statistics of its run, which are public by then.
+
+    Args:
+        folder: Of a run; one that is no baseline inherits none.
+        log: Receives the event ``statistics``, by which the baseline goes on.
+    """
+    file = folder.parents[1] / EVENTS_FILE
+    if folder.parent.name != BASELINES_FOLDER or not file.exists():
+        return None
+    statistics = known_statistics(read_events(file))
+    if statistics is not None:
+        log.emit("statistics", mean=list(statistics.mean), std=list(statistics.std))
+    return statistics
 
 
 def found_statistics(prepared: Prepared, courier: Courier, log: EventLog) -> Statistics:

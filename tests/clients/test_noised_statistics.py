@@ -30,9 +30,12 @@ from fednas_flwr.data.statistics import (
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import Header, Request
 from fednas_flwr.exchange.requests import Describe, Site, TellStatistics
+from fednas_flwr.federation.launch import launch
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.plan import statistics_release
 from fednas_flwr.reporting.events import read_events
+from fednas_flwr.stages.baselines import prepare_baselines
+from fednas_flwr.stages.run_folder import open_run_folder
 
 SIZES = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
 RANGES = "dataset.ranges={age: [0, 120], dose: [-1, 1]}"
@@ -289,6 +292,21 @@ def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp
     later = read_events(folder / "events.jsonl")
     assert [event["mean"] for event in later if event["event"] == "statistics"] == [found["mean"]]
     assert list(load(folder).inputs.mean) == found["mean"]
+
+
+def test_baselines_that_sites_pay_for_standardise_by_what_the_run_has_released(overrides, tmp_path):
+    folder = tmp_path / "run"
+    config = compose(*overrides, NOISE, f"run_dir={folder}")
+    run(config)
+    (found,) = [e for e in read_events(folder / "events.jsonl") if e["event"] == "statistics"]
+    sharing = replace(config, baselines=1, privacy=replace(config.privacy, baseline_share=0.5))
+    linear = next(own for own in prepare_baselines(sharing) if own.name == "linear")
+    launch(open_run_folder(str(linear)), listeners=(), resumed=False)
+    assert list(load(linear).inputs.mean) == found["mean"]
+    assert list(load(linear).inputs.std) == found["std"]
+    place = linear / "sites" / "client-0"
+    with Ledger(place / "ledger" / "ledger.sqlite", place / "key") as ledger:
+        assert {row.entry.verb for row in ledger.entries()} == {"train.weights:weights"}
 
 
 @pytest.mark.parametrize("told", [{"data_set": "mine"}, {}])
