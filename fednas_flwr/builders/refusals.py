@@ -329,11 +329,12 @@ def check_asynchronous(config: Config) -> None:
     terms = config.asynchronous
     if terms is None:
         return
-    kinds = (FedDARTSSettings, FDNASSettings, FedAvgSettings)
+    kinds = (FedDARTSSettings, FDNASSettings, FedAvgSettings, ZeroCostSettings)
     needs = {
         f"algorithm={config.algorithm.name}": (
             not isinstance(config.algorithm, kinds),
-            "it is for fed_darts, fednas, fdnas and fedavg, whose clients send trained models",
+            "it is for fed_darts, fednas, fdnas, zero_cost and fedavg, whose clients send trained "
+            "models",
         ),
         "privacy=dp": (
             not isinstance(config.privacy, NoPrivacy),
@@ -348,6 +349,10 @@ def check_asynchronous(config: Config) -> None:
         f"retrain.exchange={config.retrain.exchange}": (
             config.retrain.exchange == "gradients",
             "gradients are of the present model; set retrain.exchange=models",
+        ),
+        f"retrain.evaluate_every={config.retrain.evaluate_every}": (
+            config.retrain.evaluate_every > 0 and "retrain" in config.stages,
+            "it would wait for clients that still train; set it to 0",
         ),
         f"clients={config.clients}": (
             terms.buffer > config.clients,
