@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from fednas_flwr.config import (
     BlockSpace,
@@ -414,7 +415,7 @@ def of_fedex(config: Config) -> None:
         )
 
 
-def at_scored_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
+def at_scored_sizes(config: Config, sizes: Mapping[str, Any]) -> Config:
     """Return a configuration whose search space has the sizes at which a pool is scored."""
     known = {key: value for key, value in vars(config.search_space).items() if type(value) is int}
     for key in sizes:
