@@ -179,8 +179,9 @@ with ray_grid(app, len(CLIENTS), runtime) as grid:
     first = ask(grid)
     while len({told["node"] for told in first}) < 2:  # till both actors are there
         first = ask(grid)
-    print(json.dumps([lost.node_id, first, ask(grid, waits=CLIENTS, go=lose), ask(grid)]))
+    found = [lost.node_id, first, ask(grid, waits=CLIENTS, go=lose), ask(grid)]
 cluster.shutdown()
+print("\\n" + json.dumps(found))
 """
 
 
