@@ -1,9 +1,9 @@
 """A Flower Grid whose clients run in actors of Ray: ``runtime=ray``.
 
-What the messages of one exchange share, their arrays, is put into Ray's object store once: it
-travels once to each machine. Machines do not add up their actors' replies before these travel,
-since adding a float reply costs the server 1.6 ms, and on the integer grid, where any order gives
-the same bits, it would cost 22 ms. The server adds replies in the order of clients.
+What the messages of one exchange share, their arrays, is put into Ray's object store once, unless
+it is small: it travels once to each machine. Machines do not add up their actors' replies before
+these travel, since adding a float reply costs the server 1.6 ms, and on the integer grid, where any
+order gives the same bits, it would cost 22 ms. The server adds replies in the order of clients.
 
 Main function: :func:`ray_grid`.
 """
@@ -23,12 +23,14 @@ from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fednas_flwr.config.runtime import Runtime
+from fednas_flwr.exchange.messages import payload_bytes
 from fednas_flwr.federation import flower
 from fednas_flwr.federation.clusters import places
 from fednas_flwr.federation.dealer import Dealer
 from fednas_flwr.federation.grids import InProcessGrid
 
 POLL_S = 0.1
+STORED_BYTES = 100_000  # arrays of fewer travel with each message, which Ray does faster
 
 
 class Worker:
@@ -83,7 +85,7 @@ class RayGrid(InProcessGrid):
         self._clients = ray.put(InProcessGrid(client_app, num_clients))
         self._dealer = Dealer()
         self._starting: dict[Any, Any] = {}  # actor by what Ray will have when it is there
-        self._arrays: dict[str, Any] = {}  # by message that is not answered: reference to them
+        self._arrays: dict[str, Any] = {}  # or a reference to them, by message without a reply
         self._answers: dict[str, Any] = {}  # by message that was handed out: reference to it
         self._replies: dict[str, Message] = {}
         self._lock = threading.Lock()  # groups of clients are asked by threads of their own
@@ -98,7 +100,8 @@ class RayGrid(InProcessGrid):
                 small, arrays = without_arrays(message)
                 same = tuple((name, id(record)) for name, record in arrays.items())
                 if same not in stored:
-                    stored[same] = self._ray.put(arrays)
+                    is_small = payload_bytes(message.content) < STORED_BYTES
+                    stored[same] = arrays if is_small else self._ray.put(arrays)
                 self._arrays[self.number(small)] = stored[same]
                 self._dealer.queue(small)
             self._hand_out()
