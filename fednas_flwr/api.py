@@ -168,12 +168,12 @@ def execute(
 ) -> None:
     """Run a configuration whose folder exists, unless quiet with a display and a closing table.
 
-    Baselines are trained after it. One that fails says so in its own folder, and no more.
+    Baselines are trained after it. One that fails says so in its own folder, and no more. A run
+    that is resumed once it has completed is not begun again: its clients would release their
+    measures once more. Only the baselines that it lacks are trained.
     """
     if quiet:
-        from fednas_flwr.federation.launch import launch
-
-        launch(config, listeners=listeners, resumed=resumed)
+        _launch(config, listeners=listeners, resumed=resumed)
         _train_baselines(config)
         return
     print(f"run folder: {config.run_dir}", flush=True)
@@ -183,9 +183,7 @@ def execute(
 
     try:
         with ProgressDisplay() as display:
-            from fednas_flwr.federation.launch import launch
-
-            launch(config, listeners=[display, *listeners], resumed=resumed)
+            _launch(config, listeners=[display, *listeners], resumed=resumed)
         _train_baselines(config, told=partial(print, flush=True))
     except KeyboardInterrupt:
         print(f"\nTo go on: {go_on}", file=sys.stderr)
@@ -196,19 +194,36 @@ def execute(
     print_summary(Path(str(config.run_dir)))
 
 
+def _launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:
+    """Run a configuration to its end unless its folder holds a run that has come to it."""
+    from fednas_flwr.federation.launch import launch
+    from fednas_flwr.reporting.runs import is_whole
+
+    if not (resumed and is_whole(Path(str(config.run_dir)))):
+        launch(config, listeners=listeners, resumed=resumed)
+
+
 def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda line: None) -> None:
     """Train the networks that the run's own is compared with, and write its report anew."""
     if config.baselines == 0 or "baselines" in without_effect(config):
         return
+    from fednas_flwr.evaluation.model import MODEL_FILE
     from fednas_flwr.exchange.courier import QuorumError
     from fednas_flwr.federation.launch import launch
     from fednas_flwr.reporting.report import write_report
     from fednas_flwr.reporting.runs import EVENTS_FILE, is_complete, read_run
     from fednas_flwr.reporting.units import percent
-    from fednas_flwr.stages.baselines import prepare_baselines
+    from fednas_flwr.stages.baselines import num_random, prepare_baselines
     from fednas_flwr.stages.run_folder import open_run_folder
 
-    if not is_complete(Path(str(config.run_dir))):  # it has reached its time limit
+    whole = Path(str(config.run_dir))
+    if not is_complete(whole) or not (number := num_random(config)):  # or out of time
+        return
+    if config.runtime.name == "deployment" and not (whole / MODEL_FILE).exists():
+        told(
+            f"baselines={number}: none are trained from here, since the model lies on the "
+            f"SuperLink's machine; type `fednas run resume={whole}` there."
+        )
         return
     folders = prepare_baselines(config)
     for folder in folders:
@@ -222,7 +237,7 @@ def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda lin
         accuracy = percent(read_run(folder).accuracy())
         told(f"baseline {folder.name}: {accuracy}")
     if folders:
-        write_report(Path(str(config.run_dir)))
+        write_report(whole)
 
 
 def register_algorithm(

@@ -1,27 +1,37 @@
-"""Tables: DP-FNAS on Fashion-MNIST, small form: number of clients, and variance of the noise.
+"""Tables: DP-FNAS on Fashion-MNIST, small form: clients, variance of the noise, and budget.
 
     python scripts/table_dp.py --root <folder with FashionMNIST> [--jobs 2] [--table dp_shared]
+    python scripts/table_dp.py --plot
 
 DP-FNAS on scattering features with 1, 2, 4, 8 clients (paper's Table 1), beside a linear model on
 the same features with the same budget and the found network trained without privacy; then DP-FNAS
 and the linear model with 4 clients at noise variances .5 to 10 (Figure 3); 3 seeds each.
 ``dp_shared``: DP-FNAS whose search and retraining take one step per exchange, with noise of each
-client's own and with noise that secure sums of {least_sites, colluding} share. Continues where it
-was stopped; every finished run is added to scripts/results/.
+client's own and with noise that secure sums of {least_sites, colluding} share. ``dp_budget``: by
+the budget of clients' filters, with 1 and 4 clients, DP-FNAS, a given cell of 3x3 convolutions that
+is trained with the whole budget, the linear model, and CNN-Tanh on the images. Continues where it
+was stopped; every finished run is added to scripts/results/. ``--plot`` runs nothing and draws
+scripts/results/dp_budget.svg from dp_budget.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from table_runs import measure
 
 from fednas_flwr.reporting.tables import start_results
+from fednas_flwr.search_spaces.genotype import to_json
+from fednas_flwr.search_spaces.nasbench201 import from_arch_string
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_dp")
@@ -34,13 +44,31 @@ COLUMNS = [
     {"metric": "epsilon", "title": "PRV epsilon (delta 1e-5)", "decimals": 2},
     {"metric": "retrain_seconds", "title": "retraining (s)", "decimals": 0},
 ]
+SIZE = {"metric": "num_parameters", "title": "parameters (k)", "scale": 0.001, "decimals": 0}
 SEARCHED = ("experiment=dp_fnas/features",)
 GIVEN = ("algorithm=fedavg", "stages=[retrain,evaluate,export]")
 DATA = (
     *("dataset=fashion_mnist", "dataset.limit_train=8000", "dataset.transform=scattering"),
     "dataset.fractions={train: 0.5, validation: 0.5, test: 0.0}",
 )
-LINEAR = (*GIVEN, *DATA, "algorithm.network=linear", "privacy=dp", "privacy.micro_batch_size=64")
+PRIVATE = ("privacy=dp", "privacy.micro_batch_size=64")
+LINEAR = (*GIVEN, *DATA, "algorithm.network=linear", *PRIVATE)
+CNN_TANH = (*GIVEN, *DATA, "dataset.transform=none", "algorithm.network=cnn_tanh", *PRIVATE)
+ALL_3X3 = "+".join(
+    "|" + "".join(f"nor_conv_3x3~{source}|" for source in range(node)) for node in (1, 2, 3)
+)
+CELL = RUNS / "all_3x3.json"
+WITHOUT_SEARCH = (
+    *(*GIVEN, *DATA, "search_space=nasbench201_small", "search_space.skip=linear"),
+    *("retrain=small", "retrain.channels=8", f"genotype={CELL}", *PRIVATE),
+)
+BUDGETS = (1, 2, 3, 8)  # as each client's filter counts them
+COMPARED = {
+    "DP-FNAS": SEARCHED,
+    "given 3x3 cell": WITHOUT_SEARCH,
+    "linear": LINEAR,
+    "CNN-Tanh": CNN_TANH,
+}
 EXACT = (
     *(*GIVEN, *DATA, "search_space.skip=linear"),
     *("retrain=small", "retrain.norm=group", "retrain.channels=8", "retrain.rounds=15"),
@@ -54,6 +82,7 @@ TITLES = {
     "dp_shared": "DP-FNAS, one step per exchange, by whose noise a total carries: each client's "
     "own, or shared by secure sums of least_sites-colluding; Fashion-MNIST on scattering features, "
     "8,000 images over K clients, budget of 8, 3 seeds",
+    "dp_budget": "By budget: Fashion-MNIST, 8,000 images over K clients, 3 seeds",
 }
 SHARED = (  # clients, terms of secure sums
     *((clients, None) for clients in (1, 2, 4, 8)),
@@ -122,7 +151,14 @@ def rows(seed: int) -> list[list[Job]]:
                 ),
             ]
         )
-    return [*tables, *([shared_job(clients, terms, seed)] for clients, terms in SHARED)]
+    tables += [[shared_job(clients, terms, seed)] for clients, terms in SHARED]
+    for budget, clients in itertools.product(BUDGETS, (1, 4)):
+        own = (f"clients={clients}", f"privacy.epsilon={budget}")
+        tables += [
+            [Job("dp_budget", {"network": name, "K": clients, "budget": budget}, (*of, *own), seed)]
+            for name, of in COMPARED.items()
+        ]
+    return tables
 
 
 def shared_job(clients: int, terms: tuple[int, int] | None, seed: int) -> Job:
@@ -139,17 +175,27 @@ def shared_job(clients: int, terms: tuple[int, int] | None, seed: int) -> Job:
 def main() -> None:
     """Run what is missing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--root", type=Path)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
     parser.add_argument("--table", choices=TITLES, help="only this one")
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="folder (default: %(default)s)"
     )
+    parser.add_argument("--plot", action="store_true", help="run nothing, draw dp_budget.svg")
     options = parser.parse_args()
+    if options.plot:
+        runs = json.loads((options.results / "dp_budget.json").read_text())["runs"]
+        (options.results / "dp_budget.svg").write_text(draw(runs))
+        return
+    if options.root is None:
+        parser.error("--root is needed to run: the folder with FashionMNIST")
+    CELL.parent.mkdir(parents=True, exist_ok=True)
+    CELL.write_text(to_json(from_arch_string(ALL_3X3)))
     tables = TITLES if options.table is None else [options.table]
     for table in tables:
         path = options.results / f"{table}.json"
-        start_results(path, title=TITLES[table], command=COMMAND, columns=COLUMNS)
+        columns = [*COLUMNS, SIZE] if table == "dp_budget" else COLUMNS
+        start_results(path, title=TITLES[table], command=COMMAND, columns=columns)
     root, results = options.root.resolve(), options.results
     asked = [row for row in jobs() if row[0].table in tables]
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -166,6 +212,84 @@ def make(job: Job, *, root: Path, results: Path) -> None:
         group=job.group,
         seed=job.seed,
         root=root,
+    )
+
+
+COLOURS = dict(zip(COMPARED, ("#0072b2", "#e69f00", "#009e73", "#cc79a7"), strict=True))
+DASHES = {1: "none", 4: "6 4"}  # by clients
+WIDTH, HEIGHT = 640, 400
+LEFT, RIGHT, TOP, BOTTOM = 60, 190, 20, 50
+
+
+def draw(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return an SVG of test accuracy over budget: a line per network and K, with deviations.
+
+    Args:
+        runs: Those of dp_budget.json; rows that are not there yet are left out.
+    """
+    accuracies: dict[tuple[str, int], dict[float, list[float]]] = {}
+    for run in runs:
+        group = run["group"]
+        line = accuracies.setdefault((group["network"], group["K"]), {})
+        accuracy = 100 * run["metrics"]["central_accuracy"]
+        line.setdefault(group["budget"], []).append(accuracy)
+    every = [value for line in accuracies.values() for values in line.values() for value in values]
+    low, high = 5 * math.floor(min(every) / 5), 5 * math.ceil(max(every) / 5)
+
+    def place(budget: float, accuracy: float) -> tuple[float, float]:
+        across = math.log(budget / BUDGETS[0]) / math.log(BUDGETS[-1] / BUDGETS[0])
+        up = (accuracy - low) / (high - low)
+        return (
+            round(LEFT + across * (WIDTH - LEFT - RIGHT), 1),
+            round(HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM), 1),
+        )
+
+    parts = [*_axes(low, high, place)]
+    for number, ((network, clients), line) in enumerate(sorted(accuracies.items())):
+        colour, dash = COLOURS[network], DASHES[clients]
+        stroke = f'stroke="{colour}" stroke-width="2"'
+        means = [place(budget, fmean(values)) for budget, values in sorted(line.items())]
+        points = " ".join(f"{x},{y}" for x, y in means)
+        parts.append(
+            f'<polyline points="{points}" fill="none" {stroke} stroke-dasharray="{dash}"/>'
+        )
+        parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in means]
+        for budget, values in line.items():
+            if len(values) > 1:
+                (x, bottom), (_, top) = (
+                    place(budget, fmean(values) + sign * stdev(values)) for sign in (-1, 1)
+                )
+                parts.append(f'<line x1="{x}" y1="{bottom}" x2="{x}" y2="{top}" {stroke}/>')
+        x, y = WIDTH - RIGHT + 15, TOP + 10 + 20 * number
+        parts += [
+            f'<line x1="{x}" y1="{y}" x2="{x + 28}" y2="{y}" {stroke} stroke-dasharray="{dash}"/>',
+            f'<text x="{x + 34}" y="{y + 4}">{network}, K = {clients}</text>',
+        ]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _axes(
+    low: int, high: int, place: Callable[[float, float], tuple[float, float]]
+) -> Iterator[str]:
+    """Yield the head of the picture, its grid and what stands at it."""
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
+        'font-family="sans-serif" font-size="12">'
+    )
+    yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
+    for accuracy in range(low, high + 1, 5):
+        x, y = place(BUDGETS[0], accuracy)
+        end, _ = place(BUDGETS[-1], accuracy)
+        yield f'<line x1="{x}" y1="{y}" x2="{end}" y2="{y}" stroke="#ddd"/>'
+        yield f'<text x="{x - 8}" y="{y + 4}" text-anchor="end">{accuracy}</text>'
+    for budget in BUDGETS:
+        x, y = place(budget, low)
+        yield f'<text x="{x}" y="{y + 18}" text-anchor="middle">{budget}</text>'
+    middle = LEFT + (WIDTH - LEFT - RIGHT) / 2
+    yield f'<text x="{middle}" y="{HEIGHT - 10}" text-anchor="middle">budget (epsilon)</text>'
+    yield (
+        f'<text transform="translate(16 {HEIGHT / 2}) rotate(-90)" text-anchor="middle">'
+        "test accuracy (%)</text>"
     )
 
 

@@ -8,8 +8,8 @@ epsilon of the steps that are committed to, and clients' budgets are what their 
 its full size, a quarter of an hour each, and the cell that the first search of the search's table
 has found. activations: of the CNN, at epsilon 3, as in the paper's Table 4. search: DP-aware and
 plain search, by the controller and at random with the same budget of candidates, and with DARTS'
-ops (Figure 3a); what they find is trained privately at epsilon 3 with fewer steps. others: with as
-few steps the cells published for other data (Table 3) and ordinary networks (Table 2). Small form,
+ops (Figure 3a), as long and with the controller's constants as experiment=dpnas/fashion_mnist has
+them; what they find is trained privately at epsilon 3 with fewer steps. Small form,
 3 seeds. Continues where it was stopped; every finished run is added to scripts/results/.
 """
 
@@ -43,15 +43,17 @@ TRAINING = ["experiment=dpnas/train_fashion_mnist"]  # 400 steps of 256 images
 TEN_EPOCHS = ["retrain.rounds=30", "retrain.batch_size=1024"]  # 600 steps
 CNN_TANH = ["genotype=null", "algorithm.network=cnn_tanh"]
 FEW_STEPS = ["retrain.rounds=3"]  # 60, to compare what searches have found
+SEARCH = ["experiment=dpnas/fashion_mnist", "stages=[search]"]
+SEARCH_ROUNDS = compose_tree(SEARCH)["rounds"]
+SEARCHED = RUNS / f"search_dp-aware_controller_{SEARCH_ROUNDS}_rounds_s1" / "genotype.json"
 NETWORKS = {
     "cnn_tanh": CNN_TANH,
     "cnn_tanh_10_epochs": [*CNN_TANH, *TEN_EPOCHS],
     "small": [],
     "full": ["search_space=dp_cells"],
-    "searched": [f"genotype={RUNS / 'search_dp-aware_controller_s1' / 'genotype.json'}"],
+    "searched": [f"genotype={SEARCHED}"],
 }
 ACTIVATIONS = ("relu", "relu6", "elu", "selu", "tanh", "hardtanh", "leaky_relu")
-SEARCH = ["experiment=dpnas/fashion_mnist", "stages=[search]"]
 SIZES = ["search_space.widths=[8,8,16]", "search_space.head=32"]  # of candidates, for speed
 DARTS_OPS = "DP-aware, DARTS' ops"
 AWARE = {
@@ -63,14 +65,6 @@ SEARCHES = [
     *itertools.product(("DP-aware", "plain"), ("controller", "random")),
     (DARTS_OPS, "controller"),
 ]
-OTHERS = {
-    "cell for MNIST": ["genotype=dpnas_mnist"],
-    "cell for Fashion-MNIST": ["genotype=dpnas_fashion_mnist"],
-    "cell for CIFAR-10": ["genotype=dpnas_cifar10"],
-    "CNN-Tanh": CNN_TANH,
-    "MobileNetV2": ["genotype=null", "algorithm.network=mobilenet_v2"],
-    "EfficientNet-B0": ["genotype=null", "algorithm.network=efficientnet_b0"],
-}
 ACCURACY = {
     "metric": "central_accuracy",
     "title": "test accuracy (%)",
@@ -78,12 +72,6 @@ ACCURACY = {
     "decimals": 1,
 }
 EPSILON = {"metric": "epsilon", "title": "PRV epsilon (delta 1e-5)", "decimals": 2}
-PARAMETERS = {
-    "metric": "num_parameters",
-    "title": "parameters (k)",
-    "scale": 0.001,
-    "decimals": 0,
-}
 SECONDS = {"metric": "retrain_seconds", "title": "training (s)", "decimals": 0}
 REWARD = {
     "metric": "sampled_accuracy",
@@ -105,10 +93,6 @@ TABLES = {  # title and columns
         "DPNAS' search on Fashion-MNIST, small form; found cells at epsilon 3",
         [REWARD, ACCURACY, EPSILON],
     ),
-    "others": (
-        "Published cells and ordinary networks under DP-SGD on Fashion-MNIST: 60 steps, epsilon 3",
-        [ACCURACY, PARAMETERS, EPSILON, SECONDS],
-    ),
 }
 
 
@@ -129,7 +113,6 @@ def main() -> None:
         "networks": (make_training, itertools.product(options.seeds, options.networks, EPSILONS)),
         "activations": (make_activation, itertools.product(options.seeds, ACTIVATIONS)),
         "search": (make_search, itertools.product(options.seeds, SEARCHES)),
-        "others": (make_other, itertools.product(options.seeds, OTHERS)),
     }[options.table]
     root = options.root.resolve()
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -158,27 +141,21 @@ def make_activation(seed: int, activation: str, *, results: Path, root: Path) ->
     train(name, training, results=results, group=group, seed=seed, root=root)
 
 
-def make_other(seed: int, network: str, *, results: Path, root: Path) -> None:
-    """Train one given network privately with few steps."""
-    training = [*TRAINING, *FEW_STEPS, *OTHERS[network]]
-    name, group = f"{network.lower().replace(' ', '-')}_s{seed}", {"network": network}
-    train(name, training, results=results, group=group, seed=seed, root=root)
-
-
 def make_search(seed: int, search: tuple[str, str], *, results: Path, root: Path) -> None:
     """Search without a claim, then train what was found privately."""
     aware, sampler = search
-    name = f"{'darts_ops' if aware == DARTS_OPS else aware.lower()}_{sampler}_s{seed}"
+    short = "darts_ops" if aware == DARTS_OPS else aware.lower()
+    name = f"{short}_{sampler}_{SEARCH_ROUNDS}_rounds_s{seed}"
     searched = RUNS / f"search_{name}"
     overrides = [*SEARCH, *SIZES, *AWARE[aware], f"algorithm.sampler={sampler}"]
     if make_run(searched, overrides=overrides, seed=seed, root=root) is None:
         return
-    space = AWARE[DARTS_OPS] if aware == DARTS_OPS else []
+    ops = AWARE[DARTS_OPS] if aware == DARTS_OPS else []
     train(
         f"found_{name}",
-        [*TRAINING, *FEW_STEPS, *space, f"genotype={searched / 'genotype.json'}"],
+        [*TRAINING, *FEW_STEPS, *ops, f"genotype={searched / 'genotype.json'}"],
         results=results,
-        group={"search": aware, "sampler": sampler},
+        group={"search": aware, "sampler": sampler, "rounds": SEARCH_ROUNDS},
         seed=seed,
         root=root,
         more=lambda run: {"sampled_accuracy": sampled_accuracy(read_run(searched))},

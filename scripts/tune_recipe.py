@@ -1,11 +1,17 @@
-"""Table: the noise's walk by which private runs choose their learning rate, on held-out images.
+"""Tables: what the rules of private training were chosen by, on held-out images.
 
-    python scripts/tune_recipe.py --root <folder with FashionMNIST>
+    python scripts/tune_recipe.py --root <folder with FashionMNIST> [--variants] [--draws 3]
 
 A linear model on scattering features by DP-SGD, its noise calibrated to a budget, for several
-numbers of records, clients and steps, rates and walks (``privacy.retrain.noise_walk``). All images
-are of Fashion-MNIST's train part, without the 8,000 of the tables (``dataset.limit_train=8000``):
-the accuracy is that on 4,000 which are not trained on. Prints a line per setting.
+numbers of records, clients and steps, rates and walks (``privacy.retrain.noise_walk``). With
+``--variants`` instead for three ways to bound a record's gradient: clipping; automatic clipping,
+which normalises every gradient (Bu et al. 2023, arXiv 2206.07136); and clipping of the mean
+gradient of four flipped and shifted copies (augmentation multiplicity, De et al. 2022, arXiv
+2204.13650). All images are of Fashion-MNIST's train part, without the 8,000 of the tables
+(``dataset.limit_train=8000``): the accuracy is that on 4,000 which are not trained on, the mean
+over draws of images and noise. Prints a line per setting.
+
+Tensor suffixes: N records, A copies of each, F features with the bias's 1, K classes.
 """
 
 from __future__ import annotations
@@ -13,8 +19,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -38,26 +46,71 @@ SETTINGS = [  # budget, records, clients
     *((3.0, 8000, 4), (1.0, 8000, 1), (1.0, 1400, 3)),
 ]
 LENGTHS = [(1 / 8, 50), (1 / 8, 100), (1 / 8, 200), (1 / 4, 100), (1 / 16, 200)]  # rate, steps
+RULE = (1 / 8, 200)  # rate and steps that were chosen
+VARIED = [  # the same, for the ways to bound a gradient
+    *((8.0, 8000, 1), (1.0, 8000, 1), (3.0, 8000, 1)),
+    *((8.0, 1400, 1), (1.0, 1400, 1)),
+]
+COPIES, MOST_SHIFT = 4, 2  # of a record; pixels
+STABILITY = 0.01  # what automatic clipping adds to a norm, as Bu et al. do
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Features and their labels."""
+    """Features of images and of their copies [N, A, F], and labels [N]."""
 
     x: Tensor
     y: Tensor
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A way to bound what a record adds to a sum of gradients.
+
+    Attributes:
+        name: What is printed.
+        factor: What a gradient is multiplied with, by its norm; at most ``NORM`` over the norm.
+        copies: Whether it is the mean of those of flipped and shifted copies.
+    """
+
+    name: str
+    factor: Callable[[Tensor], Tensor]
+    copies: bool = False
+
+
+def clipped(norms: Tensor) -> Tensor:
+    """Leave gradients that are short enough as they are."""
+    return NORM / norms.clamp_min(NORM)
+
+
+def normalised(norms: Tensor) -> Tensor:
+    """Make all gradients nearly equally long."""
+    return NORM / (norms + STABILITY)
+
+
+CLIPPING = Variant("clipping", clipped)
+VARIANTS = (
+    CLIPPING,
+    Variant("automatic clipping", normalised),
+    Variant(f"{COPIES} copies", clipped, copies=True),
+)
+
+
 def main() -> None:
-    """Print the table."""
+    """Print one of the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--variants", action="store_true", help="compare bounds of a gradient")
+    parser.add_argument("--draws", type=int, default=3, help="of images and noise (default: 3)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    most = max(records for _, records, _ in SETTINGS)
-    features = load(options.root, most + HELD_OUT)
-    held_out = Examples(features.x[most:], features.y[most:])
-    for (epsilon, records, clients), (rate, steps) in itertools.product(SETTINGS, LENGTHS):
+    draws = [load(options.root, draw, copies=options.variants) for draw in range(options.draws)]
+    settings = (
+        itertools.product(VARIED, [RULE], VARIANTS)
+        if options.variants
+        else itertools.product(SETTINGS, LENGTHS, [CLIPPING])
+    )
+    for (epsilon, records, clients), (rate, steps), variant in settings:
         sigma = calibrate_noise(
             target_epsilon=epsilon,
             delta=DELTA,
@@ -65,20 +118,41 @@ def main() -> None:
             steps=steps,
             accountant=filter_epsilon,
         )
-        part = Examples(features.x[:records], features.y[:records])
-        found = [
-            train(part, held_out, clients=clients, rate=rate, steps=steps, sigma=sigma, walk=walk)
+        found = {
+            walk: fmean(
+                train(
+                    drawn,
+                    draw,
+                    variant,
+                    records=records,
+                    clients=clients,
+                    rate=rate,
+                    steps=steps,
+                    sigma=sigma,
+                    walk=walk,
+                )
+                for draw, drawn in enumerate(draws)
+            )
             for walk in WALKS
-        ]
-        shown = "  ".join(f"{w:g}: {100 * a:.1f} %" for w, a in zip(WALKS, found, strict=True))
+        }
+        shown = "  ".join(f"{walk:g}: {100 * accuracy:.1f} %" for walk, accuracy in found.items())
         print(
             f"budget {epsilon:g}, {records} records, {clients} clients, rate {rate:g}, {steps} "
-            f"steps, noise multiplier {sigma:.2f}; by walk {shown}",
+            f"steps, noise multiplier {sigma:.2f}, {variant.name}; by walk {shown}",
             flush=True,
         )
 
 
-def load(root: Path, number: int) -> Examples:
+@dataclass(frozen=True)
+class Draw:
+    """Images of one draw: to train on, as they are and as copies (or None), and held out."""
+
+    plain: Examples
+    copies: Examples | None
+    held_out: Examples
+
+
+def load(root: Path, draw: int, *, copies: bool) -> Draw:
     """Return scattering features of some train images, none of which a table is trained on."""
     chosen = ("dataset=fashion_mnist", f"dataset.root={root}")
     every, tabled = (
@@ -86,18 +160,48 @@ def load(root: Path, number: int) -> Examples:
         for limit in ((), (f"dataset.limit_train={TABLED}",))
     )
     free = np.flatnonzero(~np.isin(every.ids, tabled.ids))
-    order = torch.randperm(len(free), generator=make_generator(0, "tune_recipe"))[:number]
+    generator = make_generator(draw, "tune_recipe")
+    most = max(records for _, records, _ in SETTINGS)
+    order = torch.randperm(len(free), generator=generator)[: most + HELD_OUT]
     rows = torch.from_numpy(free)[order]
+    images, labels = every.features[rows] / 255, every.labels[rows]
+    plain = scattered(images)[:, None]
+    moved = None
+    if copies:
+        each = [scattered(augmented(images[:most], generator)) for _ in range(COPIES)]
+        moved = Examples(torch.stack(each, 1), labels[:most])
+    return Draw(Examples(plain[:most], labels[:most]), moved, Examples(plain[most:], labels[most:]))
+
+
+def scattered(images: Tensor) -> Tensor:
+    """Return an image's features and a 1 for the bias, [N, F]."""
     transform = Scattering((1, 28, 28), scales=2, angles=8)
     with torch.no_grad():
-        parts = [transform(every.features[own] / 255).flatten(1) for own in rows.split(64)]
-    return Examples(torch.cat(parts), every.labels[rows])
+        parts = [transform(own).flatten(1) for own in images.split(64)]
+    return torch.cat([torch.cat(parts), torch.ones(len(images), 1)], 1)
+
+
+def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Return images, half of them flipped, all moved by up to ``MOST_SHIFT`` pixels each way."""
+    flips = torch.rand(len(images), generator=generator) < 0.5
+    flipped = torch.where(flips[:, None, None, None], images.flip(-1), images)
+    padded = torch.nn.functional.pad(flipped, [MOST_SHIFT] * 4)
+    corners = torch.randint(2 * MOST_SHIFT + 1, (len(images), 2), generator=generator).tolist()
+    height, width = images.shape[-2:]
+    return torch.stack(
+        [
+            image[:, top : top + height, left : left + width]
+            for image, (top, left) in zip(padded, corners, strict=True)
+        ]
+    )
 
 
 def train(
-    examples: Examples,
-    held_out: Examples,
+    drawn: Draw,
+    draw: int,
+    variant: Variant,
     *,
+    records: int,
     clients: int,
     rate: float,
     steps: int,
@@ -108,28 +212,39 @@ def train(
     plan = PlannedRelease(
         "retrain", "train.weights", "weights", ("train",), rate, steps, NORM, sigma
     )
-    batches = [rate * len(examples.y) / clients] * clients
+    batches = [rate * records / clients] * clients
     noise = noise_per_step(plan, batches, asked=clients)
     highest = learning_rate(walk, noise, steps=steps, momentum=MOMENTUM)
-    weights = torch.zeros(10, examples.x.shape[1] + 1)
-    velocity, generator = torch.zeros_like(weights), make_generator(0, "steps")
+    examples = drawn.copies if variant.copies else drawn.plain
+    assert examples is not None
+    weights = torch.zeros(10, examples.x.shape[-1])
+    velocity, generator = torch.zeros_like(weights), make_generator(draw, "steps")
     for step in range(steps):
-        drawn = torch.rand(len(examples.y), generator=generator) < rate
-        x = _with_bias(examples.x[drawn])
-        residuals = torch.softmax(x @ weights.T, 1)
-        residuals[torch.arange(len(x)), examples.y[drawn]] -= 1
-        norms = residuals.norm(dim=1) * x.norm(dim=1)
-        gradient = (residuals * (NORM / norms.clamp_min(NORM))[:, None]).T @ x / sum(batches)
+        rows = torch.rand(records, generator=generator) < rate
+        x, y = examples.x[:records][rows], examples.y[:records][rows]
+        gradient = bounded_sum(x, y, weights, variant.factor) / sum(batches)
         gradient += noise * torch.randn(weights.shape, generator=generator)
         velocity = MOMENTUM * velocity + gradient
         falling = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * step / steps)) / 2
         weights -= falling * highest * velocity
-    right = (_with_bias(held_out.x) @ weights.T).argmax(1) == held_out.y
+    right = (drawn.held_out.x[:, 0] @ weights.T).argmax(1) == drawn.held_out.y
     return right.double().mean().item()
 
 
-def _with_bias(x: Tensor) -> Tensor:
-    return torch.cat([x, torch.ones(len(x), 1)], 1)
+def bounded_sum(
+    x_NAF: Tensor, y_N: Tensor, weights_KF: Tensor, factor: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the sum [K, F] of records' gradients of the cross-entropy, each bounded.
+
+    A record's gradient is ``1/A sum_a r_a x_a'`` with residuals r: the mean over its copies. So its
+    squared norm is the mean over all pairs of copies of ``(r_a . r_b) (x_a . x_b)``.
+    """
+    residuals_NAK = torch.softmax(x_NAF @ weights_KF.T, -1)
+    residuals_NAK[torch.arange(len(x_NAF)), :, y_N] -= 1
+    pairs_NAA = (residuals_NAK @ residuals_NAK.mT) * (x_NAF @ x_NAF.mT)
+    norms_N = pairs_NAA.mean((1, 2)).clamp_min(0).sqrt()
+    weighted_NAK = residuals_NAK * (factor(norms_N) / x_NAF.shape[1])[:, None, None]
+    return weighted_NAK.flatten(0, 1).T @ x_NAF.flatten(0, 1)
 
 
 if __name__ == "__main__":

@@ -267,11 +267,9 @@ def test_a_run_of_a_version_without_a_setting_is_not_resumed(
 def test_resume_of_a_finished_run_adds_nothing(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rounds = [e for e in read_events(finished / "events.jsonl") if e["event"] == "round"]
-    assert cli.main(["run", f"resume={finished}"]) == 0
     events = read_events(finished / "events.jsonl")
-    assert [e for e in events if e["event"] == "round"] == rounds
-    assert [e["resumed"] for e in events if e["event"] == "run_started"] == [False, True]
+    assert cli.main(["run", f"resume={finished}"]) == 0
+    assert read_events(finished / "events.jsonl") == events
 
 
 def test_first_clients_error_is_on_top(

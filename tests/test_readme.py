@@ -3,9 +3,11 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from fednas_flwr.cli import main
 from fednas_flwr.reporting.tables import render_tables
@@ -33,6 +35,18 @@ def test_the_front_page_is_short_and_every_link_leads_to_a_file() -> None:
     for name, text in PAGES.items():
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert ((ROOT / name).parent / target).exists(), f"{name}: {target}"
+
+
+def test_the_versions_of_python_are_those_that_pip_takes() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    taken = SpecifierSet(project["requires-python"])
+    assert "3.11.0" not in taken  # anybody on its machine can command its fork server
+    (first, last) = re.findall(r"needs Python (\S+) to (\S+),", PAGES["README.md"])[0]
+    assert first in taken
+    assert f">={first}" in project["requires-python"]
+    assert f"{last}.99" in taken
+    major, minor = last.split(".")
+    assert f"{major}.{int(minor) + 1}" not in taken
 
 
 def test_every_script_that_is_named_exists() -> None:

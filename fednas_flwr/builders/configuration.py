@@ -183,13 +183,19 @@ def _norms(config: Config) -> dict[str, str]:
 
 
 def _check_aggregate(config: Config) -> None:
-    """Refuse robust averages of too few clients, and of gradients.
+    """Refuse robust averages of too few replies, and of gradients.
 
     With privacy they are allowed: they only process what has been released. The noise of a median
     has up to 1.25 times the standard deviation of the mean's.
     """
     name, clients = config.aggregate, config.asked
     asked = f"clients_per_round={clients}" if config.samples else f"clients={clients}"
+    fewest = math.ceil(config.runtime.quorum * clients - 1e-9)
+    decides, raised = f"runtime.quorum={config.runtime.quorum:g} of {asked}", "runtime.quorum"
+    if config.asynchronous is not None:  # as many are averaged
+        fewest = clients = config.asynchronous.buffer
+        decides = asked = f"asynchronous.buffer={clients}"
+        raised = "asynchronous.buffer"
     if name != "mean" and clients < 3:
         raise ConfigError(f"aggregate={name} with {asked}: expected 3 or more.")
     if name != "mean" and "retrain" in config.stages and retrains_by_gradients(config):
@@ -198,12 +204,10 @@ def _check_aggregate(config: Config) -> None:
             "gradients over batches of different sizes; set aggregate=mean or "
             "retrain.exchange=models."
         )
-    fewest = math.ceil(config.runtime.quorum * clients - 1e-9)
     if name == "trimmed_mean" and fewest <= 2 * config.trim:
         raise ConfigError(
-            f"trim={config.trim} leaves nothing of the {fewest} replies that runtime.quorum="
-            f"{config.runtime.quorum:g} of {asked} lets a round go on with: expected "
-            "fewer than half of them; raise runtime.quorum or lower trim."
+            f"trim={config.trim} leaves nothing of the {fewest} replies that {decides} lets a "
+            f"round go on with: expected fewer than half of them; raise {raised} or lower trim."
         )
     if name not in SELECTIONS:
         return
@@ -212,8 +216,8 @@ def _check_aggregate(config: Config) -> None:
     if fewest < needed:
         raise ConfigError(
             f"aggregate={name} with malicious={config.malicious} needs {needed} replies, and "
-            f"runtime.quorum={config.runtime.quorum:g} of {asked} lets a round go on "
-            f"with {fewest}: raise clients or runtime.quorum, or lower malicious."
+            f"{decides} lets a round go on with {fewest}: raise clients or {raised}, or lower "
+            "malicious."
         )
 
 

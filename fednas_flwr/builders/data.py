@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from fednas_flwr.config import Config, expanded
+from fednas_flwr.config import Config, Dataset, expanded
 from fednas_flwr.data.datasets import Prepared, prepare
 from fednas_flwr.data.partitioners import load_partition, partition
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.schema import Column
 from fednas_flwr.data.sources import check_sites
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import PARTITIONS, SCATTERING
+from fednas_flwr.names import NO_TRANSFORM, PARTITIONS, SCATTERING
 from fednas_flwr.typed import parse
 
 
@@ -56,7 +56,8 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
         facts: What every client says of its data: one client's facts.
 
     Raises:
-        ConfigError: The server's test set does not fit the clients.
+        ConfigError: The server's test set does not fit the clients, or they do not transform their
+            images as the run says.
     """
     shape, names = tuple(facts["input_shape"]), tuple(facts["class_names"])
     schema = tuple(parse(Column, column, key="schema") for column in facts["schema"])
@@ -64,6 +65,12 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
     dtype = torch.float32 if len(shape) == 1 or scattering else torch.uint8
     features = torch.empty(0, *shape, dtype=dtype)
     settings = config.dataset
+    if (given := _transform(settings)) != scattering:
+        raise ConfigError(
+            f"the run has {_transform_text(given)}, but its sites {_transform_text(scattering)}: "
+            "set the same in the run (dataset.transform, dataset.scattering) and in every site's "
+            "dataset.yaml (transform, scattering)."
+        )
     label = settings.label if schema and settings.label != "last" else ""
     labels = torch.empty(0, *([len(names)] if facts["multi_label"] else [])).long()
     nobody = (features, labels, np.empty(0, "S32"), names)
@@ -84,6 +91,21 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
         )
     empty = replace(empty, label=test.label, label_separator=test.label_separator)
     return Prepared(empty, test, mean or own.mean, std or own.std, own.intensity, scattering)
+
+
+def _transform(settings: Dataset) -> tuple[int, ...]:
+    """Return scales and angles of the transform that makes features of images; else empty."""
+    if settings.transform != SCATTERING:
+        return ()
+    return settings.scattering.scales, settings.scattering.angles
+
+
+def _transform_text(transform: tuple[int, ...]) -> str:
+    """Return a transform as the settings name it."""
+    if not transform:
+        return f"transform={NO_TRANSFORM}"
+    scales, angles = transform
+    return f"transform={SCATTERING} of scales={scales} and angles={angles}"
 
 
 def _prepare(config: Config, *, sites: bool, server_test: bool) -> Prepared:

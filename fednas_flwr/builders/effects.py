@@ -439,6 +439,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.samples and c.asked < FEWEST_VOTES,
         "clients_per_round={c.clients_per_round}, of whom nobody can tell who is right",
     ),
+    Rule(
+        "runtime.largest_share",
+        lambda c: c.asynchronous is not None and c.asynchronous.buffer < FEWEST_VOTES,
+        "asynchronous={c.asynchronous}, of whose few replies nobody can tell which is right",
+    ),
     Rule("trim", lambda c: c.aggregate != "trimmed_mean", "aggregate={c.aggregate}"),
     Rule("malicious", lambda c: c.aggregate not in SELECTIONS, "aggregate={c.aggregate}"),
     # Privacy.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from fednas_flwr.config import (
     BlockSpace,
     CFDNASSettings,
@@ -326,11 +329,12 @@ def check_asynchronous(config: Config) -> None:
     terms = config.asynchronous
     if terms is None:
         return
-    kinds = (FedDARTSSettings, FDNASSettings, FedAvgSettings)
+    kinds = (FedDARTSSettings, FDNASSettings, FedAvgSettings, ZeroCostSettings)
     needs = {
         f"algorithm={config.algorithm.name}": (
             not isinstance(config.algorithm, kinds),
-            "it is for fed_darts, fednas, fdnas and fedavg, whose clients send trained models",
+            "it is for fed_darts, fednas, fdnas, zero_cost and fedavg, whose clients send trained "
+            "models",
         ),
         "privacy=dp": (
             not isinstance(config.privacy, NoPrivacy),
@@ -345,6 +349,10 @@ def check_asynchronous(config: Config) -> None:
         f"retrain.exchange={config.retrain.exchange}": (
             config.retrain.exchange == "gradients",
             "gradients are of the present model; set retrain.exchange=models",
+        ),
+        f"retrain.evaluate_every={config.retrain.evaluate_every}": (
+            config.retrain.evaluate_every > 0 and "retrain" in config.stages,
+            "it would wait for clients that still train; set it to 0",
         ),
         f"clients={config.clients}": (
             terms.buffer > config.clients,
@@ -406,14 +414,24 @@ def of_fedex(config: Config) -> None:
         )
 
 
+def at_scored_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
+    """Return a configuration whose search space has the sizes at which a pool is scored."""
+    known = {key: value for key, value in vars(config.search_space).items() if type(value) is int}
+    for key in sizes:
+        if key not in known:
+            raise unknown_choice("algorithm.pool.scored_sizes", key, known)
+    return replace(config, search_space=replace(config.search_space, **sizes))
+
+
 def of_scores(config: Config) -> None:
-    """Refuse scores that do not exist."""
+    """Refuse scores that do not exist, and sizes that the search space does not have."""
     from fednas_flwr.search.scores import SCORES
 
     algorithm = config.algorithm
     if isinstance(algorithm, SuccessiveHalvingSettings):
         named = {"algorithm.pool.by": algorithm.pool.by}
         key, shortlist = "algorithm.pool.shortlist.scores", algorithm.pool.shortlist
+        at_scored_sizes(config, algorithm.pool.scored_sizes or {})
     else:
         assert isinstance(algorithm, ZeroCostSettings)
         named = {"algorithm.scores": algorithm.scores}

@@ -101,8 +101,9 @@ class DifferentialPrivacy(Checked):
         rewards_share: Share of ``epsilon`` that the noise of rewards, search and retraining
             together, is calibrated to where that of alphas follows from the rest; else all of it.
         baseline_share: Share of ``epsilon`` that real sites spend on the baselines of a run
-            together, to equal parts; search, metrics and retraining have the rest. Null trains
-            none there. Simulated sites have a ledger for each baseline instead.
+            together, to equal parts, on every split; search, metrics and retraining have the rest,
+            and noise that is given must keep to it. Null trains none
+            there. Simulated sites have a ledger for each baseline instead.
         weights: Of the supernet's weights, in the search.
         alphas: Of the architecture variables.
         rewards: Of FEATHERS' trials; a record's decrease of loss is in units of its bound, so that

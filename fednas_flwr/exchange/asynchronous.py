@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from flwr.app import Message
@@ -92,7 +92,7 @@ class FirstReplies:
         """Send a request to all clients that work on none; yield a round's first replies to any.
 
         What is not there by then stays under way: it comes in a later round, with what it was sent.
-        A client's largest share is of what all clients weigh.
+        A client's largest share is of the average of these replies, which wait for one another.
 
         Args:
             verb: What is asked.
@@ -105,8 +105,8 @@ class FirstReplies:
             QuorumError: Fewer clients are left to answer than a round waits for.
         """
         courier, failures = self.courier, self._send(verb, settings, server_round, states, layouts)
-        accepted, scales = 0, courier.held(courier.examples)
-        while accepted < self.terms.buffer and (self._landed or self._flights):
+        accepted: list[tuple[int, Late]] = []
+        while len(accepted) < self.terms.buffer and (self._landed or self._flights):
             if not self._landed:
                 self._land()
             landed = self._landed.pop(0)
@@ -114,21 +114,24 @@ class FirstReplies:
             if not isinstance(answer, Reply):
                 failures[flight.client] = answer
                 continue
-            accepted += 1
+            late = Late(answer, flight.sent, server_round - flight.server_round)
+            accepted.append((flight.client, late))
             courier.bytes_dense += sum(layout.num_bytes for layout in layouts.values())
             courier.tell_back(flight.client, self.stage, server_round, verb)
-            if flight.client in scales:
-                answer = answer.weighing(scales[flight.client], summed=())
-            yield flight.client, Late(answer, flight.sent, server_round - flight.server_round)
         for client, why in failures.items():
             courier.tell_failure(self.stage, server_round, verb, client, why)
-        if accepted < self.terms.buffer:
+        if len(accepted) < self.terms.buffer:
             missing = sorted((courier.left | failures).items())
             raise QuorumError(
                 f"{'; '.join(f'client {c}: {why}' for c, why in missing) or 'no client is left'} "
-                f"({verb} in round {server_round}: {accepted} of the {self.terms.buffer} replies "
-                "that a round waits for came)"
+                f"({verb} in round {server_round}: {len(accepted)} of the {self.terms.buffer} "
+                "replies that a round waits for came)"
             )
+        scales = courier.held({client: courier.examples[client] for client, _ in accepted})
+        for client, late in accepted:
+            if client in scales:
+                late = replace(late, reply=late.reply.weighing(scales[client], summed=()))
+            yield client, late
 
     def _send(
         self,

@@ -25,7 +25,7 @@ from fednas_flwr.federation.flower import send_along, told_reconnections
 from fednas_flwr.reporting.events import EventLog, Listener
 from fednas_flwr.reporting.model_card import write_model_card
 from fednas_flwr.reporting.report import write_report
-from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE
+from fednas_flwr.reporting.runs import CONFIG_FILE, EVENTS_FILE, is_whole
 from fednas_flwr.reporting.tensorboard import TensorBoardWriter
 from fednas_flwr.reporting.trackers import check_trackers, make_tracker
 from fednas_flwr.stages.check import check_run
@@ -79,11 +79,13 @@ def _run_overrides(grid: Grid, text: str) -> None:
     from fednas_flwr.reporting.progress import ProgressDisplay, print_summary
 
     config, resumed = configure(text, num_nodes=count_nodes(grid))
+    folder = Path(str(config.run_dir))
     send_along(grid, {CONFIG_KEY: dump_config(config)})
-    print(f"run folder: {config.run_dir}", flush=True)
-    with ProgressDisplay() as display:
-        serve(config, grid, listeners=[display], resumed=resumed)
-    print_summary(Path(str(config.run_dir)))
+    print(f"run folder: {folder}", flush=True)
+    if not (resumed and is_whole(folder)):
+        with ProgressDisplay() as display:
+            serve(config, grid, listeners=[display], resumed=resumed)
+    print_summary(folder)
 
 
 def configure(text: str, *, num_nodes: int) -> tuple[Config, bool]:

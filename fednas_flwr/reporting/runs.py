@@ -353,6 +353,14 @@ def is_complete(run_folder: Path) -> bool:
     return (run_folder / EVENTS_FILE).exists() and read_run(run_folder).status == "completed"
 
 
+def is_whole(run_folder: Path) -> bool:
+    """Return whether a folder holds a completed run of which no group of clients has failed."""
+    if not is_complete(run_folder):
+        return False
+    ends = {event["group"]: event for event in read_run(run_folder).of_kind("group_finished")}
+    return all(event["status"] == "completed" for event in ends.values())
+
+
 def read_run(run_folder: Path) -> Run:
     """Return the run that a folder holds.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +95,37 @@ def regularised(log_probs_N: Tensor, rewards_N: Tensor, entropy_weight: float) -
     return rewards_N - entropy_weight * log_probs_N.detach()
 
 
+@dataclass(frozen=True)
+class Moments:
+    """Moving mean and variance of rewards, by weights that add to 1 over all that were seen.
+
+    Attributes:
+        mean: Of the rewards.
+        variance: About this mean, >= 0.
+    """
+
+    mean: float
+    variance: float
+
+    @classmethod
+    def of(cls, rewards: Sequence[float]) -> Moments:
+        """Return mean and variance of at least one reward; equal ones have exactly 0."""
+        deviations_N = torch.tensor(rewards, dtype=torch.float64) - rewards[0]
+        shift = float(deviations_N.mean())
+        return cls(rewards[0] + shift, float(deviations_N.var(correction=0)))
+
+    def moved(self, newest: Moments, *, decay: float) -> Moments:
+        """Return the moments of the mixture in which what was seen keeps the share ``decay``."""
+        shift = newest.mean - self.mean
+        within = decay * self.variance + (1 - decay) * newest.variance
+        return Moments(self.mean + (1 - decay) * shift, within + decay * (1 - decay) * shift**2)
+
+    def standardised(self, rewards: Sequence[float]) -> list[float]:
+        """Return distances from the mean in standard deviations; undivided where there are none."""
+        deviation = math.sqrt(self.variance) or 1.0
+        return [(reward - self.mean) / deviation for reward in rewards]
+
+
 class Controller:
     """The policy, Adam, and a moving average of rewards as baseline.
 
@@ -101,6 +133,11 @@ class Controller:
     averaged over edges; here it is the mean: 15 edges of 10 ops have 34.5 nats in all, beside which
     .05 of an accuracy would be nothing. The first baseline is the mean of the first rewards; ENAS
     begins at 0, and so rewards every path at first.
+
+    With ``scaled``, which the text does not have, rewards are told in standard deviations of the
+    rewards so far, these included: where accuracies differ by little, the entropy would otherwise
+    be worth more than they are. Mean and variance forget as the baseline does, since rewards grow
+    while shared weights are trained.
     """
 
     def __init__(self, choices: Sequence[int], settings: ControllerSettings) -> None:
@@ -114,6 +151,7 @@ class Controller:
         self.policy = Policy(choices, temperature=settings.temperature)
         self.entropy_weight = settings.entropy_weight / len(choices)
         self.baseline = math.nan
+        self.seen: Moments | None = None  # of the rewards, with scaled
         self._optimizer = torch.optim.Adam(self.policy.parameters(), lr=settings.lr)
 
     def sample(self, count: int, generator: torch.Generator) -> list[Path]:
@@ -123,7 +161,7 @@ class Controller:
 
     def learn(self, paths: Sequence[Path], rewards: Sequence[float]) -> dict[str, float]:
         """Take one step; return the baseline and an estimate of the entropy in nats per edge."""
-        paths_NE, rewards_N = torch.tensor(paths), torch.tensor(rewards)
+        paths_NE, rewards_N = torch.tensor(paths), torch.tensor(self._told(rewards))
         log_probs_N = self.policy(paths_NE)
         mean = float(regularised(log_probs_N, rewards_N, self.entropy_weight).mean())
         if math.isnan(self.baseline):
@@ -139,9 +177,19 @@ class Controller:
         entropy = float(-log_probs_N.detach().mean()) / paths_NE.shape[1]
         return {"controller_baseline": self.baseline, "controller_entropy": entropy}
 
+    def _told(self, rewards: Sequence[float]) -> list[float]:
+        """Return rewards as the policy is told of them; with ``scaled`` their moments move."""
+        if not self.settings.scaled:
+            return list(rewards)
+        newest = Moments.of(rewards)
+        decay = self.settings.baseline_decay
+        self.seen = newest if self.seen is None else self.seen.moved(newest, decay=decay)
+        return self.seen.standardised(rewards)
+
     def tensors(self) -> dict[str, Tensor]:
-        """Return parameters, Adam's moments and the baseline."""
+        """Return parameters, Adam's moments, the baseline and, once kept, moments of rewards."""
         moments = self._optimizer.state_dict()["state"]
+        seen = () if self.seen is None else astuple(self.seen)
         return {
             **{f"policy.{name}": tensor for name, tensor in self.policy.state_dict().items()},
             **{
@@ -150,11 +198,13 @@ class Controller:
                 for name, tensor in state.items()
             },
             "baseline": torch.tensor(self.baseline, dtype=torch.float64),
+            **({"seen": torch.tensor(seen, dtype=torch.float64)} if seen else {}),
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take back all that learning has changed."""
         self.baseline = float(tensors["baseline"])
+        self.seen = Moments(*tensors["seen"].tolist()) if "seen" in tensors else None
         self.policy.load_state_dict(
             {name: tensors[f"policy.{name}"] for name in self.policy.state_dict()}
         )

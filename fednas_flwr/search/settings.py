@@ -277,14 +277,19 @@ class ControllerSettings(Checked):
     Attributes:
         lr: Of Adam, > 0.
         temperature: What the logits of every choice are divided by, > 0; above 1 it explores more.
-        entropy_weight: Of the policy's entropy per edge, in nats, beside a reward from 0 to 1.
-        baseline_decay: Of the moving average of rewards, in [0, 1).
+        entropy_weight: Of the policy's entropy per edge, in nats, beside a reward from 0 to 1
+            or, with ``scaled``, in standard deviations.
+        baseline_decay: Of the moving average of rewards, in [0, 1); with ``scaled`` also of the
+            averages by which they are scaled.
+        scaled: Whether rewards are told in standard deviations of the rewards so far; false is the
+            text's form, which learns little where rewards differ by little.
     """
 
     lr: LearningRate
     temperature: Positive
     entropy_weight: RateOrZero
     baseline_decay: ShareBelow1
+    scaled: bool
 
 
 @dataclass(frozen=True)

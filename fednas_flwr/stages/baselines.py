@@ -36,6 +36,7 @@ from fednas_flwr.reporting.runs import BASELINES_FOLDER, CONFIG_FILE, read_run
 from fednas_flwr.search.settings import RESNETS, Configuration
 from fednas_flwr.search_spaces.genotype import save_genotype
 from fednas_flwr.stages.run_folder import GENOTYPE_FILE, create_run_folder
+from fednas_flwr.stages.schedule import paying
 from fednas_flwr.typed import parse
 
 DRAWS = 250  # of the data-free choice
@@ -62,10 +63,17 @@ def prepare_baselines(config: Config) -> list[Path]:
     for name, baseline in chosen:
         folder = Path(str(config.run_dir)) / BASELINES_FOLDER / name
         if not (folder / CONFIG_FILE).is_file():
-            paying = _of_share(baseline, len(chosen))
-            create_run_folder(replace(paying, run_dir=str(folder)))
+            own = _of_share(baseline, len(chosen))
+            create_run_folder(replace(own, run_dir=str(folder)))
         folders.append(folder)
     return folders
+
+
+def num_random(config: Config) -> int:
+    """Return with how many random networks a finished run is compared; 0 without baselines."""
+    if config.baselines is not None:
+        return config.baselines
+    return 0 if has_real_sites(config) else affordable(Path(str(config.run_dir)))
 
 
 def affordable(folder: Path) -> int:
@@ -84,10 +92,7 @@ def affordable(folder: Path) -> int:
 
 def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield names and configurations; genotypes lie in the folders to be."""
-    folder = Path(str(config.run_dir))
-    number = config.baselines
-    if number is None:
-        number = 0 if has_real_sites(config) else affordable(folder)
+    folder, number = Path(str(config.run_dir)), num_random(config)
     if not number:
         return
     description = load_description(folder)
@@ -114,17 +119,12 @@ def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def _of_share(config: Config, number: int) -> Config:
-    """Return a baseline's configuration with its part of what all of them may cost, if sites pay.
-
-    A table is standardised by its ranges alone: its statistics are not released again.
-    """
+    """Return a baseline's configuration with its part of what all may cost, if sites pay."""
     privacy = config.privacy
     if not isinstance(privacy, DifferentialPrivacy) or privacy.baseline_share is None:
         return config
-    epsilon = privacy.epsilon * privacy.baseline_share / number
-    retrain = replace(privacy.retrain, noise_multiplier=None, epsilon=None)
-    own = replace(privacy, epsilon=epsilon, baseline_share=None, retrain=retrain)
-    return replace(config, privacy=replace(own, statistics_noise_multiplier=None))
+    part = privacy.epsilon * privacy.baseline_share / number
+    return replace(config, privacy=paying(config, part))
 
 
 def _with_found(config: Config, derived: Event) -> Retrain:

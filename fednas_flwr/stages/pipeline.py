@@ -89,6 +89,7 @@ from fednas_flwr.stages.schedule import (
 )
 from fednas_flwr.stages.statistics import (
     found_statistics,
+    inherited_statistics,
     known_statistics,
     noised_statistics,
 )
@@ -176,6 +177,8 @@ def begin(
     statistics = known_statistics(earlier)
     if prepared.uses_own_statistics and not private:
         statistics = statistics or found_statistics(prepared, courier, log)
+    if private and not _releases_statistics(config):
+        statistics = statistics or inherited_statistics(folder, log)
     facts = [known for _, known in sorted(courier.facts.items())]
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in facts]
     declared = splits
@@ -203,7 +206,7 @@ def begin(
         folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
     )
     schedule: Schedule = []
-    if private:
+    if isinstance(config.privacy, DifferentialPrivacy):
         latest = {stage: checkpoints.latest(stage) for stage in ("search", "retrain")}
         done = {stage: point.round for stage, point in latest.items() if point is not None}
         if statistics is not None:
@@ -215,12 +218,21 @@ def begin(
         commit(courier, config, schedules, done=done, resumed=resumed)
         schedule = largest_schedule(schedules)
         if statistics is None and any(planned.kind == STATISTICS for planned in schedule):
-            statistics = noised_statistics(prepared, courier, schedule, log)
+            data_set = config.privacy.data_set
+            statistics = noised_statistics(prepared, courier, schedule, log, data_set=data_set)
     if statistics is not None:
         courier.statistics = statistics
         prepared = replace(prepared, mean=statistics.mean, std=statistics.std)
     shared = (prepared, schedule, circumstances, table)
     return Run(config, folder, grid, log, courier, checkpoints, *shared, ends_at=ends_at)
+
+
+def _releases_statistics(config: Config) -> bool:
+    """Return whether private clients release means and deviations of a table for this run."""
+    privacy = config.privacy
+    return isinstance(privacy, DifferentialPrivacy) and (
+        privacy.statistics_noise_multiplier is not None
+    )
 
 
 def _declared_at_first(courier: Courier, earlier: Sequence[Event]) -> list[Mapping[str, int]]:

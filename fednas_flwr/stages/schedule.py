@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median_high
+from statistics import median_low
 
 from fednas_flwr.builders.algorithms import whole_search
 from fednas_flwr.builders.refusals import searches
@@ -27,7 +27,12 @@ from fednas_flwr.privacy.plan import (
     metrics_release,
     statistics_release,
 )
-from fednas_flwr.stages.calibration import CALIBRATED, calibrated
+from fednas_flwr.stages.calibration import (
+    CALIBRATED,
+    calibrated,
+    check_own_share,
+    metrics_noise,
+)
 
 Schedule = list[PlannedRelease]
 Turns = Mapping[str, Sequence[int]]  # by stage, the rounds in which a client may be asked
@@ -67,10 +72,12 @@ def make_schedules(
             all clients, and enough for the one that needs most.
         sampling: Draws whom a round asks; None asks all.
         least_noise: Noise multipliers below which sites refuse a release. None is calibrated below
-            that of most: a site that asks for more leaves, and does not raise the noise of all.
+            that of most, or of two the lower: a site that asks for more leaves, and does not raise
+            the noise of all.
 
     Raises:
-        ConfigError: What comes before costs more than the target epsilon.
+        ConfigError: What comes before costs more than the target epsilon, or noise that is given
+            more than the baselines leave of it.
     """
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
@@ -79,7 +86,7 @@ def make_schedules(
         "metrics": privacy.metrics_noise_multiplier,
         STATISTICS: privacy.statistics_noise_multiplier,
     }
-    least = median_high(least_noise or [LEAST_CALIBRATED])
+    least = median_low(least_noise or [LEAST_CALIBRATED])
     rounds = _rounds(config)
     turns = turns_of(config, sampling) if sampling is not None else [whole_turns(config)]
     # for the whole run, also when it is resumed
@@ -89,6 +96,8 @@ def make_schedules(
     else:
         groups = [(whole, [own]) for whole, own in _demanding(wholes, records)]
     for name in CALIBRATED:
+        for whole, declared in groups:
+            check_own_share(privacy, _with_noise(whole, sigmas), declared)
         if sigmas[name] is None:
             needed = [
                 calibrated(privacy, name, own, _with_noise(whole, sigmas), declared)
@@ -96,7 +105,30 @@ def make_schedules(
                 if (own := [release for release in whole if release.noise_name == name])
             ]
             sigmas[name] = max([*needed, least]) if needed else None
+    for whole, declared in groups:
+        check_own_share(privacy, _with_noise(whole, sigmas), declared)
     return [_with_noise(_of_turns(rounds, own, done=done, spare=spare), sigmas) for own in turns]
+
+
+def paying(config: Config, epsilon: float) -> DifferentialPrivacy:
+    """Return the privacy of a baseline that may cost so much on every split.
+
+    Noise that was given may cost more. That of trainings and rewards is calibrated, and that of
+    metrics no less than they need. A table's statistics are not released again:
+    those of the run are public.
+    """
+    privacy = config.privacy
+    assert isinstance(privacy, DifferentialPrivacy)
+    own = replace(
+        privacy,
+        epsilon=epsilon,
+        baseline_share=None,
+        rewards=replace(privacy.rewards, noise_multiplier=None, epsilon=None),
+        retrain=replace(privacy.retrain, noise_multiplier=None, epsilon=None),
+        statistics_noise_multiplier=None,
+    )
+    whole = _of_turns(_rounds(config), whole_turns(config), done={}, spare=True)
+    return replace(own, metrics_noise_multiplier=metrics_noise(own, whole))
 
 
 def private_stage(

@@ -2,13 +2,15 @@
 
 Without privacy they tell the moments of their columns with what else they say of themselves
 (:func:`found_statistics`). Private clients release noised means within the ranges that are declared
-(:func:`noised_statistics`). Either happens once, and a run that is resumed goes on with the same.
+(:func:`noised_statistics`). Either happens once, and a run that is resumed goes on with the same,
+as do baselines that sites pay for (:func:`inherited_statistics`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -18,7 +20,8 @@ from fednas_flwr.exchange.courier import Courier, QuorumError
 from fednas_flwr.exchange.requests import Site, TellStatistics
 from fednas_flwr.exchange.states import Layout, unpack
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
-from fednas_flwr.reporting.events import Event, EventLog
+from fednas_flwr.reporting.events import Event, EventLog, read_events
+from fednas_flwr.reporting.runs import BASELINES_FOLDER, EVENTS_FILE
 from fednas_flwr.typed import parse
 
 
@@ -30,6 +33,22 @@ def known_statistics(earlier: Sequence[Event]) -> Statistics | None:
     """
     known = [event for event in earlier if event["event"] == "statistics"]
     return Statistics(tuple(known[-1]["mean"]), tuple(known[-1]["std"])) if known else None
+
+
+def inherited_statistics(folder: Path, log: EventLog) -> Statistics | None:
+    """Return, of a baseline, the noised statistics of its run, which are public by then.
+
+    Args:
+        folder: Of a run; one that is no baseline inherits none.
+        log: Receives the event ``statistics``, by which the baseline goes on.
+    """
+    file = folder.parents[1] / EVENTS_FILE
+    if folder.parent.name != BASELINES_FOLDER or not file.exists():
+        return None
+    statistics = known_statistics(read_events(file))
+    if statistics is not None:
+        log.emit("statistics", mean=list(statistics.mean), std=list(statistics.std))
+    return statistics
 
 
 def found_statistics(prepared: Prepared, courier: Courier, log: EventLog) -> Statistics:
@@ -66,7 +85,12 @@ def found_statistics(prepared: Prepared, courier: Courier, log: EventLog) -> Sta
 
 
 def noised_statistics(
-    prepared: Prepared, courier: Courier, schedule: Sequence[PlannedRelease], log: EventLog
+    prepared: Prepared,
+    courier: Courier,
+    schedule: Sequence[PlannedRelease],
+    log: EventLog,
+    *,
+    data_set: str,
 ) -> Statistics:
     """Return the statistics that the clients' noised releases tell, one of each client.
 
@@ -75,12 +99,12 @@ def noised_statistics(
         courier: To clients that have committed to the schedule.
         schedule: The run's.
         log: Receives the event ``statistics``, and the sentence of the report.
+        data_set: The id that the sites' policies give the data.
 
     Raises:
         QuorumError: Too few clients answer; the message says why.
     """
     (planned,) = [release for release in schedule if release.kind == STATISTICS]
-    site = Site(courier.facts[courier.clients[0]]["data_set"])
     num_columns, sampling = prepared.train.num_numeric, courier.sampling
     layout = Layout.of({STATISTICS: torch.zeros(3 * num_columns)})
     total, weights, variance = torch.zeros(3 * num_columns, dtype=torch.float64), 0.0, 0.0
@@ -88,7 +112,7 @@ def noised_statistics(
         planned.verb,
         stage=STATISTICS,
         server_round=1,
-        settings=TellStatistics(site),
+        settings=TellStatistics(Site(data_set)),
         layouts={STATISTICS: layout},
         releases=schedule,
         turn=None if sampling is None else sampling.turn(STATISTICS, 1),

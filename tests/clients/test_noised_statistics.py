@@ -17,6 +17,7 @@ from fednas_flwr import compose, load, run
 from fednas_flwr.builders.clients import make_client
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.cli import main
+from fednas_flwr.clients import answer as entrance
 from fednas_flwr.clients import release
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.data.statistics import (
@@ -29,9 +30,12 @@ from fednas_flwr.data.statistics import (
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import Header, Request
 from fednas_flwr.exchange.requests import Describe, Site, TellStatistics
+from fednas_flwr.federation.launch import launch
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.plan import statistics_release
 from fednas_flwr.reporting.events import read_events
+from fednas_flwr.stages.baselines import prepare_baselines
+from fednas_flwr.stages.run_folder import open_run_folder
 
 SIZES = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
 RANGES = "dataset.ranges={age: [0, 120], dose: [-1, 1]}"
@@ -288,6 +292,43 @@ def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp
     later = read_events(folder / "events.jsonl")
     assert [event["mean"] for event in later if event["event"] == "statistics"] == [found["mean"]]
     assert list(load(folder).inputs.mean) == found["mean"]
+
+
+def test_baselines_that_sites_pay_for_standardise_by_what_the_run_has_released(overrides, tmp_path):
+    folder = tmp_path / "run"
+    config = compose(*overrides, NOISE, f"run_dir={folder}")
+    run(config)
+    (found,) = [e for e in read_events(folder / "events.jsonl") if e["event"] == "statistics"]
+    sharing = replace(config, baselines=1, privacy=replace(config.privacy, baseline_share=0.5))
+    linear = next(own for own in prepare_baselines(sharing) if own.name == "linear")
+    launch(open_run_folder(str(linear)), listeners=(), resumed=False)
+    assert list(load(linear).inputs.mean) == found["mean"]
+    assert list(load(linear).inputs.std) == found["std"]
+    place = linear / "sites" / "client-0"
+    with Ledger(place / "ledger" / "ledger.sqlite", place / "key") as ledger:
+        assert {row.entry.verb for row in ledger.entries()} == {"train.weights:weights"}
+
+
+@pytest.mark.parametrize("told", [{"data_set": "mine"}, {}])
+def test_the_first_client_does_not_say_which_data_the_others_are_asked_for(
+    overrides, tmp_path, monkeypatch, told
+):
+    describe = entrance.ANSWERS["query.describe"]
+
+    def lie(client, request, asked):
+        reply = describe(client, request, asked)
+        if client.index != 0:
+            return reply
+        kept = {name: fact for name, fact in reply.facts.items() if name != "data_set"}
+        return replace(reply, facts=kept | told)
+
+    monkeypatch.setitem(entrance.ANSWERS, "query.describe", lie)
+    monkeypatch.setattr(entrance, "check_fields", lambda *_: None)
+    folder = tmp_path / "run"
+    run(compose(*overrides, NOISE, f"run_dir={folder}"))
+    events = read_events(folder / "events.jsonl")
+    assert len([event for event in events if event["event"] == "statistics"]) == 1
+    assert not [event for event in events if event["event"] in ("client_failed", "client_left")]
 
 
 def test_what_cannot_be_is_refused_before_the_run(overrides, tmp_path):

@@ -31,7 +31,7 @@ SETTINGS = {
         *("search_space=dp_cells", "search_space.widths=[4,4,4]", "search_space.head=8"),
         *("retrain=dp_cells", "algorithm.warm_up_rounds=0", "algorithm.batch_size=16"),
         *("algorithm.trained_candidates=2", "algorithm.rewarded_candidates=2"),
-        "algorithm.final_candidates=3",
+        *("algorithm.final_candidates=3", "algorithm.controller.scaled=true"),
     ],
     "random_search": ["rounds=2"],
     "successive_halving": [

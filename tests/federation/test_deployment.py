@@ -15,9 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from flwr.app import Context, RecordDict
 from flwr.common.config import parse_config_args
 
+from fednas_flwr.api import execute
 from fednas_flwr.builders.configuration import load_config
 from fednas_flwr.builders.data import make_server_data
 from fednas_flwr.cli import main
@@ -200,6 +202,22 @@ def test_events_of_another_machine_are_seen_once_each_and_kept_here(
     commands = (folder / "commands").read_text().splitlines()
     assert commands[0].startswith(f"run {run_dir / 'bundle'} site -c ")
     assert [command.split()[0] for command in commands[1:]] == ["log", "ls", "log", "ls", "ls"]
+
+
+def test_a_model_on_another_machine_has_no_baselines_here_and_that_is_told(
+    fake_flwr: Callable[..., Path],
+    tmp_path: Path,
+    compose_config: Callable[..., Config],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "run"
+    config = compose_config(*DEPLOYMENT, "baselines=2", f"run_dir={folder}")
+    fake_flwr([STARTED, FINISHED], "finished:completed", "N/A")
+    execute(create_run_folder(config), resumed=False)
+    told = [line for line in capsys.readouterr().out.splitlines() if "baselines=2" in line]
+    assert len(told) == 1
+    assert f"fednas run resume={folder}" in told[0]
+    assert not (folder / "baselines").exists()
 
 
 def test_events_of_this_machine_are_not_written_twice(
@@ -453,6 +471,35 @@ def test_a_server_test_set_that_does_not_fit_the_sites_is_refused(
         make_server_data(
             replace(config, dataset=public), facts | {"class_names": ["0", "1", "2", "3"]}
         )
+
+
+@pytest.mark.parametrize(
+    ("run", "own"),
+    [(FEATURES, None), ((), [1, 2]), (FEATURES, [2, 2]), (FEATURES, [1, 4])],
+    ids=["sites lack it", "the run lacks it", "other scales", "other angles"],
+)
+def test_a_transform_that_run_and_sites_do_not_share_is_refused(
+    tmp_path: Path,
+    sites: Path,
+    compose_config: Callable[..., Config],
+    run: tuple[str, ...],
+    own: list[int] | None,
+) -> None:
+    """The sites' dataset.yaml decides what they do; the run's setting would do nothing."""
+    folder = tmp_path / "run"
+    config = create_run_folder(compose_config(*REAL_SITES, *run, f"run_dir={folder}"))
+    dataset: dict[str, object] = {"name": "npz", "class_names": ["0", "1", "2"]}
+    if own is not None:
+        scales, angles = own
+        dataset |= {"transform": "scattering", "scattering": {"scales": scales, "angles": angles}}
+    (tmp_path / "dataset.yaml").write_text(yaml.safe_dump(dataset))
+    grid = site_grid(config, sites)
+    for context in grid._contexts.values():
+        cache = str(tmp_path / "cache")
+        context.node_config |= {"dataset": str(tmp_path / "dataset.yaml"), "cache": cache}
+    with pytest.raises(ConfigError, match=r"^the run has transform=.*, but its sites transform="):
+        server_app.serve(config, grid, listeners=[], resumed=False)
+    assert "round" not in {event["event"] for event in read_events(folder / "events.jsonl")}
 
 
 def test_first_error_of_a_site_is_in_the_runs_error(

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search.controller import Controller, Policy, reinforce_loss
+from fednas_flwr.search.controller import Controller, Moments, Policy, reinforce_loss
 from fednas_flwr.search.samplers import Evolution, RandomSampler, RejectionSampler
 from fednas_flwr.search.settings import ControllerSettings, EvolutionSettings
 
-SETTINGS = ControllerSettings(lr=0.01, temperature=1.0, entropy_weight=0.02, baseline_decay=0.9)
+SETTINGS = ControllerSettings(
+    lr=0.01, temperature=1.0, entropy_weight=0.02, baseline_decay=0.9, scaled=False
+)
 EVOLUTION = EvolutionSettings(population=20, tournament=5)
 SMALL, LARGE = (3,) * 4, (4,) * 8  # 81 and 65,536 paths
 
@@ -27,6 +31,7 @@ def make_sampler(name, choices, seed=0):
     with seeded(seed, "sampler"):
         return {
             "controller": lambda: Controller(choices, SETTINGS),
+            "scaled controller": lambda: Controller(choices, replace(SETTINGS, scaled=True)),
             "evolution": lambda: Evolution(choices, EVOLUTION),
             "random": lambda: RandomSampler(choices),
         }[name]()
@@ -138,7 +143,7 @@ def test_random_paths_are_uniform():
     assert sum((count - 100) ** 2 / 100 for count in counts) < 20.5
 
 
-@pytest.mark.parametrize("name", ["controller", "evolution", "random"])
+@pytest.mark.parametrize("name", ["controller", "scaled controller", "evolution", "random"])
 def test_state_goes_through_tensors(name):
     """A new sampler with the tensors of an old one goes on as that does, to the last bit."""
     generator, old = make_generator(0, "draws"), make_sampler(name, SMALL)
@@ -192,6 +197,79 @@ def test_the_baseline_is_a_moving_average_of_regularised_rewards():
     assert controller.learn(paths, [1.0] * 4)["controller_baseline"] == pytest.approx(0.55)
     entropy = controller.learn(paths, [0.0] * 4)["controller_entropy"]
     assert entropy == pytest.approx(math.log(3), abs=0.1)
+
+
+def weighted_moments(batches, decay):
+    """Mean and deviation of all rewards at once: batch t of T has (1 - decay) decay^(T - t),
+    the first decay^T.
+    """
+    last = len(batches) - 1
+    shares = [decay ** (last - t) * (1 - decay) ** (t > 0) for t in range(last + 1)]
+    weights = np.concatenate(
+        [np.full(len(b), w / len(b)) for b, w in zip(batches, shares, strict=True)]
+    )
+    assert weights.sum() == pytest.approx(1)
+    rewards = np.concatenate(batches)
+    mean = np.average(rewards, weights=weights)
+    return mean, math.sqrt(np.average((rewards - mean) ** 2, weights=weights))
+
+
+def test_scaled_rewards_are_deviations_from_those_so_far():
+    """As the paper's controller told the rewards that numpy standardises."""
+    scaled, plain = (make_sampler(name, SMALL) for name in ("scaled controller", "controller"))
+    generator, batches = np.random.default_rng(0), []
+    for number in range(6):
+        paths = scaled.sample(3 + number, make_generator(number, "draws"))
+        rewards = generator.normal(0.6 + 0.05 * number, 0.01, len(paths))
+        batches.append(rewards)
+        mean, deviation = weighted_moments(batches, SETTINGS.baseline_decay)
+        told = scaled.learn(paths, rewards.tolist())
+        expected = plain.learn(paths, ((rewards - mean) / deviation).tolist())
+        assert told == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert scaled.seen.mean == pytest.approx(mean)
+    assert math.sqrt(scaled.seen.variance) == pytest.approx(deviation)
+    for name, parameter in scaled.policy.state_dict().items():
+        torch.testing.assert_close(parameter, plain.policy.state_dict()[name], rtol=0, atol=1e-4)
+
+
+def test_unit_and_zero_of_rewards_do_not_matter_to_the_scaled_controller():
+    """Differences of a fiftieth, which the paper's controller hardly hears beside the entropy."""
+
+    def learnt(name, unit):
+        sampler, (reward, _) = make_sampler(name, SMALL), known_table(SMALL, 0)
+        for number in range(30):
+            paths = RandomSampler(SMALL).sample(10, make_generator(number, "draws"))
+            sampler.learn(paths, [0.7 + unit * reward(path) for path in paths])
+        return sampler.policy(every_path(SMALL)).detach()
+
+    large, small = (learnt("scaled controller", unit) for unit in (1.0, 0.02))
+    torch.testing.assert_close(large, small, rtol=0, atol=0.01)
+    large, small = (learnt("controller", unit) for unit in (1.0, 0.02))
+    assert (large - small).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("rewards", [[0.7] * 6, [0.1 + 0.2] * 7, [0.0]])
+def test_equal_rewards_are_told_as_zero(rewards):
+    """To the last bit: a deviation of rounding errors would be a unit."""
+    moments = Moments.of(rewards)
+    for _ in range(3):
+        assert moments.variance == 0
+        assert moments.standardised(rewards) == [0.0] * len(rewards)
+        moments = moments.moved(Moments.of(rewards), decay=0.9)
+    controller = make_sampler("scaled controller", SMALL)
+    paths = controller.sample(len(rewards), make_generator(0, "draws"))
+    for _ in range(3):
+        assert all(map(math.isfinite, controller.learn(paths, rewards).values()))
+    assert not any(tensor.isnan().any() for tensor in controller.tensors().values())
+
+
+def test_moments_are_kept_only_where_rewards_are_scaled():
+    for name, kept in (("controller", False), ("scaled controller", True)):
+        sampler = make_sampler(name, SMALL)
+        assert "seen" not in sampler.tensors()
+        sampler.learn(sampler.sample(2, make_generator(0, "draws")), [0.1, 0.4])
+        assert ("seen" in sampler.tensors()) == kept
+        assert not any(tensor.isnan().any() for tensor in sampler.tensors().values())
 
 
 @pytest.mark.parametrize("name", ["controller", "evolution", "random"])

@@ -120,16 +120,16 @@ def test_images_and_poisson_batches(compose_config):
         *(*SETTINGS, "algorithm.batch_size=16", "rounds=2", "privacy.weights.max_grad_norm=0.3"),
         *("dataset.crop_padding=1", "dataset.flip=true"),
     )
-    audit = audit_search(config, confidence=0.9)
+    audit = audit_search(config, confidence=0.98)
     one, many = audit.findings
     assert "2 steps at rate 0.4" in one.seen
     assert 0 < one.epsilon < one.claim < one.largest
-    assert 1 < many.epsilon < many.claim < many.largest
+    assert 0 < many.epsilon < many.claim < many.largest
     assert not one.refutes
     assert not many.refutes
     assert one.is_conclusive
     assert many.is_conclusive
-    assert (audit.delta, audit.confidence) == (1e-5, 0.9)
+    assert (audit.delta, audit.confidence) == (1e-5, 0.98)
 
 
 def test_a_share_of_the_records_is_the_rate_of_audited_steps(table, compose_config, monkeypatch):

@@ -563,6 +563,20 @@ def test_noise_is_not_calibrated_below_what_most_sites_accept(start, tmp_path):
     assert all("least_noise_multiplier" in reason for _, reason in reasons)
 
 
+def test_of_two_sites_the_one_that_asks_for_more_noise_leaves(start, tmp_path):
+    for client, least in enumerate((1.5, 200.0)):
+        write_policy(tmp_path, client, least_noise_multiplier=least)
+    null = [f"privacy.{kind}.noise_multiplier=null" for kind in ("weights", "alphas")]
+    run = start(
+        *(*SEARCH, *null, "clients=2", "rounds=1", "runtime.quorum=0.5"),
+        f"privacy.sites={tmp_path}",
+    )
+    assert run.error is None
+    (event,) = named(run.events, "privacy")
+    assert {planned["noise_multiplier"] for planned in event["schedule"]} == {1.5}
+    assert {event["client"] for event in named(run.events, "client_failed")} == {1}
+
+
 @pytest.mark.parametrize("fact", ["splits", "budget", "secure_noise", "unit", "spent"])
 def test_a_client_that_keeps_a_needed_fact_to_itself_does_not_stop_the_run(
     start, tmp_path, monkeypatch, fact

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fednas_flwr import compose, run
+from fednas_flwr.builders.configuration import check_combinations
 from fednas_flwr.builders.strategies import make_retraining
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.asynchronous import FirstReplies, Late, moved_on
@@ -198,7 +199,9 @@ def test_a_client_that_never_answers_is_told_of_and_stops_nobody(compose_config,
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["algorithm=fnas"], "with algorithm=fnas: it is for fed_darts, fednas, fdnas and fedavg"),
+        (["algorithm=fnas"], "with algorithm=fnas: it is for fed_darts, fednas, fdnas, zero_cost "),
+        (["retrain.evaluate_every=1"], "with retrain.evaluate_every=1: it would wait for clients"),
+        (["aggregate=median"], "aggregate=median with asynchronous.buffer=2: expected 3 or more"),
         (["privacy=dp"], "with privacy=dp: clients commit to a known number"),
         (["secure_sum=true"], "with secure_sum=true"),
         (["clients=9", "clients_per_round=4"], "with clients_per_round"),
@@ -212,6 +215,72 @@ def test_what_needs_all_replies_is_refused(overrides, words):
     setting = "asynchronous={buffer: 2, staleness: 0.5, delays: [1, 2, 3]}"
     with pytest.raises(ConfigError, match=words):
         compose(setting, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["aggregate=trimmed_mean", "trim=2"], "of the 3 replies that asynchronous.buffer=3 lets"),
+        (["aggregate=krum", "malicious=1"], "needs 5 replies, and asynchronous.buffer=3 lets"),
+    ],
+)
+def test_robust_averages_are_of_the_replies_that_a_round_waits_for(overrides, words):
+    common = ("algorithm=fedavg", "algorithm.network=plain_cnn", "clients=9", *overrides)
+    stages = "stages=[retrain,evaluate,export]"
+    setting = "asynchronous={buffer: 3, staleness: 0.5, delays: null}"
+    assert compose(*common, stages).clients == 9
+    with pytest.raises(ConfigError, match=words):
+        compose(*common, stages, setting)
+
+
+def test_a_heavy_client_is_held_to_its_share_of_the_replies_that_end_a_round(
+    compose_config, federate
+):
+    """By what it declares: it has .4 of all, but .67 of the first three."""
+    sizes = ["clients=4", "partition=quantity", "partition.fractions=[0.4,0.4,0.1,0.1]"]
+    found = []
+    for largest in (1.0, 0.5):
+        config = compose_config("algorithm=random_search", *sizes, "rounds=3")
+        federation = federate(config)
+        courier = federation.courier
+        courier.largest_share = largest
+        asynchronous = terms(3, [1.0, 50.0, 1.0, 1.0])
+        strategy, _ = make_retraining(
+            replace(config, asynchronous=asynchronous),
+            {"name": "plain_cnn", **SHAPES},
+            courier,
+            federation.checkpoints,
+        )
+        weights: dict[int, float] = {}
+        found.append(weights)
+        ask = strategy.first.ask
+
+        def recorded(*arguments, ask=ask, weights=weights, **named):
+            for client, late in ask(*arguments, **named):
+                weights[client] = late.reply.num_examples
+                yield client, late
+
+        strategy.first.ask = recorded
+        strategy.start(federation.grid, num_rounds=2)
+        told = [event["message"] for event in federation.events if event["event"] == "warning"]
+    free, held = found
+    assert set(free) == {0, 2, 3}
+    declared = courier.examples
+    scale = (declared[2] + declared[3]) / declared[0]
+    assert scale < 0.7
+    assert held == {0: pytest.approx(free[0] * scale), 2: free[2], 3: free[3]}
+    (message,) = told
+    assert "client 0 may weigh" in message
+
+
+def test_retraining_after_a_search_that_asks_nobody(compose_config, tmp_path):
+    config = compose_config(
+        *("algorithm=zero_cost", "algorithm.draws=3", "rounds=1", "clients=3"),
+        f"run_dir={tmp_path / 'run'}",
+    )
+    check_combinations(config := replace(config, asynchronous=terms(2, [1.0, 2.0, 5.0])))
+    rounds = read_run(run(config).folder).rounds("retrain")
+    assert [sorted(event["clients"]) for event in rounds] == [["0", "1"], ["0", "1"]]
 
 
 def test_a_whole_run_is_reported(compose_config, tmp_path):

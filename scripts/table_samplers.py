@@ -1,0 +1,153 @@
+"""Table: what DPNAS' controller learns from rewards of a known table, by its constants.
+
+    python scripts/table_samplers.py --table <file> [--seeds 10]
+
+Nothing is trained: a NAS-Bench-201 cell's reward is its accuracy in the table's first column, with
+noise as large as cells differ, as rewards by shared weights have. In every round a sampler proposes
+six cells and is told theirs; the columns have the mean percentile of cells that it would then
+propose, by all of the table's accuracies. Rewards differ once as the accuracies do, once by a fifth
+of that. Continues where it was stopped; every finished search is added to
+scripts/results/samplers.json. About a minute of CPU, which is what its seconds are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, pstdev
+
+import torch
+from table_runs import commit
+
+from fednas_flwr.hardware.latency import machine_name
+from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.reporting.lookup import CellTable, read_table
+from fednas_flwr.reporting.tables import append_result, has_result, start_results
+from fednas_flwr.search.controller import Controller
+from fednas_flwr.search.samplers import Path as Candidate
+from fednas_flwr.search.samplers import RandomSampler, Sampler
+from fednas_flwr.search.settings import ControllerSettings
+from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
+
+RESULTS = Path(__file__).parent / "results" / "samplers.json"
+REWARDED = 6  # candidates per round, as in experiment=dpnas/fashion_mnist
+ROUNDS = (30, 60, 100)  # after which cells are looked up
+PROPOSED = 200  # cells that are looked up
+SPREADS = (1.0, 0.2)  # of rewards, in that of the table's accuracies
+CHOICES = (len(NASBench201Space.ops),) * 6
+CONTROLLERS = {
+    "controller, the paper's constants": ControllerSettings(
+        lr=3e-4, temperature=1.0, entropy_weight=0.05, baseline_decay=0.99, scaled=False
+    ),
+    "controller, learning rate .01": ControllerSettings(
+        lr=0.01, temperature=1.0, entropy_weight=0.05, baseline_decay=0.8, scaled=False
+    ),
+    "controller, learning rate .01, scaled": ControllerSettings(
+        lr=0.01, temperature=1.0, entropy_weight=0.05, baseline_decay=0.8, scaled=True
+    ),
+}
+COLUMNS = [
+    {"metric": f"percentile_{rounds}", "title": f"after {rounds} rounds", "decimals": 1}
+    for rounds in ROUNDS
+]
+
+
+def main() -> None:
+    """Search what is missing."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=10, help="how many (default: %(default)s)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    table = read_table(options.table)
+    start_results(
+        RESULTS,
+        title="Mean percentile of proposed NAS-Bench-201 cells, of which a table tells the rewards",
+        command="python scripts/table_samplers.py --table <file>",
+        columns=COLUMNS,
+    )
+    for name, spread in [("random", 1.0), *itertools.product(CONTROLLERS, SPREADS)]:
+        for seed in range(1, options.seeds + 1):
+            record(table, name, spread, seed=seed, source=options.table.name)
+
+
+def record(table: CellTable, name: str, spread: float, *, seed: int, source: str) -> None:
+    """Make one search, unless its result is there, and add it to the table's results."""
+    settings = {
+        "sampler": name,
+        "constants": asdict(CONTROLLERS[name]) if name in CONTROLLERS else None,
+        "spread": spread,
+        "rewarded": REWARDED,
+        "table": source,
+    }
+    if has_result(RESULTS, settings, seed):
+        return
+    started = time.process_time()
+    append_result(
+        RESULTS,
+        {
+            "settings": settings,
+            "group": {"sampler": name, "spread of rewards": f"{spread:g}"},
+            "seed": seed,
+            "commit": commit(),
+            "machine": machine_name(torch.device("cpu")),
+            "metrics": search(table, make_sampler(name, seed), spread, seed=seed),
+            "seconds": time.process_time() - started,
+        },
+    )
+
+
+def make_sampler(name: str, seed: int) -> Sampler:
+    """Return one of the controllers, initialised from the seed, or random draws."""
+    if name not in CONTROLLERS:
+        return RandomSampler(CHOICES)
+    with seeded(seed, "sampler"):
+        return Controller(CHOICES, CONTROLLERS[name])
+
+
+def search(table: CellTable, sampler: Sampler, spread: float, *, seed: int) -> dict[str, float]:
+    """Return the mean percentiles of the cells proposed after so many rounds.
+
+    Args:
+        table: What tells the rewards.
+        sampler: What proposes and learns.
+        spread: What cells' differences, and the noise, are multiplied by.
+        seed: Of the draws and the noise.
+    """
+    generator, reward = make_generator(seed, "table_samplers"), rewarding(table, spread)
+    metrics = {}
+    for number in range(1, max(ROUNDS) + 1):
+        paths = sampler.sample(REWARDED, generator)
+        sampler.learn(paths, [reward(path, generator) for path in paths])
+        if number in ROUNDS:
+            proposed = sampler.sample(PROPOSED, make_generator(seed, "proposed", number))
+            found = fmean(table.percentiles[cell(path)] for path in proposed)
+            metrics[f"percentile_{number}"] = found
+    return metrics
+
+
+def rewarding(table: CellTable, spread: float) -> Callable[[Candidate, torch.Generator], float]:
+    """Return what rewards a candidate, around the mean accuracy of all cells."""
+    first = [values[0] for values in table.accuracies.values()]
+    unit = 100.0 if max(first) > 1 else 1.0  # rewards are from 0 to 1
+    mean, deviation = fmean(first), pstdev(first)
+
+    def reward(path: Candidate, generator: torch.Generator) -> float:
+        noise = deviation * float(torch.randn((), generator=generator))
+        accuracy = table.accuracies[cell(path)][0]
+        return (mean + spread * (accuracy - mean + noise)) / unit
+
+    return reward
+
+
+def cell(path: Candidate) -> tuple[str, ...]:
+    """Return the ops of a candidate's edges."""
+    return tuple(NASBench201Space.ops[op] for op in path)
+
+
+if __name__ == "__main__":
+    main()
