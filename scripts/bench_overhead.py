@@ -1,12 +1,14 @@
 """What federation costs beside the local steps: ratios, all measured in one run, interleaved.
 
-    python scripts/bench_overhead.py [--parts inline ray server] [--repeats 5] [--quick]
+    python scripts/bench_overhead.py [--parts inline ray sleeping small server] [--repeats 5]
 
 inline: a federated DARTS search in this process, over a bare PyTorch loop that does the same local
-steps and ends in the same tensors. ray: the wall time of 8 clients' rounds on 2 actors over that of
-the same run inline. server: decoding, checking and averaging 100 replies of a 2 M-weight supernet
-over numpy's weighted sum of the same vectors. Every number is a median with its spread
-(smallest to largest); run it on an otherwise idle machine.
+steps and ends in the same tensors. ray: the wall time of a round on 2 actors over that of the same
+round inline, of 4 clients that work for 5 s or more each; small: of 50 that take 1 s together, with
+as many threads in either; sleeping: of 4 that sleep for 5 s each, so that other programs do not
+disturb it. server: decoding, checking and averaging 100 replies of a 2 M-weight supernet over
+numpy's weighted sum of the same vectors. Numbers are medians with their spread (smallest to
+largest), but ray and small compare the fastest rounds; run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from flwr.app import Message, RecordDict
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from torch.nn import functional
 
 from fednas_flwr.builders.clients import make_client, make_courier
@@ -39,11 +43,18 @@ from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.gate import accept_reply
-from fednas_flwr.exchange.messages import Header, Reply, decode_request, encode_reply
+from fednas_flwr.exchange.messages import (
+    Header,
+    Reply,
+    decode_request,
+    encode_reply,
+    encode_states,
+)
 from fednas_flwr.exchange.requests import Amount, LocalSearch, Search
 from fednas_flwr.exchange.states import Layout, WeightedAverage, network_states, pack
 from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
+from fednas_flwr.federation.ray_grid import ray_grid
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.reporting.events import EventLog
 from fednas_flwr.reporting.runs import EVENTS_FILE, read_run
@@ -51,8 +62,12 @@ from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.settings import SGD, Adam
 from fednas_flwr.search_spaces.darts import DARTSSpace
 
-LIMITS = {"inline": 1.05, "ray": 0.65, "server": 1.5}
+LIMITS = {"inline": 1.05, "ray": 1 / 1.8, "sleeping": 1 / 1.8, "small": 0.65, "server": 1.5}
 NUM_REPLIES = 100
+EQUAL_WORK = (
+    *("rounds=4", "stages=[search]", "device=cpu", "threads=1", "tensorboard=false"),
+    "search_space=nasbench201_small",
+)
 SEARCH = Search(
     LocalSearch(
         Amount(1, None, 8),
@@ -63,17 +78,37 @@ SEARCH = Search(
 )
 
 
+@dataclass(frozen=True)
+class Tasks:
+    """What clients do in the comparison of Ray with inline.
+
+    Attributes:
+        clients: Asked in each round.
+        overrides: By which their work takes as long as it should.
+    """
+
+    clients: int
+    overrides: tuple[str, ...]
+
+
+TASKS = {
+    "ray": Tasks(4, ("algorithm.local_epochs=20",)),
+    "small": Tasks(50, ("algorithm.temperatures={first: 10.0, last: 0.1}",)),
+}
+
+
 def main() -> int:
     """Measure the parts that were asked for; exit code 1 when a ratio is above its limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=list(LIMITS), default=list(LIMITS))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="ray: a quarter of the local epochs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     parts: dict[str, Callable[[], float]] = {
         "inline": lambda: measure_inline(options.repeats),
-        "ray": lambda: measure_ray(min(3, options.repeats), quick=options.quick),
+        "ray": lambda: measure_ray("ray", min(3, options.repeats)),
+        "sleeping": measure_sleeping,
+        "small": lambda: measure_ray("small", options.repeats),
         "server": lambda: measure_server(options.repeats),
     }
     missed = []
@@ -188,42 +223,59 @@ def endless(
         yield from epoch_batches(num_examples, batch_size=batch_size, generator=generator)
 
 
-def measure_ray(repeats: int, *, quick: bool) -> float:
-    """Return the wall time of the rounds on Ray with 2 actors over that of the inline rounds."""
-    epochs = 5 if quick else 20
-    overrides = [
-        *("clients=8", "rounds=5", "stages=[search]", "search_space=nasbench201_small"),
-        *("device=cpu", "threads=1", f"algorithm.local_epochs={epochs}", "tensorboard=false"),
-    ]
-    cpus = len(os.sched_getaffinity(0))
-    runtimes = {
-        "ray, 2 actors": ["runtime=ray", f"runtime.client_cpus={cpus / 2:g}"],
-        "inline": ["runtime=inline"],
-    }
-    rounds: dict[str, list[float]] = {name: [] for name in runtimes}
-    start_up: dict[str, list[float]] = {name: [] for name in runtimes}
-    least = float("inf")
+def measure_ray(part: str, repeats: int) -> float:
+    """Return the wall time of a round on Ray with 2 actors over that of the same round inline.
+
+    Of each the fastest round counts, of several runs and without each run's first round, in which
+    processes make data and networks: of a busy machine these say most.
+    """
+    tasks, cpus = TASKS[part], len(os.sched_getaffinity(0))
+    two_actors = f"runtime.client_cpus={cpus / 2:g}"
+    runtimes = {"ray, 2 actors": ("runtime=ray", two_actors), "inline": ("runtime=inline",)}
+    seconds: dict[str, list[float]] = {name: [] for name in runtimes}
     for _ in range(repeats):
         for name, runtime in runtimes.items():
             with tempfile.TemporaryDirectory() as folder:
                 run_dir = Path(folder) / "run"
                 command = [sys.executable, "-m", "fednas_flwr.cli", "run", f"run_dir={run_dir}"]
-                started = time.perf_counter()
-                subprocess.run(
-                    [*command, *overrides, *runtime], check=True, stdout=subprocess.DEVNULL
-                )
-                wall = time.perf_counter() - started
-                seconds = [event["seconds"] for event in read_run(run_dir).rounds("search")]
-            rounds[name].append(sum(seconds))
-            start_up[name].append(wall - sum(seconds))
-            if name == "inline":
-                least = min(least, *seconds)
-    print(f"ray: 8 clients x 5 rounds, at least {least / 8:.1f} s of work each")
-    for name in runtimes:
-        print(f"  {name}: {spread(rounds[name])} s in rounds, {spread(start_up[name])} s beside")
-    pairs = [r / i for r, i in zip(*rounds.values(), strict=True)]
-    print(f"  ratio: {spread(pairs)}")
-    return statistics.median(pairs)
+                overrides = (*EQUAL_WORK, *tasks.overrides, f"clients={tasks.clients}", *runtime)
+                subprocess.run([*command, *overrides], check=True, stdout=subprocess.DEVNULL)
+                _, *rounds = read_run(run_dir).rounds("search")
+            seconds[name] += [event["seconds"] for event in rounds]
+    print(
+        f"{part}: {tasks.clients} clients per round, {min(seconds['inline']):.2f} s of work in all"
+    )
+    for name, found in seconds.items():
+        print(f"  {name}: {spread(found)} s per round")
+    fastest = [min(found) for found in seconds.values()]
+    return fastest[0] / fastest[1]
+
+
+def measure_sleeping() -> float:
+    """Return the wall time of clients that sleep in turn, on 2 actors, over that of them inline."""
+    clients, pause_s, cpus = TASKS["ray"].clients, 5.0, len(os.sched_getaffinity(0))
+    app = ClientApp()
+
+    @app.train()
+    def sleep(message: Message, context: Context) -> Message:
+        time.sleep(pause_s)
+        return Message(message.content, reply_to=message)
+
+    runtime = configured("runtime=ray", f"runtime.client_cpus={cpus / 2:g}").runtime
+    with ray_grid(app, clients, runtime) as grid:
+        for _ in range(2):  # the first time actors start
+            states = encode_states({"weights": {"float32": torch.zeros(100_000)}})
+            started = time.perf_counter()
+            nodes = grid.get_node_ids()
+            waiting = set(
+                grid.push_messages([Message(RecordDict({**states}), n, "train") for n in nodes])
+            )
+            while waiting:
+                replies = grid.pull_messages(waiting)
+                waiting -= {reply.metadata.reply_to_message_id for reply in replies}
+        ratio = (time.perf_counter() - started) / (clients * pause_s)
+    print(f"sleeping: {clients} clients, {pause_s:g} s each")
+    return ratio
 
 
 def measure_server(repeats: int) -> float:

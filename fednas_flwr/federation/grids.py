@@ -71,14 +71,15 @@ class InProcessGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Queue the messages and return their ids."""
-        ids = []
-        for message in messages:
-            self._num_messages += 1
-            message_id = str(self._num_messages)
-            flower.set_message_id(message, message_id)
-            self._messages[message_id] = message
-            ids.append(message_id)
-        return ids
+        numbered = {self.number(message): message for message in messages}
+        self._messages |= numbered
+        return list(numbered)
+
+    def number(self, message: Message) -> str:
+        """Give a message its id, and return that."""
+        self._num_messages += 1
+        flower.set_message_id(message, str(self._num_messages))
+        return str(self._num_messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Let the first client that still has to answer do so, and return its reply."""

@@ -17,10 +17,35 @@ from fednas_flwr.cli import main
 from fednas_flwr.reporting.events import latest_rounds, read_events
 
 TIMEOUT_S = 600  # Ray starts slowly on a busy machine
+NOBODY = "127.0.0.1:9"  # where no Ray is: a run that is to start its own must not look there
+
+
+# Two machines as Ray sees them, until standard input is closed.
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+cluster.add_node(num_cpus=1)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.fixture
+def two_raylets():
+    """The address of a cluster of two nodes, with one CPU each."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", CLUSTER], stdin=pipe, stdout=pipe, text=True
+    ) as own:
+        yield own.stdout.readline().strip()
+        own.communicate()
 
 
 @pytest.mark.ray
-def test_ray_equals_inline(tiny_overrides, tmp_path):
+def test_ray_on_two_machines_equals_inline(tiny_overrides, two_raylets, tmp_path):
     overrides = [
         *tiny_overrides,
         "clients=2",
@@ -33,7 +58,7 @@ def test_ray_equals_inline(tiny_overrides, tmp_path):
         "dataset.crop_padding=1",  # randomness on the client
         "dataset.flip=true",
     ]
-    folders = run_both(overrides, tmp_path)
+    folders = run_both(overrides, tmp_path, f"runtime.ray_address='{two_raylets}'")
     assert_equal_results(*folders)
     for name in ("search-000002", "retrain-000002"):
         left, right = (load_file(f / "checkpoints" / f"{name}.safetensors") for f in folders)
@@ -54,12 +79,12 @@ def test_groups_side_by_side_on_ray_equal_those_in_turn_inline(tmp_path):
         assert_equal_results(*(folder / "groups" / name for folder in folders))
 
 
-def run_both(overrides, tmp_path):
+def run_both(overrides, tmp_path, *on_ray):
     """Run inline and on Ray at the same time; return the run folders."""
-    command = [sys.executable, "-m", "fednas_flwr.cli", "run", *overrides, "runtime=ray"]
+    command = [sys.executable, "-m", "fednas_flwr.cli", "run", *overrides, "runtime=ray", *on_ray]
     with subprocess.Popen(
         [*command, f"run_dir={tmp_path / 'ray'}"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_ADDRESS": NOBODY},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,19 +1,34 @@
-"""Clients in actors of Ray: how many at a time, and what becomes of one that dies."""
+"""Clients in actors of Ray: how many at a time, and what those cost that die."""
 
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.config import Config
+from fednas_flwr.config.runtime import Runtime
+from fednas_flwr.federation import flower
 from fednas_flwr.federation.clusters import places
+from fednas_flwr.federation.ray_grid import without_arrays
+
+
+@pytest.fixture(scope="module")
+def runtime(compose_config: Callable[..., Config]) -> Runtime:
+    return compose_config("runtime=ray").runtime
 
 
 @given(
@@ -22,9 +37,8 @@ from fednas_flwr.federation.clusters import places
     st.sampled_from([0.0, 0.25, 1.0]),
 )
 def test_a_machine_holds_what_fits_it_alone(
-    compose_config: Callable[..., Config], nodes: list[tuple[int, int]], cpus: float, gpus: float
+    runtime: Runtime, nodes: list[tuple[int, int]], cpus: float, gpus: float
 ) -> None:
-    runtime = compose_config("runtime=ray").runtime
     runtime = replace(runtime, client_cpus=cpus, client_gpus=gpus)
     by_filling = 0
     for node_cpus, node_gpus in nodes:
@@ -35,51 +49,149 @@ def test_a_machine_holds_what_fits_it_alone(
     assert places(runtime, tuple(nodes)) == by_filling
 
 
-# In a process of its own: what Ray leaves behind would be errors of the test's.
-DYING = """
-import json, os
-from flwr.app import Message, MetricRecord, RecordDict
+def test_arrays_are_parted_from_a_message_and_the_message_stays_as_it_is() -> None:
+    flower.begin_task(1)  # Flower makes no message before
+    weights = ArrayRecord({"float32": Array(np.zeros(50_000, np.float32))})
+    message = Message(
+        RecordDict({"header": ConfigRecord({"a": 1}), "weights": weights}), 2, "query"
+    )
+    small, arrays = without_arrays(message)
+    flower.set_message_id(small, "7")
+    assert message.metadata.message_id == "7"
+    assert list(message.content) == ["header", "weights"]
+    assert arrays["weights"] is weights
+    assert list(small.content) == ["header"]
+    assert len(pickle.dumps(small)) < 2_000
+    small.content.update(arrays)
+    assert small.content == message.content
+
+
+# In processes of their own: what Ray leaves behind would be errors of the test's.
+ASKING = """
+import json, os, time
+from pathlib import Path
+import numpy as np
+import ray
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from fednas_flwr import compose
 from fednas_flwr.federation.ray_grid import ray_grid
 
-app = ClientApp()
+app, GO, CLIENTS = ClientApp(), Path("go"), range(2, 10)
 
-@app.query("pid")
-def pid(message, context):
-    if message.content["ask"]["die"]:
+@app.query("told")
+def told(message, context):
+    asked = message.content["ask"]
+    if asked["waits"]:  # until all others have answered but those that wait behind it
+        begun = GO.with_name(f"begun-{message.metadata.dst_node_id}")
+        begun.write_text(ray.get_runtime_context().get_node_id())
+        while not GO.exists():
+            time.sleep(.01)
+    if asked["dies"]:
         os._exit(1)
-    return Message(RecordDict({"told": MetricRecord({"pid": os.getpid()})}), reply_to=message)
+    sums = [array.numpy().sum().item() for array in message.content["arrays"].values()]
+    where = {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id(), "sums": sums}
+    return Message(RecordDict({"told": ConfigRecord(where)}), reply_to=message)
 
 @app.query("raise")
 def fail(message, context):
     raise ZeroDivisionError("no record")
 
-def ask(grid, verb, dying=None):
+def ask(grid, verb="query.told", *, waits=(), dies=(), go=lambda replies: True):
+    arrays = ArrayRecord({"float32": Array(np.ones(100_000, np.float32))})
     messages = [
-        Message(RecordDict({"ask": MetricRecord({"die": int(node == dying)})}), node, verb)
-        for node in sorted(grid.get_node_ids())
+        Message(
+            RecordDict(
+                {
+                    "ask": ConfigRecord({"waits": node in waits, "dies": node in dies}),
+                    "arrays": arrays,
+                }
+            ), node, verb
+        )
+        for node in CLIENTS
     ]
+    GO.unlink(missing_ok=True)
     ids, replies = list(grid.push_messages(messages)), {}
     while len(replies) < len(ids):
+        if not GO.exists() and go(replies):
+            GO.touch()
         for reply in grid.pull_messages(ids):
-            told = reply.error.reason if reply.has_error() else reply.content["told"]["pid"]
+            told = reply.error.reason if reply.has_error() else dict(reply.content["told"])
             replies[reply.metadata.src_node_id] = told
-    return [replies[node] for node in sorted(replies)]
+    return [replies[node] for node in CLIENTS]
+"""
 
-runtime = compose("runtime=ray", "runtime.client_cpus=0.5").runtime
-with ray_grid(app, 3, runtime) as grid:
-    told = [ask(grid, "query.pid", dying=3), ask(grid, "query.pid"), ask(grid, "query.raise")]
-print(json.dumps([os.getpid(), *told]))
+DYING = """
+runtime = compose("runtime=ray", f"runtime.client_cpus={os.cpu_count() / 2}").runtime
+with ray_grid(app, len(CLIENTS), runtime) as grid:
+    first = ask(grid)
+    all_but_two = lambda replies: len(replies) >= len(CLIENTS) - 2
+    died = ask(grid, waits=[3], dies=[3], go=all_but_two)
+    print(json.dumps([os.getpid(), first, died, ask(grid), ask(grid, "query.raise")]))
 """
 
 
-@pytest.mark.ray
-def test_a_client_process_that_dies_costs_one_reply() -> None:
-    done = subprocess.run([sys.executable, "-c", DYING], capture_output=True, text=True)
+def asked(script: str, folder: Path, **environment: str) -> Any:
+    """Return what a script in a process of its own tells in its last line."""
+    done = subprocess.run(
+        [sys.executable, "-c", ASKING + script],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | environment,
+    )
     assert done.returncode == 0, done.stderr
-    server, first, again, failed = json.loads(done.stdout.splitlines()[-1])
-    assert "process has died" in first[1]
-    assert all(isinstance(pid, int) for pid in (first[0], first[2], *again))
-    assert server not in again
-    assert failed == ["ZeroDivisionError: no record"] * 3
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.ray
+def test_a_client_process_that_dies_costs_one_reply(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(
+        prefix="ray_", dir="/tmp"
+    ) as short:  # sockets have short names
+        left = Path(short, "ray", "ray_current_cluster")  # by a cluster that has ended
+        left.parent.mkdir()
+        left.write_text("127.0.0.1:9")
+        server, first, died, again, failed = asked(DYING, tmp_path, RAY_TMPDIR=short)
+    assert "process has died" in died.pop(1)
+    told = [*first, *died, *again]
+    assert len(told) == 23
+    assert all(one["sums"] == [100_000] for one in told)
+    assert len({one["pid"] for one in first}) <= 2
+    assert server not in {one["pid"] for one in told}
+    assert failed == ["ZeroDivisionError: no record"] * 8
+
+
+LOSING = """
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+lost = cluster.add_node(num_cpus=1)
+runtime = compose("runtime=ray", f"runtime.ray_address='{cluster.address}'").runtime
+
+def lose(replies):
+    begun = [path for path in Path().glob("begun-*") if path.read_text() == lost.node_id]
+    if begun:
+        cluster.remove_node(lost, allow_graceful=False)
+    return bool(begun)
+
+with ray_grid(app, len(CLIENTS), runtime) as grid:
+    first = ask(grid)
+    while len({told["node"] for told in first}) < 2:  # till both actors are there
+        first = ask(grid)
+    found = [lost.node_id, first, ask(grid, waits=CLIENTS, go=lose), ask(grid)]
+cluster.shutdown()
+print("\\n" + json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_machine_that_is_lost_costs_the_reply_that_it_worked_on(tmp_path: Path) -> None:
+    lost, first, meanwhile, again = asked(LOSING, tmp_path)
+    assert lost in {told["node"] for told in first}
+    (error,) = [told for told in meanwhile if isinstance(told, str)]
+    assert "process has died" in error
+    others = [told for told in [*meanwhile, *again] if told != error]
+    assert len(others) == 15
+    assert lost not in {told["node"] for told in others}
