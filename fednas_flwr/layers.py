@@ -6,7 +6,8 @@ A weight is either shared, in torch's shape, or a copy for each of B records, [B
 torch's own kernels, which are slow for small depthwise and 1x1 convolutions; therefore the fast
 engine of the supernets computes with these layers in any case.
 
-Measured: ``scripts/bench_step.py``. Differentiable once; not under ``torch.vmap`` or autocast.
+Measured: ``scripts/bench_step.py``. Differentiable once; not under ``torch.vmap``. Autocast casts
+what a layer reads, forward and backward, as it does with torch's own.
 
 Tensor suffixes: B batch, C channels, H height, W width; in shapes of weights O output channels, K
 kernel size.
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.autocast_mode import is_autocast_available
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -82,13 +84,14 @@ def depthwise(
     Returns:
         [B, sum of O, ceil(H / stride), ceil(W / stride)].
     """
+    x_BCHW, *weights = _autocast(x_BCHW, *weights)
     out: Tensor = _Depthwise.apply(x_BCHW, stride, dilation, *weights)
     return out
 
 
 def pointwise(x_BCHW: Tensor, weight: Tensor, *, groups: int = 1) -> Tensor:
     """Return a 1x1 convolution in ``groups`` blocks; the weight is [O, C / groups, 1, 1]."""
-    out: Tensor = _Pointwise.apply(x_BCHW, weight, groups)
+    out: Tensor = _Pointwise.apply(*_autocast(x_BCHW, weight), groups)
     return out
 
 
@@ -102,13 +105,14 @@ def convolution(
     groups: int = 1,
 ) -> Tensor:
     """Return any convolution without bias; arguments as of :func:`conv2d`."""
-    out: Tensor = _Convolution.apply(x_BCHW, weight, stride, padding, dilation, groups)
+    read = _autocast(x_BCHW, weight)
+    out: Tensor = _Convolution.apply(*read, stride, padding, dilation, groups)
     return out
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``F.linear``; x is [B, ..., C], the weight [O, C] or [B, O, C], the bias alike."""
-    out: Tensor = _Linear.apply(x, weight)
+    out: Tensor = _Linear.apply(*_autocast(x, weight))
     if bias is None:
         return out
     return out + bias.reshape(*bias.shape[:-1], *(1,) * (x.dim() - 2), bias.shape[-1])
@@ -284,6 +288,14 @@ class _Linear(torch.autograd.Function):
             per_record = rows @ x.reshape(len(x), -1, x.shape[-1])
             weight_gradient = _as_weight(per_record, ctx.shape)
         return x_gradient, weight_gradient
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors in the type that autocast computes in on their device, where it is on."""
+    kind = tensors[0].device.type
+    if not (is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 def _aligned(rows: Tensor) -> Tensor:

@@ -20,6 +20,9 @@ Engine = Literal["fast", "reference"]  # how a supernet is computed, to the same
 ENGINES: tuple[Engine, Engine] = get_args(Engine)
 FAST, REFERENCE = ENGINES
 
+# What plain gradients are computed in.
+FLOAT32, BFLOAT16 = PRECISIONS = ("float32", "bfloat16")
+
 # How records are divided over clients, and which settings of `partition` each way uses.
 PARTITIONS: dict[str, tuple[str, ...]] = {
     "iid": ("seed",),

@@ -559,6 +559,8 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=random_search algorithm.trial_rounds=0 algorithm.batch_size=3", "tries no net"),
         ("algorithm=fnas stages=[search] momentum=server", "clients send gradients"),
         ("algorithm=zero_cost stages=[search] wire=int8", "in which no client trains"),
+        ("algorithm=zero_cost stages=[search] precision=bfloat16", "in which no client trains"),
+        ("algorithm=dpnas stages=[search] precision=bfloat16", "with algorithm.dp_aware"),
         ("algorithm=zero_cost stages=[search] class_factors={a:.5}", "class_factors={'a': 0.5}"),
         ("algorithm=feathers retrain.weights.lr=.3", "configurations of its own"),
         ("algorithm=feathers algorithm.bandit={scaled:false,scale_retention:.1}", "scaled=false"),

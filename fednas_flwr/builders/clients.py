@@ -118,6 +118,7 @@ def make_client(
         from_ranges=prepared.from_ranges,
         objective=make_objective(config, prepared.train, device),
         oversample=config.oversample and gate is None,  # a private site reads a record once
+        precision=config.precision,
         gate=gate,
         wire=config.wire,
         kept_models=_kept_models(site),

@@ -24,7 +24,7 @@ from fednas_flwr.config.parsing import choose_kind
 from fednas_flwr.config.privacy import PRIVACY
 from fednas_flwr.config.server_optimizers import SERVER_OPTIMIZERS
 from fednas_flwr.errors import ConfigError, NoEffectError, show
-from fednas_flwr.names import CLIENT, SELECTIONS
+from fednas_flwr.names import CLIENT, FLOAT32, SELECTIONS
 from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.typed import parse
 
@@ -143,6 +143,11 @@ def _check_privacy(config: Config) -> None:
         raise ConfigError(
             "personalised=true with privacy=dp: an accuracy after local training without noise is "
             "an exact function of the records; leave it out."
+        )
+    if config.precision != FLOAT32:
+        raise ConfigError(
+            f"precision={config.precision} with privacy=dp: gradients of records are clipped in "
+            "float32, so that none is longer than is booked; set precision=float32."
         )
     private = [name for name, entry in ALGORITHMS.items() if entry.retrain_releases]
     if config.algorithm.name not in private:

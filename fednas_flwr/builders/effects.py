@@ -272,11 +272,22 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("privacy.baseline_share", lambda c: not c.baselines, "baselines={c.baselines}"),
     Rule(
-        "aggregate momentum wire secure_sum oversample class_factors dataset.crop_padding "
+        "aggregate momentum wire secure_sum oversample precision "
+        "class_factors dataset.crop_padding "
         "clients_per_round sampling over_selection asynchronous "
         "dataset.flip dataset.cutout privacy.micro_batch_size time_limit",
         lambda c: not _averages(c),
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",
+    ),
+    Rule(
+        "precision",
+        lambda c: (
+            isinstance(c.algorithm, DPNASSettings)
+            and c.algorithm.dp_aware is not None
+            and not _retrains(c)
+        ),
+        "algorithm.dp_aware, which clips gradients of single records, in float32",
+        "remove it, or set algorithm.dp_aware=null",
     ),
     # Networks.
     Rule(

@@ -27,6 +27,7 @@ from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.messages import Header
 from fednas_flwr.exchange.secure_sum.site import SumSite
 from fednas_flwr.exchange.states import Packed, load_states
+from fednas_flwr.names import FLOAT32
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.search.training import Batch
@@ -80,6 +81,7 @@ class Client:
             noised statistics.
         objective: Gives losses and hits; its tensors are on the device.
         oversample: Whether training repeats records of rarer classes.
+        precision: Of plain gradients, see :func:`fednas_flwr.search.exact_gradients.computed_in`.
         gate: What releases must pass; with one the client answers private verbs only.
         wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.exchange.wire`.
         kept_models: Where the site keeps models that return to it; None keeps none.
@@ -107,6 +109,7 @@ class Client:
     from_ranges: bool = False
     objective: Objective = CLASSIFICATION
     oversample: bool = False
+    precision: str = FLOAT32
     gate: ReleaseGate | None = None
     wire: str = "float32"
     kept_models: KeptModels | None = None

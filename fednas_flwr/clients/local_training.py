@@ -194,6 +194,7 @@ def _gradients(
         steps=amount.steps,
         objective=client.objective,
         auxiliary_weight=auxiliary_weight,
+        precision=client.precision,
     )
 
 

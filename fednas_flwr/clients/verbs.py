@@ -304,6 +304,7 @@ def take_network_gradient(client: Client, request: Request, asked: TakeNetworkGr
                 ),
                 objective=client.objective,
                 auxiliary_weight=asked.auxiliary_weight,
+                precision=client.precision,
             )
         else:
             planned = admit(client.gate, request, network)
@@ -608,7 +609,13 @@ def _exact_sums(client: Client, request: Request, asked: TakeGradients) -> Exact
         previous = unpack(request.states["previous_weights"], layout)
         weights = {name: weight.to(client.device) for name, weight in previous.items()}
         ahead = LookAhead(weights, asked.inner_lr)
-    return ExactSums(train, validation, look_ahead=ahead, objective=client.objective)
+    return ExactSums(
+        train,
+        validation,
+        look_ahead=ahead,
+        objective=client.objective,
+        precision=client.precision,
+    )
 
 
 def _candidate_gradients(
@@ -624,7 +631,13 @@ def _candidate_gradients(
         generator=client.generator(request.header, "train"),
     )
     if asked.dp_aware is None:
-        return ExactGradients(batches, epochs=None, steps=steps, objective=client.objective)
+        return ExactGradients(
+            batches,
+            epochs=None,
+            steps=steps,
+            objective=client.objective,
+            precision=client.precision,
+        )
     return ClippedGradients(
         batches,
         steps=steps,

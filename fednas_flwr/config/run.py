@@ -14,7 +14,7 @@ from fednas_flwr.config.privacy import DifferentialPrivacy, NoPrivacy
 from fednas_flwr.config.runtime import Runtime
 from fednas_flwr.config.server_optimizers import ServerOptimizer
 from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.names import ENGINES, SAMPLINGS, SELECTIONS
+from fednas_flwr.names import ENGINES, PRECISIONS, SAMPLINGS, SELECTIONS
 from fednas_flwr.search.settings import MOMENTA, Asynchronous, Count, CountOrZero, ShareAbove0
 from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, seconds
 
@@ -56,6 +56,9 @@ class Config(Checked):
         run_dir: The run folder; null makes ``runs/<time>_<algorithm>_<data set>``.
         seed: Of all that is drawn but the division of records and the noise of privacy.
         device: Of training; ``auto`` takes CUDA where there is a GPU.
+        precision: What plain gradients are computed in: ``bfloat16`` is faster on GPUs that have it
+            (torch's autocast). Weights, steps, second orders and evaluation stay float32; not with
+            privacy.
         threads: torch's threads per client, the same in every runtime.
         clients: Number of clients.
         clients_per_round: How many of them a round asks, or below 1 their share; null asks all. Who
@@ -112,6 +115,7 @@ class Config(Checked):
     run_dir: Text | None
     seed: CountOrZero
     device: Annotated[str, OneOf(DEVICES)]
+    precision: Annotated[str, OneOf(PRECISIONS)]
     threads: Annotated[int, Between(1, MOST_THREADS, reason="no machine has more cores")]
     clients: Count
     clients_per_round: Annotated[float, Between(0, MOST_CLIENTS, above=True)] | None

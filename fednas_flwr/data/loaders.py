@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.records import Records
-from fednas_flwr.data.schema import normalised
+from fednas_flwr.data.schema import moved, normalised
 from fednas_flwr.data.splits import assign_splits
 from fednas_flwr.data.statistics import Statistics, are_within, column_moments, pooled
 from fednas_flwr.errors import ConfigError
@@ -83,8 +83,8 @@ class Split:
             and int64 ``[B]`` or ``[B, L]``.
         """
         rows = self.rows.index_select(0, indices)
-        y = self.labels.index_select(0, rows).to(device)
-        x = self.features.index_select(0, rows).to(device)
+        y = moved(self.labels.index_select(0, rows), device)
+        x = moved(self.features.index_select(0, rows), device)
         return normalised(x, self.mean, self.std), y
 
 

@@ -103,6 +103,13 @@ class Inputs(Checked):
         return inputs
 
 
+def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return a tensor of the CPU on a device; if that is a GPU, nothing waits for it."""
+    if torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def normalised(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """Return raw records as networks take them, float32, on their device.
 
@@ -116,9 +123,9 @@ def normalised(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Te
     if x.dim() == 4 and x.is_floating_point() and (mean, std) == ((0.0,), (1.0,)):
         return x
     if x.dim() == 4:
-        scale = torch.tensor([1 / (255 * s) for s in std], device=x.device)
-        shift = torch.tensor([m / s for m, s in zip(mean, std, strict=True)], device=x.device)
+        scale = moved(torch.tensor([1 / (255 * s) for s in std]), x.device)
+        shift = moved(torch.tensor([m / s for m, s in zip(mean, std, strict=True)]), x.device)
         pixels = x * 255 if x.is_floating_point() else x.float()
         return pixels.mul_(scale[:, None, None]).sub_(shift[:, None, None])
-    standard = (x - torch.tensor(mean, device=x.device)) / torch.tensor(std, device=x.device)
+    standard = (x - moved(torch.tensor(mean), x.device)) / moved(torch.tensor(std), x.device)
     return standard.nan_to_num(nan=0.0)

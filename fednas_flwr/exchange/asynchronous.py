@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from flwr.app import Message
 
-from fednas_flwr.exchange.courier import POLL_S, Courier, QuorumError
+from fednas_flwr.exchange.courier import Courier, QuorumError
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import Settings
 from fednas_flwr.exchange.states import Layout, Packed
@@ -160,6 +160,7 @@ class FirstReplies:
         """Wait until a client has answered or is late: the next one, by a simulation's clock."""
         waiting = sorted(self._flights, key=lambda i: self._flights[i].ready_at)
         waiting = waiting if self.terms.delays is None else waiting[:1]
+        waited_s = 0.0
         while not self._landed:
             late = [i for i in waiting if time.monotonic() >= self._flights[i].ends_at]
             for message in self.courier.pull(waiting):
@@ -172,7 +173,7 @@ class FirstReplies:
                 reason = f"no reply within {self.courier.deadline_s:g} s"
                 self._landed.append(_Landed(flight, reason))
             if not self._landed:
-                self.courier.wait(POLL_S)
+                waited_s += self.courier.pause(waited_s)
 
 
 def moved_on(late: Late, states: Mapping[str, Packed], power: float) -> Mapping[str, Packed]:

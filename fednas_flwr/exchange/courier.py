@@ -50,7 +50,8 @@ from fednas_flwr.exchange.wire import restore_sent, round_sent
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.verbs import VERBS
 
-POLL_S = 0.05
+POLL_S, LONGEST_POLL_S = 0.05, 1.0
+POLL_SHARE = 0.05  # of the time since the last reply
 STRIKES = 3  # replies of a client that are refused before it is asked no more
 TOTAL = -1  # in place of a client: the reply is the total of all
 LONGEST_REASON = 500  # characters of a client's own words that are kept
@@ -588,6 +589,16 @@ class Courier:
             raise ValueError("call connect(grid) before pull")
         return self._grid.pull_messages(list(message_ids))
 
+    def pause(self, waited_s: float) -> float:
+        """Wait before replies are looked for again; return for how long, in seconds.
+
+        Args:
+            waited_s: How long no reply has come.
+        """
+        seconds = min(max(POLL_S, POLL_SHARE * waited_s), LONGEST_POLL_S)
+        self.wait(seconds)
+        return seconds
+
     def held(self, most: Mapping[int, float]) -> dict[int, float]:
         """Return whose weights are scaled to ``largest_share`` of an average, and tell it once."""
         scales = held_shares(most, self.largest_share) if self.facts and not self.secure_sum else {}
@@ -700,7 +711,7 @@ class Courier:
     ) -> Iterator[tuple[int, Reply | str]]:
         """Yield every client of ``accepts`` with its accepted reply or the reason it has none."""
         deadline = time.monotonic() + self.deadline_s
-        answers = dict(arrived)
+        answers, waited_s = dict(arrived), 0.0
         for client in accepts:
             while client not in answers:
                 late = time.monotonic() >= deadline
@@ -713,8 +724,10 @@ class Courier:
                     reason = f"no reply within {self.deadline_s:g} s"
                     answers |= dict.fromkeys(pending.values(), reason)
                     pending.clear()
-                elif not messages:
-                    self.wait(POLL_S)
+                elif messages:
+                    waited_s = 0.0
+                else:
+                    waited_s += self.pause(waited_s)
             yield client, answers.pop(client)
 
     def read(

@@ -36,6 +36,7 @@ from fednas_flwr.exchange.messages import BUDGET_SPENT, decode_request, encode_r
 from fednas_flwr.exchange.secure_sum.site import NODE_KEYS
 from fednas_flwr.federation.bundle import CONFIG_KEY
 from fednas_flwr.federation.flower import CLIENT_RAISED, take_along
+from fednas_flwr.memory import keep_freed_memory
 from fednas_flwr.verbs import VERBS
 
 DATA_PATH = "data-path"
@@ -69,6 +70,7 @@ def _handler(
 ) -> Callable[[Message, Context], Message]:
     def handle(message: Message, context: Context) -> Message:
         restore(entries)
+        keep_freed_memory()
         # Errors whose text the server may read; of a private client's, refusals.
         private = "policy" in context.node_config
         safe: tuple[type[Exception], ...] = (ConfigError,) if private else (Exception,)

@@ -15,6 +15,8 @@ let_be_missed              ``LinkState.activate_node``                    what a
 give_up_replies            ``start_client_internal._push_messages``       a client process that ends
                                                                           in mid-reply blocks its
                                                                           SuperNode for ever
+ask_sooner                 ``start_client_internal.time``                a message waits for 3 s, a
+                                                                          reply for .5 s
 start_clients_by           ``SubprocessExecutor.launch``                  every message imports
                                                                           torch; a server may start
                                                                           other tasks than client
@@ -46,6 +48,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from flwr.common.constant import ErrorCode
@@ -100,6 +103,19 @@ def give_up_replies(make_store: Callable[[Any], Any]) -> None:
         )
 
     _wrap(start_client_internal, "_push_messages", through)
+
+
+def ask_sooner(pace: Callable[[float], float]) -> None:
+    """Have a SuperNode wait for ``pace(seconds)``, in seconds, where Flower waits for ``seconds``.
+
+    These are 3 before it asks for a message again, .5 before it looks for a reply again.
+    """
+    from flwr.supernode import start_client_internal
+
+    def paced(clock: Any) -> SimpleNamespace:
+        return SimpleNamespace(sleep=lambda seconds: clock.sleep(pace(seconds)))
+
+    _wrap(start_client_internal, "time", paced)
 
 
 def start_clients_by(start: Callable[[ExecutionSpec], None]) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count, repeat
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from fednas_flwr.hardware.costs import HardwareLoss
+from fednas_flwr.names import FLOAT32
 from fednas_flwr.search.architect import alpha_gradient_sum, second_order_gradient
 from fednas_flwr.search.descent import Descent, Gradient, Tensors
 from fednas_flwr.search.gates import alpha_gradient
@@ -36,6 +41,7 @@ class ExactGradients:
         steps: Their number, as many passes as they need.
         objective: Gives losses and hits.
         auxiliary_weight: Of an auxiliary head's loss.
+        precision: See :func:`computed_in`.
 
     Attributes:
         train_batch: That of the step.
@@ -56,9 +62,11 @@ class ExactGradients:
         steps: int | None = None,
         objective: Objective = CLASSIFICATION,
         auxiliary_weight: float = 0.0,
+        precision: str = FLOAT32,
     ) -> None:
         """See the class."""
         self._train, self._validation = train, validation
+        self._precision = precision
         self._epochs, self._steps = epochs, steps
         self.objective, self.auxiliary_weight = objective, auxiliary_weight
         self.train_tally, self.validation_tally = Tally(), Tally()
@@ -83,35 +91,40 @@ class ExactGradients:
         """Return the gradient on the step's train batch; of a pool each member's."""
         if isinstance(network, Pool):
             return by_member(network, self.weights)
-        return weight_gradient(
-            network,
-            self.train_batch,
-            self.train_tally,
-            objective=self.objective,
-            auxiliary_weight=self.auxiliary_weight,
-        )
+        with computed_in(self._precision, self.train_batch):
+            return weight_gradient(
+                network,
+                self.train_batch,
+                self.train_tally,
+                objective=self.objective,
+                auxiliary_weight=self.auxiliary_weight,
+            )
 
     def alphas(
         self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
     ) -> Gradient:
         """Return the gradient of the alphas by any rule."""
-        gradient, losses = exact_alpha_gradient(
-            supernet,
-            self.train_batch,
-            self.validation_batch,
-            rule=rule,
-            validation_weight=validation_weight,
-            weights=weights,
-            objective=self.objective,
-        )
+        precision = FLOAT32 if rule == "second_order" else self._precision
+        with computed_in(precision, self.validation_batch):
+            gradient, losses = exact_alpha_gradient(
+                supernet,
+                self.train_batch,
+                self.validation_batch,
+                rule=rule,
+                validation_weight=validation_weight,
+                weights=weights,
+                objective=self.objective,
+            )
         self.validation_tally.add(losses)
         return gradient
 
     def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:
         """Return the gradient [E, O] of the alphas on the step's validation batch."""
-        gradients_EK, losses = gate_gradient(
-            supernet, self.validation_batch, paths_EK, hardware=hardware, objective=self.objective
-        )
+        batch = self.validation_batch
+        with computed_in(self._precision, batch):
+            gradients_EK, losses = gate_gradient(
+                supernet, batch, paths_EK, hardware=hardware, objective=self.objective
+            )
         self.validation_tally.add(losses)
         return alpha_gradient(gradients_EK, supernet.alphas()[CELL], paths_EK)
 
@@ -149,6 +162,7 @@ class ExactSums:
             the batch size; None is first order.
         objective: Gives losses and hits.
         auxiliary_weight: Of an auxiliary head's loss.
+        precision: See :func:`computed_in`.
     """
 
     def __init__(
@@ -159,29 +173,36 @@ class ExactSums:
         look_ahead: LookAhead | None = None,
         objective: Objective = CLASSIFICATION,
         auxiliary_weight: float = 0.0,
+        precision: str = FLOAT32,
     ) -> None:
         """See the class."""
         self._train, self._validation = train, validation
+        self._precision = precision
         self._look_ahead, self.objective = look_ahead, objective
         self._auxiliary_weight = auxiliary_weight
         self._tallies = {"weights": Tally(), "alphas": Tally()}
 
     def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
         """Return the sum of the gradients of ``weights`` or ``alphas`` and the batch size."""
+        batches = self._train if state == "weights" else self._validation
+        assert batches is not None
+        batch = next(batches)
+        second_order = state == "alphas" and self._look_ahead is not None
+        with computed_in(FLOAT32 if second_order else self._precision, batch):
+            return self._sums(state, network, batch), len(batch[1])
+
+    def _sums(self, state: str, network: nn.Module, batch: Batch) -> Tensors:
+        """Return the sum over a batch."""
         if state == "weights":
-            batch = next(self._train)
-            sums = weight_gradient_sum(
+            return weight_gradient_sum(
                 network,
                 batch,
                 self._tallies["weights"],
                 objective=self.objective,
                 auxiliary_weight=self._auxiliary_weight,
             )
-            return sums, len(batch[1])
         supernet = cast(Supernet, network)  # alphas are of one
-        assert self._validation is not None
-        batch, ahead = next(self._validation), self._look_ahead
-        size = len(batch[1])
+        ahead, size = self._look_ahead, len(batch[1])
         if ahead is None:
             sums, losses = alpha_gradient_sum(supernet, batch, objective=self.objective)
         else:
@@ -196,7 +217,7 @@ class ExactSums:
             )
             sums = {kind: gradient * size for kind, gradient in means.items()}
         self._tallies["alphas"].add(losses)
-        return sums, size
+        return sums
 
     def metrics(self) -> dict[str, float]:
         """Return loss, and of the weights' batches accuracy, on what was seen."""
@@ -207,6 +228,33 @@ class ExactSums:
         if alphas.num_examples:
             metrics["validation_loss"] = alphas.loss
         return metrics
+
+
+@contextmanager
+def computed_in(precision: str, batch: Batch) -> Iterator[None]:
+    """Compute gradients of a batch in a precision, on its device, while in this context.
+
+    With ``bfloat16`` torch's autocast computes convolutions and matrix products in it. Parameters,
+    their gradients, losses and group norms stay float32, and so does the second order of alphas,
+    whose finite difference would be lost in rounding.
+    """
+    if precision == FLOAT32:
+        yield
+        return
+    with torch.autocast(batch[0].device.type, torch.bfloat16), _Float32Norms():
+        yield
+
+
+class _Float32Norms(TorchFunctionMode):
+    """Lets group norms be computed in float32, as autocast does on GPUs alone."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch."""
+        if func is functional.group_norm:
+            args = (args[0].float(), *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 def _begin(passes: Passes) -> Iterator[Batch]:

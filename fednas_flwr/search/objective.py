@@ -46,6 +46,7 @@ class Objective:
         return self._losses(logits, labels, self.class_factors)
 
     def _losses(self, logits: Tensor, labels: Tensor, factors: Tensor | None) -> Tensor:
+        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         if self.multi_label:
             return functional.binary_cross_entropy_with_logits(
                 logits, labels.to(logits.dtype), reduction="none"

@@ -162,6 +162,17 @@ def test_a_client_answers_only_when_the_reply_before_is_consumed(federation):
     assert order == [f"{what} {client}" for client in range(3) for what in ("answers", "consumed")]
 
 
+def test_replies_are_looked_for_the_more_seldom_the_longer_none_has_come(federation):
+    courier = federation(3).courier
+    waits, waited_s = [], 0.0
+    courier.wait = waits.append
+    for _ in range(100):
+        waited_s += courier.pause(waited_s)
+    assert waits == sorted(waits)
+    assert (waits[0], waits[-1]) == (0.05, 1.0)
+    assert sum(waits[:20]) <= 1.0 + 1e-9
+
+
 def test_a_client_that_never_answers_is_dropped_at_the_deadline(federation):
     silent = federation(3, grid=Withholding, deadline_s=0.3)
     silent.courier.connect(silent.grid)

@@ -28,6 +28,10 @@ CHANGES = {  # of each function: what it replaces, and a call of it
         [(start_client_internal, "_push_messages")],
         lambda: flower.give_up_replies(list),
     ),
+    "ask_sooner": (
+        [(start_client_internal, "time")],
+        lambda: flower.ask_sooner(float),
+    ),
     "start_clients_by": (
         [(SubprocessExecutor, "launch")],
         lambda: flower.start_clients_by(print),

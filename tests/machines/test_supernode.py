@@ -1,4 +1,4 @@
-"""A SuperNode whose client process was killed while it handed over its reply."""
+"""A SuperNode asks often after a message, and gives up a reply whose process was killed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode import start_client_internal
 
+from fednas_flwr.federation import flower
 from fednas_flwr.machines import supernode
 
 
@@ -22,6 +23,7 @@ def pushing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     monkeypatch.setattr(
         start_client_internal, "_push_messages", start_client_internal._push_messages
     )
+    monkeypatch.setattr(start_client_internal, "time", start_client_internal.time)
     monkeypatch.setattr(supernode, "flower_supernode", lambda: None)
     supernode.main()
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 7, 1
@@ -65,3 +67,37 @@ def test_a_reply_that_was_cut_off_is_given_up_and_the_node_goes_on(
     assert set(pushed.sent) < set(pushed.objects)
     assert pushed.deleted
     assert pushed.left == 0
+
+
+def test_a_node_asks_the_more_seldom_the_longer_no_message_has_come() -> None:
+    pace = supernode.Pace()
+    waits = [pace(3) for _ in range(60)]
+    assert waits == sorted(waits)
+    assert (waits[0], waits[-1]) == (0.2, 3.0)
+    assert sum(waits[:10]) <= 2.0
+    assert pace(0.5) == 0.1  # for the reply to a message
+    assert pace(3) == 0.2
+
+
+def test_the_waits_of_flowers_supernode_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replies come at the third look: Flower's own loop would wait for a second."""
+    slept: list[float] = []
+    clock = SimpleNamespace(sleep=slept.append)
+    monkeypatch.setattr(start_client_internal, "time", clock)
+    flower.ask_sooner(supernode.Pace())
+    looks: list[list[Message]] = [[], [], []]
+
+    def look(is_reply: bool) -> list[Message]:
+        looks.pop()
+        if not looks:
+            raise StopIteration
+        return []
+
+    with pytest.raises(StopIteration):
+        start_client_internal._push_messages(
+            state=SimpleNamespace(get_messages_legacy=look),
+            object_store=None,
+            send=None,
+            push_object=None,
+        )
+    assert slept == [0.1, 0.1]

@@ -1,6 +1,7 @@
 # How a start script makes secrets and runs its parts; sourced by it.
 umask 077
 mkdir -p state
+export FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2 # seconds between an executor's questions
 
 # A file of random text, made once; two containers may want it at the same time.
 make_secret() {

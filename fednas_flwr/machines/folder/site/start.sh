@@ -46,7 +46,6 @@ TOML
 }
 
 executor() {
-    export FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2
     exec python -P -m fednas_flwr.machines.executor --insecure \
         --runtime-api-address "${RUNTIME_HOST:-127.0.0.1}:$PORT" --superexec-auth-secret-file state/executor.secret
 }

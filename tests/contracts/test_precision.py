@@ -1,0 +1,150 @@
+"""Gradients in bfloat16 are near those in float32, in every space and by every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fednas_flwr.names import BFLOAT16, FAST, FLOAT32, PRECISIONS, REFERENCE
+from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.search.candidate import Candidate
+from fednas_flwr.search.descent import Descent, make_sgd
+from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums
+from fednas_flwr.search.gates import draw_paths
+from fednas_flwr.search.gumbel import GumbelPath
+from fednas_flwr.search.objective import Objective
+from fednas_flwr.search.path_network import PathNetwork, drawable_alphas
+from fednas_flwr.search.settings import SGD
+from fednas_flwr.search_spaces.space import SearchSpace, Supernet
+
+from .test_search_spaces import CLASSES, SPACES
+
+WEIGHTS = SGD(lr=0.01, min_lr=0.01, momentum=0.9, weight_decay=1e-4, clip_norm=None)
+KINDS = [(name, FAST) for name in SPACES] + [("darts", REFERENCE), ("nasbench201", REFERENCE)]
+LABELS = {False: torch.arange(16) % CLASSES, True: (torch.arange(16 * CLASSES) % 2).view(16, -1)}
+
+
+@pytest.fixture(params=KINDS, ids=" ".join)
+def space(request: pytest.FixtureRequest) -> SearchSpace:
+    name, engine = request.param
+    return replace(SPACES[name], engine=engine, norm="group", skip="linear")
+
+
+def make(space: SearchSpace) -> Supernet:
+    with seeded(1, "supernet"):
+        return space.supernet().train()
+
+
+def exact(space: SearchSpace, precision: str, *, several: bool = False) -> ExactGradients:
+    """Return gradients of one batch, of which the only step has begun."""
+    x = torch.randn(16, *space.input_shape, generator=make_generator(0, "examples"))
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        yield x, LABELS[several]
+
+    objective = Objective(multi_label=several)
+    gradients = ExactGradients(batches, batches, precision=precision, objective=objective)
+    next(gradients.steps())
+    return gradients
+
+
+def alphas_by(
+    rule: str, gradients: ExactGradients, supernet: Supernet, weights: Descent
+) -> Mapping[str, Tensor | None]:
+    return gradients.alphas(supernet, weights, rule=rule, validation_weight=1.0)
+
+
+def check_near(found: Mapping[str, Mapping[str, Tensor | None]]) -> None:
+    """Check that gradients differ, that all are float32, and that they point one way."""
+    joined = {}
+    for precision, gradient in found.items():
+        own = [value for value in gradient.values() if value is not None]
+        assert own
+        assert {value.dtype for value in own} == {torch.float32}
+        joined[precision] = torch.cat([value.flatten() for value in own])
+    assert not torch.equal(joined[FLOAT32], joined[BFLOAT16])
+    assert torch.cosine_similarity(*joined.values(), dim=0) > 0.9
+    # Norms of a few almost equal numbers, as in these small networks, amplify what is rounded.
+    assert 0.5 < joined[BFLOAT16].norm() / joined[FLOAT32].norm() < 2
+
+
+@pytest.mark.parametrize(
+    ("norm", "several"), [("batch", True), ("group", False)], ids=["several labels", "one class"]
+)
+def test_gradients_of_weights(space: SearchSpace, norm: str, several: bool) -> None:
+    supernet = make(replace(space, norm=norm))
+    found = {}
+    for precision in PRECISIONS:
+        gradients = exact(space, precision, several=several)
+        found[precision] = gradients.weights(supernet)
+        assert gradients.train_tally.num_examples == 16
+    check_near(found)
+    assert {tensor.dtype for tensor in supernet.state_dict().values()} <= {
+        torch.float32,
+        torch.int64,
+    }
+
+
+@pytest.mark.parametrize("rule", ["first_order", "mixed_level"])
+def test_gradients_of_alphas(space: SearchSpace, rule: str) -> None:
+    supernet = make(space)
+    weights = Descent(supernet.weights(), make_sgd(supernet.weights().values(), WEIGHTS))
+    check_near({p: alphas_by(rule, exact(space, p), supernet, weights) for p in PRECISIONS})
+
+
+def test_finite_differences_stay_float32() -> None:
+    space = SPACES["mlp"]
+    supernet = make(space)
+    weights = Descent(supernet.weights(), make_sgd(supernet.weights().values(), WEIGHTS))
+    found = [alphas_by("second_order", exact(space, p), supernet, weights) for p in PRECISIONS]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_gradients_of_a_derived_network(space: SearchSpace) -> None:
+    genotype = space.random_genotype(make_generator(0, "genotype"))
+    with seeded(1, "network"):
+        network = space.network(genotype).train()
+    check_near({p: exact(space, p).weights(network) for p in PRECISIONS})
+
+
+def test_gradients_of_drawn_paths() -> None:
+    space = replace(SPACES["mbconv"], norm="group")
+    supernet, generator = make(space), make_generator(0, "paths")
+    alphas_EO = drawable_alphas(supernet)
+    path_E1 = draw_paths(alphas_EO, mode="one", generator=generator)
+    paths_EK = draw_paths(alphas_EO, mode="two", generator=generator)
+    network = PathNetwork(supernet, path_E1)
+    check_near({p: exact(space, p).weights(network) for p in PRECISIONS})
+    check_near({p: {"": exact(space, p).gates(supernet, paths_EK, None)} for p in PRECISIONS})
+
+
+@pytest.mark.parametrize("engine", [FAST, REFERENCE])
+def test_gradients_of_single_paths(engine: str) -> None:
+    space = replace(SPACES["nasbench201"], engine=engine)
+    generator = make_generator(0, "path")
+    path = GumbelPath(make(space), temperature=1.0, generator=generator)
+    check_near({p: exact(space, p).weights(path) for p in PRECISIONS})
+
+
+def test_gradients_of_a_candidate() -> None:
+    space = SPACES["dp_cells"]
+    candidate: nn.Module = Candidate(make(space), [1] * space.cell_kinds["cell"])
+    check_near({p: exact(space, p).weights(candidate) for p in PRECISIONS})
+
+
+def test_sums_of_gradients(space: SearchSpace) -> None:
+    supernet = make(space)
+    x = torch.randn(16, *space.input_shape, generator=make_generator(0, "examples"))
+    for state in ("weights", "alphas"):
+        found = {}
+        for precision in PRECISIONS:
+            batches = iter([(x, LABELS[False])])
+            found[precision], size = ExactSums(batches, batches, precision=precision).sums(
+                state, supernet
+            )
+            assert size == 16
+        check_near(found)
