@@ -364,7 +364,7 @@ def _scored_draws(
 
 
 def _successive_halving(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
-    from fednas_flwr.builders.networks import describe_pool, seeded_network, supernet_space
+    from fednas_flwr.builders.networks import describe_pool, seeded_network
     from fednas_flwr.search.zero_cost import search
     from fednas_flwr.strategies.successive_halving import SuccessiveHalving
 
@@ -372,11 +372,7 @@ def _successive_halving(config: Config, prepared: Prepared, space: SearchSpace) 
     assert isinstance(algorithm, SuccessiveHalvingSettings)
     pool = algorithm.pool
     scored = _pool_draws(config, space)
-    measured = space
-    if pool.scored_sizes is not None:
-        measured = supernet_space(refusals.at_scored_sizes(config, pool.scored_sizes), prepared)
-        scored["score"] = _score(config, measured, pool.by)
-    shortlist = _shortlist(config, measured, pool.shortlist)
+    shortlist = _shortlist(config, space, pool.shortlist)
     return SuccessiveHalving, {
         "choose": lambda generator: [
             one.genotype for one in shortlist(search(space, generator=generator, **scored))

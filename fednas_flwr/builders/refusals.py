@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
-
 from fednas_flwr.config import (
     BlockSpace,
     CFDNASSettings,
@@ -415,24 +411,14 @@ def of_fedex(config: Config) -> None:
         )
 
 
-def at_scored_sizes(config: Config, sizes: Mapping[str, Any]) -> Config:
-    """Return a configuration whose search space has the sizes at which a pool is scored."""
-    known = {key: value for key, value in vars(config.search_space).items() if type(value) is int}
-    for key in sizes:
-        if key not in known:
-            raise unknown_choice("algorithm.pool.scored_sizes", key, known)
-    return replace(config, search_space=replace(config.search_space, **sizes))
-
-
 def of_scores(config: Config) -> None:
-    """Refuse scores that do not exist, and sizes that the search space does not have."""
+    """Refuse scores that do not exist."""
     from fednas_flwr.search.scores import SCORES
 
     algorithm = config.algorithm
     if isinstance(algorithm, SuccessiveHalvingSettings):
         named = {"algorithm.pool.by": algorithm.pool.by}
         key, shortlist = "algorithm.pool.shortlist.scores", algorithm.pool.shortlist
-        at_scored_sizes(config, algorithm.pool.scored_sizes or {})
     else:
         assert isinstance(algorithm, ZeroCostSettings)
         named = {"algorithm.scores": algorithm.scores}

@@ -226,7 +226,6 @@ class PoolSettings(Checked):
         keep: The best of them, which are trained.
         by: Names out of ``search.scores.SCORES`` that say which are best; none: the first drawn.
         shortlist: Null goes by the same scores to the end.
-        scored_sizes: Sizes of the networks that are scored, in place of the search space's.
         limits: What a network may cost.
     """
 
@@ -235,7 +234,6 @@ class PoolSettings(Checked):
     keep: Annotated[int, Between(2, MOST_CANDIDATES)]
     by: list[str]
     shortlist: ShortlistSettings | None
-    scored_sizes: dict[str, Count] | None
     limits: NetworkLimits
 
     def __post_init__(self) -> None:

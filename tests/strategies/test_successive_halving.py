@@ -110,30 +110,6 @@ def test_the_pool_is_the_best_of_a_shortlist(searched, compose_config, federate)
         compose_config(*SEARCH, "algorithm.pool.shortlist={keep: 3, scores: [naswot]}")
 
 
-def test_a_pool_is_scored_at_sizes_of_its_own_and_trained_at_the_spaces(
-    searched, compose_config, federate
-):
-    sizes = "algorithm.pool.scored_sizes={channels: 2, num_cells: 2}"
-    federation = federate(compose_config(*SEARCH, sizes))
-    strategy, space = federation.strategy, searched.strategy.space
-    thin = replace(space, channels=2, num_cells=2)
-    generator = make_generator(federation.config.seed, "successive_halving")
-    drawn = []
-    while len(drawn) < 9:
-        genotype = space.random_genotype(generator)
-        drawn += [] if genotype in drawn else [genotype]
-    names, seed = ["synflow", "parameters"], federation.config.seed
-    combined = combine([measure(thin, genotype, names, seed=seed) for genotype in drawn])
-    order = sorted(range(9), key=lambda index: -combined[index])
-    generator = make_generator(seed, "successive_halving")
-    assert list(strategy.choose(generator))[:4] == [drawn[index] for index in order[:4]]
-    assert strategy.describe(drawn[:1])["channels"] == space.channels
-    with pytest.raises(ConfigError, match=r"scored_sizes=width .* channels, num_cells"):
-        compose_config(*SEARCH, "algorithm.pool.scored_sizes={width: 2}")
-    with pytest.raises(ConfigError, match=r"scored_sizes.channels=0 .* 1 or more"):
-        compose_config(*SEARCH, "algorithm.pool.scored_sizes={channels: 0}")
-
-
 def test_all_train_in_one_exchange_a_round_and_one_more_ends_a_rung(searched):
     asked = [(verb, len(sent_genotypes(s))) for verb, s, _, _ in searched.asked if s is not None]
     train, measured = "train.weights", "evaluate.candidates"
