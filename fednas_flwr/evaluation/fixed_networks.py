@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.names import Norm
 from fednas_flwr.search.settings import RESNET8_WIDTHS, RESNETS
-from fednas_flwr.search_spaces.operations import check_norm, make_norm
+from fednas_flwr.search_spaces.operations import check_norm, every_second, make_norm
 
 
 def torchvision_network(
@@ -49,7 +49,14 @@ def torchvision_network(
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with norms beside a shortcut (He et al. 2016, CVPR, figure 2)."""
+    """Two 3x3 convolutions with norms beside a shortcut (He et al. 2016, CVPR, figure 2).
+
+    Args:
+        inputs: Channels.
+        outputs: Channels.
+        stride: 1, or 2.
+        norm: ``batch`` or ``group``.
+    """
 
     def __init__(self, inputs: int, outputs: int, *, stride: int, norm: Norm) -> None:
         """Build the block; a shortcut of another shape is a 1x1 convolution with a norm."""
@@ -57,14 +64,15 @@ class ResidualBlock(nn.Module):
         self.relu = nn.ReLU()
         self.first = _conv_norm(inputs, outputs, kernel_size=3, stride=stride, norm=norm)
         self.second = _conv_norm(outputs, outputs, kernel_size=3, stride=1, norm=norm)
+        self.halves = stride == 2
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or inputs != outputs:
-            self.shortcut = _conv_norm(inputs, outputs, kernel_size=1, stride=stride, norm=norm)
+            self.shortcut = _conv_norm(inputs, outputs, kernel_size=1, stride=1, norm=norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[B, outputs, H / stride, W / stride]``, sides rounded up."""
         residual = self.second(self.relu(self.first(x)))
-        out: Tensor = self.relu(residual + self.shortcut(x))
+        out: Tensor = self.relu(residual + self.shortcut(every_second(x) if self.halves else x))
         return out
 
 
