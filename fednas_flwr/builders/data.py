@@ -56,8 +56,8 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
         facts: What every client says of its data: one client's facts.
 
     Raises:
-        ConfigError: The server's test set does not fit the clients, or they do not transform their
-            images as the run says.
+        ConfigError: The server's test set does not fit the clients, or the run names a transform of
+            images that is not theirs.
     """
     shape, names = tuple(facts["input_shape"]), tuple(facts["class_names"])
     schema = tuple(parse(Column, column, key="schema") for column in facts["schema"])
@@ -65,11 +65,11 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
     dtype = torch.float32 if len(shape) == 1 or scattering else torch.uint8
     features = torch.empty(0, *shape, dtype=dtype)
     settings = config.dataset
-    if (given := _transform(settings)) != scattering:
+    if (given := _transform(settings)) not in ((), scattering):
         raise ConfigError(
             f"the run has {_transform_text(given)}, but its sites {_transform_text(scattering)}: "
-            "set the same in the run (dataset.transform, dataset.scattering) and in every site's "
-            "dataset.yaml (transform, scattering)."
+            "set the same in every site's dataset.yaml (transform, scattering), or leave it to "
+            "these with dataset.transform=none."
         )
     label = settings.label if schema and settings.label != "last" else ""
     labels = torch.empty(0, *([len(names)] if facts["multi_label"] else [])).long()
