@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fednas_flwr.cli import main
 from fednas_flwr.clients import noised_gradients, release
+from fednas_flwr.stages import audit
 
 add_noise, clipped_gradient_sum = release.add_noise, noised_gradients.clipped_gradient_sum
 add_shared_noise = release.add_shared_noise
@@ -42,6 +43,7 @@ def unclipped_sum(*arguments: Any, **terms: Any) -> dict[str, Tensor]:
 
 FAULTS = {
     "honest": {},
+    "honest, few runs": {(audit, "MOST_RUNS"): 200, (audit, "MOST_CANARIES"): 512},
     "no noise": {(release, "add_noise"): no_noise},
     "half the noise": {(release, "add_noise"): half_noise},
     "half the shares": {(release, "add_shared_noise"): half_shares},
