@@ -225,8 +225,9 @@ def test_messages_carry_sampled_paths_and_the_result_is_that_of_whole_states(
         return federation
 
     sparse, dense = searched(whole=False), searched(whole=True)
+    found = sparse.strategy.named_arrays().to_torch_state_dict()
     for name, tensor in dense.strategy.named_arrays().to_torch_state_dict().items():
-        assert torch.equal(sparse.strategy.named_arrays().to_torch_state_dict()[name], tensor)
+        assert torch.equal(found[name], tensor)
     rewards = [
         [e["rewards"] for e in f.events if e["event"] == "rewarded"] for f in (sparse, dense)
     ]

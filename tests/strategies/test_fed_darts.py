@@ -72,7 +72,7 @@ def alternate(supernet, client, server_round, config, lr):
     [
         ["fed_darts"],
         ["fed_darts", "algorithm.beta_decay=5"],
-        ["fednas"],
+        pytest.param(["fednas"], marks=pytest.mark.slow),
         ["fednas", "algorithm.validation_weight=3"],
     ],
 )
