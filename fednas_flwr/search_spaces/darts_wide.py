@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fednas_flwr.layers import convolution, depthwise, linear, pointwise
 from fednas_flwr.search_spaces.darts_network import EDGES, OPS, DARTSBody
-from fednas_flwr.search_spaces.operations import FactorizedReduce
+from fednas_flwr.search_spaces.operations import FactorizedReduce, every_second
 from fednas_flwr.search_spaces.wide_operations import (
     Stack,
     average_pool,
@@ -113,8 +113,8 @@ def _separable(
 def _factorized_reduce(modules: Sequence[Any], active: Tensor, stack: Stack) -> Tensor:
     """Return [B, modules, C, H / 2, W / 2] from what the ReLU let through."""
     height, width = active.shape[-2:]
-    odd = F.pad(active[:, :, 1::2, 1::2], (0, width % 2, 0, height % 2))
-    even = pointwise(active[:, :, ::2, ::2], stack([m.conv_even.weight for m in modules]))
+    odd = F.pad(every_second(active[:, :, 1:, 1:]), (0, width % 2, 0, height % 2))
+    even = pointwise(every_second(active), stack([m.conv_even.weight for m in modules]))
     halves = [torch.unflatten(even, 1, (len(modules), -1))]
     if modules[0].conv_odd.weight.numel():
         out = pointwise(odd, stack([m.conv_odd.weight for m in modules]))

@@ -11,8 +11,10 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.names import ENGINES, SKIPS
 from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.search_spaces import (
     DARTSSpace,
     DPCellSpace,
@@ -369,3 +371,23 @@ def test_drop_path_acts_in_train_mode_only(space):
     assert not torch.equal(first, second)
     with seeded(0, "drop"):
         assert torch.equal(network(x), first)
+
+
+@pytest.mark.parametrize("name", IMAGE_SPACES)
+def test_no_network_has_a_strided_pointwise_convolution(name):
+    """Torch's own can write beyond its buffers, see ``operations.every_second``."""
+    space, generator = SPACES[name], make_generator(0, "genotypes")
+    networks = [space.supernet(), *(space.network(space.random_genotype(generator)) for _ in "123")]
+    for network in networks:
+        assert_no_strided_pointwise(network)
+
+
+@pytest.mark.parametrize("name", NORMED_NETWORKS)  # the others have none of 1x1
+def test_no_fixed_network_has_a_strided_pointwise_convolution(name):
+    assert_no_strided_pointwise(FIXED_NETWORKS[name]((3, 32, 32), CLASSES, norm="group"))
+
+
+def assert_no_strided_pointwise(network):
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1):
+            assert module.stride == (1, 1), module
