@@ -11,6 +11,7 @@ import torch
 from flwr.serverapp.strategy import Strategy
 
 from fednas_flwr.builders.algorithms import ALGORITHMS
+from fednas_flwr.names import BFLOAT16, FLOAT32, PRECISIONS
 from fednas_flwr.search_spaces.genotype import to_json
 
 SETTINGS = {
@@ -136,6 +137,24 @@ def test_a_finished_search_asks_nobody_again(undisturbed, compose_config, federa
     finished.strategy.start(finished.grid, num_rounds=ROUNDS)
     assert finished.events == []
     assert_equal(snapshot(finished.strategy), snapshot(undisturbed.strategy))
+
+
+PLAIN = {"dpnas": ["algorithm.dp_aware=null"]}  # else it trains by float32 gradients of records
+
+
+@pytest.mark.parametrize("algorithm", sorted(SETTINGS))
+def test_the_precision_arrives_at_every_gradient(algorithm, compose_config, federate):
+    """Every state that is trained moves otherwise in bfloat16."""
+    trained = {}
+    for precision in PRECISIONS:
+        own = [*PLAIN.get(algorithm, []), f"precision={precision}", "rounds=1"]
+        federation = federate(compose(compose_config, algorithm, *own))
+        federation.strategy.start(federation.grid, num_rounds=1)
+        trained[precision] = federation.strategy.states
+    full, half = trained[FLOAT32], trained[BFLOAT16]
+    for state in ("weights", "alphas"):
+        if full.get(state):
+            assert not torch.equal(full[state]["float32"], half[state]["float32"]), state
 
 
 def test_the_seed_decides(undisturbed, compose_config, federate):

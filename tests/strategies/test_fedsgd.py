@@ -16,6 +16,7 @@ from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.exchange.messages import Header, Request
 from fednas_flwr.exchange.requests import TakeNetworkGradient
 from fednas_flwr.exchange.states import network_states, pack
+from fednas_flwr.names import PRECISIONS
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.randomness import seeded
 
@@ -141,6 +142,14 @@ def test_batch_norm_and_an_auxiliary_head_are_trained_as_without_a_federation(
         optimizer.step()
     for name, tensor in network.state_dict().items():
         torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=1e-4, atol=1e-4)
+
+
+def test_the_precision_arrives_at_the_gradient(compose_config, federate):
+    full, half = (
+        start(federate(compose_config(*GRADIENTS, *UNEQUAL, own)), PLAIN_CNN, rounds=1)[1]
+        for own in (f"precision={precision}" for precision in PRECISIONS)
+    )
+    assert not torch.equal(*(next(network.parameters()) for network in (full, half)))
 
 
 def test_steps_of_a_round_drop_other_paths(compose_config, federate):
