@@ -15,7 +15,7 @@ let_be_missed              ``LinkState.activate_node``                    what a
 give_up_replies            ``start_client_internal._push_messages``       a client process that ends
                                                                           in mid-reply blocks its
                                                                           SuperNode for ever
-ask_sooner                 ``start_client_internal.time``                a message waits for 3 s, a
+ask_sooner                 ``start_client_internal.time``                 a message waits for 3 s, a
                                                                           reply for .5 s
 start_clients_by           ``SubprocessExecutor.launch``                  every message imports
                                                                           torch; a server may start
