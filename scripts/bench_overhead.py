@@ -123,7 +123,8 @@ def main() -> int:
 
 def measure_inline(repeats: int) -> float:
     """Return the CPU time of an inline search over that of the bare loop, the median of pairs."""
-    config = configured("rounds=3", "search_space=nasbench201_small", "device=cpu")
+    settings = ("rounds=3", "search_space=nasbench201_small", "device=cpu")
+    config = configured(*settings, "algorithm.beta_decay=0")
     data = make_data(config)
     prepared = data[0]
     clients = [make_client(config, i, data=data, networks={}) for i in range(config.clients)]

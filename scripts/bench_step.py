@@ -52,6 +52,7 @@ SIZES: dict[str, tuple[Space, int]] = {
 }
 # (sums of steps), (over sums of steps), limit by the size's first letter
 RATIOS: tuple[tuple[tuple[str, ...], tuple[str, ...], dict[str, float]], ...] = (
+    (("plain, batch norm",), ("reference, batch norm",), {"S": 0.35, "L": 0.45}),
     (("private weights",), ("reference weights",), {"S": 0.60, "L": 0.70}),
     (("private weights",), ("plain weights",), {"S": 1.12, "L": 1.12}),
     (("private alphas",), ("plain alphas",), {"S": 1.10, "L": 1.10}),
@@ -110,12 +111,19 @@ def print_ratios(title: str, times: dict[str, list[float]], repeats: int) -> Non
 def make_steps(space: Space, batch_size: int, device: torch.device) -> dict[str, Step]:
     """Return the steps to be compared, on one batch and equal parameters."""
     x, y = make_batch(space.input_shape, batch_size, device)
-    reference, fast = (
-        make_supernet(replace(space, engine=engine), device) for engine in ("reference", "fast")
+    reference, fast, *batch_normed = (
+        make_supernet(replace(space, engine=engine, norm=norm), device)
+        for norm in (space.norm, "batch")
+        for engine in ("reference", "fast")
     )
     private = {"loss": cross_entropy, "max_norm": MAX_NORM}
     weights, alphas = fast.weights(), fast.alphas()
+    names = ("reference, batch norm", "plain, batch norm")  # weight steps
     return {
+        **{
+            name: functools.partial(weight_gradient_sum, network, (x, y), Tally())
+            for name, network in zip(names, batch_normed, strict=True)
+        },
         "reference weights": lambda: weight_gradient_sum(reference, (x, y), Tally()),
         "plain weights": lambda: weight_gradient_sum(fast, (x, y), Tally()),
         "private weights": lambda: clipped_gradient_sum(fast, x, y, parameters=weights, **private),

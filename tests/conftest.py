@@ -29,11 +29,21 @@ from fednas_flwr.reporting.events import read_events
 from fednas_flwr.stages.run_folder import create_run_folder, open_run_folder
 
 torch.set_num_threads(1)  # results must not depend on the number of cores
-settings.register_profile("no time limits", deadline=None)
-settings.load_profile("no time limits")
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
 # When logging is configured anew, as by Hydra's sweeps, absl (which dp-accounting imports) closes
 # what was sys.stderr when it was imported: here that would be the file of pytest's capture.
 absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
+LONGEST_FILES = (  # of a minute or more
+    *("test_generated_settings.py", "test_runtimes.py", "test_audit.py", "test_dpnas.py"),
+    *("test_noised_candidates.py", "test_private_verbs.py", "test_stopped.py", "test_api.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that all workers end at about the same time."""
+    places = {name: place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ from fednas_flwr.federation.grids import InProcessGrid
 
 POLL_S = 0.1
 STORED_BYTES = 100_000  # arrays of fewer travel with each message, which Ray does faster
+REPLY_BYTES = 4_000_000  # replies of fewer do without the store: a tenth of a small round's time
 
 
 class Worker:
@@ -200,6 +201,7 @@ def ray_grid(client_app: ClientApp, num_clients: int, runtime: Runtime) -> Itera
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if runtime.ray_address is None:
         settings["include_dashboard"] = False
+        settings["_system_config"] = {"max_direct_call_object_size": REPLY_BYTES}
     # null would join what RAY_ADDRESS or a file in /tmp/ray names, be it there or not
     ray.init(address=runtime.ray_address or "local", **settings)
     try:

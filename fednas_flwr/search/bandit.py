@@ -132,11 +132,11 @@ class Bandit:
 
     def _scale_after(self, rewards: list[float]) -> float:
         """Return the root of the running mean of squared rewards."""
-        mean_square = sum(reward**2 for reward in rewards) / len(rewards)
+        newest = math.hypot(*rewards) / math.sqrt(len(rewards))
         if self.scale == 0:
-            return math.sqrt(mean_square)
+            return newest
         kept = self.settings.scale_retention
-        return math.sqrt(kept * self.scale**2 + (1 - kept) * mean_square)
+        return math.hypot(math.sqrt(kept) * self.scale, math.sqrt(1 - kept) * newest)
 
     def to_json(self) -> dict[str, Any]:
         """Return what changes, as JSON values for a checkpoint."""

@@ -73,6 +73,7 @@ def test_groups_side_by_side_on_ray_equal_those_in_turn_inline(tmp_path):
         *("experiment=cfdnas/digits", "search_space.candidates=fdnas", "search_space.width=0.25"),
         *("rounds=1", "algorithm.group_rounds=1", "retrain.rounds=1", "retrain.local_epochs=1"),
         *("algorithm.search.warm_up_rounds=0", "retrain.exchange=gradients"),
+        "dataset.limit_train=300",
     ]
     folders = run_both(overrides, tmp_path)
     for name in ("phone", "server"):

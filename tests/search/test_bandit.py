@@ -27,7 +27,7 @@ SETTINGS = BanditSettings(
     resampled_share=0.0,
     sees_state=False,
 )
-rewards = st.floats(-10, 10)
+rewards = st.floats(-10, 10).map(lambda reward: round(reward, 9))
 
 
 def paper_faithful(*, alpha, beta):
