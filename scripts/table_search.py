@@ -21,6 +21,7 @@ RUNS = Path("runs/table_search")
 SMALL = ("dataset=fashion_mnist", "dataset.limit_train=2000", "clients=5")
 SEARCHES = {
     "recommended": ("experiment=search/recommended", *SMALL),
+    "data_free": ("experiment=search/data_free", *SMALL),
     "halving": ("experiment=search/halving", *SMALL),
     "random_search": ("experiment=random_search/fashion_mnist",),
     "fed_darts": ("experiment=fed_darts/fashion_mnist",),

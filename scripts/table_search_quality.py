@@ -31,17 +31,21 @@ DATA = (
 )
 IMAGES = ("dataset.crop_padding=4", "dataset.flip=true")  # where clients train
 ZERO_COST = ("algorithm=zero_cost", "algorithm.draws=250", "rounds=1")
-RECOMMENDED = ("experiment=search/recommended",)
+DATA_FREE = ("experiment=search/data_free",)
 CURED = ("algorithm.beta_decay=5", "algorithm.evaluate_every=0", *IMAGES)
 DARTS = ("algorithm=fed_darts", "rounds=8", *IMAGES)
 PAPER = ("algorithm=fed_darts", "rounds=10", "algorithm.beta_decay=0", *IMAGES)
 FNAS = ("algorithm=fnas", "rounds=300", "algorithm.batch_size=16", *CURED)
 DP_FNAS = ("algorithm=dp_fnas", "rounds=50", "privacy.epsilon=3", *CURED)
+DEEP = ("search_space.channels=4", "search_space.num_cells=5")  # as deep as the table's networks
+RECOMMENDED = ("experiment=search/recommended", *DEEP, *IMAGES)
 HALVING = ("experiment=search/halving", *IMAGES)
 PRIVATE = ("experiment=search/halving_private", *IMAGES)
 ROWS = [  # search, partition, settings; without a partition where no record is read
     ("zero_cost", "none", ZERO_COST),
-    ("recommended", "none", RECOMMENDED),
+    ("data_free", "none", DATA_FREE),
+    ("recommended", "iid", RECOMMENDED),
+    ("recommended", "dirichlet", RECOMMENDED),
     ("fed_darts", "iid", DARTS),
     ("fed_darts", "dirichlet", DARTS),
     ("fed_darts without beta_decay", "iid", PAPER),

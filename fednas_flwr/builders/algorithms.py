@@ -613,7 +613,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         _successive_halving,
         search_releases=_successive_halving_releases,
         retrain_releases=_fed_avg_releases,
-        refuses=refusals.of_scores,
+        refuses=refusals.of_successive_halving,
         trains_supernet=False,
     ),
     **dict.fromkeys(

@@ -411,6 +411,30 @@ def of_fedex(config: Config) -> None:
         )
 
 
+def of_successive_halving(config: Config) -> None:
+    """Refuse what :func:`of_scores` does, and ranking by local training that cannot be."""
+    from fednas_flwr.strategies.successive_halving import num_rungs
+
+    of_scores(config)
+    algorithm = config.algorithm
+    assert isinstance(algorithm, SuccessiveHalvingSettings)
+    if algorithm.rewarded == "averaged":
+        return
+    if not isinstance(config.privacy, NoPrivacy):
+        raise ConfigError(
+            f"algorithm.rewarded={algorithm.rewarded} with privacy=dp: training losses are no "
+            "planned release; set algorithm.rewarded=averaged."
+        )
+    keep, eta = algorithm.pool.keep, algorithm.eta
+    rungs = num_rungs(keep, eta)
+    if config.rounds > rungs:
+        raise ConfigError(
+            f"rounds={config.rounds} with algorithm.rewarded=local: at most {rungs} rounds have "
+            f"something to choose with algorithm.pool.keep={keep} and algorithm.eta={eta}; set "
+            f"rounds={rungs} or fewer."
+        )
+
+
 def of_scores(config: Config) -> None:
     """Refuse scores that do not exist."""
     from fednas_flwr.search.scores import SCORES

@@ -59,6 +59,7 @@ from fednas_flwr.exchange.requests import (
     Describe,
     Evaluate,
     KeepModel,
+    LocalTraining,
     MeasureLatency,
     Personalise,
     Probe,
@@ -387,7 +388,12 @@ def train_paths(client: Client, request: Request, asked: TrainCandidates) -> Rep
 
 
 def reward_candidates(client: Client, request: Request, asked: RewardCandidates) -> Reply:
-    """``evaluate.candidates``: each candidate's accuracy on validation records, as ``rewards``."""
+    """``evaluate.candidates``: each candidate's accuracy on validation records, as ``rewards``.
+
+    With ``training`` the reward is :func:`trained_rewards`.
+    """
+    if asked.training is not None:
+        return trained_rewards(client, request, asked.training)
     split = client.data.validation
     with before_reading(request):
         described = asked.network or {"name": SUPERNET}
@@ -418,6 +424,32 @@ def reward_candidates(client: Client, request: Request, asked: RewardCandidates)
     loss = sum(metrics.loss for metrics in measured) / len(measured)
     states = {"rewards": {"rewards": accuracies}}
     return make_reply(len(split), states, {"validation_loss": loss})
+
+
+def trained_rewards(client: Client, request: Request, training: LocalTraining) -> Reply:
+    """Return how fast the members of a pool train, each from the weights that were sent.
+
+    A member's reward, from 0 to 1, is ``exp(-loss)`` with the mean training loss of the last local
+    epoch, before each step on its batch: a training speed estimate (Ru et al. 2021,
+    arXiv 2006.04492, TSE-E with E = 1). All members see the same batches. Exact clients only: the
+    loss depends on every record that a step has read.
+    """
+    with before_reading(request):
+        pool = client.network(training.network, network_states_of(request))
+        if not isinstance(pool, Pool):
+            raise ValueError(f"network {training.network['name']!r} is no pool of candidates")
+        if client.gate is not None:
+            raise ConfigError(
+                "refused, training of candidates with privacy=dp: their losses are no planned "
+                "release; set algorithm.rewarded=averaged."
+            )
+    losses = []
+    for member in pool.members:
+        _, metrics = prepare(client, request, training, member, {})()
+        losses.append(metrics["train_loss"])
+    rewards = torch.tensor(losses).neg().exp().nan_to_num(nan=0.0)
+    records = _num_records(client, training.split)
+    return make_reply(records, {"rewards": {"rewards": rewards}}, {})
 
 
 def probe(client: Client, request: Request, asked: Probe) -> Reply:

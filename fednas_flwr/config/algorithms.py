@@ -254,6 +254,9 @@ class SuccessiveHalvingSettings(AlgorithmSettings):
         local_epochs: Of every client, a round.
         batch_size: Of a client's step.
         weights: Of the weights' optimiser.
+        rewarded: What ranks networks: the validation accuracy of the clients' average
+            (``averaged``), or how fast each client's own copy trains (``local``), in one exchange a
+            rung.
     """
 
     pool: PoolSettings
@@ -261,6 +264,7 @@ class SuccessiveHalvingSettings(AlgorithmSettings):
     local_epochs: Steps
     batch_size: Count
     weights: SGD
+    rewarded: Annotated[str, OneOf(REWARDED)]
 
 
 @dataclass(frozen=True)

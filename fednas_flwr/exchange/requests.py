@@ -266,33 +266,40 @@ class RewardCandidates(Settings):
     """``evaluate.candidates``: of paths through the supernet, or of the members of a pool.
 
     Attributes:
-        candidates: Paths, see :class:`TrainCandidates`; None is ``network``.
-        network: What a pool is built from; None is ``candidates``.
+        candidates: Paths, see :class:`TrainCandidates`; None for a pool.
+        network: What a pool is built from, which is measured as it was sent.
+        training: Of a pool, which is measured by how it trains; of the result nothing is returned.
         sparse: Whether the request carries the weights of the paths only.
     """
 
     candidates: Candidates | None = None
     site: Site | None = None
     network: Description | None = None
+    training: LocalTraining | None = None
     sparse: bool = False
 
     def __post_init__(self) -> None:
-        """Check the ranges, that one of the two is given, and how many candidates there are."""
+        """Check the ranges, that one of the three is given, and how many candidates there are."""
         super().__post_init__()
-        if (self.candidates is None) == (self.network is None):
-            raise ConfigError("candidates or network must be given, and not both.")
-        if self.network is not None and self.sparse:
+        if [self.candidates, self.network, self.training].count(None) != 2:
+            raise ConfigError("candidates, network or training must be given, and only one.")
+        if self.candidates is None and self.sparse:
             raise ConfigError("sparse=True is of candidates by their paths: a pool travels whole.")
-        if self.network is not None:
-            members = self.network.get("genotypes")
+        if self.candidates is None:
+            members = self.pool.get("genotypes")
             count = len(members) if isinstance(members, list) else 0
             wanted = f"a list of 1 to {MOST_CANDIDATES}"
             check_range(1 <= count <= MOST_CANDIDATES, "genotypes", members, wanted)
 
     @property
+    def pool(self) -> Description:
+        """What a pool is built from; empty for paths."""
+        return self.network or (self.training.network if self.training is not None else {})
+
+    @property
     def count(self) -> int:
         """How many candidates are measured."""
-        return len(self.candidates or (self.network or {})["genotypes"])
+        return len(self.candidates or self.pool["genotypes"])
 
 
 @dataclass(frozen=True)

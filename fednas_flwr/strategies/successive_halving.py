@@ -34,6 +34,11 @@ class SuccessiveHalving(RoundStrategy):
     first costs most; of the text all rungs cost the same, and survivors train longer. The learning
     rate is annealed over all rounds, since training is continued.
 
+    With ``rewarded="local"`` no network is averaged: each round is one exchange, in which all
+    clients train all networks that are left from their first weights, and return how fast each
+    trains, see ``clients.verbs.trained_rewards``. The averages of a few local epochs are poor
+    models of deep networks, and rank them by chance. Not with privacy.
+
     With privacy each step is one release of all networks' gradients, see ``NoisedGradients``, and
     each measurement one of all accuracies.
 
@@ -50,6 +55,8 @@ class SuccessiveHalving(RoundStrategy):
         local_epochs: Passes over each client's training records per round.
         batch_size: Records per step.
         weights: SGD, annealed over the rounds.
+        rewarded: What ranks the networks: the validation accuracy of the clients' average
+            (``averaged``), or the training loss of each client's own copy (``local``).
         **shared: See :class:`RoundStrategy`.
     """
 
@@ -68,6 +75,7 @@ class SuccessiveHalving(RoundStrategy):
         local_epochs: int,
         batch_size: int,
         weights: SGD,
+        rewarded: str,
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
@@ -75,9 +83,10 @@ class SuccessiveHalving(RoundStrategy):
         self.choose, self.describe, self.make_network = choose, describe, make_network
         self.seed, self.keep, self.eta = seed, keep, eta
         self.local_epochs, self.batch_size, self.weights = local_epochs, batch_size, weights
+        self.rewarded = rewarded
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
-        """Train what is left; at the end of a rung measure it, and keep the best."""
+        """Train what is left; at the end of a rung keep the best."""
         if "pool" not in self.values:
             generator = make_generator(self.seed, "successive_halving")
             self._set_pool(list(self.choose(generator))[: self.keep])
@@ -90,12 +99,15 @@ class SuccessiveHalving(RoundStrategy):
             0.0,
             0.0,
         )
-        request = Train(local, site=self.site)
-        metrics = self.train("train.weights", request, self.weights.momentum)
-        metrics |= {"candidates": float(len(self.pool()))}
+        metrics = {"candidates": float(len(self.pool()))}
+        measured = RewardCandidates(training=local, site=self.site)
+        if self.rewarded == "averaged":
+            request = Train(local, site=self.site)
+            metrics |= self.train("train.weights", request, self.weights.momentum)
+            measured = RewardCandidates(network=self.describe(self.pool()), site=self.site)
         left = num_left(server_round, num_rounds, keep=self.keep, eta=self.eta)
         if left < len(self.pool()):
-            metrics |= self._halve(left, server_round)
+            metrics |= self._halve(left, server_round, measured)
         return metrics
 
     def pool(self) -> list[Genotype]:
@@ -123,10 +135,9 @@ class SuccessiveHalving(RoundStrategy):
         """Return the pool's networks, newly initialised."""
         return self.make_network(self.describe(self.pool()))
 
-    def _halve(self, left: int, server_round: int) -> dict[str, float]:
+    def _halve(self, left: int, server_round: int, request: RewardCandidates) -> dict[str, float]:
         """Measure all networks, keep the ``left`` best and return metrics; ties: the earlier."""
         pool = self.pool()
-        request = RewardCandidates(network=self.describe(pool), site=self.site)
         rewards, noise, metrics = self.reward(request)
         self.courier.emit(
             "rewarded", stage=self.stage, round=server_round, genotypes=self.values["pool"],
@@ -145,6 +156,8 @@ class SuccessiveHalving(RoundStrategy):
             names = (name for name, _, _ in self.layouts["weights"].entries)
             self._velocity = pack({name: tensors[name_before(name, kept)] for name in names})
         mean, best = sum(rewards) / len(rewards), max(rewards)
+        if self.rewarded == "local":
+            return {"train_loss": -math.log(max(mean, 1e-30)), **metrics}
         return {"validation_accuracy": mean, "validation_best": best, **metrics}
 
 
@@ -155,9 +168,13 @@ def num_left(server_round: int, num_rounds: int, *, keep: int, eta: int) -> int:
         >>> [num_left(r, 8, keep=12, eta=2) for r in range(9)]
         [12, 12, 6, 6, 3, 3, 2, 2, 1]
     """
-    rungs = math.ceil(math.log(keep, eta) - 1e-9)
-    divisor: int = eta ** (rungs * server_round // num_rounds)
+    divisor: int = eta ** (num_rungs(keep, eta) * server_round // num_rounds)
     return -(-keep // divisor)
+
+
+def num_rungs(keep: int, eta: int) -> int:
+    """Return after how many choices of one in ``eta`` a single one of ``keep`` networks is left."""
+    return math.ceil(math.log(keep, eta) - 1e-9)
 
 
 def releases(
