@@ -103,7 +103,13 @@ def _retrains(c: Config) -> bool:
 def _trains_models(c: Config) -> bool:
     """Return whether clients of a search answer with models that they have trained."""
     tries_none = isinstance(c.algorithm, RandomSearchSettings) and c.algorithm.trial_rounds == 0
-    return not (tries_none or isinstance(c.algorithm, FNASSettings | ZeroCostSettings))
+    others = isinstance(c.algorithm, FNASSettings | ZeroCostSettings)
+    return not (tries_none or others or _halves_by_local_training(c))
+
+
+def _halves_by_local_training(c: Config) -> bool:
+    algorithm = c.algorithm
+    return isinstance(algorithm, SuccessiveHalvingSettings) and algorithm.rewarded == "local"
 
 
 def _fixed(c: Config) -> bool:
@@ -338,6 +344,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: isinstance(c.algorithm, FNASSettings) and not _retrains(c),
         "algorithm={c.algorithm.name} and stages={c.stages}: clients send gradients",
         "remove it; the server steps with algorithm.weights.momentum",
+    ),
+    Rule(
+        "momentum",
+        lambda c: _halves_by_local_training(c) and not _retrains(c),
+        "algorithm.rewarded=local and stages={c.stages}: no trained model is sent",
     ),
     Rule(
         "momentum",

@@ -154,6 +154,7 @@ class Evaluated:
 
     network: object
     candidates: None = None
+    training: None = None
     site: Site = SITE
     sparse: bool = False
 
@@ -180,7 +181,16 @@ def test_what_is_no_private_pool_is_refused_before_a_record_is_read(
     assert site.rows() == []
 
 
+def test_members_are_not_trained_to_be_measured(site, pool, no_record):
+    """Of their losses no plan bounds what a record moves."""
+    training = LocalTraining(pool.described, "train", Amount(1, None, 4), STEP, 0.0, 0.0)
+    settings = RewardCandidates(training=training, site=SITE)
+    with pytest.raises(ConfigError, match="refused, training of candidates with privacy=dp"):
+        ask(site, "evaluate.candidates", "search", settings, pool.states)
+    assert site.rows() == []
+
+
 @pytest.mark.parametrize("given", [{}, {"candidates": [[0]], "network": {"genotypes": [{}]}}])
 def test_paths_or_a_pool_are_measured_and_not_both(given):
-    with pytest.raises(ConfigError, match="candidates or network must be given, and not both"):
+    with pytest.raises(ConfigError, match="candidates, network or training must be given"):
         RewardCandidates(**given)

@@ -141,6 +141,7 @@ pools = st.builds(
     descriptions,
     st.lists(descriptions, min_size=1, max_size=3),
 )
+pool_trainings = st.builds(lambda training, pool: replace(training, network=pool), trainings, pools)
 here = st.none() | sites
 gradients = st.builds(
     TakeGradients,
@@ -206,7 +207,8 @@ ALL = {
     "evaluate.candidates": st.builds(
         RewardCandidates, candidates=paths, site=here, sparse=st.booleans()
     )
-    | st.builds(RewardCandidates, network=pools, site=here),
+    | st.builds(RewardCandidates, network=pools, site=here)
+    | st.builds(RewardCandidates, training=pool_trainings, site=here),
     "evaluate.model": st.builds(Evaluate, network=descriptions, split=names, site=here),
     "evaluate.personalised": st.builds(Personalise, local=trainings),
 }

@@ -36,7 +36,7 @@ SEARCH = [
 ]
 
 
-def searched_by(federation):
+def searched_by(federation, rounds=ROUNDS):
     """Run a search; keep what was asked and answered, and the pool's states after each round."""
     strategy, federation.asked, federation.after = federation.strategy, [], []
     ask, run_round = federation.courier.ask, strategy.run_round
@@ -55,7 +55,7 @@ def searched_by(federation):
         return metrics
 
     federation.courier.ask, strategy.run_round = recording, remembered
-    strategy.start(federation.grid, num_rounds=ROUNDS)
+    strategy.start(federation.grid, num_rounds=rounds)
     assert not [e for e in federation.events if e["event"] in ("client_failed", "warning")]
     return federation
 
@@ -123,8 +123,8 @@ def test_all_train_in_one_exchange_a_round_and_one_more_ends_a_rung(searched):
 
 
 def sent_genotypes(settings):
-    network = getattr(getattr(settings, "local", settings), "network", None) or {}
-    return network.get("genotypes", [])
+    local = getattr(settings, "local", None) or getattr(settings, "training", None) or settings
+    return (getattr(local, "network", None) or {}).get("genotypes", [])
 
 
 def member(packed, layout_of, index):
@@ -194,6 +194,94 @@ def test_the_best_by_pooled_accuracy_stay_with_what_they_have_learnt(searched):
             state, _, index, own = name.split(".", 3)
             assert torch.equal(tensor, before[f"{state}.members.{kept[int(index)]}.{own}"])
     assert to_json(searched.strategy.derive()) == searched.after[-1][0][0]
+
+
+LOCAL = [*SEARCH, "algorithm.rewarded=local", "algorithm.local_epochs=2", "rounds=2"]
+
+
+def test_by_local_training_a_rung_is_one_exchange_and_the_fastest_stay(compose_config, federate):
+    """As fast as each member trains alone, from its first weights, on the same batches."""
+    searched = searched_by(federate(compose_config(*LOCAL)), rounds=2)
+    rewarded = [event for event in searched.events if event["event"] == "rewarded"]
+    asked = [entry for entry in searched.asked if entry[1] is not None and sent_genotypes(entry[1])]
+    assert [verb for verb, *_ in asked] == ["evaluate.candidates"] * 2
+    first = asked[0][2]["weights"]["float32"]
+    for number, ((_, settings, sent, replies), event) in enumerate(
+        zip(asked, rewarded, strict=True), 1
+    ):
+        described = settings.training.network
+        pool = make_network(described)
+        layouts = {s: Layout.of(t) for s, t in network_states(pool).items()}
+        losses = torch.zeros(len(pool), len(searched.clients), dtype=torch.float64)
+        for client in searched.clients:
+            for index, genotype in enumerate(described["genotypes"]):
+                alone = {k: v for k, v in described.items() if k != "genotypes"}
+                training = Train(
+                    replace(
+                        settings.training,
+                        network=alone | {"name": "derived", "genotype": genotype},
+                    )
+                )
+                states = {
+                    s: pack(member(sent[s], layouts[s], index)) for s in ("weights", "buffers")
+                }
+                header = Header("run", "search", number, 1, client.index, "nonce")
+                reply = answer(client, Request("train.weights", header, training, states))
+                losses[index, client.index] = reply.metrics["train_loss"]
+            found = replies[client.index].states["rewards"]["float32"]
+            expected = losses[:, client.index].neg().exp().float()
+            torch.testing.assert_close(found, expected)
+            assert set(replies[client.index].states) == {"rewards"}
+        records = torch.tensor([len(c.data.train) for c in searched.clients], dtype=torch.float64)
+        means = losses.neg().exp() @ records / records.sum()
+        assert event["rewards"] == pytest.approx(means.tolist(), rel=1e-5)
+        best = sorted(range(len(pool)), key=lambda i: -event["rewards"][i])
+        left, _ = searched.after[number - 1]
+        assert left == [
+            to_json(from_json(json.dumps(event["genotypes"][i]))) for i in best[: len(left)]
+        ]
+    assert [len(event["rewards"]) for event in rewarded] == [4, 2]
+    assert first.numel() > asked[1][2]["weights"]["float32"].numel()
+    assert to_json(searched.strategy.derive()) == searched.after[-1][0][0]
+
+
+def test_a_network_whose_local_training_diverges_is_rewarded_least(compose_config, federate):
+    diverging = ["lr=9000", "weight_decay=0", "clip_norm=null"]
+    overrides = [f"algorithm.weights.{setting}" for setting in diverging]
+    searched = searched_by(federate(compose_config(*LOCAL, *overrides)), rounds=2)
+    rewards = [r for e in searched.events if e["event"] == "rewarded" for r in e["rewards"]]
+    assert all(0 <= reward <= 1 for reward in rewards)
+    assert min(rewards) == 0
+
+
+def test_secure_sums_of_local_training_rank_alike(run_inline):
+    shared = ["clients=3", "partition=iid", "stages=[search]", "tensorboard=false"]
+    plain, summed = (
+        [
+            event["rewards"]
+            for event in run_inline(*LOCAL, *shared, sums).events
+            if event["event"] == "rewarded"
+        ]
+        for sums in ("secure_sum=false", "secure_sum=true")
+    )
+    assert [len(rewards) for rewards in plain] == [4, 2]
+    for one, other in zip(plain, summed, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["rounds=3"], "rounds=3 with algorithm.rewarded=local: at most 2 rounds .* rounds=2"),
+        (
+            ["privacy=dp", "search_space.norm=group", "retrain.norm=group"],
+            "algorithm.rewarded=local with privacy=dp: .* set algorithm.rewarded=averaged",
+        ),
+    ],
+)
+def test_ranking_by_local_training_that_cannot_be_is_refused(overrides, sentence, compose_config):
+    with pytest.raises(ConfigError, match=sentence):
+        compose_config(*LOCAL, *overrides)
 
 
 @pytest.mark.parametrize(
