@@ -120,14 +120,20 @@ def prepare_search(
 
 
 def prepare_training(
-    client: Client, request: Request, local: LocalTraining, network: nn.Module, planned: Plan
+    client: Client,
+    request: Request,
+    local: LocalTraining,
+    network: nn.Module,
+    planned: Plan,
+    *,
+    generator: torch.Generator | None = None,
 ) -> Training:
     """Return what trains the weights of a network.
 
     In private mode DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1) with momentum on the noised
     gradients: every step is a release of its own, from which the weights follow. ``clip_norm``
     bounds the noised mean, beside the clipping of each record. Arguments as
-    :func:`prepare_search`.
+    :func:`prepare_search`; ``generator`` is of exact batches, None makes the request's.
     """
     gradients = _gradients(
         client,
@@ -136,7 +142,7 @@ def prepare_training(
         local.split,
         None,
         planned,
-        generator=client.generator(request.header, "weights"),
+        generator=generator or client.generator(request.header, "weights"),
         auxiliary_weight=local.auxiliary_weight,
     )
     network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]

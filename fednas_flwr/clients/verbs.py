@@ -28,6 +28,7 @@ from fednas_flwr.clients.local_training import (
     Plan,
     clipped_decreases,
     prepare,
+    prepare_training,
     refresh_statistics,
     validation_losses,
 )
@@ -431,8 +432,9 @@ def trained_rewards(client: Client, request: Request, training: LocalTraining) -
 
     A member's reward, from 0 to 1, is ``exp(-loss)`` with the mean training loss of the last local
     epoch, before each step on its batch: a training speed estimate (Ru et al. 2021,
-    arXiv 2006.04492, TSE-E with E = 1). All members see the same batches. Exact clients only: the
-    loss depends on every record that a step has read.
+    arXiv 2006.04492, TSE-E with E = 1). The learning rate is annealed over the local epochs, each
+    of which begins with no momentum. All members see the same batches. Exact clients only: the loss
+    depends on every record that a step has read.
     """
     with before_reading(request):
         pool = client.network(training.network, network_states_of(request))
@@ -443,9 +445,16 @@ def trained_rewards(client: Client, request: Request, training: LocalTraining) -
                 "refused, training of candidates with privacy=dp: their losses are no planned "
                 "release; set algorithm.rewarded=averaged."
             )
+    epochs = training.amount.epochs
+    assert epochs is not None  # of any such request
     losses = []
     for member in pool.members:
-        _, metrics = prepare(client, request, training, member, {})()
+        generator = client.generator(request.header, "weights")
+        for epoch in range(1, epochs + 1):
+            sgd = training.weights.at_round(epoch, epochs)
+            local = replace(training, amount=replace(training.amount, epochs=1), weights=sgd)
+            train = prepare_training(client, request, local, member, {}, generator=generator)
+            _, metrics = train()
         losses.append(metrics["train_loss"])
     rewards = torch.tensor(losses).neg().exp().nan_to_num(nan=0.0)
     records = _num_records(client, training.split)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -54,7 +55,7 @@ class SuccessiveHalving(RoundStrategy):
         eta: Of how many networks one stays, at least 2.
         local_epochs: Passes over each client's training records per round.
         batch_size: Records per step.
-        weights: SGD, annealed over the rounds.
+        weights: SGD, annealed over the rounds, or over the local epochs of ``local``.
         rewarded: What ranks the networks: the validation accuracy of the clients' average
             (``averaged``), or the training loss of each client's own copy (``local``).
         **shared: See :class:`RoundStrategy`.
@@ -91,20 +92,16 @@ class SuccessiveHalving(RoundStrategy):
             generator = make_generator(self.seed, "successive_halving")
             self._set_pool(list(self.choose(generator))[: self.keep])
             self.layouts, self.states = self._initial(self._network())
-        local = LocalTraining(
-            self.describe(self.pool()),
-            "train",
-            self.amount(self.local_epochs, self.batch_size),
-            self.client_weights(self.weights.at_round(server_round, num_rounds)),
-            0.0,
-            0.0,
-        )
+        described = self.describe(self.pool())
+        amount = self.amount(self.local_epochs, self.batch_size)
+        local = LocalTraining(described, "train", amount, self.weights, 0.0, 0.0)
         metrics = {"candidates": float(len(self.pool()))}
         measured = RewardCandidates(training=local, site=self.site)
         if self.rewarded == "averaged":
-            request = Train(local, site=self.site)
+            weights = self.client_weights(self.weights.at_round(server_round, num_rounds))
+            request = Train(replace(local, weights=weights), site=self.site)
             metrics |= self.train("train.weights", request, self.weights.momentum)
-            measured = RewardCandidates(network=self.describe(self.pool()), site=self.site)
+            measured = RewardCandidates(network=described, site=self.site)
         left = num_left(server_round, num_rounds, keep=self.keep, eta=self.eta)
         if left < len(self.pool()):
             metrics |= self._halve(left, server_round, measured)
