@@ -141,7 +141,10 @@ pools = st.builds(
     descriptions,
     st.lists(descriptions, min_size=1, max_size=3),
 )
-pool_trainings = st.builds(lambda training, pool: replace(training, network=pool), trainings, pools)
+pool_trainings = st.builds(
+    lambda training, pool, amount: replace(training, network=pool, amount=amount),
+    *(trainings, pools, amounts.filter(lambda amount: amount.epochs is not None)),
+)
 here = st.none() | sites
 gradients = st.builds(
     TakeGradients,

@@ -200,49 +200,51 @@ LOCAL = [*SEARCH, "algorithm.rewarded=local", "algorithm.local_epochs=2", "round
 
 
 def test_by_local_training_a_rung_is_one_exchange_and_the_fastest_stay(compose_config, federate):
-    """As fast as each member trains alone, from its first weights, on the same batches."""
     searched = searched_by(federate(compose_config(*LOCAL)), rounds=2)
     rewarded = [event for event in searched.events if event["event"] == "rewarded"]
     asked = [entry for entry in searched.asked if entry[1] is not None and sent_genotypes(entry[1])]
     assert [verb for verb, *_ in asked] == ["evaluate.candidates"] * 2
-    first = asked[0][2]["weights"]["float32"]
-    for number, ((_, settings, sent, replies), event) in enumerate(
-        zip(asked, rewarded, strict=True), 1
-    ):
-        described = settings.training.network
-        pool = make_network(described)
-        layouts = {s: Layout.of(t) for s, t in network_states(pool).items()}
-        losses = torch.zeros(len(pool), len(searched.clients), dtype=torch.float64)
-        for client in searched.clients:
-            for index, genotype in enumerate(described["genotypes"]):
-                alone = {k: v for k, v in described.items() if k != "genotypes"}
-                training = Train(
-                    replace(
-                        settings.training,
-                        network=alone | {"name": "derived", "genotype": genotype},
-                    )
-                )
-                states = {
-                    s: pack(member(sent[s], layouts[s], index)) for s in ("weights", "buffers")
-                }
-                header = Header("run", "search", number, 1, client.index, "nonce")
-                reply = answer(client, Request("train.weights", header, training, states))
-                losses[index, client.index] = reply.metrics["train_loss"]
-            found = replies[client.index].states["rewards"]["float32"]
-            expected = losses[:, client.index].neg().exp().float()
-            torch.testing.assert_close(found, expected)
-            assert set(replies[client.index].states) == {"rewards"}
-        records = torch.tensor([len(c.data.train) for c in searched.clients], dtype=torch.float64)
-        means = losses.neg().exp() @ records / records.sum()
-        assert event["rewards"] == pytest.approx(means.tolist(), rel=1e-5)
-        best = sorted(range(len(pool)), key=lambda i: -event["rewards"][i])
-        left, _ = searched.after[number - 1]
-        assert left == [
-            to_json(from_json(json.dumps(event["genotypes"][i]))) for i in best[: len(left)]
-        ]
     assert [len(event["rewards"]) for event in rewarded] == [4, 2]
-    assert first.numel() > asked[1][2]["weights"]["float32"].numel()
+    for (_, settings, _, replies), event in zip(asked, rewarded, strict=True):
+        assert {name for reply in replies.values() for name in reply.states} == {"rewards"}
+        own = [replies[client.index].states["rewards"]["float32"] for client in searched.clients]
+        records = torch.tensor([len(client.data.train) for client in searched.clients])
+        means = torch.stack(own, dim=1).double() @ records.double() / records.sum()
+        assert event["rewards"] == pytest.approx(means.tolist(), rel=1e-5)
+        best = sorted(range(len(means)), key=lambda index: -event["rewards"][index])
+        left, _ = searched.after[event["round"] - 1]
+        kept = best[: len(left)]
+        assert left == [to_json(from_json(json.dumps(event["genotypes"][i]))) for i in kept]
+        assert settings.training.split == "train"
     assert to_json(searched.strategy.derive()) == searched.after[-1][0][0]
+
+
+def test_rewards_of_local_training_are_those_of_a_plain_loop(compose_config, federate):
+    """Each member from the weights that were sent, on the same batches, annealed by epochs."""
+    searched = searched_by(federate(compose_config(*LOCAL)), rounds=2)
+    _, settings, sent, _ = next(e for e in searched.asked if e[0] == "evaluate.candidates")
+    training, client = settings.training, searched.clients[0]
+    header = Header("run", "search", 1, 1, client.index, "nonce")
+    reply = answer(client, Request("evaluate.candidates", header, settings, sent))
+    expected = []
+    for index in range(4):
+        pool = make_network(training.network)
+        load_states(pool, sent)
+        network, generator = pool.members[index].train(), client.generator(header, "weights")
+        for lr in (0.1, 0.055):  # half-way to .01, by the cosine
+            sgd = torch.optim.SGD(network.parameters(), lr, momentum=0.9, weight_decay=3e-4)
+            losses = []
+            for x, y in client.epoch(client.data.train, batch_size=16, generator=generator):
+                loss = torch.nn.functional.cross_entropy(network(x), y, reduction="none")
+                losses += loss.tolist()
+                sgd.zero_grad()
+                loss.mean().backward()
+                torch.nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+                sgd.step()
+        expected.append(math.exp(-sum(losses) / len(losses)))
+    found = reply.states["rewards"]["float32"].tolist()
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert len(set(found)) == 4
 
 
 def test_a_network_whose_local_training_diverges_is_rewarded_least(compose_config, federate):
