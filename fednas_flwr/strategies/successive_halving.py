@@ -96,8 +96,9 @@ class SuccessiveHalving(RoundStrategy):
         amount = self.amount(self.local_epochs, self.batch_size)
         local = LocalTraining(described, "train", amount, self.weights, 0.0, 0.0)
         metrics = {"candidates": float(len(self.pool()))}
-        measured = RewardCandidates(training=local, site=self.site)
-        if self.rewarded == "averaged":
+        if self.rewarded == "local":
+            measured = RewardCandidates(training=local, site=self.site)
+        else:
             weights = self.client_weights(self.weights.at_round(server_round, num_rounds))
             request = Train(replace(local, weights=weights), site=self.site)
             metrics |= self.train("train.weights", request, self.weights.momentum)
