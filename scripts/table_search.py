@@ -24,6 +24,7 @@ SEARCHES = {
     "data_free": ("experiment=search/data_free", *SMALL),
     "halving": ("experiment=search/halving", *SMALL),
     "random_search": ("experiment=random_search/fashion_mnist",),
+    "random_search, as long": ("experiment=random_search/fashion_mnist", "rounds=22"),
     "fed_darts": ("experiment=fed_darts/fashion_mnist",),
     "fed_darts, beta_decay": ("experiment=fed_darts/fashion_mnist", "algorithm.beta_decay=5"),
     "fnas": ("experiment=fnas/fashion_mnist",),
