@@ -405,9 +405,7 @@ def reward_candidates(client: Client, request: Request, asked: RewardCandidates)
             candidates: list[nn.Module] = [Candidate(network, path) for path in asked.candidates]
             largest: list[nn.Module] = [Candidate(network, path) for path in all_alike(network)]
         else:
-            network = client.network(described, network_states_of(request)).eval()
-            if not isinstance(network, Pool):
-                raise ValueError(f"network {described['name']!r} is no pool of candidates")
+            network = request_pool(client, request, described).eval()
             candidates = largest = list(network.members)
         if client.gate is not None:
             planned = admit(client.gate, request, network)["rewards"]
@@ -437,9 +435,7 @@ def trained_rewards(client: Client, request: Request, training: LocalTraining) -
     depends on every record that a step has read.
     """
     with before_reading(request):
-        pool = client.network(training.network, network_states_of(request))
-        if not isinstance(pool, Pool):
-            raise ValueError(f"network {training.network['name']!r} is no pool of candidates")
+        pool = request_pool(client, request, training.network)
         if client.gate is not None:
             raise ConfigError(
                 "refused, training of candidates with privacy=dp: their losses are no planned "
@@ -594,6 +590,14 @@ ANSWERS: dict[str, Callable[[Client, Request, Any], Reply]] = {
     "evaluate.model": evaluate_model,
     "evaluate.personalised": personalise,
 }
+
+
+def request_pool(client: Client, request: Request, described: Mapping[str, Any]) -> Pool:
+    """Return the pool that is described, with the states that the request carries."""
+    pool = client.network(described, network_states_of(request))
+    if not isinstance(pool, Pool):
+        raise ValueError(f"network {described['name']!r} is no pool of candidates")
+    return pool
 
 
 def request_supernet(client: Client, request: Request) -> Supernet:
