@@ -423,7 +423,8 @@ def of_successive_halving(config: Config) -> None:
     if not isinstance(config.privacy, NoPrivacy):
         raise ConfigError(
             f"algorithm.rewarded={algorithm.rewarded} with privacy=dp: training losses are no "
-            "planned release; set algorithm.rewarded=averaged."
+            "planned release; set algorithm.rewarded=averaged, or take a search that reads no "
+            "record, as experiment=search/recommended_private does."
         )
     keep, eta = algorithm.pool.keep, algorithm.eta
     rungs = num_rungs(keep, eta)
