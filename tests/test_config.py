@@ -38,6 +38,7 @@ GROUP = ["search_space.norm=group", "retrain.norm=group"]
 DP = "privacy=dp search_space.norm=group retrain.norm=group"
 SITES = f"runtime=deployment runtime.superlink=a partition=sites algorithm=dp_fnas {DP}"
 ARM = "{lr:.1,weight_decay:0,momentum:0,alpha_lr:0,alpha_weight_decay:0,dropout:0}"
+LOCAL = "algorithm=successive_halving algorithm.rewarded=local rounds=3"
 NEEDS = {  # what a file needs beside itself
     "algorithm=fdnas": ["search_space=mbconv", "retrain=mbconv"],
     "algorithm=cfdnas": ["search_space=mbconv", "retrain=mbconv"],
@@ -558,6 +559,9 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=random_search engine=fast", "trains no supernet"),
         ("algorithm=random_search algorithm.trial_rounds=0 algorithm.batch_size=3", "tries no net"),
         ("algorithm=fnas stages=[search] momentum=server", "clients send gradients"),
+        (f"{LOCAL} stages=[search] momentum=averaged", "no trained model is sent"),
+        (f"{LOCAL} stages=[search] wire=int8", "no trained model is sent"),
+        (f"{LOCAL} retrain.exchange=gradients momentum=server", "the server steps with retrain"),
         ("algorithm=zero_cost stages=[search] wire=int8", "in which no client trains"),
         ("algorithm=zero_cost stages=[search] precision=bfloat16", "in which no client trains"),
         ("algorithm=dpnas stages=[search] precision=bfloat16", "with algorithm.dp_aware"),

@@ -346,7 +346,7 @@ RULES: tuple[Rule, ...] = (
         "remove it; the server steps with algorithm.weights.momentum",
     ),
     Rule(
-        "momentum",
+        "momentum wire",
         lambda c: _halves_by_local_training(c) and not _retrains(c),
         "algorithm.rewarded=local and stages={c.stages}: no trained model is sent",
     ),
