@@ -2,8 +2,9 @@
 
     python scripts/table_search_quality.py --root <cifar10.npz> --table <file> [--seeds 5]
 
-The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). The data-free search by AZ-NAS on
-small networks and the one that we recommend stand beside federated DARTS with the regulariser of
+The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). The search that we recommend, as deep
+as the table's networks, and the data-free ones, by AZ-NAS on small networks and the one that we
+recommend where no record may be read, stand beside federated DARTS with the regulariser of
 beta-DARTS and without, FNAS and DP-FNAS with it, and successive halving. Found cells are looked
 up, not retrained. Continues where it was stopped; every finished run is added to
 scripts/results/search_quality.json. The file of images holds x_train, y_train, x_test and y_test.
