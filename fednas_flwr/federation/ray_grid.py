@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from importlib import import_module
@@ -46,22 +46,27 @@ class Worker:
         """Return True: the process is there."""
         return True
 
-    def answer(self, message: Message, arrays: Mapping[str, ArrayRecord]) -> tuple[Message, float]:
-        """Return the reply of the client that a message is for, and the seconds that it took.
+    def answer(
+        self, messages: Sequence[tuple[Message, int]], *arrays: Mapping[str, ArrayRecord]
+    ) -> list[tuple[Message, float]]:
+        """Return the replies of the clients that messages are for, and the seconds of each.
 
         Args:
-            message: Without its arrays.
-            arrays: By their names in its content.
+            messages: Without their arrays; with each the index of these.
+            arrays: By their names in a message's content.
         """
-        started = time.perf_counter()
-        message.content.update(arrays)
-        return self._grid.answer(message), time.perf_counter() - started
+        replies = []
+        for message, index in messages:
+            started = time.perf_counter()
+            message.content.update(arrays[index])
+            replies.append((self._grid.answer(message), time.perf_counter() - started))
+        return replies
 
 
 class RayGrid(InProcessGrid):
     """Hands messages to actors, see :class:`Dealer`; replies come as they are ready.
 
-    An actor that dies gives an error in place of the reply that it worked on, and another is
+    An actor that dies gives errors in place of the replies that it worked on, and another is
     started in its place. It takes part as soon as a machine has room for it.
 
     Args:
@@ -87,7 +92,7 @@ class RayGrid(InProcessGrid):
         self._dealer = Dealer()
         self._starting: dict[Any, Any] = {}  # actor by what Ray will have when it is there
         self._arrays: dict[str, Any] = {}  # or a reference to them, by message without a reply
-        self._answers: dict[str, Any] = {}  # by message that was handed out: reference to it
+        self._answers: dict[Any, Any] = {}  # by actor that is not idle: reference to its replies
         self._replies: dict[str, Message] = {}
         self._lock = threading.Lock()  # groups of clients are asked by threads of their own
         for _ in range(num_actors):
@@ -127,15 +132,16 @@ class RayGrid(InProcessGrid):
 
     def _hand_out(self) -> None:
         """Give queued messages to actors that are free."""
-        for actor, message in self._dealer.deal():
-            message_id = message.metadata.message_id
-            answer = actor.answer.remote(message, self._arrays[message_id])
-            self._answers[message_id] = answer
+        for actor, messages in self._dealer.deal():
+            arrays = [self._arrays[message.metadata.message_id] for message in messages]
+            different = {id(one): one for one in arrays}
+            index = {key: number for number, key in enumerate(different)}
+            pairs = [(m, index[id(one)]) for m, one in zip(messages, arrays, strict=True)]
+            self._answers[actor] = actor.answer.remote(pairs, *different.values())
 
     def _awaited(self) -> dict[Any, Any]:
         """Return each actor by the reference to what it does now."""
-        running = self._dealer.running.items()
-        return self._starting | {self._answers[m.metadata.message_id]: a for a, m in running}
+        return self._starting | {answer: actor for actor, answer in self._answers.items()}
 
     def _collect(self) -> None:
         """Keep the replies that are ready; start an actor for each that has died."""
@@ -143,24 +149,26 @@ class RayGrid(InProcessGrid):
             for reference in done:
                 actor, found = awaited[reference], self._result(reference)
                 begins = self._starting.pop(reference, None) is not None
+                self._answers.pop(actor, None)
                 if begins and found is not None:
                     self._dealer.join(actor)
                 elif found is not None:
-                    reply, seconds = found
-                    self._reply(self._dealer.finish(actor, seconds), reply)
+                    replies, seconds = zip(*found, strict=True)
+                    held = self._dealer.finish(actor, seconds)
+                    for message, reply in zip(held, replies, strict=True):
+                        self._reply(message, reply)
                 else:
-                    lost = self._dealer.give_up() if begins else self._dealer.lose(actor)
+                    lost = [self._dealer.give_up()] if begins else self._dealer.lose(actor)
                     reason = "the client's process has died, perhaps for want of memory"
-                    if lost is not None:
+                    for message in filter(None, lost):
                         error = Error(flower.CLIENT_RAISED, reason)
-                        self._reply(lost, Message(error, reply_to=lost))
+                        self._reply(message, Message(error, reply_to=message))
                     self._start_actor()
 
     def _reply(self, message: Message, reply: Message) -> None:
         """Keep the reply to a message, and nothing else of it."""
         message_id = message.metadata.message_id
         del self._arrays[message_id]
-        self._answers.pop(message_id, None)
         self._replies[message_id] = reply
 
     def _done(self, references: list[Any]) -> list[Any]:
