@@ -4,9 +4,9 @@
 
 The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). The search that we recommend, as deep
 as the table's networks, and the data-free ones, by AZ-NAS on small networks and the one that we
-recommend where no record may be read, stand beside federated DARTS with the regulariser of
-beta-DARTS and without, FNAS and DP-FNAS with it, and successive halving. Found cells are looked
-up, not retrained. Continues where it was stopped; every finished run is added to
+recommend where no record may be read, stand beside federated DARTS, FNAS and DP-FNAS, which have
+the regulariser of beta-DARTS and whose alphas begin with a lead for the cell of the data-free
+search, and beside federated DARTS without such a lead. Found cells are looked up, not retrained. Continues where it was stopped; every finished run is added to
 scripts/results/search_quality.json. The file of images holds x_train, y_train, x_test and y_test.
 ``--only`` makes the rows of one search.
 """
@@ -35,27 +35,22 @@ ZERO_COST = ("algorithm=zero_cost", "algorithm.draws=250", "rounds=1")
 DATA_FREE = ("experiment=search/data_free",)
 CURED = ("algorithm.beta_decay=5", "algorithm.evaluate_every=0", *IMAGES)
 DARTS = ("algorithm=fed_darts", "rounds=8", *IMAGES)
-PAPER = ("algorithm=fed_darts", "rounds=10", "algorithm.beta_decay=0", *IMAGES)
 FNAS = ("algorithm=fnas", "rounds=300", "algorithm.batch_size=16", *CURED)
 DP_FNAS = ("algorithm=dp_fnas", "rounds=50", "privacy.epsilon=3", *CURED)
 DEEP = ("search_space.channels=4", "search_space.num_cells=5")  # as deep as the table's networks
 RECOMMENDED = ("experiment=search/recommended", *DEEP, *IMAGES)
-HALVING = ("experiment=search/halving", *IMAGES)
-PRIVATE = ("experiment=search/halving_private", *IMAGES)
+PRIOR, MARGIN = ", prior", 0.3  # how much the alphas of federated DARTS move in these searches
 ROWS = [  # search, partition, settings; without a partition where no record is read
     ("zero_cost", "none", ZERO_COST),
     ("data_free", "none", DATA_FREE),
     ("recommended", "iid", RECOMMENDED),
     ("recommended", "dirichlet", RECOMMENDED),
+    (f"fed_darts{PRIOR}", "iid", DARTS),
+    (f"fed_darts{PRIOR}", "dirichlet", DARTS),
+    (f"fnas{PRIOR}", "iid", FNAS),
+    (f"dp_fnas, epsilon 3{PRIOR}", "iid", DP_FNAS),
     ("fed_darts", "iid", DARTS),
     ("fed_darts", "dirichlet", DARTS),
-    ("fed_darts without beta_decay", "iid", PAPER),
-    ("fnas", "iid", FNAS),
-    ("dp_fnas, epsilon 3", "iid", DP_FNAS),
-    ("halving", "iid", HALVING),
-    ("halving", "dirichlet", HALVING),
-    ("halving, epsilon 3", "iid", PRIVATE),
-    ("halving, epsilon 3", "dirichlet", PRIVATE),
 ]
 COLUMNS = [
     {"metric": "percentile", "title": "percentile of the found cell", "decimals": 1},
@@ -108,7 +103,10 @@ def make(
         }
 
     own = [] if partition == "none" else [f"partition={partition}"]
-    name = search.replace(", epsilon 3", "_private").replace(" ", "_")
+    if search.endswith(PRIOR):
+        folder = (RUNS / f"data_free_none_s{seed}").resolve()
+        own.append(f"algorithm.prior={{run: {folder}, margin: {MARGIN}}}")
+    name = search.replace(", ", "_").replace(" ", "_")
     measure(
         RESULTS,
         RUNS / f"{name}_{partition}_s{seed}",

@@ -5,6 +5,7 @@ torch and the strategies are imported when one is made, so that settings are che
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -32,13 +33,14 @@ from fednas_flwr.config import (
 )
 from fednas_flwr.config.server_optimizers import ServerAdagrad, ServerAdam
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.search.settings import Configuration, ShortlistSettings
+from fednas_flwr.search.settings import Configuration, PriorSettings, ShortlistSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fednas_flwr.data.datasets import Prepared
     from fednas_flwr.privacy.plan import RoundReleases
+    from fednas_flwr.reporting.runs import Run
     from fednas_flwr.search.samplers import Sampler
     from fednas_flwr.search.zero_cost import Score, Scored
     from fednas_flwr.search_spaces.dp_cells import DPCellSpace
@@ -169,7 +171,7 @@ def _fed_darts(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
     assert isinstance(algorithm, FedDARTSSettings)
     terms = ("rule", "validation_weight", "proximal")
     alternating = Alternating(*(getattr(algorithm, term) for term in terms))
-    own = own_settings(algorithm, *terms)
+    own = own_settings(algorithm, *terms, "prior")
     return FedDARTS, own | {"alternating": alternating}
 
 
@@ -196,7 +198,7 @@ def _privacy(config: Config) -> DifferentialPrivacy:
 def _fnas(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
     from fednas_flwr.strategies.fnas import FNAS
 
-    return FNAS, own_settings(config.algorithm)
+    return FNAS, own_settings(config.algorithm, "prior")
 
 
 def _fnas_releases(config: Config) -> RoundReleases:
@@ -424,18 +426,11 @@ def _found_alphas(config: Config, space: SearchSpace, folder: str) -> dict[str, 
     """
     import torch
 
-    from fednas_flwr.reporting.runs import EVENTS_FILE, read_run
-
-    key, path = f"algorithm.pool.alphas={folder}", Path(folder).expanduser()
-    run = read_run(path) if (path / EVENTS_FILE).is_file() else None
+    key = f"algorithm.pool.alphas={folder}"
+    run = _earlier_run(config, key, folder)
     events = [] if run is None else run.alphas()
-    if run is None or not events:
+    if not events:
         raise ConfigError(f"{key} holds no alphas: give the folder of a one-shot search.")
-    if not run.is_private and isinstance(config.privacy, DifferentialPrivacy):
-        raise ConfigError(
-            f"{key} with privacy=dp: the alphas of a run without privacy are an exact function of "
-            "records; give the folder of a private one."
-        )
     alphas = {kind: torch.tensor(values) for kind, values in events[-1]["alphas"].items()}
     try:
         if tuple(events[-1]["ops"]) != space.ops:
@@ -444,6 +439,55 @@ def _found_alphas(config: Config, space: SearchSpace, folder: str) -> dict[str, 
     except ValueError as error:
         raise ConfigError(f"{key} does not fit search_space={space.name}: {error}.") from error
     return alphas
+
+
+def prior_alphas(config: Config, space: SearchSpace) -> dict[str, Tensor]:
+    """Return by how much alphas are larger at first, by kind of cell; nothing without a prior.
+
+    Raises:
+        ConfigError: The run has found no architecture, or one of another space, or the space has
+            no cells; or this run is private and that one is not.
+    """
+    from fednas_flwr.search_spaces.cell_graph import CellGraphSpace, WholeGraphSpace, lead
+    from fednas_flwr.search_spaces.genotype import from_json
+
+    prior: PriorSettings | None = getattr(config.algorithm, "prior", None)
+    if prior is None:
+        return {}
+    key = f"algorithm.prior.run={prior.run}"
+    if not isinstance(space, CellGraphSpace | WholeGraphSpace):
+        raise ConfigError(
+            f"{key} with search_space={space.name}: alphas begin with a lead in spaces of cells "
+            "only; set algorithm.prior=null."
+        )
+    run = _earlier_run(config, key, prior.run)
+    found = None if run is None else run.last("derived")
+    if found is None:
+        raise ConfigError(f"{key} has found no architecture: give the folder of a search.")
+    genotype = from_json(json.dumps(found["genotype"]), origin=key)
+    space.check(genotype)
+    return lead(genotype, prior.margin, ops=space.ops, nodes=space.nodes)
+
+
+def _earlier_run(config: Config, key: str, folder: str) -> Run | None:
+    """Return the run in a folder, None where there is none.
+
+    Raises:
+        ConfigError: This run is private, and that one's search has read records and was not.
+    """
+    from fednas_flwr.reporting.runs import EVENTS_FILE, read_run
+
+    path = Path(folder).expanduser()
+    if not (path / EVENTS_FILE).is_file():
+        return None
+    run = read_run(path)
+    by_records = not run.is_private and any(run.traffic("search"))
+    if by_records and isinstance(config.privacy, DifferentialPrivacy):
+        raise ConfigError(
+            f"{key} with privacy=dp: what a search without privacy has found is an exact function "
+            "of records; give the folder of a private one, or of a data-free one."
+        )
+    return run
 
 
 def _successive_halving_releases(config: Config) -> RoundReleases:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fednas_flwr.builders.algorithms import ALGORITHMS, check_draws
+from fednas_flwr.builders.algorithms import ALGORITHMS, check_draws, prior_alphas
 from fednas_flwr.builders.clients import check_public, make_objective, num_units
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.hardware import check_hardware
@@ -100,6 +100,7 @@ def check_buildable(config: Config) -> Made:
         space = supernet_space(config, prepared)
         check_hardware(config, space)
         check_draws(config, space)
+        prior_alphas(config, space)
         genotype = space.random_genotype(torch.Generator())
         with torch.device("meta"):
             supernet = space.supernet()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fednas_flwr.builders.algorithms import ALGORITHMS, Plan
+from fednas_flwr.builders.algorithms import ALGORITHMS, Plan, prior_alphas
 from fednas_flwr.builders.networks import (
     Description,
     seeded_network,
@@ -25,6 +25,7 @@ from fednas_flwr.exchange.states import Average, WeightedAverage
 from fednas_flwr.names import SELECTIONS
 from fednas_flwr.privacy.plan import PrivateStage, RoundReleases, of_clients
 from fednas_flwr.search.settings import Configuration
+from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 from fednas_flwr.strategies.base import RoundStrategy
 
 
@@ -54,7 +55,7 @@ def make_search(
     if entry.search is None:
         raise ValueError(f"algorithm={config.algorithm.name} does not search")
     space = supernet_space(config, prepared)
-    network = seeded_supernet(config, space) if entry.trains_supernet else nn.Module()
+    network = _first_supernet(config, space) if entry.trains_supernet else nn.Module()
     shared: dict[str, Any] = {"space": space, "checkpoints": checkpoints}
     plan = entry.search(config, prepared, space)
     shared["momentum"] = config.momentum or "reset"
@@ -110,6 +111,14 @@ def _of_unit(config: Config, releases: Callable[[Config], RoundReleases] | None)
     if not by_client(config):
         return own
     return lambda server_round, num_rounds: of_clients(own(server_round, num_rounds))
+
+
+def _first_supernet(config: Config, space: SearchSpace) -> Supernet:
+    """Return the supernet that a search begins with."""
+    supernet = seeded_supernet(config, space)
+    for kind, lead_EO in prior_alphas(config, space).items():
+        supernet.alphas()[kind].data += lead_EO
+    return supernet
 
 
 def _make_strategy(

@@ -23,6 +23,7 @@ from fednas_flwr.search.settings import (
     ListLength,
     LossBound,
     Positive,
+    PriorSettings,
     Range,
     RateOrZero,
     Rule,
@@ -68,6 +69,7 @@ class FedDARTSSettings(AlgorithmSettings):
         alphas: Of the alphas' optimiser.
         beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly;
             0 is the papers' form.
+        prior: An architecture that the alphas favour at first; null favours none.
         temperatures: Of GDAS, whose steps compute one drawn op per edge; null mixes all ops.
     """
 
@@ -79,6 +81,7 @@ class FedDARTSSettings(AlgorithmSettings):
     weights: SGD
     alphas: Adam
     beta_decay: RateOrZero
+    prior: PriorSettings | None
     temperatures: Temperatures | None
 
     def __post_init__(self) -> None:
@@ -106,6 +109,7 @@ class FNASSettings(AlgorithmSettings):
         weights: Of the weights' optimiser.
         alphas: Of the alphas' optimiser.
         beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly.
+        prior: An architecture that the alphas favour at first; null favours none.
     """
 
     order: Annotated[int, Between(1, 2)]
@@ -117,6 +121,7 @@ class FNASSettings(AlgorithmSettings):
     weights: SGD
     alphas: Adam
     beta_decay: RateOrZero
+    prior: PriorSettings | None
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the second order fits."""

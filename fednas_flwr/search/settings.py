@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 from fednas_flwr.errors import ConfigError, show, unknown_choice
-from fednas_flwr.typed import Between, Checked, Length, OneOf, check_distinct, check_range
+from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, check_range
 
 GATES = ("two", "full")
 RULES = ("first_order", "second_order", "mixed_level")
@@ -118,6 +118,20 @@ class Temperatures(Checked):
         falling = self.first + (self.last - self.first) * progress
         low, high = sorted((self.first, self.last))
         return min(max(falling, low), high)  # as it is, but for rounding
+
+
+@dataclass(frozen=True)
+class PriorSettings(Checked):
+    """What alphas begin with: a lead for the architecture that an earlier search has found.
+
+    Attributes:
+        run: Folder of that search, such as one by data-free scores (Abdelfattah et al. 2021, arXiv
+            2101.08134, section 4.3, warm up a search in this way).
+        margin: By how much the alphas of its ops are larger at first, above 0.
+    """
+
+    run: Text
+    margin: Positive
 
 
 @dataclass(frozen=True)

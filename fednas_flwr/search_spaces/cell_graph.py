@@ -28,6 +28,8 @@ from fednas_flwr.search_spaces.genotype import Edge, Genotype, arrows
 from fednas_flwr.search_spaces.operations import Sizes
 from fednas_flwr.search_spaces.space import SpaceShape, check_alphas, check_cells, check_op
 
+Alphas = dict[str, Tensor]
+
 KEPT = 2  # edges into a node
 CELL = "cell"  # the kind of cell, where there is only one
 
@@ -92,6 +94,27 @@ def check_edges(edges: Sequence[Edge], *, kind: str, ops: tuple[str, ...], nodes
             f"cell {kind!r}: each of the nodes {nodes[0]} to {nodes[-1]} needs two edges from "
             f"different earlier nodes, ordered by target, then source; got {found}."
         )
+
+
+def lead(genotype: Genotype, margin: float, *, ops: Sequence[str], nodes: range) -> Alphas:
+    """Return alphas by kind of cell, ``margin`` for the ops of a genotype and 0 for all others.
+
+    A space derives the genotype from them.
+
+    Args:
+        genotype: Of cells with these nodes.
+        margin: Above 0.
+        ops: Names of the ops.
+        nodes: The nodes that are no inputs.
+    """
+    candidates = candidate_edges(nodes)
+    alphas = {}
+    for kind, edges in genotype.cells.items():
+        alphas[kind] = torch.zeros(len(candidates), len(ops))
+        for edge in edges:
+            row = candidates.index((edge.source, edge.target))
+            alphas[kind][row, ops.index(edge.op)] = margin
+    return alphas
 
 
 class StackedSpace(SpaceShape):
