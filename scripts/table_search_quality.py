@@ -6,9 +6,10 @@ The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). The search that we
 as the table's networks, and the data-free ones, by AZ-NAS on small networks and the one that we
 recommend where no record may be read, stand beside federated DARTS, FNAS and DP-FNAS, which have
 the regulariser of beta-DARTS and whose alphas begin with a lead for the cell of the data-free
-search, and beside federated DARTS without such a lead. Found cells are looked up, not retrained. Continues where it was stopped; every finished run is added to
-scripts/results/search_quality.json. The file of images holds x_train, y_train, x_test and y_test.
-``--only`` makes the rows of one search.
+search, and beside federated DARTS without such a lead. Found cells are looked up, not retrained.
+Continues where it was stopped; every finished run is added to scripts/results/search_quality.json.
+The file of images holds x_train, y_train, x_test and y_test. ``--only`` makes the rows of one
+search; those with a lead need the folders of the data-free runs.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def make(
 
     own = [] if partition == "none" else [f"partition={partition}"]
     if search.endswith(PRIOR):
-        folder = (RUNS / f"data_free_none_s{seed}").resolve()
+        folder = RUNS / f"data_free_none_s{seed}"
         own.append(f"algorithm.prior={{run: {folder}, margin: {MARGIN}}}")
     name = search.replace(", ", "_").replace(" ", "_")
     measure(
