@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.mobilenetv2 import InvertedResidual
 
+from fednas_flwr.memory import keep_freed_memory
 from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.search.architect import alpha_gradient_sum
@@ -76,6 +77,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     torch.set_num_threads(1)
+    keep_freed_memory()  # as processes of clients do
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     if options.filling_only:
         measure_filling(options.repeats)
