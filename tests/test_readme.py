@@ -29,6 +29,19 @@ def test_tables_are_those_of_the_result_files() -> None:
     assert len(shown) > 10
 
 
+def test_accuracies_on_the_front_page_stand_in_a_table() -> None:
+    lines = re.findall(
+        r"^\| `\w+`.*\[([^]]+)\]\(scripts/results/README.md#([\w-]+)\)", PAGES["README.md"], re.M
+    )
+    accuracies = [(number, part) for text, part in lines for number in re.findall(r"[\d.]+", text)]
+    assert len(accuracies) > 8
+    sections = re.split(r"^## ", PAGES["scripts/results/README.md"], flags=re.MULTILINE)
+    titles = {part.splitlines()[0].lower().replace(" ", "-"): part for part in sections}
+    for number, part in accuracies:
+        rows = re.findall(r"^\|.*\|$", titles[part], re.MULTILINE)
+        assert any(re.search(rf"\| {number}( ± [\d.]+)? \|", row) for row in rows), (number, part)
+
+
 def test_the_front_page_is_short_and_every_link_leads_to_a_file() -> None:
     assert len(PAGES["README.md"].splitlines()) <= 200
     assert len(PAGES) == 6
