@@ -80,12 +80,16 @@ class Requests:
         messages: To be sent.
         accepts: Reads the client's reply.
         most: Examples that it may have, or what it counts for in their place.
+        weights: What it counts for in an average in place of its examples, where that is planned.
+        verb: What is asked.
         dense_reply: Bytes of a reply of whole states that nobody has rounded.
     """
 
     messages: Mapping[int, Message]
     accepts: Mapping[int, Callable[[Message], Reply]]
     most: Mapping[int, float]
+    weights: Mapping[int, float]
+    verb: str
     dense_reply: int
 
 
@@ -239,7 +243,7 @@ class Courier:
             max_examples[index] = max(1, sum(own["splits"].values()))
         asked_who: Iterator[tuple[int, Reply | str]] = iter(())
         if known is None:
-            asked_who = self._exchange("query.describe", "connect", 0, 1, Describe(), {}, {})
+            asked_who = self._exchange(self.requests("query.describe", "connect", 0, 1, Describe()))
         for asked, answer in asked_who:
             try:
                 if not isinstance(answer, Reply):
@@ -396,16 +400,17 @@ class Courier:
                 raise ValueError("a secure sum is of replies to one request: no own_settings")
             pending = self._begin_sum(verb, states or {}, layouts or {}, planned)
         while asked is None or asked:
-            for client, answer in self._exchange(
-                *(verb, stage, server_round, phase, settings, states or {}, layouts or {}),
+            requests = self.requests(
+                *(verb, stage, server_round, phase, settings, states, layouts),
                 own_settings=own_settings,
-                whole=whole or {},
+                whole=whole,
                 planned=planned,
                 also_left=also_left,
                 among=asked,
                 weights={} if turn is None else turn.weights,
                 summands=None if pending is None else pending.summands,
-            ):
+            )
+            for client, answer in self._exchange(requests):
                 if pending is not None and isinstance(answer, Reply):
                     try:
                         pending.add(client, answer)
@@ -518,9 +523,8 @@ class Courier:
     ) -> dict[int, Mapping[str, Any]]:
         """Return the facts of all clients that answer a message of a secure sum as they should."""
         found = {}
-        for client, answer in self._exchange(
-            verb, *place, settings, {}, {}, own_settings=own_settings, among=clients
-        ):
+        requests = self.requests(verb, *place, settings, own_settings=own_settings, among=clients)
+        for client, answer in self._exchange(requests):
             if isinstance(answer, Reply):
                 try:
                     check_facts(answer.facts, needed=needed)
@@ -531,45 +535,18 @@ class Courier:
             self.tell_failure(place[0], place[1], verb, client, answer)
         return found
 
-    def _exchange(
-        self,
-        verb: str,
-        stage: str,
-        server_round: int,
-        phase: int,
-        settings: Settings,
-        states: Mapping[str, Packed],
-        layouts: Mapping[str, Layout],
-        *,
-        own_settings: Mapping[int, Settings] | None = None,
-        whole: Mapping[str, Layout] | None = None,
-        planned: Mapping[str, PlannedRelease] | None = None,
-        also_left: bool = False,
-        among: Collection[int] | None = None,
-        weights: Mapping[int, float] | None = None,
-        summands: Summands | None = None,
-    ) -> Iterator[tuple[int, Reply | str]]:
-        """Ask every node; yield each client with its accepted reply or why it has none."""
-        requests = self.requests(
-            *(verb, stage, server_round, phase, settings, states, layouts),
-            own_settings=own_settings,
-            whole=whole,
-            planned=planned,
-            also_left=also_left,
-            among=among,
-            weights=weights,
-            summands=summands,
-        )
+    def _exchange(self, requests: Requests) -> Iterator[tuple[int, Reply | str]]:
+        """Ask; yield each client with its accepted reply or why it has none."""
         unsent: dict[int, str] = {}
         pending = self.push(requests.messages, unsent)
         scales = self.held(requests.most)
         for client, answer in self._in_order(pending, unsent, requests.accepts):
-            if isinstance(answer, Reply) and (client in scales or client in (weights or {})):
-                scale = scales.get(client, 1.0)
-                if weights and client in weights:
-                    scale *= weights[client] / answer.num_examples
-                answer = answer.weighing(scale, summed=VERBS[verb].gradients_of)
             if isinstance(answer, Reply):
+                scale = scales.get(client, 1.0)
+                if client in requests.weights:
+                    scale *= requests.weights[client] / answer.num_examples
+                if client in scales or client in requests.weights:
+                    answer = answer.weighing(scale, summed=VERBS[requests.verb].gradients_of)
                 self.bytes_dense += requests.dense_reply
             yield client, answer
 
@@ -618,8 +595,8 @@ class Courier:
         server_round: int,
         phase: int,
         settings: Settings,
-        states: Mapping[str, Packed],
-        layouts: Mapping[str, Layout],
+        states: Mapping[str, Packed] | None = None,
+        layouts: Mapping[str, Layout] | None = None,
         *,
         own_settings: Mapping[int, Settings] | None = None,
         whole: Mapping[str, Layout] | None = None,
@@ -630,6 +607,7 @@ class Courier:
         summands: Summands | None = None,
     ) -> Requests:
         """Return the messages of an exchange, and what reads their replies; as :meth:`ask`."""
+        states, layouts, weights = states or {}, layouts or {}, weights or {}
         rounded = round_sent(states, verb=verb, wire=self.wire)
         records = encode_states(rounded)
         sizes = {name: _num_bytes(state) for name, state in states.items()}
@@ -678,10 +656,10 @@ class Courier:
                 planned=planned or {},
                 records=facts.get("splits", {}),
             )
-            most[client] = (weights or {}).get(client, own_limits.examples)
+            most[client] = weights.get(client, own_limits.examples)
             accepts[client] = partial(accept, header=header, limits=own_limits)
             messages[client] = Message(content, node, verb, ttl=self.deadline_s + 60)
-        return Requests(messages, accepts, most, sum(returned.values()))
+        return Requests(messages, accepts, most, weights, verb, sum(returned.values()))
 
     def tell_back(self, client: int, stage: str, server_round: int, verb: str) -> None:
         """Tell that a client has answered again that did not before."""
