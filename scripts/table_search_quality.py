@@ -3,7 +3,7 @@
     python scripts/table_search_quality.py --root <cifar10.npz> --table <file> [--seeds 5]
 
 The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). The search that we recommend, as deep
-as the table's networks, and the data-free ones, by AZ-NAS on small networks and the one that we
+as the table's networks, also with 2 of the clients asked, and the data-free ones, by AZ-NAS on small networks and the one that we
 recommend where no record may be read, stand beside federated DARTS, FNAS and DP-FNAS, which have
 the regulariser of beta-DARTS and whose alphas begin with a lead for the cell of the data-free
 search, and beside federated DARTS without such a lead. Found cells are looked up, not retrained.
@@ -46,6 +46,8 @@ ROWS = [  # search, partition, settings; without a partition where no record is 
     ("data_free", "none", DATA_FREE),
     ("recommended", "iid", RECOMMENDED),
     ("recommended", "dirichlet", RECOMMENDED),
+    ("recommended, 2 clients", "iid", (*RECOMMENDED, "clients_per_round=2")),
+    ("recommended, 2 clients", "dirichlet", (*RECOMMENDED, "clients_per_round=2")),
     (f"fed_darts{PRIOR}", "iid", DARTS),
     (f"fnas{PRIOR}", "iid", FNAS),
     (f"dp_fnas, epsilon 3{PRIOR}", "iid", DP_FNAS),
