@@ -3,10 +3,11 @@
     python scripts/table_search_quality.py --root <cifar10.npz> --table <file> [--seeds 5]
 
 The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). The search that we recommend, as deep
-as the table's networks, also with 2 of the clients asked, and the data-free ones, by AZ-NAS on small networks and the one that we
-recommend where no record may be read, stand beside federated DARTS, FNAS and DP-FNAS, which have
-the regulariser of beta-DARTS and whose alphas begin with a lead for the cell of the data-free
-search, and beside federated DARTS without such a lead. Found cells are looked up, not retrained.
+as the table's networks, also with 2 of the clients asked, and the data-free ones, by AZ-NAS on
+small networks and the one that we recommend where no record may be read, stand beside federated
+DARTS, FNAS and DP-FNAS, which have the regulariser of beta-DARTS and whose alphas begin with a lead
+for the cell of the data-free search, and beside federated DARTS without such a lead. Found cells
+are looked up, not retrained.
 Continues where it was stopped; every finished run is added to scripts/results/search_quality.json.
 The file of images holds x_train, y_train, x_test and y_test. ``--only`` makes the rows of one
 search; those with a lead need the folders of the data-free runs.
