@@ -10,7 +10,7 @@ for the cell of the data-free search, and beside federated DARTS without such a 
 are looked up, not retrained.
 Continues where it was stopped; every finished run is added to scripts/results/search_quality.json.
 The file of images holds x_train, y_train, x_test and y_test. ``--only`` makes the rows of one
-search; those with a lead need the folders of the data-free runs.
+search.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import resource
 from pathlib import Path
 
-from table_runs import measure
+from table_runs import make_run, measure
 
 from fednas_flwr.reporting.lookup import CellTable, found_cell, read_table
 from fednas_flwr.reporting.runs import Run
@@ -94,6 +94,11 @@ def make(
     root: Path,
 ) -> None:
     """Make one run of the table."""
+    own = [] if partition == "none" else [f"partition={partition}"]
+    if search.endswith(PRIOR):
+        folder = RUNS / f"data_free_none_s{seed}"
+        make_run(folder, overrides=[*DATA_FREE, *DATA], seed=seed, root=root)
+        own.append(f"algorithm.prior={{run: {folder}, margin: {MARGIN}}}")
     started = cpu_seconds()
 
     def more(run: Run) -> dict[str, float]:
@@ -105,10 +110,6 @@ def make(
             "megabytes": traffic / 1e6,
         }
 
-    own = [] if partition == "none" else [f"partition={partition}"]
-    if search.endswith(PRIOR):
-        folder = RUNS / f"data_free_none_s{seed}"
-        own.append(f"algorithm.prior={{run: {folder}, margin: {MARGIN}}}")
     name = search.replace(", ", "_").replace(" ", "_")
     measure(
         RESULTS,
