@@ -18,14 +18,11 @@ from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, RDP
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fednas_flwr.clients.release import Commitment, ReleaseGate
     from fednas_flwr.privacy.ledger import Ledger, Row
     from fednas_flwr.privacy.policy import DataSetPolicy
 
 MOST_STEPS = 10**9  # of `fednas calibrate`
-PIPE_WIDTH = 200  # of tables that go to a file or a pipe
 SCHEDULE_HEAD = (
     *("stage", "verb", "what", "splits", "steps", "noise multiplier", "clipping norm"),
     *("expected batch", "rate"),
@@ -291,9 +288,10 @@ def _print_schedule(
     from rich.table import Column, Table
 
     from fednas_flwr.names import SPLITS
+    from fednas_flwr.reporting.console import table_console
     from fednas_flwr.reporting.guarantee import epsilon_text
 
-    console = _console()
+    console = table_console()
     console.print(f"schedule {schedule}", style="bold")
     print(f"run: {run if run.isprintable() else ascii(run)}")
     print(
@@ -326,13 +324,14 @@ def _print_statement(rows: Sequence[Row], delta: float) -> None:
     from rich.text import Text
 
     from fednas_flwr.privacy.statement import make_statement
+    from fednas_flwr.reporting.console import table_console
     from fednas_flwr.reporting.guarantee import epsilon_text
 
     def name(text: str) -> Text:  # names come from servers and could command a terminal
         return Text(text if text.isprintable() else ascii(text))
 
     statement = make_statement(rows, delta=delta)
-    console = _console()
+    console = table_console()
     columns = (Column(title, overflow="fold") for title in STATEMENT_HEAD)
     booked = Table(*columns, title="what was booked")
     for line in statement.lines:
@@ -349,11 +348,3 @@ def _print_statement(rows: Sequence[Row], delta: float) -> None:
         for split, epsilon in epsilons.items():
             costs.add_row(name(account), split, epsilon_text(epsilon))
     console.print(costs)
-
-
-def _console() -> Console:
-    """Return where tables go; a pipe is wide enough for them."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)

@@ -3,20 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from fednas_flwr.reporting.console import table_console
 from fednas_flwr.reporting.units import DASH, percent
 
 MOST_ROUNDS = 20
-PIPE_WIDTH = 200  # of tables that go to a file or a pipe
 
 
 def print_analysis(analysis: Mapping[str, Any]) -> None:
     """Print a table of every part that the run has."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPE_WIDTH)
+    console = table_console()
     if analysis["samples"] is not None:
         console.print(_samples(analysis["samples"]))
     if any(search["rounds"] for search in analysis["rewards"]):

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.reporting.console import table_console
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.runs import Run
 
@@ -182,7 +183,7 @@ def print_lookup(table: CellTable, runs: Sequence[Run], console: Console | None 
     for index, (name, values) in enumerate(zip(names, rows, strict=True)):
         texts = [f"{value:.{decimals}f}" for value in values[:-1]]
         shown.add_row(Text(name), *texts, f"{values[-1]:.1f}", end_section=index == len(runs) - 1)
-    (console or Console()).print(shown)
+    (console or table_console()).print(shown)
 
 
 def _listed(table: CellTable, run: Run) -> Cell:
