@@ -483,7 +483,7 @@ from fednas_flwr import (
 )
 from fednas_flwr.config import AlgorithmSettings, SearchSpaceSettings
 from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.search.settings import SGD, Adam, Temperatures
+from fednas_flwr.search.settings import SGD, Adam, PriorSettings, Temperatures
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
 from fednas_flwr.strategies.fed_darts import FedDARTS
 
@@ -498,6 +498,7 @@ class OwnSettings(AlgorithmSettings):
     weights: SGD
     alphas: Adam
     beta_decay: float
+    prior: PriorSettings | None
     temperatures: Temperatures | None
 
 
