@@ -25,7 +25,6 @@ from fednas_flwr.search_spaces.wide_operations import (
     mix,
     node_states,
     norm,
-    shared_batch_norm,
 )
 
 POOLS = ("max_pool_3x3", "avg_pool_3x3")
@@ -83,10 +82,7 @@ def _edges(edges: Sequence[Any], x: Tensor, weights_BEO: Tensor, stack: Stack) -
     if isinstance(norms[0][0], nn.GroupNorm):  # the same for all edges
         pooled = norm(torch.cat(pools, 1), [norms[0][0], norms[1][0]])
         parts.append((_by_op(pooled, 2, 1), POOLS))
-    elif all(module.training for own in norms for module in own):  # they read the same batch
-        pooled = shared_batch_norm(torch.cat(pools, 1), norms)
-        parts.append((_by_op(pooled, 2, 1), POOLS))
-    else:  # by running statistics, which every edge has of its own
+    else:  # every edge keeps running statistics of its own
         wide = torch.cat([pool.repeat(1, len(edges), 1, 1) for pool in pools], 1)
         parts.append((_by_op(norm(wide, norms[0] + norms[1]), 2, len(edges)), POOLS))
     if stride == 1:

@@ -77,31 +77,6 @@ def norm(x_BCHW: Tensor, modules: Sequence[Any]) -> Tensor:
     return out
 
 
-def shared_batch_norm(x_BCHW: Tensor, modules: Sequence[Sequence[Any]]) -> Tensor:
-    """Return the channels normalised by the batch, once for all norms that read the same.
-
-    The running statistics of all norms move as they would one by one.
-
-    Args:
-        x_BCHW: Shares of its channels, side by side.
-        modules: For each share the batch norms that read it, in training mode and without affine
-            part.
-    """
-    first = modules[0][0]
-    mean, variance = x_BCHW.new_zeros(2, x_BCHW.shape[1])
-    out = F.batch_norm(x_BCHW, mean, variance, training=True, momentum=1.0, eps=first.eps)
-    shares = zip(modules, mean.chunk(len(modules)), variance.chunk(len(modules)), strict=True)
-    for own, mean_C, variance_C in shares:
-        for module in own:
-            momentum = module.momentum
-            if momentum is None:  # as torch's own: the mean over all batches
-                momentum = 1 / (int(module.num_batches_tracked) + 1)
-            module.running_mean.mul_(1 - momentum).add_(mean_C, alpha=momentum)
-            module.running_var.mul_(1 - momentum).add_(variance_C, alpha=momentum)
-            module.num_batches_tracked.add_(1)
-    return out
-
-
 def max_pool(x_BCHW: Tensor, *, stride: int = 1) -> Tensor:
     """Return 3x3 maxima, computed with all channels innermost in memory, at .2 of the cost."""
     batch, channels, height, width = x_BCHW.shape
