@@ -481,8 +481,9 @@ def _earlier_run(config: Config, key: str, folder: str) -> Run | None:
     if not (path / EVENTS_FILE).is_file():
         return None
     run = read_run(path)
-    by_records = not run.is_private and any(run.traffic("search"))
-    if by_records and isinstance(config.privacy, DifferentialPrivacy):
+    rounds = run.rounds("search")
+    data_free = bool(rounds) and all(event.get("exchanges") == 0 for event in rounds)
+    if not (run.is_private or data_free) and isinstance(config.privacy, DifferentialPrivacy):
         raise ConfigError(
             f"{key} with privacy=dp: what a search without privacy has found is an exact function "
             "of records; give the folder of a private one, or of a data-free one."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fednas_flwr.builders.check import check_buildable
 from fednas_flwr.builders.networks import make_space
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.randomness import make_generator
@@ -98,6 +100,25 @@ def test_a_prior_that_cannot_lead_is_refused(
     others = [one for one in overrides if one not in algorithm]
     config = replace(compose_config(*algorithm, prior, *others), run_dir=str(one_shot))
     with pytest.raises(ConfigError, match=sentence):
+        federate(config)
+
+
+def test_a_prior_is_checked_before_the_run_begins(compose_config) -> None:
+    config = compose_config("algorithm.prior={run: /nowhere, margin: 1}")
+    with pytest.raises(ConfigError, match="/nowhere has found no architecture"):
+        check_buildable(config)
+
+
+def test_a_search_that_does_not_say_whether_it_asked_clients_is_taken_to_have(
+    data_free, compose_config, federate, tmp_path
+) -> None:
+    events = (data_free / "events.jsonl").read_text()
+    assert '"exchanges": 0' in events
+    copied = shutil.copytree(data_free, tmp_path / "old")
+    (copied / "events.jsonl").write_text(events.replace('"exchanges": 0', '"older": 0'))
+    prior = f"algorithm.prior={{run: {copied}, margin: 1}}"
+    config = replace(compose_config(*PRIVATE, prior), run_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="exact function of records"):
         federate(config)
 
 
