@@ -28,8 +28,6 @@ from fednas_flwr.search_spaces.genotype import Edge, Genotype, arrows
 from fednas_flwr.search_spaces.operations import Sizes
 from fednas_flwr.search_spaces.space import SpaceShape, check_alphas, check_cells, check_op
 
-Alphas = dict[str, Tensor]
-
 KEPT = 2  # edges into a node
 CELL = "cell"  # the kind of cell, where there is only one
 
@@ -96,7 +94,9 @@ def check_edges(edges: Sequence[Edge], *, kind: str, ops: tuple[str, ...], nodes
         )
 
 
-def lead(genotype: Genotype, margin: float, *, ops: Sequence[str], nodes: range) -> Alphas:
+def lead(
+    genotype: Genotype, margin: float, *, ops: Sequence[str], nodes: range
+) -> dict[str, Tensor]:
     """Return alphas by kind of cell, ``margin`` for the ops of a genotype and 0 for all others.
 
     A space derives the genotype from them.
