@@ -24,7 +24,7 @@ from table_runs import make_run, measure
 
 from fednas_flwr.reporting.lookup import CellTable, found_cell, read_table
 from fednas_flwr.reporting.runs import Run
-from fednas_flwr.reporting.tables import start_results
+from fednas_flwr.reporting.tables import has_result, start_results
 
 RESULTS = Path(__file__).parent / "results" / "search_quality.json"
 RUNS = Path("runs/table_search_quality")
@@ -97,8 +97,9 @@ def make(
     own = [] if partition == "none" else [f"partition={partition}"]
     if search.endswith(PRIOR):
         folder = RUNS / f"data_free_none_s{seed}"
-        make_run(folder, overrides=[*DATA_FREE, *DATA], seed=seed, root=root)
         own.append(f"algorithm.prior={{run: {folder}, margin: {MARGIN}}}")
+        if not has_result(RESULTS, {"overrides": [*settings, *DATA, *own]}, seed):
+            make_run(folder, overrides=[*DATA_FREE, *DATA], seed=seed, root=root)
     started = cpu_seconds()
 
     def more(run: Run) -> dict[str, float]:
