@@ -63,7 +63,7 @@ def test_no_client_waits_for_its_worker_while_another_is_idle() -> None:
     for number, client in enumerate((11, 11, 11, 11, 11), start=3):
         made.queue(message(number, client))
     # one each, and only then the others, to their own
-    assert [worker for worker, _ in made.deal()] == [0, 1]
+    assert named(made.deal()) == [(0, [11, 11]), (1, [11, 11])]
 
 
 def test_short_messages_are_handed_out_together_and_long_ones_are_not() -> None:
