@@ -60,7 +60,7 @@ from fednas_flwr.privacy.record_gradients import (
 from fednas_flwr.privacy.record_losses import Group, Loss, differentiate, losses_of
 from fednas_flwr.privacy.self_test import Watch, unwatched
 
-COLUMNS = 8192  # of gradients that are turned into float64 at a time
+COLUMNS = 2048  # of gradients that are turned into float64 at a time
 SMALLEST_MAX_NORM = 1e-100  # squares of much smaller numbers vanish in float64
 
 
@@ -250,9 +250,7 @@ def _clipped_sum(
     factors_B = _scaled(parts, scale)
     sums = []
     for part in parts:
-        # No row is multiplied that is left out: 0 * inf would be NaN.
-        kept = part.masked_fill((factors_B == 0)[:, None], 0.0).double()
-        units = in_units(kept.mul_(factors_B[:, None]), bound=scale.max_norm)
+        units = in_units(part, bound=scale.max_norm, factors_B=factors_B)
         watch(units)
         sums.append(units.sum(0))
     pieces = torch.split(torch.cat(sums), [parameters[name].numel() for name in names])

@@ -97,17 +97,23 @@ def person_means(rows: Tensor, persons: Tensor) -> Tensor:
     return sums / counts.clamp(min=1)[:, None]
 
 
-def in_units(values: Tensor, *, bound: float) -> Tensor:
+def in_units(values: Tensor, *, bound: float, factors_B: Tensor | None = None) -> Tensor:
     """Return values as whole numbers of a unit, int64: cut towards zero, so that no norm grows.
 
     The unit is a power of two from 2^-40 to 2^-39 of ``bound``. Sums of up to 2^22 vectors of norm
     at most ``bound`` fit, and are exact in any order.
 
     Args:
-        values: Finite.
+        values: Finite, but for rows whose factor is 0, which become zeros.
         bound: Above 0.
+        factors_B: What every row is multiplied by first, float64 [B]; None means 1.
     """
-    return (values.double() / _unit(bound)).to(torch.int64)
+    unit = _unit(bound)
+    if factors_B is None:
+        return (values.double() / unit).to(torch.int64)
+    # By a power of two nothing is rounded; in place, in few passes over memory. 0 * inf is NaN.
+    scaled = values.to(torch.float64, copy=True).mul_((factors_B / unit)[:, None])
+    return scaled.nan_to_num_(nan=0.0).to(torch.int64)
 
 
 def from_units(sums: Tensor, *, bound: float) -> Tensor:
