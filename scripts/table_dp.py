@@ -62,6 +62,7 @@ WITHOUT_SEARCH = (
     *(*GIVEN, *DATA, "search_space=nasbench201_small", "search_space.skip=linear"),
     *("retrain=small", "retrain.channels=8", f"genotype={CELL}", *PRIVATE),
 )
+PRV_BUDGETS = {1: 1.24, 2: 2.44, 3: 3.66}  # of a filter, by PRV epsilon of the whole run
 BUDGETS = (1, 2, 3, 8)  # as each client's filter counts them
 COMPARED = {
     "DP-FNAS": SEARCHED,
@@ -82,6 +83,8 @@ TITLES = {
     "dp_shared": "DP-FNAS, one step per exchange, by whose noise a total carries: each client's "
     "own, or shared by secure sums of least_sites-colluding; Fashion-MNIST on scattering features, "
     "8,000 images over K clients, budget of 8, 3 seeds",
+    "dp_images": "Fashion-MNIST on scattering features, all 60,000 images over K clients, by PRV "
+    "epsilon",
     "dp_budget": "By budget: Fashion-MNIST, 8,000 images over K clients, 3 seeds",
 }
 SHARED = (  # clients, terms of secure sums
@@ -151,6 +154,18 @@ def rows(seed: int) -> list[list[Job]]:
                 ),
             ]
         )
+    for epsilon, clients in ((3, 1), (1, 1), (2, 1), (3, 8)):
+        own = ("dataset.limit_train=null", f"clients={clients}")
+        own += (f"privacy.epsilon={PRV_BUDGETS[epsilon]}",)
+        tables += [
+            [
+                Job(
+                    *("dp_images", {"network": name, "K": clients, "epsilon": epsilon}),
+                    *((*COMPARED[name], *own), seed),
+                )
+            ]
+            for name in ("linear", "DP-FNAS")
+        ]
     tables += [[shared_job(clients, terms, seed)] for clients, terms in SHARED]
     for budget, clients in itertools.product(BUDGETS, (1, 4)):
         own = (f"clients={clients}", f"privacy.epsilon={budget}")
