@@ -1,0 +1,101 @@
+"""Table: the recommended search against random networks of like cost, in other search spaces.
+
+    python scripts/table_spaces.py --root <folder with FashionMNIST> [--jobs 2]
+
+DARTS' cell and MBConv blocks on Fashion-MNIST, 2,000 images, 5 clients, 3 seeds, equal retraining.
+Beside every found network stands a random one of its space whose multiply-adds are within 5 % of
+its own. Continues where it was stopped; every finished run is added to scripts/results/spaces.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from table_runs import measure
+
+from fednas_flwr.builders.networks import described_space, load_description
+from fednas_flwr.hardware.flops import count_multiply_adds
+from fednas_flwr.randomness import make_generator
+from fednas_flwr.reporting.tables import start_results
+from fednas_flwr.search_spaces.genotype import Genotype, to_json
+
+RESULTS = Path(__file__).parent / "results" / "spaces.json"
+RUNS = Path("runs/table_spaces")
+SPACES = {
+    "DARTS": ("search_space=darts_small", "retrain.channels=8", "retrain.num_cells=3"),
+    "MBConv": ("search_space=mbconv_small", "retrain.channels=null", "retrain.num_cells=null"),
+}
+PARTITIONS = ("iid", "dirichlet")
+SEEDS = (1, 2, 3)
+DATA = ("dataset=fashion_mnist", "dataset.limit_train=2000", "clients=5")
+RECOMMENDED = ("experiment=search/recommended",)
+GIVEN = ("algorithm=fedavg", "retrain=small", "stages=[retrain,evaluate,export]")
+LIKE = 0.05  # multiply-adds, as a share of those of the found network
+DRAWS = 2000
+COLUMNS = [
+    {"metric": "central_accuracy", "title": "test accuracy (%)", "scale": 100, "decimals": 1},
+    {"metric": "client_accuracy", "title": "mean client accuracy (%)", "scale": 100, "decimals": 1},
+    {"metric": "num_parameters", "title": "parameters (k)", "scale": 1e-3, "decimals": 0},
+    {"metric": "multiply_adds", "title": "multiply-adds (M)", "scale": 1e-6, "decimals": 2},
+    {"metric": "search_seconds", "title": "search (s)", "decimals": 0},
+]
+
+
+def main() -> None:
+    """Run what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
+    options = parser.parse_args()
+    root = options.root.resolve()
+    start_results(
+        RESULTS,
+        title="Other search spaces on Fashion-MNIST, small form: 2,000 images, 5 clients, 3 seeds",
+        command="python scripts/table_spaces.py --root <folder>",
+        columns=COLUMNS,
+    )
+    jobs = itertools.product(PARTITIONS, SEEDS, SPACES)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda job: make(*job, root=root), jobs))
+
+
+def make(partition: str, seed: int, space: str, *, root: Path) -> None:
+    """Search one network, and train a random one of like multiply-adds in the same way."""
+
+    def train(network: str, settings: tuple[str, ...]) -> Path:
+        folder = RUNS / f"{space}_{network}_{partition}_s{seed}"
+        overrides = [*settings, *SPACES[space], *DATA, f"partition={partition}"]
+        group = {"space": space, "partition": partition, "network": network}
+        measure(RESULTS, folder, overrides=overrides, group=group, seed=seed, root=root)
+        return folder
+
+    found = train("recommended", RECOMMENDED)
+    drawn = RUNS / f"{space}_{partition}_s{seed}.json"
+    if not drawn.exists():
+        drawn.write_text(to_json(draw_like(found, seed)))
+    train("random", (*GIVEN, f"genotype={drawn}"))
+
+
+def draw_like(found: Path, seed: int) -> Genotype:
+    """Return the first random network whose multiply-adds are like those of a run's."""
+    description = load_description(found)
+    space, genotype = described_space(description)
+    generator = make_generator(seed, "random network of like cost")
+
+    def cost(one: Genotype) -> int:
+        network = space.network(one, auxiliary=False)
+        return count_multiply_adds(network, tuple(description["input_shape"]))
+
+    wanted = cost(genotype)
+    for _ in range(DRAWS):
+        drawn = space.random_genotype(generator)
+        if abs(cost(drawn) / wanted - 1) <= LIKE:
+            return drawn
+    raise RuntimeError(f"none of {DRAWS} random networks is within {LIKE:.0%} of {wanted} in cost")
+
+
+if __name__ == "__main__":
+    main()
