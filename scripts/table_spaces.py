@@ -24,9 +24,12 @@ from fednas_flwr.search_spaces.genotype import Genotype, to_json
 
 RESULTS = Path(__file__).parent / "results" / "spaces.json"
 RUNS = Path("runs/table_spaces")
-SPACES = {
-    "DARTS": ("search_space=darts_small", "retrain.channels=8", "retrain.num_cells=3"),
-    "MBConv": ("search_space=mbconv_small", "retrain.channels=null", "retrain.num_cells=null"),
+SPACES = {  # settings of search and retraining, settings of search alone
+    "DARTS": (("retrain.channels=8", "retrain.num_cells=3"), ("search_space=darts_small",)),
+    "MBConv": (
+        ("search_space=mbconv_small", "retrain.channels=null", "retrain.num_cells=null"),
+        (),
+    ),
 }
 PARTITIONS = ("iid", "dirichlet")
 SEEDS = (1, 2, 3)
@@ -67,12 +70,13 @@ def make(partition: str, seed: int, space: str, *, root: Path) -> None:
 
     def train(network: str, settings: tuple[str, ...]) -> Path:
         folder = RUNS / f"{space}_{network}_{partition}_s{seed}"
-        overrides = [*settings, *SPACES[space], *DATA, f"partition={partition}"]
+        overrides = [*settings, *shared, *DATA, f"partition={partition}"]
         group = {"space": space, "partition": partition, "network": network}
         measure(RESULTS, folder, overrides=overrides, group=group, seed=seed, root=root)
         return folder
 
-    found = train("recommended", RECOMMENDED)
+    shared, searched = SPACES[space]
+    found = train("recommended", (*RECOMMENDED, *searched))
     drawn = RUNS / f"{space}_{partition}_s{seed}.json"
     if not drawn.exists():
         drawn.write_text(to_json(draw_like(found, seed)))
