@@ -1,10 +1,11 @@
-"""The machine's memory: whether a run fits into it, and that processes keep what they free."""
+"""The machine's memory: whether a run fits, what is told if not, and keeping what is freed."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
+import re
 from functools import lru_cache
 
 from fednas_flwr.errors import ConfigError
@@ -28,6 +29,22 @@ def check_fits(num_bytes: int, what: str, remedy: str) -> None:
             f"{what} takes at least {num_bytes / 2**30:,.0f} GiB of memory, and this machine has "
             f"{machine_memory() / 2**30:,.0f} GiB: {remedy}."
         )
+
+
+_ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.]+ ?\w+)", re.IGNORECASE)
+
+
+def described(error: Exception) -> str:
+    """Return an error's kind and text; of a lack of memory, on CPU or GPU, what to do about it."""
+    asked = _ASKED.search(str(error))  # torch raises a RuntimeError, numpy a kind of MemoryError
+    if asked is None and not isinstance(error, MemoryError):
+        return f"{type(error).__name__}: {error}"
+    amount = "" if asked is None else f" when {asked[1]} more were needed"
+    return (
+        f"out of memory{amount}: lower algorithm.batch_size, retrain.batch_size or "
+        "privacy.micro_batch_size, or search_space.channels and retrain.channels; "
+        "fednas run --dry-run tells what a run takes"
+    )
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h

@@ -4,17 +4,19 @@ import platform
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 from flwr.app import RecordDict
 
 from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.memory import keep_freed_memory
+from fednas_flwr.memory import described, keep_freed_memory
 
 PROCESS = """
 import resource, sys
 import torch
-from fednas_flwr.memory import keep_freed_memory
+from fednas_flwr.memory import described, keep_freed_memory
 
 if sys.argv[1] == "keep":
     keep_freed_memory()
@@ -50,3 +52,16 @@ def test_every_process_that_answers_keeps_it() -> None:
     grid = InProcessGrid(make_client_app(), 1)
     list(grid.send_and_receive([grid.create_message(RecordDict(), "train.search", 2, "")]))
     assert keep_freed_memory.cache_info().misses == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "amount"), [(torch.empty, "4000000000000000 bytes"), (np.empty, "7.11 PiB")]
+)
+def test_who_runs_out_of_memory_is_told_what_to_lower(make, amount) -> None:
+    with pytest.raises((RuntimeError, MemoryError)) as error:
+        make(10**15)
+    assert described(error.value).startswith(f"out of memory when {amount} more were needed: lower")
+
+
+def test_other_errors_keep_their_text() -> None:
+    assert described(ValueError("lr must be above 0")) == "ValueError: lr must be above 0"

@@ -36,7 +36,7 @@ from fednas_flwr.exchange.messages import BUDGET_SPENT, decode_request, encode_r
 from fednas_flwr.exchange.secure_sum.site import NODE_KEYS
 from fednas_flwr.federation.bundle import CONFIG_KEY
 from fednas_flwr.federation.flower import CLIENT_RAISED, take_along
-from fednas_flwr.memory import keep_freed_memory
+from fednas_flwr.memory import described, keep_freed_memory
 from fednas_flwr.verbs import VERBS
 
 DATA_PATH = "data-path"
@@ -123,7 +123,7 @@ def _supernet_norm(config_json: str) -> str:
 def _reason(error: Exception, *, told: bool) -> str:
     """Return what the server is told."""
     if told:
-        return f"{type(error).__name__}: {error}"
+        return described(error)
     traceback.print_exception(error)
     return "an error at the site, whose own log says which"
 
