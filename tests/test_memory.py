@@ -9,6 +9,7 @@ import pytest
 import torch
 from flwr.app import RecordDict
 
+from fednas_flwr.cli.outcomes import fail
 from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
 from fednas_flwr.memory import described, keep_freed_memory
@@ -16,7 +17,7 @@ from fednas_flwr.memory import described, keep_freed_memory
 PROCESS = """
 import resource, sys
 import torch
-from fednas_flwr.memory import described, keep_freed_memory
+from fednas_flwr.memory import keep_freed_memory
 
 if sys.argv[1] == "keep":
     keep_freed_memory()
@@ -65,3 +66,15 @@ def test_who_runs_out_of_memory_is_told_what_to_lower(make, amount) -> None:
 
 def test_other_errors_keep_their_text() -> None:
     assert described(ValueError("lr must be above 0")) == "ValueError: lr must be above 0"
+
+
+def test_client_and_command_tell_it(monkeypatch, capsys) -> None:
+    def too_much(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("fednas_flwr.federation.client_app.decode_request", too_much)
+    grid = InProcessGrid(make_client_app(), 1)
+    (reply,) = grid.send_and_receive([grid.create_message(RecordDict(), "train.search", 2, "")])
+    assert reply.error.reason.startswith("out of memory: lower")
+    fail(MemoryError(), debug=False)
+    assert capsys.readouterr().err.startswith("fednas: out of memory: lower")
