@@ -16,18 +16,16 @@ scripts/results/dp_budget.svg from dp_budget.json.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from table_runs import measure
+from table_runs import TEST_ACCURACY, arguments, make_all, measure
 
 from fednas_flwr.reporting.tables import start_results
 from fednas_flwr.search_spaces.genotype import to_json
@@ -38,7 +36,7 @@ RUNS = Path("runs/table_dp")
 SEEDS = (1, 2, 3)
 COMMAND = "python scripts/table_dp.py --root <folder>"
 COLUMNS = [
-    {"metric": "central_accuracy", "title": "test accuracy (%)", "scale": 100, "decimals": 1},
+    TEST_ACCURACY,
     {"metric": "accuracy_without_cells", "title": "without cells", "scale": 100, "decimals": 1},
     {"metric": "accuracy_without_skip", "title": "without skip", "scale": 100, "decimals": 1},
     {"metric": "epsilon", "title": "PRV epsilon (delta 1e-5)", "decimals": 2},
@@ -189,9 +187,7 @@ def shared_job(clients: int, terms: tuple[int, int] | None, seed: int) -> Job:
 
 def main() -> None:
     """Run what is missing."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--root", type=Path)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
+    parser = arguments(__doc__, needs_root=False)
     parser.add_argument("--table", choices=TITLES, help="only this one")
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="folder (default: %(default)s)"
@@ -213,8 +209,12 @@ def main() -> None:
         start_results(path, title=TITLES[table], command=COMMAND, columns=columns)
     root, results = options.root.resolve(), options.results
     asked = [row for row in jobs() if row[0].table in tables]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda row: [make(job, root=root, results=results) for job in row], asked))
+
+    def make_row(row: list[Job]) -> None:
+        for job in row:
+            make(job, root=root, results=results)
+
+    make_all(make_row, asked, at_a_time=options.jobs)
 
 
 def make(job: Job, *, root: Path, results: Path) -> None:

@@ -15,15 +15,13 @@ them; what they find is trained privately at epsilon 3 with fewer steps. Small f
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from table_runs import make_run, measure
+from table_runs import TEST_ACCURACY, arguments, make_all, make_run, measure
 
 from fednas_flwr.builders.configuration import parse_config
 from fednas_flwr.composition import compose_tree
@@ -65,12 +63,6 @@ SEARCHES = [
     *itertools.product(("DP-aware", "plain"), ("controller", "random")),
     (DARTS_OPS, "controller"),
 ]
-ACCURACY = {
-    "metric": "central_accuracy",
-    "title": "test accuracy (%)",
-    "scale": 100,
-    "decimals": 1,
-}
 EPSILON = {"metric": "epsilon", "title": "PRV epsilon (delta 1e-5)", "decimals": 2}
 SECONDS = {"metric": "retrain_seconds", "title": "training (s)", "decimals": 0}
 REWARD = {
@@ -83,24 +75,22 @@ REWARD = {
 TABLES = {  # title and columns
     "networks": (
         "DP-SGD from scratch on Fashion-MNIST, small form",
-        [ACCURACY, EPSILON, SECONDS],
+        [TEST_ACCURACY, EPSILON, SECONDS],
     ),
     "activations": (
         "Activations of a CNN under DP-SGD on Fashion-MNIST, small form, epsilon 3",
-        [ACCURACY, EPSILON],
+        [TEST_ACCURACY, EPSILON],
     ),
     "search": (
         "DPNAS' search on Fashion-MNIST, small form; found cells at epsilon 3",
-        [REWARD, ACCURACY, EPSILON],
+        [REWARD, TEST_ACCURACY, EPSILON],
     ),
 }
 
 
 def main() -> None:
     """Run what is missing of one of the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
+    parser = arguments(__doc__)
     parser.add_argument("--table", choices=TABLES, default="networks")
     parser.add_argument("--networks", choices=NETWORKS, nargs="+", default=["cnn_tanh", "small"])
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
@@ -115,8 +105,7 @@ def main() -> None:
         "search": (make_search, itertools.product(options.seeds, SEARCHES)),
     }[options.table]
     root = options.root.resolve()
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda job: make(*job, results=results, root=root), jobs))
+    make_all(lambda job: make(*job, results=results, root=root), jobs, at_a_time=options.jobs)
 
 
 def make_training(seed: int, network: str, epsilon: float, *, results: Path, root: Path) -> None:

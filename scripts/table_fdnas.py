@@ -9,13 +9,11 @@ network is. Continues where it was stopped; every finished run is added to scrip
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 
-from table_runs import make_run, measure
+from table_runs import arguments, make_all, make_run, measure
 
 from fednas_flwr.data.partitioners import load_partition, save_partition
 from fednas_flwr.reporting.runs import Run, read_run
@@ -45,10 +43,7 @@ GROUPS = ("phone", "cpu", "gpu")
 
 def main() -> None:
     """Run what is missing."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     start_results(
         RESULTS / "fdnas.json",
         title="FDNAS and baselines on Fashion-MNIST, small form: 2,500 images",
@@ -71,8 +66,8 @@ def main() -> None:
             {"metric": "groups_seconds", "title": "search of the groups (s)", "decimals": 0},
         ],
     )
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda seed: make_seed(seed, root=options.root.resolve()), SEEDS))
+    root = options.root.resolve()
+    make_all(lambda seed: make_seed(seed, root=root), SEEDS, at_a_time=options.jobs)
 
 
 def make_seed(seed: int, *, root: Path) -> None:

@@ -10,12 +10,10 @@ where it was stopped; every finished run is added to scripts/results/feathers.js
 
 from __future__ import annotations
 
-import argparse
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from table_runs import make_run, measure
+from table_runs import TEST_ACCURACY, arguments, make_all, make_run, measure
 
 from fednas_flwr.reporting.runs import Run
 from fednas_flwr.reporting.tables import start_results
@@ -34,7 +32,7 @@ FEDEX = ["experiment=fedex/fashion_mnist"]
 FEATHERS = ["experiment=feathers/fashion_mnist"]
 AVERAGED = [*FEATHERS, "algorithm.rewarded=averaged"]
 COLUMNS = [
-    {"metric": "central_accuracy", "title": "test accuracy (%)", "scale": 100, "decimals": 1},
+    TEST_ACCURACY,
     {"metric": "training_seconds", "title": "search + retraining (s)", "decimals": 0},
     {"metric": "exchanges", "title": "exchanges", "decimals": 0},
     {"metric": "traffic_mb", "title": "MB", "decimals": 0},
@@ -45,10 +43,7 @@ COLUMNS = [
 
 def main() -> None:
     """Run what is missing."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     root = options.root.resolve()
     start_results(
         RESULTS,
@@ -57,8 +52,7 @@ def main() -> None:
         columns=COLUMNS,
     )
     settings = itertools.product(SEEDS, CLIENTS, PARTITIONS)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda setting: make_setting(*setting, root=root), settings))
+    make_all(lambda one: make_setting(*one, root=root), settings, at_a_time=options.jobs)
 
 
 def make_setting(seed: int, clients: int, partition: str, *, root: Path) -> None:

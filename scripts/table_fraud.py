@@ -10,12 +10,10 @@ stopped; every finished run is added to scripts/results/fraud.json.
 
 from __future__ import annotations
 
-import argparse
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from table_runs import measure
+from table_runs import arguments, make_all, measure
 
 from fednas_flwr.reporting.tables import start_results
 
@@ -66,18 +64,15 @@ def jobs() -> list[Job]:
 
 def main() -> None:
     """Run what is missing."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     start_results(
         RESULTS,
         title="FEATHERS on card fraud: F1 by epsilon, 20,306 records over the clients, 5 seeds",
         command="python scripts/table_fraud.py --root <folder>",
         columns=COLUMNS,
     )
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda job: make(job, root=options.root.resolve()), jobs()))
+    root = options.root.resolve()
+    make_all(lambda job: make(job, root=root), jobs(), at_a_time=options.jobs)
 
 
 def make(job: Job, *, root: Path) -> None:

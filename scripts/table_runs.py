@@ -1,15 +1,58 @@
-"""What the table scripts share: make one run unless its result is there, and record it."""
+"""What the table scripts share: their arguments and columns, and making runs that are missing."""
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fednas_flwr.reporting.runs import Run, is_complete, read_run
 from fednas_flwr.reporting.tables import append_result, has_result
+
+T = TypeVar("T")
+
+TEST_ACCURACY = {
+    "metric": "central_accuracy",
+    "title": "test accuracy (%)",
+    "scale": 100,
+    "decimals": 1,
+}
+CLIENT_ACCURACY = {
+    "metric": "client_accuracy",
+    "title": "mean client accuracy (%)",
+    "scale": 100,
+    "decimals": 1,
+}
+PARAMETERS = {
+    "metric": "num_parameters",
+    "title": "parameters (k)",
+    "scale": 1e-3,
+    "decimals": 0,
+}
+SEARCH_SECONDS = {"metric": "search_seconds", "title": "search (s)", "decimals": 0}
+
+
+def arguments(description: str, *, needs_root: bool = True) -> argparse.ArgumentParser:
+    """Return a parser of ``--root``, the folder of the data, and ``--jobs``."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--root", type=Path, required=needs_root)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
+    return parser
+
+
+def make_all(make: Callable[[T], object], jobs: Iterable[T], *, at_a_time: int) -> None:
+    """Make all jobs, ``at_a_time`` of them side by side; raise the first error after the last."""
+    with ThreadPoolExecutor(at_a_time) as pool:
+        list(pool.map(make, jobs))
+
+
+def is_made(results: Path, overrides: Sequence[str], seed: int) -> bool:
+    """Return whether a table's results hold the run of these settings and this seed."""
+    return has_result(results, {"overrides": list(overrides)}, seed)
 
 
 def measure(
@@ -33,8 +76,7 @@ def measure(
         root: Folder of the data; None where it needs none.
         more: Returns further metrics of the finished run.
     """
-    settings = {"overrides": list(overrides)}
-    if has_result(results, settings, seed):
+    if is_made(results, overrides, seed):
         return
     run = make_run(folder, overrides=overrides, seed=seed, root=root)
     if run is None:
@@ -46,7 +88,7 @@ def measure(
     append_result(
         results,
         {
-            "settings": settings,
+            "settings": {"overrides": list(overrides)},
             "group": dict(group),
             "seed": seed,
             "commit": started.get("commit"),

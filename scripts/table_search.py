@@ -8,11 +8,17 @@ finished run is added to scripts/results/search.json.
 
 from __future__ import annotations
 
-import argparse
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from table_runs import measure
+from table_runs import (
+    CLIENT_ACCURACY,
+    PARAMETERS,
+    SEARCH_SECONDS,
+    TEST_ACCURACY,
+    arguments,
+    make_all,
+    measure,
+)
 
 from fednas_flwr.reporting.tables import start_results
 
@@ -32,19 +38,16 @@ SEARCHES = {
 PARTITIONS = ("iid", "dirichlet")
 SEEDS = (1, 2, 3)
 COLUMNS = [
-    {"metric": "central_accuracy", "title": "test accuracy (%)", "scale": 100, "decimals": 1},
-    {"metric": "client_accuracy", "title": "mean client accuracy (%)", "scale": 100, "decimals": 1},
-    {"metric": "num_parameters", "title": "parameters (k)", "scale": 1e-3, "decimals": 0},
-    {"metric": "search_seconds", "title": "search (s)", "decimals": 0},
+    TEST_ACCURACY,
+    CLIENT_ACCURACY,
+    PARAMETERS,
+    SEARCH_SECONDS,
 ]
 
 
 def main() -> None:
     """Run what is missing."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     start_results(
         RESULTS,
         title="Search on Fashion-MNIST, small form: 2,000 images, 5 clients, 3 seeds",
@@ -52,8 +55,8 @@ def main() -> None:
         columns=COLUMNS,
     )
     jobs = [(name, p, s) for s in SEEDS for p in PARTITIONS for name in SEARCHES]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda job: make(*job, root=options.root.resolve()), jobs))
+    root = options.root.resolve()
+    make_all(lambda job: make(*job, root=root), jobs, at_a_time=options.jobs)
 
 
 def make(name: str, partition: str, seed: int, *, root: Path) -> None:

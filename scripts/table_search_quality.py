@@ -20,11 +20,11 @@ import os
 import resource
 from pathlib import Path
 
-from table_runs import make_run, measure
+from table_runs import is_made, make_run, measure
 
 from fednas_flwr.reporting.lookup import CellTable, found_cell, read_table
 from fednas_flwr.reporting.runs import Run
-from fednas_flwr.reporting.tables import has_result, start_results
+from fednas_flwr.reporting.tables import start_results
 
 RESULTS = Path(__file__).parent / "results" / "search_quality.json"
 RUNS = Path("runs/table_search_quality")
@@ -98,7 +98,7 @@ def make(
     if search.endswith(PRIOR):
         folder = RUNS / f"data_free_none_s{seed}"
         own.append(f"algorithm.prior={{run: {folder}, margin: {MARGIN}}}")
-        if not has_result(RESULTS, {"overrides": [*settings, *DATA, *own]}, seed):
+        if not is_made(RESULTS, [*settings, *DATA, *own], seed):
             make_run(folder, overrides=[*DATA_FREE, *DATA], seed=seed, root=root)
     started = cpu_seconds()
 

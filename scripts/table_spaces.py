@@ -9,14 +9,24 @@ its own. Continues where it was stopped; every finished run is added to scripts/
 
 from __future__ import annotations
 
-import argparse
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from table_runs import measure
+from table_runs import (
+    CLIENT_ACCURACY,
+    PARAMETERS,
+    SEARCH_SECONDS,
+    TEST_ACCURACY,
+    arguments,
+    is_made,
+    make_all,
+    make_run,
+    measure,
+)
 
 from fednas_flwr.builders.networks import described_space, load_description
+from fednas_flwr.files import write_atomically
 from fednas_flwr.hardware.flops import count_multiply_adds
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.reporting.tables import start_results
@@ -39,20 +49,17 @@ GIVEN = ("algorithm=fedavg", "retrain=small", "stages=[retrain,evaluate,export]"
 LIKE = 0.05  # multiply-adds, as a share of those of the found network
 DRAWS = 2000
 COLUMNS = [
-    {"metric": "central_accuracy", "title": "test accuracy (%)", "scale": 100, "decimals": 1},
-    {"metric": "client_accuracy", "title": "mean client accuracy (%)", "scale": 100, "decimals": 1},
-    {"metric": "num_parameters", "title": "parameters (k)", "scale": 1e-3, "decimals": 0},
+    TEST_ACCURACY,
+    CLIENT_ACCURACY,
+    PARAMETERS,
     {"metric": "multiply_adds", "title": "multiply-adds (M)", "scale": 1e-6, "decimals": 2},
-    {"metric": "search_seconds", "title": "search (s)", "decimals": 0},
+    SEARCH_SECONDS,
 ]
 
 
 def main() -> None:
     """Run what is missing."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     root = options.root.resolve()
     start_results(
         RESULTS,
@@ -61,26 +68,30 @@ def main() -> None:
         columns=COLUMNS,
     )
     jobs = itertools.product(PARTITIONS, SEEDS, SPACES)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda job: make(*job, root=root), jobs))
+    make_all(lambda job: make(*job, root=root), jobs, at_a_time=options.jobs)
 
 
 def make(partition: str, seed: int, space: str, *, root: Path) -> None:
     """Search one network, and train a random one of like multiply-adds in the same way."""
 
-    def train(network: str, settings: tuple[str, ...]) -> Path:
-        folder = RUNS / f"{space}_{network}_{partition}_s{seed}"
-        overrides = [*settings, *shared, *DATA, f"partition={partition}"]
-        group = {"space": space, "partition": partition, "network": network}
-        measure(RESULTS, folder, overrides=overrides, group=group, seed=seed, root=root)
-        return folder
+    def row(network: str, settings: tuple[str, ...]) -> dict[str, Any]:
+        return {
+            "folder": RUNS / f"{space}_{network}_{partition}_s{seed}",
+            "overrides": [*settings, *shared, *DATA, f"partition={partition}"],
+            "group": {"space": space, "partition": partition, "network": network},
+        }
 
     shared, searched = SPACES[space]
-    found = train("recommended", (*RECOMMENDED, *searched))
     drawn = RUNS / f"{space}_{partition}_s{seed}.json"
-    if not drawn.exists():
-        drawn.write_text(to_json(draw_like(found, seed)))
-    train("random", (*GIVEN, f"genotype={drawn}"))
+    found = row("recommended", (*RECOMMENDED, *searched))
+    random = row("random", (*GIVEN, f"genotype={drawn}"))
+    measure(RESULTS, **found, seed=seed, root=root)
+    if is_made(RESULTS, random["overrides"], seed):
+        return
+    run = make_run(found["folder"], overrides=found["overrides"], seed=seed, root=root)
+    if run is not None:
+        write_atomically(drawn, to_json(draw_like(found["folder"], seed)))
+        measure(RESULTS, **random, seed=seed, root=root)
 
 
 def draw_like(found: Path, seed: int) -> Genotype:

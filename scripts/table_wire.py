@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from table_runs import measure
+from table_runs import PARAMETERS, TEST_ACCURACY, measure
 
 from fednas_flwr.reporting.runs import Run
 from fednas_flwr.reporting.tables import start_results
@@ -21,8 +21,8 @@ RUNS = Path("runs/table_wire")
 WIRES = ("float32", "float16", "int8")
 SEEDS = (1, 2, 3)
 COLUMNS = [
-    {"metric": "central_accuracy", "title": "test accuracy (%)", "scale": 100, "decimals": 1},
-    {"metric": "num_parameters", "title": "parameters (k)", "scale": 1e-3, "decimals": 0},
+    TEST_ACCURACY,
+    PARAMETERS,
     {"metric": "search_sent_mb", "title": "sent in the search (MB)", "decimals": 2},
     {"metric": "search_replies_mb", "title": "replies of the search (MB)", "decimals": 2},
     {"metric": "traffic_mb", "title": "both directions (MB)", "decimals": 1},
