@@ -2,14 +2,15 @@
 
 Wavelets, moduli and averages of two orders (Bruna and Mallat 2013, arXiv 1203.1513); as the input
 of private networks by Tramer and Boneh (2021, arXiv 2011.11660). Filters are kymatio's (Andreux et
-al. 2020, arXiv 1812.11214), and so is the order of the channels. Fourier transforms are products
-with matrices of cosines and sines, so that ONNX has all that is computed.
+al. 2020, arXiv 1812.11214), and so is the order of the channels. In an ONNX file, which has no
+complex numbers, Fourier transforms are products with matrices of cosines and sines.
 
 Shapes: B batch, C channels, H height, W width, J scales, L angles, K paths, M and N padded sides.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -73,15 +74,17 @@ class Scattering(nn.Module):
         margins = [(whole - side, side) for whole, side in zip(padded, sides, strict=True)]
         (top, _), (left, _) = margins
         self.padding = (left // 2, left - left // 2, top // 2, top - top // 2)
+        filters = filter_bank(*padded, scales, angles)
         for resolution in range(scales + 1):
             for axis, side in zip("MN", padded, strict=True):
                 index = torch.arange(side // 2**resolution, dtype=torch.float64)
                 angle = 2 * math.pi * torch.outer(index, index) / len(index)
                 self._keep(f"cos{axis}{resolution}", angle.cos())
                 self._keep(f"sin{axis}{resolution}", angle.sin())
-        filters = filter_bank(*padded, scales, angles)
         for resolution, low_pass in enumerate(filters["phi"]["levels"]):
-            self._keep(f"phi{resolution}", torch.from_numpy(low_pass))
+            rows, columns = _averages(torch.from_numpy(low_pass), 2 ** (scales - resolution))
+            self._keep(f"rows{resolution}", rows)
+            self._keep(f"columns{resolution}", columns.T)
         for scale in range(scales):
             rotated = [psi["levels"] for psi in filters["psi"] if psi["j"] == scale]
             for resolution in range(len(rotated[0])):
@@ -101,19 +104,21 @@ class Scattering(nn.Module):
 
     def coefficients(self, x: Tensor) -> Tensor:
         """Return the coefficients themselves, ``[B, C, K, h, w]``, as kymatio orders them."""
-        spectrum = self._fourier(functional.pad(x, self.padding, mode="reflect"), 0)
-        zeroth = self._average(spectrum, 0)[:, :, None]
+        signal = functional.pad(x, self.padding, mode="reflect")
+        spectrum = self._fourier(signal, 0)
+        zeroth = self._average(signal, 0)[:, :, None]
         first, second = [], []
         for scale in range(self.scales):
             moduli = self._moduli(spectrum, f"psi{scale}_0", scale)  # [B, C, L, m, n]
-            inner = self._fourier(moduli, scale)
-            first.append(self._average(inner, scale))
-            deeper = []
+            first.append(self._average(moduli, scale))
+            if scale == self.scales - 1:
+                break
+            inner, deeper = self._fourier(moduli, scale), []
             for next_scale in range(scale + 1, self.scales):
                 moduli = self._moduli(inner, f"psi{next_scale}_{scale}", next_scale - scale)
-                deeper.append(self._average(self._fourier(moduli, next_scale), next_scale))
-            if deeper:  # [B, C, L, L times larger scales, h, w]
-                second.append(torch.cat(deeper, dim=3).flatten(2, 3))
+                deeper.append(self._average(moduli, next_scale))
+            # [B, C, L, L times larger scales, h, w]
+            second.append(torch.cat(deeper, dim=3).flatten(2, 3))
         return torch.cat([zeroth, *first, *second], dim=2)
 
     def _matrices(self, resolution: int) -> tuple[Tensor, ...]:
@@ -122,31 +127,32 @@ class Scattering(nn.Module):
 
     def _fourier(self, x: Tensor, resolution: int) -> Complex:
         """Return the Fourier transform of real ``[..., m, n]``."""
+        if not torch.onnx.is_in_onnx_export():
+            spectrum = torch.fft.fft2(x)
+            return spectrum.real, spectrum.imag
         cos_m, sin_m, cos_n, sin_n = self._matrices(resolution)
         real, imaginary = cos_m @ x, sin_m @ x
         return real @ cos_n - imaginary @ sin_n, -(real @ sin_n + imaginary @ cos_n)
 
     def _moduli(self, spectrum: Complex, filters: str, halvings: int) -> Tensor:
         """Return the moduli of filtered signals, ``[..., L, m / 2^h, n / 2^h]``."""
-        filtered = (part.unsqueeze(-3) * self.get_buffer(filters) for part in spectrum)
-        real, imaginary = self._inverse(*(_folded(part, halvings) for part in filtered))
-        return (real.square() + imaginary.square()).sqrt()
-
-    def _average(self, spectrum: Complex, resolution: int) -> Tensor:
-        """Return the low-passed real signal at the coarsest resolution, without its border."""
-        low_pass = self.get_buffer(f"phi{resolution}")
-        folded = (_folded(part * low_pass, self.scales - resolution) for part in spectrum)
-        return self._inverse(*folded)[0][..., 1:-1, 1:-1]
-
-    def _inverse(self, real: Tensor, imaginary: Tensor) -> Complex:
-        """Return the inverse Fourier transform of ``[..., m, n]``."""
+        filters_LMN = self.get_buffer(filters)
+        real, imaginary = (_filtered(part, filters_LMN, 2**halvings) for part in spectrum)
+        if not torch.onnx.is_in_onnx_export():
+            moduli: Tensor = torch.fft.ifft2(torch.complex(real, imaginary)).abs()
+            return moduli
         rows, columns = real.shape[-2:]
         resolution = round(math.log2(self.get_buffer("cosM0").shape[0] / rows))
         cos_m, sin_m, cos_n, sin_n = self._matrices(resolution)
         left = cos_m @ real - sin_m @ imaginary
         right = cos_m @ imaginary + sin_m @ real
-        scale = 1 / (rows * columns)
-        return scale * (left @ cos_n - right @ sin_n), scale * (left @ sin_n + right @ cos_n)
+        real, imaginary = left @ cos_n - right @ sin_n, left @ sin_n + right @ cos_n
+        return (real.square() + imaginary.square()).sqrt() / (rows * columns)
+
+    def _average(self, signal: Tensor, resolution: int) -> Tensor:
+        """Return the low-passed signal at the coarsest resolution, without its border."""
+        along_columns = signal @ self.get_buffer(f"columns{resolution}")
+        return self.get_buffer(f"rows{resolution}") @ along_columns
 
 
 def make_transform(records: Records, *, scales: int, angles: int) -> Scattering:
@@ -182,9 +188,33 @@ def transformed(records: Records, transform: Scattering) -> Records:
     return replace(records, features=features, image_shape=shape)
 
 
-def _folded(spectrum: Tensor, halvings: int) -> Tensor:
-    """Return the spectrum of every ``2^halvings``-th sample of both axes."""
-    times = 2**halvings
-    *others, rows, columns = spectrum.shape
-    parts = spectrum.view(*others, times, rows // times, times, columns // times)
-    return parts.mean((-4, -2))
+def _filtered(spectrum: Tensor, filters_LMN: Tensor, step: int) -> Tensor:
+    """Return the spectra ``[..., L, M / s, N / s]`` of every s-th sample of filtered signals.
+
+    They are means over the ``s^2`` parts of the whole spectrum ``[..., M, N]`` that coincide then.
+    """
+    height, width = (side // step for side in filters_LMN.shape[1:])
+    total = spectrum.new_zeros(())
+    for row, column in itertools.product(range(step), repeat=2):
+        part = (
+            ...,
+            slice(row * height, (row + 1) * height),
+            slice(column * width, (column + 1) * width),
+        )
+        total = torch.addcmul(total, spectrum[part].unsqueeze(-3), filters_LMN[part] / step**2)
+    return total
+
+
+def _averages(low_pass: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Return the matrices that filter and subsample both axes, ``[h, m]`` and ``[w, n]``.
+
+    Args:
+        low_pass: Frequency response of kymatio's Gaussian [m, n], a product of one per axis.
+        step: Every ``step``-th sample stays, but the first and the last, which are of the padding.
+    """
+    responses = low_pass[:, 0].double(), low_pass[0].double() / low_pass[0, 0]
+    rows, columns = (
+        torch.fft.ifft(torch.fft.fft(torch.eye(len(own)), dim=0) * own[:, None], dim=0).real
+        for own in responses
+    )
+    return rows[::step][1:-1], columns[::step][1:-1]
