@@ -1,10 +1,11 @@
-"""Table: the recommended search against random networks of like cost, in other search spaces.
+"""Table: the recommended search against random networks, in other search spaces.
 
     python scripts/table_spaces.py --root <folder with FashionMNIST> [--jobs 2]
 
 DARTS' cell and MBConv blocks on Fashion-MNIST, 2,000 images, 5 clients, 3 seeds, equal retraining.
-Beside every found network stands a random one of its space whose multiply-adds are within 5 % of
-its own. Continues where it was stopped; every finished run is added to scripts/results/spaces.json.
+Beside every found network stand random ones of its space: one whose multiply-adds are within 5 % of
+its own, and of DARTS' cells the first that is drawn. Continues where it was stopped; every finished
+run is added to scripts/results/spaces.json.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from table_runs import (
     measure,
 )
 
-from fednas_flwr.builders.networks import described_space, load_description
+from fednas_flwr import compose
+from fednas_flwr.builders.data import make_data
+from fednas_flwr.builders.networks import described_space, load_description, supernet_space
 from fednas_flwr.files import write_atomically
 from fednas_flwr.hardware.flops import count_multiply_adds
 from fednas_flwr.randomness import make_generator
@@ -72,7 +75,7 @@ def main() -> None:
 
 
 def make(partition: str, seed: int, space: str, *, root: Path) -> None:
-    """Search one network, and train a random one of like multiply-adds in the same way."""
+    """Search one network, and train random ones in the same way."""
 
     def row(network: str, settings: tuple[str, ...]) -> dict[str, Any]:
         return {
@@ -82,16 +85,25 @@ def make(partition: str, seed: int, space: str, *, root: Path) -> None:
         }
 
     shared, searched = SPACES[space]
-    drawn = RUNS / f"{space}_{partition}_s{seed}.json"
     found = row("recommended", (*RECOMMENDED, *searched))
-    random = row("random", (*GIVEN, f"genotype={drawn}"))
     measure(RESULTS, **found, seed=seed, root=root)
-    if is_made(RESULTS, random["overrides"], seed):
-        return
-    run = make_run(found["folder"], overrides=found["overrides"], seed=seed, root=root)
-    if run is not None:
-        write_atomically(drawn, to_json(draw_like(found["folder"], seed)))
-        measure(RESULTS, **random, seed=seed, root=root)
+    like = RUNS / f"{space}_{partition}_s{seed}.json"
+    random = row("random", (*GIVEN, f"genotype={like}"))
+    if not is_made(RESULTS, random["overrides"], seed):
+        run = make_run(found["folder"], overrides=found["overrides"], seed=seed, root=root)
+        if run is not None:
+            write_atomically(like, to_json(draw_like(found["folder"], seed)))
+            measure(RESULTS, **random, seed=seed, root=root)
+    if space == "DARTS":
+        config = compose(*RECOMMENDED, *searched, *DATA, f"dataset.root={root}")
+        drawn = supernet_space(config, make_data(config)[0]).random_genotype(
+            make_generator(seed, "random network")
+        )
+        file = RUNS / f"{space}_any_s{seed}.json"
+        write_atomically(file, to_json(drawn))
+        measure(
+            RESULTS, **row("random_any_size", (*GIVEN, f"genotype={file}")), seed=seed, root=root
+        )
 
 
 def draw_like(found: Path, seed: int) -> Genotype:
