@@ -206,7 +206,8 @@ def main() -> None:
     for table in tables:
         path = options.results / f"{table}.json"
         columns = [*COLUMNS, SIZE] if table == "dp_budget" else COLUMNS
-        start_results(path, title=TITLES[table], command=COMMAND, columns=columns)
+        against = {"noise": "local"} if table == "dp_shared" else {"network": "linear"}
+        start_results(path, title=TITLES[table], command=COMMAND, columns=columns, against=against)
     root, results = options.root.resolve(), options.results
     asked = [row for row in jobs() if row[0].table in tables]
 

@@ -72,18 +72,21 @@ REWARD = {
     "decimals": 1,
 }
 
-TABLES = {  # title and columns
+TABLES = {  # title, columns, and what rows are compared with
     "networks": (
         "DP-SGD from scratch on Fashion-MNIST, small form",
         [TEST_ACCURACY, EPSILON, SECONDS],
+        {"network": "cnn_tanh"},
     ),
     "activations": (
         "Activations of a CNN under DP-SGD on Fashion-MNIST, small form, epsilon 3",
         [TEST_ACCURACY, EPSILON],
+        {"activation": "tanh"},
     ),
     "search": (
         "DPNAS' search on Fashion-MNIST, small form; found cells at epsilon 3",
         [REWARD, TEST_ACCURACY, EPSILON],
+        {"sampler": "random"},
     ),
 }
 
@@ -95,10 +98,10 @@ def main() -> None:
     parser.add_argument("--networks", choices=NETWORKS, nargs="+", default=["cnn_tanh", "small"])
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     options = parser.parse_args()
-    title, columns = TABLES[options.table]
+    title, columns, against = TABLES[options.table]
     results = RESULTS / f"dpnas_{options.table}.json"
     command = f"python scripts/table_dpnas.py --root <folder> --table {options.table}"
-    start_results(results, title=title, command=command, columns=columns)
+    start_results(results, title=title, command=command, columns=columns, against=against)
     make, jobs = {
         "networks": (make_training, itertools.product(options.seeds, options.networks, EPSILONS)),
         "activations": (make_activation, itertools.product(options.seeds, ACTIVATIONS)),

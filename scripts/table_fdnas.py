@@ -49,6 +49,7 @@ def main() -> None:
         title="FDNAS and baselines on Fashion-MNIST, small form: 2,500 images",
         command=COMMAND,
         columns=[*ACCURACIES, *SIZES, *SEARCH],
+        against={"algorithm": "MobileNetV2's blocks, FedAvg"},
     )
     start_results(
         RESULTS / "cfdnas.json",

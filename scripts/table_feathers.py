@@ -50,6 +50,7 @@ def main() -> None:
         title="FEATHERS on Fashion-MNIST, small form",
         command="python scripts/table_feathers.py --root <folder>",
         columns=COLUMNS,
+        against={"algorithm": "DARTS"},
     )
     settings = itertools.product(SEEDS, CLIENTS, PARTITIONS)
     make_all(lambda one: make_setting(*one, root=root), settings, at_a_time=options.jobs)

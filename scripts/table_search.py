@@ -53,6 +53,7 @@ def main() -> None:
         title="Search on Fashion-MNIST, small form: 2,000 images, 5 clients, 3 seeds",
         command="python scripts/table_search.py --root <folder>",
         columns=COLUMNS,
+        against={"search": "random_search"},
     )
     jobs = [(name, p, s) for s in SEEDS for p in PARTITIONS for name in SEARCHES]
     root = options.root.resolve()

@@ -69,6 +69,7 @@ def main() -> None:
         title="Other search spaces on Fashion-MNIST, small form: 2,000 images, 5 clients, 3 seeds",
         command="python scripts/table_spaces.py --root <folder>",
         columns=COLUMNS,
+        against={"network": "random"},
     )
     jobs = itertools.product(PARTITIONS, SEEDS, SPACES)
     make_all(lambda job: make(*job, root=root), jobs, at_a_time=options.jobs)

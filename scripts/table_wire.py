@@ -37,6 +37,7 @@ def main() -> None:
         title="The quickstart by what messages travel as: digits, 3 clients, 3 seeds",
         command="python scripts/table_wire.py",
         columns=COLUMNS,
+        against={"wire": "float32"},
     )
     for seed in SEEDS:
         for wire in WIRES:

@@ -6,6 +6,7 @@
      "command": "scripts/table_fashion_mnist.sh",
      "columns": [{"metric": "central_accuracy", "title": "test accuracy (%)",
                   "scale": 100, "decimals": 1}, ...],
+     "against": {"algorithm": "random_search"},
      "runs": [{"settings": {...all that was set, without the seed...},
                "group": {"algorithm": "fed_darts", "partition": "iid"},
                "seed": 1, "commit": "4f2c9ab", "machine": "Linux x86_64, 2 cores",
@@ -13,7 +14,9 @@
 
 ``group`` gives the first columns of the rendered table; runs with an equal group are one row, in
 the order of first appearance. ``scale`` (1) and ``decimals`` (three significant digits) may be left
-out; a metric that a run did not reach is null.
+out; a metric that a run did not reach is null. Where ``against`` is set, a column shows how far the
+first metric of each row is from that of the row whose group differs from it in that one field
+alone: the mean difference of runs with the same seed, and its 95 % interval by Student's t.
 
 In a page a table stands between ``<!-- table:NAME -->`` and ``<!-- /table:NAME -->``:
 
@@ -23,6 +26,7 @@ In a page a table stands between ``<!-- table:NAME -->`` and ``<!-- /table:NAME 
 import argparse
 import fcntl
 import json
+import math
 import os
 import re
 import sys
@@ -30,6 +34,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from scipy import stats  # type: ignore[import-untyped,unused-ignore]
 
 from fednas_flwr.files import write_atomically
 from fednas_flwr.reporting.compare import markdown_table
@@ -40,7 +47,12 @@ MARKER = re.compile(r"^<!-- (/?)table:([\w-]+) -->$", re.MULTILINE)
 
 
 def start_results(
-    path: Path, *, title: str, command: str, columns: Sequence[Mapping[str, Any]]
+    path: Path,
+    *,
+    title: str,
+    command: str,
+    columns: Sequence[Mapping[str, Any]],
+    against: Mapping[str, Any] | None = None,
 ) -> None:
     """Make a result file without runs, or give an existing one a new head and keep its runs.
 
@@ -49,10 +61,14 @@ def start_results(
         title: The table's title.
         command: The command that measures all of it again.
         columns: The metrics to show, as the module's text describes them.
+        against: One field of the groups, and its value in the rows that others are compared with.
     """
+    head: dict[str, Any] = {"title": title, "command": command, "columns": list(columns)}
+    if against is not None:
+        head["against"] = dict(against)
     with _locked(path.parent):
         runs = _read(path)["runs"] if path.exists() else []
-        _write(path, {"title": title, "command": command, "columns": list(columns), "runs": runs})
+        _write(path, {**head, "runs": runs})
 
 
 def has_result(path: Path, settings: Mapping[str, Any], seed: int) -> bool:
@@ -129,13 +145,19 @@ def _table(document: Mapping[str, Any]) -> str:
     for run in document["runs"]:
         rows.setdefault(json.dumps(run["group"], sort_keys=True), []).append(run)
     names = list(dict.fromkeys(name for run in document["runs"] for name in run["group"]))
+    against = document.get("against", {})
     titles = [*names, *(column["title"] for column in document["columns"]), "seeds"]
+    titles += [f"over {value}, 95 % interval" for value in against.values()]
     lines = [f"**{document['title']}**", ""]
     cells = []
     for runs in rows.values():
         row = [str(runs[0]["group"].get(name, DASH)) for name in names]
         row += [_metric(runs, column) for column in document["columns"]]
-        cells.append([*row, str(len(runs))])
+        row.append(str(len(runs)))
+        for name, value in against.items():
+            partner = json.dumps(runs[0]["group"] | {name: value}, sort_keys=True)
+            row.append(_difference(runs, rows.get(partner, []), document["columns"][0]))
+        cells.append(row)
     lines += [*markdown_table(titles, cells), "", _source(document)]
     return "\n".join(lines)
 
@@ -144,6 +166,25 @@ def _metric(runs: list[dict[str, Any]], column: Mapping[str, Any]) -> str:
     values = [run["metrics"][column["metric"]] for run in runs]
     scale, decimals = column.get("scale", 1), column.get("decimals")
     return mean_and_deviation(values, scale=scale, decimals=decimals)
+
+
+def _difference(
+    runs: list[dict[str, Any]], others: list[dict[str, Any]], column: Mapping[str, Any]
+) -> str:
+    """Return the mean of the paired differences and its interval: ``+1.4 (-0.2 to +3.0)``."""
+    name, scale = column["metric"], column.get("scale", 1)
+    of_other = {other["seed"]: other["metrics"][name] for other in others}
+    pairs = [(run["metrics"][name], of_other.get(run["seed"])) for run in runs]
+    differences = np.array(
+        [scale * (own - other) for own, other in pairs if own is not None and other is not None]
+    )
+    if runs is others or len(differences) < 2:
+        return DASH
+    mean, decimals = differences.mean(), column.get("decimals", 1)
+    error = differences.std(ddof=1) / math.sqrt(len(differences))
+    reach = error * stats.t.ppf(0.975, len(differences) - 1)
+    shown = (f"{value:+.{decimals}f}" for value in (mean, mean - reach, mean + reach))
+    return "{} ({} to {})".format(*shown)
 
 
 def _source(document: Mapping[str, Any]) -> str:

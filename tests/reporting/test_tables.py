@@ -3,6 +3,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from scipy.stats import ttest_rel
 
 from fednas_flwr.reporting.tables import (
     append_result,
@@ -57,6 +58,21 @@ def test_a_row_per_group_with_mean_and_deviation(results: Path) -> None:
 def test_a_metric_that_some_runs_did_not_reach_is_marked(results: Path) -> None:
     append_result(results, _run("fed_darts", 3, None))
     assert "| fed_darts | 91.0 ± 1.4 (2 of 3) | 3 |" in render_tables(README, results.parent)
+
+
+def test_a_row_is_compared_with_another_by_the_seeds_of_both(results: Path) -> None:
+    start_results(
+        results, title="Digits", command="x", columns=COLUMNS, against={"algorithm": "random"}
+    )
+    for seed, accuracy in ((1, 0.88), (2, 0.94), (3, 0.5)):
+        append_result(results, _run("random", seed, accuracy))
+    lines = render_tables(README, results.parent).splitlines()
+    assert lines[5] == "| algorithm | accuracy (%) | seeds | over random, 95 % interval |"
+    found = ttest_rel([90.0, 92.0], [88.0, 94.0]).confidence_interval(0.95)
+    interval = f"+0.0 ({found.low:+.1f} to {found.high:+.1f})"
+    assert f"| fed_darts | 91.0 ± 1.4 | 2 | {interval} |" in lines
+    assert "| a\\|b | 50.0 | 1 | – |" in lines  # one seed has no interval
+    assert "| random | 77.3 ± 23.9 | 3 | – |" in lines
 
 
 def test_check_says_whether_the_readme_is_stale(
