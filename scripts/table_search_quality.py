@@ -6,8 +6,8 @@ The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). The search that we
 as the table's networks, also with 2 of the clients asked, and the data-free ones, by AZ-NAS on
 small networks and the one that we recommend where no record may be read, stand beside federated
 DARTS, FNAS and DP-FNAS, which have the regulariser of beta-DARTS and whose alphas begin with a lead
-for the cell of the data-free search, and beside federated DARTS without such a lead. Found cells
-are looked up, not retrained.
+for the cell of the data-free search, and beside federated DARTS without that
+lead, without the regulariser, and by GDAS. Found cells are looked up, not retrained.
 Continues where it was stopped; every finished run is added to scripts/results/search_quality.json.
 The file of images holds x_train, y_train, x_test and y_test. ``--only`` makes the rows of one
 search.
@@ -37,6 +37,7 @@ ZERO_COST = ("algorithm=zero_cost", "algorithm.draws=250", "rounds=1")
 DATA_FREE = ("experiment=search/data_free",)
 CURED = ("algorithm.beta_decay=5", "algorithm.evaluate_every=0", *IMAGES)
 DARTS = ("algorithm=fed_darts", "rounds=8", *IMAGES)
+GDAS = "algorithm.temperatures={first: 10, last: 0.1}"
 FNAS = ("algorithm=fnas", "rounds=300", "algorithm.batch_size=16", *CURED)
 DP_FNAS = ("algorithm=dp_fnas", "rounds=50", "privacy.epsilon=3", *CURED)
 DEEP = ("search_space.channels=4", "search_space.num_cells=5")  # as deep as the table's networks
@@ -54,6 +55,8 @@ ROWS = [  # search, partition, settings; without a partition where no record is 
     (f"dp_fnas, epsilon 3{PRIOR}", "iid", DP_FNAS),
     ("fed_darts", "iid", DARTS),
     ("fed_darts", "dirichlet", DARTS),
+    ("fed_darts, no beta_decay", "iid", (*DARTS, "algorithm.beta_decay=0")),
+    ("fed_darts, GDAS", "iid", (*DARTS, "algorithm.beta_decay=0", GDAS, "rounds=12")),
 ]
 COLUMNS = [
     {"metric": "percentile", "title": "percentile of the found cell", "decimals": 1},
