@@ -29,7 +29,7 @@ from fednas_flwr.errors import ConfigError, NoEffectError, show, unknown_choice
 __all__ = ["Prepared", "Records", "prepare"]
 
 # Changes whenever the same source would give other prepared records.
-_CACHE_VERSION = 4
+_CACHE_VERSION = 5
 # Public and fixed: these choices must be the same in every run and at everybody's.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"

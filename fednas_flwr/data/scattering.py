@@ -26,7 +26,12 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.memory import check_fits
 
 _TOGETHER = 64  # images that are transformed together
-GROUPS = 27  # of channels that are normalised together, or their greatest common divisor
+GROUPS = 27  # of paths of a channel that are normalised together
+YCBCR = (  # from red, green and blue (ITU-R BT.601, full range), without the offset of Cb and Cr
+    (0.299, 0.587, 0.114),
+    (-0.168736, -0.331264, 0.5),
+    (0.5, -0.418688, -0.081312),
+)
 Complex = tuple[Tensor, Tensor]  # real and imaginary part
 
 
@@ -40,7 +45,9 @@ class Scattering(nn.Module):
 
     Nothing in it is learnt or depends on any record but its own: it costs no privacy. Coefficients
     are normalised per record, in groups of consecutive channels (Tramer and Boneh 2021, section 4).
-    Deviation: where 27 does not divide the channels, their greatest common divisor is taken.
+    Deviations: the groups are 27 of every channel's paths, or as many as the greatest common
+    divisor of 27 and K; and three channels are taken for red, green and blue, and become brightness
+    and two differences of colours: edges that are alike in all three would fill the features.
 
     Attributes:
         output_shape: ``(C K, h, w)`` of one record, with sides of H and W over ``2^J``.
@@ -92,13 +99,17 @@ class Scattering(nn.Module):
                 self._keep(f"psi{scale}_{resolution}", torch.stack(kept))
         kept_sides = [side // 2**scales - 2 for side in padded]
         self.output_shape: tuple[int, ...] = (channels * num_paths(scales, angles), *kept_sides)
-        self.groups = math.gcd(self.output_shape[0], GROUPS)
+        self.groups = channels * math.gcd(num_paths(scales, angles), GROUPS)
+        self.is_coloured = channels == len(YCBCR)
+        self._keep("colours", torch.tensor(YCBCR))
 
     def _keep(self, name: str, values: Tensor) -> None:
         self.register_buffer(name, values.float(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return float32 ``[B, C K, h, w]`` of images ``[B, C, H, W]`` scaled to 0..1."""
+        if self.is_coloured:
+            x = torch.einsum("oc,bchw->bohw", self.get_buffer("colours"), x)
         coefficients = self.coefficients(x)
         return functional.group_norm(coefficients.flatten(1, 2), self.groups)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn import functional
 
 from fednas_flwr import load
 from fednas_flwr.api import run
@@ -51,6 +52,20 @@ def test_features_of_a_record_do_not_depend_on_others_and_are_normalised_in_grou
     torch.testing.assert_close(groups.mean(-1), torch.zeros(4, 27), rtol=0, atol=1e-4)
     assert not list(transform.parameters())
     assert not transform.state_dict()
+
+
+def test_colours_become_brightness_and_differences_that_gray_lacks() -> None:
+    transform = Scattering((3, 16, 16), scales=1, angles=2)
+    images = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    red, green, blue = images.unbind(1)
+    luma = 0.299 * red + 0.587 * green + 0.114 * blue
+    converted = torch.stack([luma, (blue - luma) / 1.772, (red - luma) / 1.402], 1)  # BT.601
+    expected = functional.group_norm(transform.coefficients(converted).flatten(1, 2), 9)
+    torch.testing.assert_close(transform(images), expected, rtol=1e-3, atol=1e-3)
+    gray = transform(luma[:, None].expand(-1, 3, -1, -1)).unflatten(1, (3, -1))
+    alone = Scattering((1, 16, 16), scales=1, angles=2)(luma[:, None])
+    torch.testing.assert_close(gray[:, 0], alone, rtol=1e-3, atol=1e-3)
+    assert gray[:, 1:].abs().max() < 0.1  # nothing but rounding, below the norm's epsilon
 
 
 def test_onnx_computes_the_same(tmp_path: Path) -> None:
