@@ -1,6 +1,7 @@
 """Tables: DP-FNAS on Fashion-MNIST, small form: clients, variance of the noise, and budget.
 
     python scripts/table_dp.py --root <folder with FashionMNIST> [--jobs 2] [--table dp_shared]
+    python scripts/table_dp.py --root <cifar10.npz> --table dp_cifar10 --jobs 1
     python scripts/table_dp.py --plot
 
 DP-FNAS on scattering features with 1, 2, 4, 8 clients (paper's Table 1), beside a linear model on
@@ -9,9 +10,11 @@ and the linear model with 4 clients at noise variances .5 to 10 (Figure 3); 3 se
 ``dp_shared``: DP-FNAS whose search and retraining take one step per exchange, with noise of each
 client's own and with noise that secure sums of {least_sites, colluding} share. ``dp_budget``: by
 the budget of clients' filters, with 1 and 4 clients, DP-FNAS, a given cell of 3x3 convolutions that
-is trained with the whole budget, the linear model, and CNN-Tanh on the images. Continues where it
-was stopped; every finished run is added to scripts/results/. ``--plot`` runs nothing and draws
-scripts/results/dp_budget.svg from dp_budget.json.
+is trained with the whole budget, the linear model, and CNN-Tanh on the images. ``dp_cifar10``: the
+linear model on CIFAR-10, x_train, y_train, x_test and y_test of a file, at PRV epsilon 3, with the
+CPU time of all, features included. Continues where it was stopped; every finished run is added to
+scripts/results/. ``--plot`` runs nothing and draws scripts/results/dp_budget.svg from
+dp_budget.json.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from table_runs import TEST_ACCURACY, arguments, make_all, measure
+from table_runs import TEST_ACCURACY, arguments, cpu_seconds, make_all, measure
 
 from fednas_flwr.reporting.tables import start_results
 from fednas_flwr.search_spaces.genotype import to_json
@@ -42,15 +46,18 @@ COLUMNS = [
     {"metric": "epsilon", "title": "PRV epsilon (delta 1e-5)", "decimals": 2},
     {"metric": "retrain_seconds", "title": "retraining (s)", "decimals": 0},
 ]
+CPU = {"metric": "cpu", "title": "CPU, features included (min)", "scale": 1 / 60, "decimals": 0}
 SIZE = {"metric": "num_parameters", "title": "parameters (k)", "scale": 0.001, "decimals": 0}
 SEARCHED = ("experiment=dp_fnas/features",)
 GIVEN = ("algorithm=fedavg", "stages=[retrain,evaluate,export]")
+SPLITS = "dataset.fractions={train: 0.5, validation: 0.5, test: 0.0}"
 DATA = (
     *("dataset=fashion_mnist", "dataset.limit_train=8000", "dataset.transform=scattering"),
-    "dataset.fractions={train: 0.5, validation: 0.5, test: 0.0}",
+    SPLITS,
 )
 PRIVATE = ("privacy=dp", "privacy.micro_batch_size=64")
 LINEAR = (*GIVEN, *DATA, "algorithm.network=linear", *PRIVATE)
+ON_FEATURES = (*GIVEN, "dataset.transform=scattering", SPLITS, "algorithm.network=linear", *PRIVATE)
 CNN_TANH = (*GIVEN, *DATA, "dataset.transform=none", "algorithm.network=cnn_tanh", *PRIVATE)
 ALL_3X3 = "+".join(
     "|" + "".join(f"nor_conv_3x3~{source}|" for source in range(node)) for node in (1, 2, 3)
@@ -60,6 +67,7 @@ WITHOUT_SEARCH = (
     *(*GIVEN, *DATA, "search_space=nasbench201_small", "search_space.skip=linear"),
     *("retrain=small", "retrain.channels=8", f"genotype={CELL}", *PRIVATE),
 )
+CIFAR10 = "dp_cifar10"
 PRV_BUDGETS = {1: 1.24, 2: 2.44, 3: 3.66}  # of a filter, by PRV epsilon of the whole run
 BUDGETS = (1, 2, 3, 8)  # as each client's filter counts them
 COMPARED = {
@@ -83,6 +91,7 @@ TITLES = {
     "8,000 images over K clients, budget of 8, 3 seeds",
     "dp_images": "Fashion-MNIST on scattering features, all 60,000 images over K clients, by PRV "
     "epsilon",
+    CIFAR10: "CIFAR-10 on scattering features, all 50,000 images (JPEG) of one client",
     "dp_budget": "By budget: Fashion-MNIST, 8,000 images over K clients, 3 seeds",
 }
 SHARED = (  # clients, terms of secure sums
@@ -164,6 +173,18 @@ def rows(seed: int) -> list[list[Job]]:
             ]
             for name in ("linear", "DP-FNAS")
         ]
+    cifar10 = ("dataset=npz", f"privacy.epsilon={PRV_BUDGETS[3]}", "clients=1")
+    features = f"dataset.cache={cifar10_features(seed)}"
+    tables.append(
+        [
+            Job(
+                CIFAR10,
+                {"network": "linear", "epsilon": 3},
+                (*ON_FEATURES, *cifar10, features),
+                seed,
+            )
+        ]
+    )
     tables += [[shared_job(clients, terms, seed)] for clients, terms in SHARED]
     for budget, clients in itertools.product(BUDGETS, (1, 4)):
         own = (f"clients={clients}", f"privacy.epsilon={budget}")
@@ -172,6 +193,11 @@ def rows(seed: int) -> list[list[Job]]:
             for name, of in COMPARED.items()
         ]
     return tables
+
+
+def cifar10_features(seed: int) -> Path:
+    """Return the folder of the features that a run makes for itself, and that is removed then."""
+    return RUNS / f"cifar10_features_s{seed}"
 
 
 def shared_job(clients: int, terms: tuple[int, int] | None, seed: int) -> Job:
@@ -202,12 +228,19 @@ def main() -> None:
         parser.error("--root is needed to run: the folder with FashionMNIST")
     CELL.parent.mkdir(parents=True, exist_ok=True)
     CELL.write_text(to_json(from_arch_string(ALL_3X3)))
-    tables = TITLES if options.table is None else [options.table]
+    of_root = [table for table in TITLES if table != CIFAR10]
+    tables = of_root if options.table is None else [options.table]
     for table in tables:
         path = options.results / f"{table}.json"
-        columns = [*COLUMNS, SIZE] if table == "dp_budget" else COLUMNS
-        against = {"noise": "local"} if table == "dp_shared" else {"network": "linear"}
-        start_results(path, title=TITLES[table], command=COMMAND, columns=columns, against=against)
+        columns = {"dp_budget": [*COLUMNS, SIZE], CIFAR10: [TEST_ACCURACY, *COLUMNS[3:], CPU]}
+        against = {"dp_shared": {"noise": "local"}, CIFAR10: None}
+        start_results(
+            path,
+            title=TITLES[table],
+            command=COMMAND,
+            columns=columns.get(table, COLUMNS),
+            against=against.get(table, {"network": "linear"}),
+        )
     root, results = options.root.resolve(), options.results
     asked = [row for row in jobs() if row[0].table in tables]
 
@@ -221,6 +254,7 @@ def main() -> None:
 def make(job: Job, *, root: Path, results: Path) -> None:
     """Make one run of a table."""
     given = () if job.of is None else (f"genotype={job.of.folder / 'genotype.json'}",)
+    started = cpu_seconds()
     measure(
         results / f"{job.table}.json",
         job.folder,
@@ -228,7 +262,9 @@ def make(job: Job, *, root: Path, results: Path) -> None:
         group=job.group,
         seed=job.seed,
         root=root,
+        more=lambda run: {"cpu": cpu_seconds() - started},  # of this run alone where --jobs is 1
     )
+    shutil.rmtree(cifar10_features(job.seed), ignore_errors=True)
 
 
 COLOURS = dict(zip(COMPARED, ("#0072b2", "#e69f00", "#009e73", "#cc79a7"), strict=True))

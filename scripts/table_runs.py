@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -122,6 +123,12 @@ def make_run(folder: Path, *, overrides: Sequence[str], seed: int, root: Path | 
         print(f"{folder}: exit code {done.returncode}\n{done.stdout[-2000:]}", flush=True)
         return None
     return read_run(folder)
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of all processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def commit() -> str:

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 from pathlib import Path
 
-from table_runs import is_made, make_run, measure
+from table_runs import cpu_seconds, is_made, make_run, measure
 
 from fednas_flwr.reporting.lookup import CellTable, found_cell, read_table
 from fednas_flwr.reporting.runs import Run
@@ -124,12 +123,6 @@ def make(
         root=root,
         more=more,
     )
-
-
-def cpu_seconds() -> float:
-    """Return the CPU time of all processes that this one has waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":
