@@ -24,7 +24,7 @@ from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
 from fednas_flwr.federation.server_app import serve
-from fednas_flwr.privacy import micro_batches
+from fednas_flwr.privacy import micro_batches, record_gradients
 from fednas_flwr.reporting.events import read_events
 from fednas_flwr.stages.run_folder import create_run_folder, open_run_folder
 
@@ -50,6 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def uncut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contributions as they are, for a close look: that they are cut to a unit is tested apart."""
     monkeypatch.setattr(micro_batches, "UNIT_BITS", 56)
+    monkeypatch.setattr(record_gradients, "LARGE", sys.maxsize)
 
 
 @pytest.fixture(scope="session")

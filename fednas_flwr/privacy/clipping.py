@@ -44,20 +44,32 @@ Tensor suffixes: B records of a micro-batch, E edges, O ops, K op weights of an 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.privacy.micro_batches import from_units, in_units, micro_batches, person_means
+from fednas_flwr.privacy.micro_batches import (
+    from_units,
+    in_units,
+    micro_batches,
+    person_means,
+    sum_in_units,
+)
 from fednas_flwr.privacy.record_gradients import (
     own_linear_layers,
     record_gradients,
     refuse_batch_norm,
 )
-from fednas_flwr.privacy.record_losses import Group, Loss, differentiate, losses_of
+from fednas_flwr.privacy.record_losses import (
+    Group,
+    Loss,
+    OuterProducts,
+    differentiate,
+    losses_of,
+)
 from fednas_flwr.privacy.self_test import Watch, unwatched
 
 COLUMNS = 2048  # of gradients that are turned into float64 at a time
@@ -207,7 +219,7 @@ def clipped_alpha_gradient_sum(
                 kind: w_EK.detach().to(alphas[kind].dtype).repeat(len(x_B), 1, 1).requires_grad_()
                 for kind, w_EK in op_weights.items()
             }
-            gradients = [
+            gradients: list[Group] = [
                 ([kind], by_alphas(kind, gradient_BEK.double()))
                 for kind, gradient_BEK in differentiate(
                     losses_of(supernet(x_B, leaves), y_B, loss), leaves
@@ -228,7 +240,7 @@ class _Scale(NamedTuple):
 
 
 def _clipped_sum(
-    gradients: list[Group], parameters: Mapping[str, Tensor], scale: _Scale, watch: Watch
+    gradients: Sequence[Group], parameters: Mapping[str, Tensor], scale: _Scale, watch: Watch
 ) -> dict[str, Tensor]:
     """Return the clipped sum of the gradients of B rows, in units, by name.
 
@@ -236,29 +248,63 @@ def _clipped_sum(
     """
     if not gradients:
         return {}
-    gradients = sorted(gradients, key=lambda group: group[1].shape[1:].numel())
-    names = [name for group, _ in gradients for name in group]
-    flat = [gradient.flatten(1) for _, gradient in gradients]
+    outer, whole = _separated(gradients, keep_factors=scale.persons is None)
+    whole = sorted(whole, key=lambda group: group[1].shape[1:].numel())
+    names = [name for group, _ in whole for name in group]
+    flat = [gradient.flatten(1) for _, gradient in whole]
     small = [matrix for matrix in flat if matrix.shape[1] < COLUMNS]
     if small:
         flat = [torch.cat(small, dim=1), *flat[len(small) :]]
     parts = [part for matrix in flat for part in torch.split(matrix, COLUMNS, dim=1)]
-    for part in parts:
-        watch(part)
+    for shown in (*parts, *(factor for pair in outer.values() for factor in pair)):
+        watch(shown)
     if scale.persons is not None:
         parts = [person_means(part, scale.persons) for part in parts]
-    factors_B = _scaled(parts, scale)
-    sums = []
+    norms = [_norms(part) for part in parts]
+    norms += [_norms(left_BO) * _norms(right_BI) for left_BO, right_BI in outer.values()]
+    factors_B = _scaled(norms, scale)
+    by_name, sums = {}, []
+    for name, (left_BO, right_BI) in outer.items():
+        by_name[name], *cut = sum_in_units(
+            left_BO, right_BI, bound=scale.max_norm, factors_B=factors_B
+        )
+        for factor in cut:
+            watch(factor)
     for part in parts:
         units = in_units(part, bound=scale.max_norm, factors_B=factors_B)
         watch(units)
         sums.append(units.sum(0))
-    pieces = torch.split(torch.cat(sums), [parameters[name].numel() for name in names])
-    return {n: piece.view(parameters[n].shape) for n, piece in zip(names, pieces, strict=True)}
+    pieces = (
+        torch.split(torch.cat(sums), [parameters[name].numel() for name in names]) if sums else ()
+    )
+    by_name |= dict(zip(names, pieces, strict=True))
+    return {name: piece.view(parameters[name].shape) for name, piece in by_name.items()}
 
 
-def _scaled(parts: list[Tensor], scale: _Scale) -> Tensor:
-    """Return what every row is multiplied by, float64 [B]; 0 leaves it out.
+def _separated(
+    gradients: Sequence[Group], *, keep_factors: bool
+) -> tuple[dict[str, OuterProducts], list[tuple[list[str], Tensor]]]:
+    """Return the gradients that are kept as factors, by name, and the groups of all others."""
+    outer: dict[str, OuterProducts] = {}
+    whole: list[tuple[list[str], Tensor]] = []
+    for names, gradient in gradients:
+        if isinstance(gradient, Tensor):
+            whole.append((names, gradient))
+        elif keep_factors:
+            outer[names[0]] = gradient
+        else:
+            whole.append((names, gradient.products()))
+    return outer, whole
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Return the norms of rows [B, ...], float64 [B]."""
+    norms_B: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return norms_B
+
+
+def _scaled(norms: list[Tensor], scale: _Scale) -> Tensor:
+    """Return what rows with these norms of parts are multiplied by, float64 [B]; 0 leaves one out.
 
     Left out are rows that are no records, and records whose gradient is not finite; of persons, the
     same.
@@ -268,7 +314,6 @@ def _scaled(parts: list[Tensor], scale: _Scale) -> Tensor:
         count = int(scale.persons.max()) + 1 if count else 0
         if factors_B is not None:
             factors_B = person_means(factors_B[:, None], scale.persons)[:, 0]
-    norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in parts]
     norms_B = torch.linalg.vector_norm(torch.stack(norms, dim=1), dim=1)
     scale_B: Tensor = (scale.max_norm / norms_B).clamp(max=1.0)  # R / 0 = inf: factor 1
     if factors_B is not None:

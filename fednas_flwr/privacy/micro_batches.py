@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 
 UNIT_BITS = 40
+_RIGHT_BITS = 20  # of a unit's, in the second factor of a product
+_TOGETHER = 1024  # products that are added up in float64
+_TINY = 1e-300
 
 
 def micro_batches(x: Tensor, y: Tensor, size: int | None) -> Iterator[tuple[Tensor, Tensor, int]]:
@@ -114,6 +117,37 @@ def in_units(values: Tensor, *, bound: float, factors_B: Tensor | None = None) -
     # By a power of two nothing is rounded; in place, in few passes over memory. 0 * inf is NaN.
     scaled = values.to(torch.float64, copy=True).mul_((factors_B / unit)[:, None])
     return scaled.nan_to_num_(nan=0.0).to(torch.int64)
+
+
+def sum_in_units(
+    left_BO: Tensor, right_BI: Tensor, *, bound: float, factors_B: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sum of outer products ``f_b l_b r_b^T``, each cut towards zero, int64 [O, I].
+
+    Both factors are cut to whole numbers of at most 2^20, which are 2^40 units or less together: a
+    record's product grows in no entry, and sums of 2^12 products are exact in float64, whatever
+    their order.
+
+    Args:
+        left_BO: Finite, but for rows whose factor is 0, which count as zeros.
+        right_BI: The same.
+        bound: At least the norm of every ``f_b l_b r_b^T``; above 0.
+        factors_B: float64.
+
+    Returns:
+        The sum, and both factors as float64 [B, O] and [B, I].
+    """
+    left_BO, right_BI = (
+        factor.double().where(factors_B[:, None] > 0, 0.0) for factor in (left_BO, right_BI)
+    )
+    norms_B = torch.linalg.vector_norm(right_BI, dim=1)
+    whole = 2.0**_RIGHT_BITS
+    right_BI = (right_BI * (whole / norms_B.clamp_min(_TINY))[:, None]).trunc_()
+    left_BO = (left_BO * (factors_B * norms_B / (_unit(bound) * whole))[:, None]).trunc_()
+    sums = left_BO.new_zeros(left_BO.shape[1], right_BI.shape[1], dtype=torch.int64)
+    for rows in torch.split(torch.arange(len(left_BO), device=left_BO.device), _TOGETHER):
+        sums += (left_BO[rows].mT @ right_BI[rows]).to(torch.int64)
+    return sums, left_BO, right_BI
 
 
 def from_units(sums: Tensor, *, bound: float) -> Tensor:

@@ -2,9 +2,10 @@
 
 A record's gradient is taken by giving every record a copy of the weights, in a leaf [B, ...] of
 stride 0: one ordinary backward then returns one gradient per record (``fednas_flwr.layers``). For
-modules with layers that cannot do this, Opacus' hooks do (``hooked_gradients``).
+modules with layers that cannot do this, Opacus' hooks do (``hooked_gradients``). A large linear
+layer's gradients are kept as the factors of one outer product per record.
 
-Tensor suffix: B records of a batch.
+Tensor suffixes: B records of a batch, I inputs and O outputs of a linear layer.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from fednas_flwr.layers import conv2d, group_norm, linear
 from fednas_flwr.privacy.record_losses import (
     Group,
     Loss,
+    OuterProducts,
     RecordGradients,
     differentiate,
     losses_of,
 )
+
+LARGE = 2048  # numbers of a linear layer's weight from which its gradients are kept as factors
 
 
 class RecordWeights:
@@ -33,12 +37,15 @@ class RecordWeights:
 
     Attributes:
         leaves: By the ids of the joined parameters: these, and the leaf [B, ...].
+        factors: By the id of a large linear layer's weight: the weight, and of every call a leaf
+            [B, O] whose gradient is that by the output, and the input [B, I].
     """
 
     def __init__(self, num_records: int) -> None:
         """Join nothing yet."""
         self.num_records = num_records
         self.leaves: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
+        self.factors: dict[int, tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
 
     def __call__(self, parameters: list[Tensor]) -> Tensor:
         """Return a leaf of stride 0, which takes no memory before its gradient is there.
@@ -62,6 +69,13 @@ class RecordWeights:
             leaf = joined.expand(self.num_records, *joined.shape).requires_grad_()
             self.leaves[key] = (list(parameters), leaf)
         return self.leaves[key][1]
+
+    def linear(self, x_BI: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output [B, O] of a layer whose gradients are to be kept as factors."""
+        out_BO = linear(x_BI, weight.detach(), bias)
+        leaf_BO = torch.zeros_like(out_BO[:1, :1]).expand_as(out_BO).requires_grad_()
+        self.factors.setdefault(id(weight), (weight, []))[1].append((leaf_BO, x_BI.detach()))
+        return out_BO + leaf_BO
 
 
 def record_gradients(
@@ -153,14 +167,29 @@ def _from_leaves(
                 with _computed_with(stack, module, parameters):
                     output = module(x_B)
             joined = {f"leaf {i}": both for i, both in enumerate(stack.leaves.values())}
+            calls = {
+                f"output {i}.{j}": (names[id(weight)], *call)
+                for i, (weight, both) in enumerate(stack.factors.values())
+                for j, call in enumerate(both)
+            }
             by: dict[str, Tensor] = {key: leaf for key, (_, leaf) in joined.items()}
+            by |= {key: leaf for key, (_, leaf, _) in calls.items()}
             reached = differentiate(losses_of(output, y_B, loss), {**by, **parameters})
         groups = {key: [names[id(p)] for p in parts] for key, (parts, _) in joined.items()}
         uses = Counter(name for group in groups.values() for name in group)
+        uses.update({names[id(weight)]: 1 for weight, _ in stack.factors.values()})
         missed = [n for n in parameters if n in reached or uses[n] > 1]
         if missed:
             raise RuntimeError(f"no per-sample gradient of every use of {missed[0]}")
-        return [(groups[key], gradient) for key, gradient in reached.items()]
+        found: list[Group] = [(groups[key], reached[key]) for key in joined if key in reached]
+        products: dict[str, list[OuterProducts]] = {}
+        for key, (name, _, x_BI) in calls.items():
+            if key in reached:
+                products.setdefault(name, []).append(OuterProducts(reached[key], x_BI))
+        for name, (one, *others) in products.items():
+            several = sum((other.products() for other in others), one.products()) if others else one
+            found.append(([name], several))
+        return found
 
     yield gradients
 
@@ -236,13 +265,21 @@ class _Transposed(torch.autograd.Function):
 
 
 def _forward(layer: Any, stack: RecordWeights, x: Tensor) -> Tensor:
-    weight, bias = (
-        stack([parameter]) if parameter is not None and parameter.requires_grad else parameter
-        for parameter in (layer.weight, layer.bias)
-    )
+    if isinstance(layer, nn.Linear) and _is_large(layer) and x.dim() == 2:
+        return stack.linear(x, layer.weight, _own(layer.bias, stack))
+    weight, bias = _own(layer.weight, stack), _own(layer.bias, stack)
     if isinstance(layer, nn.Conv2d):
         sizes = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
         return conv2d(x, weight, bias, **sizes)
     if isinstance(layer, nn.GroupNorm):
         return group_norm(x, layer.num_groups, weight, bias, eps=layer.eps)
     return linear(x, weight, bias)
+
+
+def _own(parameter: Any, stack: RecordWeights) -> Any:
+    """Return a copy for each record of a parameter that is differentiated by; others themselves."""
+    return stack([parameter]) if parameter is not None and parameter.requires_grad else parameter
+
+
+def _is_large(layer: nn.Linear) -> bool:
+    return layer.weight.requires_grad and layer.weight.numel() >= LARGE

@@ -1,18 +1,37 @@
 """Losses of the records of a batch, and their gradients: shared by both ways to records' gradients.
 
-Tensor suffix: B records of a batch.
+Tensor suffixes: B records of a batch, I inputs and O outputs of a linear layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (output of the module, labels [B]) -> losses [B]
+
+
+class OuterProducts(NamedTuple):
+    """Gradients [B, O, I] of a linear layer: one product of two vectors per record.
+
+    Attributes:
+        left_BO: Gradients by what the layer has returned.
+        right_BI: What it was given.
+    """
+
+    left_BO: Tensor
+    right_BI: Tensor
+
+    def products(self) -> Tensor:
+        """Return them as they are, [B, O, I]."""
+        return self.left_BO[:, :, None] * self.right_BI[:, None, :]
+
+
 # Names of parameters of one shape, and their gradients, joined along dim 1, [B, ...].
-Group = tuple[list[str], Tensor]
+Group = tuple[list[str], Tensor | OuterProducts]
 RecordGradients = Callable[[Tensor, Tensor], list[Group]]  # of features [B, ...] and labels [B]
 
 

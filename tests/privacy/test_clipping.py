@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 from fednas_flwr.evaluation.fixed_networks import linear, plain_cnn, torchvision_network
 from fednas_flwr.privacy import clipping, micro_batches, record_gradients
 from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
+from fednas_flwr.privacy.record_losses import OuterProducts
 from fednas_flwr.privacy.self_test import unwatched
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.search.architect import alpha_gradient_sum
@@ -638,9 +641,10 @@ def test_an_empty_batch_gives_zeros(kind):
         assert all(s.dtype == torch.float64 and s.numel() and not s.any() for s in sums.values())
 
 
-@pytest.mark.parametrize("kind", ["alphas", "weights"])
+@pytest.mark.parametrize("kind", ["alphas", "weights", "factors"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e300])
-def test_a_record_without_finite_gradient_is_as_if_absent(kind, bad):
+def test_a_record_without_finite_gradient_is_as_if_absent(kind, bad, monkeypatch):
+    monkeypatch.setattr(record_gradients, "LARGE", 1 if kind == "factors" else sys.maxsize)
     network = (ToySupernet() if kind == "alphas" else linear((4,), CLASSES)).double()
     x, y = make_batch((4,), torch.float64, batch=4)
     common = {"network": network, "max_norm": 0.1, "dtype": torch.float64}
@@ -696,14 +700,18 @@ bounds = st.floats(1e-6, 1e6)
 
 
 @settings(max_examples=300)
-@given(neighbours(5), dtypes, bounds, st.booleans())
-def test_sensitivity_of_any_per_sample_gradients(case, dtype, max_norm, weighted):
+@given(neighbours(5), dtypes, bounds, st.booleans(), st.booleans())
+def test_sensitivity_of_any_per_sample_gradients(case, dtype, max_norm, weighted, as_factors):
     rows, index = case
     factors = torch.linspace(0.1, 1, len(rows)) if weighted else None
 
     def add(rows, factors):
-        gradients = [(["a"], rows[:, :2].to(dtype)), (["b"], rows[:, 2:].to(dtype))]
+        first, second = rows[:, :2].to(dtype), rows[:, 2:].to(dtype)
+        gradients = [(["a"], first), (["b"], second)]
         shapes = {"a": torch.empty(2), "b": torch.empty(3)}
+        if as_factors:
+            gradients.append((["c"], OuterProducts(first, second)))
+            shapes["c"] = torch.empty(2, 3)
         scale = clipping._Scale(max_norm, factors, len(rows))
         sums = clipping._clipped_sum(gradients, shapes, scale, unwatched)
         return {n: micro_batches.from_units(total, bound=max_norm) for n, total in sums.items()}
@@ -714,7 +722,99 @@ def test_sensitivity_of_any_per_sample_gradients(case, dtype, max_norm, weighted
     assert norm(add(rows[index : index + 1], None)) <= max_norm * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("kind", ["alphas", "weights"])
+@given(
+    st.lists(st.lists(st.floats(-3, 3), min_size=5, max_size=5), min_size=1, max_size=6),
+    st.floats(1e-3, 1e3),
+)
+def test_products_are_cut_towards_zero_and_added_up_exactly(rows, scale):
+    rows = scale * torch.tensor(rows, dtype=torch.float64)
+    left, right = rows[:, :2], rows[:, 2:]
+    each = torch.einsum("bo,bi->boi", left, right)
+    bound = float(each.flatten(1).norm(dim=1).max()) or 1.0
+    factors = torch.linspace(0.5, 1, len(rows), dtype=torch.float64)
+    sums, *cut = micro_batches.sum_in_units(left, right, bound=bound, factors_B=factors)
+    whole = [
+        [[int(one) * int(other) for other in right_row] for one in left_row]
+        for left_row, right_row in zip(*(factor.tolist() for factor in cut), strict=True)
+    ]
+    assert sums.tolist() == [
+        [sum(product[o][i] for product in whole) for i in range(3)] for o in range(2)
+    ]
+    contributions = micro_batches.from_units(torch.tensor(whole), bound=bound)
+    expected = factors[:, None, None] * each
+    assert (contributions.abs() <= expected.abs() * (1 + 1e-14)).all()
+    assert (contributions - expected).abs().max() <= bound * 2**-18
+    order = torch.arange(len(rows)).flip(0)
+    again, *_ = micro_batches.sum_in_units(
+        left[order], right[order], bound=bound, factors_B=factors[order]
+    )
+    assert torch.equal(again, sums)
+
+
+class Twice(nn.Module):
+    """One linear layer, called for each half of the features, and one for every column."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.shared = nn.Linear(4, CLASSES, bias=bias)
+        self.columns = nn.Linear(2, 2, bias=bias)
+
+    def forward(self, x):
+        halves = self.columns(x.view(len(x), 4, 2)).flatten(1).chunk(2, 1)
+        return torch.tanh(self.shared(halves[0])) + self.shared(halves[1])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("by_person", [False, True])
+def test_gradients_kept_as_factors_have_the_same_sum(bias, size, by_person, monkeypatch):
+    x, y = make_batch((8,), torch.float64, batch=5)
+    persons = torch.tensor([0, 0, 1, 2, 2]) if by_person else None
+    factors = torch.linspace(0.2, 1, CLASSES)
+    with seeded(3, "factors"):
+        networks = [
+            Twice(bias).double(),
+            nn.Sequential(nn.Linear(8, 6, bias=bias), nn.Tanh(), nn.Linear(6, CLASSES)).double(),
+        ]
+    for network in networks:
+        found = []
+        for large in (1, sys.maxsize):
+            monkeypatch.setattr(record_gradients, "LARGE", large)
+            found.append(
+                clipped_gradient_sum(
+                    *(network, x, y),
+                    loss=cross_entropy,
+                    parameters=trainable_weights(network),
+                    max_norm=0.3,
+                    micro_batch_size=8 if by_person else size,
+                    class_factors=factors,
+                    persons=persons,
+                )
+            )
+        assert max(error(*found)) < 1e-5
+
+
+def test_a_large_linear_layer_is_kept_as_factors(monkeypatch):
+    kept = []
+
+    def spy(gradients, *, keep_factors):
+        kept.extend(names for names, gradient in gradients if isinstance(gradient, OuterProducts))
+        return separated(gradients, keep_factors=keep_factors)
+
+    separated = clipping._separated
+    monkeypatch.setattr(clipping, "_separated", spy)
+    network = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, CLASSES))
+    x, y = make_batch((4,), torch.float32)
+    call("weights", x, y, network=network, max_norm=1.0, size=None, dtype=torch.float32)
+    assert kept == [["0.weight"], ["2.weight"]]  # of 2,048 and 2,560 numbers
+    kept.clear()
+    network[0] = nn.Linear(4, 511)
+    network[2] = nn.Linear(511, 4)
+    call("weights", x, y % 4, network=network, max_norm=1.0, size=None, dtype=torch.float32)
+    assert kept == []
+
+
+@pytest.mark.parametrize("kind", ["alphas", "weights", "factors"])
 @settings(max_examples=60)
 @given(neighbours(4), st.sampled_from([torch.float64, torch.float32]), bounds, st.integers(1, 4))
 def test_sensitivity_under_removal_of_a_record(kind, case, dtype, max_norm, size):
@@ -724,8 +824,9 @@ def test_sensitivity_under_removal_of_a_record(kind, case, dtype, max_norm, size
         network = (ToySupernet() if kind == "alphas" else plain_toy()).to(dtype)
     size = 1 if dtype == torch.float32 else size  # see "Rounding" in the module's docstring
     common = {"network": network, "max_norm": max_norm, "size": size, "dtype": dtype}
-    both = call(kind, x, y, **common)
-    fewer = call(kind, without(x, index), without(y, index), **common)
+    with patch.object(record_gradients, "LARGE", 1 if kind == "factors" else sys.maxsize):
+        both = call(kind, x, y, **common)
+        fewer = call(kind, without(x, index), without(y, index), **common)
     assert norm(difference(both, fewer)) <= max_norm * (1 + 1e-12)
 
 
