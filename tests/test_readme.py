@@ -1,5 +1,6 @@
 """The code and tables of README.md and the pages beside the code are what they claim to be."""
 
+import json
 import re
 import subprocess
 import sys
@@ -27,6 +28,15 @@ def test_tables_are_those_of_the_result_files() -> None:
     shown = set(re.findall(r"<!-- table:(\w+) -->", TEXT))
     assert shown <= {path.stem for path in (ROOT / "scripts" / "results").glob("*.json")}
     assert len(shown) > 10
+
+
+def test_every_row_has_three_seeds() -> None:
+    for name in re.findall(r"<!-- table:(\w+) -->", TEXT):
+        runs = json.loads((ROOT / "scripts" / "results" / f"{name}.json").read_text())["runs"]
+        rows: dict[str, set[int]] = {}
+        for run in runs:
+            rows.setdefault(json.dumps(run["group"], sort_keys=True), set()).add(run["seed"])
+        assert {row: seeds for row, seeds in rows.items() if len(seeds) < 3} == {}, name
 
 
 def test_accuracies_on_the_front_page_stand_in_a_table() -> None:
