@@ -4,7 +4,7 @@
 
 10 clients whose groups of 3, 3 and 4 hold different classes, 3 seeds. The baselines search on one
 client alone or on all records in one place; what they find is trained by all clients, as FDNAS'
-network is. Continues where it was stopped; every finished run is added to scripts/results/.
+network is. CFDNAS also with an epsilon per client for all that it does. Continues where it was stopped; every finished run is added to scripts/results/.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ COMMAND = "python scripts/table_fdnas.py --root <folder>"
 SEEDS = (1, 2, 3)
 FDNAS = ["experiment=fdnas/fashion_mnist"]
 CFDNAS = ["experiment=cfdnas/fashion_mnist"]
+BUDGET = 8  # of each client's filter
+PRIVATE = ["privacy=dp", f"privacy.epsilon={BUDGET}", "personalised=false"]
 TRAINED = ["stages=[retrain,evaluate]"]
 NAIVE_ROUNDS = (4, 12)  # of each group's search from scratch; CFDNAS' groups have 4
 PERCENT = {"scale": 100, "decimals": 1}
@@ -38,7 +40,7 @@ SIZES = [
     {"metric": "multiply_adds", "title": "multiply-adds (M)", "scale": 1e-6, "decimals": 2},
 ]
 SEARCH = [{"metric": "search_seconds", "title": "search (s)", "decimals": 0}]
-GROUPS = ("phone", "cpu", "gpu")
+GROUPS = {"phone": range(3), "cpu": range(3, 6), "gpu": range(6, 10)}  # and their classes
 
 
 def main() -> None:
@@ -91,6 +93,9 @@ def make_seed(seed: int, *, root: Path) -> None:
         seconds = {"search_seconds": search.numbers()["search_seconds"]}
         add(name, trained, given, seed=seed, root=root, more=seconds)
     add_groups("CFDNAS", RUNS / f"cfdnas_s{seed}", CFDNAS, rounds=4, seed=seed, root=root)
+    private = [*CFDNAS, *PRIVATE]
+    folder = RUNS / f"cfdnas_private_s{seed}"
+    add_groups(f"CFDNAS, budget of {BUDGET}", folder, private, rounds=4, seed=seed, root=root)
     for rounds in NAIVE_ROUNDS:
         naive = [*CFDNAS, "algorithm.inherit=false", f"algorithm.group_rounds={rounds}"]
         folder = RUNS / f"naive{rounds}_s{seed}"
@@ -156,7 +161,8 @@ def group_numbers(run: Run) -> dict[str, float | None]:
     """Return the mean over all groups' clients, each group's multiply-adds, and search seconds.
 
     Accuracies are on each client's own test part, before and after local training, and of drawn
-    paths on train records in the last round of the groups' searches.
+    paths on train records in the last round of the groups' searches. Private clients tell none: the
+    first is then that on the server's test records of their classes.
     """
     parts = {e["group"]: e for e in run.of_kind("group_finished") if e["status"] == "completed"}
     runs = {name: read_run(run.folder / event["folder"]) for name, event in parts.items()}
@@ -168,8 +174,15 @@ def group_numbers(run: Run) -> dict[str, float | None]:
             ("personalised_accuracy", "personalised"),
         )
     }
+    if not accuracies["client_accuracy"]:
+        accuracies["client_accuracy"] = [
+            accuracy_among(GROUPS[name], event["central"]["confusion"])
+            for (name, group), event in zip(parts.items(), tested, strict=True)
+            for _ in group["clients"]
+        ]
+    last = [part.rounds("search")[-1]["metrics"] for part in runs.values()]
     accuracies["supernet_accuracy"] = [
-        part.rounds("search")[-1]["metrics"]["train_accuracy"] for part in runs.values()
+        metrics["train_accuracy"] for metrics in last if "train_accuracy" in metrics
     ]
     return {
         **{name: fmean(values) if values else None for name, values in accuracies.items()},
@@ -177,6 +190,12 @@ def group_numbers(run: Run) -> dict[str, float | None]:
         "groups_seconds": sum(p.numbers()["search_seconds"] or 0.0 for p in runs.values()),
         **{name: part.numbers()["multiply_adds"] for name, part in runs.items()},
     }
+
+
+def accuracy_among(classes: Sequence[int], confusion: Sequence[Sequence[int]]) -> float:
+    """Return the share of records of these classes that were predicted right."""
+    right = sum(confusion[own][own] for own in classes)
+    return right / sum(sum(confusion[own]) for own in classes)
 
 
 if __name__ == "__main__":
