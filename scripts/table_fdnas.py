@@ -4,7 +4,8 @@
 
 10 clients whose groups of 3, 3 and 4 hold different classes, 3 seeds. The baselines search on one
 client alone or on all records in one place; what they find is trained by all clients, as FDNAS'
-network is. CFDNAS also with an epsilon per client for all that it does. Continues where it was stopped; every finished run is added to scripts/results/.
+network is. CFDNAS also with an epsilon per client for all that it does. Continues where it was
+stopped; every finished run is added to scripts/results/.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from table_runs import arguments, make_all, make_run, measure
+from table_runs import arguments, is_made, make_all, make_run, measure
 
 from fednas_flwr.data.partitioners import load_partition, save_partition
 from fednas_flwr.reporting.runs import Run, read_run
@@ -79,16 +80,16 @@ def make_seed(seed: int, *, root: Path) -> None:
     add("FDNAS", fdnas, FDNAS, seed=seed, root=root)
     fixed = [*FDNAS, *TRAINED, f"genotype={mobilenet_blocks(RUNS / 'mobilenet.json')}"]
     add("MobileNetV2's blocks, FedAvg", RUNS / f"mobilenet_s{seed}", fixed, seed=seed, root=root)
-    for name, partition in {
-        "DNAS on one client": one_client(fdnas),
-        "DNAS on pooled data": ["partition=iid"],
-    }.items():
+    for name in ("DNAS on one client", "DNAS on pooled data"):
         folder = RUNS / f"{name.replace(' ', '_').lower()}_s{seed}"
+        given = [*FDNAS, *TRAINED, f"genotype={folder / 'genotype.json'}"]
+        if is_made(RESULTS / "fdnas.json", given, seed):
+            continue
+        partition = one_client(fdnas) if name == "DNAS on one client" else ["partition=iid"]
         alone = [*FDNAS, *partition, "clients=1", "stages=[search]"]
         search = make_run(folder, overrides=alone, seed=seed, root=root)
         if search is None:
             continue
-        given = [*FDNAS, *TRAINED, f"genotype={folder / 'genotype.json'}"]
         trained = folder.with_name(f"{folder.name}_trained")
         seconds = {"search_seconds": search.numbers()["search_seconds"]}
         add(name, trained, given, seed=seed, root=root, more=seconds)
