@@ -49,6 +49,7 @@ from fednas_flwr.exchange.messages import Header, Reply, Request
 from fednas_flwr.exchange.requests import Amount, Describe, LocalTraining, Site, Train
 from fednas_flwr.exchange.states import load_states, network_states, pack
 from fednas_flwr.hardware.latency import machine_name
+from fednas_flwr.privacy.recipe import learning_rate, noise_per_step
 from fednas_flwr.randomness import seeded
 from fednas_flwr.reporting.tables import append_result, has_result, start_results
 from fednas_flwr.search.settings import SGD
@@ -58,6 +59,7 @@ RESULTS = Path(__file__).parent / "results"
 COMMAND = "scripts/attack_gradients.sh"
 CPU, SEEDS = torch.device("cpu"), (1, 2, 3)
 EPSILON = 8.0
+WALK = 0.2  # privacy.retrain.noise_walk
 RECORDS = 400  # of which each network has seen half
 BATCHES = (1, 1, 1, 4)  # records of the clients whose only step is inverted
 EPOCHS, STEPS, BATCH = 40, 80, 32  # of membership: exact epochs, private steps
@@ -101,10 +103,19 @@ def trained(
     if isinstance(privacy, DifferentialPrivacy):
         splits = ask(client, "query.describe", Describe()).facts["splits"]
         assert client.gate is not None
-        client.gate.commit("attack", schedule_of(config, json.dumps(splits)))
-        asked = Train(local, site=Site(privacy.data_set))
+        schedule = schedule_of(config, json.dumps(splits))
+        client.gate.commit("attack", schedule)
+        asked = Train(rated(local, schedule, splits), site=Site(privacy.data_set))
     load_states(after, ask(client, "train.weights", asked, states).states)
     return before, after
+
+
+def rated(local: LocalTraining, schedule: Schedule, splits: dict[str, int]) -> LocalTraining:
+    """Return the same training with the learning rate that follows from its noise."""
+    (release,) = schedule
+    noise = noise_per_step(release, [release.expected_batch(splits)], asked=1)
+    lr = learning_rate(WALK, noise, steps=release.steps, momentum=RATES.momentum)
+    return replace(local, weights=replace(local.weights, lr=lr, min_lr=lr))
 
 
 SCHEDULES: dict[tuple[int, int, str], Schedule] = {}  # calibrating noise takes a second
