@@ -64,6 +64,7 @@ def main() -> None:
     """Run what is missing."""
     options = arguments(__doc__).parse_args()
     root = options.root.resolve()
+    RUNS.mkdir(parents=True, exist_ok=True)
     start_results(
         RESULTS,
         title="Other search spaces on Fashion-MNIST, small form: 2,000 images, 5 clients, 3 seeds",
