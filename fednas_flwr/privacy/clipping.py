@@ -23,7 +23,8 @@ Guarantee:
     Rounding: norms and factors are float64 whatever the module computes in, so that a record
     contributes at most ``R (1 + 1e-14)``. Contributions are cut to multiples of a unit of 2^-40 R
     or little more, whose sums are exact (``micro_batches``): S is the same in any order and in any
-    micro-batches.
+    micro-batches. Of a large linear layer, whose contributions are outer products, each of the two
+    factors is cut instead, in steps of 2^-20 of its largest possible norm.
     That a kernel rounds the gradient of a record alike whatever else is in the batch is not
     promised by torch. With weights that cancel, a last bit reverses gradients, so it is needed:
     give a ``micro_batch_size`` that the self-test allows (``self_test``), or 1. Without one S may
