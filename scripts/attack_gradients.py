@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.metrics import roc_auc_score
-from table_runs import commit
+from table_runs import commit, is_made
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -51,7 +51,7 @@ from fednas_flwr.exchange.states import load_states, network_states, pack
 from fednas_flwr.hardware.latency import machine_name
 from fednas_flwr.privacy.recipe import learning_rate, noise_per_step
 from fednas_flwr.randomness import seeded
-from fednas_flwr.reporting.tables import append_result, has_result, start_results
+from fednas_flwr.reporting.tables import append_result, start_results
 from fednas_flwr.search.settings import SGD
 from fednas_flwr.stages.schedule import Schedule, make_schedule
 
@@ -306,7 +306,7 @@ def main() -> None:
         options.seeds, {"exact": False, "private": True}.items()
     ):
         settings = {"private": private, "shadows": options.shadows}
-        if has_result(path, settings, seed):
+        if is_made(path, settings, seed):
             continue
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as place:

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fednas_flwr.reporting.runs import Run, is_complete, read_run
-from fednas_flwr.reporting.tables import append_result, has_result
+from fednas_flwr.reporting.tables import append_result, find_result
 
 T = TypeVar("T")
 
@@ -51,9 +52,23 @@ def make_all(make: Callable[[T], object], jobs: Iterable[T], *, at_a_time: int) 
         list(pool.map(make, jobs))
 
 
-def is_made(results: Path, overrides: Sequence[str], seed: int) -> bool:
-    """Return whether a table's results hold the run of these settings and this seed."""
-    return has_result(results, {"overrides": list(overrides)}, seed)
+def is_made(results: Path, settings: Sequence[str] | Mapping[str, Any], seed: int) -> bool:
+    """Return whether a table holds the run of this seed and these settings or overrides.
+
+    A run of a commit whose package or conf/ are not those of this checkout does not count: it is
+    made again, so that all numbers of a finished table are of the same code.
+    """
+    known = settings if isinstance(settings, Mapping) else {"overrides": list(settings)}
+    run = find_result(results, known, seed)
+    return run is not None and is_current(run["commit"])
+
+
+@cache
+def is_current(commit: str) -> bool:
+    """Return whether package and conf/ of a commit are those of this checkout, but for pages."""
+    command = ["git", "-C", str(Path(__file__).parents[1]), "diff", "--quiet", commit]
+    paths = ["fednas_flwr", "conf", ":(exclude)*.md"]
+    return subprocess.run([*command, "--", *paths], capture_output=True).returncode == 0
 
 
 def measure(
@@ -69,7 +84,7 @@ def measure(
     """Make one run, or go on with it, and add it to a table's results.
 
     Args:
-        results: The table's file; nothing is run when it has this run.
+        results: The table's file; nothing is run when it has this run, see :func:`is_made`.
         folder: The run folder.
         overrides: Settings of the run, without seed and folders.
         group: The first columns of the run's row.

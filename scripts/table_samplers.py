@@ -21,12 +21,12 @@ from pathlib import Path
 from statistics import fmean, pstdev
 
 import torch
-from table_runs import commit
+from table_runs import commit, is_made
 
 from fednas_flwr.hardware.latency import machine_name
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.reporting.lookup import CellTable, read_table
-from fednas_flwr.reporting.tables import append_result, has_result, start_results
+from fednas_flwr.reporting.tables import append_result, start_results
 from fednas_flwr.search.controller import Controller
 from fednas_flwr.search.samplers import Path as Candidate
 from fednas_flwr.search.samplers import RandomSampler, Sampler
@@ -84,7 +84,7 @@ def record(table: CellTable, name: str, spread: float, *, seed: int, source: str
         "rewarded": REWARDED,
         "table": source,
     }
-    if has_result(RESULTS, settings, seed):
+    if is_made(RESULTS, settings, seed):
         return
     started = time.process_time()
     append_result(

@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from scipy.stats import rankdata, spearmanr
-from table_runs import commit
+from table_runs import commit, is_made
 
 from fednas_flwr.hardware.latency import machine_name
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.reporting.lookup import CellTable, read_cell, read_table
-from fednas_flwr.reporting.tables import append_result, has_result, start_results
+from fednas_flwr.reporting.tables import append_result, start_results
 from fednas_flwr.search.scores import AZ_NAS, SCORES, combine, measure
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space, to_arch_string
 
@@ -82,7 +82,7 @@ def main() -> None:
                 "draws": draws,
                 "table": options.table.name,
             }
-            if not has_result(RESULTS, settings, options.seed):
+            if not is_made(RESULTS, settings, options.seed):
                 started = time.monotonic()
                 metrics = compare(scored, scores, table, draws=draws, seed=options.seed)
                 append_result(

@@ -71,17 +71,19 @@ def start_results(
         _write(path, {**head, "runs": runs})
 
 
-def has_result(path: Path, settings: Mapping[str, Any], seed: int) -> bool:
-    """Return whether the file holds a run with these settings and this seed."""
-    return path.exists() and _find(_read(path)["runs"], settings, seed)
+def find_result(path: Path, settings: Mapping[str, Any], seed: int) -> dict[str, Any] | None:
+    """Return the file's run with these settings and this seed, None where there is none."""
+    return _find(_read(path)["runs"], settings, seed) if path.exists() else None
 
 
 def append_result(path: Path, run: Mapping[str, Any]) -> None:
     """Add one run to a file that `start_results` made; safe when several scripts add at once.
 
+    It replaces the run of the same row and seed that an earlier commit or other settings gave.
+
     Raises:
         ValueError: The run's fields are not those of the format, it lacks a metric of the columns,
-            or a run with its settings and seed is there already.
+            or a run with its settings, seed and commit is there already.
     """
     if set(run) != RUN_FIELDS:
         raise ValueError(f"a run has the fields {sorted(RUN_FIELDS)}, got {sorted(run)}")
@@ -90,9 +92,16 @@ def append_result(path: Path, run: Mapping[str, Any]) -> None:
         missing = {column["metric"] for column in document["columns"]} - set(run["metrics"])
         if missing:
             raise ValueError(f"{path.name}: the run lacks the metrics {sorted(missing)}")
-        if _find(document["runs"], run["settings"], run["seed"]):
+        known = _find(document["runs"], run["settings"], run["seed"])
+        if known is not None and known["commit"] == run["commit"]:
             raise ValueError(f"{path.name} holds these settings with seed {run['seed']} already")
-        document["runs"].append(dict(run))
+        runs = document["runs"]
+        rows = [(old["group"], old["seed"]) for old in runs]
+        place = (run["group"], run["seed"])
+        if place in rows:
+            runs[rows.index(place)] = dict(run)
+        else:
+            runs.append(dict(run))
         _write(path, document)
 
 
@@ -198,9 +207,12 @@ def _source(document: Mapping[str, Any]) -> str:
     return text + "."
 
 
-def _find(runs: list[dict[str, Any]], settings: Mapping[str, Any], seed: int) -> bool:
+def _find(
+    runs: list[dict[str, Any]], settings: Mapping[str, Any], seed: int
+) -> dict[str, Any] | None:
     wanted = json.loads(json.dumps(settings))  # tuples are lists in the file
-    return any(run["settings"] == wanted and run["seed"] == seed for run in runs)
+    found = (run for run in runs if run["settings"] == wanted and run["seed"] == seed)
+    return next(found, None)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from scipy.stats import ttest_rel
 
 from fednas_flwr.reporting.tables import (
     append_result,
-    has_result,
+    find_result,
     main,
     render_tables,
     start_results,
@@ -105,12 +105,14 @@ def test_marks_that_do_not_fit_are_refused(results: Path, readme: str, message: 
 
 def test_a_script_continues_where_it_stopped(results: Path) -> None:
     settings = {"stages": ("search",), "algorithm": "fed_darts"}
-    assert has_result(results, settings, 1)
-    assert not has_result(results, settings, 3)
-    assert not has_result(results, settings | {"algorithm": "fnas"}, 1)
-    assert not has_result(results.with_name("none.json"), settings, 1)
+    found = find_result(results, settings, 1)
+    assert found is not None
+    assert found["commit"] == "0123456789abcdef"
+    assert find_result(results, settings, 3) is None
+    assert find_result(results, settings | {"algorithm": "fnas"}, 1) is None
+    assert find_result(results.with_name("none.json"), settings, 1) is None
     start_results(results, title="New", command="c", columns=COLUMNS)
-    assert has_result(results, settings, 1)
+    assert find_result(results, settings, 1) == found
     assert json.loads(results.read_text())["title"] == "New"
 
 
@@ -125,6 +127,15 @@ def test_a_run_that_does_not_fit_is_refused(results: Path) -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
         append_result(results, _run("fnas", 1, float("nan")))
     assert results.read_text() == before
+
+
+@pytest.mark.parametrize("changed", [{"commit": "fedcba"}, {"settings": {"algorithm": "x"}}])
+def test_a_run_made_again_replaces_that_of_its_row_and_seed(results: Path, changed: dict) -> None:
+    before = json.loads(results.read_text())["runs"]
+    again = _run("fed_darts", 1, 0.1) | changed
+    append_result(results, again)
+    after = json.loads(results.read_text())["runs"]
+    assert after == [json.loads(json.dumps(again)), *before[1:]]
 
 
 def test_runs_added_at_the_same_time_are_all_kept(results: Path) -> None:
