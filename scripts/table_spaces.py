@@ -3,9 +3,9 @@
     python scripts/table_spaces.py --root <folder with FashionMNIST> [--jobs 2]
 
 DARTS' cell and MBConv blocks on Fashion-MNIST, 2,000 images, 5 clients, 3 seeds, equal retraining.
-Beside every found network stand random ones of its space: one whose multiply-adds are within 5 % of
-its own, and of DARTS' cells the first that is drawn. Continues where it was stopped; every finished
-run is added to scripts/results/spaces.json.
+Beside every found network stand random ones of its space, one whose multiply-adds are within 5 % of
+its own and the first that is drawn, and the best of 250 by AZ-NAS. Continues where it was stopped;
+every finished run is added to scripts/results/spaces.json.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from fednas_flwr.files import write_atomically
 from fednas_flwr.hardware.flops import count_multiply_adds
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.reporting.tables import start_results
+from fednas_flwr.search.scores import AZ_NAS
 from fednas_flwr.search_spaces.genotype import Genotype, to_json
 
 RESULTS = Path(__file__).parent / "results" / "spaces.json"
@@ -48,6 +49,10 @@ PARTITIONS = ("iid", "dirichlet")
 SEEDS = (1, 2, 3)
 DATA = ("dataset=fashion_mnist", "dataset.limit_train=2000", "clients=5")
 RECOMMENDED = ("experiment=search/recommended",)
+SCORED = (
+    *("algorithm=zero_cost", "algorithm.draws=250", "rounds=1", "retrain=small"),
+    f"algorithm.scores=[{','.join(AZ_NAS)}]",
+)
 GIVEN = ("algorithm=fedavg", "retrain=small", "stages=[retrain,evaluate,export]")
 LIKE = 0.05  # multiply-adds, as a share of those of the found network
 DRAWS = 2000
@@ -96,16 +101,16 @@ def make(partition: str, seed: int, space: str, *, root: Path) -> None:
         if run is not None:
             write_atomically(like, to_json(draw_like(found["folder"], seed)))
             measure(RESULTS, **random, seed=seed, root=root)
-    if space == "DARTS":
-        config = compose(*RECOMMENDED, *searched, *DATA, f"dataset.root={root}")
-        drawn = supernet_space(config, make_data(config)[0]).random_genotype(
-            make_generator(seed, "random network")
-        )
-        file = RUNS / f"{space}_any_s{seed}.json"
-        write_atomically(file, to_json(drawn))
-        measure(
-            RESULTS, **row("random_any_size", (*GIVEN, f"genotype={file}")), seed=seed, root=root
-        )
+    config = compose(*RECOMMENDED, *searched, *shared, *DATA, f"dataset.root={root}")
+    drawn = supernet_space(config, make_data(config)[0]).random_genotype(
+        make_generator(seed, "random network")
+    )
+    file = RUNS / f"{space}_any_s{seed}.json"
+    write_atomically(file, to_json(drawn))
+    any_size = row("random_any_size", (*GIVEN, f"genotype={file}"))
+    measure(RESULTS, **any_size, seed=seed, root=root)
+    data_free = row("AZ-NAS", (*SCORED, *searched))
+    measure(RESULTS, **data_free, seed=seed, root=root)
 
 
 def draw_like(found: Path, seed: int) -> Genotype:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fednas_flwr.builders import refusals
+from fednas_flwr.builders.pools import chosen_scores, pool_size
 from fednas_flwr.config import (
     AlgorithmSettings,
     CFDNASSettings,
@@ -323,7 +324,7 @@ def _zero_cost(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
         "evolution": algorithm.evolution,
         "seed": config.seed,
         "shortlist": _shortlist(config, space, algorithm.shortlist),
-        **_scored_draws(config, space, algorithm.scores, algorithm.draws, algorithm.limits),
+        **_scored_draws(config, space, algorithm.draws, algorithm.limits),
     }
 
 
@@ -347,14 +348,14 @@ def _score(config: Config, space: SearchSpace, scores: Sequence[str]) -> Score:
 
 
 def _scored_draws(
-    config: Config, space: SearchSpace, scores: Sequence[str], draws: int, limits: NetworkLimits
+    config: Config, space: SearchSpace, draws: int, limits: NetworkLimits
 ) -> dict[str, Any]:
     """Return the arguments of ``zero_cost.search`` that say what is drawn and how it is scored."""
     from fednas_flwr.builders.hardware import latency_of
     from fednas_flwr.search.zero_cost import Limits
 
     return {
-        "score": _score(config, space, scores),
+        "score": _score(config, space, chosen_scores(config)),
         "draws": draws,
         "limits": Limits(
             parameters=limits.parameters,
@@ -382,7 +383,7 @@ def _successive_halving(config: Config, prepared: Prepared, space: SearchSpace) 
         "describe": partial(describe_pool, **_at_search_size(config, prepared)),
         "make_network": partial(seeded_network, config),
         "seed": config.seed,
-        "keep": pool.keep,
+        "keep": pool_size(config),
         **own_settings(algorithm, "pool"),
     }
 
@@ -393,7 +394,7 @@ def _pool_draws(config: Config, space: SearchSpace) -> dict[str, Any]:
 
     assert isinstance(config.algorithm, SuccessiveHalvingSettings)
     pool = config.algorithm.pool
-    scored = _scored_draws(config, space, pool.by, pool.draws, pool.limits)
+    scored = _scored_draws(config, space, pool.draws, pool.limits)
     if pool.alphas is not None:
         scored["draw"] = partial(draw_by_alphas, space, _found_alphas(config, space, pool.alphas))
     return scored
@@ -409,7 +410,7 @@ def check_draws(config: Config, space: SearchSpace) -> None:
 
     algorithm = config.algorithm
     if isinstance(algorithm, ZeroCostSettings):
-        own = _scored_draws(config, space, algorithm.scores, algorithm.draws, algorithm.limits)
+        own = _scored_draws(config, space, algorithm.draws, algorithm.limits)
         generator = make_generator(config.seed, "zero_cost", 1)
     elif isinstance(algorithm, SuccessiveHalvingSettings):
         own, generator = _pool_draws(config, space), make_generator(config.seed, algorithm.name)
@@ -496,7 +497,7 @@ def _successive_halving_releases(config: Config) -> RoundReleases:
 
     algorithm = config.algorithm
     assert isinstance(algorithm, SuccessiveHalvingSettings)
-    return _with_terms(config, releases, keep=algorithm.pool.keep)
+    return _with_terms(config, releases, keep=pool_size(config))
 
 
 def _no_releases(config: Config) -> RoundReleases:

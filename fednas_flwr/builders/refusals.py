@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fednas_flwr.builders.pools import chosen_scores, pool_size
 from fednas_flwr.config import (
     BlockSpace,
     CFDNASSettings,
@@ -426,7 +427,7 @@ def of_successive_halving(config: Config) -> None:
             "planned release; set algorithm.rewarded=averaged, or take a search that reads no "
             "record, as experiment=search/recommended_private does."
         )
-    keep, eta = algorithm.pool.keep, algorithm.eta
+    keep, eta = pool_size(config), algorithm.eta
     rungs = num_rungs(keep, eta)
     if config.rounds > rungs:
         raise ConfigError(
@@ -442,11 +443,11 @@ def of_scores(config: Config) -> None:
 
     algorithm = config.algorithm
     if isinstance(algorithm, SuccessiveHalvingSettings):
-        named = {"algorithm.pool.by": algorithm.pool.by}
+        named = {"algorithm.pool.by": chosen_scores(config)}
         key, shortlist = "algorithm.pool.shortlist.scores", algorithm.pool.shortlist
     else:
         assert isinstance(algorithm, ZeroCostSettings)
-        named = {"algorithm.scores": algorithm.scores}
+        named = {"algorithm.scores": chosen_scores(config)}
         key, shortlist = "algorithm.shortlist.scores", algorithm.shortlist
     if shortlist is not None:
         named[key] = shortlist.scores

@@ -201,14 +201,15 @@ class ZeroCostSettings(AlgorithmSettings):
     """Data-free search on the server alone.
 
     Attributes:
-        scores: Names out of ``search.scores.SCORES``.
+        scores: Names out of ``search.scores.SCORES``; null takes those that rank networks of the
+            search space (``search.scores.trusted_scores``), or where none does multiply-adds.
         draws: Architectures per round.
         shortlist: Null ranks all by the same scores.
         evolution: Null draws all at random.
         limits: What a network may cost.
     """
 
-    scores: Annotated[list[str], Length(Between(1))]
+    scores: Annotated[list[str], Length(Between(1))] | None
     draws: ListLength
     shortlist: ShortlistSettings | None
     evolution: EvolutionSettings | None
@@ -217,7 +218,7 @@ class ZeroCostSettings(AlgorithmSettings):
     def __post_init__(self) -> None:
         """Check the ranges, and that no score counts twice."""
         super().__post_init__()
-        check_distinct("scores", self.scores)
+        check_distinct("scores", self.scores or [])
         _check_shortlist(self.shortlist, self.draws)
 
 
@@ -228,25 +229,27 @@ class PoolSettings(Checked):
     Attributes:
         draws: Architectures that are drawn.
         alphas: Folder of a run whose last alphas say how probable an op is; null: all alike.
-        keep: The best of them, which are trained.
-        by: Names out of ``search.scores.SCORES`` that say which are best; none: the first drawn.
+        keep: The best of them, which are trained; null takes 8, or 16 of those that no score ranks.
+        by: Names out of ``search.scores.SCORES`` that say which are best; none: the first drawn;
+            null takes those that rank networks of the search space, or none where none does.
         shortlist: Null goes by the same scores to the end.
         limits: What a network may cost.
     """
 
     draws: Count
     alphas: str | None
-    keep: Annotated[int, Between(2, MOST_CANDIDATES)]
-    by: list[str]
+    keep: Annotated[int, Between(2, MOST_CANDIDATES)] | None
+    by: list[str] | None
     shortlist: ShortlistSettings | None
     limits: NetworkLimits
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         super().__post_init__()
-        check_range(self.keep <= self.draws, "keep", self.keep, f"2 to draws={self.draws}")
-        check_distinct("by", self.by)
-        _check_shortlist(self.shortlist, self.draws, least=self.keep)
+        keep = self.keep or 2
+        check_range(keep <= self.draws, "keep", keep, f"2 to draws={self.draws}")
+        check_distinct("by", self.by or [])
+        _check_shortlist(self.shortlist, self.draws, least=keep)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from flwr.clientapp import ClientApp
 
 from fednas_flwr.builders.algorithms import whole_search
 from fednas_flwr.builders.networks import given_genotype, make_device, supernet_space
+from fednas_flwr.builders.pools import pool_size
 from fednas_flwr.builders.refusals import searches
 from fednas_flwr.config import (
     Config,
@@ -185,7 +186,8 @@ def _own_folder(config: Config, folder: Path) -> Config:
     algorithm, privacy = config.algorithm, config.privacy
     config = whole_search(config)
     if isinstance(algorithm, SuccessiveHalvingSettings):
-        pool = replace(algorithm.pool, draws=algorithm.pool.keep, by=[], shortlist=None)
+        keep = pool_size(config)
+        pool = replace(algorithm.pool, draws=keep, keep=keep, by=[], shortlist=None)
         config = replace(config, algorithm=replace(algorithm, pool=pool))
     if isinstance(privacy, DifferentialPrivacy) and privacy.sites is not None:
         sites = expanded("privacy.sites", privacy.sites)

@@ -327,6 +327,20 @@ MEASURES: dict[tuple[str, ...], Measure] = {
 }
 SCORES = tuple(name for names in MEASURES for name in names)
 AZ_NAS = ("expressivity", "progressivity", "trainability", "multiply_adds")
+SIZE = ("multiply_adds",)
+UNRANKED = ("mbconv",)  # spaces whose networks no score ranks better than chance
+
+
+def trusted_scores(space: str) -> tuple[str, ...]:
+    """Return the scores that rank a space's networks, ``AZ_NAS`` unless a table says otherwise.
+
+    None of them does for blocks of MobileNetV2 (``scripts/results/pools.json``): where a block is
+    left out AZ-NAS' trainability is best, and networks learn worst.
+
+    Args:
+        space: Its name.
+    """
+    return () if space in UNRANKED else AZ_NAS
 
 
 def _of_small_images(space: SearchSpace) -> SearchSpace:

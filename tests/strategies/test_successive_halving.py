@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.builders.networks import make_network
+from fednas_flwr.builders.pools import chosen_scores, pool_size
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.metrics import evaluate
@@ -22,7 +23,7 @@ from fednas_flwr.hardware.flops import count_parameters
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.descent import no_moments
-from fednas_flwr.search.scores import combine, measure
+from fednas_flwr.search.scores import AZ_NAS, combine, measure
 from fednas_flwr.search.zero_cost import draw_by_alphas
 from fednas_flwr.search_spaces.genotype import from_json, to_json
 from fednas_flwr.strategies.successive_halving import num_left, releases
@@ -301,6 +302,35 @@ def test_it_searches_every_space(overrides, compose_config, federate):
     federation.strategy.start(federation.grid, num_rounds=1)
     assert not [e for e in federation.events if e["event"] == "client_failed"]
     federation.strategy.space.check(federation.strategy.derive())
+
+
+MBCONV = ["search_space=mbconv_small", "search_space.width=0.25", "retrain=mbconv"]
+UNSET = ["algorithm.pool.by=null", "algorithm.pool.keep=null", "rounds=1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "scores", "size"),
+    [
+        ([], AZ_NAS, 8),
+        (MBCONV, (), 16),
+        (["algorithm.pool.by=[]"], [], 16),
+        ([*MBCONV, "algorithm.pool.by=[synflow]"], ["synflow"], 8),
+        ([*MBCONV, "algorithm.pool.draws=5"], (), 5),
+        ([*MBCONV, "algorithm.pool.keep=4"], (), 4),
+    ],
+)
+def test_pools_are_chosen_by_scores_that_rank_their_space(overrides, scores, size, compose_config):
+    config = compose_config(*SEARCH, "algorithm.pool.draws=20", *UNSET, *overrides)
+    assert (chosen_scores(config), pool_size(config)) == (scores, size)
+
+
+def test_a_pool_that_no_score_ranks_is_the_first_drawn(compose_config, federate):
+    config = compose_config(*SEARCH, "algorithm.pool.draws=3", *UNSET, *MBCONV)
+    federation = federate(config)
+    federation.strategy.start(federation.grid, num_rounds=1)
+    generator = make_generator(config.seed, "successive_halving")
+    drawn = [federation.strategy.space.random_genotype(generator) for _ in range(3)]
+    assert first_pool(federation) == drawn
 
 
 def test_limits_hold(searched, compose_config, federate):
