@@ -14,13 +14,13 @@ SCORED, UNSCORED = 8, 16  # networks of a pool, by whether scores choose them
 
 def chosen_scores(config: Config) -> Sequence[str]:
     """Return the scores of a data-free search or of a pool; a pool without any is drawn."""
-    from fednas_flwr.search.scores import SIZE, trusted_scores
+    from fednas_flwr.search.scores import SYNFLOW, trusted_scores
 
     algorithm, trusted = config.algorithm, trusted_scores(config.search_space.name)
     if isinstance(algorithm, SuccessiveHalvingSettings):
         return trusted if algorithm.pool.by is None else algorithm.pool.by
     assert isinstance(algorithm, ZeroCostSettings)
-    return algorithm.scores or trusted or SIZE
+    return algorithm.scores or trusted or SYNFLOW
 
 
 def pool_size(config: Config) -> int:

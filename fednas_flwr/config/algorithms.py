@@ -202,7 +202,7 @@ class ZeroCostSettings(AlgorithmSettings):
 
     Attributes:
         scores: Names out of ``search.scores.SCORES``; null takes those that rank networks of the
-            search space (``search.scores.trusted_scores``), or where none does multiply-adds.
+            search space (``search.scores.trusted_scores``), or synflow where none does.
         draws: Architectures per round.
         shortlist: Null ranks all by the same scores.
         evolution: Null draws all at random.

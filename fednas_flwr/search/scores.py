@@ -327,15 +327,15 @@ MEASURES: dict[tuple[str, ...], Measure] = {
 }
 SCORES = tuple(name for names in MEASURES for name in names)
 AZ_NAS = ("expressivity", "progressivity", "trainability", "multiply_adds")
-SIZE = ("multiply_adds",)
-UNRANKED = ("mbconv",)  # spaces whose networks no score ranks better than chance
+SYNFLOW = ("synflow",)
+UNRANKED = ("darts", "mbconv")  # spaces whose networks AZ-NAS ranks no better than chance
 
 
 def trusted_scores(space: str) -> tuple[str, ...]:
-    """Return the scores that rank a space's networks, ``AZ_NAS`` unless a table says otherwise.
+    """Return the scores that rank a space's networks; none where AZ-NAS does not.
 
-    None of them does for blocks of MobileNetV2 (``scripts/results/pools.json``): where a block is
-    left out AZ-NAS' trainability is best, and networks learn worst.
+    Among random DARTS cells it is at chance, among MBConv blocks worse: its trainability is best
+    where blocks are left out, and such networks learn worst (``scripts/results/spaces.json``).
 
     Args:
         space: Its name.

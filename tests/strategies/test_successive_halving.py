@@ -313,6 +313,7 @@ UNSET = ["algorithm.pool.by=null", "algorithm.pool.keep=null", "rounds=1"]
     [
         ([], AZ_NAS, 8),
         (MBCONV, (), 16),
+        (["search_space=darts_small"], (), 16),
         (["algorithm.pool.by=[]"], [], 16),
         ([*MBCONV, "algorithm.pool.by=[synflow]"], ["synflow"], 8),
         ([*MBCONV, "algorithm.pool.draws=5"], (), 5),

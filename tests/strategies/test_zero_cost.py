@@ -10,7 +10,7 @@ import pytest
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.hardware.flops import count_parameters
 from fednas_flwr.randomness import make_generator
-from fednas_flwr.search.scores import AZ_NAS, SIZE, combine, measure
+from fednas_flwr.search.scores import AZ_NAS, SYNFLOW, combine, measure
 from fednas_flwr.search_spaces.genotype import load_genotype, to_json
 
 SEARCH = ["algorithm=zero_cost", "algorithm.draws=4", "algorithm.scores=[synflow,parameters]"]
@@ -52,7 +52,9 @@ def test_the_best_ranked_of_all_drawn_architectures_is_derived(searched):
     assert rounds[-1]["scored"] == len(drawn) > 4
 
 
-@pytest.mark.parametrize(("space", "scores"), [("nasbench201", AZ_NAS), ("mbconv", SIZE)])
+@pytest.mark.parametrize(
+    ("space", "scores"), [("nasbench201", AZ_NAS), ("darts", SYNFLOW), ("mbconv", SYNFLOW)]
+)
 def test_scores_that_are_not_set_are_those_that_rank_the_space(
     space, scores, compose_config, federate
 ):
