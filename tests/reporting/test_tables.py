@@ -1,4 +1,6 @@
 import json
+import runpy
+import subprocess
 import threading
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from fednas_flwr.reporting.tables import (
     start_results,
 )
 
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 COLUMNS = [{"metric": "accuracy", "title": "accuracy (%)", "scale": 100, "decimals": 1}]
 
 
@@ -149,3 +152,44 @@ def test_runs_added_at_the_same_time_are_all_kept(results: Path) -> None:
         thread.join()
     seeds = [r["seed"] for r in json.loads(results.read_text())["runs"]]
     assert sorted(seeds[3:]) == list(range(12))
+
+
+def test_runs_count_while_the_code_that_made_them_stays(tmp_path: Path) -> None:
+    """In a repository of its own: pages may change, package and settings may not."""
+    names = ("fednas_flwr/code.py", "fednas_flwr/README.md", "conf/config.yaml", "tests/test.py")
+    script = tmp_path / "scripts" / "table_runs.py"
+    for path in (*(tmp_path / name for name in names), script):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    script.write_text((SCRIPTS / script.name).read_text())
+
+    def git(*arguments: str) -> str:
+        own = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
+        done = subprocess.run(
+            ["git", "-C", str(tmp_path), *own, *arguments], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def counts(commit: str) -> bool:
+        found = runpy.run_path(str(script))["is_current"](commit)
+        assert isinstance(found, bool)
+        return found
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    first = git("describe", "--always")
+    assert counts(first)
+    for name in names[1::2]:
+        (tmp_path / name).write_text("new")
+        assert counts(first)
+    for name in names[::2]:
+        (tmp_path / name).write_text("new")
+        assert not counts(first)
+        git("commit", "-am", "second")
+        assert not counts(first)
+        assert counts("HEAD")
+        git("revert", "--no-edit", "HEAD")
+        assert counts(first)
+    assert not counts("0123456")
