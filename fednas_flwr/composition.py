@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,9 @@ def compose_tree(overrides: Sequence[str], source: Source = CONF) -> dict[str, A
     Raises:
         ConfigError: An override is malformed, or names a file or key that does not exist.
     """
+    groups = _groups(source)
     for text in overrides:
-        _check_override(text, source)
+        _check_override(text, groups)
     files = [text for text in overrides if text.startswith("config=")]
     if files:
         return _repeated(files[-1].removeprefix("config="), overrides)
@@ -477,6 +478,7 @@ def _known(overrides: Sequence[str], source: Source) -> dict[str, Any]:
     return _composed(chosen, source, resolve=False)
 
 
+@lru_cache(maxsize=1024)  # Hydra's parser takes a millisecond, and each is asked for often
 def _parse(text: str) -> Override:
     try:
         return OverridesParser.create().parse_override(text)
@@ -487,10 +489,10 @@ def _parse(text: str) -> Override:
         ) from None
 
 
-def _check_override(text: str, source: Source) -> None:
+def _check_override(text: str, groups: Mapping[str, set[str]]) -> None:
     """Raise ConfigError unless ``text`` sets one value of one key, or chooses a file there is."""
     override = _parse(text)
-    key, groups = override.key_or_group, _groups(source)
+    key = override.key_or_group
     if override.is_sweep_override():
         raise ConfigError(
             f"{show(text)} lists several values: add -m for a sweep over them, or put quotes "

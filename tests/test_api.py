@@ -540,6 +540,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_rays_workers_know_what_is_registered(tiny, tmp_path) -> None:
     (tmp_path / "own.py").write_text(SCRIPT)

@@ -19,7 +19,7 @@ from fednas_flwr.composition import compose_tree
 from fednas_flwr.config import Config
 from fednas_flwr.typed import Between, OneOf
 
-RUNS = 20
+RUNS = 8  # scripts/fuzz_settings.sh makes more
 ALL = ["algorithm=feathers", "privacy=dp"]
 NORMS = ["search_space.norm=group", "retrain.norm=group"]
 

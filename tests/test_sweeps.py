@@ -66,7 +66,7 @@ SLOW = [pytest.mark.slow]
 
 @pytest.mark.parametrize(
     "name",
-    ["joblib", pytest.param("submitit", marks=SLOW), pytest.param("ray", marks=SLOW)],
+    [pytest.param(name, marks=SLOW) for name in LAUNCHERS],
 )
 def test_a_launcher_runs_two_jobs_at_once(name: str, brief: list[str], tmp_path: Path) -> None:
     pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher")

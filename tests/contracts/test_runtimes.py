@@ -71,6 +71,7 @@ def test_ray_on_two_machines_equals_inline(tiny_overrides, two_raylets, tmp_path
         assert all(torch.equal(tensor, right[key]) for key, tensor in left.items())
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_groups_side_by_side_on_ray_equal_those_in_turn_inline(tmp_path):
     overrides = [

@@ -57,7 +57,10 @@ def step_alphas(supernet: Supernet, given: Given) -> None:
     take(alphas, named, make_adam(alphas.values(), ALPHAS))
 
 
-KINDS = [(name, FAST) for name in SPACES] + [("darts", REFERENCE), ("nasbench201", REFERENCE)]
+KINDS = [(name, FAST) for name in SPACES]
+KINDS += [
+    pytest.param((name, REFERENCE), marks=pytest.mark.slow) for name in ("darts", "nasbench201")
+]
 
 
 @pytest.fixture(params=KINDS, ids=" ".join)

@@ -31,7 +31,7 @@ def closed() -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("kind", ["silent", "closed"])
+@pytest.mark.parametrize("kind", [pytest.param("silent", marks=pytest.mark.slow), "closed"])
 def test_a_cluster_that_does_not_answer_is_refused(
     compose_config: Compose, request: pytest.FixtureRequest, kind: str
 ) -> None:

@@ -99,17 +99,23 @@ class KillingGrid(InProcessGrid):
             self._pipe.close()
 
 
+def seldom(cases):
+    """Return cases of which the last runs by default, and all with ``-m slow``."""
+    *others, last = cases
+    return [*(pytest.param(*case, marks=pytest.mark.slow) for case in others), last]
+
+
 @pytest.mark.parametrize(
     ("verb", "moment", "returns", "total"),
     [
-        *((ASKED, moment, True, "others") for moment in MOMENTS[:3]),
+        *seldom((ASKED, moment, True, "others") for moment in MOMENTS[:3]),
         (ASKED, "sent", True, "all"),
         *((ASKED, moment, False, "others") for moment in MOMENTS[:3]),
         (ASKED, "sent", False, None),
         *((SIGN, moment, True, None) for moment in MOMENTS[:3]),
         (SIGN, "sent", True, "all"),
         (SIGN, "sent", False, "all"),
-        *((OPEN, moment, True, "all") for moment in MOMENTS),
+        *seldom((OPEN, moment, True, "all") for moment in MOMENTS),
         (OPEN, "asked", False, "all"),
     ],
 )

@@ -82,7 +82,14 @@ def whole(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> tup
     return folder, complete(*overrides, f"run_dir={folder}")
 
 
-@pytest.mark.parametrize("event", ["partition", "round", "exported"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param("partition", marks=pytest.mark.slow),
+        "round",
+        pytest.param("exported", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_is_stopped_goes_on(
     overrides: list[str], whole: tuple[Path, float], tmp_path: Path, event: str
 ) -> None:
@@ -154,7 +161,14 @@ def test_a_run_goes_on_after_processes_of_ray_were_killed(
         assert (folder / name).read_bytes() == (whole[0] / name).read_bytes()
 
 
-@pytest.mark.parametrize("largest_file", [3_500, 20_000, 50_000])
+@pytest.mark.parametrize(
+    "largest_file",
+    [
+        pytest.param(3_500, marks=pytest.mark.slow),
+        20_000,
+        pytest.param(50_000, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_on_a_full_disk_goes_on_when_there_is_room(
     overrides: list[str], whole: tuple[Path, float], tmp_path: Path, largest_file: int
 ) -> None:
