@@ -65,8 +65,12 @@ def is_made(results: Path, settings: Sequence[str] | Mapping[str, Any], seed: in
 
 @cache
 def is_current(commit: str) -> bool:
-    """Return whether package and conf/ of a commit are those of this checkout, but for pages."""
-    command = ["git", "-C", str(Path(__file__).parents[1]), "diff", "--quiet", commit]
+    """Return whether package and conf/ of a commit are those of this checkout, but for pages.
+
+    ``-dirty`` is left out of account: a table's own file makes the tree so.
+    """
+    of_commit = commit.removesuffix("-dirty")
+    command = ["git", "-C", str(Path(__file__).parents[1]), "diff", "--quiet", of_commit]
     paths = ["fednas_flwr", "conf", ":(exclude)*.md"]
     return subprocess.run([*command, "--", *paths], capture_output=True).returncode == 0
 

@@ -184,6 +184,7 @@ def test_runs_count_while_the_code_that_made_them_stays(tmp_path: Path) -> None:
     for name in names[1::2]:
         (tmp_path / name).write_text("new")
         assert counts(first)
+        assert counts(f"{first}-dirty")
     for name in names[::2]:
         (tmp_path / name).write_text("new")
         assert not counts(first)
