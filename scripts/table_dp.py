@@ -6,7 +6,7 @@
 
 DP-FNAS on scattering features with 1, 2, 4, 8 clients (paper's Table 1), beside a linear model on
 the same features with the same budget and the found network trained without privacy; then DP-FNAS
-and the linear model with 4 clients at noise variances .5 to 10 (Figure 3); 3 seeds each.
+and the linear model with 4 clients at noise variances .5 to 10 (Table 2); 3 seeds each.
 ``dp_shared``: DP-FNAS whose search and retraining take one step per exchange, with noise of each
 client's own and with noise that secure sums of {least_sites, colluding} share. ``dp_budget``: by
 the budget of clients' filters, with 1 and 4 clients, DP-FNAS and the linear model, with 1 client
