@@ -116,7 +116,7 @@ def test_half_the_noise_that_too_few_runs_can_tell_is_inconclusive(
 
 def test_canaries_are_of_a_class_whose_loss_counts_in_full(table, compose_config, monkeypatch):
     """With canaries of the other class a fifth of the signal would be left."""
-    monkeypatch.setattr("fednas_flwr.stages.audit.MOST_RUNS", 200)
+    monkeypatch.setattr("fednas_flwr.stages.audit.MOST_RUNS", 20)
     for name in ("yes", "no"):
         one, _ = audit_search(compose_config(*table, f"class_factors={{{name}: 0.2}}")).findings
         assert 0.3 < one.epsilon < one.claim
@@ -141,7 +141,7 @@ def test_images_and_poisson_batches(compose_config, monkeypatch):
 
 
 def test_a_share_of_the_records_is_the_rate_of_audited_steps(table, compose_config, monkeypatch):
-    monkeypatch.setattr("fednas_flwr.stages.audit.MOST_RUNS", 200)
+    monkeypatch.setattr("fednas_flwr.stages.audit.MOST_RUNS", 20)
     settings = [setting for setting in table if not setting.startswith("algorithm.batch_size")]
     one, many = audit_search(compose_config(*settings, "privacy.rate=0.25")).findings
     assert "1 step at rate 0.25" in one.seen
@@ -159,7 +159,7 @@ def test_what_cannot_be_audited_is_said(compose_config):
 def test_noise_that_is_calibrated_is_audited_as_a_run_would_have_it(
     table, compose_config, monkeypatch
 ):
-    monkeypatch.setattr("fednas_flwr.stages.audit.MOST_RUNS", 60)
+    monkeypatch.setattr("fednas_flwr.stages.audit.MOST_RUNS", 20)
     null = "privacy.weights.noise_multiplier=null"
     calibrated = compose_config(*table, null)
     told = re.search(
