@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +29,8 @@ from fednas_flwr.privacy import micro_batches, record_gradients
 from fednas_flwr.reporting.events import read_events
 from fednas_flwr.stages.run_folder import create_run_folder, open_run_folder
 
+from .fork_server import ForkServer, serving
+
 torch.set_num_threads(1)  # results must not depend on the number of cores
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
@@ -52,6 +54,13 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
+
+
+@pytest.fixture(scope="session")
+def fednas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """``fednas(*arguments)``: the command, in a process of its own that has imported everything."""
+    with serving(tmp_path_factory.mktemp("fork")) as server:
+        yield server
 
 
 @pytest.fixture

@@ -164,7 +164,7 @@ def test_the_readmes_example_is_short_and_makes_a_whole_run(tmp_path: Path) -> N
     assert first == second != third
 
 
-def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys) -> None:
+def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys, fednas) -> None:
     result = run(compose(*tiny))
     assert capsys.readouterr().out == ""
     check_whole(result)
@@ -181,10 +181,9 @@ def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys) -> None:
     assert set(result.scores) == {"central", "linear", "trees", "clients", "personalised"}
     assert result.scores["central"]["num_examples"] == 30
     command = [*tiny[:-1], f"run_dir={tmp_path / 'command'}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "fednas_flwr.cli", "run", *command], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    with fednas("run", *command) as done:
+        _, errors = done.communicate()
+    assert done.returncode == 0, errors
     assert equal_networks(result.model, load(tmp_path / "command"))
     with pytest.raises(ConfigError, match="already holds a run"):
         run(compose(*tiny))
@@ -235,7 +234,7 @@ def test_mistakes_from_python_leave_no_folder(tiny, tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_strategy_is_interrupted_and_continued(tiny, tmp_path) -> None:
+def test_a_strategy_is_interrupted_and_continued(tiny, tmp_path, fednas) -> None:
     whole = run(compose(*tiny, "rounds=3"), strategy=LateAlphas)
     check_whole(whole)
     first, second, third = alphas_by_round(whole.folder)
@@ -252,11 +251,11 @@ def test_a_strategy_is_interrupted_and_continued(tiny, tmp_path) -> None:
     folder = tmp_path / "broken"
     with pytest.raises(KeyboardInterrupt):
         run(compose(*tiny, "rounds=3", f"run_dir={folder}"), strategy=LateAlphas, listeners=[stop])
-    command = [sys.executable, "-m", "fednas_flwr.cli", "run", f"resume={folder}"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    with fednas("run", f"resume={folder}") as done:
+        _, errors = done.communicate()
     assert done.returncode == 2
-    assert "algorithm=fed_darts.LateAlphas is unknown" in done.stderr
-    assert "one of your own must be registered first" in done.stderr
+    assert "algorithm=fed_darts.LateAlphas is unknown" in errors
+    assert "one of your own must be registered first" in errors
     with pytest.raises(ConfigError, match=r"fed_darts.LateAlphas, which is not own.Resting"):
         run(folder, strategy=Resting)
     continued = run(folder, strategy=LateAlphas)

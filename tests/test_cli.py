@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sqlite3
 import subprocess
@@ -31,6 +30,8 @@ from fednas_flwr.privacy.ledger import Entry, Ledger
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.reporting.events import read_events
+
+from .fork_server import ForkServer
 
 GROUPED = ["privacy=dp", "personalised=false", "search_space.norm=group", "retrain.norm=group"]
 FEDNAS = [sys.executable, "-m", "fednas_flwr.cli"]
@@ -355,16 +356,11 @@ def test_what_typing_takes_from_an_experiment_is_told_in_one_line(
     assert capsys.readouterr().err == ""
 
 
-def test_ctrl_c_ends_with_130_and_the_run_can_go_on(tiny_overrides: list[str]) -> None:
+def test_ctrl_c_ends_with_130_and_the_run_can_go_on(
+    tiny_overrides: list[str], fednas: ForkServer
+) -> None:
     run_dir, brief = Path("stopped").resolve(), without(tiny_overrides, "retrain.rounds")
-    process = subprocess.Popen(
-        [*FEDNAS, "run", *brief, "stages=[search]", "rounds=2000", f"run_dir={run_dir}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    process = fednas("run", *brief, "stages=[search]", "rounds=2000", f"run_dir={run_dir}")
     events = run_dir / "events.jsonl"
     deadline = time.monotonic() + 180
     while not (events.exists() and '"event": "round"' in events.read_text()):

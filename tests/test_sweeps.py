@@ -61,13 +61,10 @@ LAUNCHERS = {
     "submitit": ["hydra/launcher=submitit_local"],
     "ray": ["hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2"],
 }
-SLOW = [pytest.mark.slow]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=SLOW) for name in LAUNCHERS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_launcher_runs_two_jobs_at_once(name: str, brief: list[str], tmp_path: Path) -> None:
     pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher")
     folder = tmp_path / "sweep"

@@ -170,6 +170,7 @@ def wait_for(happened: Callable[[], object]) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_flwr_run_gives_the_bits_of_fednas_run_and_ends_with_the_report(
     flwr: Flower, tiny_overrides: list[str], tmp_path: Path

@@ -1,16 +1,11 @@
-"""The command `fednas` with a fault built into the client: python faulty_client.py FAULT audit ...
-
-Only the process that this is run in is faulty.
-"""
+"""Faults to build into a private client, by name: what stands in the place of which function."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import Tensor
 
-from fednas_flwr.cli import main
 from fednas_flwr.clients import noised_gradients, release
 from fednas_flwr.stages import audit
 
@@ -53,10 +48,3 @@ FAULTS = {
         (release, "add_noise"): noise_of_a_clipped_sum,
     },
 }
-
-
-if __name__ == "__main__":
-    for (module, name), mutant in FAULTS[sys.argv[1]].items():
-        assert hasattr(module, name)
-        setattr(module, name, mutant)
-    sys.exit(main(sys.argv[2:]))

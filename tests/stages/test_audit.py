@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
+from contextlib import redirect_stderr, redirect_stdout
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import torch
 
 from fednas_flwr.builders.clients import make_client
 from fednas_flwr.builders.data import make_data
+from fednas_flwr.cli import main
 from fednas_flwr.cli.outcomes import INCONCLUSIVE, RUN_FAILED
 from fednas_flwr.data.loaders import Split, augment
 from fednas_flwr.errors import ConfigError
@@ -25,8 +25,9 @@ from fednas_flwr.stages.audit import audit_search
 from fednas_flwr.stages.canaries import LAYER, MARK, Canaries, beside, direction, with_canaries
 from fednas_flwr.verbs import SUPERNET
 
-FAULTY_CLIENT = Path(__file__).with_name("faulty_client.py")
-FAULTS = ("no noise", "half the noise", "no clipping", "clipping after the sum")
+from .faulty_client import FAULTS
+
+CAUGHT = ("no noise", "half the noise", "no clipping", "clipping after the sum")
 SETTINGS = (
     *("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group"),
     *("clients=1", "rounds=1", "algorithm.batch_size=null", "privacy.weights.noise_multiplier=1"),
@@ -51,14 +52,13 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def command(fault: str, overrides: list[str]) -> tuple[int, str]:
-    """Return exit code and output of `fednas audit` with a fault in its process."""
-    ended = subprocess.run(
-        [sys.executable, str(FAULTY_CLIENT), fault, "audit", *overrides],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return ended.returncode, ended.stdout
+    """Return exit code and output of `fednas audit` with a fault in it, here for so long."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
+        for (module, name), mutant in FAULTS[fault].items():
+            patch.setattr(module, name, mutant)
+        code = main(["audit", *overrides])
+    return code, said.getvalue()
 
 
 def test_the_command_passes_an_honest_client_and_says_what_it_could_have_shown(table):
@@ -87,7 +87,7 @@ def test_the_command_fails_a_client_with_a_fault(table, fault):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "least"), [("honest", 20), *((fault, 19) for fault in FAULTS)])
+@pytest.mark.parametrize(("fault", "least"), [("honest", 20), *((fault, 19) for fault in CAUGHT)])
 def test_the_command_is_right_in_nineteen_of_twenty_runs(table, fault, least):
     """By its confidence it fails 1 of 100 honest clients at most, and really far fewer."""
     codes = [command(fault, table)[0] for _ in range(20)]
@@ -116,7 +116,7 @@ def test_half_the_noise_that_too_few_runs_can_tell_is_inconclusive(
 
 def test_canaries_are_of_a_class_whose_loss_counts_in_full(table, compose_config, monkeypatch):
     """With canaries of the other class a fifth of the signal would be left."""
-    monkeypatch.setattr("fednas_flwr.stages.audit.MOST_RUNS", 200)
+    monkeypatch.setattr("fednas_flwr.stages.audit.MOST_RUNS", 20)
     for name in ("yes", "no"):
         one, _ = audit_search(compose_config(*table, f"class_factors={{{name}: 0.2}}")).findings
         assert 0.3 < one.epsilon < one.claim
@@ -141,7 +141,7 @@ def test_images_and_poisson_batches(compose_config, monkeypatch):
 
 
 def test_a_share_of_the_records_is_the_rate_of_audited_steps(table, compose_config, monkeypatch):
-    monkeypatch.setattr("fednas_flwr.stages.audit.MOST_RUNS", 200)
+    monkeypatch.setattr("fednas_flwr.stages.audit.MOST_RUNS", 20)
     settings = [setting for setting in table if not setting.startswith("algorithm.batch_size")]
     one, many = audit_search(compose_config(*settings, "privacy.rate=0.25")).findings
     assert "1 step at rate 0.25" in one.seen
@@ -159,7 +159,7 @@ def test_what_cannot_be_audited_is_said(compose_config):
 def test_noise_that_is_calibrated_is_audited_as_a_run_would_have_it(
     table, compose_config, monkeypatch
 ):
-    monkeypatch.setattr("fednas_flwr.stages.audit.MOST_RUNS", 60)
+    monkeypatch.setattr("fednas_flwr.stages.audit.MOST_RUNS", 20)
     null = "privacy.weights.noise_multiplier=null"
     calibrated = compose_config(*table, null)
     told = re.search(

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,25 +15,17 @@ from safetensors.torch import load_file
 from fednas_flwr.cli import main
 from fednas_flwr.reporting.events import EventLog, latest_rounds, read_events
 
+from ..fork_server import Command
+
 ROUNDS = 4
 KILLED_AFTER = 2  # rounds of the search; the kill falls into the next one
 TIMEOUT_S = 600
 
 
-def fednas(*arguments: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "fednas_flwr.cli", "run", *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def wait_for_round(folder: Path, number: int, process: subprocess.Popen) -> None:
+def wait_for_round(folder: Path, number: int, process: Command) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        assert process.poll() is None, process.stdout.read()
+        assert process.poll() is None, process.communicate()
         events = folder / "events.jsonl"
         done = latest_rounds(read_events(events), "search") if events.exists() else []
         if len(done) >= number and (folder / "checkpoints" / f"search-{number:06d}.json").exists():
@@ -46,13 +35,13 @@ def wait_for_round(folder: Path, number: int, process: subprocess.Popen) -> None
 
 
 @pytest.fixture(scope="module")
-def folders(tiny_overrides, tmp_path_factory):
+def folders(fednas, tiny_overrides, tmp_path_factory):
     """Folders of an undisturbed run, and of two that were killed and resumed."""
     root = tmp_path_factory.mktemp("resume")
     # FNAS: its server has optimisers of its own, and batches go on over rounds.
     overrides = [*tiny_overrides, "algorithm=fnas", f"rounds={ROUNDS}", "algorithm.batch_size=8"]
     overrides += ["clients=2", "retrain.rounds=1", "stages=[search,retrain,export]"]
-    with fednas(*overrides, f"run_dir={root / 'killed'}") as killed:
+    with fednas("run", *overrides, f"run_dir={root / 'killed'}") as killed:
         try:
             wait_for_round(root / "killed", KILLED_AFTER, killed)
             time.sleep(0.05)  # into the next round, which takes longer than this
@@ -64,12 +53,12 @@ def folders(tiny_overrides, tmp_path_factory):
     newest = max((root / "truncated" / "checkpoints").glob("search-*.safetensors"))
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
     before = {name: read_events(root / name / "events.jsonl") for name in ("killed", "truncated")}
-    with fednas(f"resume={root / 'killed'}") as resumed:
+    with fednas("run", f"resume={root / 'killed'}") as resumed:
         try:
             assert main(["run", *overrides, f"run_dir={root / 'whole'}"]) == 0
             assert main(["run", f"resume={root / 'truncated'}"]) == 0
-            output, _ = resumed.communicate(timeout=TIMEOUT_S)
-            assert resumed.returncode == 0, output
+            told = resumed.communicate(timeout=TIMEOUT_S)
+            assert resumed.returncode == 0, told
         finally:
             resumed.kill()
     return root, before

@@ -3,49 +3,52 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fednas_flwr.cli import RUN_FAILED, STOPPED
 from fednas_flwr.reporting.events import read_events
 
+from ..fork_server import ForkServer
+
 MOMENTS = 50
 TIMEOUT_S = 900
 
 
-def fednas(*arguments: str, largest_file: int = -1) -> subprocess.Popen[str]:
-    """Start ``fednas run`` in a process group of its own, as a terminal would."""
-    limits = (largest_file, largest_file)
+Start = Callable[..., Any]  # of `fednas <arguments>`; returns what has the methods of a Popen
+
+
+def interpreter(*arguments: str) -> subprocess.Popen[str]:
+    """Start ``fednas`` as a new interpreter in a process group of its own, as a terminal would."""
     return subprocess.Popen(
-        [sys.executable, "-m", "fednas_flwr.cli", "run", *arguments],
+        [sys.executable, "-m", "fednas_flwr.cli", *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits),
     )
 
 
-def complete(*arguments: str) -> float:
+def complete(start: Start, *arguments: str) -> float:
     """Return how long a run takes, in seconds, that must complete."""
     started = time.monotonic()
-    with fednas(*arguments) as process:
+    with start("run", *arguments) as process:
         _, errors = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, errors) == (0, "")
     return time.monotonic() - started
 
 
-def stop_when(moment: Callable[[], bool], *arguments: str) -> None:
+def stop_when(start: Start, moment: Callable[[], bool], *arguments: str) -> None:
     """Press Ctrl-C at a moment, and check that the command ends without a trace."""
-    with fednas(*arguments) as process:
+    with start("run", *arguments) as process:
         while process.poll() is None and not moment():
             time.sleep(0.005)
         if process.poll() is None:
@@ -60,12 +63,12 @@ def stop_when(moment: Callable[[], bool], *arguments: str) -> None:
         assert all(line.startswith("To go on: fednas run resume=") for line in lines[:-1])
 
 
-def assert_goes_on(folder: Path, whole: Path) -> None:
+def assert_goes_on(start: Start, folder: Path, whole: Path) -> None:
     """Continue what a folder holds of a run, to the results of one that nobody stopped."""
     if not (folder / "config.yaml").exists():  # stopped before there was a run
         assert not list(folder.glob("*.*"))
         return
-    complete(f"resume={folder}")
+    complete(start, f"resume={folder}")
     for name in ("genotype.json", "model.safetensors"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
 
@@ -79,7 +82,7 @@ def overrides(tiny_overrides: list[str]) -> list[str]:
 def whole(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """The folder of a run that nobody stopped, and the seconds that it took."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    return folder, complete(*overrides, f"run_dir={folder}")
+    return folder, complete(interpreter, *overrides, f"run_dir={folder}")
 
 
 @pytest.mark.parametrize(
@@ -91,15 +94,19 @@ def whole(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> tup
     ],
 )
 def test_a_run_that_is_stopped_goes_on(
-    overrides: list[str], whole: tuple[Path, float], tmp_path: Path, event: str
+    fednas: ForkServer,
+    overrides: list[str],
+    whole: tuple[Path, float],
+    tmp_path: Path,
+    event: str,
 ) -> None:
     log = tmp_path / "run" / "events.jsonl"
 
     def told() -> bool:
         return log.exists() and event in [told["event"] for told in read_events(log)]
 
-    stop_when(told, *overrides, f"run_dir={tmp_path / 'run'}")
-    assert_goes_on(tmp_path / "run", whole[0])
+    stop_when(fednas, told, *overrides, f"run_dir={tmp_path / 'run'}")
+    assert_goes_on(fednas, tmp_path / "run", whole[0])
 
 
 @pytest.mark.slow
@@ -109,8 +116,9 @@ def test_a_run_that_is_stopped_at_any_moment_goes_on(
 ) -> None:
     folder, seconds = whole
     end = time.monotonic() + seconds * (moment + 0.5) / MOMENTS
-    stop_when(lambda: time.monotonic() >= end, *overrides, f"run_dir={tmp_path / 'run'}")
-    assert_goes_on(tmp_path / "run", folder)
+    run = [*overrides, f"run_dir={tmp_path / 'run'}"]
+    stop_when(interpreter, lambda: time.monotonic() >= end, *run)
+    assert_goes_on(interpreter, tmp_path / "run", folder)
 
 
 def descendants(pid: int) -> list[tuple[int, str]]:
@@ -140,7 +148,7 @@ def test_a_run_goes_on_after_processes_of_ray_were_killed(
         told = read_events(log) if log.exists() else []
         return any(event["event"] == "round" and event["stage"] == stage for event in told)
 
-    with fednas(*overrides, *own) as process:
+    with interpreter("run", *overrides, *own) as process:
         while process.poll() is None and not begun():
             time.sleep(0.005)
         victims = [pid for pid, command in descendants(process.pid) if victim in command]
@@ -154,7 +162,7 @@ def test_a_run_goes_on_after_processes_of_ray_were_killed(
         assert sentence.startswith("fednas: QuorumError: ")
         assert "the client's process has died" in sentence
         assert sentence.endswith(f"fednas run resume={folder}")
-        complete(f"resume={folder}")
+        complete(interpreter, f"resume={folder}")
     else:  # workers go on without what has started them, and idle ones are not missed
         assert process.returncode == 0
     for name in ("genotype.json", "model.safetensors"):
@@ -170,13 +178,17 @@ def test_a_run_goes_on_after_processes_of_ray_were_killed(
     ],
 )
 def test_a_run_on_a_full_disk_goes_on_when_there_is_room(
-    overrides: list[str], whole: tuple[Path, float], tmp_path: Path, largest_file: int
+    fednas: ForkServer,
+    overrides: list[str],
+    whole: tuple[Path, float],
+    tmp_path: Path,
+    largest_file: int,
 ) -> None:
     own = (*overrides, f"run_dir={tmp_path / 'run'}")
-    with fednas(*own, largest_file=largest_file) as process:
+    with fednas("run", *own, largest_file=largest_file) as process:
         _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == RUN_FAILED
     (sentence,) = errors.splitlines()
     assert "File too large" in sentence
     assert f"fednas run resume={tmp_path / 'run'}" in sentence
-    assert_goes_on(tmp_path / "run", whole[0])
+    assert_goes_on(fednas, tmp_path / "run", whole[0])

@@ -1,0 +1,185 @@
+"""The command ``fednas`` in real processes that are forked from one that has imported everything.
+
+A new interpreter spends five seconds on imports. The server is such an interpreter. For every
+command it forks a process, with a session and a process group of its own, that goes on as
+``python -m fednas_flwr.cli`` does after its imports: to its exit code or the signal that ends it,
+and to the interpreter's own end.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from subprocess import Popen, TimeoutExpired
+from typing import IO
+
+IMPORTED = (  # what a run imports in its course; nothing that starts a thread
+    *("fednas_flwr.cli.run", "fednas_flwr.api", "fednas_flwr.federation.launch"),
+    "torch._dynamo",  # by the first step of an optimiser
+)
+
+
+class Command:
+    """A command in its process, with the methods and attributes of ``subprocess.Popen``."""
+
+    def __init__(self, place: Path, request: Mapping[str, object]) -> None:
+        """Have the server fork a process for the request."""
+        out, err = os.pipe(), os.pipe()
+        self._answers = socket.socket(socket.AF_UNIX)
+        self._answers.connect(str(place))
+        text = json.dumps(request).encode()
+        socket.send_fds(self._answers, [len(text).to_bytes(4, "big")], [out[1], err[1]])
+        self._answers.sendall(text)
+        os.close(out[1])
+        os.close(err[1])
+        self._told: list[str] = ["", ""]
+        self._readers = [
+            threading.Thread(target=self._read, args=(i, os.fdopen(pipe[0])), daemon=True)
+            for i, pipe in enumerate((out, err))
+        ]
+        for reader in self._readers:
+            reader.start()
+        self._lines = self._answers.makefile()
+        self.pid = int(self._lines.readline())
+        self.returncode: int | None = None
+        self._end = threading.Thread(target=self._await_end, daemon=True)
+        self._end.start()
+
+    def _read(self, place: int, pipe: IO[str]) -> None:
+        with pipe:
+            self._told[place] = pipe.read()
+
+    def _await_end(self) -> None:
+        self.returncode = int(self._lines.readline())
+
+    def __enter__(self) -> Command:
+        """As of ``Popen``."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for the process."""
+        self.wait()
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus the number of a signal, of a process that has ended."""
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process, unless it has ended."""
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the process."""
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the process and return how it has ended."""
+        self._end.join(timeout)
+        if self.returncode is None:
+            raise TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for the process and return its output and its errors."""
+        self.wait(timeout)
+        for reader in self._readers:
+            reader.join()
+        self._lines.close()
+        self._answers.close()
+        return self._told[0], self._told[1]
+
+
+class ForkServer:
+    """Starts commands; :func:`serving` makes one."""
+
+    def __init__(self, place: Path) -> None:
+        """Remember the socket."""
+        self._place = place
+
+    def __call__(self, *arguments: str, largest_file: int = -1, cwd: str = ".") -> Command:
+        """Start ``fednas <arguments>``; no file that it writes may be larger than given."""
+        folder = str(Path(cwd).resolve())
+        request = {"arguments": arguments, "largest_file": largest_file, "cwd": folder}
+        return Command(self._place, request)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[ForkServer]:
+    """Yield a server whose socket lies in a folder."""
+    place = folder / "socket"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(place))
+        listening.listen()
+        process = Popen(
+            [sys.executable, __file__, str(listening.fileno())],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            pass_fds=[listening.fileno()],
+            start_new_session=True,
+        )
+    try:
+        yield ForkServer(place)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+# --- in the server
+
+
+def serve(listening: socket.socket) -> list[str]:
+    """Fork a process for every request; return its arguments in each of them."""
+    while True:
+        connection, _ = listening.accept()
+        if os.fork() == 0:
+            listening.close()
+            break
+        connection.close()
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+    size, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
+    with connection.makefile("rb") as file:
+        request = json.loads(file.read(int.from_bytes(size, "big")))
+    ready, go = os.pipe()
+    child = os.fork()
+    if child:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.sendall(f"{child}\n".encode())
+        os.write(go, b"!")
+        _, status = os.waitpid(child, 0)
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        os._exit(0)
+    connection.close()
+    os.read(ready, 1)
+    for descriptor in (ready, go):
+        os.close(descriptor)
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for own, given in zip((1, 2), descriptors, strict=True):
+        os.dup2(given, own)
+        os.close(given)
+    os.chdir(request["cwd"])
+    limits = (request["largest_file"], request["largest_file"])
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return list(request["arguments"])
+
+
+if __name__ == "__main__":
+    for name in IMPORTED:
+        import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1  # whose locks would be held in forks for ever
+    gc.freeze()
+    with socket.socket(fileno=int(sys.argv[1])) as given_socket:
+        sys.argv = ["fednas", *serve(given_socket)]
+    sys.exit(import_module("fednas_flwr.cli").main())
