@@ -25,6 +25,7 @@ from fednas_flwr.config import (
 from fednas_flwr.config.run import MOST_SITES
 from fednas_flwr.errors import ConfigError, show, unknown_choice
 from fednas_flwr.names import BY_SIZE, CLIENT
+from fednas_flwr.typed import check_range
 
 
 def has_real_sites(config: Config) -> bool:
@@ -413,12 +414,16 @@ def of_fedex(config: Config) -> None:
 
 
 def of_successive_halving(config: Config) -> None:
-    """Refuse what :func:`of_scores` does, and ranking by local training that cannot be."""
+    """Refuse what :func:`of_scores` does, and shortlists or local rankings that cannot be."""
     from fednas_flwr.strategies.successive_halving import num_rungs
 
     of_scores(config)
-    algorithm = config.algorithm
+    algorithm, keep = config.algorithm, pool_size(config)
     assert isinstance(algorithm, SuccessiveHalvingSettings)
+    if (shortlist := algorithm.pool.shortlist) is not None:
+        expected = f"{keep}, the pool's size, to draws={algorithm.pool.draws}"
+        key = "algorithm.pool.shortlist.keep"
+        check_range(shortlist.keep >= keep, key, shortlist.keep, expected)
     if algorithm.rewarded == "averaged":
         return
     if not isinstance(config.privacy, NoPrivacy):
@@ -427,7 +432,7 @@ def of_successive_halving(config: Config) -> None:
             "planned release; set algorithm.rewarded=averaged, or take a search that reads no "
             "record, as experiment=search/recommended_private does."
         )
-    keep, eta = pool_size(config), algorithm.eta
+    eta = algorithm.eta
     rungs = num_rungs(keep, eta)
     if config.rounds > rungs:
         raise ConfigError(

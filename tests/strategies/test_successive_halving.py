@@ -325,6 +325,15 @@ def test_pools_are_chosen_by_scores_that_rank_their_space(overrides, scores, siz
     assert (chosen_scores(config), pool_size(config)) == (scores, size)
 
 
+def test_a_shortlist_is_as_large_as_the_pool_that_it_is_for(compose_config):
+    for overrides, size in (([], 8), (MBCONV, 16)):
+        own = ("algorithm.pool.draws=20", *UNSET, *overrides)
+        shortlist = "algorithm.pool.shortlist={keep: %d, scores: [naswot]}"
+        with pytest.raises(ConfigError, match=rf"shortlist.keep={size - 1} .* {size}, the pool's"):
+            compose_config(*SEARCH, *own, shortlist % (size - 1))
+        assert pool_size(compose_config(*SEARCH, *own, shortlist % size)) == size
+
+
 def test_a_pool_that_no_score_ranks_is_the_first_drawn(compose_config, federate):
     config = compose_config(*SEARCH, "algorithm.pool.draws=3", *UNSET, *MBCONV)
     federation = federate(config)
