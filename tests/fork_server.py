@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from subprocess import Popen, TimeoutExpired
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import IO
 
 IMPORTED = (  # what a run imports in its course; nothing that starts a thread
@@ -124,22 +125,25 @@ def serving(folder: Path) -> Iterator[ForkServer]:
         process = Popen(
             [sys.executable, __file__, str(listening.fileno())],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=PIPE,  # whose end tells the server that the tests have been killed
             pass_fds=[listening.fileno()],
             start_new_session=True,
         )
     try:
         yield ForkServer(place)
     finally:
-        process.terminate()
-        process.wait()
+        process.communicate()
 
 
 # --- in the server
 
 
 def serve(listening: socket.socket) -> list[str]:
-    """Fork a process for every request; return its arguments in each of them."""
+    """Fork a process for every request, till the tests end; return its arguments in each."""
     while True:
+        ready, _, _ = select.select([listening, sys.stdin], [], [])
+        if sys.stdin in ready:
+            os._exit(0)
         connection, _ = listening.accept()
         if os.fork() == 0:
             listening.close()
@@ -150,7 +154,7 @@ def serve(listening: socket.socket) -> list[str]:
     size, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
     with connection.makefile("rb") as file:
         request = json.loads(file.read(int.from_bytes(size, "big")))
-    ready, go = os.pipe()
+    told, go = os.pipe()
     child = os.fork()
     if child:
         for descriptor in descriptors:
@@ -161,12 +165,12 @@ def serve(listening: socket.socket) -> list[str]:
         connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
         os._exit(0)
     connection.close()
-    os.read(ready, 1)
-    for descriptor in (ready, go):
+    os.read(told, 1)
+    for descriptor in (told, go):
         os.close(descriptor)
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for own, given in zip((1, 2), descriptors, strict=True):
+    for own, given in zip(range(3), (os.open(os.devnull, os.O_RDONLY), *descriptors), strict=True):
         os.dup2(given, own)
         os.close(given)
     os.chdir(request["cwd"])
