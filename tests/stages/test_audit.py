@@ -76,7 +76,7 @@ def test_the_command_passes_an_honest_client_and_says_what_it_could_have_shown(t
     [
         pytest.param("no noise", marks=pytest.mark.slow),
         "half the noise",
-        pytest.param("no clipping", marks=pytest.mark.slow),
+        "no clipping",
         pytest.param("clipping after the sum", marks=pytest.mark.slow),
     ],
 )
