@@ -77,6 +77,8 @@ def main() -> None:
         columns=COLUMNS,
         against={"network": "random"},
     )
+    for seed, space in itertools.product(SEEDS, SPACES):  # Hydra composes in one thread only
+        write_atomically(any_file(seed, space), to_json(draw_any(seed, space, root)))
     jobs = itertools.product(PARTITIONS, SEEDS, SPACES)
     make_all(lambda job: make(*job, root=root), jobs, at_a_time=options.jobs)
 
@@ -101,16 +103,22 @@ def make(partition: str, seed: int, space: str, *, root: Path) -> None:
         if run is not None:
             write_atomically(like, to_json(draw_like(found["folder"], seed)))
             measure(RESULTS, **random, seed=seed, root=root)
-    config = compose(*RECOMMENDED, *searched, *shared, *DATA, f"dataset.root={root}")
-    drawn = supernet_space(config, make_data(config)[0]).random_genotype(
-        make_generator(seed, "random network")
-    )
-    file = RUNS / f"{space}_any_s{seed}.json"
-    write_atomically(file, to_json(drawn))
-    any_size = row("random_any_size", (*GIVEN, f"genotype={file}"))
+    any_size = row("random_any_size", (*GIVEN, f"genotype={any_file(seed, space)}"))
     measure(RESULTS, **any_size, seed=seed, root=root)
     data_free = row("AZ-NAS", (*SCORED, *searched))
     measure(RESULTS, **data_free, seed=seed, root=root)
+
+
+def any_file(seed: int, space: str) -> Path:
+    """Return the file of a seed's first random network of a space."""
+    return RUNS / f"{space}_any_s{seed}.json"
+
+
+def draw_any(seed: int, space: str, root: Path) -> Genotype:
+    """Return the first random network of a space."""
+    config = compose(*RECOMMENDED, *itertools.chain(*SPACES[space]), *DATA, f"dataset.root={root}")
+    own = supernet_space(config, make_data(config)[0])
+    return own.random_genotype(make_generator(seed, "random network"))
 
 
 def draw_like(found: Path, seed: int) -> Genotype:
