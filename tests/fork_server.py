@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
@@ -108,10 +108,10 @@ class ForkServer:
         """Remember the socket."""
         self._place = place
 
-    def __call__(self, *arguments: str, largest_file: int = -1, cwd: str = ".") -> Command:
-        """Start ``fednas <arguments>``; no file that it writes may be larger than given."""
-        folder = str(Path(cwd).resolve())
-        request = {"arguments": arguments, "largest_file": largest_file, "cwd": folder}
+    def __call__(self, *arguments: str, largest_file: int = -1) -> Command:
+        """Start ``fednas <arguments>`` here; no file that it writes may be larger than given."""
+        here = str(Path.cwd())
+        request = {"arguments": arguments, "largest_file": largest_file, "cwd": here}
         return Command(self._place, request)
 
 
@@ -149,8 +149,9 @@ def serve(listening: socket.socket) -> list[str]:
             listening.close()
             break
         connection.close()
-        while os.waitpid(-1, os.WNOHANG) != (0, 0):
-            pass
+        with suppress(ChildProcessError):  # none is left
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
     size, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
     with connection.makefile("rb") as file:
         request = json.loads(file.read(int.from_bytes(size, "big")))

@@ -247,6 +247,8 @@ class PoolSettings(Checked):
         """Check the ranges."""
         super().__post_init__()
         keep = self.keep or 2
+        if self.keep is None:
+            check_range(keep <= self.draws, "draws", self.draws, f"{keep} or more")
         check_range(keep <= self.draws, "keep", keep, f"2 to draws={self.draws}")
         check_distinct("by", self.by or [])
         _check_shortlist(self.shortlist, self.draws, least=keep)

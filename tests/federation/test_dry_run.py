@@ -87,6 +87,7 @@ def test_seconds_are_those_of_all_steps_of_all_clients(compose_config, monkeypat
     [
         ("algorithm=zero_cost",),
         ("algorithm=successive_halving", "algorithm.pool={draws: 3, keep: 2}"),
+        ("algorithm=successive_halving", "algorithm.pool.draws=3"),
         ("secure_sum=true",),
         ("algorithm=fedavg", "algorithm.network=linear"),
     ],

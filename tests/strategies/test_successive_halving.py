@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fednas_flwr.builders.algorithms import ALGORITHMS
 from fednas_flwr.builders.networks import make_network
 from fednas_flwr.builders.pools import chosen_scores, pool_size
 from fednas_flwr.clients.answer import answer
@@ -323,6 +324,25 @@ UNSET = ["algorithm.pool.by=null", "algorithm.pool.keep=null", "rounds=1"]
 def test_pools_are_chosen_by_scores_that_rank_their_space(overrides, scores, size, compose_config):
     config = compose_config(*SEARCH, "algorithm.pool.draws=20", *UNSET, *overrides)
     assert (chosen_scores(config), pool_size(config)) == (scores, size)
+
+
+def test_rungs_are_those_of_the_pool_whose_size_is_not_set(compose_config):
+    own = ["algorithm.pool.draws=20", *UNSET, *MBCONV]
+    with pytest.raises(ConfigError, match=r"at most 4 rounds .* algorithm.pool.keep=16 "):
+        compose_config(*LOCAL, *own, "rounds=5")
+    group = ["privacy=dp", "search_space.norm=group", "retrain.norm=group", "rounds=4"]
+    named = {}
+    for size in ("null", "8", "16"):
+        config = compose_config(*SEARCH, *own, *group, f"algorithm.pool.keep={size}")
+        of_round = ALGORITHMS["successive_halving"].search_releases(config)
+        named[size] = [[one.noise_name for one in of_round(r, 4)] for r in (1, 2, 3, 4)]
+    assert named["null"] == named["16"] == [["weights", "rewards"]] * 4
+    assert named["8"][0] == ["weights"]
+
+
+def test_a_single_draw_is_no_pool(compose_config):
+    with pytest.raises(ConfigError, match="pool.draws=1 is out of range: expected 2 or more"):
+        compose_config(*SEARCH, *UNSET, "algorithm.pool.draws=1")
 
 
 def test_a_shortlist_is_as_large_as_the_pool_that_it_is_for(compose_config):
