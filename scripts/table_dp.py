@@ -65,8 +65,8 @@ ALL_3X3 = "+".join(
 )
 CELL = RUNS / "all_3x3.json"
 WITHOUT_SEARCH = (
-    *(*GIVEN, *DATA, "search_space=nasbench201_small", "search_space.skip=linear"),
-    *("retrain=small", "retrain.channels=8", f"genotype={CELL}", *PRIVATE),
+    *(*GIVEN, *DATA, "search_space.skip=linear", "retrain=small", "retrain.channels=8"),
+    *(f"genotype={CELL}", *PRIVATE),
 )
 CIFAR10 = "dp_cifar10"
 PRV_BUDGETS = {1: 1.24, 2: 2.44, 3: 3.66}  # of a filter, by PRV epsilon of the whole run
