@@ -431,8 +431,8 @@ def trained_rewards(client: Client, request: Request, training: LocalTraining) -
     A member's reward, from 0 to 1, is ``exp(-loss)`` with the mean training loss of the last local
     epoch, before each step on its batch: a training speed estimate (Ru et al. 2021,
     arXiv 2006.04492, TSE-E with E = 1). The learning rate is annealed over the local epochs, each
-    of which begins with no momentum. All members see the same batches. Exact clients only: the loss
-    depends on every record that a step has read.
+    of which begins with no momentum; steps in place of epochs count as one epoch. All members see
+    the same batches. Exact clients only: the loss depends on every record that a step has read.
     """
     with before_reading(request):
         pool = request_pool(client, request, training.network)
@@ -441,14 +441,14 @@ def trained_rewards(client: Client, request: Request, training: LocalTraining) -
                 "refused, training of candidates with privacy=dp: their losses are no planned "
                 "release; set algorithm.rewarded=averaged."
             )
-    epochs = training.amount.epochs
-    assert epochs is not None  # of any such request
+    amount, epochs = training.amount, training.amount.epochs or 1
+    of_epoch = amount if amount.epochs is None else replace(amount, epochs=1)
     losses = []
     for member in pool.members:
         generator = client.generator(request.header, "weights")
         for epoch in range(1, epochs + 1):
             sgd = training.weights.at_round(epoch, epochs)
-            local = replace(training, amount=replace(training.amount, epochs=1), weights=sgd)
+            local = replace(training, amount=of_epoch, weights=sgd)
             train = prepare_training(client, request, local, member, {}, generator=generator)
             _, metrics = train()
         losses.append(metrics["train_loss"])

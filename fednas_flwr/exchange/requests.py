@@ -268,8 +268,7 @@ class RewardCandidates(Settings):
     Attributes:
         candidates: Paths, see :class:`TrainCandidates`; None for a pool.
         network: What a pool is built from, which is measured as it was sent.
-        training: Of a pool for some epochs, which is measured by how it trains; nothing of the
-            result is returned.
+        training: Of a pool, which is measured by how it trains; nothing of the result is returned.
         sparse: Whether the request carries the weights of the paths only.
     """
 
@@ -284,8 +283,6 @@ class RewardCandidates(Settings):
         super().__post_init__()
         if [self.candidates, self.network, self.training].count(None) != 2:
             raise ConfigError("candidates, network or training must be given, and only one.")
-        if self.training is not None and self.training.amount.epochs is None:
-            raise ConfigError("training must be of epochs, over which its learning rate falls.")
         if self.candidates is None and self.sparse:
             raise ConfigError("sparse=True is of candidates by their paths: a pool travels whole.")
         if self.candidates is None:

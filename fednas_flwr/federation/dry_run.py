@@ -42,6 +42,7 @@ from fednas_flwr.exchange.requests import (
     Amount,
     Personalise,
     Probe,
+    RewardCandidates,
     Search,
     Settings,
     TakeGradients,
@@ -352,6 +353,9 @@ def _with_amounts(settings: Settings, change: Callable[[Amount, str], Amount]) -
     if isinstance(settings, Train | Personalise):
         of = settings.local
         return replace(settings, local=replace(of, amount=change(of.amount, of.split)))
+    if isinstance(settings, RewardCandidates) and settings.training is not None:
+        of = settings.training
+        return replace(settings, training=replace(of, amount=change(of.amount, of.split)))
     if isinstance(settings, Probe):
         search, training = settings.search, settings.training
         if search is not None:

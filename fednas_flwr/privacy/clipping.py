@@ -264,17 +264,25 @@ def _clipped_sum(
     norms = [_norms(part) for part in parts]
     norms += [_norms(left_BO) * _norms(right_BI) for left_BO, right_BI in outer.values()]
     factors_B = _scaled(norms, scale)
-    by_name, sums = {}, []
+    by_name, sums, contributes = {}, [], []
+
+    def show(contribution: Tensor) -> None:
+        if watch is not unwatched:
+            watch(contribution)
+            contributes.append(contribution.flatten(1).any(1, keepdim=True))
+
     for name, (left_BO, right_BI) in outer.items():
         by_name[name], *cut = sum_in_units(
             left_BO, right_BI, bound=scale.max_norm, factors_B=factors_B
         )
         for factor in cut:
-            watch(factor)
+            show(factor)
     for part in parts:
         units = in_units(part, bound=scale.max_norm, factors_B=factors_B)
-        watch(units)
+        show(units)
         sums.append(units.sum(0))
+    if contributes:
+        watch(torch.stack(contributes).any(0))
     pieces = (
         torch.split(torch.cat(sums), [parameters[name].numel() for name in names]) if sums else ()
     )

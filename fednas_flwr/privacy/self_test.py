@@ -21,7 +21,8 @@ from torch.nn.functional import one_hot
 
 from fednas_flwr.randomness import make_generator
 
-# Is shown tensors [B, ...] of which row i belongs to record i.
+# Is shown tensors [B, ...] of which row i belongs to record i; the last one is not zero where the
+# record contributes.
 Watch = Callable[[Tensor], object]
 # Of features [B, ...] and labels [B]; shows outputs, losses, gradients, contributions.
 Computation = Callable[[Tensor, Tensor, Watch], object]

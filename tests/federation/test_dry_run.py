@@ -20,6 +20,8 @@ from ..asked import smallest
 
 RECORDS = {"train": 100, "validation": 50, "test": 7}
 SMALL = ("rounds=3", "retrain.rounds=2", "retrain.channels=4")
+LOCAL = ("algorithm=successive_halving", "algorithm.rewarded=local", "rounds=1")
+LOCAL += ("algorithm.pool={draws: 3, keep: 2}",)
 DP = ("algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=30", "search_space.norm=group")
 
 
@@ -58,7 +60,8 @@ def test_traffic_and_epsilon_are_those_of_the_run(overrides, compose_config, run
     assert told.memory_bytes > 50e6
 
 
-def test_seconds_are_those_of_all_steps_of_all_clients(compose_config, monkeypatch):
+@pytest.mark.parametrize("overrides", [(), LOCAL])
+def test_seconds_are_those_of_all_steps_of_all_clients(overrides, compose_config, monkeypatch):
     """With a clock by which a message takes 2 s and each of its steps half a second."""
     asked = []
     answer = MeasuringGrid._timed
@@ -69,7 +72,8 @@ def test_seconds_are_those_of_all_steps_of_all_clients(compose_config, monkeypat
         return reply, 2 + 0.5 * steps
 
     monkeypatch.setattr(MeasuringGrid, "_timed", timed)
-    config = compose_config("stages=[search]", "algorithm.local_epochs=7", "algorithm.batch_size=2")
+    amount = ("algorithm.local_epochs=7", "algorithm.batch_size=2")
+    config = compose_config("stages=[search]", *overrides, *amount)
     grids = []
     monkeypatch.setattr(
         dry_run, "MeasuringGrid", lambda *a: grids.append(MeasuringGrid(*a)) or grids[0]
@@ -88,6 +92,7 @@ def test_seconds_are_those_of_all_steps_of_all_clients(compose_config, monkeypat
         ("algorithm=zero_cost",),
         ("algorithm=successive_halving", "algorithm.pool={draws: 3, keep: 2}"),
         ("algorithm=successive_halving", "algorithm.pool.draws=3"),
+        LOCAL,
         ("secure_sum=true",),
         ("algorithm=fedavg", "algorithm.network=linear"),
     ],
