@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from fednas_flwr.config import Config, SuccessiveHalvingSettings, ZeroCostSettings
 
-SCORED = 8  # networks of a pool that scores choose
-UNSCORED = {"averaged": 16, "local": 32}  # of one that is drawn, by what ranks them
+SCORED, UNSCORED = 8, 16  # networks of a pool, by whether scores choose them
 
 
 def chosen_scores(config: Config) -> Sequence[str]:
@@ -26,7 +25,7 @@ def chosen_scores(config: Config) -> Sequence[str]:
 
 def pool_size(config: Config) -> int:
     """Return how many networks successive halving begins with."""
-    algorithm = config.algorithm
-    assert isinstance(algorithm, SuccessiveHalvingSettings)
-    usual = SCORED if chosen_scores(config) else UNSCORED[algorithm.rewarded]
-    return algorithm.pool.keep or min(usual, algorithm.pool.draws)
+    assert isinstance(config.algorithm, SuccessiveHalvingSettings)
+    pool = config.algorithm.pool
+    usual = SCORED if chosen_scores(config) else UNSCORED
+    return pool.keep or min(usual, pool.draws)
