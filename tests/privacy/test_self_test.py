@@ -288,6 +288,13 @@ class FirstChannels(nn.Module):
         return x * (torch.arange(x.shape[1]) < 20)[:, None, None]
 
 
+class Zero(nn.Module):
+    """Gives the same scores for all records, whatever the weights before it are."""
+
+    def forward(self, x):
+        return 0.0 * x[:, :CLASSES]
+
+
 def test_a_record_may_contribute_nothing_to_many_weights_of_a_layer():
     """As where units are dead: their weights then are alone in the last part that is clipped."""
     pooled = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(300, CLASSES)]
@@ -295,13 +302,6 @@ def test_a_record_may_contribute_nothing_to_many_weights_of_a_layer():
     assert passes(by_weights(network), network, (2, 6, 6), "cpu")
     nothing = nn.Sequential(nn.Conv2d(2, 300, 3), FirstChannels(), *pooled[:2], Zero())
     assert not passes(by_weights(nothing), nothing, (2, 6, 6), "cpu")
-
-
-class Zero(nn.Module):
-    """Gives the same scores for all records, whatever the weights before it are."""
-
-    def forward(self, x):
-        return 0.0 * x[:, :CLASSES]
 
 
 def test_the_next_smaller_power_of_two_is_tried():
