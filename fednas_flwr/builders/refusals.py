@@ -162,13 +162,14 @@ def of_fdnas(config: Config) -> None:
 
 
 def of_cfdnas(config: Config) -> None:
-    """Refuse what FDNAS does, private updates to group by, and averages that need a number."""
+    """Refuse what FDNAS does, groups by alphas that rest, and averages that need a number."""
     assert isinstance(config.algorithm, CFDNASSettings)
-    if isinstance(config.privacy, DifferentialPrivacy) and config.algorithm.group_by == "alphas":
+    warm_up = config.algorithm.search.warm_up_rounds
+    if config.algorithm.group_by == "alphas" and config.rounds <= warm_up:
         raise ConfigError(
-            "privacy=dp with algorithm.group_by=alphas: a client's own update is hidden by its "
-            "noise, and would be one more release; set algorithm.group_by=tag or hardware, which "
-            "are public, and algorithm.num_groups=null."
+            f"algorithm.group_by=alphas with rounds={config.rounds}: alphas rest in the first "
+            f"algorithm.search.warm_up_rounds={warm_up}, so that no update groups the clients; "
+            f"raise rounds to {warm_up + 1} or more."
         )
     if not searches(config):
         raise ConfigError(

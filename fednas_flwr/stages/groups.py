@@ -42,7 +42,7 @@ Groups = dict[str, list[int]]
 def run_groups(
     run: Run,
     *,
-    search: Callable[[Run], RoundStrategy],
+    search: Callable[..., RoundStrategy],
     run_group: Callable[[Run], None],
 ) -> None:
     """Search with all clients, divide them, and take each group through its own stages.
@@ -54,7 +54,7 @@ def run_groups(
 
     Args:
         run: Of CFDNAS.
-        search: Runs a search stage.
+        search: Runs a search stage, see ``pipeline.start_search``.
         run_group: Runs what follows, of a run whose algorithm is FDNAS.
 
     Raises:
@@ -71,9 +71,9 @@ def run_groups(
                 raise unknown_choice("algorithm.group_hardware", name, groups)
     check_hardware(run.config, supernet_space(run.config, run.prepared))
     if algorithm.inherit:
-        strategy = search(replace(run, config=replace(run.config, algorithm=algorithm.search)))
+        of_all = replace(run, config=replace(run.config, algorithm=algorithm.search))
+        strategy = search(of_all, prepare=_keep_updates if groups is None else lambda _: None)
     if groups is None:
-        assert strategy is not None  # as the configuration has it
         groups = _by_alphas(run, strategy)
     write_atomically(run.folder / GROUPS_FILE, json.dumps(groups, indent=2) + "\n")
     run.log.emit("groups", group_by=algorithm.group_by, groups=groups)
@@ -122,22 +122,22 @@ def _with_names(run: Run, name: str) -> dict[int, Mapping[str, object]]:
     return found
 
 
-def _by_alphas(run: Run, strategy: RoundStrategy) -> Groups:
+def _keep_updates(strategy: RoundStrategy) -> None:
+    assert isinstance(strategy, FDNAS)  # as CFDNAS' first search is
+    strategy.keeps_updates = True
+
+
+def _by_alphas(run: Run, strategy: RoundStrategy | None) -> Groups:
     """Return the groups by similar updates, those of before where the run is resumed."""
     algorithm, path = _algorithm(run.config), run.folder / GROUPS_FILE
-    assert isinstance(strategy, FDNAS)
-    assert algorithm.num_groups is not None  # as the configuration has it
     if path.exists():
         found: Groups = json.loads(path.read_text())
         return found
-    replies = run.courier.ask(
-        "train.search",
-        stage="groups",
-        settings=strategy.request(algorithm.search.weights, warm_up=False),
-        states=strategy.states,
-        layouts=strategy.layouts,
-    )
-    return group_by_alphas(replies, strategy.states["alphas"], num_groups=algorithm.num_groups)
+    assert isinstance(strategy, FDNAS)  # as the configuration has it
+    assert algorithm.num_groups is not None
+    present = set(run.courier.clients)
+    updates = {client: moved for client, moved in strategy.updates().items() if client in present}
+    return group_by_alphas(updates, num_groups=algorithm.num_groups)
 
 
 def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Packed] | None) -> Run:

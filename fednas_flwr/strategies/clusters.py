@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.exchange.messages import Reply
-from fednas_flwr.exchange.states import Packed
 
 
 def group_by_fact(facts: Mapping[int, Mapping[str, object]], name: str) -> dict[str, list[int]]:
@@ -46,17 +44,14 @@ def group_name(facts: Mapping[str, object], client: int, name: str) -> str:
     return label
 
 
-def group_by_alphas(
-    replies: Iterable[tuple[int, Reply]], alphas: Packed, *, num_groups: int
-) -> dict[str, list[int]]:
+def group_by_alphas(updates: Mapping[int, Tensor], *, num_groups: int) -> dict[str, list[int]]:
     """Return clients with similar updates of the alphas: average linkage of cosine distances.
 
     For clients without labels; not in the text. Groups are named ``1``, ``2``, ... by their first
     client.
 
     Args:
-        replies: Each client's state after local search from the same alphas.
-        alphas: Those alphas.
+        updates: By client, [A]: see ``FDNAS.updates``.
         num_groups: From 2 to the number of clients.
 
     Raises:
@@ -64,20 +59,15 @@ def group_by_alphas(
     """
     from sklearn.cluster import AgglomerativeClustering
 
-    before = torch.cat(list(alphas.values())).double()
-    updates: dict[int, Tensor] = {
-        client: torch.cat(list(reply.states["alphas"].values())).double() - before
-        for client, reply in replies
-    }
     clients = sorted(updates)
     if len(clients) < num_groups:
         raise ConfigError(
             f"algorithm.num_groups={num_groups} for {len(clients)} clients: expected at most as "
             "many groups as clients."
         )
-    unit_KP = torch.stack([updates[client] for client in clients])
-    unit_KP = unit_KP / unit_KP.norm(dim=1, keepdim=True).clamp(min=1e-30)
-    distances_KK = (1 - unit_KP @ unit_KP.T).clamp(min=0.0)
+    unit_KA = torch.stack([updates[client] for client in clients])
+    unit_KA = unit_KA / unit_KA.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    distances_KK = (1 - unit_KA @ unit_KA.T).clamp(min=0.0)
     labels = AgglomerativeClustering(
         n_clusters=num_groups, metric="precomputed", linkage="average"
     ).fit_predict(distances_KK.numpy())

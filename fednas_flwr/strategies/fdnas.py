@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Unpack
 
+import torch
+from torch import Tensor
+
 from fednas_flwr.exchange.courier import Courier
+from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import LocalSearch, Search
+from fednas_flwr.exchange.states import Packed
 from fednas_flwr.hardware.costs import HardwareTerms
 from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases
 from fednas_flwr.search.proxyless import SampledPaths
@@ -34,7 +39,13 @@ class FDNAS(RoundStrategy):
         sparse: Whether clients send only tensors that they have changed, and so only the paths that
             they have trained. The average is the same to the last bit.
         **shared: See :class:`RoundStrategy`.
+
+    Attributes:
+        keeps_updates: Whether ``values`` hold by how much each client has moved the alphas, by
+            which CFDNAS can group clients; set before the first round.
     """
+
+    keeps_updates = False
 
     def __init__(
         self,
@@ -64,6 +75,31 @@ class FDNAS(RoundStrategy):
         request = self.request(weights, warm_up=server_round <= self.warm_up_rounds)
         return self.train("train.search", request, self.weights.momentum)
 
+    def average(
+        self, replies: Iterable[tuple[int, Reply]]
+    ) -> tuple[dict[str, Packed], dict[str, float]]:
+        """Return what :meth:`RoundStrategy.average` does, and keep each client's update."""
+        return super().average(self._keep(replies) if self.keeps_updates else replies)
+
+    def updates(self) -> dict[int, Tensor]:
+        """Return by client the sum of its updates of the alphas over the rounds, float64 [A].
+
+        With privacy these are sums of what the client has released, and cost nothing more.
+        """
+        return {
+            int(client): torch.tensor(moved, dtype=torch.float64)
+            for client, moved in self.values.get("updates", {}).items()
+        }
+
+    def _keep(self, replies: Iterable[tuple[int, Reply]]) -> Iterator[tuple[int, Reply]]:
+        before = _flat(self.states["alphas"])
+        earlier = self.updates()
+        kept = self.values.setdefault("updates", {})
+        for client, reply in replies:
+            moved = _flat(reply.states["alphas"]) - before
+            kept[str(client)] = (earlier.get(client, 0.0) + moved).tolist()
+            yield client, reply
+
     def request(self, weights: SGD, *, warm_up: bool) -> Search:
         """Return what asks for weights, alphas and buffers after a client's local epochs."""
         local = LocalSearch(
@@ -73,6 +109,10 @@ class FDNAS(RoundStrategy):
             paths=SampledPaths(self.gates, warm_up, self.hardware),
         )
         return Search(local, sparse=self.sparse, site=self.site)
+
+
+def _flat(alphas: Packed) -> Tensor:
+    return torch.cat(list(alphas.values())).double()
 
 
 def releases(

@@ -19,7 +19,7 @@ from fednas_flwr.builders.networks import load
 from fednas_flwr.cli import USER_ERROR, main
 from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import Reply
+from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.reporting.events import read_events
 from fednas_flwr.reporting.runs import read_run
@@ -179,25 +179,51 @@ def test_a_group_is_not_resumed_alone(whole, capsys):
     assert f"continue that with resume={whole.folder}." in capsys.readouterr().err
 
 
-def test_clients_with_similar_updates_of_the_alphas_form_a_group(run):
+def test_clients_with_similar_updates_of_the_alphas_form_a_group():
     torch.manual_seed(0)
-    alphas = {"float32": 100 * torch.randn(12)}
     directions = torch.randn(2, 12)
-    replies = []
-    for client in range(6):
-        moved = directions[client % 2] * (1 + client) + 0.1 * torch.randn(12)
-        replies.append(
-            (client, Reply(1, states={"alphas": {"float32": alphas["float32"] + moved}}))
-        )
-    assert group_by_alphas(replies, alphas, num_groups=2) == {"1": [0, 2, 4], "2": [1, 3, 5]}
+    updates = {
+        client: (directions[client % 2] * (1 + client) + 0.1 * torch.randn(12)).double()
+        for client in range(6)
+    }
+    assert group_by_alphas(updates, num_groups=2) == {"1": [0, 2, 4], "2": [1, 3, 5]}
     with pytest.raises(ConfigError, match="num_groups=7 for 6 clients"):
-        group_by_alphas(replies, alphas, num_groups=7)
-    found = run(
-        *("algorithm.group_by=alphas", "algorithm.num_groups=2"),
-        *("stages=[search]", "rounds=1", "algorithm.group_rounds=1", "client_tags=[]"),
-    )
+        group_by_alphas(updates, num_groups=7)
+
+
+BY_ALPHAS = (
+    *("algorithm.group_by=alphas", "algorithm.num_groups=2", "client_tags=[]"),
+    *("algorithm.group_hardware={}", "algorithm.group_rounds=1"),
+)
+
+
+def test_groups_of_alphas_come_from_all_updates_of_the_search(run, monkeypatch):
+    """Checked against what the clients were sent and answered."""
+    asked_and_answered = []
+    honest = ANSWERS["train.search"]
+
+    def noted(client, request, asked):
+        before = torch.cat(list(request.states["alphas"].values())).double()
+        reply = honest(client, request, asked)
+        after = torch.cat(list(reply.states["alphas"].values())).double()
+        asked_and_answered.append((client.index, after - before))
+        return reply
+
+    monkeypatch.setitem(ANSWERS, "train.search", noted)
+    found = run(*BY_ALPHAS, "stages=[search]")
     assert found.error is None
+    of_all = asked_and_answered[: 2 * 5]  # rounds, clients; the groups' own searches follow
+    sums = {k: sum(moved for client, moved in of_all if client == k) for k in range(5)}
+    kept = (
+        CheckpointFolder(found.folder / "checkpoints", pytest.fail)
+        .latest("search")
+        .values["updates"]
+    )
+    for client, moved in sums.items():
+        assert moved.abs().max() > 0
+        torch.testing.assert_close(torch.tensor(kept[str(client)], dtype=torch.float64), moved)
     groups = json.loads((found.folder / "groups.json").read_text())
+    assert groups == group_by_alphas(sums, num_groups=2)
     assert sorted(client for clients in groups.values() for client in clients) == list(range(5))
 
 
@@ -288,11 +314,28 @@ def test_a_private_run_repeats_no_more_than_the_round_that_was_lost(run):
     assert numbers["epsilon"] <= 100
 
 
-def test_private_groups_of_similar_updates_are_refused(compose_config):
-    with pytest.raises(ConfigError, match="privacy=dp with algorithm.group_by=alphas"):
-        compose_config(
-            *(*CFDNAS, "privacy=dp", "algorithm.group_by=alphas", "algorithm.num_groups=2")
-        )
+def test_private_groups_of_similar_updates_cost_no_release_more(run):
+    """They come from what the search has released; a resumed run keeps them."""
+    whole = run(*PRIVATE, *BY_ALPHAS, "algorithm.group_rounds=2")
+    assert whole.error is None
+    (promised,) = named(whole.events, "privacy")
+    steps = {(p["stage"], p["kind"]): p["steps"] for p in promised["schedule"]}
+    assert steps == {("search", "weights"): 6, ("search", "alphas"): 6, ("retrain", "weights"): 3}
+    for client in range(5):
+        site = whole.folder / "sites" / f"client-{client}"
+        with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as books:
+            stages = Counter(row.entry.stage for row in books.entries())
+        assert stages == {"search": 12, "retrain": 3}
+    groups = json.loads((whole.folder / "groups.json").read_text())
+    assert sorted(client for clients in groups.values() for client in clients) == list(range(5))
+    (whole.folder / "groups" / "1" / "genotype.json").unlink()
+    assert run(resume=whole.folder).error is None
+    assert json.loads((whole.folder / "groups.json").read_text()) == groups
+
+
+def test_alphas_that_rest_in_all_rounds_group_nobody(compose_config):
+    with pytest.raises(ConfigError, match="rounds=2: alphas rest .* raise rounds to 3 or more"):
+        compose_config(*CFDNAS, *BY_ALPHAS, "algorithm.search.warm_up_rounds=2")
 
 
 def test_groups_of_alphas_have_numbers(compose_config):
