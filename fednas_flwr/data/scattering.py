@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -184,7 +185,11 @@ def make_transform(records: Records, *, scales: int, angles: int) -> Scattering:
 
 @torch.no_grad()
 def transformed(records: Records, transform: Scattering) -> Records:
-    """Return the records with float32 ``[N, C K, h, w]`` features in place of uint8 images."""
+    """Return the records with float32 ``[N, C K, h, w]`` features in place of uint8 images.
+
+    A note tells how large they are, and how long they have taken.
+    """
+    started = time.monotonic()
     features = torch.empty(len(records), *transform.output_shape)
     size_mb = 4 * features.numel() / 1e6
     console = Console(stderr=True)
@@ -195,8 +200,14 @@ def transformed(records: Records, transform: Scattering) -> Records:
         disable=not console.is_terminal,
     ):
         features[rows] = transform(records.features[rows].float() / 255)
-    shape = tuple(records.features.shape[1:])
-    return replace(records, features=features, image_shape=shape)
+    took = time.monotonic() - started
+    note = f"scattering features: {tuple(transform.output_shape)}, {size_mb:.0f} MB, {took:.1f} s"
+    return replace(
+        records,
+        features=features,
+        image_shape=tuple(records.features.shape[1:]),
+        notes=(*records.notes, note),
+    )
 
 
 def _filtered(spectrum: Tensor, filters_LMN: Tensor, step: int) -> Tensor:

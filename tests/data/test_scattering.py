@@ -1,5 +1,6 @@
 """Scattering features: kymatio's coefficients, of one record each, also in ONNX."""
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from fednas_flwr.config import Config
 from fednas_flwr.data.datasets import prepare
 from fednas_flwr.data.loaders import server_split
 from fednas_flwr.data.scattering import Scattering, num_paths
+from fednas_flwr.data.summary import found
 from fednas_flwr.errors import ConfigError, NoEffectError
 
 
@@ -116,6 +118,8 @@ def test_prepared_features_are_those_of_the_raw_images(tmp_path: Path) -> None:
         x, y = split.batch(torch.tensor([1, 3]), "cpu")
         assert torch.equal(x, made.features[[1, 3]])
         assert torch.equal(y, raw.labels[[1, 3]])
+    (note,) = found(prepared)
+    assert re.fullmatch(r"scattering features: \(\d+, \d+, \d+\), \d+ MB, [\d.]+ s", note)
     again = prepare(**settings, scattering={"scales": 1, "angles": 3})
     assert again.input_shape == (4, 4, 4)
     assert not prepared.uses_own_statistics
