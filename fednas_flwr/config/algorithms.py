@@ -59,18 +59,19 @@ class FedDARTSSettings(AlgorithmSettings):
     """Federated DARTS and FedNAS: local epochs, then averaging.
 
     Attributes:
-        rule: Of the alphas' gradient: DARTS' ``first_order`` or ``second_order``, or
+        rule: Rule of the alphas' gradient: DARTS' ``first_order`` or ``second_order``, or
             ``mixed_level`` of FedNAS, which also sees the training loss.
-        local_epochs: Of every client, a round.
-        batch_size: Of a client's step.
-        validation_weight: Of the validation loss, with ``mixed_level`` only.
+        local_epochs: Local epochs of every client per round.
+        batch_size: Records per step of a client.
+        validation_weight: Weight of the validation loss, with ``mixed_level`` only.
         proximal: FedProx' mu, which holds the weights near those that the server has sent.
-        weights: Of the weights' optimiser.
-        alphas: Of the alphas' optimiser.
+        weights: The weights' optimiser.
+        alphas: The alphas' optimiser.
         beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly;
             0 is the papers' form.
         prior: An architecture that the alphas favour at first; null favours none.
-        temperatures: Of GDAS, whose steps compute one drawn op per edge; null mixes all ops.
+        temperatures: Temperatures of GDAS, whose steps compute one drawn op per edge; null mixes
+            all ops.
     """
 
     rule: Rule
@@ -99,15 +100,16 @@ class FNASSettings(AlgorithmSettings):
     """Vanilla NAS, FNAS and DP-FNAS: gradient exchanges, two per iteration or one.
 
     Attributes:
-        order: Of the alphas' gradient (DP-FNAS, Eq. 5).
-        reduce: What the server makes of the clients' gradients: their ``mean``, weighted by batch,
-            or their ``sum``, as the text has it.
-        fused: Whether one exchange brings the gradients of weights and alphas, at the same weights.
+        order: Order of the alphas' gradient (DP-FNAS, Eq. 5).
+        reduce: Reduction of the clients' gradients at the server: their ``mean``, weighted by
+            batch, or their ``sum``, as the text has it.
+        fused: If true, one exchange brings the gradients of weights and alphas, at the same
+            weights.
         local_steps: Steps per exchange ("periodic updates").
-        batch_size: Of a client; null takes all of its records.
+        batch_size: Records per step of a client; null takes all of them.
         evaluate_every: Rounds between evaluations of the supernet on validation data; 0 is never.
-        weights: Of the weights' optimiser.
-        alphas: Of the alphas' optimiser.
+        weights: The weights' optimiser.
+        alphas: The alphas' optimiser.
         beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly.
         prior: An architecture that the alphas favour at first; null favours none.
     """
@@ -143,11 +145,13 @@ class RandomSearchSettings(AlgorithmSettings):
     """Random search: each round trains one random network a little and ranks it.
 
     Attributes:
-        trial_rounds: For which every network is trained; 0 with ``rounds=1`` takes one untried.
-        local_epochs: Of every client, a round.
-        batch_size: Of a client's step.
-        weights: Of the weights' optimiser.
-        ranges: Of hyper-parameters that are drawn with every network; null keeps ``weights``.
+        trial_rounds: Rounds for which every network is trained; 0 with ``rounds=1`` takes one
+            untried.
+        local_epochs: Local epochs of every client per round.
+        batch_size: Records per step of a client.
+        weights: The weights' optimiser.
+        ranges: Ranges of hyper-parameters that are drawn with every network; null keeps
+            ``weights``.
     """
 
     trial_rounds: CountOrZero
@@ -206,7 +210,7 @@ class ZeroCostSettings(AlgorithmSettings):
         draws: Architectures per round.
         shortlist: Null ranks all by the same scores.
         evolution: Null draws all at random.
-        limits: What a network may cost.
+        limits: Limits on what a network may cost.
     """
 
     scores: Annotated[list[str], Length(Between(1))] | None
@@ -233,7 +237,7 @@ class PoolSettings(Checked):
         by: Names out of ``search.scores.SCORES`` that say which are best; none: the first drawn;
             null takes those that rank networks of the search space, or none where none does.
         shortlist: Null goes by the same scores to the end.
-        limits: What a network may cost.
+        limits: Limits on what a network may cost.
     """
 
     draws: Count
@@ -259,14 +263,14 @@ class SuccessiveHalvingSettings(AlgorithmSettings):
     """Successive halving: a pool, trained by federated rounds and halved by validation accuracy.
 
     Attributes:
-        pool: With what it begins.
-        eta: Of how many networks one stays after a rung.
-        local_epochs: Of every client, a round.
-        batch_size: Of a client's step.
-        weights: Of the weights' optimiser.
-        rewarded: What ranks networks: the validation accuracy of the clients' average
-            (``averaged``), or how fast each client's own copy trains (``local``), in one exchange a
-            rung.
+        pool: Pool of networks that it begins with.
+        eta: A rung keeps one of this many networks.
+        local_epochs: Local epochs of every client per round.
+        batch_size: Records per step of a client.
+        weights: The weights' optimiser.
+        rewarded: Reward by which networks are ranked: the validation accuracy of the clients'
+            average (``averaged``), or how fast each client's own copy trains (``local``), in one
+            exchange a rung.
     """
 
     pool: PoolSettings
@@ -282,18 +286,18 @@ class FEATHERSSettings(AlgorithmSettings):
     """FEATHERS: local epochs whose hyper-parameters a bandit chooses.
 
     Attributes:
-        rule: Of the alphas' gradient, as of federated DARTS.
-        local_epochs: Of every client, a round.
-        batch_size: Of a client's step.
+        rule: Rule of the alphas' gradient, as of federated DARTS.
+        local_epochs: Local epochs of every client per round.
+        batch_size: Records per step of a client.
         clip_norm: Largest norm of a batch's mean gradient; null does not clip.
         nas_rounds: Rounds of search between two explorations.
-        rewarded: Whose loss rewards a configuration: each client's own trained model (``local``),
-            or their average (``averaged``), which takes two exchanges per trial.
-        loss_bound: What a record's decrease of loss counts at most.
-        num_configurations: How many are drawn where none are given.
+        rewarded: Loss that rewards a configuration: each client's own trained model (``local``), or
+            their average (``averaged``), which takes two exchanges per trial.
+        loss_bound: Bound on a record's decrease of loss.
+        num_configurations: Number of configurations to draw where none are given.
         configurations: The bandit's arms; empty draws them from ``ranges``.
-        ranges: Of every hyper-parameter, from which configurations are drawn.
-        bandit: Its constants.
+        ranges: Range of every hyper-parameter, from which configurations are drawn.
+        bandit: The bandit's constants.
     """
 
     rule: Rule
@@ -333,11 +337,11 @@ class FedExSettings(GivenNetwork):
 
     Attributes:
         clip_norm: Largest norm of a batch's mean gradient; null does not clip.
-        loss_bound: What a client's validation loss counts at most.
-        theta: Of the distribution over configurations.
-        num_configurations: How many are drawn where none are given.
-        configurations: Of which clients draw; empty draws them from ``ranges``.
-        ranges: Of every hyper-parameter.
+        loss_bound: Bound on a client's validation loss.
+        theta: The distribution over configurations.
+        num_configurations: Number of configurations to draw where none are given.
+        configurations: Configurations of which clients draw; empty draws them from ``ranges``.
+        ranges: Range of every hyper-parameter.
     """
 
     clip_norm: ClipNorm | None

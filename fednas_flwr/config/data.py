@@ -25,8 +25,8 @@ class Scattering(Checked):
     """Sizes of the scattering transform (``data.scattering``).
 
     Attributes:
-        scales: J, of wavelets; every one halves the sides of the features.
-        angles: L, of wavelets.
+        scales: Scales of wavelets (J); each halves the sides of the features.
+        angles: Angles of wavelets (L).
     """
 
     scales: Annotated[int, Between(1, 5, reason="every one halves the sides")]
@@ -42,53 +42,55 @@ class Dataset(Checked):
 
     Attributes:
         root: File or folder of the data, where the data set needs one.
-        download: Whether torchvision may fetch missing files.
+        download: If true, torchvision may fetch missing files.
         cache: Folder of prepared tensors.
-        server_test: Whether the server holds a public test set: the official one, or a fifth.
+        server_test: If true, the server holds a public test set, the official one or a fifth of the
+            records.
         limit_train: At most so many of the clients' records; null for all.
-        limit_test: The same for the server's.
+        limit_test: At most so many of the server's test records; null for all.
         fractions: Shares of train, validation and test of each client's records.
         split_key: The site's secret text that fixes which record goes where.
         mean: Per channel of images scaled to 0..1; empty is .5.
-        std: As ``mean``.
+        std: Standard deviations per channel, like ``mean``.
         crop_padding: Training images are shifted by up to so many pixels.
         flip: Training images are mirrored at random.
         cutout: Side of the square that is blanked in training images, in pixels.
-        linear_baseline: Whether a simulation also reports pooled logistic regression.
+        linear_baseline: If true, a simulation also reports logistic regression on the pooled
+            records.
         table: File of accuracies of all cells (``fednas lookup``), by which the report shows the
             search; no choice depends on it.
         image_size: Side in pixels to which encoded images are resized; null keeps theirs.
         channels: 1 or 3, of encoded images; null is that of the first.
         class_names: Names of the classes in their order; empty finds them in the data.
-        labels_file: Of an image folder: name of a table in it whose first column names the images,
-            with columns as of tables: ``label``, ``labels``, ``label_separator``, ``id_column``.
-            Null: the folders are the classes.
+        labels_file: Name of a table in an image folder whose first column names the images, with
+            columns as of tables: ``label``, ``labels``, ``label_separator``, ``id_column``. Null:
+            the folders are the classes.
         label: A table's column with the class, ``last`` being the last one.
         labels: A table's columns of 0 and 1, one per label, where a record can have several; in
             place of ``label``.
-        label_separator: What stands between several labels of a record in the column ``label``,
-            such as ``;``, or ``json`` for lists; null: it holds one class.
+        label_separator: Separator of several labels in the column ``label``, such as ``;``, or
+            ``json`` for lists; null: a record has one class.
         id_column: A table's column that names the person a row is of; of an image folder any name
             says that it has ``<class>/<person>/``. The person is then the unit of privacy.
         numeric: A table's columns of numbers; empty finds them.
         dates: A table's columns of dates; empty finds them. They become days since 1970.
         categorical: A table's columns of categories; empty finds them.
-        categories: Of columns, where not all of them are in the data.
+        categories: Categories by column, where the data may lack some.
         ignore: A table's columns that are no features.
         statistics: Public ``{column: [mean, std]}``; empty has all clients find them together.
         ranges: Public ``{column: [low, high]}`` in place of statistics, of all or some columns;
             what is usual, as numbers beyond them are kept.
-        corrupt: What becomes of images that cannot be read: ``refuse`` ends the run and names them
-            all, ``skip`` leaves them out.
-        intensity: Of 16-bit images, what becomes 0 and 255; null is 0 to 65535.
-        separator: Of a table's cells; null finds it in the file.
-        encoding: Of a table's text; null finds it.
+        corrupt: Images that cannot be read: ``refuse`` ends the run and names them all, ``skip``
+            leaves them out.
+        intensity: Intensities of 16-bit images that become 0 and 255; null is 0 to 65535.
+        separator: Separator of a table's cells; null finds it in the file.
+        encoding: Encoding of a table's text; null finds it.
         decimal: Sign in a table's numbers; null finds it.
         missing_values: Texts that mean that a cell is missing, such as ``unknown``.
-        missing: What a missing number becomes: the ``mean``, or the mean beside a feature that says
-            so (``indicator``).
-        transform: Of images, before anything is learnt: ``none``, or ``scattering`` for fixed
-            features, with which private training loses less.
+        missing: Replacement for a missing number: the ``mean``, or the mean and a feature that
+            flags it (``indicator``).
+        transform: Transform of images before anything is learnt: ``none``, or ``scattering`` for
+            fixed features, with which private training loses less.
         scattering: Sizes of that transform.
     """
 
@@ -175,14 +177,15 @@ class Partition(Checked):
     """Which client holds which records; see ``data.partitioners.partition``.
 
     Attributes:
-        seed: Of the random divisions. Not the run's seed: parties keep their records over runs.
+        seed: Seed of random divisions; not the run's seed, so that parties keep their records over
+            runs.
         file: A saved partition.json to use instead.
-        alpha: Of Dirichlet draws; the smaller, the more unequal.
+        alpha: Concentration of the Dirichlet draws; the smaller, the more unequal.
         min_size: Fewest records of a client, below which is drawn again.
-        groups: Of classes, for ``label_groups``; empty is FDNAS' three.
-        clients_per_group: How many clients share each group of classes.
+        groups: Groups of classes, for ``label_groups``; empty is FDNAS' three.
+        clients_per_group: Number of clients that share each group of classes.
         fractions: Sizes of the clients, for ``quantity``; empty draws them.
-        column: Whose values name the clients.
+        column: Column whose values name the clients.
     """
 
     name: str

@@ -21,9 +21,9 @@ class SearchSpaceSettings(Checked):
     """Base of all; derived networks have the supernet's sizes, except for those of a CellSpace.
 
     Attributes:
-        norm: Of the supernet: ``batch``, or ``group``, which privacy needs.
-        skip: What is added to the logits of supernet and network: ``none``, or those of a
-            ``linear`` classifier on the input.
+        norm: Normalisation of the supernet: ``batch``, or ``group``, which privacy needs.
+        skip: Addition to the logits of supernet and network: ``none``, or those of a ``linear``
+            classifier on the input.
     """
 
     name: str
@@ -36,7 +36,7 @@ class CellSpace(SearchSpaceSettings):
     """A search space of repeated cells and its supernet's sizes; ``retrain`` gives the network's.
 
     Attributes:
-        channels: Of the first cells.
+        channels: Channels of the first cells.
         num_cells: See the space.
     """
 
@@ -66,7 +66,8 @@ class DPCells(SearchSpaceSettings):
     Attributes:
         widths: Channels of each of the three cells' nodes.
         head: Width of the head.
-        activation: Of the head, by name; see ``search_spaces.dp_cells_network.ACTIVATIONS``.
+        activation: Activation of the head, by name; see
+            ``search_spaces.dp_cells_network.ACTIVATIONS``.
     """
 
     widths: list[Width]
@@ -79,7 +80,7 @@ class Retrain(Checked):
     """Federated training of the derived or given network from scratch.
 
     Attributes:
-        exchange: What clients answer with: ``models`` after all local steps of a round (FedAvg), or
+        exchange: The clients' answers: ``models`` after all local steps of a round (FedAvg), or
             ``gradients``, one exchange per step (FedSGD); null is ``gradients`` with privacy and
             secure sums, which share the noise of single steps only, else ``models``.
         rounds: Number of them; each ends with a checkpoint.
@@ -87,14 +88,14 @@ class Retrain(Checked):
             records, which are then not trained on; 0 is never, and they are.
         local_epochs: A round's passes over a client's records; with ``gradients`` over those of
             the median client.
-        batch_size: Of a client; with privacy the expected one, unless ``privacy.retrain.rate`` says
-            which share of the records.
-        channels: Of the first cells; null where the network has the supernet's size.
+        batch_size: Records per step of a client; with privacy their expected number, unless
+            ``privacy.retrain.rate`` sets the share of the records.
+        channels: Channels of the first cells; null takes the supernet's size.
         num_cells: Cells of the network; null likewise.
-        norm: Of the network: ``batch``, or ``group``, which privacy needs.
-        auxiliary_weight: Of the loss of DARTS' auxiliary head; 0 is without one.
-        drop_path_prob: Of drop-path in the last round; it rises linearly from 0.
-        weights: Of the optimiser.
+        norm: Normalisation of the network: ``batch``, or ``group``, which privacy needs.
+        auxiliary_weight: Weight of the loss of DARTS' auxiliary head; 0 has none.
+        drop_path_prob: Probability of drop-path in the last round; it rises linearly from 0.
+        weights: The optimiser's constants.
     """
 
     exchange: Annotated[str, OneOf(EXCHANGES)] | None

@@ -34,11 +34,11 @@ class Hardware(Checked):
     Attributes:
         table: File of ``fednas latency measure``, for targets in ms; null has the clients measure
             before the search, each group's its own.
-        unit: What is counted: ``ms``, ``multiply_adds`` or ``parameters``.
+        unit: Unit of cost: ``ms``, ``multiply_adds`` or ``parameters``.
         target: Cost in this unit from which on a network costs.
-        loss: Its form, a name of ``hardware.costs.LOSSES``.
-        scale: Of an additive loss.
-        exponent: Of the ratio of cost to target.
+        loss: Form of the loss, a name of ``hardware.costs.LOSSES``.
+        scale: Scale of an additive loss.
+        exponent: Exponent of the ratio of cost to target.
     """
 
     table: Text | None
@@ -62,14 +62,14 @@ class FDNASSettings(AlgorithmSettings):
     """FDNAS: local epochs of ProxylessNAS on sampled paths, then averaging.
 
     Attributes:
-        gates: Which paths an alpha step computes: ``two`` drawn ones, or the ``full`` choice.
+        gates: Paths that an alpha step computes: ``two`` drawn ones, or the ``full`` choice.
         warm_up_rounds: First rounds of weights on uniformly drawn paths, in which alphas rest.
-        local_epochs: Of every client, a round.
-        batch_size: Of a client's step.
-        sparse: Whether clients send only what they have trained; the result is the same.
-        weights: Of the weights' optimiser.
-        alphas: Of the alphas' optimiser.
-        hardware: What cost does to the loss of the alphas; null does nothing.
+        local_epochs: Local epochs of every client per round.
+        batch_size: Records per step of a client.
+        sparse: If true, clients send only what they have trained; the result is the same.
+        weights: The weights' optimiser.
+        alphas: The alphas' optimiser.
+        hardware: Hardware loss of the alphas; null has none.
     """
 
     gates: Gates
@@ -94,14 +94,14 @@ class DPNASSettings(AlgorithmSettings):
     """DPNAS: sampled candidates trained with shared weights, and a controller that learns of them.
 
     Attributes:
-        sampler: What samples: ``controller``, ``evolution`` or ``random``.
+        sampler: The sampler of candidates: ``controller``, ``evolution`` or ``random``.
         trained_candidates: Per round, each for ``local_steps`` steps.
         rewarded_candidates: Per round, measured on validation records.
-        final_candidates: Of which the best is what is found.
+        final_candidates: Number of candidates of which the best is found.
         warm_up_rounds: First rounds, in which nothing is measured and the sampler does not learn.
-        local_steps: Of every trained candidate.
-        batch_size: Of a client's step.
-        weights: Of the weights' optimiser.
+        local_steps: Steps of every trained candidate.
+        batch_size: Records per step of a client.
+        weights: The weights' optimiser.
         controller: Constants of the sampler ``controller``.
         evolution: Constants of the sampler ``evolution``.
         dp_aware: Null trains plainly; with privacy the noise of ``privacy.weights`` takes its
@@ -128,12 +128,12 @@ class CFDNASSettings(AlgorithmSettings):
     Attributes:
         group_by: ``tag`` or ``hardware``, which each client tells of itself, or ``alphas``: similar
             updates of the alphas, see ``strategies.clusters``.
-        num_groups: How many, for ``alphas``; else null.
-        inherit: Whether groups go on from the supernet of all; false is naive-CFDNAS, which leaves
-            that search out.
+        num_groups: Number of groups, for ``alphas``; else null.
+        inherit: If true, groups start from the supernet of all clients; false is naive-CFDNAS,
+            which leaves that search out.
         group_rounds: Rounds of search in each group.
-        group_hardware: What cost does in a group, by its name; other groups have no cost.
-        search: How clients search.
+        group_hardware: Hardware loss of a group, by its name; other groups have none.
+        search: The clients' search.
     """
 
     group_by: Annotated[str, OneOf(GROUPINGS)]

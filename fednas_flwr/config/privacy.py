@@ -41,9 +41,9 @@ class Noise(Checked):
 
     Attributes:
         noise_multiplier: Standard deviation of noise over ``max_grad_norm``; null calibrates it.
-        epsilon: What all releases of this kind may cost alone, from which the noise multiplier
-            follows; null leaves it to the run's epsilon.
-        max_grad_norm: What one record contributes at most.
+        epsilon: Bound of all releases of this kind alone, from which the noise multiplier follows;
+            null leaves it to the run's epsilon.
+        max_grad_norm: Largest norm of one record's contribution.
     """
 
     noise_multiplier: NoiseMultiplier | None
@@ -66,7 +66,7 @@ class PrivateRetrain(Noise):
 
     Attributes:
         local_steps: Noised steps of a client per round.
-        rate: With which a step draws each record; null is that of expected batches of
+        rate: Probability with which a step draws each record; null is that of expected batches of
             ``retrain.batch_size``.
         noise_walk: Standard deviation that the noise of all steps gives a weight, from which the
             learning rate follows (:mod:`fednas_flwr.privacy.recipe`); null is ``retrain.weights``'.
@@ -91,11 +91,11 @@ class DifferentialPrivacy(Checked):
             says whose each is. ``client``: all records of a client. It trains by epochs without
             noise, its whole update is clipped to ``max_grad_norm``, and secure sums share the
             noise. That the server draws clients is not counted in its favour.
-        epsilon: What the whole run may cost a record, at ``delta``; retraining's noise is
-            calibrated to what search and metrics leave of it. Simulated sites get it as budget.
+        epsilon: Bound of the whole run for a record, at ``delta``; retraining's noise is calibrated
+            to what search and metrics leave of it. Simulated sites get it as budget.
         delta: The probability with which ``epsilon`` need not hold; below 1 / records.
-        large_delta: Whether ``delta`` may be 1 / records of a client or more, with which publishing
-            one record outright would count as private.
+        large_delta: If true, ``delta`` may be 1 / records of a client or more, with which
+            publishing one record outright would count as private.
         search_share: Share of ``epsilon`` that the noise of weights and alphas is calibrated to
             where it is not given and retraining reads the same split; else all of it.
         rewards_share: Share of ``epsilon`` that the noise of rewards, search and retraining
@@ -104,27 +104,27 @@ class DifferentialPrivacy(Checked):
             together, to equal parts, on every split; search, metrics and retraining have the rest,
             and noise that is given must keep to it. Null trains none
             there. Simulated sites have a ledger for each baseline instead.
-        weights: Of the supernet's weights, in the search.
-        alphas: Of the architecture variables.
-        rewards: Of FEATHERS' trials; a record's decrease of loss is in units of its bound, so that
-            the norm is 1.
-        retrain: Of the derived network's weights.
+        weights: Noise on gradients of the supernet's weights, in the search.
+        alphas: Noise on gradients of the architecture variables.
+        rewards: Noise on rewards of FEATHERS' trials; a record's decrease of loss is in units of
+            its bound, so that the norm is 1.
+        retrain: Noise on gradients of the derived network's weights.
         local_steps: Noised steps per round of a local search, and per trial.
-        rate: With which a step of the search draws each record; null is that of expected batches of
-            ``algorithm.batch_size``.
-        metrics_noise_multiplier: Of losses and accuracies on clients' records, over a norm of 1 per
-            record and measurement; null measures none.
-        statistics_noise_multiplier: Of the means and deviations by which clients standardise a
-            table: one release of each, within ``dataset.ranges``, over a norm of 1 per record; null
-            standardises by the ranges alone.
-        fewest_records: Of three or more clients, the share of the median client's records that one
+        rate: Probability with which a step of the search draws each record; null is that of
+            expected batches of ``algorithm.batch_size``.
+        metrics_noise_multiplier: Noise on losses and accuracies of clients' records, over a norm of
+            1 per record and measurement; null measures none.
+        statistics_noise_multiplier: Noise on the means and deviations by which clients standardise
+            a table: one release of each, within ``dataset.ranges``, over a norm of 1 per record;
+            null standardises by the ranges alone.
+        fewest_records: Least share of the median client's records that one of three or more clients
             must declare of each split; one that declares fewer is left out. Noise is calibrated to
             the client that needs most.
-        micro_batch_size: Of the simulated sites' policies: records that are computed at a time, 1
-            to 1024. A real site's own policy says it.
+        micro_batch_size: Records that a simulated site computes at a time, 1 to 1024. A real site's
+            own policy says it.
         sites: Folder of the simulated sites' policies, ledgers and keys; null is ``sites`` in the
             run folder, which gives every run budgets of its own.
-        test_seed: For tests of simulations: noise that everybody can repeat. No privacy.
+        test_seed: Seed of noise that everybody can repeat, for tests of simulations. No privacy.
     """
 
     name: str

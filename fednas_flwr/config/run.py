@@ -51,45 +51,47 @@ class Config(Checked):
     """One run.
 
     Attributes:
-        engine: How supernets are computed, to the same result: ``fast`` takes all edges of a state
-            together, ``reference`` calls every op as a module.
+        engine: The way supernets are computed, with the same result: ``fast`` takes all edges of a
+            state together, ``reference`` calls every op as a module.
         run_dir: The run folder; null makes ``runs/<time>_<algorithm>_<data set>``.
-        seed: Of all that is drawn but the division of records and the noise of privacy.
-        device: Of training; ``auto`` takes CUDA where there is a GPU.
-        precision: What plain gradients are computed in: ``bfloat16`` is faster on GPUs that have it
-            (torch's autocast). Weights, steps, second orders and evaluation stay float32; not with
+        seed: Seed of everything that is drawn, except the division of records and the noise of
             privacy.
+        device: Device for training; ``auto`` takes CUDA if there is a GPU.
+        precision: Number format of gradients without privacy: ``bfloat16`` is faster on GPUs that
+            have it (torch's autocast). Weights, steps, second orders and evaluation stay float32;
+            not with privacy.
         threads: torch's threads per client, the same in every runtime.
         clients: Number of clients.
-        clients_per_round: How many of them a round asks, or below 1 their share; null asks all. Who
-            it is follows from the seed. No privacy is claimed for it, since the server knows it.
-        sampling: How they are drawn (:mod:`fednas_flwr.exchange.sampling`): ``uniform`` and
+        clients_per_round: Number of clients that a round asks, or below 1 their share; null asks
+            all. The seed decides which ones. No privacy is claimed for it, since the server knows
+            it.
+        sampling: The way they are drawn (:mod:`fednas_flwr.exchange.sampling`): ``uniform`` and
             ``by_size`` keep averages unbiased, ``round_robin`` gives all clients as many turns.
         over_selection: Share of ``clients_per_round`` that stands by in every round, to be asked in
             the place of clients that fail.
-        rounds: Of the search: iterations of FNAS, candidates of random search.
-        stages: What is done; ``search`` derives a genotype, the others need one.
+        rounds: Rounds of the search: iterations of FNAS, candidates of random search.
+        stages: Stages to run; ``search`` derives a genotype, the others need one.
         genotype: Architecture to retrain instead of searching: a file, or a name of
             ``conf/genotypes``.
-        aggregate: How the clients' models are averaged: by examples (``mean``), coordinate by
+        aggregate: The average of the clients' models: by examples (``mean``), coordinate by
             coordinate, or over those that lie closest together, with ``fedavg`` and ``fedprox``
             only (:mod:`fednas_flwr.exchange.robust`).
         trim: Clients that ``trimmed_mean`` leaves out at each end of every coordinate.
         malicious: Clients that ``krum``, ``multi_krum`` and ``bulyan`` take to be hostile.
-        wire: What tensors of training travel as, both ways (:mod:`fednas_flwr.exchange.wire`).
-        secure_sum: Whether the server sees totals of replies only
+        wire: Number format of tensors in messages, both ways (:mod:`fednas_flwr.exchange.wire`).
+        secure_sum: If true, the server sees only totals of replies
             (:mod:`fednas_flwr.exchange.secure_sum`).
         secure_terms: Of simulated sites, for secure sums.
         asynchronous: Rounds that do not wait for all clients; null: they do.
-        momentum: Where the momentum of local training goes between requests: nowhere (``reset``),
-            with the averaged model, or to the ``server`` (FedAvgM).
-        client_tags: What simulated clients call themselves, by index, for groups of ``cfdnas``.
+        momentum: The momentum of local training between requests: dropped (``reset``), ``averaged``
+            like the model, or kept at the ``server`` (FedAvgM).
+        client_tags: Tags of simulated clients, by index, for the groups of ``cfdnas``.
         class_factors: Public factors of the losses of classes, by name; with privacy they multiply
             what is clipped already.
-        oversample: Whether training repeats the records of rarer classes; not with privacy.
+        oversample: If true, training repeats the records of rarer classes; not with privacy.
         positive: The class that F1, AUROC, average precision, sensitivity and specificity are of;
             null takes the mean over classes, or the last of two.
-        personalised: Whether clients test the trained network again after local epochs of their
+        personalised: If true, clients test the trained network again after local epochs of their
             own; not with privacy.
         time_limit: Time, as 45s, 30min, 2h or 1h30min, after which no further round is begun that
             would not end in time; the network is then exported as trained so far, or a search is
@@ -98,9 +100,9 @@ class Config(Checked):
         baselines: Random networks of the search space that are trained like the found one and
             shown beside it, with the data-free choice and a ResNet-8; 0 for none of these. Null is
             2 where the run has taken over a minute and they add less than half of that, else 0.
-        tensorboard: Whether curves are also written for TensorBoard.
-        trackers: Where else numbers of the rounds go, each an extra of its name; what is sent
-            leaves the server.
+        tensorboard: If true, curves are also written for TensorBoard.
+        trackers: Experiment trackers that get the numbers of the rounds, each an extra of its name;
+            what is sent leaves the server.
     """
 
     algorithm: AlgorithmSettings

@@ -22,8 +22,8 @@ class Runtime(Checked):
         deadline_s: Seconds the server waits for the replies of one exchange.
         connect_s: Seconds the server waits for clients to appear.
         approval_s: Seconds the server waits for people at private sites to approve the run.
-        most_records: Of three or more clients, how many times the median client's records one may
-            declare; one that declares more is left out.
+        most_records: Largest multiple of the median client's records that one of three or more
+            clients may declare; one that declares more is left out.
         largest_share: Share of an average of three or more clients that one may have; of
             asynchronous rounds, of the replies that end one.
         ray_address: Address of a Ray cluster that runs already; null starts one.

@@ -140,7 +140,7 @@ def prepare(
         cache: Folder for prepared tensors, made where missing.
         name: One of ``DATA_SETS``.
         root: File (npz, csv) or folder of the source (a csv's may be one); not used by digits.
-        download: Whether torchvision may fetch missing files.
+        download: If true, torchvision may fetch missing files.
         sites: ``root`` holds one folder (image_folder) or file (npz, csv) per client; the
             records get a column ``site``.
         server_test: Whether the server holds a test set: the official one, or else the fifth of
@@ -149,7 +149,7 @@ def prepare(
         limit_train: At most so many client records, those of smallest keyed hash.
         limit_test: The same for the server's test records.
         mean: Per channel, of images scaled to 0..1. The default, .5, is no property of the data.
-        std: As ``mean``.
+        std: Standard deviations per channel, like ``mean``.
         image_size: See :func:`~fednas_flwr.data.images.load_image_folder`.
         channels: See there.
         class_names: See there and :func:`~fednas_flwr.data.tables.load_csv`.

@@ -36,8 +36,7 @@ class Decoding:
         image_size: Side in pixels to which images are resized (bilinear, to a square), or None to
             keep their size, which must be the same for all.
         channels: 1 or 3; None is 3 if any image is in colour.
-        corrupt: What becomes of images that cannot be read: ``refuse`` names them all, ``skip``
-            leaves them out.
+        corrupt: Images that cannot be read: ``refuse`` names them all, ``skip`` leaves them out.
         intensity: ``(low, high)``: values of an image of more than 8 bits that become 0 and 255;
             those beyond are cut. Empty is the full range, 0 to 65535.
     """

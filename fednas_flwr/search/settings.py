@@ -105,8 +105,8 @@ class Temperatures(Checked):
     """The temperature of GDAS' softmax, which falls linearly over the rounds.
 
     Attributes:
-        first: Of the first round, above 0; 10 in the paper.
-        last: Of the last round, above 0; .1 in the paper.
+        first: Temperature of the first round, above 0; 10 in the paper.
+        last: Temperature of the last round, above 0; .1 in the paper.
     """
 
     first: Positive
@@ -127,7 +127,7 @@ class PriorSettings(Checked):
     Attributes:
         run: Folder of that search, such as one by data-free scores (Abdelfattah et al. 2021, arXiv
             2101.08134, section 4.3, warm up a search in this way).
-        margin: By how much the alphas of its ops are larger at first, above 0.
+        margin: Lead of the alphas of its ops at first, above 0.
     """
 
     run: Text
@@ -247,15 +247,15 @@ class BanditSettings(Checked):
 
     Attributes:
         beta: Arms per nat of entropy (kappa = round(beta H)), > 0.
-        step_size: How far an estimate moves to a new reward, in (0, 1].
-        retention: What an estimate is multiplied with in a phase that does not try its arm, in
-            [0, 1]: what was good early may not be later.
-        temperature: Of the softmax, > 0, in units of the rewards' scale.
-        scaled: Whether rewards are divided by their running scale.
-        scale_retention: How much of the scale a phase keeps, in [0, 1).
-        resampled_share: Of the arms, replaced after every phase by draws near good ones, in
-            [0, 1); 0 keeps the list (see ``search.tuner``).
-        sees_state: Whether estimates are predictions from configuration and training state.
+        step_size: Step of an estimate towards a new reward, in (0, 1].
+        retention: Factor of an estimate in a phase that does not try its arm, in [0, 1]: a good arm
+            may not stay good.
+        temperature: Temperature of the softmax, > 0, in units of the rewards' scale.
+        scaled: If true, rewards are divided by their running scale.
+        scale_retention: Share of the scale that a phase keeps, in [0, 1).
+        resampled_share: Share of the arms that are replaced after every phase by draws near good
+            ones, in [0, 1); 0 keeps the list (see ``search.tuner``).
+        sees_state: If true, estimates are predictions from configuration and training state.
     """
 
     beta: Positive
@@ -273,11 +273,11 @@ class ThetaSettings(Checked):
     """Constants of FedEx's distribution over configurations.
 
     Attributes:
-        schedule: Of the step size: sqrt(2 ln N) over the gradient's largest entry (aggressive,
-            what the authors' runs use), over the root of the sum of its squares so far (adaptive),
-            or over 1 (constant).
-        baseline_discount: What a mean loss counts in the baseline a round later, in [0, 1]: 0
-            takes the last round's, 1 the mean of all.
+        schedule: Schedule of the step size: sqrt(2 ln N) over the gradient's largest entry
+            (aggressive, what the authors' runs use), over the root of the sum of its squares so far
+            (adaptive), or over 1 (constant).
+        baseline_discount: Weight of a mean loss in the baseline a round later, in [0, 1]: 0 takes
+            the last round's, 1 the mean of all.
     """
 
     schedule: Annotated[str, OneOf(SCHEDULES)]
@@ -289,13 +289,13 @@ class ControllerSettings(Checked):
     """Constants of DPNAS' controller.
 
     Attributes:
-        lr: Of Adam, > 0.
-        temperature: What the logits of every choice are divided by, > 0; above 1 it explores more.
-        entropy_weight: Of the policy's entropy per edge, in nats, beside a reward from 0 to 1
-            or, with ``scaled``, in standard deviations.
-        baseline_decay: Of the moving average of rewards, in [0, 1); with ``scaled`` also of the
-            averages by which they are scaled.
-        scaled: Whether rewards are told in standard deviations of the rewards so far; false is the
+        lr: Learning rate of Adam, > 0.
+        temperature: Divisor of the logits of every choice, > 0; above 1 it explores more.
+        entropy_weight: Weight of the policy's entropy per edge, in nats, added to a reward from 0
+            to 1 or, with ``scaled``, in standard deviations.
+        baseline_decay: Decay of the moving average of rewards, in [0, 1); with ``scaled`` also of
+            the averages by which they are scaled.
+        scaled: If true, rewards are divided by the standard deviation of those so far; false is the
             text's form, which learns little where rewards differ by little.
     """
 
@@ -311,8 +311,8 @@ class EvolutionSettings(Checked):
     """Constants of regularised evolution.
 
     Attributes:
-        population: How many of the newest candidates are alive, at least 1.
-        tournament: How many of them a parent is the best of, at least 1.
+        population: Number of the newest candidates that are alive, at least 1.
+        tournament: Number of them of which a parent is the best, at least 1.
     """
 
     population: Count
@@ -324,7 +324,7 @@ class ShortlistSettings(Checked):
     """The best of a ranking, which are ranked anew by scores that cost more.
 
     Attributes:
-        keep: How many of them, at least 2.
+        keep: Number of networks to rank anew, at least 2.
         scores: Names out of ``search.scores.SCORES``.
     """
 

@@ -103,7 +103,7 @@ def search(
         draws: How many to score; fewer come back where the space has no more.
         generator: All that is random comes from it, so that its state fixes the result.
         evolution: Sizes of population and tournament.
-        limits: What a network may cost.
+        limits: Limits on what a network may cost.
         latency_ms: See :meth:`Limits.exceeded`.
         draw: Returns an architecture that is drawn; None draws uniformly.
 

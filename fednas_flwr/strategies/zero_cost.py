@@ -32,7 +32,7 @@ class ZeroCost(RoundStrategy):
         draws: Architectures per round.
         shortlist: Ranks the best of a ranking anew; see ``search.zero_cost.shortlisted``.
         evolution: Sizes of population and tournament; None draws all at random.
-        limits: What a network may cost.
+        limits: Limits on what a network may cost.
         latency_ms: Predicts a genotype's latency, for a limit of it.
         seed: The run's seed; the draws of a round come from (seed, round).
         **shared: See :class:`RoundStrategy`.
