@@ -301,6 +301,7 @@ def main() -> None:
         f"membership of {RECORDS} records in {options.shadows} networks",
         command=COMMAND,
         columns=COLUMNS,
+        against={"clients": "exact"},
     )
     for seed, (name, private) in itertools.product(
         options.seeds, {"exact": False, "private": True}.items()

@@ -88,9 +88,9 @@ TITLES = {
     "3 seeds",
     "dp_noise": "By variance of the noise: Fashion-MNIST on scattering features, 8,000 images over "
     "4 clients, 3 seeds",
-    "dp_shared": "DP-FNAS, one step per exchange, by whose noise a total carries: each client's "
-    "own, or shared by secure sums of least_sites-colluding; Fashion-MNIST on scattering features, "
-    "8,000 images over K clients, budget of 8, 3 seeds",
+    "dp_shared": "DP-FNAS, one step per exchange, by kind of noise: each client's own, or shared "
+    "by secure sums of least_sites-colluding; Fashion-MNIST on scattering features, 8,000 images "
+    "over K clients, budget of 8, 3 seeds",
     "dp_images": "Fashion-MNIST on scattering features, all 60,000 images over K clients, by PRV "
     "epsilon",
     CIFAR10: "CIFAR-10 on scattering features, all 50,000 images (JPEG) of one client",

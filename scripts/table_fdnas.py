@@ -69,6 +69,8 @@ def main() -> None:
         columns=[
             {"metric": "client_accuracy", "title": "group's network (%)", **PERCENT},
             *ACCURACIES[1:],
+            {"metric": "all_classes", "title": "on all classes (%)", **PERCENT},
+            {"metric": "without_cells", "title": "so without cells (%)", **PERCENT},
             *(
                 {"metric": name, "title": f"{name} (M)", "scale": 1e-6, "decimals": 2}
                 for name in GROUPS
@@ -77,6 +79,7 @@ def main() -> None:
             {"metric": "inherited_seconds", "title": "search of all (s)", "decimals": 0},
             {"metric": "groups_seconds", "title": "search of the groups (s)", "decimals": 0},
         ],
+        against={"algorithm": "naive-CFDNAS"},
     )
     root = options.root.resolve()
     make_all(lambda seed: make_seed(seed, root=root), SEEDS, at_a_time=options.jobs)
@@ -174,7 +177,8 @@ def group_numbers(run: Run) -> dict[str, float | None]:
 
     Accuracies are on each client's own test part, before and after local training, and of drawn
     paths on train records in the last round of the groups' searches. Private clients tell none: the
-    first is then that on the server's test records of their classes.
+    first is then that on the server's test records of their classes. Two more are the groups' means
+    on all of the server's test records, of the network and of its linear part alone.
     """
     parts = {e["group"]: e for e in run.of_kind("group_finished") if e["status"] == "completed"}
     runs = {name: read_run(run.folder / event["folder"]) for name, event in parts.items()}
@@ -192,6 +196,12 @@ def group_numbers(run: Run) -> dict[str, float | None]:
             for (name, group), event in zip(parts.items(), tested, strict=True)
             for _ in group["clients"]
         ]
+    for name, number in (
+        ("all_classes", "central_accuracy"),
+        ("without_cells", "accuracy_without_cells"),
+    ):
+        told = [part.numbers()[number] for part in runs.values()]
+        accuracies[name] = [accuracy for accuracy in told if accuracy is not None]
     last = [part.rounds("search")[-1]["metrics"] for part in runs.values()]
     accuracies["supernet_accuracy"] = [
         metrics["train_accuracy"] for metrics in last if "train_accuracy" in metrics

@@ -70,6 +70,7 @@ def main() -> None:
         title="FEATHERS on card fraud: F1 by epsilon, 20,306 records over the clients, 5 seeds",
         command="python scripts/table_fraud.py --root <folder>",
         columns=COLUMNS,
+        against={"reading": "per mechanism"},
     )
     root = options.root.resolve()
     make_all(lambda job: make(job, root=root), jobs(), at_a_time=options.jobs)

@@ -2,8 +2,8 @@
 
     python scripts/table_person.py --root <folder of scripts/prepare_fraud.py>
 
-The table says nothing of who paid, so its rows are given to made-up cards, each of one class, of 1
-to 7 rows, 4 on average. ``record`` protects one row, ``person`` a card with all its rows: as many
+The table says nothing of who paid, so its rows are given to synthetic cards, each of one class, of
+1 to 7 rows, 4 on average. ``record`` protects one row, ``person`` a card with all its rows: as many
 cards as rows are drawn for a step, but there is a fourth of them. 3 seeds, ordered by seed.
 Continues where it was stopped; every finished run is added to scripts/results/person.json.
 """
@@ -46,9 +46,10 @@ def main() -> None:
         add_cards(options.root / f"{part}.csv.gz", data / f"{part}.csv.gz")
     start_results(
         RESULTS,
-        title="Records or persons protected, on card fraud with made-up cards, 3 seeds",
+        title="Records or persons protected, on card fraud with synthetic cards, 3 seeds",
         command="python scripts/table_person.py --root <folder>",
         columns=COLUMNS,
+        against={"unit": "record"},
     )
     for seed in SEEDS:
         for epsilon in EPSILONS:

@@ -78,6 +78,7 @@ def main() -> None:
         title="Percentile of found NAS-Bench-201 cells, 8,000 CIFAR-10 images (JPEG), 4 clients",
         command="python scripts/table_search_quality.py --root <cifar10.npz> --table <file>",
         columns=COLUMNS,
+        against={"search": "fed_darts"},
     )
     table, root = read_table(options.table), options.root.resolve()
     for seed in range(1, options.seeds + 1):

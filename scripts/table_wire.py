@@ -34,7 +34,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     start_results(
         RESULTS,
-        title="The quickstart by what messages travel as: digits, 3 clients, 3 seeds",
+        title="The quickstart by message format: digits, 3 clients, 3 seeds",
         command="python scripts/table_wire.py",
         columns=COLUMNS,
         against={"wire": "float32"},

@@ -22,7 +22,7 @@ def add_commands(commands: Commands) -> None:
         "such as clients=5 partition=dirichlet dataset.label=outcome",
         takes_overrides=True,
     )
-    parser.add_argument("data", type=Path)
+    parser.add_argument("data", type=Path, help="file or folder of the data")
 
 
 def data(options: argparse.Namespace, overrides: list[str]) -> int:

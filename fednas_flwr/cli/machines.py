@@ -36,7 +36,9 @@ def add_commands(commands: Commands) -> None:
     )
     parser.add_argument("path", type=Path, help="file of the new key")
     parser.add_argument(
-        "--sum", action="store_true", help="the keys of secure sums, by which other sites know it"
+        "--sum",
+        action="store_true",
+        help="make the keys of secure sums, by which other sites know this one",
     )
     parser = add_command(
         commands, "doctor", doctor, help="what is wrong with this machine, and what to do"

@@ -42,8 +42,8 @@ def add_commands(commands: Commands) -> None:
         help="plant canaries in a private search and bound its epsilon from below",
         epilog=(
             "Takes the overrides of `fednas run`; rounds is the largest number of steps of the\n"
-            "one run. Exit codes: 0 where no bound is above its claim and each could have been, 1\n"
-            "where one is above, 3 where one could not have been: inconclusive."
+            "one run. Exit codes: 0 if no claim is refuted and each could have been, 1 if one is\n"
+            "refuted, 3 if one could not have been: inconclusive."
         ),
         takes_overrides=True,
     )
@@ -51,7 +51,7 @@ def add_commands(commands: Commands) -> None:
         "--confidence",
         type=float,
         default=0.99,
-        help="with which all bounds hold together (default: %(default)g)",
+        help="joint confidence of all bounds (default: %(default)g)",
     )
     parser = add_command(
         commands,
@@ -75,7 +75,7 @@ def add_commands(commands: Commands) -> None:
         "--accountant",
         choices=(PRV, RDP, "filter"),
         default=PRV,
-        help="whose epsilon keeps the target; a site's budget lasts by filter (default: prv)",
+        help="how epsilon is counted; a site's own budget is counted by filter (default: prv)",
     )
     approval = add_command(
         commands,
@@ -84,7 +84,9 @@ def add_commands(commands: Commands) -> None:
         help="what runs wait for a person's approval at this site; with a hash, approve one",
         epilog="Without options it is for the folder of a provisioned site.",
     )
-    approval.add_argument("hash", nargs="?", help="of the schedule, as the run and this list say")
+    approval.add_argument(
+        "hash", nargs="?", help="hash of the schedule, as the run and this list print it"
+    )
     for name, default, meaning in (
         ("policy", "policy.yaml", "the site's policy"),
         ("ledger", "state/ledger/ledger.sqlite", "the ledger's file"),

@@ -27,14 +27,14 @@ def add_commands(commands: Commands) -> None:
     parser = add_command(
         commands, "export", export, help="put a run's model and its card into a folder to publish"
     )
-    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("run_folder", type=Path, help="folder of a run")
     parser.add_argument("--to", type=Path, required=True, help="a new folder")
     parser = add_command(commands, "report", report, help="write report.html of a run again")
-    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("run_folder", type=Path, help="folder of a run")
     parser = add_command(
         commands, "watch", watch, help="show a run's report in the browser, renewed as it goes on"
     )
-    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("run_folder", type=Path, help="folder of a run")
     parser.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1, this machine)")
     parser.add_argument("--port", type=int, default=8642, help="(default: 8642)")
     parser = add_command(
@@ -46,7 +46,7 @@ def add_commands(commands: Commands) -> None:
         commands,
         "analyse",
         analyse_run,
-        help="what a search prefers, and what its cell owes to activations and pools",
+        help="which ops a search prefers, and what activations and pools contribute to its cell",
     )
     parser.add_argument("run_folder", type=Path, help="of a finished run")
     parser.add_argument(

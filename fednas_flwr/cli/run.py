@@ -15,7 +15,7 @@ OF_SWEEPS = ("sweep.", "hydra.sweep", "hydra.launcher", "hydra/sweeper", "hydra/
 RUN_HELP = """
 overrides:
   group=name            one file of conf/<group>: algorithm, dataset, partition, search_space,
-                        privacy, runtime, retrain, experiment
+                        privacy, runtime, retrain, server_optimizer, experiment
   key=value             any key of the composed configuration, e.g. seed=2 clients=5
                         algorithm.weights.lr=.05; shown by `fednas run --cfg job`
   config=<file>         the config.yaml of a run in place of conf/, to repeat it
@@ -25,7 +25,7 @@ overrides:
 
 Options and overrides are those of Hydra: -m with hydra/launcher=joblib hydra/sweeper=optuna (extra
 `sweeps`), --cfg job --resolve, --info, --config-dir, --config-name, --package, +key, ++key, ~key,
-glob(), hydra.sweep.dir; --shell-completion install=bash prints what completes `fednas run`.
+glob(), hydra.sweep.dir; --shell-completion install=bash prints a completion script.
 """
 
 
@@ -42,7 +42,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="only tell what the run would take: time, traffic, memory, disk and epsilon",
+        help="only estimate what the run would take: time, traffic, memory, disk and epsilon",
     )
 
 
