@@ -233,7 +233,8 @@ class PoolSettings(Checked):
     Attributes:
         draws: Architectures that are drawn.
         alphas: Folder of a run whose last alphas say how probable an op is; null: all alike.
-        keep: The best of them, which are trained; null takes 8, or 16 of those that no score ranks.
+        keep: Number of the best drawn networks that are trained; null takes 8, or 16 of those that
+            no score ranks.
         by: Names out of ``search.scores.SCORES`` that say which are best; none: the first drawn;
             null takes those that rank networks of the search space, or none where none does.
         shortlist: Null goes by the same scores to the end.

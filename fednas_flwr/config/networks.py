@@ -37,7 +37,7 @@ class CellSpace(SearchSpaceSettings):
 
     Attributes:
         channels: Channels of the first cells.
-        num_cells: See the space.
+        num_cells: Number of cells; see the space.
     """
 
     channels: Width
@@ -83,7 +83,7 @@ class Retrain(Checked):
         exchange: The clients' answers: ``models`` after all local steps of a round (FedAvg), or
             ``gradients``, one exchange per step (FedSGD); null is ``gradients`` with privacy and
             secure sums, which share the noise of single steps only, else ``models``.
-        rounds: Number of them; each ends with a checkpoint.
+        rounds: Rounds of retraining; each ends with a checkpoint.
         evaluate_every: Rounds between evaluations of the network on the clients' validation
             records, which are then not trained on; 0 is never, and they are.
         local_epochs: A round's passes over a client's records; with ``gradients`` over those of
@@ -91,7 +91,7 @@ class Retrain(Checked):
         batch_size: Records per step of a client; with privacy their expected number, unless
             ``privacy.retrain.rate`` sets the share of the records.
         channels: Channels of the first cells; null takes the supernet's size.
-        num_cells: Cells of the network; null likewise.
+        num_cells: Cells of the network; null takes the supernet's number.
         norm: Normalisation of the network: ``batch``, or ``group``, which privacy needs.
         auxiliary_weight: Weight of the loss of DARTS' auxiliary head; 0 has none.
         drop_path_prob: Probability of drop-path in the last round; it rises linearly from 0.

@@ -63,7 +63,7 @@ class SGD(Checked):
     Attributes:
         lr: Learning rate of the first round, > 0.
         min_lr: Learning rate after the last round, from 0 to ``lr``.
-        momentum: From 0 to below 1.
+        momentum: Momentum, from 0 to below 1.
         weight_decay: L2 coefficient, from 0 to ``1 / lr``.
         clip_norm: Largest norm of a batch's mean gradient, > 0; null does not clip.
     """
@@ -312,7 +312,7 @@ class EvolutionSettings(Checked):
 
     Attributes:
         population: Number of the newest candidates that are alive, at least 1.
-        tournament: Number of them of which a parent is the best, at least 1.
+        tournament: Number of living candidates of which a parent is the best, at least 1.
     """
 
     population: Count

@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from fednas_flwr.builders.algorithms import ALGORITHMS
+from fednas_flwr.builders.check import pools_records
 from fednas_flwr.builders.networks import described_space, load_description
 from fednas_flwr.builders.refusals import has_real_sites
 from fednas_flwr.config import (
@@ -51,9 +52,9 @@ def prepare_baselines(config: Config) -> list[Path]:
     """Return a run folder for every baseline, made where it is missing.
 
     They are ``random_1`` and so on, drawn uniformly from the search space; ``data_free``, the
-    choice of ``zero_cost``, unless the run is one; with privacy ``linear``, a linear model; and for
-    images ``resnet8_<width>``, of the width whose multiply-adds are nearest. Hyper-parameters that
-    the search has found are taken over.
+    choice of ``zero_cost``, unless the run is one; ``linear``, a linear model, unless the run fits
+    one to pooled records; and for images ``resnet8_<width>``, of the width whose multiply-adds are
+    nearest. Hyper-parameters that the search has found are taken over.
 
     Args:
         config: Of a finished run that has exported a searched network.
@@ -110,7 +111,7 @@ def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
         yield name, replace(config, stages=STAGES, genotype=str(file.resolve()))
     if not isinstance(config.algorithm, ZeroCostSettings):
         yield "data_free", replace(config, algorithm=_shipped("zero_cost", draws=DRAWS), rounds=1)
-    if isinstance(config.privacy, DifferentialPrivacy):  # else records are pooled for it
+    if not pools_records(config):  # which gives a linear model, too
         yield LINEAR, replace(config, algorithm=_shipped("fedavg", network=LINEAR), stages=STAGES)
     shape = tuple(description["input_shape"])
     if len(shape) == 3:

@@ -107,18 +107,21 @@ def test_baselines_are_trained_as_the_found_network(
     folder = tmp_path / "run"
     result = run(compose_config("baselines=2", f"run_dir={folder}"))
     configs = told(folder)
-    names = ["data_free", "random_1", "random_2"]
+    names = ["data_free", "linear", "random_1", "random_2"]
     assert [name for name in configs if not name.startswith("resnet8_")] == names
-    assert len(configs) == 4
+    assert len(configs) == 5
     own = read_run(folder)
     for config in configs.values():
         assert config["baselines"] == 0
         assert all(config[setting] == own.config[setting] for setting in SETTINGS)
-    genotypes = [load_description(b.folder).get("genotype") for b in own.baselines()]
-    assert genotypes[1] != genotypes[2]
-    assert genotypes[3] is None
+    genotypes = {b.folder.name: load_description(b.folder).get("genotype") for b in own.baselines()}
+    drawn = [genotypes[name] for name in ("data_free", "random_1", "random_2")]
+    assert drawn[1] != drawn[2]
+    assert {name for name, one in genotypes.items() if one is None} == {"linear", *configs} - {
+        *("data_free", "random_1", "random_2")
+    }
     found = load_description(folder)["genotype"]
-    assert len({len(genotype["cells"]) for genotype in [found, *genotypes[:3]]}) == 1
+    assert len({len(genotype["cells"]) for genotype in [found, *drawn]}) == 1
     assert all(0 <= b.accuracy() <= 1 for b in own.baselines())
     shape = tuple(load_description(folder)["input_shape"])
     costs = {}
@@ -126,7 +129,8 @@ def test_baselines_are_trained_as_the_found_network(
         network = FIXED_NETWORKS[name](shape, 3, norm="batch")
         costs[name] = count_multiply_adds(network, shape) / own.numbers()["multiply_adds"]
     nearest = min(costs, key=lambda name: max(costs[name], 1 / costs[name]))
-    assert own.baselines()[3].folder.name == nearest != RESNETS[0]
+    assert nearest in configs
+    assert nearest != RESNETS[0]
     page = (folder / "report.html").read_text()
     assert "What the search was worth" in page
     assert "random_2" in page
@@ -134,7 +138,7 @@ def test_baselines_are_trained_as_the_found_network(
 
     # A run that is resumed trains what is missing, to the same, and nothing else.
     times = {b.folder.name: b.events[-1]["time"] for b in own.baselines()}
-    missing = own.baselines()[2]
+    (missing,) = (b for b in own.baselines() if b.folder.name == "random_2")
     accuracy = missing.accuracy()
     (missing.folder / "events.jsonl").unlink()
     run(result.folder)
