@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run has left in its folder.
+    """Result of a run, read from its folder.
 
     Attributes:
         folder: The run folder, with ``model.onnx``, ``report.html`` and all else.
@@ -68,7 +68,7 @@ class Result:
 
     @cached_property
     def scores(self) -> dict[str, Any]:
-        """What the evaluation found, by what was measured: ``central``, ``linear``, ``trees``, ...
+        """Results of the evaluation, by what was measured: ``central``, ``linear``, ``trees``, ...
 
         ``central`` has loss, accuracy and scores on the server's test set, ``linear`` those of
         logistic regression, ``trees`` of boosted trees; None where they were not measured.

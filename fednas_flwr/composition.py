@@ -42,7 +42,7 @@ NOT_SETTINGS = ("hydra", "sweep.", "config")  # of a run: what overrides say to 
 
 @dataclass(frozen=True)
 class Source:
-    """Where Hydra begins to compose.
+    """Starting point of Hydra's composition.
 
     Attributes:
         name: Of the primary file, as Hydra's ``--config-name``.

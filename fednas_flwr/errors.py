@@ -11,7 +11,7 @@ MEANT = {"gpu": "cuda"}  # names that others use
 
 
 class ConfigError(ValueError):
-    """What the user asked for cannot be run; the message is one sentence that says what can."""
+    """Error for what cannot be run as asked; the message is one sentence that says what can."""
 
 
 class MissingSettingError(ConfigError):

@@ -1,4 +1,4 @@
-"""Where every random number of a run comes from: ``(seed, round, client, purpose)``.
+"""Source of every random number of a run: ``(seed, round, client, purpose)``.
 
 A seed is derived by hashing these parts, so that no draw depends on process state or on the order
 in which clients run. Privacy noise and Poisson masks never come from here.

@@ -38,7 +38,7 @@ class Verb:
 
     @property
     def is_public(self) -> bool:
-        """Whether a private reply releases nothing of the records."""
+        """True if a private reply releases nothing of the records."""
         return not self.releases
 
 

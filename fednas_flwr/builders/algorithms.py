@@ -96,7 +96,7 @@ def _fed_avg_releases(config: Config) -> RoundReleases:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What stands behind a name of ``conf/algorithm``.
+    """Entry behind a name of ``conf/algorithm``.
 
     Attributes:
         settings: The dataclass of its settings; of a :class:`~fednas_flwr.config.GivenNetwork` if

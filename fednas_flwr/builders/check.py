@@ -1,4 +1,4 @@
-"""Whether all that a run needs can be made, and fits the records that there are."""
+"""Checks that all parts of a run can be made and fit the records."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LARGEST_FEATURE = 1e18  # float32 holds its square
 
 @dataclass(frozen=True)
 class Made:
-    """What :func:`check_buildable` has made.
+    """Parts that :func:`check_buildable` has made.
 
     Attributes:
         records: Those of all clients.

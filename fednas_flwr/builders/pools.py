@@ -1,4 +1,4 @@
-"""What a search without records goes by, and how large a pool is, where the settings leave it open.
+"""Scores of a search without records and size of a pool, where the settings leave them open.
 
 A score that ranks one space's networks may mislead in another: ``search.scores.trusted_scores``.
 """

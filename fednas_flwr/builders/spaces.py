@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SpaceEntry(NamedTuple):
-    """What stands behind the ``name`` in a file of ``conf/search_space``.
+    """Entry behind the ``name`` in a file of ``conf/search_space``.
 
     Attributes:
         settings: The dataclass of its settings.

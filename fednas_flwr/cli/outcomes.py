@@ -1,4 +1,4 @@
-"""How a command ends: exit codes, and errors as sentences."""
+"""End of a command: exit codes, and errors as sentences."""
 
 from __future__ import annotations
 

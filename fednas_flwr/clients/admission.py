@@ -1,4 +1,4 @@
-"""What a private site checks before it reads a record: request, policy, commitment, computation.
+"""Checks of a private site before it reads a record: request, policy, commitment, computation.
 
 A request that failed on some records and not on others would tell which are there; so whatever can
 fail is tried before, inside :func:`before_reading`.

@@ -40,15 +40,15 @@ _LINE = re.compile(rb'(\{"number": ([1-9][0-9]*), .*), "mac": "([0-9a-f]{64})"\}
 
 
 class Asked(Protocol):
-    """What a request says beside its tensors."""
+    """Request without its tensors."""
 
     @property
     def verb(self) -> str:
-        """What is asked."""
+        """Verb that is asked."""
 
     @property
     def header(self) -> Header:
-        """Of which exchange it is part."""
+        """Exchange that it is part of."""
 
     @property
     def settings(self) -> Settings:

@@ -36,7 +36,7 @@ from fednas_flwr.search_spaces.space import SearchSpace
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What :func:`fednas_flwr.data.loaders.augment` does to training batches."""
+    """Settings of :func:`fednas_flwr.data.loaders.augment` for training batches."""
 
     crop_padding: int
     flip: bool
@@ -45,7 +45,7 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class KeptModels:
-    """Where a site keeps models, and whose.
+    """Place where a site keeps models, and whose it keeps.
 
     Attributes:
         folder: Made when the first one comes.
@@ -58,7 +58,7 @@ class KeptModels:
 
 @dataclass(frozen=True)
 class Client:
-    """What a verb works with.
+    """Client that a verb works with.
 
     Attributes:
         index: Index of the client, from 0.

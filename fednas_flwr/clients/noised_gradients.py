@@ -50,7 +50,7 @@ ClippedSum = Callable[..., Tensors]  # of features [B, ...] and labels [B]; take
 
 
 class How(TypedDict, total=False):
-    """How a clipped sum is computed; see ``clipping.clipped_gradient_sum``."""
+    """Computation of a clipped sum; see ``clipping.clipped_gradient_sum``."""
 
     micro_batch_size: int
     persons: Tensor | None

@@ -1,4 +1,4 @@
-"""What a client whose unit of privacy is itself releases: its whole update, as one contribution.
+"""Release of a client that is itself the unit of privacy: its whole update, as one contribution.
 
 The client answers as without privacy, by as many local steps as it is asked for, and what that
 moves is clipped and noised as one vector (McMahan et al. 2018, arXiv 1710.06963, Alg. 1, with noise

@@ -34,7 +34,7 @@ from fednas_flwr.typed import parse
 
 @dataclass(frozen=True)
 class Commitment:
-    """What a run has committed to, and a site with it.
+    """Commitment of a run, and of a site to it.
 
     Attributes:
         releases: Everything that may be released, at most.
@@ -52,7 +52,7 @@ class Commitment:
 
     @property
     def plan(self) -> dict[str, PlannedRelease]:
-        """What may be released, by its key."""
+        """Releases that are allowed, by key."""
         return {planned.key: planned for planned in self.releases}
 
 
@@ -104,7 +104,7 @@ class ReleaseGate:
 
     @property
     def is_secure(self) -> bool:
-        """Whether nobody can repeat masks and noise; False with a test seed."""
+        """True if nobody can repeat masks and noise; False with a test seed."""
         return self._generator.is_secure
 
     def num_records(self, splits: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""What a reply carries: a network's states, packed, or only those that a verb has changed."""
+"""Contents of a reply: a network's states, packed, or only those that a verb has changed."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class RandomSearchSettings(AlgorithmSettings):
 
 @dataclass(frozen=True)
 class NetworkLimits(Checked):
-    """What a network that is found may cost; null is without limit.
+    """Limits on the cost of a found network; null is none.
 
     Attributes:
         parameters: Most parameters.

@@ -165,7 +165,7 @@ class Dataset(Checked):
 
     @property
     def augmentation(self) -> dict[str, Any]:
-        """What happens to training images, by setting; nothing to features that are made once."""
+        """Augmentation of training images, by setting; nothing to features that are made once."""
         names = ("crop_padding", "flip", "cutout")
         return {
             name: 0 if self.transform != NO_TRANSFORM else getattr(self, name) for name in names

@@ -29,7 +29,7 @@ Candidates = Annotated[int, Between(1, MOST_CANDIDATES)]
 
 @dataclass(frozen=True)
 class Hardware(Checked):
-    """What a network's cost does to the loss of the alphas; see ``hardware.costs.HardwareLoss``.
+    """Effect of a network's cost on the loss of the alphas; see ``hardware.costs.HardwareLoss``.
 
     Attributes:
         table: File of ``fednas latency measure``, for targets in ms; null has the clients measure

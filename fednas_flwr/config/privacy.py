@@ -158,7 +158,7 @@ class DifferentialPrivacy(Checked):
 
     @property
     def own_epsilon(self) -> float:
-        """What is left for the run itself of ``epsilon``.
+        """Epsilon that is left for the run itself.
 
         A run of this and baselines of the rest cost ``epsilon`` at most, since the epsilons of
         Renyi filters add up: that of a sum of curves is no more than their sum.

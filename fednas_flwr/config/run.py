@@ -30,7 +30,7 @@ AGGREGATES = ("mean", "median", "trimmed_mean", *SELECTIONS)
 
 @dataclass(frozen=True)
 class SimulatedTerms(Checked):
-    """What the policies of simulated sites say of secure sums; a real site's own policy says it.
+    """Terms of secure sums in the policies of simulated sites; a real site's own policy says it.
 
     Attributes:
         least_sites: Fewest clients of which a sum is opened; null is all but one, or ``colluding``
@@ -179,7 +179,7 @@ class Config(Checked):
 
     @property
     def samples(self) -> bool:
-        """Whether a round asks some clients only."""
+        """True if a round asks some clients only."""
         return self.asked < self.clients
 
 

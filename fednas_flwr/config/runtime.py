@@ -14,7 +14,7 @@ RUNTIMES = ("inline", "ray", "deployment")
 
 @dataclass(frozen=True)
 class Runtime(Checked):
-    """Where the clients run, and how long the server waits for them.
+    """Place of the clients, and times that the server waits for them.
 
     Attributes:
         name: inline, ray or deployment.

@@ -74,7 +74,7 @@ class Prepared:
 
     @property
     def inputs(self) -> Inputs:
-        """What an exported model must know of its raw inputs."""
+        """Facts about raw inputs that an exported model must know."""
         train = self.train
         return Inputs(
             shape=train.image_shape or self.input_shape,
@@ -91,7 +91,7 @@ class Prepared:
 
     @property
     def uses_own_statistics(self) -> bool:
-        """Whether statistics follow from the clients' records, which no privacy budget covers."""
+        """True if statistics follow from the clients' records, which no privacy budget covers."""
         return not self.mean
 
 

@@ -30,7 +30,7 @@ Source = Callable[[int], tuple[str, bytes]]  # name and content of an encoded im
 
 @dataclass(frozen=True)
 class Decoding:
-    """How images are brought to one form.
+    """Rules by which images are brought to one form.
 
     Attributes:
         image_size: Side in pixels to which images are resized (bilinear, to a square), or None to

@@ -74,12 +74,12 @@ class Records:
 
     @property
     def multi_label(self) -> bool:
-        """Whether a record can have several labels."""
+        """True if a record can have several labels."""
         return self.labels.dim() == 2
 
     @property
     def by_person(self) -> bool:
-        """Whether it is known whose each record is."""
+        """True if it is known whose each record is."""
         return bool(self.id_column)
 
     def __len__(self) -> int:

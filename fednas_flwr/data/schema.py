@@ -1,4 +1,4 @@
-"""What raw records look like, and how they become what networks take: kept with every model.
+"""Schema of raw records, and how they become inputs of networks: kept with every model.
 
 :class:`Column` is one column of a table, :class:`Inputs` all that a model needs to know of its raw
 inputs; both are JSON in an exported model. :func:`normalised` is the one place where numbers are
@@ -55,7 +55,7 @@ def feature_names(schema: Iterable[Column]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Inputs(Checked):
-    """What a model's raw inputs are, how they are normalised, and what its outputs mean.
+    """Raw inputs of a model, their normalisation, and the meaning of its outputs.
 
     Attributes:
         shape: Of one raw record: ``(C, H, W)`` or ``(F,)``.
@@ -85,7 +85,7 @@ class Inputs(Checked):
 
     @property
     def is_table(self) -> bool:
-        """Whether records are rows of a table."""
+        """True if records are rows of a table."""
         return len(self.shape) == 1
 
     def to_json(self) -> str:

@@ -44,7 +44,7 @@ _TABLES = frozenset(
 
 @dataclass(frozen=True)
 class DataSet:
-    """What stands behind the ``name`` in a file of ``conf/dataset``.
+    """Entry behind the ``name`` in a file of ``conf/dataset``.
 
     Attributes:
         read: Called with the path that :func:`find_source` returns, and with its settings but

@@ -43,7 +43,7 @@ class Statistics(Checked):
 
 @dataclass(frozen=True)
 class Moments(Checked):
-    """Of one column of numbers, without the missing ones.
+    """Statistics of one column of numbers, without the missing ones.
 
     Attributes:
         count: How many numbers there are.

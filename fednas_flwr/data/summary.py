@@ -1,4 +1,4 @@
-"""What a data set holds, in sentences: its columns or classes, what is missing, who gets what.
+"""Contents of a data set, in sentences: its columns or classes, what is missing, who gets what.
 
 :func:`found` is what a run tells before it begins, :func:`summary` what ``fednas data`` prints.
 """

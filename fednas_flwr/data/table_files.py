@@ -35,7 +35,7 @@ Texts = dict[str, np.ndarray]  # by column, one str per row; empty where missing
 
 @dataclass(frozen=True)
 class Form:
-    """How a CSV file is written; None is found in the file.
+    """Format of a CSV file; None is found in the file.
 
     Attributes:
         separator: Between cells, one character.

@@ -1,1 +1,1 @@
-"""What is done with networks: deriving, measuring, exporting. Plain torch, no transport."""
+"""Operations on networks: deriving, measuring, exporting. Plain torch, no transport."""

@@ -1,4 +1,4 @@
-"""What a searched cell of the DP-friendly space is made of, and its variants of one kind of op.
+"""Ops of a searched cell of the DP-friendly space, and its variants of one kind of op.
 
 For the tables of ``fednas analyse``; works on paths and genotypes, trains nothing.
 

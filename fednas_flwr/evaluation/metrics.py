@@ -19,7 +19,7 @@ UNSEEN = -1e300  # logit of a class without training records: its log odds are a
 
 @dataclass(frozen=True)
 class Metrics:
-    """Of a network's predictions.
+    """Metrics of a network's predictions.
 
     Attributes:
         loss: Mean loss, in nats, without class factors.

@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]  # told how many records are done, and of 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model says of records.
+    """Predictions of a model for records.
 
     Attributes:
         class_names: One name per column of ``probabilities``.
@@ -133,7 +133,7 @@ class Model(nn.Module):
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of one record as the network takes it."""
+        """Shape of one record as the network takes it."""
         return self.inputs.shape if self.transform is None else self.transform.output_shape
 
     def forward(self, x: Tensor) -> Tensor:

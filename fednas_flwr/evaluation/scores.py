@@ -1,4 +1,4 @@
-"""What a clinic asks of a classifier: per class, at a threshold, with intervals, and calibration.
+"""Clinical measures of a classifier: per class, at a threshold, with intervals, and calibration.
 
 All from probabilities and labels of test records. The threshold is chosen on other records, from
 :func:`histogram`s that clients tell of their validation records (:func:`best_threshold`).

@@ -1,4 +1,4 @@
-"""What the ops and networks of the MBConv space cost on hardware.
+"""Hardware cost of the ops and networks of the MBConv space.
 
 :func:`measure_space` makes the latency table of a machine and compares sums over it with whole
 networks, :func:`space_costs` makes the costs that a search takes.

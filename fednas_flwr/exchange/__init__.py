@@ -1,1 +1,1 @@
-"""What travels between the server and its clients, and what the server accepts and keeps."""
+"""Messages between server and clients, their checks, and what the server keeps."""

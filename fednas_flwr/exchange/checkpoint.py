@@ -26,7 +26,7 @@ KEEP = 3  # checkpoints of a stage kept on disk
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a stage needs to go on after ``round``: its tensors and JSON values."""
+    """State that a stage needs to go on after ``round``: its tensors and JSON values."""
 
     stage: str
     round: int

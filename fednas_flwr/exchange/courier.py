@@ -58,7 +58,7 @@ LONGEST_REASON = 500  # characters of a client's own words that are kept
 
 
 class Emit(Protocol):
-    """Where events go: a name and JSON fields."""
+    """Sink of events: a name and JSON fields."""
 
     def __call__(self, event: str, **fields: Any) -> None:
         """Record one event."""
@@ -306,7 +306,7 @@ class Courier:
 
     @property
     def examples(self) -> Mapping[int, float]:
-        """How many examples each connected client may have, at most."""
+        """Largest number of examples that each connected client may have."""
         return self._max_examples
 
     @property

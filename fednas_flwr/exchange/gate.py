@@ -1,4 +1,4 @@
-"""What the server accepts: every reply is checked before anything of it is used.
+"""The server's gate: every reply is checked before anything of it is used.
 
 A reply that fails is dropped for its exchange, and nothing that was accepted before changes.
 """

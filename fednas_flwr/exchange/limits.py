@@ -1,4 +1,4 @@
-"""What honest replies stay within: norms of updates and of gradients, and what noise does to means.
+"""Bounds on honest replies: norms of updates and of gradients, and what noise does to means.
 
 The gate refuses what is beyond. Each bound follows from what was asked for and from what is public:
 an honest client keeps to it with certainty, or, where noise has a part in it, but for a probability
@@ -46,7 +46,7 @@ LOSS = 28.0  # a private record's loss counts for 2 ln(classes) at most; of a mi
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one reply.
+    """Bounds on one reply.
 
     Attributes:
         examples: Largest number of examples.

@@ -46,7 +46,7 @@ with warnings.catch_warnings():  # torch warns once per process: messages can on
 
 @dataclass(frozen=True)
 class Request:
-    """What a client is given.
+    """Request to a client.
 
     Attributes:
         verb: One of ``verbs.VERBS``, e.g. ``train.search``.
@@ -81,7 +81,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a client returns.
+    """Reply of a client.
 
     Attributes:
         num_examples: Number of examples the reply stands for, its weight in averages.

@@ -1,4 +1,4 @@
-"""What each verb is given, as one frozen dataclass; on the wire it is JSON.
+"""Requests: one frozen dataclass for each verb; on the wire it is JSON.
 
 :func:`decode` is the only way from a message to a request: an unknown or missing key, or a value of
 another type or out of range, is refused before anything else is done. Tensors travel beside it.
@@ -41,7 +41,7 @@ Description = dict[str, Any]  # what a network is built from, see ``builders.mak
 
 @dataclass(frozen=True)
 class Site(Checked):
-    """What a request to a private site names besides; all other terms are those committed to.
+    """Further terms of a request to a private site; all other terms are those committed to.
 
     Attributes:
         data_set: Id that the site's policy gives the data.
@@ -52,7 +52,7 @@ class Site(Checked):
 
 @dataclass(frozen=True)
 class Amount(Checked):
-    """How long a client trains.
+    """Amount of a client's training.
 
     Attributes:
         epochs: Passes over its records, at least 1; None makes ``steps`` steps.
@@ -116,7 +116,7 @@ class LocalTraining(Checked):
 
 @dataclass(frozen=True)
 class Trial(Checked):
-    """What one trial of a probe trains with, in place of what the probe says."""
+    """Hyper-parameters of one trial of a probe, in place of what the probe says."""
 
     weights: SGD
     alphas: Adam
@@ -293,12 +293,12 @@ class RewardCandidates(Settings):
 
     @property
     def pool(self) -> Description:
-        """What a pool is built from; empty for paths."""
+        """Description that a pool is built from; empty for paths."""
         return self.network or (self.training.network if self.training is not None else {})
 
     @property
     def count(self) -> int:
-        """How many candidates are measured."""
+        """Number of candidates that are measured."""
         return len(self.candidates or self.pool["genotypes"])
 
 
@@ -327,7 +327,7 @@ class Probe(Settings):
 
     @property
     def amount(self) -> Amount:
-        """How long each trial trains."""
+        """Amount of training of each trial."""
         return self.trainings()[0].amount
 
     def trainings(self) -> list[LocalSearch] | list[LocalTraining]:

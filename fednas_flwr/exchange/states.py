@@ -200,7 +200,7 @@ def load_states(
 
 
 class Average(Protocol):
-    """What makes one of the states of many clients."""
+    """Aggregation of many clients' states into one."""
 
     def add(self, states: Mapping[str, Packed], *, weight: float) -> None:
         """Add one client's states, of so many examples."""

@@ -1,4 +1,4 @@
-"""What a secure sum asks of a site besides the verb that it sums; imports no torch."""
+"""Requests of a secure sum to a site besides the verb that it sums; imports no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Settings(Checked):
 
 @dataclass(frozen=True)
 class Summed(Checked):
-    """How the reply to a request is masked.
+    """Masking of the reply to a request.
 
     Attributes:
         attempt: Random text, new for every exchange.

@@ -1,4 +1,4 @@
-"""What of a reply is summed, as integer vectors on fixed grids, and a reply made of their total.
+"""Summands of a reply, as integer vectors on fixed grids, and a reply made of their total.
 
 A reply's number of examples n is summed, n times each metric, gradient sums as they are, and all
 other states times n; of a trained model n times its difference to the model that was sent. The

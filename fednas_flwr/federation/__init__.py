@@ -1,1 +1,1 @@
-"""Where a run takes place: its stages on the server, its clients, and the three runtimes."""
+"""Places of a run: its stages on the server, its clients, and the three runtimes."""

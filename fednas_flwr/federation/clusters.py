@@ -1,4 +1,4 @@
-"""Whether the Ray or SuperLink that a run asks for is there, with room for one of its clients."""
+"""Checks that a run's Ray cluster or SuperLink is there, with room for one of its clients."""
 
 from __future__ import annotations
 

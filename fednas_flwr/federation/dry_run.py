@@ -1,4 +1,4 @@
-"""What a run would take, measured by a few steps: time, traffic, memory, disk and epsilon.
+"""Estimate of a run's cost from a few steps: time, traffic, memory, disk and epsilon.
 
 Everything is as in the run, in a folder that is removed, but the stages end after their first round
 and the clients take one step of local training where the run takes many; one client takes a few,
@@ -68,7 +68,7 @@ DRAWS = 4  # of zero_cost, likewise
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """Of one stage.
+    """Estimate of one stage.
 
     Attributes:
         name: ``search`` or ``retrain``.
@@ -86,13 +86,13 @@ class StageEstimate:
 
     @property
     def seconds(self) -> float:
-        """Of all rounds, if they are as the first."""
+        """Seconds of all rounds, if they are like the first."""
         return self.rounds * self.round_s
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would take on this machine.
+    """Estimate of a run on this machine.
 
     Attributes:
         stages: In their order.

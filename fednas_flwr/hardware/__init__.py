@@ -1,1 +1,1 @@
-"""What a network costs on hardware."""
+"""Cost of a network on hardware."""

@@ -1,4 +1,4 @@
-"""What the ops of a supernet cost, the expected cost, and the losses that hold it near a target.
+"""Costs of a supernet's ops, the expected cost, and the losses that hold it near a target.
 
 Cai et al. (2019), ProxylessNAS, arXiv 1812.00332, section 3.3. A cost is milliseconds
 (``latency.py``) or multiply-adds (``flops.py``); both are sums over layers.
@@ -26,7 +26,7 @@ L = TypeVar("L")  # a layer
 
 @dataclass(frozen=True)
 class Costs:
-    """What every op of a supernet costs.
+    """Cost of every op of a supernet.
 
     Attributes:
         unit: One of ``UNITS``.

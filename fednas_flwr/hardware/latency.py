@@ -29,7 +29,7 @@ RUN_BEFORE = 5  # layers, before each measurement
 
 
 class LayerKey(NamedTuple):
-    """What a layer's latency depends on; equal to any tuple of the same values."""
+    """Key that a layer's latency depends on; equal to any tuple of the same values."""
 
     op: str
     input_shape: tuple[int, ...]

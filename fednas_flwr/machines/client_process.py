@@ -1,4 +1,4 @@
-"""What a site runs in place of Flower's ``flwr-clientapp``: its own package, never a bundle's code.
+"""Replacement at a site for Flower's ``flwr-clientapp``: its own package, never a bundle's code.
 
 Flower's process unpacks the bundle that came with a run, imports it and runs it, with the site's
 data at hand. This one refuses a bundle that is not the installed package's, and answers with the

@@ -29,7 +29,7 @@ NODE_KEY = Path("state") / "node.key"
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check says.
+    """Result of one check.
 
     Args:
         name: Of the check.

@@ -1,4 +1,4 @@
-"""Whether a machine of a deployment reaches another: TLS, clocks, registered keys, and why not.
+"""Checks that a machine of a deployment reaches another: TLS, clocks, registered keys, and why not.
 
 Flower's own messages name the symptom; these name the cause and what to do. Used by ``doctor``.
 """

@@ -41,7 +41,7 @@ _HOST = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!
 
 @dataclass(frozen=True)
 class Deployment:
-    """What ``sites.yaml`` says.
+    """Contents of ``sites.yaml``.
 
     Args:
         federation: A name for the certificates.

@@ -54,7 +54,7 @@ class ImpatientStore:
 
 
 class Pace:
-    """How long a SuperNode waits before it asks again: seldom after long without a message."""
+    """Time that a SuperNode waits before it asks again: seldom after long without a message."""
 
     def __init__(self) -> None:
         """Begin as after a message."""

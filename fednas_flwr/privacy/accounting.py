@@ -1,4 +1,4 @@
-"""What epsilon a schedule of releases costs, and how much noise a target epsilon needs.
+"""Epsilon of a schedule of releases, and the noise that a target epsilon needs.
 
 Four accountants share one signature, ``(releases, delta) -> epsilon``, over releases that are known
 in advance: :func:`prv_epsilon` (tight, for reports), :func:`rdp_epsilon`, ``gdp.gdp_epsilon`` (the

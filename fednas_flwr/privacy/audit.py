@@ -44,7 +44,7 @@ SHOWN = 0.999  # probability with which half the noise should be refuted
 
 @dataclass(frozen=True, eq=False)
 class AuditResult:
-    """What a one-run audit saw and what follows from it.
+    """Observations of a one-run audit, and conclusions from them.
 
     Args:
         scores: Score of each canary, float64 [M]; higher speaks for included.
@@ -66,7 +66,7 @@ class AuditResult:
 
     @property
     def num_guesses(self) -> int:
-        """How many canaries were guessed, rightly or wrongly."""
+        """Number of canaries were guessed, rightly or wrongly."""
         return int(self.guesses.count_nonzero())
 
 
@@ -578,7 +578,7 @@ def plan_many_runs(
     apart = 1 / noise_multiplier
 
     def shows(runs: int, margins: tuple[float, float]) -> bool:
-        """Whether a client is refuted whose means lie so many ``apart`` from the threshold."""
+        """True if a client is refuted whose means lie so many ``apart`` from the threshold."""
         counts = np.arange(runs + 1)
         low, high = (
             stats.norm.ppf(limit)

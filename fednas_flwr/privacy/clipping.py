@@ -78,7 +78,7 @@ SMALLEST_MAX_NORM = 1e-100  # squares of much smaller numbers vanish in float64
 
 
 class Relaxation(NamedTuple):
-    """How alphas enter a supernet.
+    """Way that alphas enter a supernet.
 
     Attributes:
         op_weights: What the supernet is called with, [E, K] by kind of cell: the weights of all K =
@@ -232,7 +232,7 @@ def clipped_alpha_gradient_sum(
 
 
 class _Scale(NamedTuple):
-    """How a micro-batch is scaled: R, public factors [B], how many rows are records, and whose."""
+    """Scaling of a micro-batch: R, public factors [B], how many rows are records, and whose."""
 
     max_norm: float
     factors_B: Tensor | None

@@ -1,4 +1,4 @@
-"""What a site has spent of its privacy budgets: a durable, chained record in one sqlite file.
+"""Ledger of a site's spent privacy budgets: a durable, chained record in one sqlite file.
 
 :meth:`Ledger.reserve` books a release before its noise is drawn; nothing is ever refunded. Not for
 deciding what may be asked (``policy``) or what a release costs (``renyi_filter``).

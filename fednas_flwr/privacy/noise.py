@@ -60,7 +60,7 @@ class SecureGenerator:
 
     @property
     def is_secure(self) -> bool:
-        """Whether nobody can repeat the draws; False with a test seed."""
+        """True if nobody can repeat the draws; False with a test seed."""
         return self._test_seed is None
 
     def discrete_gaussian(self, shape: tuple[int, ...], *, sigma: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a run means to release: one record from the strategy that plans it to the ledger's row.
+"""Releases that a run plans: one record from the strategy that plans it to the ledger's row.
 
 A strategy states its :class:`PlannedRelease` of every round, the schedule adds them up and
 calibrates their noise, a site keeps them in its ledger, and every release is checked against them.

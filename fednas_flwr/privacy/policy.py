@@ -1,4 +1,4 @@
-"""What a site allows, as a dataclass, and the check of every request against it.
+"""Policy of a site, as a dataclass, and the check of every request against it.
 
 The client decides: ``policy_file`` reads its file; :func:`check_verb` and :func:`check_planned`
 refuse a request before any data is read. Nothing here counts what was spent or how many steps a
@@ -26,7 +26,7 @@ APPROVALS = AUTOMATIC, MANUAL = ("automatic", "manual")
 
 @dataclass(frozen=True)
 class DataSetPolicy:
-    """What the site allows on one data set; ``policy_file.template`` explains every attribute.
+    """Permissions of a site for one data set; ``policy_file.template`` explains every attribute.
 
     Attributes:
         data_set: The id, which only the policy gives.
@@ -65,13 +65,13 @@ class DataSetPolicy:
 
     @property
     def needs_approval(self) -> bool:
-        """Whether a person must approve each run."""
+        """True if a person must approve each run."""
         return self.approve == MANUAL
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What the site allows, by data set id."""
+    """Permissions of the site, by data set id."""
 
     data_sets: Mapping[str, DataSetPolicy]
 

@@ -1,4 +1,4 @@
-"""What one private release costs, in Renyi differential privacy.
+"""Cost of one private release, in Renyi differential privacy.
 
 A release is a Poisson-subsampled Gaussian mechanism; neighbours differ by one record added or
 removed. Renyi divergences add up over releases, even adaptively chosen ones, which is why

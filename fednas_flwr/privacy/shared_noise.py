@@ -20,7 +20,7 @@ LEAST_SIGMA = 6  # cells, with which no digit of an epsilon tells a sum of share
 
 @dataclass(frozen=True)
 class SumTerms(Checked):
-    """What a site's policy says of secure sums.
+    """Terms of secure sums in a site's policy.
 
     Attributes:
         roster: Fingerprint of the list of all sites' public keys, 64 hex digits.

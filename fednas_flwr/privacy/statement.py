@@ -47,7 +47,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Statement:
-    """What :func:`make_statement` returns.
+    """Statement that :func:`make_statement` returns.
 
     Attributes:
         lines: One for each kind, in the order of first booking.

@@ -1,4 +1,4 @@
-"""Where tables are printed."""
+"""Consoles on which tables are printed."""
 
 from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""How decided the cells of a search are: what stands between each edge's op and the next one.
+"""Decidedness of a search's cells: the margin between each edge's op and the next one.
 
 A cell is derived from the largest alphas, also where they hardly differ. An edge is decided if the
 lead of its op, in alphas and so in log-odds, is larger than what it moves by from round to round.
@@ -42,7 +42,7 @@ class Edge:
 
     @property
     def is_decided(self) -> bool:
-        """Whether the lead is more than ``SPREADS`` spreads."""
+        """True if the lead is more than ``SPREADS`` spreads."""
         return self.lead > SPREADS * self.spread
 
 

@@ -1,4 +1,4 @@
-"""What FEATHERS' bandit tried and chose, from ``explored`` events: figures and tables of a stage.
+"""Trials and choices of FEATHERS' bandit, from ``explored`` events: figures and tables of a stage.
 
 Each such event is one phase: the trials before a round, what they taught, and what they cost.
 """

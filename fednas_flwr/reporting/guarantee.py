@@ -1,4 +1,4 @@
-"""What a private run promises, from its ``privacy`` event: numbers, sentences and table rows.
+"""The promise of a private run, from its ``privacy`` event: numbers, sentences and table rows.
 
 Report, model card, closing table and live display all take them from here, so that they cannot
 promise different things. An epsilon that is not finite stands as null in the file; it is shown as

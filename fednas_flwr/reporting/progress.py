@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on, and the short table at its end.
+"""Progress of a run on the terminal, and the short table at its end.
 
 `ProgressDisplay` is a listener of an `EventLog`: bars that move on a terminal, plain lines in a
 file or a pipe. `print_summary` prints the final table from the run folder.

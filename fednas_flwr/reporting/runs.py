@@ -81,20 +81,20 @@ class Run:
 
     @property
     def is_private(self) -> bool:
-        """Whether clients add noise to all they send: a privacy other than ``none`` was chosen."""
+        """True if clients add noise to all they send: a privacy other than ``none`` was chosen."""
         chosen = self.config.get("privacy")
         name = chosen.get("name") if isinstance(chosen, dict) else None
         return name not in (None, "none") or self.privacy is not None
 
     @property
     def holds_out(self) -> bool:
-        """Whether retraining left validation records out, to be measured on."""
+        """True if retraining left validation records out, to be measured on."""
         retrain = self.config.get("retrain")
         return isinstance(retrain, dict) and bool(retrain.get("evaluate_every"))
 
     @property
     def multi_label(self) -> bool:
-        """Whether a record can have several labels."""
+        """True if a record can have several labels."""
         return bool((self.last("partition") or {}).get("multi_label"))
 
     @property

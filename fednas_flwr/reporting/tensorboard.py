@@ -22,7 +22,7 @@ class Scalars:
     """The numbers of a run's events that a tracker of experiments shows."""
 
     def __init__(self) -> None:
-        """Of a run that is not private, until an event says that it is."""
+        """Start as for a run without privacy, until an event says otherwise."""
         self._is_private = False
 
     def of(self, event: Event) -> list[tuple[str, dict[str, float], int]]:

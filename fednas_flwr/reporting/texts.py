@@ -1,4 +1,4 @@
-"""What the report says in words and small tables: one function per piece of the page.
+"""Sentences and small tables of the report: one function per piece of the page.
 
 Each returns text or rows of text for the template, empty where the run holds nothing to say.
 """

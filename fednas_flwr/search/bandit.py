@@ -33,7 +33,7 @@ from fednas_flwr.typed import check_range
 
 @dataclass(frozen=True)
 class Bandit:
-    """What is known of the arms; every change is a new object.
+    """Knowledge about the arms; every change is a new object.
 
     Attributes:
         settings: The constants.

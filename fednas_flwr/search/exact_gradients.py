@@ -141,7 +141,7 @@ class ExactGradients:
 
 @dataclass(frozen=True)
 class LookAhead:
-    """What the second order needs of the weights' last step (DP-FNAS, arXiv 2110.11025, Eq. 5).
+    """Facts about the weights' last step for the second order (DP-FNAS, arXiv 2110.11025, Eq. 5).
 
     Attributes:
         previous_weights: W before it, by name.

@@ -1,4 +1,4 @@
-"""What networks are trained for and judged by: one object for losses, class factors and scores."""
+"""Objective of training and evaluation: one object for losses, class factors and scores."""
 
 from __future__ import annotations
 

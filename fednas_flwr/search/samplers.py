@@ -1,4 +1,4 @@
-"""What chooses the candidates of a search: :class:`RandomSampler` and :class:`Evolution`.
+"""Samplers of a search's candidates: :class:`RandomSampler` and :class:`Evolution`.
 
 A third :class:`Sampler` is the controller of ``search.controller``; :class:`RejectionSampler` keeps
 any of them from proposing what must not be a result. A candidate is a path: for each

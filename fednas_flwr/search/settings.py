@@ -122,7 +122,7 @@ class Temperatures(Checked):
 
 @dataclass(frozen=True)
 class PriorSettings(Checked):
-    """What alphas begin with: a lead for the architecture that an earlier search has found.
+    """Start of the alphas: a lead for the architecture that an earlier search has found.
 
     Attributes:
         run: Folder of that search, such as one by data-free scores (Abdelfattah et al. 2021, arXiv

@@ -34,7 +34,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the network of a genotype may cost at the space's own sizes; None is without limit.
+    """Limits on the cost of a genotype's network at the space's own sizes; None is no limit.
 
     Attributes:
         parameters: Most parameters.

@@ -40,7 +40,7 @@ class Layer(NamedTuple):
 
     @property
     def is_residual(self) -> bool:
-        """Whether the input is added to the output."""
+        """True if the input is added to the output."""
         is_block = self.op in MBCONVS or self.op == ZERO
         return is_block and self.stride == 1 and self.input_shape[0] == self.output_shape[0]
 
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What all networks of an MBConv space share, at width 1.
+    """Plan that all networks of an MBConv space share, at width 1.
 
     Attributes:
         stem: Channels of the first 3x3 convolution.

@@ -28,7 +28,7 @@ MAX_GROUPS = 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """What all networks of one search space share but the choice of ops.
+    """Everything that networks of one search space share, except for the choice of ops.
 
     Attributes:
         inputs: Channels of an image, or features of a record.

@@ -1,4 +1,4 @@
-"""What every search space offers, and the supernet that all of them share.
+"""Interface of every search space, and the supernet that all of them share.
 
 A space is a frozen dataclass of its sizes that fulfils :class:`SearchSpace`. Its relaxed network is
 a :class:`Supernet`: the architecture parameters (alphas) beside a body that holds all weights. A
@@ -71,7 +71,7 @@ class Supernet(nn.Module):
 
     @property
     def takes_stack(self) -> bool:
-        """Whether the weights can be given per record: the engine is the fast one."""
+        """True if the weights can be given per record: the engine is the fast one."""
         return getattr(self.body, "takes_stack", False)
 
     def weights(self) -> dict[str, nn.Parameter]:
@@ -151,7 +151,7 @@ class SearchSpace(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SpaceShape:
-    """What every search space of the package is made for.
+    """Data and sizes that every search space of the package is made for.
 
     Attributes:
         input_shape: Of one example.

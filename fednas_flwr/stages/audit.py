@@ -70,7 +70,7 @@ LARGE, SMALL = 1e5, 1e3  # gradients before clipping: both far above the network
 
 @dataclass(frozen=True)
 class Finding:
-    """What one of the two audits found.
+    """Findings of one of the two audits.
 
     Attributes:
         seen: What was done and guessed, for people.
@@ -91,18 +91,18 @@ class Finding:
 
     @property
     def refutes(self) -> bool:
-        """Whether the claim is refuted."""
+        """True if the claim is refuted."""
         return self.epsilon > self.claim
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether a wrong claim could have been refuted."""
+        """True if a wrong claim could have been refuted."""
         return self.largest > self.claim and self.shows_half is not False
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What both audits found.
+    """Findings of both audits.
 
     Attributes:
         findings: Of the one run, and of the many runs.

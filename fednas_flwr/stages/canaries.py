@@ -30,7 +30,7 @@ MARK = 2.0**20  # above any value of a record; float32 is exact up to 2^24
 
 @dataclass(frozen=True)
 class Canaries:
-    """What marked records put into the added layer.
+    """Values that marked records put into the added layer.
 
     Attributes:
         columns: Column of the layer that each mark reads, from 0, [M].

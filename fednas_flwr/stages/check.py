@@ -1,4 +1,4 @@
-"""What can be known of a run before it begins, from its configuration and the prepared data.
+"""Facts about a run before it begins, from its configuration and the prepared data.
 
 :func:`check_run` is asked before the first message, and before there is a run folder. What only
 the clients know, such as the budgets of real sites, is found out by their answers.

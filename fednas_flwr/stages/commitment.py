@@ -1,4 +1,4 @@
-"""What a private run promises its clients before anything is released: they keep the schedule."""
+"""Commitment of a private run to its clients before anything is released: the schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from records, budget and noise in a private run, and why."""
+"""Values that follow from records, budget and noise in a private run, and why."""
 
 from __future__ import annotations
 

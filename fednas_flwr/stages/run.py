@@ -1,4 +1,4 @@
-"""What the stages of one run share."""
+"""State that the stages of one run share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OutOfTimeError(RuntimeError):
 
 @dataclass
 class Run:
-    """What the stages share."""
+    """State that the stages share."""
 
     config: Config
     folder: Path

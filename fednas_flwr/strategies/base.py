@@ -146,7 +146,7 @@ class RoundStrategy(Strategy):
 
     @property
     def site(self) -> Site | None:
-        """What requests to private clients name besides, None without privacy."""
+        """Additional terms of requests to private clients, None without privacy."""
         if self.private is None:
             return None
         return Site(self.private.data_set)

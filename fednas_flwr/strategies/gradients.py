@@ -16,7 +16,7 @@ from fednas_flwr.strategies.base import RoundStrategy
 
 @dataclass(frozen=True)
 class Update:
-    """What an exchange of gradients gives the server.
+    """Result of an exchange of gradients at the server.
 
     Attributes:
         gradients: By state, the packed gradient.

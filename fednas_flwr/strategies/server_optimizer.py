@@ -21,7 +21,7 @@ MOMENTS = ("m_t", "v_t")  # Flower's names of the first and second ones
 
 
 class _Averaged(FedAvg):
-    """What Flower's optimisers ask for the average of the replies: it is ready already."""
+    """Stand-in that Flower's optimisers ask for the average of the replies: it is ready already."""
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

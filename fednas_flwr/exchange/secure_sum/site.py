@@ -34,7 +34,7 @@ _SCHEMA = """
 
 @dataclass(frozen=True)
 class Opening:
-    """What a site gives so that the server can take masks off a sum.
+    """Shares by which the server takes masks off a sum.
 
     Attributes:
         parts: By survivor, this site's part of the seed of that one's own mask.
