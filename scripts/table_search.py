@@ -32,8 +32,8 @@ SEARCHES = {
     "halving": ("experiment=search/halving", *SMALL),
     "random_search": ("experiment=random_search/fashion_mnist",),
     "random_search, as long": ("experiment=random_search/fashion_mnist", "rounds=22"),
-    "fed_darts": ("experiment=fed_darts/fashion_mnist",),
-    "fed_darts, beta_decay": ("experiment=fed_darts/fashion_mnist", "algorithm.beta_decay=5"),
+    "fed_darts": ("experiment=fed_darts/fashion_mnist", "algorithm.beta_decay=5"),
+    "fed_darts, no beta_decay": ("experiment=fed_darts/fashion_mnist",),
     "fnas": ("experiment=fnas/fashion_mnist",),
 }
 PARTITIONS = ("iid", "dirichlet")
