@@ -273,22 +273,27 @@ def make(job: Job, *, root: Path, results: Path) -> None:
 
 COLOURS = dict(zip(COMPARED, ("#0072b2", "#e69f00", "#009e73", "#cc79a7"), strict=True))
 DASHES = {1: "none", 4: "6 4"}  # by clients
-WIDTH, HEIGHT = 640, 400
-LEFT, RIGHT, TOP, BOTTOM = 60, 190, 20, 50
+WIDTH, HEIGHT = 700, 400
+LEFT, RIGHT, TOP, BOTTOM = 60, 250, 20, 50
 
 
 def draw(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return an SVG of test accuracy over budget: a line per network and K, with deviations.
 
+    The legend has each network's thousands of parameters.
+
     Args:
         runs: Those of dp_budget.json; rows that are not there yet are left out.
     """
     accuracies: dict[tuple[str, int], dict[float, list[float]]] = {}
+    sizes: dict[tuple[str, int], list[float]] = {}
     for run in runs:
         group = run["group"]
         line = accuracies.setdefault((group["network"], group["K"]), {})
         accuracy = 100 * run["metrics"]["central_accuracy"]
         line.setdefault(group["budget"], []).append(accuracy)
+        size = run["metrics"]["num_parameters"] / 1e3
+        sizes.setdefault((group["network"], group["K"]), []).append(size)
     every = [value for line in accuracies.values() for values in line.values() for value in values]
     low, high = 5 * math.floor(min(every) / 5), 5 * math.ceil(max(every) / 5)
 
@@ -317,9 +322,11 @@ def draw(runs: Sequence[Mapping[str, Any]]) -> str:
                 )
                 parts.append(f'<line x1="{x}" y1="{bottom}" x2="{x}" y2="{top}" {stroke}/>')
         x, y = WIDTH - RIGHT + 15, TOP + 10 + 20 * number
+        least, most = (f"{end(sizes[network, clients]):.0f}" for end in (min, max))
+        size = f"{least} k" if least == most else f"{least} to {most} k"
         parts += [
             f'<line x1="{x}" y1="{y}" x2="{x + 28}" y2="{y}" {stroke} stroke-dasharray="{dash}"/>',
-            f'<text x="{x + 34}" y="{y + 4}">{network}, K = {clients}</text>',
+            f'<text x="{x + 34}" y="{y + 4}">{network}, K = {clients}: {size}</text>',
         ]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
