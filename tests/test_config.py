@@ -73,8 +73,14 @@ def test_a_base_is_no_choice_and_every_base_has_one() -> None:
     for path in bases:
         group, *rest = path.relative_to(folder).with_suffix("").parts
         name = "/".join(rest)
-        listed = re.compile(rf"[\[ /]{name}(@_global_)?[\],\n]")
-        assert any(listed.search(text) for text in texts), name
+        assert any(
+            f"[{name}]" in text
+            or f"[{name}, " in text
+            or f"- {name}\n" in text
+            or f"- /{group}/{name}\n" in text
+            or f"{name}@_global_" in text
+            for text in texts
+        )
         with pytest.raises(
             ConfigError, match=f"^{group}={name} is unknown: choose one of "
         ) as told:

@@ -333,6 +333,20 @@ def test_private_groups_of_similar_updates_cost_no_release_more(run):
     assert json.loads((whole.folder / "groups.json").read_text()) == groups
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*PRIVATE, *BY_ALPHAS, "rounds=2", "algorithm.search.warm_up_rounds=1"),
+        (*BY_ALPHAS, "algorithm.search.sparse=true", "algorithm.search.warm_up_rounds=1"),
+    ],
+)
+def test_groups_of_alphas_come_about_after_rounds_in_which_they_rest(run, overrides):
+    found = run(*overrides, "stages=[search]")
+    assert found.error is None
+    groups = json.loads((found.folder / "groups.json").read_text())
+    assert sorted(client for clients in groups.values() for client in clients) == list(range(5))
+
+
 def test_alphas_that_rest_in_all_rounds_group_nobody(compose_config):
     with pytest.raises(ConfigError, match="rounds=2: alphas rest .* raise rounds to 3 or more"):
         compose_config(*CFDNAS, *BY_ALPHAS, "algorithm.search.warm_up_rounds=2")
