@@ -347,6 +347,25 @@ def test_groups_of_alphas_come_about_after_rounds_in_which_they_rest(run, overri
     assert sorted(client for clients in groups.values() for client in clients) == list(range(5))
 
 
+def test_a_client_that_is_no_longer_asked_is_in_no_group_of_alphas(run, monkeypatch):
+    honest, asked = ANSWERS["train.search"], Counter()
+
+    def broken_later(client, request, terms):
+        asked[client.index] += 1
+        reply = honest(client, request, terms)
+        if client.index == 4 and asked[4] > 1:
+            for vector in reply.states["weights"].values():
+                vector.fill_(float("nan"))
+        return reply
+
+    monkeypatch.setitem(ANSWERS, "train.search", broken_later)
+    found = run(*BY_ALPHAS, "rounds=4", "stages=[search]")
+    assert found.error is None
+    assert asked[4] == 4
+    groups = json.loads((found.folder / "groups.json").read_text())
+    assert sorted(client for clients in groups.values() for client in clients) == list(range(4))
+
+
 def test_alphas_that_rest_in_all_rounds_group_nobody(compose_config):
     with pytest.raises(ConfigError, match="rounds=2: alphas rest .* raise rounds to 3 or more"):
         compose_config(*CFDNAS, *BY_ALPHAS, "algorithm.search.warm_up_rounds=2")
