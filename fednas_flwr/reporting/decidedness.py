@@ -1,9 +1,11 @@
 """Decidedness of a search's cells: the margin between each edge's op and the next one.
 
 A cell is derived from the largest alphas, also where they hardly differ. An edge is decided if the
-lead of its op, in alphas and so in log-odds, is larger than what it moves by from round to round.
+lead of its op, in alphas and so in log-odds, is larger than what it moves by from round to round,
+and than the differences that a search which has hardly begun makes by chance.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import stdev
@@ -11,10 +13,11 @@ from typing import Any
 
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.plots import edge_labels, node_name
+from fednas_flwr.reporting.units import DASH
 
 LAST_ROUNDS = 5  # snapshots of the alphas that the spread is taken over
 SPREADS = 2.0  # that a lead must exceed
-LEAST_SPREAD = 0.002  # alphas that stay where they were drawn (with .001) have decided nothing
+LEAST_LEAD = 0.05  # in odds 5 %: alphas that have hardly left where they began decide nothing
 TABLE_HEAD = ["cell", "edge", "op", "next", "lead", "spread", "decided"]
 
 
@@ -30,7 +33,7 @@ class Edge:
         lead: The alpha of ``op`` minus that of ``next_op``, after the last round; below 0 where the
             space has not taken the largest.
         spread: Standard deviation (n - 1) of that difference over the last ``LAST_ROUNDS``
-            snapshots, at least ``LEAST_SPREAD``.
+            snapshots; infinite for a single one.
     """
 
     kind: str
@@ -42,8 +45,8 @@ class Edge:
 
     @property
     def is_decided(self) -> bool:
-        """True if the lead is more than ``SPREADS`` spreads."""
-        return self.lead > SPREADS * self.spread
+        """True if the lead is more than ``SPREADS`` spreads and ``LEAST_LEAD``."""
+        return self.lead > max(SPREADS * self.spread, LEAST_LEAD)
 
 
 def edges(snapshots: Sequence[Event]) -> list[Edge]:
@@ -53,11 +56,11 @@ def edges(snapshots: Sequence[Event]) -> list[Edge]:
     there ``none`` is not a next op.
 
     Args:
-        snapshots: ``alphas`` events by ascending round. There are none to compare, and so no edges,
-            with fewer than two, or without ``cells``, which old runs have not written.
+        snapshots: ``alphas`` events by ascending round. There are no edges without any, or where
+            they have no ``cells``, which old runs have not written.
     """
     last = snapshots[-LAST_ROUNDS:]
-    if len(last) < 2 or not all("cells" in event for event in last):
+    if not last or not all("cells" in event for event in last):
         return []
     newest = last[-1]
     found = []
@@ -79,34 +82,42 @@ def table(found: Sequence[Edge]) -> list[list[str]]:
     return [
         [
             *(edge.kind, edge.label, edge.op, edge.next_op),
-            *(f"{edge.lead:.3f}", f"{edge.spread:.3f}", "yes" if edge.is_decided else "no"),
+            *(f"{edge.lead:.3f}", _number(edge.spread), "yes" if edge.is_decided else "no"),
         ]
         for edge in found
     ]
+
+
+def share(found: Sequence[Edge]) -> str:
+    """Return how many edges are decided, a dash without edges."""
+    return f"{sum(edge.is_decided for edge in found)} of {len(found)}" if found else DASH
 
 
 def text(found: Sequence[Edge]) -> str:
     """Return a sentence on how many edges are decided, empty without edges."""
     if not found:
         return ""
-    decided = sum(edge.is_decided for edge in found)
     return (
-        f"Decided: {decided} of {len(found)} edges. There the op leads the next one by more than "
-        f"{SPREADS:g} times the spread of that lead (standard deviation over the last "
-        f"{LAST_ROUNDS} snapshots, at least {LEAST_SPREAD:g})."
+        f"Decided: {share(found)} edges. There the op leads the next one by more than "
+        f"{LEAST_LEAD:g} and by more than {SPREADS:g} times the spread of that lead (standard "
+        f"deviation over the last {LAST_ROUNDS} snapshots)."
     )
 
 
 def warning(found: Sequence[Edge]) -> str:
-    """Return a warning where at least half of the edges are open, else nothing."""
+    """Return a warning where an edge is open, else nothing."""
     undecided = sum(not edge.is_decided for edge in found)
-    if not found or 2 * undecided < len(found):
+    if not undecided:
         return ""
     return (
-        f"The search has decided little: on {undecided} of {len(found)} edges the chosen op is not "
+        f"The search has left {undecided} of {len(found)} edges open: there the chosen op is not "
         "clearly ahead of the next one, so another seed may derive another cell. Raise rounds or "
-        "the learning rate of the alphas."
+        "the learning rate of the alphas, or search with experiment=search/recommended."
     )
+
+
+def _number(spread: float) -> str:
+    return DASH if math.isinf(spread) else f"{spread:.3f}"
 
 
 def _places(kept: Sequence[Mapping[str, Any]], num_rows: int) -> list[tuple[int, str]]:
@@ -135,4 +146,5 @@ def _edge(
     own = ops.index(op)
     second = max((column for column in columns if column != own), key=rows[-1].__getitem__)
     leads = [row[own] - row[second] for row in rows]
-    return Edge(kind, label, op, ops[second], leads[-1], max(LEAST_SPREAD, stdev(leads)))
+    spread = stdev(leads) if len(leads) > 1 else math.inf
+    return Edge(kind, label, op, ops[second], leads[-1], spread)

@@ -23,6 +23,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from fednas_flwr.reporting import decidedness
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.guarantee import (
     TEST_SEED,
@@ -242,6 +243,7 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         ("boosted trees, AUROC", score(numbers["trees_auroc"])),
         ("parameters", count(numbers["num_parameters"])),
         ("multiply-adds", count(numbers["multiply_adds"])),
+        ("edges decided", decidedness.share(decidedness.edges(run.alphas()))),
         *((f"time of {name}", duration(stages[name])) for name in stages if name in STAGES),
         ("client failures", count(len(run.failures()))),
         ("clients that left", count(left or None)),

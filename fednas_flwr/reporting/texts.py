@@ -420,6 +420,12 @@ GROUP_HEAD = ["clients", "ended", "test accuracy", "mean over clients", "after l
 GROUP_HEAD += ["parameters", "multiply-adds", "time"]
 
 
+BASELINES = {  # what they are, by the first part of their names
+    "random": "random ones of the search space",
+    "data": "the choice of scores that read no record",
+    "linear": "a linear model",
+    "resnet8": "a ResNet-8 of about as many multiply-adds",
+}
 BASELINE_HEAD = ("test accuracy", "found minus it", "parameters", "multiply-adds", "epsilon", "")
 
 
@@ -445,17 +451,23 @@ def baseline_rows(run: Run) -> list[tuple[str, str, list[str]]]:
 
 
 def baselines_text(run: Run) -> str:
-    """Return how the baselines were trained."""
+    """Return what the baselines are, and how they were trained."""
     own = " Each had a ledger of its own, so all epsilon, as no real site would give."
     if (run.config.get("privacy") or {}).get("baseline_share"):
         own = (
             " Sites paid for each of them besides, by equal parts of privacy.baseline_share; its "
             "epsilon is that of all that they have released by then."
         )
+    names = {baseline.folder.name.partition("_")[0] for baseline in run.baselines()}
+    kinds = [text for name, text in BASELINES.items() if name in names]
+    retrained = ""
+    if (run.config.get("algorithm") or {}).get("name") == "feathers":
+        retrained = (
+            " FEATHERS also retrained the random ones; the others had the constants of retrain."
+        )
     return (
-        "Networks that were not searched, with the same retraining, clients and records: random "
-        "ones of the search space, the choice of scores that read no record, and a ResNet-8 of "
-        "about as many multiply-adds" + (", and a linear model." + own if run.is_private else ".")
+        "Networks that were not searched, with the same retraining, clients and records: "
+        f"{', '.join(kinds)}.{retrained}" + (own if run.is_private else "")
     )
 
 

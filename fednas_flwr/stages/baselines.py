@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -27,34 +28,36 @@ from fednas_flwr.config import (
     ZeroCostSettings,
     conf_folder,
 )
-from fednas_flwr.config.networks import Retrain
+from fednas_flwr.config.networks import CellSpace, Retrain
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.hardware.flops import count_multiply_adds
 from fednas_flwr.names import BATCH, LINEAR
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.runs import BASELINES_FOLDER, CONFIG_FILE, read_run
+from fednas_flwr.search.scores import trusted_scores
 from fednas_flwr.search.settings import RESNETS, Configuration
 from fednas_flwr.search_spaces.genotype import save_genotype
 from fednas_flwr.stages.run_folder import GENOTYPE_FILE, create_run_folder
 from fednas_flwr.stages.schedule import paying
 from fednas_flwr.typed import parse
 
-DRAWS = 250  # of the data-free choice
 AFFORDED = 2  # random networks, where nobody says how many
 FURTHER = 3  # baselines beside the random ones, at most
 ADDED = 0.5  # share of a run's time that baselines may add by default
 WORTH_S = 60.0  # a shorter run is a try, which baselines would only delay
 STAGES = ["retrain", "evaluate", "export"]  # of a network that is given
+DATA_FREE = "experiment/search/data_free.yaml"  # settings of the data-free choice, in conf/
 
 
 def prepare_baselines(config: Config) -> list[Path]:
     """Return a run folder for every baseline, made where it is missing.
 
     They are ``random_1`` and so on, drawn uniformly from the search space; ``data_free``, the
-    choice of ``zero_cost``, unless the run is one; ``linear``, a linear model, unless the run fits
-    one to pooled records; and for images ``resnet8_<width>``, of the width whose multiply-adds are
-    nearest. Hyper-parameters that the search has found are taken over.
+    choice of ``experiment=search/data_free``, unless the run's algorithm is ``zero_cost``;
+    ``linear``, a linear model, unless the run fits one to pooled records; and for images
+    ``resnet8_<width>``, of the width whose multiply-adds are nearest. Hyper-parameters that the
+    search has found are taken over.
 
     Args:
         config: Of a finished run that has exported a searched network.
@@ -81,12 +84,13 @@ def affordable(folder: Path) -> int:
     """Return how many random networks a finished run is compared with unless it says so itself.
 
     Two where all baselines add less than half to its time, which must be over a minute; each takes
-    about as long as the run's retraining. A run that has begun with baselines goes on with them.
+    about as long as all of the run but its search, to which the data-free choice adds its scores. A
+    run that has begun with baselines goes on with them.
     """
     if (folder / BASELINES_FOLDER).is_dir():
         return AFFORDED
     seconds = read_run(folder).stage_seconds()
-    whole, each = sum(seconds.values()), seconds.get("retrain", 0.0)
+    whole, each = sum(seconds.values()), sum(seconds.get(stage, 0.0) for stage in STAGES)
     cheap = (AFFORDED + FURTHER) * each < ADDED * whole
     return AFFORDED if cheap and whole > WORTH_S else 0
 
@@ -99,7 +103,10 @@ def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
     description = load_description(folder)
     derived = read_run(folder).last("derived") or {}
     found = _with_found(config, derived)
-    config = replace(config, baselines=0, time_limit=None, retrain=found)
+    privacy = config.privacy
+    if isinstance(privacy, DifferentialPrivacy):  # the run's own ledgers pay for no baseline
+        privacy = replace(privacy, sites=None)
+    config = replace(config, baselines=0, time_limit=None, retrain=found, privacy=privacy)
     space, _ = described_space(description)
     for index in range(1, number + 1):
         name = f"random_{index}"
@@ -110,13 +117,31 @@ def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
             save_genotype(file, space.random_genotype(generator))
         yield name, replace(config, stages=STAGES, genotype=str(file.resolve()))
     if not isinstance(config.algorithm, ZeroCostSettings):
-        yield "data_free", replace(config, algorithm=_shipped("zero_cost", draws=DRAWS), rounds=1)
+        yield "data_free", _data_free(config)
     if not pools_records(config):  # which gives a linear model, too
         yield LINEAR, replace(config, algorithm=_shipped("fedavg", network=LINEAR), stages=STAGES)
     shape = tuple(description["input_shape"])
     if len(shape) == 3:
         name = _nearest_resnet(shape, description["num_classes"], derived["multiply_adds"])
         yield name, replace(config, algorithm=_shipped("fedavg", network=name), stages=STAGES)
+
+
+def _data_free(config: Config) -> Config:
+    """Return the configuration of the data-free choice.
+
+    As ``experiment=search/data_free``, also by its small networks, in spaces of cells that the
+    scores rank; in others by ``zero_cost`` alone.
+    """
+    settings, space = _shipped_settings(DATA_FREE), config.search_space
+    scored, changed = {"draws": settings["algorithm"]["draws"]}, {}
+    if isinstance(space, CellSpace) and trusted_scores(space.name):
+        scored, changed = settings["algorithm"], settings["search_space"]
+    return replace(
+        config,
+        algorithm=_shipped("zero_cost", **scored),
+        search_space=replace(space, **changed),
+        rounds=settings["rounds"],
+    )
 
 
 def _of_share(config: Config, number: int) -> Config:
@@ -144,12 +169,16 @@ def _with_found(config: Config, derived: Event) -> Retrain:
 
 def _shipped(name: str, **changed: object) -> AlgorithmSettings:
     """Return the settings that ``algorithm=<name>`` has by default, some of them changed."""
-    file = conf_folder() / "algorithm" / f"{name}.yaml"
-    settings = yaml.safe_load(file.read_text(encoding="utf-8"))
-    parsed: AlgorithmSettings = parse(
-        ALGORITHMS[name].settings, {**settings, **changed}, key="algorithm"
-    )
+    settings = {**_shipped_settings(f"algorithm/{name}.yaml"), **changed}
+    parsed: AlgorithmSettings = parse(ALGORITHMS[name].settings, settings, key="algorithm")
     return parsed
+
+
+def _shipped_settings(file: str) -> dict[str, Any]:
+    """Return what a file of ``conf/`` sets by itself."""
+    text = (conf_folder() / file).read_text(encoding="utf-8")
+    settings: dict[str, Any] = yaml.safe_load(text)
+    return settings
 
 
 def _nearest_resnet(shape: tuple[int, ...], num_classes: int, wanted: int) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import re
 import statistics
 
 import pytest
+from rich.console import Console
 
 from fednas_flwr.reporting import decidedness
 from fednas_flwr.reporting.events import EventLog
+from fednas_flwr.reporting.progress import print_summary
 from fednas_flwr.reporting.report import write_report
 from fednas_flwr.reporting.runs import read_run
 
@@ -37,11 +41,12 @@ def test_leads_and_spreads_by_hand():
     assert jumping.spread == pytest.approx(statistics.stdev(jumps[-5:]))
     assert not jumping.is_decided
     assert (still.op, still.next_op) == ("none", "skip")
-    assert still.spread == decidedness.LEAST_SPREAD
+    assert still.spread == 0.0
     assert not still.is_decided  # .003 is no lead, however still it stands
     assert decidedness.text([grows, jumping, still]).startswith("Decided: 1 of 3 edges.")
-    assert "on 2 of 3 edges" in decidedness.warning([grows, jumping, still])
-    assert decidedness.warning([grows, grows, still]) == ""
+    assert "2 of 3 edges open" in decidedness.warning([grows, jumping, still])
+    assert "1 of 3 edges open" in decidedness.warning([grows, grows, still])
+    assert decidedness.warning([grows, grows]) == ""
 
 
 def test_an_op_that_was_taken_in_place_of_the_largest_is_behind():
@@ -66,11 +71,18 @@ def test_a_cell_that_keeps_some_edges_has_no_none_to_compare_with():
     assert [edge.lead for edge in found] == pytest.approx([1.0, 0.9, 0.8, 0.6])
 
 
-def test_there_is_nothing_to_say_of_one_snapshot_or_without_cells():
+def test_one_snapshot_decides_nothing_since_it_has_no_spread():
+    found = decidedness.edges([snapshot(1, [[0.0, 1.0, 2.0]] * 3)])
+    assert decidedness.share(found) == "0 of 3"
+    assert "3 of 3 edges open" in decidedness.warning(found)
+    assert [row[-2:] for row in decidedness.table(found)] == [["–", "no"]] * 3
+
+
+def test_there_is_nothing_to_say_without_snapshots_or_cells():
     one = snapshot(1, [[0.0, 1.0, 2.0]] * 3)
-    assert decidedness.edges([]) == decidedness.edges([one]) == []
     old = {key: value for key, value in one.items() if key != "cells"}
-    assert decidedness.edges([old, one]) == []
+    assert decidedness.edges([]) == decidedness.edges([old, one]) == []
+    assert decidedness.share([]) == "–"
     assert decidedness.text([]) == decidedness.warning([]) == ""
 
 
@@ -81,7 +93,11 @@ def test_the_report_warns_of_a_cell_that_is_hardly_decided(lead, warns, tmp_path
             log.emit("alphas", **snapshot(number, [[0.0, 0.0, lead]] * 2 + [[lead, 0.0, 0.0]]))
     page = write_report(tmp_path).read_text()
     assert f"Decided: {0 if warns else 3} of 3 edges" in page
-    assert ("The search has decided little" in page) == warns
+    assert ("The search has left 3 of 3 edges open" in page) == warns
+    console = Console(file=io.StringIO())
+    print_summary(tmp_path, console)
+    shown = console.file.getvalue()
+    assert re.search(rf"edges decided +│ +{0 if warns else 3} of 3", shown)
 
 
 def test_a_real_searchs_alphas_can_be_judged(run_inline):

@@ -36,7 +36,16 @@ RANGES = {
 @pytest.fixture
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take fewer networks for the data-free choice, for time alone."""
-    monkeypatch.setattr(baselines, "DRAWS", 4)
+    shipped = baselines._shipped_settings
+
+    def fewer(file: str) -> dict[str, Any]:
+        settings = shipped(file)
+        if file == baselines.DATA_FREE:
+            settings["algorithm"]["draws"] = 4
+            settings["algorithm"]["shortlist"]["keep"] = 2
+        return settings
+
+    monkeypatch.setattr(baselines, "_shipped_settings", fewer)
 
 
 def told(folder: Path) -> dict[str, dict[str, Any]]:
@@ -128,8 +137,11 @@ def test_baselines_are_trained_as_the_found_network(
     nearest = min(costs, key=lambda name: max(costs[name], 1 / costs[name]))
     assert {name for name, one in genotypes.items() if one is None} == {"linear", nearest}
     assert nearest != RESNETS[0]
+    assert told(folder)["data_free"]["algorithm"]["shortlist"]["scores"][0] == "learning"
     page = (folder / "report.html").read_text()
     assert "What the search was worth" in page
+    assert "random ones of the search space, the choice of scores that read no record" in page
+    assert "FEATHERS also retrained" not in page
     assert "random_2" in page
     assert run_folders([tmp_path]) == [folder]
 
@@ -154,8 +166,11 @@ def test_private_baselines_have_a_ledger_of_their_own(
     folder = tmp_path / "run"
     overrides = ["algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=50", "clients=2"]
     overrides += ["search_space.norm=group", "retrain.norm=group", "baselines=1"]
-    run(compose_config(*overrides, f"run_dir={folder}"))
+    sites = tmp_path / "sites"  # whose budgets the run spends, and no baseline
+    run(compose_config(*overrides, f"privacy.sites={sites}", f"run_dir={folder}"))
     own = read_run(folder)
+    assert not (folder / "sites").exists()
+    assert (sites / "client-0" / "ledger").is_dir()
     assert {b.status for b in [own, *own.baselines()]} == {"completed"}
     assert "linear" in {b.folder.name for b in own.baselines()}
     for single in [own, *own.baselines()]:
@@ -186,13 +201,14 @@ def test_a_completed_run_that_is_resumed_releases_nothing_more(
 
 
 @pytest.mark.parametrize(
-    ("search", "retrain", "number"), [(200.0, 10.0, 2), (40.0, 1.0, 0), (200.0, 30.0, 0)]
+    ("search", "retrain", "evaluate", "number"),
+    [(200.0, 10.0, 1.0, 2), (40.0, 1.0, 0.0, 0), (200.0, 30.0, 0.0, 0), (200.0, 10.0, 20.0, 0)],
 )
 def test_baselines_are_made_by_default_where_they_add_little(
-    tmp_path: Path, search: float, retrain: float, number: int
+    tmp_path: Path, search: float, retrain: float, evaluate: float, number: int
 ) -> None:
-    """The run takes over a minute, and five times its retraining is less than half of it."""
-    stages = {"search": search, "retrain": retrain}
+    """The run takes over a minute, and five times all but its search is less than half of it."""
+    stages = {"search": search, "retrain": retrain, "evaluate": evaluate}
     lines = [{"event": "run_started"}]
     for name, seconds in stages.items():
         lines += [
