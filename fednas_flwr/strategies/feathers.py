@@ -195,7 +195,10 @@ class FEATHERS(RoundStrategy):
     def _averaged_rewards(
         self, configurations: Sequence[Configuration], bound: float
     ) -> tuple[list[float], float]:
-        """Return each configuration's reward by the averaged model, and 0, the std of no noise."""
+        """Return each configuration's reward by the averaged model, and 0, the std of no noise.
+
+        It is the mean over the clients that answered before and after the trial; 0 without any.
+        """
         before = self._losses(self.states)
         rewards = []
         for configuration in configurations:
@@ -209,7 +212,7 @@ class FEATHERS(RoundStrategy):
                 after[c].num_examples * _clamped(before[c].loss - after[c].loss, bound)
                 for c in both
             )
-            rewards.append(total / sum(after[c].num_examples for c in both))
+            rewards.append(total / sum(after[c].num_examples for c in both) if both else 0.0)
         return rewards, 0.0
 
     def _losses(self, states: Mapping[str, Packed]) -> dict[int, Measured]:

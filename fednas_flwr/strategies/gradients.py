@@ -90,16 +90,18 @@ class GradientStrategy(RoundStrategy):
             states: That step, in this order.
             clip_norm: Largest norm of the gradient of the weights; None does not clip.
             reduce: See :func:`add_gradients`.
-            added: By state, to its gradient.
+            added: By state, to its gradient; with ``sum`` once for every reply, of which each
+                brings a mean.
 
         Returns:
             The replies without their states.
         """
         update = add_gradients(replies, states, reduce=reduce)
+        times = len(update.replies) if reduce == "sum" else 1
         for state, gradient in update.gradients.items():
             (vector,) = self.states[state].values()
             further = (added or {}).get(state)
-            vector.grad = gradient if further is None else gradient + further
+            vector.grad = gradient if further is None else gradient + times * further
             optimizer = self.optimizers[state]
             clip_gradients(optimizer, clip_norm if state == "weights" else None)
             optimizer.step()

@@ -178,6 +178,21 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
     )
 
 
+def test_a_trial_after_which_other_clients_answer_than_before_is_worth_nothing(
+    compose_config, federate, monkeypatch
+):
+    federation = federate(compose_config(*SETTINGS, "algorithm.rewarded=averaged"))
+    losses, asked = federation.strategy._losses, []
+
+    def other_clients(states):
+        asked.append(states)
+        return {c: own for c, own in losses(states).items() if (c == 0) == (states is asked[0])}
+
+    monkeypatch.setattr(federation.strategy, "_losses", other_clients)
+    federation.strategy.start(federation.grid, num_rounds=1)
+    assert set(explored(federation)[0]["rewards"].values()) == {0.0}
+
+
 @pytest.fixture(scope="module")
 def averaged(compose_config, federate):
     return record(federate(compose_config(*SETTINGS, "algorithm.rewarded=averaged")))
