@@ -35,6 +35,16 @@ os.environ.pop("FEDNAS_CACHE", None)  # which would be the default of dataset.ca
 CONF = Path(__file__).parents[1] / "conf"
 PAGE = CONF / "README.md"
 KINDS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+GROUPS: dict[str, tuple[str, type | None, str]] = {  # of a run; None: by algorithm, at the end
+    "dataset": ("Data set", Dataset, "digits"),
+    "partition": ("Division over clients", Partition, "iid"),
+    "privacy": ("Privacy", DifferentialPrivacy, "dp"),
+    "retrain": ("Retraining", Retrain, "quickstart"),
+    "server_optimizer": ("Optimiser of the server", ServerAdam, "adam"),
+    "runtime": ("Runtime", Runtime, "inline"),
+    "search_space": ("Search space", None, ""),
+    "algorithm": ("Algorithm", None, ""),
+}
 HEAD = """# Settings
 
 Every setting of a run: `fednas run <setting>=<value> ...`, a file in `experiment/`, or
@@ -63,19 +73,13 @@ def main() -> int:
 def page() -> str:
     """Return the whole page."""
     parts = [HEAD, section("Run", Config, "", prefix="", names=())]
-    for group, title, kind, default in (
-        ("dataset", "Data set", Dataset, "digits"),
-        ("partition", "Division over clients", Partition, "iid"),
-        ("privacy", "Privacy", DifferentialPrivacy, "dp"),
-        ("retrain", "Retraining", Retrain, "quickstart"),
-        ("server_optimizer", "Optimiser of the server", ServerAdam, "adam"),
-        ("runtime", "Runtime", Runtime, "inline"),
-    ):
+    parts.append(experiments())
+    for group, (title, kind, default) in GROUPS.items():
+        if kind is None:
+            continue
         parts.append(section(title, kind, default, prefix=f"{group}.", names=names_of(group)))
-    for group, title, entries in (
-        ("search_space", "Search space", SEARCH_SPACES),
-        ("algorithm", "Algorithm", ALGORITHMS),
-    ):
+    for group, entries in (("search_space", SEARCH_SPACES), ("algorithm", ALGORITHMS)):
+        title = GROUPS[group][0]
         by_kind: dict[type, list[str]] = {}
         for name, entry in entries.items():
             by_kind.setdefault(entry.settings, []).append(name)
@@ -84,6 +88,23 @@ def page() -> str:
             heading = f"{title} {', '.join(names)}"
             parts.append(section(heading, kind, names[0], prefix=f"{group}.", names=chosen))
     return "\n".join(parts)
+
+
+def experiments() -> str:
+    """Return the table of the files in ``experiment/``, by the first sentence of their comments."""
+    rows = []
+    for path in sorted((CONF / "experiment").glob("*/*.yaml")):
+        name = path.relative_to(CONF / "experiment").with_suffix("").as_posix()
+        told = " ".join(re.findall(r"(?m)^# (?!@package)(.*)", path.read_text(encoding="utf-8")))
+        sentence = re.split(r"(?<=[^.]\.) (?=[A-Z\"])", told)[0]
+        data_set = compose_tree([f"experiment={name}"])["dataset"]["name"]
+        cells = (f"`{name}`", data_set, sentence.replace("<", "\\<"))
+        rows.append("| " + " | ".join(cells) + " |")
+    head = "| experiment | data set | what it is |\n|---|---|---|"
+    told = (
+        "`experiment=<name>` sets what its file sets. All but those on digits need `dataset.root`."
+    )
+    return f"## Experiments\n\n{told}\n\n" + "\n".join([head, *rows]) + "\n"
 
 
 def names_of(group: str) -> list[str]:
@@ -114,7 +135,7 @@ def leaves(kind: type, tree: Any, prefix: str) -> Iterator[str]:
         key, hint = f"{prefix}{field.name}", hints[field.name]
         value = tree.get(field.name) if isinstance(tree, dict) else None
         inner = next((part for part in parts_of(hint) if is_dataclass(part)), None)
-        if field.name == "name" or (not prefix and inner is not None):
+        if field.name == "name" or (not prefix and field.name in GROUPS):
             continue
         if field.name not in told:
             raise SystemExit(f"{kind.__name__}.{field.name} has no meaning in its docstring")

@@ -35,7 +35,7 @@ class Hardware(Checked):
         table: File of ``fednas latency measure``, for targets in ms; null has the clients measure
             before the search, each group's its own.
         unit: Unit of cost: ``ms``, ``multiply_adds`` or ``parameters``.
-        target: Cost in this unit from which on a network costs.
+        target: Target cost T in this unit, by which the loss is scaled; costs below T still lower it.
         loss: Form of the loss, a name of ``hardware.costs.LOSSES``.
         scale: Scale of an additive loss.
         exponent: Exponent of the ratio of cost to target.

@@ -90,7 +90,7 @@ class DifferentialPrivacy(Checked):
         unit: ``record``: one record is protected, or one person with all records where the data
             says whose each is. ``client``: all records of a client. It trains by epochs without
             noise, its whole update is clipped to ``max_grad_norm``, and secure sums share the
-            noise. That the server draws clients is not counted in its favour.
+            noise. No privacy amplification by client sampling is claimed.
         epsilon: Bound of the whole run for a record, at ``delta``; retraining's noise is calibrated
             to what search and metrics leave of it. Simulated sites get it as budget.
         delta: The probability with which ``epsilon`` need not hold; below 1 / records.

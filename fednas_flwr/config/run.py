@@ -58,7 +58,7 @@ class Config(Checked):
             privacy.
         device: Device for training; ``auto`` takes CUDA if there is a GPU.
         precision: Number format of gradients without privacy: ``bfloat16`` is faster on GPUs that
-            have it (torch's autocast). Weights, steps, second orders and evaluation stay float32;
+            have it (torch's autocast). Weights, steps, second-order gradients and evaluation stay float32;
             not with privacy.
         threads: torch's threads per client, the same in every runtime.
         clients: Number of clients.
@@ -66,7 +66,7 @@ class Config(Checked):
             all. The seed decides which ones. No privacy is claimed for it, since the server knows
             it.
         sampling: The way they are drawn (:mod:`fednas_flwr.exchange.sampling`): ``uniform`` and
-            ``by_size`` keep averages unbiased, ``round_robin`` gives all clients as many turns.
+            ``by_size`` keep averages unbiased, ``round_robin`` asks all clients equally often.
         over_selection: Share of ``clients_per_round`` that stands by in every round, to be asked in
             the place of clients that fail.
         rounds: Rounds of the search: iterations of FNAS, candidates of random search.
@@ -89,7 +89,7 @@ class Config(Checked):
         class_factors: Public factors of the losses of classes, by name; with privacy they multiply
             what is clipped already.
         oversample: If true, training repeats the records of rarer classes; not with privacy.
-        positive: The class that F1, AUROC, average precision, sensitivity and specificity are of;
+        positive: The positive class of F1, AUROC, average precision, sensitivity and specificity;
             null takes the mean over classes, or the last of two.
         personalised: If true, clients test the trained network again after local epochs of their
             own; not with privacy.
@@ -98,7 +98,7 @@ class Config(Checked):
             left at its checkpoint, and ``resume`` goes on. Baselines come after it, and need a run
             that it has not cut short. Null is none.
         baselines: Random networks of the search space that are trained like the found one and
-            shown beside it, with the data-free choice and a ResNet-8; 0 for none of these. Null is
+            shown beside it, with the data-free choice, a linear model and, for images, a ResNet-8; 0 for none of these. Null is
             2 where the run has taken over a minute and they add less than half of that, else 0.
         tensorboard: If true, curves are also written for TensorBoard.
         trackers: Experiment trackers that get the numbers of the rounds, each an extra of its name;
