@@ -1,12 +1,13 @@
 """Table: data-free scores of NAS-Bench-201 cells against a published table of their accuracies.
 
-    python scripts/table_scores.py --table <file>
+    python scripts/table_scores.py --table <file> --root <cifar10.npz>
 
 Random cells are scored in the networks of the small preset (8 channels, one cell per stage), and
-each score and combination of scores is compared with what the table says of them. 3 seeds.
-Continues where it was stopped; scores are kept in runs/table_scores, what follows from them is
-added to scripts/results/scores.json. Its seconds are those of the comparison; the scores of a cell
-take about half a second of CPU. ``learning``, which takes seconds, is left out.
+each score and combination of scores is compared with what the table says of them. 3 seeds. Two of
+the scores read 64 records, x_train and y_train of a file. Continues where it was stopped; scores
+are kept in runs/table_scores, what follows from them is added to scripts/results/scores.json. Its
+seconds are those of the comparison; the scores of a cell take about half a second of CPU.
+``learning``, which takes seconds, is left out.
 """
 
 from __future__ import annotations
@@ -16,29 +17,34 @@ import csv
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.stats import spearmanr
 from table_runs import commit, is_made
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fednas_flwr.hardware.latency import machine_name
-from fednas_flwr.randomness import make_generator
+from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.reporting.lookup import CellTable, read_cell, read_table
 from fednas_flwr.reporting.tables import append_result, start_results
-from fednas_flwr.search.scores import AZ_NAS, SCORES, combine, measure
+from fednas_flwr.search.scores import AZ_NAS, SCORES, combine, measure, naswot
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space, to_arch_string
 
 RESULTS = Path(__file__).parent / "results" / "scores.json"
 RUNS = Path("runs/table_scores")
 CHANNELS, NUM_CELLS = 8, 1  # of the first stage, per stage
 CELLS, DRAWS = 500, 250  # cells that are scored, of which a search draws some
+RECORDS = 64
 SEEDS = (1, 2, 3)
 REPEATS = 1000  # searches among the scored cells
 BEST = 0.8  # quantile of the percentiles above which the second correlation is taken
 QUICK = tuple(name for name in SCORES if name != "learning")  # which costs seconds
+OF_RECORDS = ("naswot, of records", "gradient norm, of records")
 COMBINATIONS = {
-    **{name: (name,) for name in QUICK},
+    **{name: (name,) for name in (*QUICK, *OF_RECORDS)},
     "AZ-NAS": AZ_NAS,
     "AZ-NAS and synflow": (*AZ_NAS, "synflow"),
 }
@@ -54,17 +60,18 @@ def main() -> None:
     """Score what is missing, then compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--root", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     table = read_table(options.table)
     start_results(
         RESULTS,
         title="Data-free scores of random NAS-Bench-201 cells by a table of all cells",
-        command="python scripts/table_scores.py --table <file>",
+        command="python scripts/table_scores.py --table <file> --root <cifar10.npz>",
         columns=COLUMNS,
     )
     for seed in SEEDS:
-        scored = score_cells(seed)
+        scored = score_cells(seed, read_records(options.root, seed))
         for name, scores in COMBINATIONS.items():
             settings = {
                 "scores": list(scores),
@@ -92,7 +99,24 @@ def main() -> None:
             )
 
 
-def score_cells(seed: int) -> dict[str, dict[str, float]]:
+def read_records(file: Path, seed: int) -> tuple[Tensor, Tensor]:
+    """Return random images [B, 3, 32, 32], about standardised, and labels [B]."""
+    arrays = np.load(file)
+    chosen = np.random.default_rng(seed).choice(len(arrays["y_train"]), RECORDS, replace=False)
+    images = torch.from_numpy(arrays["x_train"][chosen]).permute(0, 3, 1, 2) / 255
+    return (images - 0.5) / 0.25, torch.from_numpy(arrays["y_train"][chosen]).long()
+
+
+def measure_records(network: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
+    """Return NASWOT and the norm of the loss' gradient on records, of a new network."""
+    network.train()
+    loss = F.cross_entropy(network(images), labels)
+    gradients = torch.autograd.grad(loss, list(network.parameters()), allow_unused=True)
+    norm = sum(float(gradient.norm()) for gradient in gradients if gradient is not None)
+    return dict(zip(OF_RECORDS, (naswot(network, images), norm), strict=True))
+
+
+def score_cells(seed: int, records: tuple[Tensor, Tensor]) -> dict[str, dict[str, float]]:
     """Return the scores of different random cells by their notation, from a file as far as known.
 
     The seed is that of the draw, the initialisation and the inputs.
@@ -100,26 +124,30 @@ def score_cells(seed: int) -> dict[str, dict[str, float]]:
     space = NASBench201Space(
         input_shape=(3, 32, 32), num_classes=10, channels=CHANNELS, num_cells=NUM_CELLS
     )
+    names = (*QUICK, *OF_RECORDS)
     generator, cells = make_generator(seed, "pool"), {}
     while len(cells) < CELLS:
         genotype = space.random_genotype(generator)
         cells[to_arch_string(genotype)] = genotype
     path = RUNS / f"c{CHANNELS}_n{NUM_CELLS}_s{seed}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = {}
+    known: dict[str, dict[str, Any]] = {}
     if path.exists():
         with path.open() as file:
             known = {row.pop("cell"): row for row in csv.DictReader(file)}
     with path.open("a") as file:
-        writer = csv.DictWriter(file, ["cell", *QUICK])
+        writer = csv.DictWriter(file, ["cell", *names])
         if not known:
             writer.writeheader()
         for cell, genotype in cells.items():
             if cell not in known:
+                with seeded(seed, "scored network"):
+                    network = space.network(genotype)
                 known[cell] = measure(space, genotype, QUICK, seed=seed)
+                known[cell] |= measure_records(network, *records)
                 writer.writerow({"cell": cell, **known[cell]})
                 file.flush()
-    return {cell: {name: float(known[cell][name]) for name in QUICK} for cell in cells}
+    return {cell: {name: float(known[cell][name]) for name in names} for cell in cells}
 
 
 def compare(

@@ -35,7 +35,8 @@ class Hardware(Checked):
         table: File of ``fednas latency measure``, for targets in ms; null has the clients measure
             before the search, each group's its own.
         unit: Unit of cost: ``ms``, ``multiply_adds`` or ``parameters``.
-        target: Target cost T in this unit, by which the loss is scaled; costs below T still lower it.
+        target: Target cost T in this unit, by which the loss is scaled; costs below T still lower
+            it.
         loss: Form of the loss, a name of ``hardware.costs.LOSSES``.
         scale: Scale of an additive loss.
         exponent: Exponent of the ratio of cost to target.

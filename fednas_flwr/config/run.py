@@ -58,8 +58,8 @@ class Config(Checked):
             privacy.
         device: Device for training; ``auto`` takes CUDA if there is a GPU.
         precision: Number format of gradients without privacy: ``bfloat16`` is faster on GPUs that
-            have it (torch's autocast). Weights, steps, second-order gradients and evaluation stay float32;
-            not with privacy.
+            have it (torch's autocast). Weights, steps, second-order gradients and evaluation stay
+            float32; not with privacy.
         threads: torch's threads per client, the same in every runtime.
         clients: Number of clients.
         clients_per_round: Number of clients that a round asks, or below 1 their share; null asks
@@ -98,8 +98,9 @@ class Config(Checked):
             left at its checkpoint, and ``resume`` goes on. Baselines come after it, and need a run
             that it has not cut short. Null is none.
         baselines: Random networks of the search space that are trained like the found one and
-            shown beside it, with the data-free choice, a linear model and, for images, a ResNet-8; 0 for none of these. Null is
-            2 where the run has taken over a minute and they add less than half of that, else 0.
+            shown beside it, with the data-free choice, a linear model and, for images, a ResNet-8;
+            0 for none of these. Null is 2 where the run has taken over a minute and they add less
+            than half of that, else 0.
         tensorboard: If true, curves are also written for TensorBoard.
         trackers: Experiment trackers that get the numbers of the rounds, each an extra of its name;
             what is sent leaves the server.

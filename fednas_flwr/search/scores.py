@@ -39,6 +39,7 @@ from fednas_flwr.search_spaces.space import SearchSpace
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm)
 ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.SELU, nn.Tanh, nn.Hardtanh, nn.Sigmoid)
 WEIGHTED = (nn.Linear, nn.Conv2d)
+NASWOT_INPUTS = 64
 LARGEST_SIDE = 16  # of images of the made-up task
 Measure = Callable[[nn.Module, tuple[int, ...], torch.Generator], tuple[float, ...]]
 
@@ -183,34 +184,24 @@ def zen(
     return sum(values) / len(values)
 
 
-def naswot(
-    network: nn.Module,
-    input_shape: tuple[int, ...],
-    generator: torch.Generator,
-    *,
-    batch_size: int = 64,
-) -> float:
+def naswot(network: nn.Module, inputs: Tensor) -> float:
     """Return ``log |det K|`` with K_ij the number of activations on which inputs i and j agree.
 
     An activation's code is whether what enters it is positive; networks that tell inputs apart have
     a K near a multiple of the identity. Mellor et al. (2021), arXiv 2006.04647, Eq. 2.
 
-    Deviations: the inputs are drawn from N(0, 1) instead of taken from the data; the sign that
-    enters is also the code of the activations that are not piecewise linear; 64 inputs instead
-    of 128.
+    Deviations: as a data-free score it is given 64 inputs from N(0, 1) instead of 128 from the
+    data; the sign that enters is also the code of the activations that are not piecewise linear.
 
     Args:
         network: Changed by the call.
-        input_shape: Of one example.
-        generator: Of the inputs.
-        batch_size: Inputs.
+        inputs: [B, ...].
     """
     network.train()
     with torch.no_grad():
-        x = torch.randn(batch_size, *input_shape, generator=generator)
-        kernel = torch.zeros(batch_size, batch_size, dtype=torch.float64)
-        for _, inputs in _inputs(network, x, ACTIVATIONS):
-            code = (inputs > 0).flatten(1).float()
+        kernel = torch.zeros(len(inputs), len(inputs), dtype=torch.float64)
+        for _, entering in _inputs(network, inputs, ACTIVATIONS):
+            code = (entering > 0).flatten(1).float()
             kernel += (code @ code.T + (1 - code) @ (1 - code).T).double()
         return float(torch.linalg.slogdet(kernel).logabsdet)
 
@@ -321,7 +312,9 @@ MEASURES: dict[tuple[str, ...], Measure] = {
     ("parameters",): lambda network, shape, _: (float(count_parameters(network)),),
     ("multiply_adds",): lambda network, shape, _: (float(count_multiply_adds(network, shape)),),
     ("zen",): lambda network, shape, generator: (zen(network, shape, generator),),
-    ("naswot",): lambda network, shape, generator: (naswot(network, shape, generator),),
+    ("naswot",): lambda network, shape, generator: (
+        naswot(network, torch.randn(NASWOT_INPUTS, *shape, generator=generator)),
+    ),
     ("expressivity", "progressivity", "trainability"): az_nas_parts,
     ("learning",): lambda network, shape, generator: (learning(network, shape, generator),),
 }
