@@ -210,7 +210,7 @@ def test_naswot_counts_for_each_pair_the_activations_on_which_it_agrees():
         kernel[i, j] = sum(
             (a > 0) == (b > 0) for a, b in zip(entering[i].flat, entering[j].flat, strict=True)
         )
-    found = naswot(toy(), (2, 5, 5), make_generator(3, "x"), batch_size=5)
+    found = naswot(toy(), x)
     assert math.isclose(found, np.linalg.slogdet(kernel)[1], rel_tol=1e-9)
 
 
