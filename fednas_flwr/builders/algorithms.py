@@ -272,6 +272,7 @@ def _exploration(config: Config, algorithm: FEATHERSSettings) -> dict[str, Any]:
         "tuner": Tuner.of(_configurations(config), algorithm.ranges, algorithm.bandit),
         "nas_rounds": algorithm.nas_rounds,
         "alternating": Alternating(algorithm.rule),
+        "beta_decay": algorithm.beta_decay,
         "loss_bound": algorithm.loss_bound,
         "rewarded": algorithm.rewarded,
         "seed": config.seed,

@@ -294,6 +294,8 @@ class FEATHERSSettings(AlgorithmSettings):
         nas_rounds: Rounds of search between two explorations.
         rewarded: Loss that rewards a configuration: each client's own trained model (``local``), or
             their average (``averaged``), which takes two exchanges per trial.
+        beta_decay: Weight of beta-DARTS' regulariser in the last round of the search, to which it
+            rises linearly.
         loss_bound: Bound on a record's decrease of loss.
         num_configurations: Number of configurations to draw where none are given.
         configurations: The bandit's arms; empty draws them from ``ranges``.
@@ -306,6 +308,7 @@ class FEATHERSSettings(AlgorithmSettings):
     batch_size: Count
     clip_norm: ClipNorm | None
     nas_rounds: Count
+    beta_decay: RateOrZero
     rewarded: Annotated[str, OneOf(REWARDED)]
     loss_bound: LossBound
     num_configurations: ListLength

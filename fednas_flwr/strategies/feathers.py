@@ -26,6 +26,7 @@ from fednas_flwr.exchange.states import MOMENTS, Layout, Packed, unpack
 from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, rewards_release
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.search.regularisation import rising
 from fednas_flwr.search.settings import LEAST_LOSS_BOUND, SGD, Configuration
 from fednas_flwr.search.tuner import Tuner
 from fednas_flwr.search_spaces.space import SearchSpace
@@ -69,6 +70,8 @@ class FEATHERS(RoundStrategy):
         tuner: The bandit and its arms.
         nas_rounds: Rounds of training between two explorations.
         alternating: The clients' steps in the search.
+        beta_decay: Weight of beta-DARTS' regulariser in the last round of the search; it rises
+            linearly, for trials as for the round that follows them. The paper has none.
         local_epochs: Passes over each client's training records per round and per trial.
         batch_size: Records per step.
         clip_norm: Of the weights' batch gradients; None does not clip.
@@ -94,6 +97,7 @@ class FEATHERS(RoundStrategy):
         clip_norm: float | None,
         loss_bound: float,
         seed: int,
+        beta_decay: float = 0.0,
         auxiliary_weight: float = 0.0,
         rewarded: str = "local",
         **shared: Unpack[Shared],
@@ -111,12 +115,14 @@ class FEATHERS(RoundStrategy):
         self.loss_bound, self.rewarded = loss_bound, rewarded
         self.values = {"tuner": tuner.to_json(), "loss": None}
         self.description, self.alternating = dict(description), alternating
+        self.beta_decay, self._beta_weight = beta_decay, 0.0
         self.local_epochs, self.batch_size = local_epochs, batch_size
         self.auxiliary_weight = auxiliary_weight
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Explore where it is time to, then train with the best configuration."""
         self.tuner = self.tuner.with_json(self.values["tuner"])
+        self._beta_weight = rising(self.beta_decay, server_round, num_rounds)
         if explores(server_round, self.nas_rounds):
             self._explore(server_round, progress=(server_round - 1) / num_rounds)
         best = self.tuner.best()
@@ -235,7 +241,8 @@ class FEATHERS(RoundStrategy):
         """Return what clients do with a configuration."""
         amount, sgd = self.amount(self.local_epochs, self.batch_size), self._sgd(configuration)
         if self.space is not None:
-            return LocalSearch(amount, sgd, configuration.adam(), alternating=self.alternating)
+            alternating = replace(self.alternating, beta_decay=self._beta_weight)
+            return LocalSearch(amount, sgd, configuration.adam(), alternating=alternating)
         return LocalTraining(
             self.description,
             "train",

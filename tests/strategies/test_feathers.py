@@ -178,6 +178,19 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
     )
 
 
+def test_the_regulariser_rises_over_rounds_and_is_that_of_their_trials(compose_config, federate):
+    federation = record(federate(compose_config(*SETTINGS, "algorithm.beta_decay=0.8")))
+    searched = [a["settings"].local for a, _ in of_verb(federation, "train.search")]
+    assert [local.alternating.beta_decay for local in searched] == pytest.approx(
+        [0.8 * number / ROUNDS for number in range(1, ROUNDS + 1)]
+    )
+    tried = of_verb(federation, "train.probe")
+    assert len(tried) == len(explored(federation)) > 1
+    for event, (arguments, _) in zip(explored(federation), tried, strict=True):
+        weight = arguments["settings"].search.alternating.beta_decay
+        assert weight == pytest.approx(0.8 * event["round"] / ROUNDS)
+
+
 def test_a_trial_after_which_other_clients_answer_than_before_is_worth_nothing(
     compose_config, federate, monkeypatch
 ):
