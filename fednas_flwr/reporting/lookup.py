@@ -160,13 +160,14 @@ def percentiles_by_round(table: CellTable, snapshots: Iterable[Event]) -> dict[i
 
     Args:
         table: The accuracies.
-        snapshots: ``alphas`` events (``Run.alphas()``), and ``rewarded`` ones of ``genotypes``, of
-            which the best counts. Those without cells, which old runs have written, or whose cell
-            the table lacks are left out; so are those of other spaces.
+        snapshots: ``alphas`` events (``Run.alphas()``), ``rewarded`` ones of ``genotypes``, of
+            which the best counts, and ``best`` ones of a ``genotype``. Those without cells, which
+            old runs have written, or whose cell the table lacks are left out; so are those of other
+            spaces.
     """
     found = {}
     for event in snapshots:
-        cells = event.get("cells") or {}
+        cells = event.get("cells") or (event.get("genotype") or {}).get("cells", {})
         if event.get("genotypes"):
             rewards = event["rewards"]
             best = max(range(len(rewards)), key=rewards.__getitem__)

@@ -86,6 +86,7 @@ class ZeroCost(RoundStrategy):
                 for one in pool
             ]
         }
+        self.tell_best(pool[0].genotype, server_round)
         return {"scored": float(len(pool)), **pool[0].scores, **(pool[0].further or {})}
 
     def pool(self) -> list[Scored]:

@@ -331,13 +331,20 @@ def test_of_a_halved_pool_the_best_of_each_measurement_counts(tmp_path):
     assert found == {2: table.percentiles[cells[2]], 4: table.percentiles[cells[1]]}
 
 
-@pytest.mark.parametrize("algorithm", ["fed_darts", "successive_halving"])
+SMALL = {
+    "fed_darts": [],
+    "random_search": [],
+    "successive_halving": ["pool.draws=4", "pool.keep=3", "pool.by=[synflow]"],
+    "zero_cost": ["draws=4", "scores=[parameters]"],
+}
+
+
+@pytest.mark.parametrize("algorithm", sorted(SMALL))
 def test_the_report_draws_the_percentile_over_rounds(algorithm, run_inline, tmp_path):
     table = write(tmp_path / "all.csv", made_rows(CELLS))
-    more = ["algorithm.pool.draws=4", "algorithm.pool.keep=3", "algorithm.pool.by=[synflow]"]
     run = run_inline(
         *(f"algorithm={algorithm}", f"dataset.table={table}", "stages=[search]", "clients=2"),
-        *(more if algorithm == "successive_halving" else []),
+        *(f"algorithm.{setting}" for setting in SMALL[algorithm]),
     )
     assert run.error is None
     (told,) = [event for event in run.events if event["event"] == "looked_up"]
