@@ -209,7 +209,8 @@ class ZeroCostSettings(AlgorithmSettings):
             search space (``search.scores.trusted_scores``), or synflow where none does.
         draws: Architectures per round.
         shortlist: Null ranks all by the same scores.
-        evolution: Null draws all at random.
+        evolution: Regularised evolution, whose population is carried over the rounds; null draws
+            all at random.
         limits: Limits on what a network may cost.
     """
 
