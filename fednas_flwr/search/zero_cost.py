@@ -42,7 +42,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits on the cost of a genotype's network at the space's own sizes; None is no limit.
+    """Limits on the cost of a genotype's network; None is no limit.
 
     Attributes:
         parameters: Most parameters.
@@ -63,7 +63,7 @@ class Limits:
         """Return the names of the limits that a genotype exceeds.
 
         Args:
-            space: Of the genotype.
+            space: Of the genotype, and of the network's sizes.
             genotype: To be built, without memory for its weights.
             latency_ms: Returns the latency of a genotype; needed with a limit of it.
 
@@ -94,6 +94,7 @@ def search(
     evolution: EvolutionSettings | None = None,
     limits: Limits | None = None,
     latency_ms: Callable[[Genotype], float] | None = None,
+    limited: SearchSpace | None = None,
     draw: Callable[[torch.Generator], Genotype] | None = None,
     known: Sequence[Scored] = (),
 ) -> list[Scored]:
@@ -114,6 +115,7 @@ def search(
         evolution: Sizes of population and tournament.
         limits: Limits on what a network may cost.
         latency_ms: See :meth:`Limits.exceeded`.
+        limited: The space at the sizes of the networks that the limits are for; None: ``space``.
         draw: Returns an architecture that is drawn; None draws uniformly.
         known: Result of an earlier search, which this one goes on with: its architectures come
             back, too, are not scored again, and the youngest of them are the population.
@@ -136,7 +138,7 @@ def search(
         if key in seen:
             continue
         seen.add(key)
-        over = limits.exceeded(space, genotype, latency_ms) if limits else []
+        over = limits.exceeded(limited or space, genotype, latency_ms) if limits else []
         for name in over:
             exceeded[name] = exceeded.get(name, 0) + 1
         if not over:
@@ -146,7 +148,8 @@ def search(
         counts = (f"{n} exceed {name}={asdict(limits)[name]}" for name, n in exceeded.items())
         raise ConfigError(
             f"no network of search_space={space.name} is within the limits: of {len(seen)} drawn, "
-            f"{', '.join(counts)}: raise them, or choose a smaller search space."
+            f"{', '.join(counts)}: raise them, or lower the network's sizes (retrain.channels, "
+            "retrain.num_cells, or those of search_space)."
         )
     return ranked(list(found.values()))
 

@@ -35,6 +35,7 @@ class ZeroCost(RoundStrategy):
         evolution: Sizes of population and tournament; None draws all at random.
         limits: Limits on what a network may cost.
         latency_ms: Predicts a genotype's latency, for a limit of it.
+        limited: The space at the sizes of the networks that the limits are for.
         seed: The run's seed; the draws of a round come from (seed, round).
         **shared: See :class:`RoundStrategy`.
     """
@@ -51,6 +52,7 @@ class ZeroCost(RoundStrategy):
         evolution: EvolutionSettings | None,
         limits: Limits,
         latency_ms: Callable[[Genotype], float] | None,
+        limited: SearchSpace,
         seed: int,
         **shared: Unpack[Shared],
     ) -> None:
@@ -59,7 +61,7 @@ class ZeroCost(RoundStrategy):
         self.searched, self.score, self.draws = space, score, draws
         self.shortlist = shortlist
         self.evolution, self.limits, self.latency_ms = evolution, limits, latency_ms
-        self.seed = seed
+        self.limited, self.seed = limited, seed
         self.values = {"found": []}
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
@@ -72,6 +74,7 @@ class ZeroCost(RoundStrategy):
             evolution=self.evolution,
             limits=self.limits,
             latency_ms=self.latency_ms,
+            limited=self.limited,
             known=self.pool(),
         )
         pool = self.shortlist(found)

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from fednas_flwr.api import compose
+from fednas_flwr.builders.data import make_data
+from fednas_flwr.builders.networks import describe_network, make_network, supernet_space
 from fednas_flwr.config import conf_folder
 from fednas_flwr.errors import ConfigError, NoEffectError
-from fednas_flwr.hardware.flops import count_parameters
+from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.scores import AZ_NAS, SYNFLOW, combine, measure
 from fednas_flwr.search.zero_cost import mutate
@@ -193,14 +195,57 @@ def test_a_private_run_books_retraining_only(run_inline, tmp_path):
 
 
 def test_limits_hold(searched, compose_config, federate):
+    """Of a search alone they are for networks of its own size."""
     space = searched.strategy.space
     free = sorted(count_parameters(space.network(s.genotype)) for s in searched.strategy.pool())
     most = free[len(free) // 2]
     limits = f"parameters: {most}, multiply_adds: null, latency_ms: null, table: null"
-    federation = federate(compose_config(*SEARCH, f"algorithm.limits={{{limits}}}"))
+    alone = "stages=[search]"
+    federation = federate(compose_config(*SEARCH, alone, f"algorithm.limits={{{limits}}}"))
     federation.strategy.start(federation.grid, num_rounds=2)
     found = [count_parameters(space.network(s.genotype)) for s in federation.strategy.pool()]
     assert max(found) <= most < max(free)
+
+
+DIGITS = ["dataset=digits", "dataset.root=null", "search_space.num_cells=1", "retrain.channels=8"]
+BRED = "algorithm.evolution={population: 5, tournament: 3}"
+POOL = ["algorithm.pool.draws=6", "algorithm.pool.keep=2", "algorithm.pool.by=[parameters]"]
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "cost"),
+    [
+        ([*SEARCH, "rounds=2"], "algorithm.limits", "multiply_adds"),
+        ([*SEARCH, "rounds=2", BRED], "algorithm.limits", "parameters"),
+        (["algorithm=successive_halving", *POOL], "algorithm.pool.limits", "parameters"),
+    ],
+    ids=["drawn", "bred", "pool"],
+)
+def test_limits_hold_for_the_network_that_is_retrained(
+    own, limits, cost, compose_config, run_inline
+):
+    """Real runs, whose networks would all be within the limit at the size of the search."""
+    own = [*own, *DIGITS, "clients=2", "retrain.rounds=1"]
+    config = compose_config(*own)
+    prepared, _ = make_data(config)
+    space, generator = supernet_space(config, prepared), make_generator(0, "networks")
+
+    def count(network):
+        if cost == "parameters":
+            return count_parameters(network)
+        return count_multiply_adds(network, prepared.input_shape)
+
+    drawn = [space.random_genotype(generator) for _ in range(9)]
+    trained = sorted(count(make_network(describe_network(config, prepared, g))) for g in drawn)
+    most = trained[4]
+    assert most > max(count(space.network(genotype)) for genotype in drawn)
+    found = []
+    for limit, stages in ((most, "search,retrain"), ("null", "search")):
+        run = run_inline(*own, f"{limits}.{cost}={limit}", f"stages=[{stages}]")
+        assert run.error is None
+        (derived,) = [event for event in run.events if event["event"] == "derived"]
+        found.append(derived["num_parameters" if cost == "parameters" else cost])
+    assert found[0] <= most < found[1]
 
 
 @pytest.mark.parametrize(
