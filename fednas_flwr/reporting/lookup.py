@@ -40,15 +40,19 @@ SPELLINGS = {  # in small letters, without marks and without a leading "nor"
 # Words in the names of columns, in small letters: the first pattern that matches one decides.
 NEVER = re.compile(  # spreads, training, costs, counts and scores, also beside the word accuracy
     r".*(std|dev|stddev|stderr|deviation|variance|loss|losses|entropy|perplexity|param|params"
-    r"|parameters|flop|flops|macs|maccs|madds|latency|latencies|energy|time|times|hour|hours"
-    r"|seconds|size|score|scores|rank|ranks|count|counts|memory)\d*"
-    r"|train(ing)?(acc.*|err.*)?|sd|sem|var|vars|sigma|ci\d*|bars?|nll|multiply|n|num"
-    r"|\d*(ms|s|h|mb|kb|gb)"
-    r"|synflow|snip|grasp|fisher|jacov|jacob|naswot|nwot|zen|zico|ntk|epe|norm|l2|proxy|proxies"
+    r"|parameters|flop|flops|macs|maccs|madds|latency|latencies|energy|power|time|times|duration"
+    r"|seconds|minutes|hour|hours|days|cost|costs|size|memory|bytes|throughput|score|scores|rank"
+    r"|ranks|count|counts)\d*"
+    r"|train(ing)?(acc.*|err.*)?|sd|sem|var|vars|sigma|ci\d*|bars?|nll|ce|ece|mse|mae|rmse|brier"
+    r"|multiply|n|num|fps|ram|\d*(ms|s|h|mb|kb|gb)|norm|l2|proxy|proxies|synflow|snip|grasp|fisher"
+    r"|jacov|jacob|naswot|nwot|zen|zico|ntk|epe|meco|swap|logdet|gradsign|expressivity"
+    r"|progressivity|trainability"
 )
-ERROR = re.compile(r".*(err|errs|error|errors|regret)\d*|misclassif.*")
+ERROR = re.compile(r".*(err|errs|error|errors|regret|mistakes)\d*|misclassif.*")
 ACCURACY = re.compile(r".*(acc|accs|accuracy|accuracies)\d*|.*top\d")
-COUNT = re.compile(r"unnamed|index|idx|id|uid|arch|number|seeds?|i?epochs?")
+COUNT = re.compile(
+    r"unnamed|index|idx|id|uid|arch|number|seeds?|i?epochs?|(step|iter|iteration|run|trial)s"
+)
 MEASURED = re.compile(r"(test|val|valid|validation|cifar|imagenet)\d*|c10|c100|in\d+")
 
 

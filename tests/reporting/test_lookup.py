@@ -118,6 +118,7 @@ OTHERS = (
     *("acc_std", "std", "test_acc_dev", "val_variance", "test stderr", "train_acc", "trainAcc"),
     *("train_losses", "test_loss", "nparams", "acc_count", "num_test", "iepoch", "epochs", "seed"),
     *("gpu_hours", "train_time", "latency(ms)", "synflow", "jacob_cov", "naswot", "accuracy_score"),
+    *("val_ce", "test_cost", "runs", "trainability", "test_steps"),
 )
 
 
