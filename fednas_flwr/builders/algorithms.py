@@ -325,7 +325,7 @@ def _zero_cost(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
         "evolution": algorithm.evolution,
         "seed": config.seed,
         "shortlist": _shortlist(config, space, algorithm.shortlist),
-        **_scored_draws(config, space, algorithm.draws, algorithm.limits),
+        **_scored_draws(config, prepared, space, algorithm.draws, algorithm.limits),
     }
 
 
@@ -349,22 +349,36 @@ def _score(config: Config, space: SearchSpace, scores: Sequence[str]) -> Score:
 
 
 def _scored_draws(
-    config: Config, space: SearchSpace, draws: int, limits: NetworkLimits
+    config: Config, prepared: Prepared, space: SearchSpace, draws: int, limits: NetworkLimits
 ) -> dict[str, Any]:
     """Return the arguments of ``zero_cost.search`` that say what is drawn and how it is scored."""
     from fednas_flwr.builders.hardware import latency_of
     from fednas_flwr.search.zero_cost import Limits
 
+    bounds = Limits(
+        parameters=limits.parameters,
+        multiply_adds=limits.multiply_adds,
+        latency_ms=limits.latency_ms,
+    )
     return {
         "score": _score(config, space, chosen_scores(config)),
         "draws": draws,
-        "limits": Limits(
-            parameters=limits.parameters,
-            multiply_adds=limits.multiply_adds,
-            latency_ms=limits.latency_ms,
-        ),
+        "limits": bounds,
         "latency_ms": None if limits.table is None else latency_of(space, limits.table),
+        "limited": space if bounds == Limits() else _trained_space(config, prepared, space),
     }
+
+
+def _trained_space(config: Config, prepared: Prepared, space: SearchSpace) -> SearchSpace:
+    """Return the space at the sizes at which a found network is trained, if it is."""
+    from torch import Generator
+
+    from fednas_flwr.builders.networks import describe_network, described_space
+
+    if "retrain" not in config.stages:
+        return space
+    anything = space.random_genotype(Generator())
+    return described_space(describe_network(config, prepared, anything))[0]
 
 
 def _successive_halving(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
@@ -375,7 +389,7 @@ def _successive_halving(config: Config, prepared: Prepared, space: SearchSpace) 
     algorithm = config.algorithm
     assert isinstance(algorithm, SuccessiveHalvingSettings)
     pool = algorithm.pool
-    scored = _pool_draws(config, space)
+    scored = _pool_draws(config, prepared, space)
     shortlist = _shortlist(config, space, pool.shortlist)
     return SuccessiveHalving, {
         "choose": lambda generator: [
@@ -389,19 +403,19 @@ def _successive_halving(config: Config, prepared: Prepared, space: SearchSpace) 
     }
 
 
-def _pool_draws(config: Config, space: SearchSpace) -> dict[str, Any]:
+def _pool_draws(config: Config, prepared: Prepared, space: SearchSpace) -> dict[str, Any]:
     """Return the arguments of ``zero_cost.search`` that say what a pool is drawn from."""
     from fednas_flwr.search.zero_cost import draw_by_alphas
 
     assert isinstance(config.algorithm, SuccessiveHalvingSettings)
     pool = config.algorithm.pool
-    scored = _scored_draws(config, space, pool.draws, pool.limits)
+    scored = _scored_draws(config, prepared, space, pool.draws, pool.limits)
     if pool.alphas is not None:
         scored["draw"] = partial(draw_by_alphas, space, _found_alphas(config, space, pool.alphas))
     return scored
 
 
-def check_draws(config: Config, space: SearchSpace) -> None:
+def check_draws(config: Config, prepared: Prepared, space: SearchSpace) -> None:
     """Refuse limits within which a search by scores draws no network, and alphas that are none.
 
     The draws are those with which the search begins, without their scores.
@@ -411,10 +425,11 @@ def check_draws(config: Config, space: SearchSpace) -> None:
 
     algorithm = config.algorithm
     if isinstance(algorithm, ZeroCostSettings):
-        own = _scored_draws(config, space, algorithm.draws, algorithm.limits)
+        own = _scored_draws(config, prepared, space, algorithm.draws, algorithm.limits)
         generator = make_generator(config.seed, "zero_cost", 1)
     elif isinstance(algorithm, SuccessiveHalvingSettings):
-        own, generator = _pool_draws(config, space), make_generator(config.seed, algorithm.name)
+        own = _pool_draws(config, prepared, space)
+        generator = make_generator(config.seed, algorithm.name)
     else:
         return
     search(space, generator=generator, **own | {"draws": 1, "score": lambda _: {"none": 0.0}})

@@ -99,7 +99,7 @@ def check_buildable(config: Config) -> Made:
     if genotype is None and searches(config):
         space = supernet_space(config, prepared)
         check_hardware(config, space)
-        check_draws(config, space)
+        check_draws(config, prepared, space)
         prior_alphas(config, space)
         genotype = space.random_genotype(torch.Generator())
         with torch.device("meta"):

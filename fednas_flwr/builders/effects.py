@@ -190,6 +190,14 @@ def _partition_ignores(setting: str, c: Config) -> bool:
     return own.name == "quantity" and setting in ("alpha", "min_size") and bool(own.fractions)
 
 
+def _breeds_nothing(c: Config) -> bool:
+    """Return whether all that a data-free evolution draws is its first, random population."""
+    own = c.algorithm
+    if not isinstance(own, ZeroCostSettings) or own.evolution is None:
+        return False
+    return own.evolution.population >= c.rounds * own.draws
+
+
 def _real_sites(c: Config) -> bool:
     return c.runtime.name == "deployment" and c.partition.name == "sites"
 
@@ -416,6 +424,14 @@ RULES: tuple[Rule, ...] = (
         "algorithm.evolution",
         lambda c: isinstance(c.algorithm, DPNASSettings) and c.algorithm.sampler != "evolution",
         "algorithm.sampler={c.algorithm.sampler}",
+    ),
+    Rule(
+        "algorithm.evolution",
+        _breeds_nothing,
+        "rounds={c.rounds} of algorithm.draws={c.algorithm.draws}, which draw no more networks "
+        "than algorithm.evolution.population={c.algorithm.evolution.population}, so that none is "
+        "bred",
+        "lower the population, or raise rounds or algorithm.draws",
     ),
     Rule(
         "rounds algorithm.search.hardware",

@@ -66,7 +66,8 @@ def add_commands(commands: Commands) -> None:
         type=Path,
         required=True,
         help="CSV (also compressed) or Parquet file with a column of cells, as "
-        "|op~0|+|op~0|op~1|+|op~0|op~1|op~2|, and columns of accuracies",
+        "|op~0|+|op~0|op~1|+|op~0|op~1|op~2|, and columns of accuracies or errors, told apart by "
+        "their names",
     )
     parser = add_command(commands, "tables", tables)  # for those who write the pages
     parser.add_argument("readme", type=Path, nargs="?", default=Path("README.md"))

@@ -169,7 +169,7 @@ class RandomSearchSettings(AlgorithmSettings):
 
 @dataclass(frozen=True)
 class NetworkLimits(Checked):
-    """Limits on the cost of a found network; null is none.
+    """Limits on the cost of a found network, at the size at which it is trained; null is none.
 
     Attributes:
         parameters: Most parameters.
@@ -209,8 +209,10 @@ class ZeroCostSettings(AlgorithmSettings):
             search space (``search.scores.trusted_scores``), or synflow where none does.
         draws: Architectures per round.
         shortlist: Null ranks all by the same scores.
-        evolution: Null draws all at random.
-        limits: Limits on what a network may cost.
+        evolution: Regularised evolution, whose population is carried over the rounds; null draws
+            all at random.
+        limits: Limits on the cost of the network that is retrained; in a run that does not, of one
+            of the supernet's size.
     """
 
     scores: Annotated[list[str], Length(Between(1))] | None
@@ -238,7 +240,8 @@ class PoolSettings(Checked):
         by: Names out of ``search.scores.SCORES`` that say which are best; none: the first drawn;
             null takes those that rank networks of the search space, or none where none does.
         shortlist: Null goes by the same scores to the end.
-        limits: Limits on what a network may cost.
+        limits: Limits on the cost of the network that is retrained; in a run that does not, of one
+            of the supernet's size.
     """
 
     draws: Count

@@ -7,7 +7,7 @@ the first few are a pool that records can decide in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
 from fednas_flwr.search.scores import combine
 from fednas_flwr.search.settings import EvolutionSettings
-from fednas_flwr.search_spaces.genotype import Genotype
+from fednas_flwr.search_spaces.genotype import Genotype, to_json
 from fednas_flwr.search_spaces.space import SearchSpace
 
 Score = Callable[[Genotype], Mapping[str, float]]
@@ -25,16 +25,24 @@ TRIES = 200  # in a row without a new architecture within the limits, before the
 
 
 class Scored(NamedTuple):
-    """An architecture and its scores by name; ``further`` ones only of a shortlist."""
+    """An architecture and its scores by name.
+
+    Attributes:
+        genotype: The architecture.
+        scores: Those that rank all.
+        further: Those that rank a shortlist; None of others.
+        number: How many were found before it.
+    """
 
     genotype: Genotype
     scores: Mapping[str, float]
     further: Mapping[str, float] | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits on the cost of a genotype's network at the space's own sizes; None is no limit.
+    """Limits on the cost of a genotype's network; None is no limit.
 
     Attributes:
         parameters: Most parameters.
@@ -55,7 +63,7 @@ class Limits:
         """Return the names of the limits that a genotype exceeds.
 
         Args:
-            space: Of the genotype.
+            space: Of the genotype, and of the network's sizes.
             genotype: To be built, without memory for its weights.
             latency_ms: Returns the latency of a genotype; needed with a limit of it.
 
@@ -86,7 +94,9 @@ def search(
     evolution: EvolutionSettings | None = None,
     limits: Limits | None = None,
     latency_ms: Callable[[Genotype], float] | None = None,
+    limited: SearchSpace | None = None,
     draw: Callable[[torch.Generator], Genotype] | None = None,
+    known: Sequence[Scored] = (),
 ) -> list[Scored]:
     """Return different architectures, the best first, by ``combine`` over all of them.
 
@@ -100,42 +110,46 @@ def search(
         space: Where architectures come from; none is degenerate.
         score: Returns the scores of a genotype, such as ``scores.measure`` with everything but the
             genotype given. Every genotype must get the same names.
-        draws: How many to score; fewer come back where the space has no more.
+        draws: How many to score; fewer are where the space has no more.
         generator: All that is random comes from it, so that its state fixes the result.
         evolution: Sizes of population and tournament.
         limits: Limits on what a network may cost.
         latency_ms: See :meth:`Limits.exceeded`.
+        limited: The space at the sizes of the networks that the limits are for; None: ``space``.
         draw: Returns an architecture that is drawn; None draws uniformly.
+        known: Result of an earlier search, which this one goes on with: its architectures come
+            back, too, are not scored again, and the youngest of them are the population.
 
     Raises:
         ConfigError: No architecture within the limits was found.
     """
     if draws < 1:
         raise ValueError(f"draws must be at least 1, got {draws}")
-    found: dict[str, Scored] = {}
+    found = {to_json(one.genotype): one for one in sorted(known, key=lambda one: one.number)}
     exceeded: dict[str, int] = {}
-    tried, seen = 0, set[str]()
-    while len(found) < draws and tried < TRIES:
+    tried, seen = 0, set(found)
+    while len(found) < len(known) + draws and tried < TRIES:
         tried += 1
         if evolution is not None and len(found) >= evolution.population:
             genotype = _child(space, list(found.values()), evolution, generator)
         else:
             genotype = (draw or space.random_genotype)(generator)
-        key = repr(genotype)
+        key = to_json(genotype)
         if key in seen:
             continue
         seen.add(key)
-        over = limits.exceeded(space, genotype, latency_ms) if limits else []
+        over = limits.exceeded(limited or space, genotype, latency_ms) if limits else []
         for name in over:
             exceeded[name] = exceeded.get(name, 0) + 1
         if not over:
-            found[key] = Scored(genotype, score(genotype))
+            found[key] = Scored(genotype, score(genotype), number=len(found))
             tried = 0
     if limits is not None and not found:
         counts = (f"{n} exceed {name}={asdict(limits)[name]}" for name, n in exceeded.items())
         raise ConfigError(
             f"no network of search_space={space.name} is within the limits: of {len(seen)} drawn, "
-            f"{', '.join(counts)}: raise them, or choose a smaller search space."
+            f"{', '.join(counts)}: raise them, or lower the network's sizes (retrain.channels, "
+            "retrain.num_cells, or those of search_space)."
         )
     return ranked(list(found.values()))
 

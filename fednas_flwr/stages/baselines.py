@@ -158,12 +158,7 @@ def _with_found(config: Config, derived: Event) -> Retrain:
     if not derived.get("configuration"):
         return config.retrain
     found = parse(Configuration, derived["configuration"], key="configuration")
-    weights = replace(
-        config.retrain.weights,
-        lr=found.lr,
-        momentum=found.momentum,
-        weight_decay=found.weight_decay,
-    )
+    weights = found.annealed(config.retrain.weights)
     return replace(config.retrain, weights=weights, drop_path_prob=found.dropout)
 
 

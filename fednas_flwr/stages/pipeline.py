@@ -310,7 +310,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
 def _look_up(run: Run, table: CellTable) -> None:
     """Tell the percentiles of the cells that stood best in the rounds."""
     events = read_events(run.folder / EVENTS_FILE)
-    snapshots = [event for event in events if event["event"] in ("alphas", "rewarded")]
+    snapshots = [event for event in events if event["event"] in ("alphas", "rewarded", "best")]
     percentiles = percentiles_by_round(table, snapshots)
     run.log.emit("looked_up", cells=len(table.percentiles), percentiles=sorted(percentiles.items()))
 

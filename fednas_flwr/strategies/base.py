@@ -7,6 +7,7 @@ on any Grid.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from abc import abstractmethod
@@ -44,7 +45,7 @@ from fednas_flwr.privacy.plan import PrivateStage
 from fednas_flwr.search.architect import alpha_entropy
 from fednas_flwr.search.descent import no_moments
 from fednas_flwr.search.settings import MOMENTA, SGD, Asynchronous, Configuration
-from fednas_flwr.search_spaces.genotype import Genotype, skip_share
+from fednas_flwr.search_spaces.genotype import Genotype, skip_share, to_json
 from fednas_flwr.search_spaces.space import SearchSpace
 
 SERVER = "server."  # before the names of the server's own tensors in a checkpoint
@@ -439,6 +440,11 @@ class RoundStrategy(Strategy):
         if self.space is None:
             raise ValueError(f"{type(self).__name__} does not search: there is nothing to derive")
         return self.space.derive(self.alphas())
+
+    def tell_best(self, genotype: Genotype, server_round: int) -> None:
+        """Emit the best architecture so far, of a search that has neither alphas nor a pool."""
+        told = json.loads(to_json(genotype))
+        self.courier.emit("best", stage=self.stage, round=server_round, genotype=told)
 
     def configuration(self) -> Configuration | None:
         """Return the hyper-parameters that the search has found for retraining, None if none."""

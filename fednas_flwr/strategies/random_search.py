@@ -81,6 +81,7 @@ class RandomSearch(RoundStrategy):
                 "accuracy": accuracy,
                 "configuration": asdict(configuration) if configuration else None,
             }
+        self.tell_best(self.derive(), server_round)
         return metrics | ({"lr": configuration.lr} if configuration else {})
 
     def _try(self, genotype: Genotype, configuration: Configuration | None) -> dict[str, float]:

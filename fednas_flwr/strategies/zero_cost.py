@@ -12,7 +12,7 @@ from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.settings import EvolutionSettings
-from fednas_flwr.search.zero_cost import Limits, Score, Scored, ranked, search
+from fednas_flwr.search.zero_cost import Limits, Score, Scored, search
 from fednas_flwr.search_spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.search_spaces.space import SearchSpace
 from fednas_flwr.strategies.base import RoundStrategy, Shared
@@ -22,7 +22,8 @@ class ZeroCost(RoundStrategy):
     """Search by data-free scores (Abdelfattah et al. 2021, arXiv 2101.08134), on the server alone.
 
     Every round scores some more architectures; the best of all by the combined ranking is what is
-    found. No message is sent for it, no record is read, and no privacy budget pays.
+    found. An evolution goes on where the round before has ended: its population is the youngest of
+    all. No message is sent for it, no record is read, and no privacy budget pays.
 
     Args:
         network: One without tensors: no supernet is trained.
@@ -34,6 +35,7 @@ class ZeroCost(RoundStrategy):
         evolution: Sizes of population and tournament; None draws all at random.
         limits: Limits on what a network may cost.
         latency_ms: Predicts a genotype's latency, for a limit of it.
+        limited: The space at the sizes of the networks that the limits are for.
         seed: The run's seed; the draws of a round come from (seed, round).
         **shared: See :class:`RoundStrategy`.
     """
@@ -50,6 +52,7 @@ class ZeroCost(RoundStrategy):
         evolution: EvolutionSettings | None,
         limits: Limits,
         latency_ms: Callable[[Genotype], float] | None,
+        limited: SearchSpace,
         seed: int,
         **shared: Unpack[Shared],
     ) -> None:
@@ -58,7 +61,7 @@ class ZeroCost(RoundStrategy):
         self.searched, self.score, self.draws = space, score, draws
         self.shortlist = shortlist
         self.evolution, self.limits, self.latency_ms = evolution, limits, latency_ms
-        self.seed = seed
+        self.limited, self.seed = limited, seed
         self.values = {"found": []}
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
@@ -71,27 +74,28 @@ class ZeroCost(RoundStrategy):
             evolution=self.evolution,
             limits=self.limits,
             latency_ms=self.latency_ms,
+            limited=self.limited,
+            known=self.pool(),
         )
-        known = {to_json(one.genotype): one for one in self.pool()}
-        for one in found:
-            known.setdefault(to_json(one.genotype), one)
-        pool = self.shortlist(ranked(list(known.values())))
+        pool = self.shortlist(found)
         self.values = {
             "found": [
                 {
                     "genotype": json.loads(to_json(one.genotype)),
                     "scores": dict(one.scores),
                     "further": None if one.further is None else dict(one.further),
+                    "number": one.number,
                 }
                 for one in pool
             ]
         }
+        self.tell_best(pool[0].genotype, server_round)
         return {"scored": float(len(pool)), **pool[0].scores, **(pool[0].further or {})}
 
     def pool(self) -> list[Scored]:
         """Return all architectures that were scored, the best first."""
         return [
-            Scored(from_json(json.dumps(one["genotype"])), one["scores"], one.get("further"))
+            Scored(**one | {"genotype": from_json(json.dumps(one["genotype"]))})
             for one in self.values["found"]
         ]
 

@@ -114,6 +114,56 @@ def test_best_cell_has_100_and_ties_share_a_percentile(tmp_path):
     assert [percentiles[cell] for cell in cells] == [25.0, 62.5, 62.5, 100.0]
 
 
+OTHERS = (
+    *("acc_std", "std", "test_acc_dev", "val_variance", "test stderr", "train_acc", "trainAcc"),
+    *("train_losses", "test_loss", "nparams", "acc_count", "num_test", "iepoch", "epochs", "seed"),
+    *("gpu_hours", "train_time", "latency(ms)", "synflow", "jacob_cov", "naswot", "accuracy_score"),
+    *("val_ce", "test_cost", "runs", "trainability", "test_steps"),
+)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("others", [("test_accuracy",), ("cifar10-valid", "cifar10"), ("mean",)])
+def test_what_is_no_accuracy_is_never_ranked(tmp_path, name, others):
+    """Alone it makes no table, and beside accuracies it changes nothing and is named."""
+    cells, rng = some_cells(30), random.Random(2)
+    rows = [{"arch": FORM.format(*cell), name: rng.random()} for cell in cells]
+    with pytest.raises(ConfigError, match="one of accuracies test_accuracy, or one of errors"):
+        read_table(write(tmp_path / "alone.csv", rows))
+    plain = [{"arch": row["arch"], **dict.fromkeys(others, rng.random())} for row in rows]
+    both = [own | row for own, row in zip(plain, rows, strict=True)]
+    table = read_table(write(tmp_path / "both.csv", both))
+    assert table == read_table(write(tmp_path / "plain.csv", plain))
+    assert (table.columns, table.left_out) == (others, (name,))
+
+
+@pytest.mark.parametrize(
+    "name", ["test_error", "val_err", "top1_err", "testErrors", "Error (%)", "cifar10_test_regret"]
+)
+def test_the_lowest_error_ranks_best(tmp_path, name):
+    cells, rng = some_cells(30), random.Random(3)
+    rows = [{"arch": FORM.format(*cell), name: rng.randrange(40)} for cell in cells]
+    table = read_table(write(tmp_path / "t.csv", rows))
+    expected = slow_percentiles([[100 - row[name] for row in rows]])
+    assert [table.percentiles[cell] for cell in cells] == pytest.approx(expected)
+    assert [table.accuracies[cell] for cell in cells] == [(row[name],) for row in rows]
+    assert table.errors == {name}
+    mixed = [row | {"val_acc": 100 - row[name]} for row in rows]
+    again = read_table(write(tmp_path / "mixed.csv", mixed))
+    assert [again.percentiles[cell] for cell in cells] == pytest.approx(expected)
+
+
+def test_names_that_say_nothing_count_only_where_no_other_does_and_values_fit(tmp_path):
+    cells = some_cells(3)
+    rows = [{"a": FORM.format(*c), "200": k, "mine": k, "big": 50 * k} for k, c in enumerate(cells)]
+    table = read_table(write(tmp_path / "t.csv", rows))
+    assert (table.columns, table.left_out) == (("200", "mine", "big"), ())
+    table = read_table(write(tmp_path / "t.csv", [row | {"big": 200} for row in rows]))
+    assert (table.columns, table.left_out) == (("200", "mine"), ("big",))
+    table = read_table(write(tmp_path / "t.csv", [row | {"CIFAR100 (200ep)": 1} for row in rows]))
+    assert (table.columns, table.left_out) == (("CIFAR100 (200ep)",), ("200", "mine", "big"))
+
+
 @pytest.mark.parametrize("form", ["csv.gz", "csv.xz", "semicolons", "tabs", "index", "parquet"])
 def test_files_of_many_forms_are_the_same_table(tmp_path, form):
     frame = pd.DataFrame(made_rows(some_cells(20)))
@@ -240,6 +290,24 @@ def test_several_runs_are_shown_with_their_mean_and_worst(tmp_path, make_run):
     assert found["worst"] == pytest.approx(list(map(min, zip(*expected, strict=True))), abs=0.06)
 
 
+def test_ranked_and_other_columns_are_told_and_the_worst_error_is_the_highest(tmp_path, make_run):
+    cells = some_cells(3)
+    rows = [
+        {"arch": FORM.format(*cell), "test_acc": 90 - k, "val_err": 10 + k, "seed": 7, "acc_std": 1}
+        for k, cell in enumerate(cells)
+    ]
+    table = read_table(write(tmp_path / "t.csv", rows))
+    console = Console(width=200)
+    with console.capture() as printed:
+        print_lookup(table, [read_run(make_run(f"run{k}", cells[k])) for k in range(3)], console)
+    *lines, ranked, others = printed.get().splitlines()
+    assert ranked == "ranked: test_acc, val_err (errors: the lowest is best)"
+    assert others == "not ranked: seed, acc_std"
+    (worst,) = [line for line in lines if "worst" in line]
+    values = [float(cell) for cell in worst.strip("│").split("│")[1:]]
+    assert values == pytest.approx([88, 12, 33.3], abs=0.05)
+
+
 def test_percentiles_by_round_follow_the_cells_of_the_alphas(tmp_path, make_run):
     cells = some_cells(30)
     table = read_table(write(tmp_path / "t.csv", made_rows(cells[:29])))
@@ -264,13 +332,20 @@ def test_of_a_halved_pool_the_best_of_each_measurement_counts(tmp_path):
     assert found == {2: table.percentiles[cells[2]], 4: table.percentiles[cells[1]]}
 
 
-@pytest.mark.parametrize("algorithm", ["fed_darts", "successive_halving"])
+SMALL = {
+    "fed_darts": [],
+    "random_search": [],
+    "successive_halving": ["pool.draws=4", "pool.keep=3", "pool.by=[synflow]"],
+    "zero_cost": ["draws=4", "scores=[parameters]"],
+}
+
+
+@pytest.mark.parametrize("algorithm", sorted(SMALL))
 def test_the_report_draws_the_percentile_over_rounds(algorithm, run_inline, tmp_path):
     table = write(tmp_path / "all.csv", made_rows(CELLS))
-    more = ["algorithm.pool.draws=4", "algorithm.pool.keep=3", "algorithm.pool.by=[synflow]"]
     run = run_inline(
         *(f"algorithm={algorithm}", f"dataset.table={table}", "stages=[search]", "clients=2"),
-        *(more if algorithm == "successive_halving" else []),
+        *(f"algorithm.{setting}" for setting in SMALL[algorithm]),
     )
     assert run.error is None
     (told,) = [event for event in run.events if event["event"] == "looked_up"]

@@ -141,6 +141,29 @@ def test_evolution_finds_better_than_as_many_random_draws():
     assert bred <= 5 * sum(range(1, 7))
 
 
+@pytest.mark.parametrize("evolution", [None, BREEDING])
+def test_a_search_goes_on_with_what_is_known(space, evolution):
+    """What is known comes back, is not scored again, and lets the first new one be bred."""
+    known, scored = run(space, numbered, draws=12), []
+
+    def remember(genotype):
+        scored.append(genotype)
+        return numbered(genotype)
+
+    found = run(space, remember, draws=8, seed=1, known=known, evolution=evolution)
+    in_order = [one.genotype for one in sorted(found, key=lambda one: one.number)]
+    before = [one.genotype for one in sorted(known, key=lambda one: one.number)]
+    assert in_order == before + scored
+    assert len(scored) == 8
+    assert ranked(found) == found
+    edges = {(kind, edge) for kind, cell in scored[0].cells.items() for edge in cell}
+    distances = [
+        len(edges - {(kind, edge) for kind, cell in one.cells.items() for edge in cell})
+        for one in before
+    ]
+    assert evolution is None or min(distances) == 1
+
+
 def test_several_scores_rank_together_over_all_that_was_found():
     found = run(NB201, functools.partial(measure, NB201, scores=AZ_NAS, seed=0), draws=12)
     places = {}

@@ -221,12 +221,15 @@ def test_baselines_are_made_by_default_where_they_add_little(
     assert baselines.affordable(tmp_path) == 2  # it goes on with what it has begun
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.02, 0.03), (2e-4, 3e-4)])
 def test_found_hyper_parameters_are_taken_over(
-    compose_config: Callable[..., Config], tmp_path: Path
+    compose_config: Callable[..., Config], tmp_path: Path, low: float, high: float
 ) -> None:
+    """Also a learning rate below the one to which retraining's would fall."""
     folder = tmp_path / "run"
     ranges = ",".join(
-        f"{name}: {{low: {low}, high: {high}, log: false}}" for name, (low, high) in RANGES.items()
+        f"{name}: {{low: {least}, high: {most}, log: false}}"
+        for name, (least, most) in (RANGES | {"lr": (low, high)}).items()
     )
     config = compose_config(
         *("algorithm=random_search", "rounds=1"),
@@ -235,7 +238,8 @@ def test_found_hyper_parameters_are_taken_over(
     )
     run(config)
     found = read_run(folder).last("derived")["configuration"]
-    assert 0.02 <= found["lr"] <= 0.03
+    assert low <= found["lr"] <= high
     again = replace(open_run_folder(str(folder)), baselines=1)
     (own, *_) = [config for _, config in baselines._baselines(again)]
     assert own.retrain.weights.lr == found["lr"]
+    assert own.retrain.weights.min_lr == min(config.retrain.weights.min_lr, found["lr"])

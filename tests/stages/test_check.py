@@ -252,6 +252,9 @@ def test_limits_that_no_network_keeps_are_refused(compose_config: Compose, algor
     assert sentence.startswith("no network of search_space=nasbench201 is within the limits")
     assert "exceed parameters=1: raise them" in sentence
     api.check([compose_config(f"algorithm={algorithm}", f"{group}.parameters=1000000")])
+    small = (f"algorithm={algorithm}", f"{group}.parameters=20000", "retrain.channels=64")
+    api.check([compose_config(*small, "stages=[search]")])
+    assert "exceed parameters=20000: raise them, or lower" in refused(compose_config(*small))
 
 
 def test_alphas_that_are_none_are_refused(compose_config: Compose, tmp_path: Path) -> None:
