@@ -120,9 +120,16 @@ def of_feathers(config: Config) -> None:
 
 
 def of_fed_darts(config: Config) -> None:
-    """Refuse what :func:`of_mixed_splits` and :func:`of_single_paths` do."""
+    """Refuse what the functions below do, and an auxiliary skip with privacy."""
     of_mixed_splits(config)
     of_single_paths(config)
+    algorithm = config.algorithm
+    assert isinstance(algorithm, FedDARTSSettings)
+    if algorithm.auxiliary_skip and by_record(config) and searches(config):
+        raise ConfigError(
+            f"algorithm.auxiliary_skip={algorithm.auxiliary_skip:g} with privacy=dp: it has no "
+            "private gradient yet; set algorithm.auxiliary_skip=0."
+        )
 
 
 def of_single_paths(config: Config) -> None:

@@ -90,6 +90,11 @@ def prepare_search(
                 f"refused, temperature={local.alternating.temperature}: single paths have no "
                 "private gradient yet; set algorithm.temperatures=null."
             )
+        if local.alternating is not None and local.alternating.auxiliary_skip:
+            raise ConfigError(
+                f"refused, auxiliary_skip={local.alternating.auxiliary_skip:g}: it has no private "
+                "gradient yet; set algorithm.auxiliary_skip=0."
+            )
         gradients.rehearse_weights(supernet)
         gradients.rehearse_alphas(supernet)
 
@@ -109,7 +114,10 @@ def prepare_search(
         )
         if paths is None:
             assert local.alternating is not None
-            alternate(supernet, gradients, descents, local.alternating, generator=generator)
+            ops = client.make_space().ops if local.alternating.auxiliary_skip else ()
+            alternate(
+                supernet, gradients, descents, local.alternating, generator=generator, ops=ops
+            )
         else:
             search_paths(
                 supernet, gradients, descents, paths, hardware=hardware, generator=generator

@@ -72,6 +72,8 @@ class FedDARTSSettings(AlgorithmSettings):
         prior: An architecture that the alphas favour at first; null favours none.
         temperatures: Temperatures of GDAS, whose steps compute one drawn op per edge; null mixes
             all ops.
+        auxiliary_skip: Weight of DARTS-minus' further skip connection beside every edge in the
+            first round; it falls linearly, to 0 after the last.
     """
 
     rule: Rule
@@ -84,6 +86,7 @@ class FedDARTSSettings(AlgorithmSettings):
     beta_decay: RateOrZero
     prior: PriorSettings | None
     temperatures: Temperatures | None
+    auxiliary_skip: RateOrZero
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the rule fits."""
@@ -92,6 +95,11 @@ class FedDARTSSettings(AlgorithmSettings):
             raise ConfigError(
                 "rule=second_order with temperatures: single paths have no second order; set "
                 "rule=first_order or temperatures=null."
+            )
+        if self.auxiliary_skip and (self.temperatures is not None or self.rule == "second_order"):
+            raise ConfigError(
+                f"auxiliary_skip={self.auxiliary_skip:g} with temperatures or rule=second_order is "
+                "not built: set auxiliary_skip=0."
             )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fednas_flwr.search.auxiliary_skip import AuxiliarySkip
 from fednas_flwr.search_spaces.nasbench201_network import NASBench201Body
 from fednas_flwr.search_spaces.space import Supernet
 
@@ -81,4 +82,4 @@ class GumbelPath(nn.Module):
         return self.body.path(x, self.columns, self.gates())
 
 
-Relaxed = Supernet | GumbelPath  # what has alphas with a gradient
+Relaxed = Supernet | AuxiliarySkip | GumbelPath  # what has alphas with a gradient

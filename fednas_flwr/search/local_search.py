@@ -6,6 +6,7 @@ arXiv 1806.09055, Alg. 1) and ``mixed_level`` (MiLeNAS, the rule of FedNAS).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from fednas_flwr.search.architect import (
     second_order_gradient,
     virtual_step,
 )
+from fednas_flwr.search.auxiliary_skip import SKIP, AuxiliarySkip
 from fednas_flwr.search.descent import Descent, Descents, Gradient, Gradients, Proximal
 from fednas_flwr.search.gumbel import GumbelPath, Relaxed
 from fednas_flwr.search.objective import Objective
@@ -41,6 +43,8 @@ class Alternating(Checked):
             ``regularisation.beta_gradient``.
         temperature: Of GDAS, above 0: both gradients are of single paths, each drawn anew
             (``gumbel.GumbelPath``). None computes all ops.
+        auxiliary_skip: beta of DARTS-minus, at least 0: both gradients are of the supernet with a
+            further skip connection beside every edge (``auxiliary_skip.AuxiliarySkip``).
     """
 
     rule: Rule
@@ -48,6 +52,7 @@ class Alternating(Checked):
     proximal: NonNegative = 0.0
     beta_decay: NonNegative = 0.0
     temperature: Positive | None = None
+    auxiliary_skip: NonNegative = 0.0
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the rule fits."""
@@ -56,6 +61,11 @@ class Alternating(Checked):
             raise ConfigError(
                 "rule=second_order with single paths is not defined: the look-ahead is of another "
                 "path; set rule=first_order."
+            )
+        if self.auxiliary_skip and (self.temperature is not None or self.rule == "second_order"):
+            raise ConfigError(
+                f"auxiliary_skip={self.auxiliary_skip:g} with single paths or rule=second_order is "
+                "not built: set auxiliary_skip=0."
             )
 
 
@@ -66,6 +76,7 @@ def alternate(
     alternating: Alternating,
     *,
     generator: torch.Generator | None = None,
+    ops: Sequence[str] = (),
 ) -> None:
     """Search in place: each step moves the alphas, then the weights.
 
@@ -75,6 +86,7 @@ def alternate(
         descents: Of weights and alphas.
         alternating: The constants.
         generator: Of single paths, where they are drawn; on the CPU.
+        ops: The space's, where there is an auxiliary skip.
     """
     assert descents.alphas is not None
     supernet.train()
@@ -82,6 +94,9 @@ def alternate(
 
     def network() -> Relaxed:
         """Return what the next gradient is of."""
+        if alternating.auxiliary_skip:
+            column = ops.index(SKIP)
+            return AuxiliarySkip(supernet, column=column, beta=alternating.auxiliary_skip)
         if alternating.temperature is None:
             return supernet
         assert generator is not None

@@ -36,6 +36,8 @@ class FedDARTS(RoundStrategy):
         alphas: Adam.
         beta_decay: Weight of beta-DARTS' regulariser in the last round; it rises linearly.
         temperatures: Of GDAS' single paths, one for each gradient; None computes all ops.
+        auxiliary_skip: beta of DARTS-minus in the first round; it falls linearly, to 0 after the
+            last.
         **shared: See :class:`RoundStrategy`.
     """
 
@@ -52,6 +54,7 @@ class FedDARTS(RoundStrategy):
         alphas: Adam,
         beta_decay: float = 0.0,
         temperatures: Temperatures | None = None,
+        auxiliary_skip: float = 0.0,
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
@@ -59,6 +62,7 @@ class FedDARTS(RoundStrategy):
         self.alternating, self.weights, self.alphas_settings = alternating, weights, alphas
         self.local_epochs, self.batch_size = local_epochs, batch_size
         self.beta_decay, self.temperatures = beta_decay, temperatures
+        self.auxiliary_skip = auxiliary_skip
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Search locally everywhere, average weights, alphas and buffers."""
@@ -72,6 +76,9 @@ class FedDARTS(RoundStrategy):
                 self.alternating,
                 beta_decay=rising(self.beta_decay, server_round, num_rounds),
                 temperature=temperature,
+                auxiliary_skip=rising(
+                    self.auxiliary_skip, num_rounds - server_round + 1, num_rounds
+                ),
             ),
         )
         return self.train("train.search", Search(local, site=self.site), self.weights.momentum)

@@ -42,8 +42,12 @@ def alternate(supernet, client, server_round, config, lr):
             for indices in epoch_batches(len(split), batch_size=16, generator=generator):
                 yield split.batch(indices, "cpu")
 
+    beta = config.algorithm.auxiliary_skip * (1 - (server_round - 1) / ROUNDS)
+    beside = beta * torch.eye(5)[1]  # the second op of NAS-Bench-201 is the skip
+
     def loss(batch):
-        return F.cross_entropy(supernet(batch[0]), batch[1])
+        weights = {kind: own.softmax(-1) + beside for kind, own in supernet.alphas().items()}
+        return F.cross_entropy(supernet(batch[0], weights), batch[1])
 
     supernet.train()
     for _ in range(2):
@@ -72,6 +76,7 @@ def alternate(supernet, client, server_round, config, lr):
     [
         ["fed_darts"],
         ["fed_darts", "algorithm.beta_decay=5"],
+        ["fed_darts", "algorithm.auxiliary_skip=1"],
         pytest.param(["fednas"], marks=pytest.mark.slow),
         ["fednas", "algorithm.validation_weight=3"],
     ],
@@ -173,3 +178,16 @@ def test_single_paths_of_gdas_take_their_temperature_from_the_round(compose_conf
 def test_single_paths_are_refused_where_there_are_none(more, sentence, compose_config):
     with pytest.raises(ConfigError, match=sentence):
         compose_config(*GDAS, *more)
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["algorithm.rule=second_order"], r"auxiliary_skip=1 with temperatures or rule=second"),
+        (["algorithm.temperatures={first: 10, last: 1}"], r"auxiliary_skip=1 with temperatures or"),
+        (["privacy=dp", "search_space.norm=group", "retrain.norm=group"], r"=1 with privacy=dp"),
+    ],
+)
+def test_an_auxiliary_skip_is_refused_where_there_is_none(more, sentence, compose_config):
+    with pytest.raises(ConfigError, match=sentence):
+        compose_config("algorithm=fed_darts", "algorithm.auxiliary_skip=1", *more)
