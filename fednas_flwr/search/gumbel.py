@@ -8,6 +8,8 @@ Tensor suffixes: B batch, E edges, O ops.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -43,18 +45,10 @@ class GumbelPath(nn.Module):
             ValueError: The supernet is of another space.
         """
         super().__init__()
-        if not isinstance(supernet.body, NASBench201Body):
-            raise ValueError("single paths are drawn in search_space=nasbench201 only: set it")
-        self.supernet, self.body, self.training = supernet, supernet.body, supernet.training
+        self.supernet, self.body, self.training = supernet, _body(supernet), supernet.training
         self.temperature = temperature
-        self._noise = {
-            kind: -torch.empty(alphas.shape).exponential_(generator=generator).log().to(alphas)
-            for kind, alphas in supernet.alphas().items()
-        }
-        self.columns = {
-            kind: (alphas.detach() + self._noise[kind]).argmax(dim=-1).tolist()
-            for kind, alphas in supernet.alphas().items()
-        }
+        self._noise = draw_noise(supernet.alphas(), generator)
+        self.columns = drawn_columns(supernet.alphas(), self._noise)
 
     def alphas(self) -> dict[str, nn.Parameter]:
         """Return the supernet's."""
@@ -62,7 +56,7 @@ class GumbelPath(nn.Module):
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return the weights that the path computes with, under their names in the supernet."""
-        beside = {id(weight) for weight in self.body.weights_beside(self.columns)}
+        beside = {id(w) for op in self.body.ops_beside(self.columns) for w in op.parameters()}
         return {n: w for n, w in self.supernet.weights().items() if id(w) not in beside}
 
     def gates(self) -> dict[str, Tensor]:
@@ -79,6 +73,44 @@ class GumbelPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, classes]."""
         return self.body.path(x, self.columns, self.gates())
+
+
+def draw_noise(alphas: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """Return Gumbel noise for every alpha, by kind of cell, where and of what dtype they are."""
+    return {
+        kind: -torch.empty(own.shape).exponential_(generator=generator).log().to(own)
+        for kind, own in alphas.items()
+    }
+
+
+def drawn_columns(
+    alphas: Mapping[str, Tensor], noise: Mapping[str, Tensor]
+) -> dict[str, list[int]]:
+    """Return by kind of cell for every edge the column of the op that the noise draws."""
+    return {
+        kind: (own.detach() + noise[kind]).argmax(dim=-1).tolist() for kind, own in alphas.items()
+    }
+
+
+def path_tensors(
+    supernet: Supernet, columns: Mapping[str, Sequence[int]]
+) -> tuple[set[str], set[str]]:
+    """Return the names of the weights, and of the buffers, that a path computes with.
+
+    Raises:
+        ValueError: The supernet is of another space.
+    """
+    ops = _body(supernet).ops_beside(columns)
+    beside = {id(tensor) for op in ops for tensor in (*op.parameters(), *op.buffers())}
+    weights = {name for name, weight in supernet.weights().items() if id(weight) not in beside}
+    buffers = {name for name, buffer in supernet.named_buffers() if id(buffer) not in beside}
+    return weights, buffers
+
+
+def _body(supernet: Supernet) -> NASBench201Body:
+    if not isinstance(supernet.body, NASBench201Body):
+        raise ValueError("single paths are drawn in search_space=nasbench201 only: set it")
+    return supernet.body
 
 
 Relaxed = Supernet | GumbelPath  # what has alphas with a gradient
