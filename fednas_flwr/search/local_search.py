@@ -21,13 +21,7 @@ from fednas_flwr.search.architect import (
     virtual_step,
 )
 from fednas_flwr.search.descent import MOMENTS, Descent, Descents, Gradient, Gradients, Proximal
-from fednas_flwr.search.gumbel import (
-    GumbelPath,
-    Relaxed,
-    draw_noise,
-    drawn_columns,
-    path_tensors,
-)
+from fednas_flwr.search.gumbel import GumbelPath, Relaxed, draw_noise, drawn_columns, path_tensors
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.regularisation import beta_gradient
 from fednas_flwr.search.settings import NonNegative, PathSeed, Positive, Rule

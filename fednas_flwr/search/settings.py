@@ -28,7 +28,7 @@ LARGEST_NORM = 1e4  # of gradients
 LARGEST_LIST = 100_000  # of configurations, which every exploration goes through
 MOST_CANDIDATES = 1000  # in one request
 MOMENTA = ("reset", "averaged", "server")
-PER_STEP, PER_CLIENT, PER_ROUND = PATH_PER = ("step", "client", "round")  # has one single path
+PER_STEP, PER_CLIENT, PER_ROUND = PATH_PER = ("step", "client", "round")  # has one path of GDAS
 REWARDED = ("local", "averaged")  # models that are rewarded: each client's own, or their average
 
 # Types of fields, with the values that they may have; see ``typed.Checked``.

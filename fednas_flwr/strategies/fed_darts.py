@@ -17,13 +17,7 @@ from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases
 from fednas_flwr.randomness import derive_seed
 from fednas_flwr.search.local_search import Alternating, gumbel_states
 from fednas_flwr.search.regularisation import rising
-from fednas_flwr.search.settings import (
-    PER_ROUND,
-    PER_STEP,
-    SGD,
-    Adam,
-    Temperatures,
-)
+from fednas_flwr.search.settings import PER_ROUND, PER_STEP, SGD, Adam, Temperatures
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
 from fednas_flwr.strategies.base import RoundStrategy, Shared, mean_metrics
 
