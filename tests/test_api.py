@@ -499,6 +499,7 @@ class OwnSettings(AlgorithmSettings):
     beta_decay: float
     prior: PriorSettings | None
     temperatures: Temperatures | None
+    path_per: str
 
 
 @dataclass(frozen=True)

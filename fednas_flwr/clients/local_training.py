@@ -6,7 +6,7 @@ private client, and return what then trains the network in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial
 
@@ -57,7 +57,13 @@ def prepare(
 
 
 def prepare_search(
-    client: Client, request: Request, local: LocalSearch, supernet: Supernet, planned: Plan
+    client: Client,
+    request: Request,
+    local: LocalSearch,
+    supernet: Supernet,
+    planned: Plan,
+    *,
+    moments: Collection[str] | None = None,
 ) -> Training:
     """Return what searches locally: FEATHERS, Alg. 4, of which it is also the private form.
 
@@ -69,6 +75,7 @@ def prepare_search(
         local: What to do.
         supernet: Searched in place.
         planned: The plans of ``weights`` and, but in a warm-up, of ``alphas``.
+        moments: The names of those that the request carries, where it carries any; None is all.
     """
     generator = client.generator(request.header, "search")
     paths = local.paths
@@ -98,7 +105,7 @@ def prepare_search(
         gradients.rehearse_weights(supernet)
         gradients.rehearse_alphas(supernet)
 
-    sent = sent_moments(request, supernet)
+    sent = sent_moments(request, supernet, only=moments)
 
     def search() -> tuple[Descents, dict[str, float]]:
         nesterov, beta = (False, 0.5) if paths is None else (True, 0.0)

@@ -18,7 +18,7 @@ from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
 from fednas_flwr.data.statistics import Statistics
@@ -31,7 +31,7 @@ from fednas_flwr.exchange.gate import (
     misfits,
     outliers,
 )
-from fednas_flwr.exchange.limits import honest_limits, norm
+from fednas_flwr.exchange.limits import Limits, honest_limits, norm
 from fednas_flwr.exchange.messages import (
     Header,
     Reply,
@@ -43,7 +43,7 @@ from fednas_flwr.exchange.requests import Describe, Search, Settings
 from fednas_flwr.exchange.sampling import Sampling, Turn
 from fednas_flwr.exchange.secure_sum.server import MaskedSum
 from fednas_flwr.exchange.secure_sum.site import Opening
-from fednas_flwr.exchange.states import Layout, Packed
+from fednas_flwr.exchange.states import Layout, Packed, Part
 from fednas_flwr.exchange.sum_requests import OpenMasks, SignSurvivors, Summed, by_index
 from fednas_flwr.exchange.summands import MASKED, Summands
 from fednas_flwr.exchange.wire import restore_sent, round_sent
@@ -356,6 +356,7 @@ class Courier:
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
         whole: Mapping[str, Layout] | None = None,
+        parts: Mapping[int, Part] | None = None,
         releases: Sequence[PlannedRelease] = (),
         also_left: bool = False,
         among: Collection[int] | None = None,
@@ -378,6 +379,8 @@ class Courier:
             states: Packed tensors to send.
             layouts: The states that every reply must carry.
             whole: The layouts of states of which messages carry a part: only for ``bytes_dense``.
+            parts: For every client that may be asked the part of these whole states that it is sent
+                and returns; None where all clients' messages carry the same.
             releases: With privacy what the stage releases: bounds what replies may be.
             also_left: Whether clients that have left are asked, too, except for those whose replies
                 were refused.
@@ -404,6 +407,7 @@ class Courier:
                 *(verb, stage, server_round, phase, settings, states, layouts),
                 own_settings=own_settings,
                 whole=whole,
+                parts=parts,
                 planned=planned,
                 also_left=also_left,
                 among=asked,
@@ -600,6 +604,7 @@ class Courier:
         *,
         own_settings: Mapping[int, Settings] | None = None,
         whole: Mapping[str, Layout] | None = None,
+        parts: Mapping[int, Part] | None = None,
         planned: Mapping[str, PlannedRelease] | None = None,
         also_left: bool = False,
         among: Collection[int] | None = None,
@@ -608,8 +613,7 @@ class Courier:
     ) -> Requests:
         """Return the messages of an exchange, and what reads their replies; as :meth:`ask`."""
         states, layouts, weights = states or {}, layouts or {}, weights or {}
-        rounded = round_sent(states, verb=verb, wire=self.wire)
-        records = encode_states(rounded)
+        parts = parts or {}
         sizes = {name: _num_bytes(state) for name, state in states.items()}
         returned = {name: layout.num_bytes for name, layout in layouts.items()}
         for name, layout in (whole or {}).items():
@@ -618,26 +622,15 @@ class Courier:
         messages: dict[int, Message] = {}
         accepts: dict[int, Callable[[Message], Reply]] = {}
         most: dict[int, float] = {}  # examples, or what it counts for in their place
-        accept = partial(
-            accept_reply,
-            layouts=layouts,
-            metrics=VERBS[verb].metrics,
-            sent=states if isinstance(settings, Search) and settings.sparse else None,
-            wire=self.wire,
-            base=states if VERBS[verb].trains else None,
-            summands=summands,
-        )
-        limits = partial(
-            honest_limits,
-            verb,
-            classes=self._num_classes,
-            sizes={name: sum(layout.sizes.values()) for name, layout in layouts.items()},
-            sent={name: norm(state) for name, state in restore_sent(rounded).items()},
-        )
+        carried = partial(self._carried, verb, settings, summands=summands)
+        shared = None if parts else carried(states, layouts)
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
             if self._refused[client] >= STRIKES or (client in self._left and not also_left):
                 continue
             node = self._nodes[client]
+            records, accept, limits = shared or carried(
+                parts[client].of(states), parts[client].layouts
+            )
             header = Header(self.run, stage, server_round, phase, client, secrets.token_hex(8))
             own = (own_settings or {}).get(client, settings)
             content = encode_request(
@@ -660,6 +653,35 @@ class Courier:
             accepts[client] = partial(accept, header=header, limits=own_limits)
             messages[client] = Message(content, node, verb, ttl=self.deadline_s + 60)
         return Requests(messages, accepts, most, weights, verb, sum(returned.values()))
+
+    def _carried(
+        self,
+        verb: str,
+        settings: Settings,
+        states: Mapping[str, Packed],
+        layouts: Mapping[str, Layout],
+        *,
+        summands: Summands | None,
+    ) -> tuple[dict[str, ArrayRecord], partial[Reply], partial[Limits]]:
+        """Return what states travel as, what reads a reply to them, and what says its limits."""
+        rounded = round_sent(states, verb=verb, wire=self.wire)
+        accept = partial(
+            accept_reply,
+            layouts=layouts,
+            metrics=VERBS[verb].metrics,
+            sent=states if isinstance(settings, Search) and settings.sparse else None,
+            wire=self.wire,
+            base=states if VERBS[verb].trains else None,
+            summands=summands,
+        )
+        limits = partial(
+            honest_limits,
+            verb,
+            classes=self._num_classes,
+            sizes={name: sum(layout.sizes.values()) for name, layout in layouts.items()},
+            sent={name: norm(state) for name, state in restore_sent(rounded).items()},
+        )
+        return encode_states(rounded), accept, limits
 
     def tell_back(self, client: int, stage: str, server_round: int, verb: str) -> None:
         """Tell that a client has answered again that did not before."""

@@ -8,12 +8,18 @@ Tensor suffixes: B batch, E edges, O ops.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
 from fednas_flwr.search.auxiliary_skip import AuxiliarySkip
+from fednas_flwr.search_spaces.cell_graph import CELL
+from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
 from fednas_flwr.search_spaces.nasbench201_network import NASBench201Body
 from fednas_flwr.search_spaces.space import Supernet
+
+TRIES = 100  # of uniform draws one in eight is refused
 
 
 class GumbelPath(nn.Module):
@@ -44,18 +50,9 @@ class GumbelPath(nn.Module):
             ValueError: The supernet is of another space.
         """
         super().__init__()
-        if not isinstance(supernet.body, NASBench201Body):
-            raise ValueError("single paths are drawn in search_space=nasbench201 only: set it")
-        self.supernet, self.body, self.training = supernet, supernet.body, supernet.training
+        self.supernet, self.body, self.training = supernet, _body(supernet), supernet.training
         self.temperature = temperature
-        self._noise = {
-            kind: -torch.empty(alphas.shape).exponential_(generator=generator).log().to(alphas)
-            for kind, alphas in supernet.alphas().items()
-        }
-        self.columns = {
-            kind: (alphas.detach() + self._noise[kind]).argmax(dim=-1).tolist()
-            for kind, alphas in supernet.alphas().items()
-        }
+        self._noise, self.columns = draw_path(supernet, supernet.alphas(), generator)
 
     def alphas(self) -> dict[str, nn.Parameter]:
         """Return the supernet's."""
@@ -63,7 +60,7 @@ class GumbelPath(nn.Module):
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return the weights that the path computes with, under their names in the supernet."""
-        beside = {id(weight) for weight in self.body.weights_beside(self.columns)}
+        beside = {id(w) for op in self.body.ops_beside(self.columns) for w in op.parameters()}
         return {n: w for n, w in self.supernet.weights().items() if id(w) not in beside}
 
     def gates(self) -> dict[str, Tensor]:
@@ -80,6 +77,58 @@ class GumbelPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, classes]."""
         return self.body.path(x, self.columns, self.gates())
+
+
+def draw_path(
+    supernet: Supernet, alphas: Mapping[str, Tensor], generator: torch.Generator
+) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+    """Return Gumbel noise for every alpha, and the column of the op that it draws on every edge.
+
+    Deviation: noise by which no op with weights is on a way from the cell's input to its output is
+    drawn again, as often as ``TRIES``: a step on such a path would move nothing.
+
+    Args:
+        supernet: Whose path it is.
+        alphas: By kind of cell, [E, O]; the noise is on their device and of their dtype.
+        generator: On the CPU.
+
+    Raises:
+        ValueError: The supernet is of another space.
+    """
+    _body(supernet)
+    for _ in range(TRIES):
+        noise = {
+            kind: -torch.empty(own.shape).exponential_(generator=generator).log().to(own)
+            for kind, own in alphas.items()
+        }
+        columns = {
+            kind: (own.detach() + noise[kind]).argmax(dim=-1).tolist()
+            for kind, own in alphas.items()
+        }
+        if not NASBench201Space.is_degenerate(NASBench201Space.genotype(columns[CELL])):
+            break
+    return noise, columns
+
+
+def path_tensors(
+    supernet: Supernet, columns: Mapping[str, Sequence[int]]
+) -> tuple[set[str], set[str]]:
+    """Return the names of the weights, and of the buffers, that a path computes with.
+
+    Raises:
+        ValueError: The supernet is of another space.
+    """
+    ops = _body(supernet).ops_beside(columns)
+    beside = {id(tensor) for op in ops for tensor in (*op.parameters(), *op.buffers())}
+    weights = {name for name, weight in supernet.weights().items() if id(weight) not in beside}
+    buffers = {name for name, buffer in supernet.named_buffers() if id(buffer) not in beside}
+    return weights, buffers
+
+
+def _body(supernet: Supernet) -> NASBench201Body:
+    if not isinstance(supernet.body, NASBench201Body):
+        raise ValueError("single paths are drawn in search_space=nasbench201 only: set it")
+    return supernet.body
 
 
 Relaxed = Supernet | AuxiliarySkip | GumbelPath  # what has alphas with a gradient

@@ -113,16 +113,15 @@ class NASBench201Body(SkipNetwork):
         """
         return self.joined(self.skeleton(x, (columns[CELL], gates[CELL])), x)
 
-    def weights_beside(self, columns: Mapping[str, Sequence[int]]) -> list[nn.Parameter]:
-        """Return the weights of all ops that a path leaves out."""
+    def ops_beside(self, columns: Mapping[str, Sequence[int]]) -> list[nn.Module]:
+        """Return all ops that a path leaves out."""
         return [
-            weight
+            op
             for cell in self.modules()
             if isinstance(cell, SearchCell)
             for edge, column in zip(cell.mixed_ops(), columns[CELL], strict=True)
             for other in range(len(OPS))
             if other != column and (op := edge.op(other)) is not None
-            for weight in op.parameters()
         ]
 
 

@@ -183,6 +183,7 @@ class RoundStrategy(Strategy):
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
         whole: Mapping[str, Layout] | None = None,
+        parts: Mapping[int, Part] | None = None,
     ) -> Iterator[tuple[int, Reply]]:
         """Ask the round's clients one verb; yields ``(client, reply)``: :meth:`Courier.ask`."""
         self._phase += 1
@@ -197,6 +198,7 @@ class RoundStrategy(Strategy):
             states=states,
             layouts=layouts,
             whole=whole,
+            parts=parts,
             releases=() if self.private is None else self.private.releases,
             turn=self._turn,
         ):

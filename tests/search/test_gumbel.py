@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -41,12 +42,24 @@ def draw(supernet, seed, temperature=2.0):
     return GumbelPath(supernet, temperature=temperature, generator=generator)
 
 
+def first_that_trains(alphas_EO, generator):
+    """Return the first noise whose cell is not degenerate."""
+    while True:
+        noise_EO = -torch.empty(6, 5).exponential_(generator=generator).log()
+        if trains((alphas_EO + noise_EO).argmax(-1).tolist()):
+            return noise_EO
+
+
+def trains(columns):
+    return not NASBench201Space.is_degenerate(NASBench201Space.genotype(columns))
+
+
 @pytest.mark.parametrize("norm", ["batch", "group"])
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 def test_a_path_is_the_supernet_with_all_other_ops_at_zero(engine, norm):
     """Logits, and the gradients of the path's weights and of the gates."""
     supernet, computed = make_supernet(engine, norm), set()
-    for seed in range(6):
+    for seed in range(12):
         path, (x, y) = draw(supernet, seed), make_batch(seed)
         columns = torch.tensor(path.columns["cell"])[:, None]
         computed |= set(columns[:, 0].tolist())
@@ -56,9 +69,8 @@ def test_a_path_is_the_supernet_with_all_other_ops_at_zero(engine, norm):
         single = path(x)
         torch.testing.assert_close(single, dense, rtol=1e-4, atol=1e-5)
 
-        noise = make_generator(seed, "gumbel")
-        gumbel_EO = -torch.empty(6, 5).exponential_(generator=noise).log()
         alphas_EO = supernet.alphas()["cell"].detach()
+        gumbel_EO = first_that_trains(alphas_EO, make_generator(seed, "gumbel"))
         assert columns[:, 0].tolist() == (alphas_EO + gumbel_EO).argmax(-1).tolist()
         own = path.weights()
         loss = F.cross_entropy(dense, y)
@@ -92,14 +104,24 @@ def test_only_the_weights_of_drawn_ops_and_those_that_all_paths_share_are_the_pa
     assert any(column in (2, 3) for column in path.columns["cell"])
 
 
-def test_ops_are_drawn_with_the_softmax_of_the_alphas_at_any_temperature():
+def test_cells_that_train_are_drawn_with_the_softmax_of_the_alphas_at_any_temperature():
+    """Of all 15,625 cells those that are not degenerate, with the product of their ops' shares."""
     supernet, generator = make_supernet(), make_generator(0, "draws")
+    supernet.alphas()["cell"].data[:, 0] += 3  # none, so that many draws are degenerate
     counts = torch.zeros(6, 5)
     for _ in range(3000):
         columns = GumbelPath(supernet, temperature=0.1, generator=generator).columns["cell"]
         counts[torch.arange(6), columns] += 1
-    expected = supernet.alphas()["cell"].detach().softmax(-1)
-    torch.testing.assert_close(counts / 3000, expected, rtol=0, atol=0.04)
+        assert trains(columns)
+    shares = supernet.alphas()["cell"].detach().softmax(-1)
+    expected, total = torch.zeros(6, 5), 0.0
+    for cell in itertools.product(range(5), repeat=6):
+        if trains(cell):
+            probability = shares[torch.arange(6), list(cell)].prod()
+            expected[torch.arange(6), list(cell)] += probability
+            total += float(probability)
+    assert total < 0.7
+    torch.testing.assert_close(counts / 3000, expected / total, rtol=0, atol=0.04)
 
 
 def test_a_local_search_steps_alphas_and_weights_on_paths_of_their_own():
