@@ -6,7 +6,7 @@ reads data, so that a server can rank architectures alone and no client spends a
 one ranking.
 
 ``AZ_NAS`` is what we recommend: of the published scores its rank correlation on NAS-Bench-201 is
-the highest, after 12 epochs (.58, synflow .36; ``scripts/results/scores.json``) as in its paper
+the highest, after 12 epochs (.56, synflow .36; ``scripts/results/scores.json``) as in its paper
 after 200, and of 250 cells it seldom chooses a bad one. No score is best everywhere: among good
 cells none of the published ones knows more. ``learning`` does: it trains a network for some steps
 on a made-up task. It costs seconds, so that it is for the best by other scores. Its task, and its
