@@ -15,16 +15,19 @@ kernel size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 ALIGNED = 16  # elements of a row that starts at a border of 64 bytes, as the row before it does
+FEWEST = 4  # columns of a product of matrices; MKL computes fewer apart on processors with AVX-512
 
 
 def conv2d(
@@ -135,6 +138,27 @@ def group_norm(
     )
     out = F.group_norm(_side_by_side(x), len(x) * num_groups, weights, biases, eps)
     return out.view(x.shape)
+
+
+@contextmanager
+def own_linear_layers(module: nn.Module) -> Iterator[None]:
+    """Let linear layers compute by :func:`linear`, which rounds all rows alike."""
+    layers: list[Any] = [
+        layer
+        for layer in module.modules()
+        if type(layer) is nn.Linear and "forward" not in vars(layer)
+    ]
+    for layer in layers:
+        layer.forward = partial(_linear, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x, layer.weight, layer.bias)
 
 
 class _Depthwise(torch.autograd.Function):
@@ -266,7 +290,8 @@ class _Convolution(torch.autograd.Function):
 class _Linear(torch.autograd.Function):
     """:func:`linear`, without bias.
 
-    Rows are padded, so that all start alike in memory: MKL adds up others in another order.
+    Rows are padded, so that all start alike in memory, and products have at least ``FEWEST``
+    columns: MKL adds up others in another order, by where a row stands.
     """
 
     @staticmethod
@@ -274,7 +299,7 @@ class _Linear(torch.autograd.Function):
         matrix = weight[0] if weight.dim() == 3 else weight
         ctx.save_for_backward(x, matrix)
         ctx.shape = weight.shape
-        return F.linear(_aligned(x), _aligned(matrix))
+        return F.linear(_aligned(x), _wide(_aligned(matrix)))[..., : len(matrix)]
 
     @staticmethod
     @once_differentiable
@@ -282,7 +307,8 @@ class _Linear(torch.autograd.Function):
         x, matrix = ctx.saved_tensors
         x_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
-            x_gradient = _aligned(g) @ _aligned(matrix.mT).mT
+            x_gradient = _aligned(g) @ _wide(_aligned(matrix.mT)).mT
+            x_gradient = x_gradient[..., : x.shape[-1]]
         if ctx.needs_input_grad[1]:
             rows = g.reshape(len(x), -1, g.shape[-1]).mT
             per_record = rows @ x.reshape(len(x), -1, x.shape[-1])
@@ -302,6 +328,12 @@ def _aligned(rows: Tensor) -> Tensor:
     """Return rows of a multiple of 64 bytes, with zeros at their ends."""
     missing = -rows.shape[-1] % ALIGNED
     return F.pad(rows, (0, missing)) if missing else rows
+
+
+def _wide(matrix: Tensor) -> Tensor:
+    """Return a matrix with at least ``FEWEST`` rows, zeros below its own."""
+    missing = FEWEST - len(matrix)
+    return F.pad(matrix, (0, 0, 0, missing)) if missing > 0 else matrix
 
 
 def _repeat(x_BCHW: Tensor, channels: int) -> Tensor:

@@ -140,3 +140,21 @@ def test_group_norm_of_which_one_parameter_is_trained(trained):
         one = F.group_norm(x[i : i + 1], 2, **(parameters | {trained: own}), eps=1e-5)
         expected = torch.autograd.grad(one.square().sum(), own)[0]
         torch.testing.assert_close(gradient[i], expected)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 4, 10])
+@pytest.mark.parametrize("inputs", [3, 24, 64])
+def test_rows_of_a_linear_layer_are_rounded_alike(inputs, columns):
+    """Forward and backward, at every place of batches of many sizes; MKL alone does not."""
+    generator = torch.Generator().manual_seed(inputs + columns)
+    weight = torch.randn(columns, inputs, generator=generator)
+    record, gradient = (torch.randn(n, generator=generator) for n in (inputs, columns))
+    for size in (1, 2, 3, 4, 5, 8, 16):
+        x = record.repeat(size, 1).requires_grad_()
+        out = linear(x, weight)
+        (by_x,) = torch.autograd.grad(out, x, gradient.repeat(size, 1))
+        assert out.shape == (size, columns)
+        assert torch.equal(out, out[:1].expand_as(out))
+        assert torch.equal(by_x, by_x[:1].expand_as(by_x))
+        torch.testing.assert_close(out[0], weight @ record)
+        torch.testing.assert_close(by_x[0], gradient @ weight)

@@ -23,9 +23,9 @@ from fednas_flwr.clients.client import Client
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.exchange.messages import Header
 from fednas_flwr.exchange.states import Tensors
+from fednas_flwr.layers import own_linear_layers
 from fednas_flwr.privacy.micro_batches import exact_sum, filled, joined, person_means
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.privacy.record_gradients import own_linear_layers
 from fednas_flwr.privacy.self_test import Watch, unwatched
 from fednas_flwr.search.objective import heads
 

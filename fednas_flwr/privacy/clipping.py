@@ -52,6 +52,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fednas_flwr.layers import own_linear_layers
 from fednas_flwr.privacy.micro_batches import (
     from_units,
     in_units,
@@ -60,7 +61,6 @@ from fednas_flwr.privacy.micro_batches import (
     sum_in_units,
 )
 from fednas_flwr.privacy.record_gradients import (
-    own_linear_layers,
     record_gradients,
     refuse_batch_norm,
 )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fednas_flwr.layers import own_linear_layers
 from fednas_flwr.privacy.record_losses import (
     Group,
     Loss,
@@ -79,7 +80,8 @@ def _hooked_gradients(
     y_B: Tensor,
 ) -> list[Group]:
     """Return the gradients [B, ...] of all parameters that the loss reaches."""
-    with torch.enable_grad(), warnings.catch_warnings():
+    own = own_linear_layers(hooked)  # which round all rows alike
+    with torch.enable_grad(), warnings.catch_warnings(), own:
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         # Not backward(), which would add to .grad. Of the sums only the names are used.
         reached = differentiate(losses_of(hooked(x_B), y_B, loss), parameters)

@@ -112,27 +112,6 @@ def record_gradients(
     return from_hooks(module, parameters, loss)
 
 
-@contextmanager
-def own_linear_layers(module: nn.Module) -> Iterator[None]:
-    """Let linear layers compute by ``fednas_flwr.layers``, which rounds all rows alike."""
-    layers: list[Any] = [
-        layer
-        for layer in module.modules()
-        if type(layer) is nn.Linear and "forward" not in vars(layer)
-    ]
-    for layer in layers:
-        layer.forward = partial(_linear, layer)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, layer.weight, layer.bias)
-
-
 def refuse_batch_norm(module: nn.Module) -> None:
     """Raise ValueError for layers that keep or use statistics of the batch, trainable or not.
 
