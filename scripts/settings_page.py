@@ -35,16 +35,6 @@ os.environ.pop("FEDNAS_CACHE", None)  # which would be the default of dataset.ca
 CONF = Path(__file__).parents[1] / "conf"
 PAGE = CONF / "README.md"
 KINDS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
-GROUPS: dict[str, tuple[str, type | None, str]] = {  # of a run; None: by algorithm, at the end
-    "dataset": ("Data set", Dataset, "digits"),
-    "partition": ("Division over clients", Partition, "iid"),
-    "privacy": ("Privacy", DifferentialPrivacy, "dp"),
-    "retrain": ("Retraining", Retrain, "quickstart"),
-    "server_optimizer": ("Optimiser of the server", ServerAdam, "adam"),
-    "runtime": ("Runtime", Runtime, "inline"),
-    "search_space": ("Search space", None, ""),
-    "algorithm": ("Algorithm", None, ""),
-}
 HEAD = """# Settings
 
 Every setting of a run: `fednas run <setting>=<value> ...`, a file in `experiment/`, or
@@ -74,12 +64,19 @@ def page() -> str:
     """Return the whole page."""
     parts = [HEAD, section("Run", Config, "", prefix="", names=())]
     parts.append(experiments())
-    for group, (title, kind, default) in GROUPS.items():
-        if kind is None:
-            continue
+    for group, title, kind, default in (
+        ("dataset", "Data set", Dataset, "digits"),
+        ("partition", "Division over clients", Partition, "iid"),
+        ("privacy", "Privacy", DifferentialPrivacy, "dp"),
+        ("retrain", "Retraining", Retrain, "quickstart"),
+        ("server_optimizer", "Optimiser of the server", ServerAdam, "adam"),
+        ("runtime", "Runtime", Runtime, "inline"),
+    ):
         parts.append(section(title, kind, default, prefix=f"{group}.", names=names_of(group)))
-    for group, entries in (("search_space", SEARCH_SPACES), ("algorithm", ALGORITHMS)):
-        title = GROUPS[group][0]
+    for group, title, entries in (
+        ("search_space", "Search space", SEARCH_SPACES),
+        ("algorithm", "Algorithm", ALGORITHMS),
+    ):
         by_kind: dict[type, list[str]] = {}
         for name, entry in entries.items():
             by_kind.setdefault(entry.settings, []).append(name)
@@ -135,7 +132,7 @@ def leaves(kind: type, tree: Any, prefix: str) -> Iterator[str]:
         key, hint = f"{prefix}{field.name}", hints[field.name]
         value = tree.get(field.name) if isinstance(tree, dict) else None
         inner = next((part for part in parts_of(hint) if is_dataclass(part)), None)
-        if field.name == "name" or (not prefix and field.name in GROUPS):
+        if field.name == "name" or (not prefix and names_of(field.name)):
             continue
         if field.name not in told:
             raise SystemExit(f"{kind.__name__}.{field.name} has no meaning in its docstring")

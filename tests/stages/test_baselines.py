@@ -12,7 +12,7 @@ import pytest
 
 from fednas_flwr.api import compose, run
 from fednas_flwr.builders.networks import load_description
-from fednas_flwr.config import Config, DifferentialPrivacy
+from fednas_flwr.config import Config, DifferentialPrivacy, ZeroCostSettings
 from fednas_flwr.errors import NoEffectError
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.hardware.flops import count_multiply_adds
@@ -20,6 +20,7 @@ from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.renyi_filter import filter_epsilon
 from fednas_flwr.reporting.compare import run_folders
 from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.reporting.texts import baselines_text
 from fednas_flwr.search.settings import RESNETS
 from fednas_flwr.stages import baselines
 from fednas_flwr.stages.run_folder import open_run_folder
@@ -138,10 +139,14 @@ def test_baselines_are_trained_as_the_found_network(
     assert {name for name, one in genotypes.items() if one is None} == {"linear", nearest}
     assert nearest != RESNETS[0]
     assert told(folder)["data_free"]["algorithm"]["shortlist"]["scores"][0] == "learning"
+    space = told(folder)["data_free"]["search_space"]
+    assert (space["channels"], space["num_cells"]) == (4, 5)
     page = (folder / "report.html").read_text()
     assert "What the search was worth" in page
     assert "random ones of the search space, the choice of scores that read no record" in page
     assert "FEATHERS also retrained" not in page
+    tuned = replace(own, config={**own.config, "algorithm": {"name": "feathers"}})
+    assert "FEATHERS also retrained the random ones" in baselines_text(tuned)
     assert "random_2" in page
     assert run_folders([tmp_path]) == [folder]
 
@@ -219,6 +224,17 @@ def test_baselines_are_made_by_default_where_they_add_little(
     assert baselines.affordable(tmp_path) == number
     (tmp_path / "baselines").mkdir()
     assert baselines.affordable(tmp_path) == 2  # it goes on with what it has begun
+
+
+def test_the_data_free_choice_goes_by_few_scores_where_none_ranks(
+    compose_config: Callable[..., Config],
+) -> None:
+    """Of DARTS' cells: in the run's own space, without a shortlist."""
+    config = compose_config("search_space=darts_small")
+    own = baselines._data_free(config)
+    assert own.search_space == config.search_space
+    assert isinstance(own.algorithm, ZeroCostSettings)
+    assert (own.algorithm.draws, own.algorithm.shortlist, own.rounds) == (250, None, 1)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.02, 0.03), (2e-4, 3e-4)])

@@ -19,6 +19,7 @@ from fednas_flwr.exchange.states import MOMENTS, pack, unpack
 from fednas_flwr.randomness import derive_seed, make_generator, seeded
 from fednas_flwr.search.gumbel import GumbelPath
 from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
 
 ROUNDS = 2
 MODES = ["round", "client"]
@@ -66,10 +67,13 @@ def whole(strategy):
 
 
 def drawn(alphas, seed, *drawn_for):
-    """Return the column of each edge's op, of noise drawn here."""
+    """Return the column of each edge's op, of the first noise drawn here whose cell trains."""
     generator = make_generator(derive_seed(seed, "path", *drawn_for), "gumbel")
-    noise_EO = -torch.empty(6, 5).exponential_(generator=generator).log()
-    return (alphas + noise_EO).argmax(-1).tolist()
+    while True:
+        noise_EO = -torch.empty(6, 5).exponential_(generator=generator).log()
+        columns = (alphas + noise_EO).argmax(-1).tolist()
+        if not NASBench201Space.is_degenerate(NASBench201Space.genotype(columns)):
+            return columns
 
 
 def on_path(name, columns):

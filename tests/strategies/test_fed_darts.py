@@ -167,27 +167,21 @@ def test_single_paths_of_gdas_take_their_temperature_from_the_round(compose_conf
     assert alphas[0].std() > 0.004  # they were drawn with .001
 
 
-@pytest.mark.parametrize(
-    ("more", "sentence"),
-    [
-        (["search_space=darts_small"], r"search_space=darts: single paths.*nasbench201"),
-        (["algorithm.rule=second_order"], r"no second order; set"),
-        (["privacy=dp", "search_space.norm=group", "retrain.norm=group"], r"with privacy=dp"),
-    ],
-)
-def test_single_paths_are_refused_where_there_are_none(more, sentence, compose_config):
-    with pytest.raises(ConfigError, match=sentence):
-        compose_config(*GDAS, *more)
+SKIP = ["algorithm=fed_darts", "algorithm.auxiliary_skip=1"]
+PRIVATE = ["privacy=dp", "search_space.norm=group", "retrain.norm=group"]
 
 
 @pytest.mark.parametrize(
-    ("more", "sentence"),
+    ("given", "more", "sentence"),
     [
-        (["algorithm.rule=second_order"], r"auxiliary_skip=1 with temperatures or rule=second"),
-        (["algorithm.temperatures={first: 10, last: 1}"], r"auxiliary_skip=1 with temperatures or"),
-        (["privacy=dp", "search_space.norm=group", "retrain.norm=group"], r"=1 with privacy=dp"),
+        (GDAS, ["search_space=darts_small"], r"search_space=darts: single paths.*nasbench201"),
+        (GDAS, ["algorithm.rule=second_order"], r"no second order; set"),
+        (GDAS, PRIVATE, r"with privacy=dp"),
+        (SKIP, ["algorithm.rule=second_order"], r"auxiliary_skip=1 with temperatures or rule=sec"),
+        (SKIP, ["algorithm.temperatures={first: 10, last: 1}"], r"_skip=1 with temperatures or"),
+        (SKIP, PRIVATE, r"auxiliary_skip=1 with privacy=dp"),
     ],
 )
-def test_an_auxiliary_skip_is_refused_where_there_is_none(more, sentence, compose_config):
+def test_paths_and_skips_are_refused_where_there_are_none(given, more, sentence, compose_config):
     with pytest.raises(ConfigError, match=sentence):
-        compose_config("algorithm=fed_darts", "algorithm.auxiliary_skip=1", *more)
+        compose_config(*given, *more)
