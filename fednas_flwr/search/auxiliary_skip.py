@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from fednas_flwr.search_spaces.space import Supernet
 
-SKIP = "skip_connect"
-
 
 class AuxiliarySkip(nn.Module):
     """A supernet whose edges give ``beta x + sum_o softmax(alpha)_o o(x)`` (Eq. 4).
@@ -33,7 +31,7 @@ class AuxiliarySkip(nn.Module):
 
         Args:
             supernet: Of cells of edges.
-            column: Of ``skip_connect`` among its ops.
+            column: Of the skip among its ops.
             beta: At least 0.
         """
         super().__init__()

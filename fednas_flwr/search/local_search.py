@@ -20,13 +20,14 @@ from fednas_flwr.search.architect import (
     second_order_gradient,
     virtual_step,
 )
-from fednas_flwr.search.auxiliary_skip import SKIP, AuxiliarySkip
+from fednas_flwr.search.auxiliary_skip import AuxiliarySkip
 from fednas_flwr.search.descent import MOMENTS, Descent, Descents, Gradient, Gradients, Proximal
 from fednas_flwr.search.gumbel import GumbelPath, Relaxed, draw_path, path_tensors
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.regularisation import beta_gradient
 from fednas_flwr.search.settings import NonNegative, PathSeed, Positive, Rule
 from fednas_flwr.search.training import Batch
+from fednas_flwr.search_spaces.genotype import SKIP
 from fednas_flwr.search_spaces.space import Supernet
 from fednas_flwr.typed import Checked
 

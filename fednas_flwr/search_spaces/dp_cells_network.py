@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from fednas_flwr.names import Norm
 from fednas_flwr.search_spaces import darts_network
 from fednas_flwr.search_spaces.cell_graph import CELL, candidate_edges
+from fednas_flwr.search_spaces.genotype import SKIP
 from fednas_flwr.search_spaces.operations import add_all, drop_path, make_norm
 from fednas_flwr.search_spaces.skip import SkipNetwork
 
 NODES = range(1, 6)  # K = 5 internal nodes; node 0 is the cell's input
 EDGES = candidate_edges(NODES)
 CENTRE = 20.0  # of a near-identity, in standard deviations of the noise beside it
-NONE, SKIP = "none", "skip_connect"
+NONE = "none"
 POOLS: dict[str, Callable[..., nn.Module]] = {
     "max_pool_3x3": nn.MaxPool2d,
     "avg_pool_3x3": nn.AvgPool2d,

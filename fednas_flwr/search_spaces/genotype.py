@@ -19,6 +19,7 @@ from fednas_flwr.typed import parse
 
 FORMAT = "fednas-genotype"
 VERSION = 1
+SKIP = "skip_connect"  # the identity, by its name in every space of cells
 SHOWN = 20  # edges in a message
 
 
@@ -61,7 +62,7 @@ def skip_share(genotype: Genotype) -> float:
         0.5
     """
     ops = [edge.op for edges in genotype.cells.values() for edge in edges]
-    return ops.count("skip_connect") / len(ops) if ops else 0.0
+    return ops.count(SKIP) / len(ops) if ops else 0.0
 
 
 def arrows(pairs: Sequence[tuple[int, int]]) -> str:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search.auxiliary_skip import SKIP, AuxiliarySkip
+from fednas_flwr.search.auxiliary_skip import AuxiliarySkip
+from fednas_flwr.search_spaces.genotype import SKIP
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
 from fednas_flwr.search_spaces.nasbench201_network import SearchCell
 
