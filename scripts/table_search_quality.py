@@ -51,12 +51,12 @@ ROWS = [  # search, partition, settings; without a partition where no record is 
     ("data_free", "none", DATA_FREE),
     ("recommended", "iid", RECOMMENDED),
     ("recommended", "dirichlet", RECOMMENDED),
+    ("recommended, 2 clients", "iid", (*RECOMMENDED, "clients_per_round=2")),
+    ("recommended, 2 clients", "dirichlet", (*RECOMMENDED, "clients_per_round=2")),
     ("fed_darts", "iid", DARTS),
     ("fed_darts", "dirichlet", DARTS),
 ]
 MORE_ROWS = [  # of fewer seeds
-    ("recommended, 2 clients", "iid", (*RECOMMENDED, "clients_per_round=2")),
-    ("recommended, 2 clients", "dirichlet", (*RECOMMENDED, "clients_per_round=2")),
     (f"fed_darts{PRIOR}", "iid", DARTS),
     (f"fnas{PRIOR}", "iid", FNAS),
     (f"dp_fnas, epsilon 3{PRIOR}", "iid", DP_FNAS),
