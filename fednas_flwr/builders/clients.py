@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch import nn
 
 from fednas_flwr.builders.networks import Description, make_device, make_network, supernet_space
@@ -28,6 +27,7 @@ from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
 from fednas_flwr.exchange.secure_sum.roster import Roster, SiteKeys
 from fednas_flwr.exchange.secure_sum.site import SumSite
 from fednas_flwr.files import write_atomically
+from fednas_flwr.foreign import dump_yaml
 from fednas_flwr.names import CLIENT, LEAST_CALIBRATED, PERSON, RECORD, SPLITS, Unit
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
@@ -349,7 +349,7 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
         "test_seed": privacy.test_seed is not None,
         "approve": AUTOMATIC,
     }
-    return yaml.safe_dump({"data_sets": {privacy.data_set: section}}, sort_keys=False)
+    return dump_yaml({"data_sets": {privacy.data_set: section}})
 
 
 def check_public(config: Config, prepared: Prepared) -> None:

@@ -7,7 +7,6 @@ A record's id is stable: it depends on that record alone, so that the part it fa
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from fednas_flwr.data.schema import CATEGORY, Column, feature_names
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.foreign import load_json
 from fednas_flwr.names import JSON_LISTS
 
 
@@ -202,7 +202,7 @@ def label_sets(texts: np.ndarray, separator: str, *, where: str) -> list[tuple[s
     sets = []
     for row, text in enumerate(texts.tolist(), 1):
         try:
-            own = json.loads(text or "[]")
+            own = load_json(text or "[]")
         except ValueError:
             own = None
         if not isinstance(own, list) or not all(isinstance(name, str) for name in own):

@@ -9,7 +9,6 @@ machine to machine is in ``server.env`` and ``site.env``. Main function: :func:`
 from __future__ import annotations
 
 import ipaddress
-import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -18,11 +17,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-import yaml
-
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.secure_sum.roster import PublicKeys, Roster
 from fednas_flwr.exchange.signed_model import make_signing_key
+from fednas_flwr.foreign import load_json, read_yaml
 from fednas_flwr.machines.certificates import issue_certificate, make_authority
 from fednas_flwr.privacy.policy_file import template
 
@@ -103,7 +101,7 @@ def read_roster(deployment: Deployment, folder: Path) -> Roster:
     for name in deployment.sites:
         path = folder / f"{name}.pub"
         try:
-            sites.append(PublicKeys(name, **json.loads(path.read_text(encoding="ascii"))))
+            sites.append(PublicKeys(name, **load_json(path.read_text(encoding="ascii"))))
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{path} holds no public keys of {name} ({error}): have state/sum.pub sent by the "
@@ -118,11 +116,7 @@ def load_sites(path: Path) -> Deployment:
     Raises:
         ConfigError: It cannot be read, or a key or value is wrong.
     """
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"the list of sites {path} cannot be read: {reason}.") from error
+    tree = read_yaml(path, f"the list of sites {path}")
     top = _mapping(tree, "the list of sites", ("federation", "server", "sites"))
     server = _mapping(top["server"], "server", ("addresses", "port"))
     port = server["port"]

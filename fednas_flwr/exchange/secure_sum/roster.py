@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.files import write_atomically
+from fednas_flwr.foreign import load_json
 
 KEY_BYTES = 32
 MOST_SITES = 1000
@@ -124,7 +125,7 @@ class Roster:
             ConfigError: It cannot be read, or :meth:`of` refuses it.
         """
         try:
-            sites = [PublicKeys(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+            sites = [PublicKeys(**entry) for entry in load_json(path.read_text("utf-8"))]
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(f"the roster {path} cannot be used: {error}.") from error
         return cls.of(sites)
