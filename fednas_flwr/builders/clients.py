@@ -26,7 +26,7 @@ from fednas_flwr.errors import ConfigError, show, unknown_choice
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
 from fednas_flwr.exchange.secure_sum.roster import Roster, SiteKeys
 from fednas_flwr.exchange.secure_sum.site import SumSite
-from fednas_flwr.files import write_atomically
+from fednas_flwr.files import make_folder, write_atomically
 from fednas_flwr.foreign import dump_yaml
 from fednas_flwr.names import CLIENT, LEAST_CALIBRATED, PERSON, RECORD, SPLITS, Unit
 from fednas_flwr.privacy.ledger import Ledger
@@ -230,7 +230,7 @@ def _simulated_gate(
         raise ConfigError("privacy=dp without a run folder needs privacy.sites=<folder>.")
     policy = simulated_policy(config, index, records, rows)
     if not (folder / POLICY_FILE).exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_atomically(folder / POLICY_FILE, _policy_text(config, records, rows))
     test_seed = None if privacy.test_seed is None else f"{privacy.test_seed} {index}".encode()
     ledger = Ledger(*simulated_ledger(folder))

@@ -85,7 +85,9 @@ def predict(options: argparse.Namespace, overrides: list[str]) -> int:
     with CountDisplay("records") as display:
         found = model.predict(options.data, batch_size=options.batch_size, progress=display)
     try:
-        table = found.table().map(csv_cell).rename(columns=csv_cell)
+        table = found.table()
+        for name in table.select_dtypes(exclude="number"):
+            table[name] = table[name].map(csv_cell)
         table.to_csv(options.output, index=False)
     except OSError as error:
         raise ConfigError(f"--output={options.output} cannot be written: {error}.") from error

@@ -204,7 +204,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-# Texts that break out of a heading, a cell, a sentence, an attribute, a script or a terminal's line.
+# Texts that break out of a heading, a cell, an attribute, a script or a terminal's line.
 EVIL = [
     "</script><script>alert(1)</script><img src=x onerror=alert(1)>",
     "a|b\n\n# Heading\n\n| c | d |\n|---|---|\n| e | f |",

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -223,7 +224,8 @@ def test_only_files_of_the_run_are_exported_and_only_into_the_folder(
     target.write_text("mine")
     (folder / "profile").write_text("theirs")
     with (folder / "events.jsonl").open("a") as file:
-        file.write('{"event": "exported", "files": ["%s", "../profile"]}\n' % target)
+        files = [str(target), "../profile"]
+        file.write(json.dumps({"event": "exported", "files": files}) + "\n")
     copied = export_model(folder, tmp_path / "to")
     assert target.read_text() == "mine"
     assert {path.parent for path in copied} == {tmp_path / "to"}
