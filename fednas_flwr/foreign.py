@@ -60,15 +60,21 @@ def markdown(text: object) -> str:
 def csv_cell(value: Any) -> Any:
     """Return a cell of a CSV file: text that a spreadsheet would compute gets an apostrophe.
 
-    Numbers stay as they are, also those written as text.
+    Numbers stay as they are, also those written as text. Semicolons divide cells, too, where a
+    comma is the decimal point.
     """
-    if not isinstance(value, str) or not value.startswith(_FORMULA):
+    if not isinstance(value, str):
         return value
+    parts = value.split(";")
+    return ";".join(f"'{p}" if p.startswith(_FORMULA) and not _is_number(p) else p for p in parts)
+
+
+def _is_number(text: str) -> bool:
     try:
-        float(value)
+        float(text)
     except ValueError:
-        return f"'{value}"
-    return value
+        return False
+    return True
 
 
 def mapped(value: Any, escape: Callable[[object], str]) -> Any:

@@ -88,7 +88,7 @@ def predict(options: argparse.Namespace, overrides: list[str]) -> int:
         table = found.table()
         for name in table.select_dtypes(exclude="number"):
             table[name] = table[name].map(csv_cell)
-        table.to_csv(options.output, index=False)
+        table.to_csv(options.output, index=False, header=[csv_cell(name) for name in table])
     except OSError as error:
         raise ConfigError(f"--output={options.output} cannot be written: {error}.") from error
     print(f"{len(found):,} records: {options.output}")
