@@ -145,15 +145,7 @@ def identity(client: Client) -> dict[str, Any]:
         "tag": client.tag,
         "hardware": f"{client.device.type} {platform.machine()}",
         "versions": {"fednas_flwr": version("fednas_flwr"), "torch": torch.__version__},
-        "input_shape": list(client.data.train.features.shape[1:]),
-        "schema": [asdict(column) for column in client.schema],
-        "image_shape": list(client.image_shape),
-        "scattering": list(client.scattering),
-        # declared ones: what follows from records are moments, of which the server makes one mean
-        "mean": [] if client.moments is not None else list(client.data.train.mean),
-        "std": [] if client.moments is not None else list(client.data.train.std),
-        "class_names": list(client.class_names),
-        "multi_label": client.objective.multi_label,
+        **client.data_form,
     }
 
 
@@ -276,6 +268,8 @@ def take_gradients(client: Client, request: Request, asked: TakeGradients) -> Re
                 gradients.rehearse_weights(supernet)
             if "alphas" in states:
                 gradients.rehearse_alphas(supernet)
+    if isinstance(gradients, NoisedGradients) and request.grids:
+        return _of_share(gradients, states[0], supernet)
     sums, batch_size = periodic_gradients(
         lambda: {state: gradients.sums(state, supernet) for state in states},
         {"weights": supernet.weights(), "alphas": supernet.alphas()},
@@ -317,10 +311,19 @@ def take_network_gradient(client: Client, request: Request, asked: TakeNetworkGr
                 client, request, planned, auxiliary_weight=asked.auxiliary_weight
             )
             gradients.rehearse_weights(network, asked.network, asked.drop_path_prob > 0)
+    if isinstance(gradients, NoisedGradients) and request.grids:
+        return _of_share(gradients, "weights", network)
     sums, batch_size = gradients.sums("weights", network)
     return _of_sums(
         client, asked.split, network, {"weights": sums}, batch_size, gradients.metrics()
     )
+
+
+def _of_share(gradients: NoisedGradients, state: str, network: nn.Module) -> Reply:
+    """Return the reply of a gradient sum with a share of its noise: one state, one step."""
+    cells, batch_size = gradients.share(state, network)
+    digest = Layout.of(network_states(network)[state]).digest
+    return Reply(batch_size, digests={state: digest}, shares={state: cells})
 
 
 def _of_sums(

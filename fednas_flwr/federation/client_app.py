@@ -198,7 +198,9 @@ def _client(config_json: str, index: int, site: Site, policy: str | None) -> Cli
     own, gate = dict(site), _gate(config_json, site, policy)
     config, text = _own_config(config_json, site)
     data, networks = _data(text)
-    return make_client(config, index, data=data, networks=networks, site=own, gate=gate)
+    return make_client(
+        config, index, data=data, networks=networks, site=own, gate=gate, settings=config_json
+    )
 
 
 app = make_client_app()

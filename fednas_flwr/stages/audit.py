@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from fednas_flwr.builders.algorithms import search_batch
 from fednas_flwr.builders.clients import make_client
 from fednas_flwr.builders.data import make_data
+from fednas_flwr.clients.admission import admit
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.summed import begin_sum, sums_of
@@ -373,7 +374,8 @@ class _Planted:
                 boxes[i] = by_index(reply.facts["boxes"])
                 context = bytes.fromhex(reply.facts["context"])
             else:
-                part = begin_sum(client, request)
+                assert client.gate is not None
+                part = begin_sum(client, request, admit(client.gate, request))
                 assert part is not None
                 vectors = [np.zeros(length, dtype) for dtype, length in summands.lengths.items()]
                 boxes[i] = part.mask(vectors)

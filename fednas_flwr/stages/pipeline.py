@@ -164,7 +164,8 @@ def begin(
     private = isinstance(config.privacy, DifferentialPrivacy)
     needed = ("client", *(NEEDED_FACTS if private else ()))
     if has_real_sites(config):
-        courier.connect(grid, needed=(*needed, *SITE_FACTS), alike=SITE_FACTS)
+        alike = (*SITE_FACTS, *(("honest_sites",) if config.secure_sum else ()))
+        courier.connect(grid, needed=(*needed, *alike), alike=alike)
         prepared = make_server_data(config, next(iter(courier.facts.values())))
     else:
         prepared, parts = make_data(config)

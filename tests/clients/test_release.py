@@ -18,6 +18,7 @@ from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.gdp import gdp_epsilon
 from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.privacy.micro_batches import ClippedSum
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import Policy
@@ -40,7 +41,8 @@ def release(gate, planned, num_records, clipped_sum):
 
 
 def zeros(rows):
-    return {"a": torch.zeros(200, 100), "b": torch.zeros(5)}
+    sums = {"a": torch.zeros(200, 100), "b": torch.zeros(5)}
+    return ClippedSum(sums, norm=TERMS["max_grad_norm"])
 
 
 def test_a_release_is_the_sum_over_a_poisson_batch_plus_noise_of_std_sigma_times_norm(make_site):
@@ -48,7 +50,8 @@ def test_a_release_is_the_sum_over_a_poisson_batch_plus_noise_of_std_sigma_times
 
     def total(rows):
         drawn.append(rows)
-        return {"a": torch.full((200, 100), 3.0), "b": torch.arange(5.0)}
+        sums = {"a": torch.full((200, 100), 3.0), "b": torch.arange(5.0)}
+        return ClippedSum(sums, norm=TERMS["max_grad_norm"])
 
     records = 20_000
     released = release(site.gate, admit(site), records, total)
