@@ -378,6 +378,8 @@ def check_public(config: Config, prepared: Prepared) -> None:
     ):  # else the images decide
         needed["image_size"] = settings.image_size is not None
         needed["channels"] = settings.channels is not None
+    if settings.name == "csv" or settings.labels_file:
+        needed["label or labels"] = settings.label != "last" or bool(settings.labels)
     if settings.name == "csv":
         declared = settings.numeric or settings.dates or settings.categorical
         needed["numeric or categorical"] = bool(declared)

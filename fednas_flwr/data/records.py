@@ -93,6 +93,30 @@ def record_ids(contents: Iterable[bytes]) -> np.ndarray:
     return np.array(digests, dtype="S32")
 
 
+def text_ids(texts: Iterable[str]) -> np.ndarray:
+    """Return S32 ``[N]``, the ids of persons, given their names: any texts."""
+    return record_ids(text.encode("utf-8", "surrogatepass") for text in texts)
+
+
+def readable(unreadable: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return int64 ``[n]``, the records that can be read, and a note on the others, if any.
+
+    Args:
+        unreadable: By the reason, which records cannot be read, bool ``[N]``.
+    """
+    wrong = np.logical_or.reduce(list(unreadable.values()))
+    rows = np.flatnonzero(~wrong)
+    if len(rows) == len(wrong):
+        return rows, ()
+    told = [
+        f"{reason} {of.sum():,} ({_listed([str(i + 1) for i in np.flatnonzero(of)])})"
+        for reason, of in unreadable.items()
+        if of.any()
+    ]
+    share = f"{wrong.sum():,} of {len(wrong):,} records ({wrong.mean():.1%})"
+    return rows, (f"{share} left out, unreadable by (records from 1): {'; '.join(told)}",)
+
+
 def canonical(numbers: np.ndarray) -> np.ndarray:
     """Return numbers as float32 whose bytes are equal where they are: one zero and one NaN."""
     numbers = np.asarray(numbers, dtype=np.float32) + np.float32(0)  # -0 + 0 = 0
@@ -196,22 +220,28 @@ def label_sets(texts: np.ndarray, separator: str, *, where: str) -> list[tuple[s
     Raises:
         ConfigError: A cell is not a list of texts in JSON.
     """
-    if separator != JSON_LISTS:
-        names = [map(str.strip, text.split(separator)) for text in texts.tolist()]
-        return [tuple(name for name in own if name) for own in names]
     sets = []
     for row, text in enumerate(texts.tolist(), 1):
-        try:
-            own = json.loads(text or "[]")
-        except ValueError:
-            own = None
-        if not isinstance(own, list) or not all(isinstance(name, str) for name in own):
+        own = label_set(text, separator)
+        if own is None:
             raise ConfigError(
                 f'{where} holds {text[:40]} in row {row}: expected a list such as ["a", "b"], as '
                 "dataset.label_separator=json says."
             )
-        sets.append(tuple(own))
+        sets.append(own)
     return sets
+
+
+def label_set(text: str, separator: str) -> tuple[str, ...] | None:
+    """Return the labels in one cell; None where it is no list of texts in JSON."""
+    if separator != JSON_LISTS:
+        return tuple(name for name in map(str.strip, text.split(separator)) if name)
+    try:
+        own = json.loads(text or "[]")
+    except (ValueError, RecursionError):
+        return None
+    is_list = isinstance(own, list) and all(isinstance(name, str) for name in own)
+    return tuple(own) if is_list else None
 
 
 def encode_label_sets(

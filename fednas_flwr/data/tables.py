@@ -21,14 +21,18 @@ from fednas_flwr.data.records import (
     canonical,
     encode_label_sets,
     encode_labels,
+    label_set,
     label_sets,
+    readable,
     record_ids,
+    text_ids,
 )
 from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
 from fednas_flwr.data.table_files import (
     SUFFIXES,
     Form,
     Texts,
+    among,
     check_columns,
     days_of,
     numbers_of,
@@ -36,9 +40,11 @@ from fednas_flwr.data.table_files import (
     rows_text,
 )
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.names import SKIP
 
 _MOST_CATEGORIES = 256
 _YES, _NO = ("1", "1.0", "yes", "true"), ("0", "0.0", "no", "false")
+_LONGEST = 200  # characters of a name by which records are divided
 _NEARLY = 0.9  # share of numbers from which a column's other texts are taken for mistakes
 
 
@@ -60,6 +66,7 @@ def load_csv(
     decimal: str | None = None,
     missing_values: Sequence[str] = (),
     missing: str = "mean",
+    corrupt: str = "refuse",
 ) -> RecordsPair:
     """Return the records of a table and of its official test part, None where it has none.
 
@@ -91,11 +98,13 @@ def load_csv(
         missing_values: See there.
         missing: What becomes of missing numbers and dates: ``mean`` puts the mean in their place,
             ``indicator`` also adds a feature that says so.
+        corrupt: Rows with a cell that is not as declared here: ``refuse``, or ``skip`` to leave
+            out each by itself, see :func:`unreadable_cells`.
 
     Raises:
         ConfigError: A column or value that does not fit this description.
     """
-    form = Form(separator, encoding, decimal, tuple(missing_values))
+    form = Form(separator, encoding, decimal, tuple(missing_values), strict=corrupt == SKIP)
     train_path, test_path = _parts(path)
     texts, notes = read_texts(train_path, form)
     label_columns = label_columns_of(
@@ -119,8 +128,9 @@ def load_csv(
         class_names=class_names,
         missing=missing,
         missing_values=missing_values,
+        corrupt=corrupt,
     )
-    train = replace(train, notes=notes)
+    train = replace(train, notes=(*notes, *train.notes))
     if test_path is None:
         return train, None
     found = {column.name: column.categories for column in train.schema if column.kind == CATEGORY}
@@ -136,6 +146,7 @@ def load_csv(
         class_names=() if labels else train.class_names,
         missing=missing,
         missing_values=missing_values,
+        corrupt=corrupt,
     )
     return train, replace(test, schema=train.schema)
 
@@ -184,13 +195,12 @@ def encode_rows(texts: Mapping[str, np.ndarray], schema: Sequence[Column], *, wh
     for column in schema:
         cells = texts[column.name]
         if column.missing_values:
-            cells = np.where(np.isin(cells.astype(np.str_), column.missing_values), "", cells)
+            cells = np.where(among(cells, column.missing_values), "", cells)
         if column.kind == CATEGORY:
             for value in column.categories:
                 categories[f"{column.name}={value}"] = (cells == value).astype(np.float32)
             continue
-        parsed = (days_of if column.kind == DATE else numbers_of)(cells)
-        numbers[column.name] = _checked_numbers(cells, parsed, column=column, where=where)
+        numbers[column.name] = _checked_numbers(cells, column=column, where=where)
         if column.indicator:
             indicators[f"{column.name} is missing"] = (cells == "").astype(np.float32)
     return {**numbers, **indicators, **categories}
@@ -226,6 +236,7 @@ def _read_records(
     class_names: Sequence[str],
     missing: str,
     missing_values: Sequence[str],
+    corrupt: str,
 ) -> Records:
     """Return a table's records; see :func:`load_csv`."""
     names = list(texts)
@@ -238,6 +249,19 @@ def _read_records(
             raise _two_uses(column, path)
     candidates = [n for n in names if n not in excluded and (n in kinds or not kinds)]
     given = {**kinds, **dict.fromkeys(categories, CATEGORY)}
+    notes: tuple[str, ...] = ()
+    if corrupt == SKIP:
+        rows, notes = readable(
+            unreadable_cells(
+                texts,
+                [Column(n, given[n], tuple(categories.get(n, ()))) for n in candidates if n in given],
+                label_columns=label_columns,
+                label_separator=label_separator,
+                class_names=class_names,
+                id_column=id_column,
+            )
+        )
+        texts = {name: cells[rows] for name, cells in texts.items()}
     kinds = {n: given.get(n) or _kind(texts[n], name=n, path=path) for n in candidates}
     if not kinds:
         raise _no_features(path, label_columns)
@@ -265,6 +289,7 @@ def _read_records(
     numbers = {n: numbers_of(texts[n]) for n, kind in kinds.items() if kind == NUMBER}
     fractional = {n for n, x in numbers.items() if (x % 1 > 0).any()}
     kept = [n for n in names if n not in label_columns and n not in fractional]
+    kept = [n for n in kept if max(map(len, texts[n]), default=0) <= _LONGEST]
     return Records(
         features=torch.from_numpy(np.stack(features, axis=1)),
         labels=labels,
@@ -277,7 +302,55 @@ def _read_records(
         label=label_columns[0] if len(label_columns) == 1 else "",
         label_separator=label_separator or "",
         id_column=id_column or "",
+        notes=notes,
     )
+
+
+def unreadable_cells(
+    texts: Texts,
+    schema: Sequence[Column],
+    *,
+    label_columns: Sequence[str],
+    label_separator: str | None,
+    class_names: Sequence[str],
+    id_column: str | None,
+) -> dict[str, np.ndarray]:
+    """Return which rows cannot be read, each by itself, bool ``[N]``, by the column that says so.
+
+    A cell is unreadable where it is no number of float32, no date, not among the declared
+    categories or classes, no list of them, neither 0 nor 1; or no label or id is there.
+
+    Args:
+        texts: The columns' cells.
+        schema: Columns of features; of categories those that are declared count.
+        label_columns: See :func:`load_csv`.
+        label_separator: See there.
+        class_names: See there.
+        id_column: See there.
+    """
+    wrong = {column.name: _unreadable(texts[column.name], column) for column in schema}
+    for name in label_columns:
+        cells = texts[name]
+        if len(label_columns) > 1:
+            wrong[name] = ~among(_lowered(cells), (*_YES, *_NO))
+        elif label_separator is not None:
+            sets = [label_set(cell, label_separator) for cell in cells.tolist()]
+            known = set(class_names) or {name for own in sets for name in own or ()}
+            wrong[name] = np.array(
+                [own is None or not known.issuperset(own) for own in sets], dtype=bool
+            )
+        else:
+            wrong[name] = (cells == "") | ~among(cells, class_names or set(cells.tolist()))
+    if id_column is not None:
+        wrong[id_column] = texts[id_column] == ""
+    return wrong
+
+
+def _unreadable(cells: np.ndarray, column: Column) -> np.ndarray:
+    """Return which cells are not as a column says, bool ``[N]``; a missing one is."""
+    if column.kind == CATEGORY:
+        return ~among(cells, {"", *(column.categories or cells.tolist())})
+    return (cells != "") & ~np.isfinite(_values(cells, column))
 
 
 def read_labels(
@@ -316,15 +389,19 @@ def label_marks(texts: np.ndarray, *, name: str, where: str) -> np.ndarray:
     Raises:
         ConfigError: A cell says neither yes nor no.
     """
-    lowered = np.char.lower(texts.astype(np.str_))
-    marks: np.ndarray = np.isin(lowered, _YES)
-    wrong = np.flatnonzero(~marks & ~np.isin(lowered, _NO))
+    lowered = _lowered(texts)
+    marks = among(lowered, _YES)
+    wrong = np.flatnonzero(~marks & ~among(lowered, _NO))
     if len(wrong):
         raise ConfigError(
             f"column {name} of {where} is one of dataset.labels but holds "
             f"{rows_text(texts, wrong)}: expected 0 or 1 (or no and yes, false and true)."
         )
     return marks
+
+
+def _lowered(texts: np.ndarray) -> np.ndarray:
+    return np.array([text.lower() for text in texts.tolist()], dtype=object)
 
 
 def _no_features(path: Path, label_columns: Sequence[str]) -> ConfigError:
@@ -374,12 +451,15 @@ def _kind(texts: np.ndarray, *, name: str, path: Path) -> str:
     )
 
 
-def _checked_numbers(
-    texts: np.ndarray, numbers: np.ndarray, *, column: Column, where: str
-) -> np.ndarray:
-    """Return float32 ``[N]``, NaN where missing."""
+def _values(cells: np.ndarray, column: Column) -> np.ndarray:
+    """Return the numbers or days in cells, float32 ``[N]``, not finite where they are none."""
     with np.errstate(over="ignore"):
-        checked = numbers.astype(np.float32)
+        return (days_of if column.kind == DATE else numbers_of)(cells).astype(np.float32)
+
+
+def _checked_numbers(texts: np.ndarray, *, column: Column, where: str) -> np.ndarray:
+    """Return float32 ``[N]``, NaN where missing."""
+    checked = _values(texts, column)
     unreadable = np.flatnonzero((texts != "") & ~np.isfinite(checked))
     if len(unreadable):
         kind = "numeric" if column.kind == NUMBER else "of dates"
@@ -427,7 +507,7 @@ def given_ids(texts: np.ndarray, *, name: str, path: Path) -> np.ndarray:
     if (texts == "").any():
         row = int(np.argmax(texts == ""))
         raise ConfigError(f"{path} has no id ({name}) in row {row + 1}: fill or remove it.")
-    return record_ids(text.encode() for text in texts.tolist())
+    return text_ids(texts.tolist())
 
 
 def _feature_ids(texts: Mapping[str, np.ndarray], numbers: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -166,7 +166,12 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
 def _data(config_json: str) -> tuple[tuple[Prepared, list[np.ndarray]], dict[str, nn.Module]]:
     """Return what the clients of one process share: records, partition, built networks."""
     config = load_config(config_json)
-    return (make_site_data(config) if has_real_sites(config) else make_data(config)), {}
+    if not has_real_sites(config):
+        return make_data(config), {}
+    prepared, parts = make_site_data(config)
+    for note in prepared.train.notes:
+        print(f"{config.dataset.root}: {note}", file=sys.stderr)
+    return (prepared, parts), {}
 
 
 Site = tuple[tuple[str, str], ...]  # SITE_KEYS that a node sets, with their values
