@@ -94,7 +94,9 @@ def make_client(
         check_unit(gate.allowed.unit, prepared.train)
         fractions = gate.allowed.fractions
     key = site.get("split-key", config.dataset.split_key).encode()
-    own = make_client_data(prepared, parts[index], key=key, fractions=fractions)
+    own = make_client_data(
+        prepared, parts[index], key=key, fractions=fractions, may_be_empty=gate is not None
+    )
     if gate is not None:
         records = prepared.train
         ids, column = records.ids[parts[index]], records.id_column

@@ -12,14 +12,7 @@ import yaml
 
 from fednas_flwr.config.parsing import conf_folder
 from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.names import (
-    CORRUPT_RULES,
-    DECIMALS,
-    MISSING_RULES,
-    NO_TRANSFORM,
-    SKIP,
-    TRANSFORMS,
-)
+from fednas_flwr.names import CORRUPT_RULES, DECIMALS, MISSING_RULES, NO_TRANSFORM, TRANSFORMS
 from fednas_flwr.search.settings import Count, CountOrZero, Positive, Share, ShareAbove0
 from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, parse
 
@@ -87,8 +80,8 @@ class Dataset(Checked):
         statistics: Public ``{column: [mean, std]}``; empty has all clients find them together.
         ranges: Public ``{column: [low, high]}`` in place of statistics, of all or some columns;
             what is usual, as numbers beyond them are kept.
-        corrupt: Records that cannot be read: ``refuse`` ends the run and names them, ``skip`` leaves
-            each out by itself, as private sites always do.
+        corrupt: Records that cannot be read: ``refuse`` ends the run and names them, ``skip``
+            leaves each out by itself, as private sites always do.
         intensity: Intensities of 16-bit images that become 0 and 255; null is 0 to 65535.
         separator: Separator of a table's cells; null finds it in the file.
         encoding: Encoding of a table's text; null finds it.
@@ -237,7 +230,7 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
             "none: then a new export charges its releases to the budgets of all parts."
         )
     base = yaml.safe_load((conf_folder() / "dataset" / "_base.yaml").read_text(encoding="utf-8"))
-    base |= {"cache": cache, "corrupt": SKIP}
+    base |= {"cache": cache, "corrupt": "skip"}
     if given.get("name") == "csv":
         base |= {"encoding": "utf-8", "decimal": "point"}
     dataset: Dataset = parse(Dataset, {**base, **given}, key="dataset", hints={})
@@ -246,7 +239,7 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
             f"dataset.limit_train={dataset.limit_train} in {path}: leave it out, since one record "
             "more would put another one out, and two would count."
         )
-    if dataset.corrupt != SKIP:
+    if dataset.corrupt != "skip":
         raise ConfigError(
             f"dataset.corrupt={dataset.corrupt} in {path}: leave it out, since one record that "
             "cannot be read would end every run, and so tell that it is there."

@@ -17,7 +17,6 @@ import numpy as np
 from fednas_flwr.data.records import record_ids
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.memory import check_fits
-from fednas_flwr.names import SKIP
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -134,7 +133,7 @@ def decode_images(count: int, source: Source, decoding: Decoding) -> Decoded:
         ids.append(own)
         kept.append(i)
     formless = not kept and None in (size, decoding.channels)
-    if (broken and decoding.corrupt != SKIP) or formless:
+    if (broken and decoding.corrupt != "skip") or formless:
         raise ConfigError(
             f"{len(broken)} of {count} files cannot be read as an image: "
             f"{_listed(broken.values())}: repair or remove them, or set dataset.corrupt=skip."
@@ -143,7 +142,7 @@ def decode_images(count: int, source: Source, decoding: Decoding) -> Decoded:
     if broken:
         share = f"{len(broken) / count:.1%} of {count:,}"
         notes = [f"{len(broken)} broken images left out: {_listed(broken.values())}; {share}"]
-    if size is not None and set(sizes) != {(size, size)}:
+    if size is not None and set(sizes) - {(size, size)}:
         notes.append(f"resized to {size}x{size} (bilinear) from {_listed_sizes(sizes)}")
     if modes["16 bit"]:
         low, high = tuple(decoding.intensity) or FULL_RANGE

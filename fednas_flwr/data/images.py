@@ -13,17 +13,9 @@ import numpy as np
 import torch
 
 from fednas_flwr.data.decoding import SUFFIXES, Decoding, decode_images, source_of
-from fednas_flwr.data.records import (
-    Records,
-    canonical,
-    encode_labels,
-    readable,
-    record_ids,
-    text_ids,
-)
+from fednas_flwr.data.records import Records, canonical, encode_labels, readable, record_ids
 from fednas_flwr.data.schema import Column
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import SKIP
 
 RecordsPair = tuple[Records, Records | None]
 
@@ -93,8 +85,8 @@ def load_image_folder(
         class_names: The classes in order, or empty for the sorted names of the train folders.
         id_column: If given, images lie in ``<class>/<person>/``, and the records get a column of
             this name with their persons.
-        corrupt: See :class:`~fednas_flwr.data.decoding.Decoding`; ``skip`` also leaves out images in
-            folders of no class and of no person.
+        corrupt: See :class:`~fednas_flwr.data.decoding.Decoding`; ``skip`` also leaves out those
+            in a folder of no class, and of no person.
         intensity: See there.
 
     Raises:
@@ -107,19 +99,14 @@ def load_image_folder(
     names = tuple(class_names) or tuple(path.name for path in _folders(train_root))
 
     def read(folder: Path, channels: int | None) -> Records:
-        files = _images(folder, has_persons=id_column is not None, skip=corrupt == SKIP)
-        class_folders = np.array([path.relative_to(folder).parts[0] for path in files], np.str_)
+        files = _images(folder, has_persons=id_column is not None, skip=corrupt == "skip")
         notes: tuple[str, ...] = ()
-        if corrupt == SKIP:
-            depth = 2 if id_column is None else 3
-            places = [len(path.relative_to(folder).parts) for path in files]
-            rows, notes = readable(
-                {
-                    "a folder of no class": ~np.isin(class_folders, names),
-                    "no person's folder": np.array(places, dtype=int) != depth,
-                }
-            )
-            files, class_folders = [files[i] for i in rows], class_folders[rows]
+        if corrupt == "skip":
+            depth, places = 2 + bool(id_column), [path.relative_to(folder).parts for path in files]
+            stray = np.array([p[0] not in names or len(p) != depth for p in places], dtype=bool)
+            rows, notes = readable({"a folder of no class or no person": stray})
+            files = [files[i] for i in rows]
+        class_folders = np.array([path.relative_to(folder).parts[0] for path in files], np.str_)
         encode_labels(class_folders, names, where=str(folder))
         decoded = decode_images(
             len(files),
@@ -132,7 +119,8 @@ def load_image_folder(
         if id_column is None:
             return Records(images, labels, ids, names, notes=notes)
         persons = np.array([files[i].parent.name for i in decoded.kept], dtype=np.str_)
-        ids, columns = text_ids(persons.tolist()), {id_column: persons}
+        ids = record_ids(text.encode("utf-8", "surrogatepass") for text in persons.tolist())
+        columns = {id_column: persons}
         return Records(images, labels, ids, names, columns, id_column=id_column, notes=notes)
 
     test_root = root / "test"

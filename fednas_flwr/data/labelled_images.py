@@ -18,10 +18,9 @@ import torch
 from fednas_flwr.data.decoding import Decoding, decode_images, image_files, source_of
 from fednas_flwr.data.images import RecordsPair, load_image_folder
 from fednas_flwr.data.records import Records, readable
-from fednas_flwr.data.table_files import Form, Texts, check_columns, read_texts
+from fednas_flwr.data.table_files import Form, Texts, check_columns, names_in, read_texts
 from fednas_flwr.data.tables import given_ids, label_columns_of, read_labels, unreadable_cells
 from fednas_flwr.errors import ConfigError, NoEffectError, show
-from fednas_flwr.names import SKIP
 
 # UTF-8, with or without its mark: an encoding that is found in the rows would be one of all of them
 LABELS_FORM = Form(encoding="utf-8-sig", decimal="point")
@@ -98,18 +97,13 @@ def load_images(
     return train, _read(test_root / labels_file, columns, id_column, names, own)
 
 
-def files_of(texts: Texts, path: Path) -> list[Path]:
-    """Return the image of each row of a labels file, see :func:`_found`."""
-    return [file for file in _found(texts, path, skip=False) if file is not None]
-
-
-def _found(texts: Texts, path: Path, *, skip: bool) -> list[Path | None]:
-    """Return the image of each row of a labels file, None where there is none.
+def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]:
+    """Return the images of a labels file by their rows, from 0.
 
     Args:
         texts: Its columns.
         path: Of the file; images are looked for in its folder.
-        skip: Whether images may be missing.
+        skip: Whether rows may have none.
 
     Raises:
         ConfigError: Images are missing, or not to be told apart by their names.
@@ -120,10 +114,10 @@ def _found(texts: Texts, path: Path, *, skip: bool) -> list[Path | None]:
     times = Counter(file.name for file in files)
     by_name = {file.name: file for file in files if times[file.name] == 1}
     cells = [Path(text).as_posix() for text in texts[column].tolist()]
-    found = [by_path.get(cell) or by_name.get(cell) for cell in cells]
-    missing = [cell or "an empty cell" for cell, file in zip(cells, found, strict=True) if not file]
-    if skip:  # what a name means is no matter of one row
-        missing = [cell for cell in missing if times[cell] > 1]
+    known = by_name | by_path
+    missing = [cell or "an empty cell" for cell in cells if cell not in known]
+    if skip:  # a name that images share would change its meaning with one of them
+        missing = [cell for cell in cells if times[cell] > 1]
     if missing:
         more = ", ..." if len(missing) > 5 else ""
         raise ConfigError(
@@ -131,7 +125,7 @@ def _found(texts: Texts, path: Path, *, skip: bool) -> list[Path | None]:
             f"{path.parent}, or share their names with others: {', '.join(missing[:5])}{more}; "
             "give paths from that folder on, and remove rows without an image."
         )
-    return found
+    return {row: known[cell] for row, cell in enumerate(cells) if cell in known}
 
 
 def _read(
@@ -144,7 +138,7 @@ def _read(
     """Return the images that a labels file names; ``terms`` say which columns hold labels."""
     if not path.is_file():
         raise ConfigError(f"dataset.labels_file: {path} does not exist: correct its name.")
-    skip = decoding.corrupt == SKIP
+    skip = decoding.corrupt == "skip"
     texts, notes = read_texts(path, replace(LABELS_FORM, strict=skip))
     columns = label_columns_of(texts, **terms, class_names=class_names)
     named = [*columns, *([id_column] if id_column else [])]
@@ -154,21 +148,14 @@ def _read(
             f"{path} begins with the column {first}, which is to name the images: put the column "
             "with the files' names first."
         )
-    found, separator = _found(texts, path, skip=skip), terms["label_separator"]
+    found, separator = files_of(texts, path, skip=skip), terms["label_separator"]
     if skip:
-        wrong = {first: np.array([file is None for file in found], dtype=bool)}
-        wrong |= unreadable_cells(
-            texts,
-            (),
-            label_columns=columns,
-            label_separator=separator,
-            class_names=class_names,
-            id_column=id_column,
-        )
+        wrong = unreadable_cells(texts, (), columns, separator, class_names, id_column)
+        wrong[first] = np.array([row not in found for row in range(len(texts[first]))], dtype=bool)
         rows, left_out = readable(wrong)
         texts, notes = {name: cells[rows] for name, cells in texts.items()}, notes + left_out
-        found = [found[i] for i in rows]
-    files = [file for file in found if file is not None]
+        found = {row: found[row] for row in rows.tolist()}
+    files = list(found.values())
     if len(set(files)) < len(files) and not skip:
         twice = Counter(files).most_common(1)[0][0]
         raise ConfigError(f"{path} names the image {twice.name} in more than one row: keep one.")
@@ -188,7 +175,7 @@ def _read(
         labels=labels[torch.from_numpy(decoded.kept)],
         ids=ids,
         class_names=classes,
-        columns={name: texts[name].astype(np.str_)[decoded.kept] for name in others},
+        columns={n: cells[decoded.kept] for n, cells in names_in(texts, others).items()},
         label=columns[0] if len(columns) == 1 else "",
         label_separator=separator or "",
         id_column=id_column or "",

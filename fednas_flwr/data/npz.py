@@ -18,7 +18,6 @@ from fednas_flwr.data.decoding import DEFAULT_DECODING, Decoding, decode_images
 from fednas_flwr.data.images import RecordsPair, records_from_arrays
 from fednas_flwr.data.records import Records, readable
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import SKIP
 
 
 def load_npz(
@@ -101,12 +100,12 @@ def records_from_npz(
     Raises:
         ConfigError: The arrays are not of this form.
     """
-    present, skip = _parts(arrays, origin=origin), decoding.corrupt == SKIP
+    present, skip = _parts(arrays, origin=origin), decoding.corrupt == "skip"
     parts: list[tuple[np.ndarray | list[tuple[str, bytes]], np.ndarray]] = []
-    notes = []
+    notes: list[tuple[str, ...]] = []
     for part in present:
         features = _features(arrays, part, origin=origin, decoding=decoding)
-        labels, left_out = arrays[f"y_{part}"], ()
+        labels, left_out = arrays[f"y_{part}"], tuple[str, ...]()
         if skip and len(features) == len(labels):
             rows, left_out = readable(_unreadable(features, labels, len(class_names)))
             labels = labels[rows]
@@ -187,15 +186,15 @@ def _unreadable(
     features: np.ndarray | list[tuple[str, bytes]], labels: np.ndarray, num_classes: int
 ) -> dict[str, np.ndarray]:
     """Return which records cannot be read, each by itself, bool ``[N]``, by the reason."""
-    wrong = {"a label of no class": np.zeros(len(labels), dtype=bool)}
+    unknown: np.ndarray = np.zeros(len(labels), dtype=bool)
+    infinite = unknown
     if labels.dtype.kind in "biu" and labels.ndim == 2:
-        wrong["a label that is not 0 or 1"] = ~np.isin(labels, (0, 1)).all(axis=1)
+        unknown = (~np.isin(labels, (0, 1))).sum(axis=1) > 0
     elif labels.dtype.kind in "iu" and labels.ndim == 1:
-        wrong["a label of no class"] = (labels < 0) | (labels >= (num_classes or 2**63))
-    if isinstance(features, np.ndarray):
-        infinite = np.isinf(features)
-        wrong["an infinite number"] = infinite.any(axis=tuple(range(1, infinite.ndim)))
-    return wrong
+        unknown = (labels < 0) | (labels >= (num_classes or 2**63))
+    if isinstance(features, np.ndarray) and features.ndim == 2:
+        infinite = np.isinf(features).any(axis=1)
+    return {"a label of no class": unknown, "an infinite number": infinite}
 
 
 def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> list[str]:

@@ -90,7 +90,7 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         return _rows(read_texts(path, Form())[0], inputs, where=str(path))
     if suffix_of(path):
         texts = read_texts(path, LABELS_FORM)[0]
-        files = files_of(texts, path)
+        files = list(files_of(texts, path).values())
         return RawData(
             next(iter(texts.values())).tolist(),
             _row_labels(texts, inputs, where=str(path)),

@@ -93,11 +93,6 @@ def record_ids(contents: Iterable[bytes]) -> np.ndarray:
     return np.array(digests, dtype="S32")
 
 
-def text_ids(texts: Iterable[str]) -> np.ndarray:
-    """Return S32 ``[N]``, the ids of persons, given their names: any texts."""
-    return record_ids(text.encode("utf-8", "surrogatepass") for text in texts)
-
-
 def readable(unreadable: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return int64 ``[n]``, the records that can be read, and a note on the others, if any.
 
@@ -108,13 +103,10 @@ def readable(unreadable: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[st
     rows = np.flatnonzero(~wrong)
     if len(rows) == len(wrong):
         return rows, ()
-    told = [
-        f"{reason} {of.sum():,} ({_listed([str(i + 1) for i in np.flatnonzero(of)])})"
-        for reason, of in unreadable.items()
-        if of.any()
-    ]
-    share = f"{wrong.sum():,} of {len(wrong):,} records ({wrong.mean():.1%})"
-    return rows, (f"{share} left out, unreadable by (records from 1): {'; '.join(told)}",)
+    places = {reason: (np.flatnonzero(of) + 1).tolist() for reason, of in unreadable.items()}
+    told = [f"{of} {len(at):,} (records {_listed(at)})" for of, at in places.items() if at]
+    share = f"{wrong.sum():,} of {len(wrong):,} records left out ({wrong.mean():.1%})"
+    return rows, (f"{share}, which cannot be read: {'; '.join(told)}",)
 
 
 def canonical(numbers: np.ndarray) -> np.ndarray:
@@ -232,8 +224,10 @@ def label_sets(texts: np.ndarray, separator: str, *, where: str) -> list[tuple[s
     return sets
 
 
-def label_set(text: str, separator: str) -> tuple[str, ...] | None:
-    """Return the labels in one cell; None where it is no list of texts in JSON."""
+def label_set(text: str, separator: str | None) -> tuple[str, ...] | None:
+    """Return the labels in one cell, or its class; None where it is no list of texts in JSON."""
+    if separator is None:
+        return (text,)
     if separator != JSON_LISTS:
         return tuple(name for name in map(str.strip, text.split(separator)) if name)
     try:
@@ -259,6 +253,6 @@ def encode_label_sets(
     return labels
 
 
-def _listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[object]) -> str:
     """Return the names for a message, the first ten of them."""
-    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+    return ", ".join(map(str, names[:10])) + (", ..." if len(names) > 10 else "")

@@ -33,12 +33,9 @@ _MARKS = {  # the longer ones first: that of UTF-32 begins like that of UTF-16
 _COMMA_NUMBER = r"([+-]?\d+),(\d+(?:[eE][+-]?\d+)?)"
 _POINT_NUMBER = r"[+-]?\d*\.\d+(?:[eE][+-]?\d+)?"
 _ISO_DATE = re.compile(r"\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2}(\.\d+)?)?)?", re.ASCII)
-_DOTTED_DATE = re.compile(r"(\d{1,2})\.(\d{1,2})\.(\d{4})", re.ASCII)
+_DOTTED_DATE = re.compile(r"\d{1,2}\.\d{1,2}\.\d{4}", re.ASCII)
 _EPOCH = datetime(1970, 1, 1)
-_MISSING = frozenset(  # the texts that pandas takes for missing
-    " #N/A #NA -1.#IND -1.#QNAN -NaN -nan 1.#IND 1.#QNAN <NA> N/A NA NULL NaN None n/a nan null"
-    .split(" ")
-) | {"#N/A N/A"}
+_LONGEST = 200  # characters of a name by which records are divided
 
 Texts = dict[str, np.ndarray]  # by column, one str per row; empty where missing
 
@@ -104,7 +101,7 @@ def _texts(values: Any) -> np.ndarray:
 
     if pd.api.types.is_datetime64_any_dtype(values):  # in numpy's form, which has all years
         moments = values.dt.tz_localize(None).to_numpy().astype("datetime64[s]")
-        texts = np.datetime_as_string(moments).astype(object)
+        texts: np.ndarray = np.datetime_as_string(moments).astype(object)
     else:
         texts = np.array([_text(value) for value in values.tolist()], dtype=object)
     texts[values.isna().to_numpy()] = ""
@@ -149,9 +146,8 @@ def _read_csv(path: Path, form: Form) -> tuple[Any, tuple[str, ...]]:
     separator = form.separator or _separator(text)
 
     if form.strict:
-        table = _strict_table(text, separator)
-    else:
-        table = pd.read_csv(io.StringIO(text), dtype=str, sep=separator)
+        _check_form(text, separator)
+    table = pd.read_csv(io.StringIO(text), dtype=str, sep=separator)
     has_commas = separator != "," and _has_decimal_commas(table)
     decimal = form.decimal or ("comma" if has_commas else "point")
     if decimal == "comma":
@@ -165,26 +161,20 @@ def _read_csv(path: Path, form: Form) -> tuple[Any, tuple[str, ...]]:
     return table, (f"{path.name}: {', '.join(unusual)}",) if unusual else ()
 
 
-def _strict_table(text: str, separator: str) -> Any:
-    """Return the cells of a CSV text; see :class:`Form`."""
-    import pandas as pd
-
+def _check_form(text: str, separator: str) -> None:
+    """Raise ValueError for an open quote, or a row of another number of cells than the header."""
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
-    lines = io.StringIO(text, newline="")
-    reader = csv.reader(lines, delimiter=separator, strict=True)
-    next((row for row in reader if row), None)
-    names = pd.read_csv(io.StringIO(text[: lines.tell()]), sep=separator).columns
-    rows: list[list[str]] = []
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    widths: list[int] = []
     try:
         for row in reader:
             if len(row) > 1 or "".join(row).strip():
-                rows.append(["" if cell in _MISSING else cell for cell in row])
+                widths.append(len(row))
     except csv.Error as error:
-        raise ValueError(f"a quote in row {len(rows) + 1} is open ({error})") from error
-    for number, row in enumerate(rows, 1):
-        if len(row) != len(names):
-            raise ValueError(f"row {number} has {len(row)} cells, but the header {len(names)}")
-    return pd.DataFrame(rows, columns=names, dtype=object)
+        raise ValueError(f"a quote in row {len(widths)} is open ({error})") from error
+    for number, width in enumerate(widths):
+        if width != widths[0]:
+            raise ValueError(f"row {number} has {width} cells, but the header {widths[0]}")
 
 
 def _encoding(content: bytes) -> str:
@@ -242,17 +232,19 @@ def days_of(texts: np.ndarray) -> np.ndarray:
 
 
 def _days(text: str) -> float:
+    if _DOTTED_DATE.fullmatch(text):
+        text = "-".join(part.zfill(2) for part in reversed(text.split(".")))
     try:
-        if dotted := _DOTTED_DATE.fullmatch(text):
-            day, month, year = map(int, dotted.groups())
-            moment = datetime(year, month, day)
-        elif _ISO_DATE.fullmatch(text):
-            moment = datetime.fromisoformat(text)
-        else:
-            return math.nan
+        since = datetime.fromisoformat(text) - _EPOCH if _ISO_DATE.fullmatch(text) else None
     except ValueError:
-        return math.nan
-    return (moment - _EPOCH) / timedelta(days=1)
+        since = None
+    return math.nan if since is None else since / timedelta(days=1)
+
+
+def names_in(texts: Texts, columns: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return the columns by which records can be divided: strings, none of them long."""
+    short = [n for n in columns if max(map(len, texts[n]), default=0) <= _LONGEST]
+    return {name: texts[name].astype(np.str_) for name in short}
 
 
 def rows_text(texts: np.ndarray, rows: np.ndarray, *, most: int = 10) -> str:

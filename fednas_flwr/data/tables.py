@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,6 @@ from fednas_flwr.data.records import (
     label_sets,
     readable,
     record_ids,
-    text_ids,
 )
 from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
 from fednas_flwr.data.table_files import (
@@ -35,16 +35,15 @@ from fednas_flwr.data.table_files import (
     among,
     check_columns,
     days_of,
+    names_in,
     numbers_of,
     read_texts,
     rows_text,
 )
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import SKIP
 
 _MOST_CATEGORIES = 256
 _YES, _NO = ("1", "1.0", "yes", "true"), ("0", "0.0", "no", "false")
-_LONGEST = 200  # characters of a name by which records are divided
 _NEARLY = 0.9  # share of numbers from which a column's other texts are taken for mistakes
 
 
@@ -104,49 +103,41 @@ def load_csv(
     Raises:
         ConfigError: A column or value that does not fit this description.
     """
-    form = Form(separator, encoding, decimal, tuple(missing_values), strict=corrupt == SKIP)
+    form = Form(separator, encoding, decimal, tuple(missing_values), strict=corrupt == "skip")
     train_path, test_path = _parts(path)
     texts, notes = read_texts(train_path, form)
     label_columns = label_columns_of(
-        texts,
-        label=label,
-        labels=labels,
-        label_separator=label_separator,
-        class_names=class_names,
+        texts, label=label, labels=labels, label_separator=label_separator, class_names=class_names
     )
-    train = _read_records(
-        texts,
-        train_path,
+    read = partial(
+        _read_records,
         label_columns=label_columns,
         label_separator=label_separator,
         id_column=id_column,
-        kinds=_declared_kinds(
-            {NUMBER: numeric, DATE: dates, CATEGORY: categorical}, path=train_path
-        ),
+        missing=missing,
+        missing_values=tuple(missing_values),
+        skip=form.strict,
+    )
+    declared = {NUMBER: numeric, DATE: dates, CATEGORY: categorical}
+    train = read(
+        texts,
+        train_path,
+        kinds=_declared_kinds(declared, path=train_path),
         categories=categories or {},
         ignore=ignore,
         class_names=class_names,
-        missing=missing,
-        missing_values=missing_values,
-        corrupt=corrupt,
     )
     train = replace(train, notes=(*notes, *train.notes))
     if test_path is None:
         return train, None
     found = {column.name: column.categories for column in train.schema if column.kind == CATEGORY}
-    test = _read_records(
+    test = read(
         read_texts(test_path, form)[0],
         test_path,
-        label_columns=label_columns,
-        label_separator=label_separator,
-        id_column=id_column,
         kinds={column.name: column.kind for column in train.schema},
         categories=found,
         ignore=(),
         class_names=() if labels else train.class_names,
-        missing=missing,
-        missing_values=missing_values,
-        corrupt=corrupt,
     )
     return train, replace(test, schema=train.schema)
 
@@ -235,8 +226,8 @@ def _read_records(
     ignore: Sequence[str],
     class_names: Sequence[str],
     missing: str,
-    missing_values: Sequence[str],
-    corrupt: str,
+    missing_values: tuple[str, ...],
+    skip: bool,
 ) -> Records:
     """Return a table's records; see :func:`load_csv`."""
     names = list(texts)
@@ -250,36 +241,23 @@ def _read_records(
     candidates = [n for n in names if n not in excluded and (n in kinds or not kinds)]
     given = {**kinds, **dict.fromkeys(categories, CATEGORY)}
     notes: tuple[str, ...] = ()
-    if corrupt == SKIP:
-        rows, notes = readable(
-            unreadable_cells(
-                texts,
-                [Column(n, given[n], tuple(categories.get(n, ()))) for n in candidates if n in given],
-                label_columns=label_columns,
-                label_separator=label_separator,
-                class_names=class_names,
-                id_column=id_column,
-            )
-        )
+    if skip:
+        declared = [n for n in candidates if n in given]
+        columns = [Column(n, given[n], tuple(categories.get(n, ()))) for n in declared]
+        terms = (label_columns, label_separator, class_names, id_column)
+        rows, notes = readable(unreadable_cells(texts, columns, *terms))
         texts = {name: cells[rows] for name, cells in texts.items()}
     kinds = {n: given.get(n) or _kind(texts[n], name=n, path=path) for n in candidates}
     if not kinds:
         raise _no_features(path, label_columns)
     schema = [
-        Column(n, kind, (), missing == "indicator", tuple(missing_values))
+        Column(n, kind, (), missing == "indicator", missing_values)
         for n, kind in kinds.items()
         if kind != CATEGORY
     ]
-    schema += [
-        Column(
-            n,
-            CATEGORY,
-            tuple(_categories(texts[n], categories.get(n), name=n, path=path)),
-            missing_values=tuple(missing_values),
-        )
-        for n, kind in kinds.items()
-        if kind == CATEGORY
-    ]
+    for n in (n for n, kind in kinds.items() if kind == CATEGORY):
+        values = tuple(_categories(texts[n], categories.get(n), name=n, path=path))
+        schema.append(Column(n, CATEGORY, values, missing_values=missing_values))
     features = list(encode_rows(texts, schema, where=str(path)).values())
     if not features:
         raise _no_features(path, label_columns)
@@ -289,7 +267,6 @@ def _read_records(
     numbers = {n: numbers_of(texts[n]) for n, kind in kinds.items() if kind == NUMBER}
     fractional = {n for n, x in numbers.items() if (x % 1 > 0).any()}
     kept = [n for n in names if n not in label_columns and n not in fractional]
-    kept = [n for n in kept if max(map(len, texts[n]), default=0) <= _LONGEST]
     return Records(
         features=torch.from_numpy(np.stack(features, axis=1)),
         labels=labels,
@@ -297,7 +274,7 @@ def _read_records(
         if id_column is not None
         else _feature_ids({n: texts[n] for n in kinds if n not in numbers}, numbers),
         class_names=classes,
-        columns={n: texts[n].astype(np.str_) for n in kept},
+        columns=names_in(texts, kept),
         schema=tuple(schema),
         label=label_columns[0] if len(label_columns) == 1 else "",
         label_separator=label_separator or "",
@@ -309,7 +286,6 @@ def _read_records(
 def unreadable_cells(
     texts: Texts,
     schema: Sequence[Column],
-    *,
     label_columns: Sequence[str],
     label_separator: str | None,
     class_names: Sequence[str],
@@ -328,29 +304,23 @@ def unreadable_cells(
         class_names: See there.
         id_column: See there.
     """
-    wrong = {column.name: _unreadable(texts[column.name], column) for column in schema}
-    for name in label_columns:
-        cells = texts[name]
-        if len(label_columns) > 1:
-            wrong[name] = ~among(_lowered(cells), (*_YES, *_NO))
-        elif label_separator is not None:
-            sets = [label_set(cell, label_separator) for cell in cells.tolist()]
-            known = set(class_names) or {name for own in sets for name in own or ()}
-            wrong[name] = np.array(
-                [own is None or not known.issuperset(own) for own in sets], dtype=bool
-            )
+    wrong = {}
+    for column in schema:
+        cells, values = texts[column.name], column.categories
+        if column.kind == CATEGORY:
+            wrong[column.name] = ~among(cells, {"", *(values or cells.tolist())})
         else:
-            wrong[name] = (cells == "") | ~among(cells, class_names or set(cells.tolist()))
+            wrong[column.name] = (cells != "") & ~np.isfinite(_values(cells, column))
+    for name in label_columns:
+        cells, classes = texts[name], set(class_names)
+        if len(label_columns) > 1:
+            cells, classes = _lowered(cells), {*_YES, *_NO}
+        sets = [label_set(cell, label_separator) for cell in cells.tolist()]
+        classes = classes or {of for own in sets for of in own or ()} - {""}
+        wrong[name] = np.array([own is None or not classes.issuperset(own) for own in sets], bool)
     if id_column is not None:
         wrong[id_column] = texts[id_column] == ""
     return wrong
-
-
-def _unreadable(cells: np.ndarray, column: Column) -> np.ndarray:
-    """Return which cells are not as a column says, bool ``[N]``; a missing one is."""
-    if column.kind == CATEGORY:
-        return ~among(cells, {"", *(column.categories or cells.tolist())})
-    return (cells != "") & ~np.isfinite(_values(cells, column))
 
 
 def read_labels(
@@ -454,7 +424,10 @@ def _kind(texts: np.ndarray, *, name: str, path: Path) -> str:
 def _values(cells: np.ndarray, column: Column) -> np.ndarray:
     """Return the numbers or days in cells, float32 ``[N]``, not finite where they are none."""
     with np.errstate(over="ignore"):
-        return (days_of if column.kind == DATE else numbers_of)(cells).astype(np.float32)
+        values: np.ndarray = (days_of if column.kind == DATE else numbers_of)(cells).astype(
+            np.float32
+        )
+    return values
 
 
 def _checked_numbers(texts: np.ndarray, *, column: Column, where: str) -> np.ndarray:
@@ -507,7 +480,7 @@ def given_ids(texts: np.ndarray, *, name: str, path: Path) -> np.ndarray:
     if (texts == "").any():
         row = int(np.argmax(texts == ""))
         raise ConfigError(f"{path} has no id ({name}) in row {row + 1}: fill or remove it.")
-    return text_ids(texts.tolist())
+    return record_ids(text.encode("utf-8", "surrogatepass") for text in texts.tolist())
 
 
 def _feature_ids(texts: Mapping[str, np.ndarray], numbers: Mapping[str, np.ndarray]) -> np.ndarray:

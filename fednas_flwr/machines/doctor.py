@@ -221,11 +221,11 @@ def _site_records(folder: Path, settings: Settings) -> str:
     prepared, (rows,) = make_site_data(config)
     check_public(config, prepared)
     check_unit(allowed.unit, prepared.train)
+    if not len(prepared.train):
+        raise Trouble("; ".join(["there is no record that can be read", *prepared.train.notes]))
     key = folder / "state" / "split.key"
     text = key.read_text() if key.exists() else "none yet"  # the first start makes it
     parts = make_client_data(prepared, rows, key=text.encode(), fractions=allowed.fractions)
-    if not len(prepared.train):
-        raise Trouble("; ".join(["there is no record that can be read", *prepared.train.notes]))
     told = found(prepared)
     try:
         check_features(prepared, [parts])

@@ -460,9 +460,10 @@ def test_a_row_of_a_labels_file_changes_no_other_record(tmp_path: Path, suffix: 
         assert_untouched(found, alone, left_out=left_out, place=2)
 
 
-def test_a_bare_name_that_images_share_is_refused(tmp_path: Path) -> None:
-    for folder in "xy":
-        (tmp_path / folder).mkdir()
+@pytest.mark.parametrize("other", ["y", "."])
+def test_a_bare_name_that_images_share_is_refused(tmp_path: Path, other: str) -> None:
+    for folder in ("x", other):
+        (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "m.png").write_bytes(png(1))
     (tmp_path / "labels.csv").write_text("image,found\nm.png,a\n")
     own = IMAGES | {"name": "image_folder", "labels_file": "labels.csv", "label": "found"}
