@@ -711,7 +711,12 @@ def write_site(folder: Path, kind: str, wrong: bool, alone: bool) -> tuple[Path,
         f"p{i},{a:.3f},{b:.3f},2020-01-{1 + i % 28:02},{'ns'[i % 2]},,{i % 2}"
         for i, (a, b) in enumerate(rng.normal(0, 1, (60 * (not alone), 2)))
     ]
-    rows = [*WRONG_ROWS[kind == "csv" : 5] * wrong, *rows, *FAR_ROWS * (not alone), *WRONG_ROWS[5:] * wrong]
+    rows = [
+        *WRONG_ROWS[kind == "csv" : 5] * wrong,
+        *rows,
+        *FAR_ROWS * (not alone),
+        *WRONG_ROWS[5:] * wrong,
+    ]
     text = "\n".join(["patient,x,y,seen,ward,note,ill", *rows])
     (folder / "site.csv").write_text(text + "\n")
     own = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": ["x", "y"]}
