@@ -103,7 +103,7 @@ def make_client(
     if gate is not None:
         records = prepared.train
         ids, column = records.ids[parts[index]], records.id_column
-        gate.hold(assignment_digest(ids, key=key, fractions=fractions, id_column=column))
+        gate.hold(assignment_digest(ids, key=key, fractions=fractions, id_column=column), column)
     sums = _site_sums(config, index, site, gate)
     sent = "" if sums is None else settings or dump_config(config)
     return Client(

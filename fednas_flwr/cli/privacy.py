@@ -227,6 +227,7 @@ def approve(options: argparse.Namespace, overrides: list[str]) -> int:
         for schedule, (run, commitment, allowed) in waiting.items():
             if options.hash in (None, schedule):
                 gate = ReleaseGate(policy, ledger, SecureGenerator(), data_set=commitment.data_set)
+                gate.unit = commitment.unit
                 _print_schedule(schedule, run, commitment, allowed, gate)
         if options.hash is not None:
             ledger.approve(waiting[options.hash][0])
@@ -249,8 +250,7 @@ def show_ledger(options: argparse.Namespace, overrides: list[str]) -> int:
             f"{', '.join(accounts) or 'no row at all'}."
         )
     if rows:
-        shown = [row for row in rows if options.account in (None, row.entry.account)]
-        _print_statement(shown, options.delta)
+        _print_statement(rows, options.delta, options.account)
     else:
         print("no rows.")
     return 0
@@ -291,14 +291,15 @@ def _print_schedule(
 
     from fednas_flwr.names import SPLITS
     from fednas_flwr.reporting.console import table_console
-    from fednas_flwr.reporting.guarantee import epsilon_text
+    from fednas_flwr.reporting.guarantee import epsilon_text, uncounted_text
 
     console = table_console()
     console.print(f"schedule {schedule}", style="bold")
     print(f"run: {run if run.isprintable() else ascii(run)}")
+    spent = epsilon_text(gate.spent())
     print(
         f"data set: {allowed.data_set}; budget {allowed.account}: epsilon {allowed.epsilon:g} at "
-        f"delta {allowed.delta:g} for one {allowed.unit}, of which {gate.spent():.3g} is spent"
+        f"delta {allowed.delta:g} for one {allowed.unit}, of which {spent} is spent"
     )
     columns = (Column(title, overflow="fold") for title in SCHEDULE_HEAD)
     table = Table(*columns, title="what the run may release, at most")
@@ -317,11 +318,18 @@ def _print_schedule(
     prv = gate.epsilons(run)[PRV]
     costs = ", ".join(f"{s} {epsilon_text(prv[s])}" for s in SPLITS if s in prv)
     charged = "" if commitment.by_split else "; every release is charged to all parts"
-    print(f"epsilon with all that was booked before (PRV): {costs or '0'}{charged}\n")
+    print(f"epsilon with all that was booked before (PRV): {costs or '0'}{charged}")
+    print(f"{uncounted_text([gate.uncounted()])}\n".lstrip())
 
 
-def _print_statement(rows: Sequence[Row], delta: float) -> None:
-    """Print one line per kind of release, and the epsilon of each account and split."""
+def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> None:
+    """Print one line per kind of release, and the epsilon of each account, unit and split.
+
+    Args:
+        rows: All of a ledger.
+        delta: Of the epsilons.
+        account: The only one to print; None prints all.
+    """
     from rich.table import Column, Table
     from rich.text import Text
 
@@ -336,7 +344,7 @@ def _print_statement(rows: Sequence[Row], delta: float) -> None:
     console = table_console()
     columns = (Column(title, overflow="fold") for title in STATEMENT_HEAD)
     booked = Table(*columns, title="what was booked")
-    for line in statement.lines:
+    for line in (line for line in statement.lines if account in (None, line.account)):
         times = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
         booked.add_row(
             *(name(text) for text in (line.account, line.run, line.stage, line.verb)),
@@ -345,8 +353,13 @@ def _print_statement(rows: Sequence[Row], delta: float) -> None:
             *(f"{time:%Y-%m-%d %H:%M}" for time in times),
         )
     console.print(booked)
-    costs = Table("account", "split", "epsilon (PRV)", title=f"all together, at delta {delta:g}")
-    for account, epsilons in statement.epsilons.items():
-        for split, epsilon in epsilons.items():
-            costs.add_row(name(account), split, epsilon_text(epsilon))
+    head = ("account", "split", "epsilon (PRV)", "for one")
+    costs = Table(*head, title=f"all together, at delta {delta:g}")
+    for (paying, unit), epsilons in statement.epsilons.items():
+        for split, epsilon in epsilons.items() if account in (None, paying) else ():
+            shown = epsilon_text(epsilon if math.isfinite(epsilon) else None)
+            costs.add_row(name(paying), split, shown, name(unit))
     console.print(costs)
+    for paying, sentences in statement.left_out.items():
+        for sentence in sentences if account in (None, paying) else ():
+            console.print(name(f"The epsilons of {paying} leave out {sentence}."))

@@ -23,7 +23,7 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Header
 from fednas_flwr.exchange.secure_sum.grid import Cells, Grid
 from fednas_flwr.exchange.states import Tensors
-from fednas_flwr.names import SPLITS
+from fednas_flwr.names import RECORD, SPLITS
 from fednas_flwr.privacy.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.ledger import Entry, Ledger
 from fednas_flwr.privacy.micro_batches import ClippedSum
@@ -32,6 +32,7 @@ from fednas_flwr.privacy.plan import PlannedRelease, release_key
 from fednas_flwr.privacy.policy import Policy, check_planned, check_verb, refused
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import Reading, covered_steps
+from fednas_flwr.privacy.units import booked_unit, counted
 from fednas_flwr.typed import parse
 
 # Given int64 rows of units, maybe none: the sum of one clipped contribution of each.
@@ -48,6 +49,7 @@ class Commitment:
         by_split: Whether a release is charged to the splits that it reads, and not to every one.
         data_set: The policy's id of the data.
         sizes: Most values of a release of the search, by kind; of others nothing is said.
+        unit: Unit of privacy, as the ledger books it.
     """
 
     releases: tuple[PlannedRelease, ...]
@@ -55,6 +57,7 @@ class Commitment:
     by_split: bool
     data_set: str
     sizes: dict[str, int]
+    unit: str = RECORD
 
     @property
     def plan(self) -> dict[str, PlannedRelease]:
@@ -97,15 +100,17 @@ class ReleaseGate:
             raise ConfigError(f"data set {data_set!r} is not in the site's policy: it has {known}.")
         self._ledger, self._generator = ledger, generator
         self.data_set, self.allowed = data_set, policy.data_sets[data_set]
-        self._assignment = ""
+        self._assignment, self.unit = "", booked_unit(self.allowed.unit, "")
         self._commitments: dict[str, Commitment] = {}
 
-    def hold(self, assignment: str) -> None:
+    def hold(self, assignment: str, id_column: str = "") -> None:
         """Take note of which records are in which split, before anything is committed to.
 
         Args:
             assignment: Of :func:`~fednas_flwr.data.splits.assignment_digest`.
+            id_column: Of the records, which says whose each is; empty where nothing does.
         """
+        self.unit = booked_unit(self.allowed.unit, id_column)
         self._assignment = self._ledger.fingerprint(self.data_set, assignment)
 
     @property
@@ -160,7 +165,9 @@ class ReleaseGate:
             raise ValueError("a gate commits to nothing before it holds records: call hold first")
         releases = tuple(sorted(plan, key=lambda planned: planned.key))
         by_split, sizes = self._pays_by_split(), dict(sizes or {})
-        commitment = Commitment(releases, self._assignment, by_split, self.data_set, sizes)
+        commitment = Commitment(
+            releases, self._assignment, by_split, self.data_set, sizes, self.unit
+        )
         self._ledger.commit(run, json.dumps(asdict(commitment), sort_keys=True))
 
     def awaited_approval(self, run: str) -> str | None:
@@ -177,8 +184,8 @@ class ReleaseGate:
         this run has committed to.
         """
         commitment = self._commitment(run)
-        releases = [
-            (row.entry.release, row.entry.splits)
+        releases: list[tuple[Release | None, tuple[str, ...]]] = [
+            (counted(row.entry.release, row.entry.unit, self.unit), row.entry.splits)
             for row in self._ledger.entries(self.allowed.account)
             if row.entry.run != run
         ]
@@ -204,13 +211,26 @@ class ReleaseGate:
         stages: dict[str, list[Reading]] = {}
         for planned in plan:
             stages.setdefault(planned.stage, []).append(self._reading(planned, by_split))
-        left = self._ledger.filters(allowed.account, epsilon=allowed.epsilon, delta=allowed.delta)
-        return covered_steps(left, stages)
+        terms = {"epsilon": allowed.epsilon, "delta": allowed.delta}
+        return covered_steps(self._ledger.filters(allowed.account, self.unit, **terms), stages)
 
-    def spent(self) -> float:
-        """Return how much of the budget's epsilon is used, as enforcement counts it."""
+    def spent(self) -> float | None:
+        """Return how much of the budget's epsilon is used, as enforcement counts it.
+
+        None is infinite: the budget has paid for another unit of privacy.
+        """
         allowed = self.allowed
-        return self._ledger.spent(allowed.account, epsilon=allowed.epsilon, delta=allowed.delta)
+        terms = {"epsilon": allowed.epsilon, "delta": allowed.delta}
+        spent = self._ledger.spent(allowed.account, self.unit, **terms)
+        return spent if math.isfinite(spent) else None
+
+    def uncounted(self) -> dict[str, list[str]]:
+        """Return as a fact the units of releases under this site's other budgets, if any.
+
+        They may be of the same records, and this budget does not count them.
+        """
+        units = self._ledger.units_of_others(self.allowed.account)
+        return {"uncounted": units} if units else {}
 
     def admit(
         self,
@@ -351,6 +371,7 @@ class ReleaseGate:
             splits=splits,
             release=mechanism,
             committed_steps=planned.steps,
+            unit=self.unit,
         )
         self._ledger.reserve(
             entry, epsilon=allowed.epsilon, delta=allowed.delta, assignment=self._assignment

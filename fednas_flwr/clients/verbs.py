@@ -164,6 +164,7 @@ def commit(client: Client, request: Request, asked: Commit) -> Reply:
         facts: dict[str, Any] = {"awaits": gate.awaited_approval(run)}
         if facts["awaits"] is None:
             facts = {"epsilon": gate.epsilons(run), "covered_steps": covered_steps}
+            facts |= gate.uncounted()
     return Reply(num_examples=gate.num_records(tuple(gate.allowed.records)), facts=facts)
 
 

@@ -94,6 +94,7 @@ OWN_COMMITMENT = {
     "by_split": "what a release is charged to",
     "data_set": "a request that names another id is refused",
     "sizes": "refuses what is larger",
+    "unit": "what the ledger books; the policy's unit is shared, the column of persons its own",
 }
 SHARED_POLICY = {
     "unit": "client",

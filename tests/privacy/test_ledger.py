@@ -1,6 +1,7 @@
 """Run as a script, this file is also the process that its tests kill and race (see `main`)."""
 
 import json
+import math
 import os
 import random
 import resource
@@ -22,8 +23,10 @@ from hypothesis import strategies as st
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.ledger import MOST_COMMITMENTS, Entry, Ledger
+from fednas_flwr.privacy.mark import read_key, seal
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
+from fednas_flwr.privacy.units import booked_unit, counted, protects
 
 BUDGET = {"epsilon": 4.0, "delta": 1e-5}
 UNIT = Release(noise_multiplier=3.0, sample_rate=1.0, steps=1)
@@ -97,17 +100,17 @@ def test_splits_pay_apart_and_the_largest_counts(folder):
     with open_ledger(folder) as ledger:
         for _ in range(UNITS):
             ledger.reserve(replace(ENTRY, splits=("train",)), **BUDGET, assignment="a")
-        one = ledger.spent("ward", **BUDGET)
+        one = ledger.spent("ward", "record", **BUDGET)
         ledger.reserve(replace(ENTRY, splits=("validation",)), **BUDGET, assignment="a")
-        assert ledger.spent("ward", **BUDGET) == one
+        assert ledger.spent("ward", "record", **BUDGET) == one
         with pytest.raises(BudgetExceededError):
             ledger.reserve(replace(ENTRY, splits=("validation", "train")), **BUDGET, assignment="a")
         # the refused one paid nothing on its other split
         for _ in range(UNITS - 1):
             ledger.reserve(replace(ENTRY, splits=("validation",)), **BUDGET, assignment="a")
         assert ledger.verify() == 2 * UNITS
-        assert ledger.spent("ward", **BUDGET) == one
-        assert ledger.spent("nobody", **BUDGET) == 0
+        assert ledger.spent("ward", "record", **BUDGET) == one
+        assert ledger.spent("nobody", "record", **BUDGET) == 0
 
 
 def test_the_refusal_names_data_set_budget_spent_and_asked(folder):
@@ -237,7 +240,7 @@ def test_the_sum_never_exceeds_the_budget(plan):
                 model[split].spend(release)
         rows = ledger.entries()
         assert ledger.verify() == len(rows)
-        spent = ledger.spent("ward", **BUDGET)
+        spent = ledger.spent("ward", "record", **BUDGET)
         ledger.close()
     for split in model:
         again = RenyiFilter(**BUDGET)
@@ -274,6 +277,147 @@ def test_a_run_is_approved_for_the_terms_that_were_seen_by_whoever_has_the_key(f
     sql(folder, "INSERT INTO approvals SELECT 'a', mac FROM approvals")
     with open_ledger(folder) as ledger:
         assert [ledger.is_approved(run) for run in "abc"] == [False, True, False]
+
+
+# --- units of privacy
+
+
+PERSON_A, PERSON_B = booked_unit("person", "a"), booked_unit("person", "b")
+BOOKED_UNITS = ("record", PERSON_A, PERSON_B, "client")
+
+
+@pytest.mark.parametrize("before", BOOKED_UNITS)
+@pytest.mark.parametrize("now", BOOKED_UNITS)
+def test_a_policy_that_names_another_unit_resets_and_discounts_nothing(folder, before, now):
+    """Sixteen releases per record were once counted as if each had been per person."""
+    release = Release(noise_multiplier=8.0, sample_rate=1.0, steps=16)
+    entry = replace(ENTRY, release=release, unit=before)
+    with open_ledger(folder) as ledger:
+        ledger.reserve(entry, **BUDGET, assignment="a")
+    with open_ledger(folder) as ledger:  # the policy was edited
+        spent = ledger.spent("ward", now, **BUDGET)
+        same = ledger.spent("ward", before, **BUDGET)
+        other = replace(entry, unit=now, run="another", release=replace(release, steps=1))
+        if not protects(before, now):
+            assert spent == math.inf
+            with pytest.raises(BudgetExceededError, match="per .*, which promise nothing for a "):
+                ledger.reserve(other, **BUDGET, assignment="a")
+            assert len(ledger.entries()) == 1
+        else:
+            assert spent == same if before == now else spent > same
+            ledger.reserve(other, epsilon=100.0, delta=1e-5, assignment="a")
+            assert ledger.spent("ward", before, **BUDGET) >= same
+        assert ledger.verify() == len(ledger.entries())
+
+
+@settings(max_examples=40)
+@given(
+    plan=st.lists(
+        st.tuples(requests, st.sampled_from(BOOKED_UNITS), st.booleans()), min_size=1, max_size=12
+    ),
+    asked=st.sampled_from(BOOKED_UNITS),
+)
+def test_no_unit_is_charged_less_than_its_rows_under_policies_that_change(plan, asked):
+    folder = Path(tempfile.mkdtemp(dir=MEMORY))
+    budget = {"epsilon": 20.0, "delta": 1e-5}
+    rows = []
+
+    def charged(unit, split):
+        found = RenyiFilter(**{**budget, "epsilon": 1e6}, orders=RenyiFilter(**budget).orders)
+        for row_unit, release, splits in rows:
+            own = counted(release, row_unit, unit)
+            if own is None:
+                return None
+            if split in splits:
+                found.spend(own)
+        return found
+
+    try:
+        ledger = open_ledger(folder)
+        for number, ((release, splits, restart), unit, _) in enumerate(plan):
+            if restart:
+                ledger.close()
+                ledger = open_ledger(folder)
+            entry = replace(ENTRY, run=f"{number}", splits=splits, release=release, unit=unit)
+            before = [charged(unit, split) for split in splits]
+            fits = all(
+                found is not None
+                and RenyiFilter(**budget, orders=found.orders, totals=found.totals).affords(release)
+                for found in before
+            )
+            try:
+                ledger.reserve(entry, **budget, assignment="a")
+                booked = True
+            except BudgetExceededError:
+                booked = False
+            assert booked == fits
+            if booked:
+                rows.append((unit, release, splits))
+        assert ledger.verify() == len(rows)
+        for split, found in ledger.filters("ward", asked, **budget).items():
+            model = charged(asked, split)
+            if model is None:
+                assert found.spent() == math.inf
+            else:
+                assert found.totals == pytest.approx(model.totals)
+        kept = [(row.entry.unit, row.entry.release, row.entry.splits) for row in ledger.entries()]
+        assert kept == rows
+        ledger.close()
+    finally:
+        shutil.rmtree(folder)
+
+
+def make_older(folder):
+    """Turn a ledger into one of a version without units: other columns, HMACs and totals."""
+    key, path = read_key(folder / "key" / "site"), folder / "ledger" / "site.sqlite"
+    connection = sqlite3.connect(path)
+    with connection:
+        connection.execute("ALTER TABLE entries DROP COLUMN unit")
+        mac = seal(key, "genesis", "", "fednas ledger 1")
+        for *values, _ in connection.execute("SELECT * FROM entries").fetchall():
+            mac = seal(key, "row", mac, values)
+            update = "UPDATE entries SET mac = ? WHERE sequence = ?"
+            connection.execute(update, (mac, values[0]))
+        state = json.loads(connection.execute("SELECT state FROM totals").fetchone()[0])
+        for booked in state.values():
+            (by_split,) = booked["totals"].values()
+            size = len(booked["orders"])
+            booked["totals"] = {split: costs[:size] for split, costs in by_split.items()}
+        text = json.dumps(state)
+        connection.execute(
+            "UPDATE totals SET state = ?, mac = ?", (text, seal(key, "totals", mac, text))
+        )
+    connection.close()
+    mark = f"UPDATE mark SET mac = '{mac}', seal = '{seal(key, 'mark', mac, values[0])}'"
+    sql(folder, mark, "key/site.mark")
+
+
+def test_rows_of_an_older_ledger_count_as_of_records(folder):
+    book(folder, 3)
+    with open_ledger(folder) as ledger:
+        spent = ledger.spent("ward", "record", **BUDGET)
+    make_older(folder)
+    with open_ledger(folder) as ledger:
+        assert [row.entry.unit for row in ledger.entries()] == ["record"] * 3
+        assert ledger.verify() == 3
+        assert ledger.spent("ward", "record", **BUDGET) == spent
+        assert {ledger.spent("ward", unit, **BUDGET) for unit in BOOKED_UNITS[1:]} == {math.inf}
+        with pytest.raises(BudgetExceededError, match="releases per record, which promise nothing"):
+            ledger.reserve(replace(ENTRY, unit=PERSON_A), **BUDGET, assignment="a")
+        ledger.reserve(ENTRY, **BUDGET, assignment="a")
+        assert ledger.verify() == 4
+        assert ledger.spent("ward", "record", **BUDGET) > spent
+    sql(folder, "UPDATE entries SET unit = 'record' WHERE sequence = 2")
+    is_refused(folder, "row 2 of .* was edited")
+
+
+def test_other_accounts_are_told_by_their_units(folder):
+    with open_ledger(folder) as ledger:
+        for account, unit in (("ward", "record"), ("lab", PERSON_A), ("lab", "record")):
+            entry = replace(ENTRY, account=account, unit=unit)
+            ledger.reserve(entry, epsilon=1e3, delta=1e-5, assignment="a")
+        told = {name: ledger.units_of_others(name) for name in ("ward", "lab", "new")}
+    assert told == {"ward": ["person", "record"], "lab": ["record"], "new": ["person", "record"]}
 
 
 # --- assignments of records to splits
@@ -455,6 +599,7 @@ COLUMNS = {
     "run_steps": "0",
     "committed_steps": "9",
     "mac": "'" + 64 * "0" + "'",
+    "unit": "'client'",
 }
 
 
