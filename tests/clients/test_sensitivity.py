@@ -86,7 +86,10 @@ SPACES = {
     "mlp": "mlp_small",
     "nasbench201": "nasbench201_small",
 }
-SMALL = ("search_space.channels=2", "search_space.num_cells=3")
+SIZES = {
+    "darts": ("search_space.channels=2", "search_space.num_cells=3"),
+    "mlp": ("search_space.channels=8",),
+}
 OF_TABLES = ("mlp",)
 WITH_AUXILIARY_HEADS = ("darts",)
 
@@ -202,7 +205,7 @@ def kits(compose_config, data_overrides):
             config = compose_config(
                 *("algorithm=dp_fnas", "privacy=dp", "clients=1", *data_overrides[kind]),
                 *(f"search_space={SPACES[name]}", "search_space.norm=group"),
-                *(SMALL if name == "darts" else ()),
+                *SIZES.get(name, ()),
             )
             prepared = make_data(config)[0]
             space = supernet_space(config, prepared)
