@@ -203,7 +203,7 @@ def check_facts(facts: Mapping[str, Any], *, needed: Sequence[str] = ("client",)
     for name in needed:
         if name not in facts:
             raise ReplyError(f"does not say its {name}")
-    for name, is_right in _FORMS.items():
+    for name, is_right in FORMS.items():
         if name in facts and not is_right(facts[name]):
             raise ReplyError(f"says {name}={show(facts[name])}, which is malformed")
 
@@ -400,7 +400,7 @@ def _hex_by_site(digits: int) -> Callable[[object], bool]:
     )
 
 
-_FORMS: dict[str, Callable[[Any], bool]] = {
+FORMS: dict[str, Callable[[Any], bool]] = {
     "client": lambda client: type(client) is int,
     "tag": _text,
     "hardware": _text,
