@@ -31,7 +31,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import Message
+from flwr.clientapp import ClientApp
 from scipy.stats import norm  # type: ignore[import-untyped,unused-ignore]
 from torch import Tensor, nn
 
@@ -44,11 +45,11 @@ from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.client import Augmentation, Client
 from fednas_flwr.clients.noised_measures import METRICS_NORM
 from fednas_flwr.clients.summed import begin_sum, sums_of
-from fednas_flwr.config import Config, DifferentialPrivacy, dump_config
+from fednas_flwr.config import Config, DifferentialPrivacy
 from fednas_flwr.data.loaders import ClientData
 from fednas_flwr.data.statistics import largest_norm
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import Header, Reply, Request, decode_request, encode_request
+from fednas_flwr.exchange.messages import Header, Reply, Request, decode_request, encode_reply
 from fednas_flwr.exchange.requests import (
     Commit,
     Evaluate,
@@ -61,7 +62,6 @@ from fednas_flwr.exchange.secure_sum.server import MaskedSum
 from fednas_flwr.exchange.states import MOMENTS, Layout, Packed, network_states, pack, unpack
 from fednas_flwr.exchange.sum_requests import Summed, by_index
 from fednas_flwr.exchange.summands import MASKED, Sizes, Summands, sizes_of
-from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.dry_run import own_folder, with_steps
 from fednas_flwr.federation.grids import InProcessGrid
 from fednas_flwr.names import CLIENT, LARGEST_EPSILON, SPLITS
@@ -86,12 +86,13 @@ MOMENTUM = 0.5  # of the audited steps, as Adam's in a search of all ops: two st
 LOUD = 30.0  # clipping norms of a canary's gradient, at least
 LEAST_DRAWN, MOST_CANARIES, SAMPLES = 16, 2048, 24  # of replies by the run's own rate
 LEAST_REPLIES, MOST_REPLIES = 8, 200  # without canaries, and as many with them
-LEAST_CANARIES, REPEATED = 8, 2000  # of each client at first; values of two steps together
+LEAST_CANARIES, REPEATED = 8, 500  # of each client at first; values of two steps together
 ROUNDING = 1e-3
+FEW = 4  # records of a client in the run that is begun
 QUIET = {"sparse": False, "drop_path_prob": 0.0}  # settings of audited requests
 MOMENT_OF = {"weights": ("momentum_buffer", 1.0), "alphas": ("exp_avg", 0.5)}  # over a gradient
 MOST_STEPS = 2000  # that are committed to of each kind
-SLACK = 1.2  # of the variance: noise of secure sums is a little more than was committed to
+SLACK = 1.1  # of the variance: noise of secure sums is a little more than was committed to
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,8 @@ def audit_run(config: Config, *, confidence: float = 0.9999) -> list[Finding]:
         privacy = replace(privacy, epsilon=LARGEST_EPSILON, sites=None)
         config = replace(config, run_dir=str(Path(folder, "audit")), privacy=privacy)
         config = replace(config, wire="float32", stages=["search"], genotype=None)
-        clients = _clients(config)
+        number = config.secure_terms.least(config.clients) if config.secure_sum else 1
+        clients = _clients(config, number)
         miss = (1 - confidence) / max(1, len(schedule))
         findings: dict[str, Finding] = {}
         for request in {id(request): request for request in asked.values()}.values():
@@ -167,24 +169,32 @@ class _Recorder(InProcessGrid):
     """
 
     def __init__(self, config: Config) -> None:
-        super().__init__(make_client_app(dump_config(config)), config.clients)
-        self._kinds = asked_of_client if _is_by_client(config) else asked_kinds
+        """Make the clients, each with a few of its records: what they tell is declared."""
+        super().__init__(ClientApp(), config.clients)
+        privacy = config.privacy
+        assert isinstance(privacy, DifferentialPrivacy)
+        self._kinds = asked_of_client if privacy.unit == CLIENT else asked_kinds
+        self._clients = _clients(config, config.clients)
         self.asked: dict[str, Request] = {}
         self.awaited: set[str] = set()
 
     def answer(self, message: Message) -> Message:
-        verb = message.metadata.message_type
-        if not VERBS[verb].is_public:
-            request = decode_request(verb, message.content)
+        """Return a client's reply.
+
+        Raises:
+            _AllAskedError: It need not be given any more.
+        """
+        request = decode_request(message.metadata.message_type, message.content)
+        if not VERBS[request.verb].is_public:
             self.record(request)
             if self.awaited and self.awaited <= self.asked.keys():
                 raise _AllAskedError
-            settings = with_steps(request.settings, 1)
-            states = {n: r for n, r in message.content.items() if isinstance(r, ArrayRecord)}
-            message.content = encode_request(
-                request.header, settings, states, request.statistics, request.summed
-            )
-        return super().answer(message)
+        settings = with_steps(request.settings, 1)
+        client = self._clients[request.header.client]
+        parts = (client.data.train, client.data.validation, client.data.test)
+        few = ClientData(*(replace(part, rows=part.rows[:FEW], persons=None) for part in parts))
+        reply = answer(replace(client, data=few), replace(request, settings=settings))
+        return Message(encode_reply(request.header, reply), reply_to=message)
 
     def record(self, request: Request) -> None:
         """Keep a request unless another one has asked for more kinds."""
@@ -233,17 +243,12 @@ def _recorded(config: Config, folder: Path) -> tuple[Schedule, dict[str, Request
         return run.schedule, grid.asked
 
 
-def _is_by_client(config: Config) -> bool:
-    return getattr(config.privacy, "unit", None) == CLIENT
-
-
-def _clients(config: Config) -> list[Client]:
-    """Return client 0, with secure sums the fewest clients of a sum; without augmentation."""
-    least = config.secure_terms.least(config.clients) if config.secure_sum else 1
+def _clients(config: Config, number: int) -> list[Client]:
+    """Return the first clients of a run; their records are not augmented."""
     data = make_data(config)
     networks: dict[str, nn.Module] = {}  # clients take turns
-    clients = [make_client(config, index, data=data, networks=networks) for index in range(least)]
-    return [replace(client, augmentation=Augmentation(0, False, 0)) for client in clients]
+    made = [make_client(config, index, data=data, networks=networks) for index in range(number)]
+    return [replace(client, augmentation=Augmentation(0, False, 0)) for client in made]
 
 
 class _Exchange:
@@ -371,7 +376,7 @@ class _Exchange:
         self._request = replace(self._request, states=self._states)
 
     def _sent(self, scale: float) -> dict[str, Packed]:
-        """Return states for the request: a network's first ones, its last layer's weights scaled."""
+        """Return states for the request: of a new network, its last layer's weights scaled."""
         client = self._clients[0]
         if isinstance(self._request.settings, TellStatistics):
             return {}
@@ -487,7 +492,12 @@ class _Exchange:
                     moments[f"{kind}.{moment}.{name}"] for name, *_ in self.layouts[kind].entries
                 ]
                 value = torch.cat([tensor.flatten() for tensor in tensors])
-                scale = n * rates[kind] / (left * norm)
+                of = (
+                    1.0
+                    if exact
+                    else batches[kind] / self.planned["weights"].num_records(self._records)
+                )
+                scale = n * of / (left * norm)
             else:
                 first = VERBS[self._request.verb].gradients_of[0]
                 value = reply.states[kind]["float32"]
@@ -567,18 +577,16 @@ def _findings(exchange: _Exchange, miss: float) -> Iterator[Finding]:
     ]
     needed = values_for_half(miss=each) / min((count for count in counts if count), default=1)
     replies = 2 * math.ceil(min(max(needed, LEAST_REPLIES), MOST_REPLIES) / 2)
-    sights = {
-        kind: _Sight(exchange, kind, parts[kind], replies * (1 + exchange.is_probe), each)
-        for kind in one
-    }
+    planted = LEAST_REPLIES if exchange.is_probe else replies
+    replies *= 2 if exchange.is_probe else 1  # noise is told by those without canaries alone
+    sights = {kind: _Sight(exchange, kind, parts[kind], replies, planted, each) for kind in one}
     units = 1 if exchange.by_client else LEAST_CANARIES
     while not exchange.by_client and units < MOST_CANARIES / 4:
         if all(sight.shows_twice(units) for sight in sights.values()):
             break
         units *= 2
-    replies *= 1 + exchange.is_probe
     without = [exchange.release(0) for _ in range(replies)]
-    planted = [exchange.release(units) for _ in range(replies)]
+    with_canaries = [exchange.release(units) for _ in range(planted)]
     doubled: list[dict[str, Tensor]] = []
     if exchange.repeats:
         least = min(len(value) for value in one.values())
@@ -591,7 +599,7 @@ def _findings(exchange: _Exchange, miss: float) -> Iterator[Finding]:
     for kind, sight in sights.items():
         taken = [
             torch.stack([reply[kind] for reply in of]) if of else torch.zeros(0, len(one[kind]))
-            for of in (without, planted, doubled, drawn)
+            for of in (without, with_canaries, doubled, drawn)
         ]
         yield sight.finding(*taken, units=units, canaries=canaries)
 
@@ -604,7 +612,8 @@ class _Sight:
         exchange: That releases it.
         kind: Its kind.
         parts: Where each tensor lies in its values.
-        replies: Without canaries, and as many with them.
+        replies: Number without canaries.
+        planted: Number with canaries, all of which are drawn.
         miss: Largest chance of each test that it finds a fault in an honest client.
     """
 
@@ -612,6 +621,7 @@ class _Sight:
     kind: str
     parts: Mapping[str, slice]
     replies: int
+    planted: int
     miss: float
 
     def __post_init__(self) -> None:
@@ -630,18 +640,23 @@ class _Sight:
 
     def shows_twice(self, units: int) -> bool:
         """Return whether units that move a release by twice the clipping norm are found."""
-        count = len(self.parts)
-        if self.exact is None:
-            count = max(part.stop for part in self.parts.values())
-            count *= self.replies if self.exchange.is_probe else 1
+        size = max(part.stop for part in self.parts.values())
+        count = size if self.exact is None else len(self.parts)
+        if self.exchange.is_probe:
+            count = size * self.planted
         return shows_twice(self._most(units), count, miss=self.miss)
+
+    @property
+    def _precision(self) -> float:
+        """Square root of the number of replies that a mean's change is as sure as."""
+        return 1 / math.sqrt(1 / self.replies + 1 / self.planted)
 
     def _most(self, units: int) -> float:
         """Return the largest length of what units move, over the deviation of its values."""
         whole = units * self.exchange.honest / self.sigma
         if self.exchange.is_probe:  # of which each value is a release
-            return whole * math.sqrt(self.replies * max(part.stop for part in self.parts.values()))
-        return whole * math.sqrt(self.replies / 2)
+            return whole * math.sqrt(self.planted * max(part.stop for part in self.parts.values()))
+        return whole * self._precision
 
     def finding(
         self,
@@ -732,7 +747,7 @@ class _Sight:
     ) -> str:
         """Test by how much units move a release [d], over the noise's deviation."""
         most = self._most(units)
-        scaled = change[moved] * math.sqrt(self.replies / 2)
+        scaled = change[moved] * self._precision
         if self.exchange.is_probe:
             scaled = planted.flatten() / self.sigma
         squares, count = float((scaled**2).sum()), len(scaled)
@@ -745,7 +760,7 @@ class _Sight:
             return f"a unit moves it by {length:.2f} of what was committed to"
         shares = {n: self.exact[p] for n, p in self.parts.items() if self.exact[p].any()}
         along = [
-            float(change[self.parts[n]] @ exact / exact.norm()) * math.sqrt(self.replies / 2)
+            float(change[self.parts[n]] @ exact / exact.norm()) * self._precision
             for n, exact in shares.items()
         ]
         squares, count = sum(value**2 for value in along), len(along)
