@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -33,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fednas_flwr.builders.effects import Given
 from fednas_flwr.config import conf_folder, expanded
 from fednas_flwr.errors import ConfigError, show, unknown_choice
+from fednas_flwr.foreign import check_resolved, read_yaml
 from fednas_flwr.typed import MISSING
 
 EXTRAS = "pip install -e '.[sweeps]' (joblib, submitit, optuna) or '.[sweeps-ray]'"
@@ -142,9 +142,14 @@ def for_hydra(overrides: Sequence[str]) -> list[str]:
 
 
 def _repeated(path: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings in a run's config.yaml, with single values replaced."""
+    """Return the settings in a run's config.yaml, with single values replaced.
+
+    Only what is typed may hold ``${...}``: in somebody's file it would read this environment.
+    """
+    given = read_yaml(expanded("config", path), f"config={path}")
+    check_resolved(given)
     try:
-        tree: Any = OmegaConf.load(expanded("config", path))
+        tree: Any = OmegaConf.create(given)
         tree["run_dir"] = None
         for text in overrides:
             override = _parse(text)
@@ -157,7 +162,7 @@ def _repeated(path: str, overrides: Sequence[str]) -> dict[str, Any]:
                 _check_key(key, _plain(tree), CONF)
             OmegaConf.update(tree, key, override.value())
         return _plain(tree)
-    except (OSError, ValueError, TypeError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except (ValueError, TypeError, OmegaConfBaseException) as error:
         if isinstance(error, ConfigError):
             raise
         reason = " ".join(str(error).split())[:200]
@@ -226,7 +231,7 @@ def _experiment_settings(name: str, source: Source) -> list[str]:
     paths = [folder / "experiment" / f"{name}.yaml" for folder in source.folders()]
     found = [path for path in paths if path.is_file()]
     if found:
-        tree: Any = yaml.safe_load(found[0].read_text(encoding="utf-8")) or {}
+        tree: Any = read_yaml(found[0], str(found[0])) or {}
     elif f"{name}.yaml" in ConfigStore.instance().repo.get("experiment", {}):
         stored = ConfigStore.instance()
         tree = OmegaConf.to_container(stored.load(f"experiment/{name}.yaml").node)

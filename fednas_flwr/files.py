@@ -2,13 +2,16 @@
 
 Content goes to a temporary file in the same folder, which is synced and renamed; then the folder is
 synced, so that the new name survives a power cut as well. Main function: :func:`write_atomically`;
-:func:`replacing` is for writers that want a path.
+:func:`replacing` is for writers that want a path. No file of these functions can be written by
+others, whatever the umask is.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+OTHERS_WRITE = 0o022  # bits of a mode
 
 
 def write_atomically(path: Path, content: str | bytes) -> Path:
@@ -36,11 +39,41 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
+        temporary.chmod(temporary.stat().st_mode & ~OTHERS_WRITE)
         sync(temporary)
         temporary.replace(path)
         sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """Create a file that only its owner can read.
+
+    Raises:
+        FileExistsError: There is such a file.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(content)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, on disk; only the owner can enter those that are new."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        sync(folder.parent)
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    """Within the block, create files and folders of this process without the modes in ``mask``."""
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def sync(path: Path) -> None:

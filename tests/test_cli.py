@@ -104,7 +104,7 @@ MISTAKES = {  # overrides: what the sentence must say
     "--cfg job -m": ["--multirun only runs"],
     "hydra.sweep.dir=foo": ["hydra.sweep.dir=foo has no effect on a single run", "add -m"],
     "hydra/launcher=joblib": ["hydra/launcher=joblib has no effect on a single run"],
-    "config=nowhere.yaml": ["config=nowhere.yaml: it is no configuration of a run"],
+    "config=nowhere.yaml": ["config=nowhere.yaml cannot be read"],
     "-m seed=1,2 sweep.metric=epsilon": ["sweep.metric=epsilon has no effect", "optuna"],
     "-m hydra/launcher=none seed=1,2": [
         "hydra/launcher=none is unknown: choose one of basic",

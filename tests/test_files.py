@@ -81,3 +81,57 @@ def test_no_other_module_renames_files():
     others = [p for p in PACKAGE.rglob("*.py") if str(p.relative_to(PACKAGE)) not in own]
     calls = ("os.rename(", "os.replace(", "temporary.replace(", ".rename(")
     assert [p for p in others if any(call in p.read_text() for call in calls)] == []
+
+
+STATE_OF_A_SITE = """
+import sys
+from pathlib import Path
+import numpy as np, torch
+from fednas_flwr.clients.audit_trail import AuditTrail
+from fednas_flwr.clients.shown_sizes import shown_size
+from fednas_flwr.data.cache import load_or_build
+from fednas_flwr.data.records import Records
+from fednas_flwr.exchange.secure_sum.roster import SiteKeys
+from fednas_flwr.files import write_atomically
+from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.privacy.mark import connect
+
+state = Path(sys.argv[1])
+Ledger(state / "ledger" / "ledger.sqlite", state / "keys" / "ledger.key").close()
+AuditTrail(state / "trail" / "trail.jsonl", state / "keys" / "ledger.key").refused("x", None, "y")
+SiteKeys.at(state / "sums" / "sum.key")
+connect(state / "journal" / "sums.sqlite", wait_s=1).execute("CREATE TABLE a (b)")
+shown_size(["key"], state / "cache", lambda: 4)
+ids = np.array([b"a" * 32, b"b" * 32])
+records = Records(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), ids, ("a", "b"))
+load_or_build(state / "prepared" / "data", lambda: {"train": records})
+write_atomically(state / "policy.yaml", "text")
+"""
+
+
+def test_no_state_of_a_site_is_open_to_others_whatever_the_umask(tmp_path):
+    """Processes of a site: the books, keys, prepared records and results of self-tests."""
+    command = [sys.executable, "-c", STATE_OF_A_SITE, str(tmp_path / "new" / "state")]
+    subprocess.run(command, umask=0, check=True)
+    made = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "new").rglob("*")}
+    assert len(made) > 15
+    for path, mode in made.items():
+        if path.is_dir():
+            assert mode == 0o700, path
+        assert mode & 0o022 == 0 or path.parent.name == "data", path
+    for name in ("ledger/ledger.sqlite", "keys/ledger.key", "keys/ledger.key.mark"):
+        assert made[tmp_path / "new" / "state" / name] == 0o600
+    for name in ("trail/trail.jsonl", "sums/sum.key", "journal/sums.sqlite"):
+        assert made[tmp_path / "new" / "state" / name] == 0o600
+
+
+def test_no_file_of_a_private_run_can_be_written_by_others(tmp_path):
+    command = [sys.executable, "-m", "fednas_flwr.cli", "run", "algorithm=dp_fnas", "clients=2"]
+    command += ["dataset.limit_train=48", "rounds=1", "privacy.epsilon=8", "run_dir=run"]
+    command += ["stages=[search]"]
+    subprocess.run(command, cwd=tmp_path, umask=0, check=True, capture_output=True)
+    made = [*(tmp_path / "run").rglob("*")]
+    assert any(path.name == "ledger.sqlite" for path in made)
+    assert [path for path in made if path.stat().st_mode & 0o022] == []
+    sites = [path for path in made if path.is_dir() and "sites" in path.parts]
+    assert {path.stat().st_mode & 0o777 for path in sites} == {0o700}

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch import nn
 
 from fednas_flwr.builders.networks import Description, make_device, make_network, supernet_space
@@ -28,7 +27,8 @@ from fednas_flwr.errors import ConfigError, show, unknown_choice
 from fednas_flwr.exchange.courier import Courier, Emit, ignore_events
 from fednas_flwr.exchange.secure_sum.roster import Roster, SiteKeys
 from fednas_flwr.exchange.secure_sum.site import SumSite
-from fednas_flwr.files import write_atomically
+from fednas_flwr.files import make_folder, write_atomically
+from fednas_flwr.foreign import dump_yaml
 from fednas_flwr.names import CLIENT, LEAST_CALIBRATED, PERSON, RECORD, SPLITS, Unit
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.noise import SecureGenerator
@@ -238,7 +238,7 @@ def _simulated_gate(
         raise ConfigError("privacy=dp without a run folder needs privacy.sites=<folder>.")
     policy = simulated_policy(config, index, records, rows)
     if not (folder / POLICY_FILE).exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_atomically(folder / POLICY_FILE, _policy_text(config, records, rows))
     test_seed = None if privacy.test_seed is None else f"{privacy.test_seed} {index}".encode()
     ledger = Ledger(*simulated_ledger(folder))
@@ -357,7 +357,7 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
         "test_seed": privacy.test_seed is not None,
         "approve": AUTOMATIC,
     }
-    return yaml.safe_dump({"data_sets": {privacy.data_set: section}}, sort_keys=False)
+    return dump_yaml({"data_sets": {privacy.data_set: section}})
 
 
 def check_public(config: Config, prepared: Prepared) -> None:

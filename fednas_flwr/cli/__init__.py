@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from fednas_flwr import __version__
 from fednas_flwr.cli.outcomes import RUN_FAILED, STOPPED, USER_ERROR, fail
 from fednas_flwr.cli.own import take_files
+from fednas_flwr.files import OTHERS_WRITE
 
 __all__ = ["RUN_FAILED", "STOPPED", "USER_ERROR", "main"]
 
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: Sequence[str] | None) -> int:
     from fednas_flwr.cli import data, machines, privacy, results, run
 
+    os.umask(os.umask(0o077) | OTHERS_WRITE)  # no run of a command can be written by others
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and arguments[0] in ("-sc", "--shell-completion"):  # as a shell asks for it
         arguments.insert(0, "run")

@@ -7,6 +7,7 @@ import sys
 import traceback
 
 from fednas_flwr.errors import ConfigError, DamagedError
+from fednas_flwr.foreign import terminal
 from fednas_flwr.memory import described
 
 RUN_FAILED = 1
@@ -24,5 +25,6 @@ def fail(error: Exception, *, debug: bool) -> int:
         traceback.print_exception(error)
     is_sentence = isinstance(error, ConfigError | DamagedError)
     text = str(error) if is_sentence else described(error)
-    print("; ".join([f"fednas: {text}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+    told = "; ".join([f"fednas: {text}", *getattr(error, "__notes__", ())])
+    print(terminal(told), file=sys.stderr)
     return USER_ERROR if isinstance(error, ConfigError) else RUN_FAILED

@@ -15,6 +15,7 @@ from fednas_flwr.api import compose
 from fednas_flwr.cli.outcomes import INCONCLUSIVE, RUN_FAILED
 from fednas_flwr.cli.parsing import Commands, add_command
 from fednas_flwr.errors import ConfigError, show
+from fednas_flwr.foreign import terminal
 from fednas_flwr.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, RDP
 
 if TYPE_CHECKING:
@@ -295,7 +296,7 @@ def _print_schedule(
 
     console = table_console()
     console.print(f"schedule {schedule}", style="bold")
-    print(f"run: {run if run.isprintable() else ascii(run)}")
+    print(f"run: {terminal(run)}")
     spent = epsilon_text(gate.spent())
     print(
         f"data set: {allowed.data_set}; budget {allowed.account}: epsilon {allowed.epsilon:g} at "
@@ -338,7 +339,7 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
     from fednas_flwr.reporting.guarantee import epsilon_text
 
     def name(text: str) -> Text:  # names come from servers and could command a terminal
-        return Text(text if text.isprintable() else ascii(text))
+        return Text(terminal(text))
 
     statement = make_statement(rows, delta=delta)
     console = table_console()

@@ -8,6 +8,7 @@ from pathlib import Path
 from fednas_flwr.api import run
 from fednas_flwr.cli.parsing import Commands, add_command
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.foreign import csv_cell
 
 
 def add_commands(commands: Commands) -> None:
@@ -84,7 +85,10 @@ def predict(options: argparse.Namespace, overrides: list[str]) -> int:
     with CountDisplay("records") as display:
         found = model.predict(options.data, batch_size=options.batch_size, progress=display)
     try:
-        found.table().to_csv(options.output, index=False)
+        table = found.table()
+        for name in table.select_dtypes(exclude="number"):
+            table[name] = table[name].map(csv_cell)
+        table.to_csv(options.output, index=False, header=[csv_cell(name) for name in table])
     except OSError as error:
         raise ConfigError(f"--output={options.output} cannot be written: {error}.") from error
     print(f"{len(found):,} records: {options.output}")

@@ -27,6 +27,7 @@ from fednas_flwr.composition import (
 )
 from fednas_flwr.config import Config
 from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning, unknown_choice
+from fednas_flwr.foreign import terminal
 from fednas_flwr.reporting.runs import EVENTS_FILE, METRICS, is_complete, read_run
 
 ERROR_FILE = "error.txt"  # in the folder of a job that has failed: why
@@ -102,7 +103,7 @@ def run_job(tree: Any) -> float | list[float] | None:
         api.run(config, quiet=False)
     except Exception as error:
         fail(error, debug=False)
-        (folder / ERROR_FILE).write_text(f"{error}\n", encoding="utf-8")
+        (folder / ERROR_FILE).write_text(f"{terminal(error)}\n", encoding="utf-8")
         return None
     run, metric = read_run(folder), tree.sweep.metric
     values = [run.metric(str(name)) for name in ([metric] if isinstance(metric, str) else metric)]

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from fednas_flwr.errors import ConfigError, DamagedError
 from fednas_flwr.exchange.headers import Header
 from fednas_flwr.exchange.sum_requests import Settings
-from fednas_flwr.files import write_atomically
+from fednas_flwr.files import make_folder, write_atomically
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.mark import create_key, equal, read_key, seal
 
@@ -213,7 +213,7 @@ def _place(request: Asked) -> dict[str, Any]:
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
     """Yield the open file while no other process writes to it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

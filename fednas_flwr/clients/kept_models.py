@@ -24,7 +24,7 @@ from fednas_flwr.evaluation.scores import detailed
 from fednas_flwr.exchange.messages import Request
 from fednas_flwr.exchange.requests import LARGEST_MODEL, KeepModel
 from fednas_flwr.exchange.signed_model import is_signed
-from fednas_flwr.files import write_atomically
+from fednas_flwr.files import make_folder, write_atomically
 
 STATE, DTYPE = "model", "uint8"  # as which the file's bytes travel
 MOST_MODELS = 100  # of a site: a server must not fill its disk
@@ -52,13 +52,13 @@ def check(client: Client, request: Request, asked: KeepModel) -> Path:
         kept.signer, asked.signature, run=request.header.run, model=model, card=asked.card
     ):
         raise ConfigError(f"refused: the model is not signed by the owner of {kept.signer.name}.")
-    kept.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(kept.folder)
     names = {path.name for path in kept.folder.iterdir() if not path.name.startswith(".")}
     if len(names | {folder_name(model)}) > MOST_MODELS:
         raise ConfigError(f"refused: this site has {len(names)} models, and keeps no more.")
     new = kept.folder / f".{folder_name(model)}.{os.getpid()}"
     shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
+    make_folder(new)
     try:
         write_atomically(new / MODEL_FILE, model)
         write_atomically(new / CARD_FILE, asked.card)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.files import write_atomically
+from fednas_flwr.files import make_folder, write_atomically
 from fednas_flwr.hardware.latency import machine_name
 
 FOLDER = "self-tests"
@@ -47,7 +47,7 @@ def shown_size(key: list[Any], cache: Path | None, test: Callable[[], int]) -> i
         if known is None:
             known = test()
             if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(path.parent)
                 if len(list(path.parent.iterdir())) >= MOST_FILES:
                     path = None
             if path is not None:

@@ -106,7 +106,9 @@ def masked(request: Request, reply: Reply, answer: Answer) -> Reply:
         ValueError: A value is not finite, or beyond the range of the sum.
     """
     assert request.summed is not None
-    summands = Summands(request.verb, sizes_of(reply), request.summed, request.states)
+    summands = Summands(
+        request.verb, sizes_of(reply.states, reply.shares), request.summed, request.states
+    )
     vectors = summands.encode(reply)
     boxes = answer.mask(list(vectors.values()))
     return replace(

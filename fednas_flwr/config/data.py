@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-
 from fednas_flwr.config.parsing import conf_folder
 from fednas_flwr.errors import ConfigError, show
+from fednas_flwr.foreign import check_resolved, read_yaml
 from fednas_flwr.names import CORRUPT_RULES, DECIMALS, MISSING_RULES, NO_TRANSFORM, TRANSFORMS
 from fednas_flwr.search.settings import Count, CountOrZero, Positive, Share, ShareAbove0
 from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, parse
@@ -217,10 +216,8 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
         ConfigError: The file cannot be read, a setting is wrong, or that of a table does not say
             which column gives ids.
     """
-    try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"the site's dataset settings {path} cannot be read: {error}.") from error
+    given = read_yaml(path, f"the site's dataset settings {path}")
+    check_resolved(given, str(path))
     if not isinstance(given, Mapping):
         raise ConfigError(f"the site's dataset settings {path} must be a mapping: name: npz, ...")
     if given.get("name") == "csv" and "id_column" not in given:
@@ -229,7 +226,7 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
             "same in every export, which alone keeps records in their parts; null if there is "
             "none: then a new export charges its releases to the budgets of all parts."
         )
-    base = yaml.safe_load((conf_folder() / "dataset" / "_base.yaml").read_text(encoding="utf-8"))
+    base = read_yaml(conf_folder() / "dataset" / "_base.yaml", "the defaults of data sets")
     base |= {"cache": cache, "corrupt": "skip"}
     if given.get("name") == "csv":
         base |= {"encoding": "utf-8", "decimal": "point"}

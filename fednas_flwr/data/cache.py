@@ -20,7 +20,7 @@ import torch
 
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.schema import Column
-from fednas_flwr.files import sync
+from fednas_flwr.files import make_folder, sync
 from fednas_flwr.typed import parse
 
 _ATTEMPTS = 3
@@ -47,7 +47,7 @@ def load_or_build(folder: Path, build: Callable[[], Mapping[str, Records]]) -> d
 
 def _write(folder: Path, parts: Mapping[str, Records]) -> None:
     """Write the records beside the folder, bring them to disk, and rename."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         described = {}

@@ -19,6 +19,7 @@ import numpy as np
 from fednas_flwr.data.records import Records, select_records
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.files import write_atomically
+from fednas_flwr.foreign import load_json
 from fednas_flwr.names import PARTITIONS
 from fednas_flwr.randomness import derive_seed
 
@@ -125,7 +126,7 @@ def load_partition(path: Path) -> list[np.ndarray]:
         ConfigError: The file is missing or holds no partition.
     """
     try:
-        clients = json.loads(path.read_text(encoding="utf-8"))["clients"]
+        clients = load_json(path.read_text(encoding="utf-8"))["clients"]
         parts = [np.array(indices) for indices in clients]
         joined = np.concatenate(parts)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -7,7 +7,6 @@ A record's id is stable: it depends on that record alone, so that the part it fa
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from fednas_flwr.data.schema import CATEGORY, Column, feature_names
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.foreign import load_json
 from fednas_flwr.names import JSON_LISTS
 
 
@@ -231,8 +231,8 @@ def label_set(text: str, separator: str | None) -> tuple[str, ...] | None:
     if separator != JSON_LISTS:
         return tuple(name for name in map(str.strip, text.split(separator)) if name)
     try:
-        own = json.loads(text or "[]")
-    except (ValueError, RecursionError):
+        own = load_json(text or "[]")
+    except ValueError:
         return None
     is_list = isinstance(own, list) and all(isinstance(name, str) for name in own)
     return tuple(own) if is_list else None

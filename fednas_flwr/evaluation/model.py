@@ -22,6 +22,7 @@ from fednas_flwr.data.raw import Label, names_of, read_raw
 from fednas_flwr.data.scattering import Scattering
 from fednas_flwr.data.schema import Inputs, normalised
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.foreign import load_json
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 
 MODEL_FILE = "model.safetensors"
@@ -216,5 +217,8 @@ def read_metadata(path: Path) -> tuple[dict[str, Any], Inputs]:
             f"{path} lacks {METADATA_KEY} in its metadata: it is of another version; export it "
             "anew, by fednas run resume=<run folder>."
         )
-    about = json.loads(metadata[METADATA_KEY])
-    return about["network"], Inputs.from_json(json.dumps(about["inputs"]))
+    try:
+        about = load_json(metadata[METADATA_KEY])
+        return about["network"], Inputs.from_json(json.dumps(about["inputs"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"the metadata of {path} cannot be read: {error}.") from error

@@ -340,9 +340,7 @@ def _histogram(rows: object) -> bool:
 def _declared(values: object) -> bool:
     """Return whether these are numbers of records by split."""
     return (
-        isinstance(values, dict)
-        and set(values) == set(SPLITS)
-        and _counts(list(values.values()))
+        isinstance(values, dict) and set(values) == set(SPLITS) and _counts(list(values.values()))
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -24,6 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.files import write_atomically, write_secret
 
 SIGNING_KEY = "FEDNAS_SIGNING_KEY"  # environment variable of the server: path of the private key
 
@@ -35,13 +35,9 @@ def make_signing_key(path: Path) -> Path:
         FileExistsError: There is a key already: sites know the operator by it.
     """
     key = Ed25519PrivateKey.generate()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    public = path.with_suffix(".pub")
+    write_secret(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     pem = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    public.write_bytes(pem)
-    return public
+    return write_atomically(path.with_suffix(".pub"), pem)
 
 
 def sign_model(key_path: Path, *, run: str, model: bytes, card: str) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fednas_flwr.errors import ReplyError
 from fednas_flwr.exchange.messages import Reply
-from fednas_flwr.exchange.secure_sum.grid import Grid
+from fednas_flwr.exchange.secure_sum.grid import Cells, Grid
 from fednas_flwr.exchange.states import Layout, Packed
 from fednas_flwr.exchange.sum_requests import Summed
 from fednas_flwr.verbs import VERBS
@@ -142,11 +142,11 @@ class Summands:
         return self.base.get(state, {}).get(dtype) if VERBS[self.verb].trains else None
 
 
-def sizes_of(reply: Reply) -> Sizes:
-    """Return the sizes of a reply's states."""
-    shares = {name: {"float32": len(cells)} for name, cells in reply.shares.items()}
-    packed = reply.states.items()
-    return shares | {name: {d: v.numel() for d, v in state.items()} for name, state in packed}
+def sizes_of(states: Mapping[str, Packed], shares: Mapping[str, Cells] | None = None) -> Sizes:
+    """Return the sizes of a reply's states, and of its shares."""
+    cells = {name: {"float32": len(share)} for name, share in (shares or {}).items()}
+    packed = states.items()
+    return cells | {name: {d: v.numel() for d, v in state.items()} for name, state in packed}
 
 
 def check_masked(reply: Reply, summands: Summands, layouts: Mapping[str, Layout]) -> None:

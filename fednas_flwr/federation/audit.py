@@ -40,7 +40,7 @@ from fednas_flwr.builders.clients import make_client
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.networks import given_genotype, supernet_space
 from fednas_flwr.builders.refusals import searches
-from fednas_flwr.clients.admission import asked_kinds, asked_of_client, description_of
+from fednas_flwr.clients.admission import admit, asked_kinds, asked_of_client, description_of
 from fednas_flwr.clients.answer import answer
 from fednas_flwr.clients.client import Augmentation, Client
 from fednas_flwr.clients.noised_measures import METRICS_NORM
@@ -526,7 +526,8 @@ class _Exchange:
                 boxes[i] = by_index(reply.facts["boxes"])
                 context = bytes.fromhex(reply.facts["context"])
             else:
-                part = begin_sum(client, request)
+                assert client.gate is not None
+                part = begin_sum(client, request, admit(client.gate, request))
                 assert part is not None
                 vectors = [np.zeros(length, dtype) for dtype, length in summands.lengths.items()]
                 boxes[i] = part.mask(vectors)

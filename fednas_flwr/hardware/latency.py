@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import platform
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from fednas_flwr.errors import ConfigError, show
+from fednas_flwr.foreign import load_json
 
 FORMAT = "fednas-latency"
 VERSION = 1
@@ -236,8 +236,8 @@ def from_json(text: str, *, origin: str = "latency table") -> LatencyTable:
             time is no positive number.
     """
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        document = load_json(text)
+    except ValueError as error:
         raise ConfigError(f"{origin} is not valid JSON: {error}.") from error
     if not isinstance(document, Mapping) or document.get("format") != FORMAT:
         raise ConfigError(f"{origin}: format must be {FORMAT!r}; see `fednas latency measure`.")

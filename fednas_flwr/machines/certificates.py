@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -27,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fednas_flwr.exchange.secure_sum.roster import SiteKeys
-from fednas_flwr.files import write_atomically
+from fednas_flwr.files import write_atomically, write_secret
 
 AUTHORITY_DAYS = 3650
 _CLOCK_SLACK = timedelta(hours=1)  # a site's clock that is slow must not refuse a new certificate
@@ -56,7 +55,7 @@ def make_authority(folder: Path, *, name: str) -> None:
         .sign(key, hashes.SHA256())
     )
     write_secret(folder / "ca.key", _private_pem(key))
-    (folder / "ca.crt").write_bytes(certificate.public_bytes(Encoding.PEM))
+    write_atomically(folder / "ca.crt", certificate.public_bytes(Encoding.PEM))
 
 
 def issue_certificate(
@@ -93,7 +92,7 @@ def issue_certificate(
     )
     (folder / "server.key").unlink(missing_ok=True)
     write_secret(folder / "server.key", _private_pem(key))
-    (folder / "server.crt").write_bytes(certificate.public_bytes(Encoding.PEM))
+    write_atomically(folder / "server.crt", certificate.public_bytes(Encoding.PEM))
 
 
 def make_node_key(path: Path) -> Path:
@@ -104,9 +103,8 @@ def make_node_key(path: Path) -> Path:
     """
     key = ec.generate_private_key(ec.SECP384R1())
     write_secret(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    public = path.with_name(path.name + ".pub")
-    public.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
-    return public
+    text = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    return write_atomically(path.with_name(path.name + ".pub"), text)
 
 
 def make_sum_key(path: Path) -> Path:
@@ -121,17 +119,6 @@ def make_sum_key(path: Path) -> Path:
     public = path.with_suffix(".pub")
     write_atomically(public, json.dumps({"mask": own.mask, "signature": own.signature}) + "\n")
     return public
-
-
-def write_secret(path: Path, content: bytes) -> None:
-    """Create a file that only its owner can read.
-
-    Raises:
-        FileExistsError: There is such a file.
-    """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(content)
 
 
 def general_name(address: str) -> x509.GeneralName:

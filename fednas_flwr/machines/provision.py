@@ -9,7 +9,6 @@ machine to machine is in ``server.env`` and ``site.env``. Main function: :func:`
 from __future__ import annotations
 
 import ipaddress
-import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -18,11 +17,11 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-import yaml
-
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.exchange.secure_sum.roster import PublicKeys, Roster
 from fednas_flwr.exchange.signed_model import make_signing_key
+from fednas_flwr.files import OTHERS_WRITE, make_folder, umask, write_secret
+from fednas_flwr.foreign import load_json, read_yaml
 from fednas_flwr.machines.certificates import issue_certificate, make_authority
 from fednas_flwr.privacy.policy_file import template
 
@@ -73,8 +72,16 @@ def provision(
     Returns:
         The paths for server and sites, in their order.
     """
+    with umask(OTHERS_WRITE):
+        return _provision(deployment, output, as_zip=as_zip, roster=roster)
+
+
+def _provision(
+    deployment: Deployment, output: Path, *, as_zip: bool, roster: Roster | None
+) -> list[Path]:
     authority, server = output / AUTHORITY, output / SERVER
-    authority.mkdir(parents=True, exist_ok=True)
+    output.mkdir(parents=True, exist_ok=True)
+    make_folder(authority)
     if not (authority / "ca.key").exists():
         make_authority(authority, name=deployment.federation)
     if not (authority / SIGNING_KEY_FILE).exists():
@@ -84,11 +91,16 @@ def provision(
         machines.append(_write_site(deployment, index, authority, output / name))
         if roster is not None:
             roster.write(output / name / ROSTER_FILE)
+    for folder in (authority, *machines):
+        for path in (folder, *folder.iterdir()):
+            path.chmod(path.stat().st_mode & ~OTHERS_WRITE)  # also what was there before
     if not as_zip:
         return machines
-    archives = [Path(shutil.make_archive(str(folder), "zip", folder)) for folder in machines]
+    archives = [folder.with_name(f"{folder.name}.zip") for folder in machines]
     for folder, archive in zip(machines, archives, strict=True):
+        archive.touch(mode=0o600)
         archive.chmod(0o600)
+        shutil.make_archive(str(folder), "zip", folder)
         shutil.rmtree(folder)
     return archives
 
@@ -103,7 +115,7 @@ def read_roster(deployment: Deployment, folder: Path) -> Roster:
     for name in deployment.sites:
         path = folder / f"{name}.pub"
         try:
-            sites.append(PublicKeys(name, **json.loads(path.read_text(encoding="ascii"))))
+            sites.append(PublicKeys(name, **load_json(path.read_text(encoding="ascii"))))
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{path} holds no public keys of {name} ({error}): have state/sum.pub sent by the "
@@ -118,11 +130,7 @@ def load_sites(path: Path) -> Deployment:
     Raises:
         ConfigError: It cannot be read, or a key or value is wrong.
     """
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"the list of sites {path} cannot be read: {reason}.") from error
+    tree = read_yaml(path, f"the list of sites {path}")
     top = _mapping(tree, "the list of sites", ("federation", "server", "sites"))
     server = _mapping(top["server"], "server", ("addresses", "port"))
     port = server["port"]
@@ -159,8 +167,8 @@ def _write_server(deployment: Deployment, authority: Path, folder: Path) -> Path
     own = [address for address in ("localhost", "127.0.0.1") if address not in deployment.addresses]
     addresses = [*deployment.addresses, *own]
     issue_certificate(authority, folder, addresses=addresses, days=CERTIFICATE_DAYS)
-    shutil.copy(authority / SIGNING_KEY_FILE, folder)
-    (folder / SIGNING_KEY_FILE).chmod(0o600)
+    (folder / SIGNING_KEY_FILE).unlink(missing_ok=True)
+    write_secret(folder / SIGNING_KEY_FILE, (authority / SIGNING_KEY_FILE).read_bytes())
     facts = {"federation": deployment.federation, "port": deployment.port, "name": SERVER}
     if SERVER_FILE not in kept:
         _fill(folder / SERVER_FILE, folder / SERVER_FILE, facts)
@@ -191,14 +199,17 @@ def _write_site(deployment: Deployment, index: int, authority: Path, folder: Pat
 def _copy(kind: str, authority: Path, folder: Path) -> set[str]:
     """Write what is the same on all machines of a kind; return the settings that are kept."""
     kept = {name for name in SETTINGS if (folder / name).exists()}
-    shutil.copytree(_MACHINE / kind, folder, dirs_exist_ok=True, ignore=lambda *_: kept)
-    for script in SCRIPTS:  # an installed package has lost the modes
+    folder.mkdir(exist_ok=True)
+    for path in (*(_MACHINE / kind).iterdir(), _MACHINE / "parts.sh"):
+        if path.name not in kept:  # without modes: an installed package has lost them
+            shutil.copyfile(path, folder / path.name)
+    for script in SCRIPTS:
         if (folder / script).exists():
             (folder / script).chmod(0o755)
-    shutil.copy(_MACHINE / "parts.sh", folder)
     for public in ("ca.crt", "signing.pub"):
-        shutil.copy(authority / public, folder)
-    (folder / "state").mkdir(exist_ok=True)
+        shutil.copyfile(authority / public, folder / public)
+    make_folder(folder / "state")
+    (folder / "state").chmod(0o700)
     return kept
 
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fednas_flwr.errors import ConfigError, DamagedError
-from fednas_flwr.files import replacing, sync
+from fednas_flwr.files import make_folder, replacing
 
 _KEY_BYTES = 32
 _SCHEMA = "CREATE TABLE IF NOT EXISTS mark (sequence INTEGER, mac TEXT, seal TEXT)"
@@ -154,14 +154,6 @@ def connect(path: Path, *, wait_s: float) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, on disk."""
-    if not folder.is_dir():
-        make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        sync(folder.parent)
 
 
 def damaged(what: str) -> DamagedError:

@@ -7,16 +7,13 @@ and ``secure_sum`` must be there, so that nothing is allowed by a default that n
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fednas_flwr.errors import ConfigError, show, unknown_choice
+from fednas_flwr.foreign import load_yaml
 from fednas_flwr.names import CLIENT, LARGEST_MICRO_BATCH, SPLITS, UNITS
 from fednas_flwr.privacy.policy import (
     APPROVALS,
@@ -58,10 +55,7 @@ def parse_policy(text: str, *, origin: str = "policy") -> Policy:
         ConfigError: A key is unknown, missing or given twice, a value is of the wrong type or out
             of range, or two data sets share an account under different budgets.
     """
-    try:
-        document = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{origin} is not valid YAML: {' '.join(str(error).split())}.") from error
+    document = load_yaml(text, origin)
     top = _mapping(document, origin, required=("data_sets",))
     sections = top["data_sets"]
     if not isinstance(sections, dict) or not sections:
@@ -244,23 +238,6 @@ def _mapping(
 def _wrong(where: str, value: object, expected: str) -> ConfigError:
     """Return the error for a value of the file."""
     return ConfigError(f"{where}={show(value)} is not usable: expected {expected}.")
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-5 as a number and refuses a key given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Return the mapping of a node."""
-        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        twice = [key for key, count in keys.items() if count > 1]
-        if twice:
-            raise yaml.YAMLError(f"{twice[0]} is given twice{node.start_mark}")
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
 
 
 def template() -> str:

@@ -15,13 +15,13 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.files import write_atomically
+from fednas_flwr.foreign import csv_cell, markdown, read_yaml, terminal
 from fednas_flwr.reporting.guarantee import TEST_SEED, warning_text
 from fednas_flwr.reporting.plots import axes
 from fednas_flwr.reporting.runs import BESIDE, CONFIG_FILE, EVENTS_FILE, Run, read_run
@@ -150,7 +150,7 @@ def _best_trials(folder: Path) -> list[tuple[dict[str, Any], list[float]]]:
     path = folder / BEST_FILE
     if not path.is_file():
         return []
-    told = yaml.safe_load(path.read_text(encoding="utf-8"))
+    told = read_yaml(path, str(path))
     if "solutions" in told:
         return [(trial["params"], trial["values"]) for trial in told["solutions"]]
     return [(told["best_params"], [told["best_value"]])]
@@ -174,7 +174,7 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
     """Print the groups side by side, as many as fit, and the runs that were not counted."""
     console = console or Console()
     for line in comparison.best:
-        console.print(Text(line, style="bold"), soft_wrap=True, highlight=False)
+        console.print(Text(terminal(line), style="bold"), soft_wrap=True, highlight=False)
     rows = comparison.rows()
     at_once = max(1, (console.width - TITLE_WIDTH) // GROUP_WIDTH)
     for start in range(0, len(rows), at_once):
@@ -185,10 +185,11 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
             table.add_column(justify="right", overflow="fold")
         for title, *cells in zip(comparison.titles(), *shown, strict=True):
             if any(cell != DASH for cell in cells):
-                table.add_row(title, *(Text(cell) for cell in cells))
+                table.add_row(*(Text(terminal(cell)) for cell in (title, *cells)))
         console.print(table)
     for folder, reason in comparison.not_counted:
-        console.print(Text(f"{folder}: {reason}", style="yellow"), soft_wrap=True, highlight=False)
+        line = Text(terminal(f"{folder}: {reason}"), style="yellow")
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
@@ -302,10 +303,10 @@ def _csv(comparison: Comparison) -> str:
     writer = csv.writer(text, lineterminator="\n")
     kinds = ("mean", "deviation")
     titles = [f"{metric}_{kind}" for metric in COLUMNS for kind in kinds]
-    writer.writerow([*settings, "seeds", *titles, "test_seed"])
+    writer.writerow([*map(csv_cell, settings), "seeds", *titles, "test_seed"])
     for group in comparison.groups:
-        row = [_setting_text(value) for value in group.settings.values()]
-        row.append(" ".join(str(seed) for seed in group.seeds))
+        row = [csv_cell(_setting_text(value)) for value in group.settings.values()]
+        row.append(csv_cell(" ".join(str(seed) for seed in group.seeds)))
         for metric in COLUMNS:
             statistics = _statistics(group.reached(metric))
             row += ["" if statistics[k] is None else f"{statistics[k]:.8g}" for k in kinds]
@@ -315,24 +316,21 @@ def _csv(comparison: Comparison) -> str:
 
 def _markdown(comparison: Comparison) -> str:
     lines = markdown_table(comparison.titles(), comparison.rows()) if comparison.groups else []
-    lines = [line for best in comparison.best for line in (f"{best}  ", "")] + lines
+    lines = [line for best in comparison.best for line in (f"{markdown(best)}  ", "")] + lines
     if comparison.groups:
         lines += ["", "Mean ± standard deviation (n - 1) over seeds; traffic in both directions;"]
         lines += [
             "epsilon: the largest of all clients, per record (or person) added or removed (PRV)."
         ]
     if comparison.not_counted:
-        lines += ["", *(f"- {folder}: {reason}" for folder, reason in comparison.not_counted)]
+        lines += ["", *(f"- {markdown(': '.join(pair))}" for pair in comparison.not_counted)]
     return "\n".join(lines).strip() + "\n"
 
 
 def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table; a bar or a line break in a cell is made harmless."""
+    """Return the lines of a Markdown table, whose cells are text without markup."""
     lines = [list(titles), ["---"] * len(titles), *rows]
-    return [
-        "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in line) + " |"
-        for line in lines
-    ]
+    return [f"| {' | '.join(markdown(cell) for cell in line)} |" for line in lines]
 
 
 def _html(comparison: Comparison) -> str:

@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from fednas_flwr.foreign import load_json
+
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 # How a process is stopped from outside; Flower's ends by SystemExit.
@@ -97,7 +99,8 @@ class EventLog(AbstractContextManager["EventLog"]):
 def read_events(path: Path) -> list[Event]:
     """Return the events of a file in the order of writing.
 
-    Lines that are not a whole JSON object, as a killed process leaves them, are left out.
+    Lines that are not a whole JSON object, as a killed process leaves them, or are nested too
+    deeply, are left out.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -105,7 +108,7 @@ def read_events(path: Path) -> list[Event]:
     events = []
     for line in path.read_bytes().split(b"\n"):
         try:
-            event = json.loads(line)
+            event = load_json(line)
         except ValueError:
             continue
         if isinstance(event, dict) and "event" in event:

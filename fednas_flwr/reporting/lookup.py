@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.foreign import terminal
 from fednas_flwr.reporting.console import table_console
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.runs import Run
@@ -204,18 +205,20 @@ def print_lookup(table: CellTable, runs: Sequence[Run], console: Console | None 
     shown = Table(title=f"accuracy by a table of {len(table.percentiles):,} cells")
     shown.add_column("run", overflow="fold")
     for title in (*table.columns, "percentile"):
-        shown.add_column(title, justify="right", overflow="fold")
+        shown.add_column(Text(terminal(title)), justify="right", overflow="fold")
     for index, (name, values) in enumerate(zip(names, rows, strict=True)):
         texts = [f"{value:.{decimals}f}" for value in values[:-1]]
-        shown.add_row(Text(name), *texts, f"{values[-1]:.1f}", end_section=index == len(runs) - 1)
+        cells = (Text(terminal(name)), *texts, f"{values[-1]:.1f}")
+        shown.add_row(*cells, end_section=index == len(runs) - 1)
     ranked = [
         f"{n} (errors: the lowest is best)" if n in table.errors else n for n in table.columns
     ]
     console = console or table_console()
     console.print(shown)
-    console.print(Text(f"ranked: {', '.join(ranked)}"), soft_wrap=True)
+    console.print(Text(terminal(f"ranked: {', '.join(ranked)}")), soft_wrap=True)
     if table.left_out:
-        console.print(Text(f"not ranked: {', '.join(table.left_out)}"), soft_wrap=True)
+        left_out = terminal(f"not ranked: {', '.join(table.left_out)}")
+        console.print(Text(left_out), soft_wrap=True)
 
 
 def _listed(table: CellTable, run: Run) -> Cell:

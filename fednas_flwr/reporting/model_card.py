@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.files import write_atomically
+from fednas_flwr.foreign import mapped, markdown, terminal
 from fednas_flwr.reporting import guarantee, scores
 from fednas_flwr.reporting.compare import markdown_table
 from fednas_flwr.reporting.events import Event, records_of
@@ -40,7 +42,7 @@ def write_model_card(run_folder: Path) -> Path:
         FileNotFoundError: The folder holds no events.jsonl.
     """
     run = read_run(run_folder)
-    return write_atomically(run_folder / "MODEL_CARD.md", _card(run, f'"{run_folder}"'))
+    return write_atomically(run_folder / "MODEL_CARD.md", _card(run, _quoted(str(run_folder))))
 
 
 def card_of(run_folder: Path) -> str:
@@ -62,7 +64,7 @@ def export_model(run_folder: Path, to: Path) -> list[Path]:
     if not (run_folder / EVENTS_FILE).is_file():
         raise ConfigError(f"{run_folder} holds no {EVENTS_FILE}: give the folder of a run.")
     run = read_run(run_folder)
-    files = (run.last("exported") or {}).get("files") or []
+    files = [Path(name).name for name in (run.last("exported") or {}).get("files") or []]
     if not files:
         raise ConfigError(f"{run_folder} has no exported model: let its stage export run.")
     try:
@@ -86,8 +88,8 @@ def _metadata(run: Run) -> ModelCardData:
     results = [
         EvalResult(
             task_type=task,
-            dataset_type=_name(run, "dataset"),
-            dataset_name=_name(run, "dataset"),
+            dataset_type=terminal(_name(run, "dataset")),
+            dataset_name=terminal(_name(run, "dataset")),
             metric_type=metric,
             metric_value=numbers[name],
         )
@@ -95,7 +97,7 @@ def _metadata(run: Run) -> ModelCardData:
         if numbers[name] is not None
     ]
     return ModelCardData(
-        model_name=title(run),
+        model_name=terminal(title(run)),
         library_name="fednas_flwr",
         pipeline_tag=task,
         tags=["federated-learning", "neural-architecture-search", "onnx"],
@@ -104,7 +106,11 @@ def _metadata(run: Run) -> ModelCardData:
 
 
 def _card(run: Run, place: str) -> str:
-    """Return the card; ``place`` is what the model is loaded from."""
+    """Return the card; ``place`` is what the model is loaded from.
+
+    All text of the run is escaped before a sentence is made of it: it may be a stranger's.
+    """
+    run = replace(run, config=mapped(run.config, markdown), events=mapped(run.events, markdown))
     sections = [
         _heading(run),
         _data(run),
@@ -149,6 +155,10 @@ def _inputs(run: Run) -> str:
     return "\n".join(lines)
 
 
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _numbers(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.4g}" for value in values)
 
@@ -161,7 +171,7 @@ def _name(run: Run, group: str) -> str:
 def _heading(run: Run) -> str:
     numbers = run.numbers()
     text = (
-        f"# {title(run)}\n\n{_origin(run)} The records stayed with the clients. "
+        f"# {markdown(title(run))}\n\n{_origin(run)} The records stayed with the clients. "
         "Made by fednas_flwr."
     )
     if numbers["num_parameters"] is not None:

@@ -23,6 +23,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from fednas_flwr.foreign import terminal
 from fednas_flwr.reporting import decidedness
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.guarantee import (
@@ -63,7 +64,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         if self._console.is_terminal:
             self._bars = Progress(
                 SpinnerColumn(finished_text="[green]✓"),
-                TextColumn("{task.description:<8}"),
+                TextColumn("{task.description:<8}", markup=False),
                 BarColumn(bar_width=24),
                 TextColumn("{task.fields[position]}"),
                 TextColumn("{task.fields[metrics]}", style="cyan"),
@@ -134,7 +135,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
 
     def _say(self, line: str, style: str = "") -> None:
         # Text, not markup: a client's message may hold brackets.
-        self._console.print(Text(line, style=style), soft_wrap=True, highlight=False)
+        self._console.print(Text(terminal(line), style=style), soft_wrap=True, highlight=False)
 
     def _start_stage(self, event: Event) -> None:
         self._seconds.clear()
@@ -254,12 +255,12 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         rows.append(("warning", TEST_SEED))
     for label, value in rows:
         if value != DASH:
-            table.add_row(label, value)
+            table.add_row(Text(terminal(label)), Text(terminal(value)))
     console.print(table)
     if text := simpler_text(run):
         console.print(Text(text), soft_wrap=True, highlight=False)
     if run.reason:
-        console.print(Text(run.reason, style="red"), soft_wrap=True, highlight=False)
+        console.print(Text(terminal(run.reason), style="red"), soft_wrap=True, highlight=False)
     report = run_folder / "report.html"
     if report.exists():
         console.print(Text(f"report: {report}"), soft_wrap=True, highlight=False)

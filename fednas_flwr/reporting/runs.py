@@ -10,8 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from fednas_flwr.foreign import read_yaml
 from fednas_flwr.names import CLIENT
 from fednas_flwr.reporting.events import Event, latest_rounds, read_events, records_of
 from fednas_flwr.reporting.guarantee import overall
@@ -366,12 +365,14 @@ def read_run(run_folder: Path) -> Run:
 
     Raises:
         FileNotFoundError: The folder holds no events.jsonl, so it is no run folder.
+        ConfigError: Its configuration is no YAML, or too large.
     """
     path = run_folder / EVENTS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{run_folder} is no run folder: it holds no events.jsonl.")
     config: dict[str, Any] = {}
-    if (run_folder / CONFIG_FILE).exists():
-        loaded: Any = OmegaConf.to_container(OmegaConf.load(run_folder / CONFIG_FILE))
+    file = run_folder / CONFIG_FILE
+    if file.exists():
+        loaded = read_yaml(file, str(file))
         config = loaded if isinstance(loaded, dict) else {}
     return Run(folder=run_folder, config=config, events=read_events(path))

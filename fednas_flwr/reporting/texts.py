@@ -3,6 +3,8 @@
 Each returns text or rows of text for the template, empty where the run holds nothing to say.
 """
 
+import json
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
@@ -374,8 +376,9 @@ def use_rows(run: Run) -> list[tuple[str, str]]:
     if not inputs:
         return []
     data = "patients.csv" if len(inputs["shape"]) == 1 else "images/"
-    folder = run.folder.resolve()
-    load = f'from fednas_flwr import load\nmodel = load("{folder}")\n'
+    path = str(run.folder.resolve())
+    folder = shlex.quote(path)
+    load = f"from fednas_flwr import load\nmodel = load({json.dumps(path, ensure_ascii=False)})\n"
     return [
         ("In Python", f'{load}print(model.predict("{data}").table())'),
         ("On the command line", f"fednas predict {folder} {data} --output predictions.csv"),
@@ -446,7 +449,7 @@ def baseline_rows(run: Run) -> list[tuple[str, str, list[str]]]:
             baseline.reason or "",
         ]
         name = baseline.folder.name
-        rows.append((name, f"{BASELINES_FOLDER}/{name}/report.html", values))
+        rows.append((name, f"./{BASELINES_FOLDER}/{name}/report.html", values))
     return rows
 
 
@@ -487,5 +490,5 @@ def group_rows(run: Run) -> list[tuple[str, str, list[str]]]:
             count(numbers["multiply_adds"]),
             duration(event["seconds"]),
         ]
-        rows.append((name, f"{event['folder']}/report.html", values))
+        rows.append((name, f"./{event['folder']}/report.html", values))
     return rows

@@ -15,9 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.foreign import read_yaml
 from fednas_flwr.reporting.events import Event
 from fednas_flwr.reporting.runs import CONFIG_FILE
 from fednas_flwr.reporting.tensorboard import Scalars
@@ -56,7 +55,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         """Begin a run."""
         self._scalars = Scalars()
         self._failed = False
-        settings = yaml.safe_load((run_folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        settings = read_yaml(run_folder / CONFIG_FILE, CONFIG_FILE)
         self.begin(run_folder, _flat(settings))
 
     def begin(self, run_folder: Path, settings: Mapping[str, str]) -> None:

@@ -7,22 +7,23 @@ a host is given. Main function: :func:`serve`.
 
 from __future__ import annotations
 
+import ipaddress
 import threading
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from fednas_flwr.reporting.report import render_report
 from fednas_flwr.reporting.runs import EVENTS_FILE
 
 RENEW_S = 5
-OWN = ("127.0.0.1", "localhost", "::1")
 # Keeps the place on the page: what was open, the slider and the scrolled position.
 SCRIPT = """<script>
 (() => {
@@ -77,8 +78,8 @@ class Page:
 def make_app(run_folder: Path, *, host: str = "127.0.0.1") -> Starlette:
     """Return the app that serves the page at ``/`` and its version at ``/version``.
 
-    On this machine's own interface it answers to this machine's own names alone, so that no page of
-    a stranger can have its name resolved to it.
+    It answers to ``localhost``, to ``host`` and to IP addresses alone: a stranger's page that has
+    its own name resolved to this machine reads nothing.
     """
     page = Page(run_folder)
 
@@ -88,11 +89,25 @@ def make_app(run_folder: Path, *, host: str = "127.0.0.1") -> Starlette:
     async def tell(request: Request) -> PlainTextResponse:
         return PlainTextResponse(page.version)
 
-    names = [*OWN, f"[{host}]"] if host in OWN else ["*"]
+    async def check(request: Request, serve: RequestResponseEndpoint) -> Response:
+        if _is_own(request.headers.get("host", ""), host):
+            return await serve(request)
+        text = "This page has another name: open it by an IP address, or give the name as --host."
+        return PlainTextResponse(text, status_code=421)
+
     return Starlette(
         routes=[Route("/", show), Route("/version", tell)],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=names)],
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=check)],
     )
+
+
+def _is_own(header: str, host: str) -> bool:
+    """Return whether a Host header has an IP address, ``localhost`` or the name ``host``."""
+    try:
+        name = urlsplit(f"//{header}").hostname or ""
+        return name in ("localhost", host.lower()) or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 def serve(run_folder: Path, *, host: str, port: int) -> None:

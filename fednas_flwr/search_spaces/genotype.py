@@ -15,6 +15,7 @@ from typing import Any
 
 from fednas_flwr.errors import ConfigError, MissingSettingError, show
 from fednas_flwr.files import write_atomically
+from fednas_flwr.foreign import load_json
 from fednas_flwr.typed import parse
 
 FORMAT = "fednas-genotype"
@@ -99,8 +100,8 @@ def from_json(text: str, *, origin: str = "genotype") -> Genotype:
             missing, unknown, doubled or of the wrong type; the sentence names the field and value.
     """
     try:
-        document = json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
+        document = load_json(text, object_pairs_hook=_unique_keys)
+    except ValueError as error:
         raise ConfigError(f"{origin} is not valid JSON: {error}.") from error
     about = document if isinstance(document, dict) else {"format": document}
     for field, expected in (("format", FORMAT), ("version", VERSION)):

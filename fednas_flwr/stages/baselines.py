@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from fednas_flwr.builders.algorithms import ALGORITHMS
 from fednas_flwr.builders.check import pools_records
@@ -30,6 +29,7 @@ from fednas_flwr.config import (
 )
 from fednas_flwr.config.networks import CellSpace, Retrain
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.foreign import read_yaml
 from fednas_flwr.hardware.flops import count_multiply_adds
 from fednas_flwr.names import BATCH, LINEAR
 from fednas_flwr.randomness import make_generator
@@ -171,8 +171,7 @@ def _shipped(name: str, **changed: object) -> AlgorithmSettings:
 
 def _shipped_settings(file: str) -> dict[str, Any]:
     """Return what a file of ``conf/`` sets by itself."""
-    text = (conf_folder() / file).read_text(encoding="utf-8")
-    settings: dict[str, Any] = yaml.safe_load(text)
+    settings: dict[str, Any] = read_yaml(conf_folder() / file, file)
     return settings
 
 

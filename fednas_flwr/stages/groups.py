@@ -16,8 +16,6 @@ from dataclasses import replace
 from functools import partial
 from threading import Lock
 
-import yaml
-
 from fednas_flwr.builders.hardware import check_hardware
 from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.config import CFDNASSettings, Config, DifferentialPrivacy, dump_config
@@ -26,6 +24,7 @@ from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import QuorumError
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.files import write_atomically
+from fednas_flwr.foreign import dump_yaml, load_json
 from fednas_flwr.reporting.events import Event, EventLog, read_events
 from fednas_flwr.reporting.model_card import write_model_card
 from fednas_flwr.reporting.report import write_report
@@ -131,7 +130,7 @@ def _by_alphas(run: Run, strategy: RoundStrategy | None) -> Groups:
     """Return the groups by similar updates, those of before where the run is resumed."""
     algorithm, path = _algorithm(run.config), run.folder / GROUPS_FILE
     if path.exists():
-        found: Groups = json.loads(path.read_text())
+        found: Groups = load_json(path.read_text())
         return found
     assert isinstance(strategy, FDNAS)  # as the configuration has it
     assert algorithm.num_groups is not None
@@ -151,8 +150,7 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
     )
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / CONFIG_FILE).exists():
-        text = yaml.safe_dump(json.loads(dump_config(config)), sort_keys=False)
-        write_atomically(folder / CONFIG_FILE, text)
+        write_atomically(folder / CONFIG_FILE, dump_yaml(json.loads(dump_config(config))))
     log = EventLog(folder / EVENTS_FILE, [partial(_tell, run.log, name)])
     # private clients have committed to all that the run asks of them, under its name
     private = isinstance(run.config.privacy, DifferentialPrivacy)

@@ -14,12 +14,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fednas_flwr.builders.configuration import parse_config
 from fednas_flwr.config import Config, dump_config, expanded
 from fednas_flwr.errors import ConfigError, MissingSettingError, show
 from fednas_flwr.files import write_atomically
+from fednas_flwr.foreign import check_resolved, dump_yaml, read_yaml
 from fednas_flwr.reporting.runs import CONFIG_FILE, is_complete
 
 GENOTYPE_FILE = "genotype.json"
@@ -94,8 +93,7 @@ def create_run_folder(config: Config, *, runs: Path = RUNS) -> Config:
         else:
             folder = _first_free(folder)
         config = replace(config, run_dir=str(folder))
-        text = yaml.safe_dump(json.loads(dump_config(config)), sort_keys=False)
-        write_atomically(folder / CONFIG_FILE, text)
+        write_atomically(folder / CONFIG_FILE, dump_yaml(json.loads(dump_config(config))))
     return config
 
 
@@ -132,17 +130,12 @@ def read_config_file(path: str) -> dict[str, Any]:
         ConfigError: The folder holds no run, or its file is no mapping in YAML.
     """
     file = _folder("resume", path) / CONFIG_FILE
-    try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"resume={path}: {file} does not exist; give the folder of a run."
-        ) from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"resume={path}: {file} cannot be read: {reason}.") from error
+    if not file.exists():
+        raise ConfigError(f"resume={path}: {file} does not exist; give the folder of a run.")
+    tree = read_yaml(file, f"resume={path}: {file}")
     if not isinstance(tree, dict):
         raise ConfigError(f"resume={path}: {file} is no mapping of settings: give another folder.")
+    check_resolved(tree)
     return tree
 
 

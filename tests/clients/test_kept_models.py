@@ -75,6 +75,17 @@ def edited(model, tmp_path, **changes):
     return export_safetensors(other, tmp_path).read_bytes()
 
 
+def test_a_kept_model_is_open_to_its_site_alone_whatever_the_umask(site, file):
+    before = os.umask(0)
+    try:
+        site.keep(file)
+    finally:
+        os.umask(before)
+    made = [site.folder, *site.folder.rglob("*")]
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_dir()} == {0o700}
+    assert [path for path in made if path.stat().st_mode & 0o022] == []
+
+
 def test_a_site_keeps_the_model_and_tests_it_and_tells_nothing(site, file, model):
     reply = site.keep(file)
     assert dict(reply.facts) == {"kept": True}

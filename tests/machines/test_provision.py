@@ -8,6 +8,7 @@ import re
 import shutil
 import ssl
 import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -43,6 +44,49 @@ def folder(tmp_path: Path) -> Path:
 
 
 # --- folders
+
+
+@pytest.mark.parametrize("mask", [0, 0o077])
+@pytest.mark.parametrize("as_zip", ["", "--zip"])
+def test_modes_are_set_whatever_the_umask(tmp_path: Path, mask: int, as_zip: str) -> None:
+    """Of new folders and, at the second time, of those that were open before."""
+    (tmp_path / "sites.yaml").write_text(SITES)
+    command = [sys.executable, "-m", "fednas_flwr.cli", "provision", "sites.yaml", *as_zip.split()]
+    for attempt in range(2):
+        subprocess.run([*command, "--output", "out"], cwd=tmp_path, umask=mask, check=True)
+        if as_zip:
+            assert (tmp_path / "out" / "north.zip").stat().st_mode & 0o777 == 0o600
+            folder = tmp_path / f"unpacked{attempt}"
+            with zipfile.ZipFile(tmp_path / "out" / "north.zip") as archive:
+                modes = {i.filename: i.external_attr >> 16 & 0o777 for i in archive.infolist()}
+        else:
+            folder = tmp_path / "out"
+            modes = {
+                str(path.relative_to(folder)): path.stat().st_mode & 0o777
+                for path in folder.rglob("*")
+            }
+            for name in ("ca", "server/state", "north/state", "south/state"):
+                assert modes[name] == 0o700, name
+            for path in (*folder.glob("*/policy.yaml"), *folder.glob("*/ca.crt")):
+                path.chmod(0o666)
+        for name, mode in modes.items():
+            expected = {0o644} if "." in name else {0o755, 0o700}
+            expected = {0o600} if name.endswith(".key") else expected
+            expected = {0o755} if name.endswith(("start.sh", "operate")) else expected
+            assert mode in expected, f"{name} has {mode:o}"
+
+
+@pytest.mark.parametrize("mask", [0, 0o077])
+def test_the_public_half_of_a_key_cannot_be_written_by_others(tmp_path: Path, mask: int) -> None:
+    """Who writes it before it is sent is known to the server in the site's place."""
+    for kind in ([], ["--sum"]):
+        path = tmp_path / f"state{len(kind)}" / "own.key"
+        path.parent.mkdir()
+        command = [sys.executable, "-m", "fednas_flwr.cli", "key", *kind, str(path)]
+        subprocess.run(command, umask=mask, check=True)
+        modes = {p.suffix: p.stat().st_mode & 0o777 for p in path.parent.iterdir()}
+        assert modes[".key"] == 0o600
+        assert modes[".pub"] & 0o022 == 0
 
 
 def test_no_folder_holds_a_secret_of_another(tmp_path: Path) -> None:
@@ -118,7 +162,10 @@ def test_scripts_are_bash_and_can_be_executed(folder: Path) -> None:
         ("[north, south]", "[]", r"sites=\[\] is not usable"),
         ("federation: heart", "", "lacks federation"),
         ("federation:", "federatoin:", "nearest: federation"),
-        ("federation: heart", "federation: [", "cannot be read"),
+        ("federation: heart", "federation: [", "is not valid YAML"),
+        ("federation: heart", "federation: a\nfederation: b", "federation is given twice"),
+        ("[north, south]", "[&a [x], *a]", r"sites=.* is not usable"),
+        ("[north, south]", "[" * 9999, "more than 50 levels deep"),
     ],
 )
 def test_wrong_list_of_sites_is_one_sentence(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from fednas_flwr.reporting.events import EventLog
 
@@ -201,3 +202,56 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+# Texts that break out of a heading, a cell, an attribute, a script or a terminal's line.
+EVIL = [
+    "</script><script>alert(1)</script><img src=x onerror=alert(1)>",
+    "a|b\n\n# Heading\n\n| c | d |\n|---|---|\n| e | f |",
+    "[free](https://evil.example) ![](https://evil.example/a.png) <https://evil.example>",
+    "**bold** __bold__ *thin* _thin_ ~~gone~~ `code` \\| \\",
+    "www.evil.example http://evil.example mailto:a@evil.example a@evil.example",
+    "x\n---\ntags: [evil]\n---\n- a: b",
+    "\x1b]0;title\x07\x1b[31m[red]red[/red]\r\x9b2J\u202e",
+    "javascript:alert(1)//",
+    "\" onclick=alert(1) x='",
+]
+
+
+def make_hostile(folder: Path, evil: str) -> Path:
+    """Put a text wherever a run's files hold words that a client or the run's owner has chosen."""
+    with EventLog(folder / "events.jsonl") as log:
+        log.emit(
+            "partition",
+            class_names=[evil, f"{evil}2"],
+            splits=[{"train": 20, "validation": 5, "test": 5}] * 3,
+            counts=[[10, 20], [30, 0], [5, 5]],
+            server_test=100,
+        )
+        log.emit("data", found=[evil])
+        place = {"stage": "search", "round": 2, "verb": evil}
+        log.emit("client_failed", **place, client=2, reason=evil)
+        log.emit("client_left", **place, client=1, reason=evil)
+        log.emit("warning", message=evil)
+        cost = {"unit": "ms", "target": 1.0, "predicted": 1.0, "measured": 2.0, "machine": evil}
+        log.emit("derived", genotype=GENOTYPE, num_parameters=1, multiply_adds=1, cost=cost)
+        column = {"name": evil, "kind": "category", "categories": [evil], "indicator": False}
+        inputs = {"shape": [1], "schema": [column], "mean": [], "std": [], "class_names": [evil]}
+        log.emit("exported", files=[evil], inputs=inputs)
+        own = {"central": {"accuracy": 0.5, "own": {evil: 0.5}, "positive": 0, "num_examples": 9}}
+        log.emit("evaluated", **own, clients=[{"client": 0, "accuracy": 0.5, "num_examples": 5}])
+        results = dict.fromkeys(
+            ("central_accuracy", "client_accuracy", "personalised_accuracy", "num_parameters")
+        )
+        results |= {"multiply_adds": None}
+        group = {"group": evil, "clients": [0], "status": evil, "reason": evil, "folder": evil}
+        log.emit("group_finished", **group, results=results, seconds=1.0)
+        started = {"commit": evil, "machine": evil, "device": evil, "versions": {evil: evil}}
+        log.emit("run_started", resumed=True, **started)
+        log.emit("run_finished", status="failed", reason=evil, seconds=1.0)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    for group in ("algorithm", "dataset", "partition", "search_space", "retrain"):
+        config[group] |= {"name": evil, evil: evil}
+    config |= {"genotype": evil, "stages": [evil]}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder

@@ -1,13 +1,20 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
+from markdown_it import MarkdownIt
 
-from fednas_flwr.reporting.model_card import write_model_card
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.foreign import terminal
+from fednas_flwr.reporting.compare import compare_runs, write_comparison
+from fednas_flwr.reporting.model_card import export_model, write_model_card
 from fednas_flwr.reporting.report import write_report
 from fednas_flwr.reporting.runs import read_run
 from fednas_flwr.reporting.texts import facts
+
+from .conftest import EVIL, make_hostile
 
 
 def test_the_card_of_a_finished_run(make_run: Callable[..., Path]) -> None:
@@ -150,3 +157,86 @@ def test_a_failed_run_says_so_and_offers_no_model(make_run: Callable[..., Path])
     text = write_model_card(make_run("run", until="search")).read_text(encoding="utf-8")
     assert "**The run is failed**: client 2: disk full" in text
     assert "load" not in text
+
+
+def elements(text: str) -> tuple[list[str], str]:
+    """Return the elements that Markdown makes of a text, and the text that a reader sees."""
+    tokens = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).parse(text)
+    flat = [inner for token in tokens for inner in (token, *(token.children or ()))]
+    shown = "".join(token.content for token in flat if token.type in ("text", "code_inline"))
+    return [token.type for token in flat if token.type not in ("text", "text_special")], shown
+
+
+@pytest.mark.parametrize("evil", EVIL)
+def test_strangers_words_are_no_markup(make_run: Callable[..., Path], evil: str) -> None:
+    """A card has the same elements whatever clients and others have written, and shows it."""
+    texts = {}
+    for words in ("plain words", evil):
+        folder = make_hostile(make_run(f"run{len(texts)}"), words)
+        texts[words] = write_model_card(folder).read_text(encoding="utf-8")
+    plain, hostile = elements(texts["plain words"]), elements(texts[evil])
+    assert hostile[0] == plain[0]
+    assert plain[1].count("plain words") >= 15
+    assert hostile[1].count(terminal(evil)) >= 15
+    for part in ("<script", "<img", "https://", "http://", "www.", "@evil", "\x1b", "\u202e"):
+        assert part not in texts[evil]
+
+
+@pytest.mark.parametrize("evil", EVIL)
+def test_strangers_words_are_no_markup_of_a_comparison(
+    make_run: Callable[..., Path], evil: str
+) -> None:
+    texts = {}
+    for name, words in (("plain", "plain words"), ("evil", evil)):
+        runs = [make_run(f"{name}/{n}", algorithm=f"a{n}") for n in range(2)]
+        for folder, word in zip(runs, ("w", words), strict=True):
+            config = yaml.safe_load((folder / "config.yaml").read_text())
+            config["dataset"] = {"name": word, word: word}
+            (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        files = write_comparison(compare_runs(runs), folder.parent)
+        texts[name] = {path.suffix: path.read_text(encoding="utf-8") for path in files}
+    assert elements(texts["evil"][".md"])[0] == elements(texts["plain"][".md"])[0]
+    assert "<script>alert" not in texts["evil"][".html"]
+    assert "<img" not in texts["evil"][".html"]
+
+
+def test_a_published_card_has_the_metadata_of_the_run_alone(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    for number, evil in enumerate(EVIL):
+        folder = make_run(f"run{number}")
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        config["dataset"] = {"name": evil}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        (folder / "model.safetensors").write_bytes(b"x")
+        *_, card = export_model(folder, tmp_path / f"to{number}")
+        _, head, _ = card.read_text(encoding="utf-8").split("---\n", 2)  # as a naive reader does
+        told = yaml.safe_load(head)
+        assert set(told) == {"library_name", "model-index", "pipeline_tag", "tags"}
+        assert told["model-index"][0]["results"][0]["dataset"]["name"] == terminal(evil)
+
+
+def test_only_files_of_the_run_are_exported_and_only_into_the_folder(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A run of somebody else's names its files: not any that are outside."""
+    folder, target = make_run("run"), tmp_path / "profile"
+    target.write_text("mine")
+    (folder / "profile").write_text("theirs")
+    with (folder / "events.jsonl").open("a") as file:
+        files = [str(target), "../profile"]
+        file.write(json.dumps({"event": "exported", "files": files}) + "\n")
+    copied = export_model(folder, tmp_path / "to")
+    assert target.read_text() == "mine"
+    assert {path.parent for path in copied} == {tmp_path / "to"}
+
+
+def test_a_configuration_that_multiplies_itself_is_one_sentence(
+    make_run: Callable[..., Path],
+) -> None:
+    folder = make_run("run")
+    lines = [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]
+    (folder / "config.yaml").write_text("\n".join(["a0: &a0 [x, x]", *lines]))
+    for use in (write_model_card, write_report, lambda folder: compare_runs([folder])):
+        with pytest.raises(ConfigError, match=r"config.yaml is not valid YAML: its aliases and"):
+            use(folder)

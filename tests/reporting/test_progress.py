@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fednas_flwr.cli.outcomes import fail
+from fednas_flwr.reporting.compare import compare_runs, print_comparison
 from fednas_flwr.reporting.events import read_events
 from fednas_flwr.reporting.progress import ProgressDisplay, print_summary
 from fednas_flwr.reporting.report import write_report
+
+from .conftest import EVIL, make_hostile
 
 
 def _round(number: int, rounds: int, elapsed: float) -> dict:
@@ -190,3 +194,34 @@ def test_a_run_says_what_its_network_is_no_better_than(
     assert ("no better than" in out.getvalue()) == bool(sentence)
     assert sentence in out.getvalue()
     assert sentence in write_report(folder).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("evil", EVIL)
+def test_strangers_words_only_print_themselves(
+    make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str], evil: str
+) -> None:
+    """No word moves the cursor, sets a colour or a title, begins a line, or is markup of rich."""
+    folder = make_hostile(make_run("run"), evil)
+    group = folder / "baselines" / "random_[red]\x1b[31m"
+    group.mkdir(parents=True)
+    (group / "events.jsonl").write_bytes((folder / "events.jsonl").read_bytes())
+    other = make_hostile(make_run("other", seed=2), evil + "2")
+    out = io.StringIO()
+    console = Console(file=out, width=4000, legacy_windows=False)
+    with ProgressDisplay(console) as display:
+        for event in read_events(folder / "events.jsonl"):
+            display(event)
+    lines = out.getvalue().splitlines()
+    assert sum(line.startswith(("client", "warning", "data", "the run")) for line in lines) >= 5
+    print_summary(folder, console)
+    print_comparison(compare_runs([folder, other]), console)
+    assert all(c.isprintable() or c == "\n" for c in out.getvalue())
+    assert "[/red]" in out.getvalue() or "[red]" not in evil
+    assert "random_[red]" in out.getvalue()
+
+
+def test_an_error_that_ends_a_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    fail(RuntimeError("client 2: \x1b]0;title\x07\r\nfednas: all is well\u202e"), debug=False)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err[:-1].isprintable()

@@ -1,5 +1,6 @@
 import json
 import re
+import shlex
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,6 +11,8 @@ from fednas_flwr.reporting import texts
 from fednas_flwr.reporting.events import EventLog
 from fednas_flwr.reporting.report import write_report
 from fednas_flwr.reporting.runs import read_run
+
+from .conftest import EVIL, make_hostile
 
 VOID = {"meta", "link", "input", "br", "img", "hr", "path", "rect"}
 OUTSIDE = re.compile(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", re.IGNORECASE)
@@ -84,13 +87,21 @@ def test_the_page_needs_no_network(make_run: Callable[..., Path]) -> None:
     assert [tag for tag in page.tags if tag in ("iframe", "img", "object", "embed")] == []
 
 
-def test_what_others_wrote_is_escaped(make_run: Callable[..., Path]) -> None:
-    evil = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
-    plain = Page(write_report(make_run("plain", until="search")))
-    page = Page(write_report(make_run("evil", until="search", reason=evil, class_name=evil)))
-    assert page.text.count(evil) == 2  # the run's reason, the table of failures
+@pytest.mark.parametrize("evil", EVIL)
+def test_what_others_wrote_is_escaped(make_run: Callable[..., Path], evil: str) -> None:
+    """The page has the same elements, ids and scripts whatever clients and others have written."""
+    plain, page = (
+        Page(write_report(make_hostile(make_run(name), words)))
+        for name, words in (("plain", "plain words"), ("evil", evil))
+    )
+    assert page.text.count("\n".join(evil.splitlines())) >= plain.text.count("plain words") // 2
     assert page.tags == plain.tags
-    json.loads(page.scripts[0])
+    assert page.ids == plain.ids
+    assert [json.loads(script) for script in page.scripts[:2]]
+    assert page.scripts[2:] == plain.scripts[2:]
+    links = [address for address in page.addresses if not address.startswith("#")]
+    assert links[0] == "data:,"
+    assert [link[:2] for link in links[1:]] == ["./"]  # a path in any browser, of no scheme
 
 
 def test_a_run_that_failed_in_search_has_only_what_it_reached(
@@ -274,3 +285,10 @@ def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(
     assert dict(texts.facts(run))["clients"] == "2 of 3"
     figures = json.loads(Page(write_report(folder)).scripts[0])
     assert figures["partition"]["data"][0]["x"] == ["0", "2"]
+
+
+def test_lines_to_copy_are_safe_in_a_folder_of_any_name(make_run: Callable[..., Path]) -> None:
+    folder = make_hostile(make_run('a"b $(touch x)'), "words")
+    rows = dict(texts.use_rows(read_run(folder)))
+    assert shlex.split(rows["On the command line"])[2] == str(folder)
+    assert f"load({json.dumps(str(folder))})" in rows["In Python"]

@@ -10,6 +10,8 @@ from contextlib import redirect_stderr, redirect_stdout
 import numpy as np
 import pytest
 import torch
+from fednas_flwr.stages.audit import audit_search
+from fednas_flwr.stages.canaries import LAYER, MARK, Canaries, beside, direction, with_canaries
 
 from fednas_flwr.builders.clients import make_client
 from fednas_flwr.builders.data import make_data
@@ -21,8 +23,6 @@ from fednas_flwr.federation.dry_run import private_terms
 from fednas_flwr.privacy.clipping import clipped_gradient_sum
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.search.objective import CLASSIFICATION
-from fednas_flwr.stages.audit import audit_search
-from fednas_flwr.stages.canaries import LAYER, MARK, Canaries, beside, direction, with_canaries
 from fednas_flwr.verbs import SUPERNET
 
 from .faulty_client import FAULTS

@@ -19,7 +19,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.files import write_atomically
+from fednas_flwr.files import make_folder, write_atomically
+from fednas_flwr.foreign import load_json
 
 KEY_BYTES = 32
 MOST_SITES = 1000
@@ -56,7 +57,7 @@ class SiteKeys:
             ConfigError: Others can read the file, or it holds no keys.
         """
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             _create(path, os.urandom(2 * KEY_BYTES).hex())
         mode = path.stat().st_mode & 0o777
         if mode & 0o077:
@@ -124,7 +125,7 @@ class Roster:
             ConfigError: It cannot be read, or :meth:`of` refuses it.
         """
         try:
-            sites = [PublicKeys(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+            sites = [PublicKeys(**entry) for entry in load_json(path.read_text("utf-8"))]
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(f"the roster {path} cannot be used: {error}.") from error
         return cls.of(sites)

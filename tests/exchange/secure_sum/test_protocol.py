@@ -19,7 +19,8 @@ from fednas_flwr.exchange.secure_sum.server import MaskedSum
 from fednas_flwr.exchange.secure_sum.site import SumSite
 from fednas_flwr.privacy.shared_noise import SumTerms
 
-ASKED = {"run": "r", "attempt": "a", "stage": "search", "round": 1, "phase": 1, "agreed": {"request": "h"}}
+ASKED = {"run": "r", "attempt": "a", "stage": "search", "round": 1, "phase": 1}
+ASKED |= {"agreed": {"request": "h"}}
 SITES = 5
 
 

@@ -1,0 +1,271 @@
+"""Words and files of strangers: one function per format, one reader of YAML and JSON."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from safetensors.torch import save_file
+
+from fednas_flwr import load
+from fednas_flwr.builders.networks import make_network
+from fednas_flwr.cli import main
+from fednas_flwr.composition import compose_tree
+from fednas_flwr.config import site_dataset
+from fednas_flwr.data.partitioners import load_partition
+from fednas_flwr.data.schema import Column, Inputs
+from fednas_flwr.errors import ConfigError
+from fednas_flwr.evaluation.export import export_safetensors
+from fednas_flwr.evaluation.model import METADATA_KEY, Model, read_metadata
+from fednas_flwr.exchange.secure_sum.roster import Roster
+from fednas_flwr.foreign import (
+    LARGEST_BYTES,
+    csv_cell,
+    dump_yaml,
+    load_yaml,
+    mapped,
+    markdown,
+    terminal,
+)
+from fednas_flwr.hardware.latency import from_json as table_from_json
+from fednas_flwr.machines.provision import load_sites
+from fednas_flwr.privacy.policy_file import load_policy
+from fednas_flwr.reporting.compare import compare_runs
+from fednas_flwr.reporting.events import read_events
+from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.search_spaces.genotype import load_genotype
+from fednas_flwr.stages.run_folder import open_run_folder
+
+COLUMNS = (Column("a"), Column("b"))
+PACKAGE = Path(__file__).parents[1] / "fednas_flwr"
+ALIASES = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60))]
+MERGES = [
+    "a0: &a0 {x: 1}",
+    *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 60)),
+]
+CHAIN = ["a0: &a0 [x]", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 60))]
+BAD_YAML = {
+    "\n".join(ALIASES): "its aliases and values make more than 50,000 nodes",
+    "\n".join(MERGES): "its aliases and values make more than 50,000 nodes",
+    "\n".join(CHAIN): "it is more than 50 levels deep",
+    "a: &a [*a]": "it is more than 50 levels deep",
+    "&a {b: *a}": "it is more than 50 levels deep",
+    "[" * 50_000: "it is more than 50 levels deep",
+    "- " * 50_000: "it is more than 50 levels deep",
+    "{a: " * 50_000: "it is more than 50 levels deep",
+    "#" * (LARGEST_BYTES + 1): "it has more than 2,097,152 characters",
+    "a: 1\na: 2": "a is given twice",
+    "a: " + "1" * 5000: "4300 digits",
+    "a: 2024-13-45": "month must be in 1..12",
+    "!!python/object/apply:os.getcwd []": "could not determine a constructor",
+}
+READERS: dict[str, Callable[[Path], object]] = {
+    "policy.yaml": load_policy,
+    "sites.yaml": load_sites,
+    "dataset.yaml": lambda path: site_dataset(path, cache="cache"),
+    "config.yaml": lambda path: read_run(path.parent),
+    "resume/config.yaml": lambda path: open_run_folder(str(path.parent)),
+    "typed/config.yaml": lambda path: compose_tree([f"config={path}"]),
+    "optimization_results.yaml": lambda path: compare_runs([path.parent]),
+}
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    """Return the path of a file in a folder that also holds a run's events."""
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    (path.parent / "events.jsonl").write_text("")
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("words", BAD_YAML.values(), ids=range(len(BAD_YAML)))
+@pytest.mark.parametrize("name", READERS)
+def test_yaml_that_is_too_much_or_none_is_one_sentence(
+    tmp_path: Path, name: str, words: str
+) -> None:
+    text = next(text for text, told in BAD_YAML.items() if told == words)
+    path = written(tmp_path, name, text)
+    with pytest.raises(ConfigError, match=re.escape(words)) as mistake:
+        READERS[name](path)
+    assert "\n" not in str(mistake.value)
+
+
+def test_the_package_has_no_other_reader_of_yaml() -> None:
+    reads = re.compile(r"\b(safe_load|full_load|unsafe_load|yaml\.load|OmegaConf\.load)\b")
+    found = [p for p in PACKAGE.rglob("*.py") if reads.search(p.read_text(encoding="utf-8"))]
+    assert found == [PACKAGE / "foreign.py"]
+
+
+@pytest.mark.parametrize("text", ["a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}", "a: [&b 1, *b, *b]"])
+def test_a_few_aliases_are_read(text: str) -> None:
+    assert json.dumps(load_yaml(text, "text")) in (
+        '{"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}',
+        '{"a": [1, 1, 1]}',
+    )
+
+
+texts = st.text(max_size=8) | st.sampled_from(["1e5", "-1E-5", "null", "yes", "${x}", "1_0", "="])
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+)
+
+
+@given(values)
+def test_what_is_written_is_read(value: object) -> None:
+    assert load_yaml(dump_yaml(value), "text") == value
+
+
+@pytest.mark.parametrize("deep", ["[" * 50_000, "[" * 200 + "]" * 200])
+def test_json_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path, deep: str) -> None:
+    path = written(tmp_path, "file.json", deep)
+    readers: list[Callable[[], object]] = [
+        lambda: load_partition(path),
+        lambda: load_genotype(path),
+        lambda: table_from_json(deep),
+        lambda: Roster.read(path),
+    ]
+    for read in readers:
+        with pytest.raises(ConfigError, match="levels deep"):
+            read()
+    (tmp_path / "events.jsonl").write_text(f'{{"event": "a", "b": {deep}}}\n{{"event": "c"}}\n')
+    assert read_events(tmp_path / "events.jsonl") == [{"event": "c"}]
+
+
+def test_metadata_of_a_model_that_are_none_are_one_sentence(tmp_path: Path) -> None:
+    for text in ("[" * 50_000, "[]", "{}", '{"network": 1, "inputs": 5}'):
+        path = tmp_path / "model.safetensors"
+        save_file({"a": torch.zeros(1)}, path, metadata={METADATA_KEY: text})
+        with pytest.raises(ConfigError):
+            read_metadata(path)
+
+
+# --- settings of somebody else
+
+
+def test_no_interpolation_of_somebodys_configuration_is_resolved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would put this user's environment into the run's files, which are given away."""
+    monkeypatch.setenv("SECRET", "hunter2")
+    for key, hostile in {
+        "dataset.root": "dataset: {root: '${oc.env:SECRET}'}",
+        "client_tags.1": "client_tags: [a, 'b ${seed}']",
+        "positive": "positive: ${oc.decode:${oc.env:SECRET}}",
+    }.items():
+        path = written(tmp_path, "config.yaml", f"seed: 1\n{hostile}\n")
+        for use in (lambda p: compose_tree([f"config={p}"]), lambda p: open_run_folder(p.parent)):
+            with pytest.raises(ConfigError, match=rf"{key}=.* is not resolved") as mistake:
+                use(path)
+            assert "hunter2" not in str(mistake.value)
+        assert "hunter2" not in str(read_run(tmp_path).config)
+    path = written(tmp_path, "dataset.yaml", "{name: npz, root: '${oc.env:SECRET}'}")
+    with pytest.raises(ConfigError, match=r"root=.* is not resolved"):
+        site_dataset(path, cache="cache")
+
+
+def test_what_the_user_types_is_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHE", "mine")
+    path = written(tmp_path, "config.yaml", dump_yaml(compose_tree([])))
+    for first in ([], [f"config={path}"]):
+        tree = compose_tree([*first, "dataset.cache=${oc.env:CACHE}", "clients=${seed}"])
+        assert tree["dataset"]["cache"] == "mine"
+        assert tree["clients"] == tree["seed"]
+
+
+# --- text in files
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.text(
+    st.sampled_from("\\`*_[]()<>|~$@#&;:!-+.=/ aw1x\n\t\r\x1b{}'\""), max_size=30
+)
+
+
+@given(TEXT, TEXT)
+def test_a_cell_of_markdown_is_one_cell_of_text(first: str, second: str) -> None:
+    table = f"| x{markdown(first)} | x{markdown(second)} |\n| --- | --- |\n"
+    tokens = (
+        MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).parse(table)
+    )
+    cells = [token.children or [] for token in tokens if token.type == "inline"]
+    assert len(cells) == 2
+    assert {child.type for cell in cells for child in cell} <= {"text", "text_special"}
+    shown = ["".join(child.content for child in cell) for cell in cells]
+    assert shown == [f"x{terminal(text)}".rstrip() for text in (first, second)]
+
+
+@given(TEXT)
+def test_markdown_and_terminal_can_be_applied_twice(text: str) -> None:
+    assert markdown(markdown(text)) == markdown(text)
+    assert terminal(terminal(text)) == terminal(text)
+    assert terminal(text).isprintable()
+
+
+@pytest.mark.parametrize("text", ["www.a.b", "WWW.a", "http://a", "mailto:a", "xmpp:a", "a@b.c"])
+def test_no_dialect_makes_a_link_of_a_bare_address(text: str) -> None:
+    for before in ("", "see ", "("):
+        escaped = markdown(before + text).lower()
+        assert not re.search(r"www\.|://|mailto:|xmpp:|@", escaped)
+
+
+@pytest.mark.parametrize("name", ["fed_darts", "cuda:0", "2024-05-31T10:00:00+00:00", "1e-05, x"])
+def test_ordinary_words_stay_as_they_are(name: str) -> None:
+    assert markdown(name) == terminal(name) == csv_cell(name) == name
+
+
+def test_keys_are_escaped_too() -> None:
+    assert mapped({"<": ["<", {"a": ("<", 1, None)}]}, markdown) == {
+        "&#60;": ["&#60;", {"a": ["&#60;", 1, None]}]
+    }
+
+
+@pytest.mark.parametrize("start", list("=+-@\t\r\n") + ["＝", "＋", "－", "＠"])
+def test_no_cell_is_a_formula(start: str) -> None:
+    text = f'{start}HYPERLINK("https://evil.example")'
+    assert csv_cell(text) == f"'{text}"
+    assert csv_cell(f"a;{text}") == f"a;'{text}"
+
+
+@pytest.mark.parametrize("number", [-1, -0.5, "-1", "+1.5", "-1e-05", "-1;+2", None, "a-b", ""])
+def test_numbers_and_other_words_are_no_formula(number: object) -> None:
+    assert csv_cell(number) is number or csv_cell(number) == number
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_predictions_hold_no_formula(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], several: bool
+) -> None:
+    """Names of classes and of files may be anybody's; labels are still those of the model."""
+    names = ('=HYPERLINK("https://evil.example")', "-1", "@SUM(1)")
+    inputs = Inputs((2,), COLUMNS, (0.0,) * 2, (1.0,) * 2, names, "label", several, ";" * several)
+    description = {"name": "linear", "input_shape": [2], "num_classes": 3}
+    network = make_network(description)
+    rates = torch.tensor([[9.0, 0], [0, 9], [-9, -9]])
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(rates if parameter.ndim > 1 else torch.full((3,), -1.0))
+    export_safetensors(Model(network, inputs, description), tmp_path)
+    with (tmp_path / "data.csv").open("w") as file:
+        rows = [[9, -9, names[0]], [-9, 9, names[1]], [-9, -9, names[2]]]
+        csv.writer(file).writerows([["a", "b", "label"], *rows])
+    output = tmp_path / "predictions.csv"
+    command = ["predict", str(tmp_path), str(tmp_path / "data.csv"), "--output", str(output)]
+    assert main(command) == 0
+    assert "accuracy" in capsys.readouterr().out
+    with output.open() as file:
+        head, *found = csv.reader(file)
+    label = head.index("labels" if several else "label")
+    assert [row[label] for row in found] == [f"'{names[0]}", "-1", f"'{names[2]}"]
+    assert [row[head.index("truth")] for row in found] == [f"'{names[0]}", "-1", f"'{names[2]}"]
+    assert [cell for row in (head, *found) for cell in row if cell != csv_cell(cell)] == []
+    # The names themselves are as they were: read again, the table's labels are those of the model.
+    model = load(tmp_path)
+    assert model.predict(tmp_path / "data.csv").table()[head[label]].tolist() == list(names)
