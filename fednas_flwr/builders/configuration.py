@@ -11,7 +11,6 @@ from typing import Any
 from fednas_flwr.builders.algorithms import ALGORITHMS, retrains_by_gradients
 from fednas_flwr.builders.effects import Given, check_effect, check_experiment
 from fednas_flwr.builders.refusals import (
-    check_asynchronous,
     check_sampling,
     check_secure_sum,
     check_unit_of_privacy,
@@ -124,7 +123,6 @@ def check_combinations(config: Config) -> None:
     _check_privacy(config)
     check_secure_sum(config)
     check_sampling(config)
-    check_asynchronous(config)
     _check_aggregate(config)
     _check_server_optimizer(config)
     _check_stages(config)
@@ -196,11 +194,7 @@ def _check_aggregate(config: Config) -> None:
     name, clients = config.aggregate, config.asked
     asked = f"clients_per_round={clients}" if config.samples else f"clients={clients}"
     fewest = math.ceil(config.runtime.quorum * clients - 1e-9)
-    decides, raised = f"runtime.quorum={config.runtime.quorum:g} of {asked}", "runtime.quorum"
-    if config.asynchronous is not None:  # as many are averaged
-        fewest = clients = config.asynchronous.buffer
-        decides = asked = f"asynchronous.buffer={clients}"
-        raised = "asynchronous.buffer"
+    decides = f"runtime.quorum={config.runtime.quorum:g} of {asked}"
     if name != "mean" and clients < 3:
         raise ConfigError(f"aggregate={name} with {asked}: expected 3 or more.")
     if name != "mean" and "retrain" in config.stages and retrains_by_gradients(config):
@@ -212,7 +206,8 @@ def _check_aggregate(config: Config) -> None:
     if name == "trimmed_mean" and fewest <= 2 * config.trim:
         raise ConfigError(
             f"trim={config.trim} leaves nothing of the {fewest} replies that {decides} lets a "
-            f"round go on with: expected fewer than half of them; raise {raised} or lower trim."
+            "round go on with: expected fewer than half of them; raise runtime.quorum or lower "
+            "trim."
         )
     if name not in SELECTIONS:
         return
@@ -221,8 +216,8 @@ def _check_aggregate(config: Config) -> None:
     if fewest < needed:
         raise ConfigError(
             f"aggregate={name} with malicious={config.malicious} needs {needed} replies, and "
-            f"{decides} lets a round go on with {fewest}: raise clients or {raised}, or lower "
-            "malicious."
+            f"{decides} lets a round go on with {fewest}: raise clients or runtime.quorum, or "
+            "lower malicious."
         )
 
 

@@ -279,16 +279,11 @@ RULES: tuple[Rule, ...] = (
         "runtime={c.runtime.name} partition={c.partition.name}, in which every baseline has a "
         "ledger of its own",
     ),
-    Rule(
-        "asynchronous.delays",
-        lambda c: c.asynchronous is not None and c.runtime.name == "deployment",
-        "runtime=deployment, whose sites take the time that they take",
-    ),
     Rule("privacy.baseline_share", lambda c: not c.baselines, "baselines={c.baselines}"),
     Rule(
         "aggregate momentum wire secure_sum oversample precision "
         "class_factors dataset.crop_padding "
-        "clients_per_round sampling over_selection asynchronous "
+        "clients_per_round sampling over_selection "
         "dataset.flip dataset.cutout privacy.micro_batch_size time_limit",
         lambda c: not _averages(c),
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",
@@ -482,11 +477,6 @@ RULES: tuple[Rule, ...] = (
         "runtime.largest_share",
         lambda c: c.samples and c.asked < FEWEST_VOTES,
         "clients_per_round={c.clients_per_round}, of whom nobody can tell who is right",
-    ),
-    Rule(
-        "runtime.largest_share",
-        lambda c: c.asynchronous is not None and c.asynchronous.buffer < FEWEST_VOTES,
-        "asynchronous={c.asynchronous}, of whose few replies nobody can tell which is right",
     ),
     Rule("trim", lambda c: c.aggregate != "trimmed_mean", "aggregate={c.aggregate}"),
     Rule("malicious", lambda c: c.aggregate not in SELECTIONS, "aggregate={c.aggregate}"),

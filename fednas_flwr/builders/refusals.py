@@ -12,7 +12,6 @@ from fednas_flwr.config import (
     DPNASSettings,
     FDNASSettings,
     FEATHERSSettings,
-    FedAvgSettings,
     FedDARTSSettings,
     FedExSettings,
     FNASSettings,
@@ -164,10 +163,6 @@ def _check_path_messages(config: Config, path_per: str) -> None:
         "momentum=server": (
             config.momentum == "server",
             "the velocity would move what no client has trained; set momentum=averaged or reset",
-        ),
-        "asynchronous rounds": (
-            config.asynchronous is not None,
-            "replies of other rounds are of other paths; set asynchronous=null",
         ),
         f"aggregate={config.aggregate}": (
             apart and config.aggregate != "mean",
@@ -363,50 +358,6 @@ def check_unit_of_privacy(config: Config) -> None:
     for setting, (refused, reason) in needs.items():
         if refused:
             raise ConfigError(f"privacy.unit=client with {setting}: {reason}.")
-
-
-def check_asynchronous(config: Config) -> None:
-    """Refuse what needs every client's reply to the present model."""
-    terms = config.asynchronous
-    if terms is None:
-        return
-    kinds = (FedDARTSSettings, FDNASSettings, FedAvgSettings, ZeroCostSettings)
-    needs = {
-        f"algorithm={config.algorithm.name}": (
-            not isinstance(config.algorithm, kinds),
-            "it is for fed_darts, fednas, fdnas, zero_cost and fedavg, whose clients send trained "
-            "models",
-        ),
-        "privacy=dp": (
-            not isinstance(config.privacy, NoPrivacy),
-            "clients commit to a known number of releases; leave one of them out",
-        ),
-        "secure_sum=true": (config.secure_sum, "a sum is of replies to one request"),
-        "clients_per_round": (config.samples, "both say whose replies make a round"),
-        "momentum=averaged": (
-            config.momentum == "averaged",
-            "moments of other models do not add up; set momentum=server or reset",
-        ),
-        f"retrain.exchange={config.retrain.exchange}": (
-            config.retrain.exchange == "gradients",
-            "gradients are of the present model; set retrain.exchange=models",
-        ),
-        f"retrain.evaluate_every={config.retrain.evaluate_every}": (
-            config.retrain.evaluate_every > 0 and "retrain" in config.stages,
-            "it would wait for clients that still train; set it to 0",
-        ),
-        f"clients={config.clients}": (
-            terms.buffer > config.clients,
-            f"asynchronous.buffer={terms.buffer} is out of range: expected at most as many",
-        ),
-        f"asynchronous.delays of {len(terms.delays or [])} clients": (
-            terms.delays is not None and len(terms.delays) != config.clients,
-            f"expected one number for each of clients={config.clients}",
-        ),
-    }
-    for setting, (refused, reason) in needs.items():
-        if refused:
-            raise ConfigError(f"asynchronous rounds with {setting}: {reason}.")
 
 
 def check_sampling(config: Config) -> None:

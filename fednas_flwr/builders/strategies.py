@@ -132,8 +132,6 @@ def _make_strategy(
     """Return the planned strategy, told all that is the same for every algorithm."""
     kind, own = plan
     terms: dict[str, Any] = {"private": private, "new_average": _averaging(config)}
-    if config.asynchronous is not None:
-        terms["asynchronous"] = config.asynchronous
     return kind(network, courier, **shared, **terms, **own)
 
 

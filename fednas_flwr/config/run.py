@@ -15,7 +15,7 @@ from fednas_flwr.config.runtime import Runtime
 from fednas_flwr.config.server_optimizers import ServerOptimizer
 from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.names import ENGINES, PRECISIONS, SAMPLINGS, SELECTIONS
-from fednas_flwr.search.settings import MOMENTA, Asynchronous, Count, CountOrZero, ShareAbove0
+from fednas_flwr.search.settings import MOMENTA, Count, CountOrZero, ShareAbove0
 from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, seconds
 
 STAGES = ("search", "retrain", "evaluate", "export")
@@ -82,7 +82,6 @@ class Config(Checked):
         secure_sum: If true, the server sees only totals of replies
             (:mod:`fednas_flwr.exchange.secure_sum`).
         secure_terms: Of simulated sites, for secure sums.
-        asynchronous: Rounds that do not wait for all clients; null: they do.
         momentum: The momentum of local training between requests: dropped (``reset``), ``averaged``
             like the model, or kept at the ``server`` (FedAvgM).
         client_tags: Tags of simulated clients, by index, for the groups of ``cfdnas``.
@@ -133,7 +132,6 @@ class Config(Checked):
     wire: Annotated[str, OneOf(WIRES)]
     secure_sum: bool
     secure_terms: SimulatedTerms
-    asynchronous: Asynchronous | None
     momentum: Annotated[str, OneOf(MOMENTA)] | None
     client_tags: list[str]
     class_factors: dict[str, ShareAbove0]

@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -305,11 +305,6 @@ class Courier:
         return [client for client in self._nodes if client not in self._left]
 
     @property
-    def examples(self) -> Mapping[int, float]:
-        """Largest number of examples that each connected client may have."""
-        return self._max_examples
-
-    @property
     def left(self) -> dict[int, str]:
         """Why each client that has left was not asked any more, by client, ascending."""
         return dict(sorted(self._left.items()))
@@ -541,10 +536,14 @@ class Courier:
 
     def _exchange(self, requests: Requests) -> Iterator[tuple[int, Reply | str]]:
         """Ask; yield each client with its accepted reply or why it has none."""
-        unsent: dict[int, str] = {}
-        pending = self.push(requests.messages, unsent)
-        scales = self.held(requests.most)
-        for client, answer in self._in_order(pending, unsent, requests.accepts):
+        if self._grid is None:
+            raise ValueError("call connect(grid) before ask")
+        sent = set(self._grid.push_messages(list(requests.messages.values())))
+        ids = {client: m.metadata.message_id for client, m in requests.messages.items()}
+        pending = {i: client for client, i in ids.items() if i in sent}
+        unsent = {c: "the request could not be sent" for c, i in ids.items() if i not in sent}
+        scales = self._held_shares(requests.most)
+        for client, answer in self._in_order(self._grid, pending, unsent, requests.accepts):
             if isinstance(answer, Reply):
                 scale = scales.get(client, 1.0)
                 if client in requests.weights:
@@ -553,22 +552,6 @@ class Courier:
                     answer = answer.weighing(scale, summed=VERBS[requests.verb].gradients_of)
                 self.bytes_dense += requests.dense_reply
             yield client, answer
-
-    def push(self, messages: Mapping[int, Message], failures: dict[int, str]) -> dict[str, int]:
-        """Send messages; return the client of each by its id. Those that fail join ``failures``."""
-        if self._grid is None:
-            raise ValueError("call connect(grid) before ask")
-        sent = set(self._grid.push_messages(list(messages.values())))
-        clients = {message.metadata.message_id: c for c, message in messages.items()}
-        unsent = [client for message_id, client in clients.items() if message_id not in sent]
-        failures |= dict.fromkeys(unsent, "the request could not be sent")
-        return {i: client for i, client in clients.items() if i in sent}
-
-    def pull(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return replies to some of the messages, as they are there."""
-        if self._grid is None:
-            raise ValueError("call connect(grid) before pull")
-        return self._grid.pull_messages(list(message_ids))
 
     def pause(self, waited_s: float) -> float:
         """Wait before replies are looked for again; return for how long, in seconds.
@@ -580,7 +563,7 @@ class Courier:
         self.wait(seconds)
         return seconds
 
-    def held(self, most: Mapping[int, float]) -> dict[int, float]:
+    def _held_shares(self, most: Mapping[int, float]) -> dict[int, float]:
         """Return whose weights are scaled to ``largest_share`` of an average, and tell it once."""
         scales = held_shares(most, self.largest_share) if self.facts and not self.secure_sum else {}
         for client in scales.keys() - self._held:
@@ -705,6 +688,7 @@ class Courier:
 
     def _in_order(
         self,
+        grid: Grid,
         pending: dict[str, int],
         arrived: Mapping[int, Reply | str],
         accepts: Mapping[int, Callable[[Message], Reply]],
@@ -715,11 +699,11 @@ class Courier:
         for client in accepts:
             while client not in answers:
                 late = time.monotonic() >= deadline
-                messages = list(self.pull(pending))
+                messages = list(grid.pull_messages(list(pending)))
                 for message in messages:
                     sender = pending.pop(message.metadata.reply_to_message_id, None)
                     if sender is not None:
-                        answers[sender] = self.read(message, sender, accepts[sender])
+                        answers[sender] = self._read(message, sender, accepts[sender])
                 if late:
                     reason = f"no reply within {self.deadline_s:g} s"
                     answers |= dict.fromkeys(pending.values(), reason)
@@ -730,7 +714,7 @@ class Courier:
                     waited_s += self.pause(waited_s)
             yield client, answers.pop(client)
 
-    def read(
+    def _read(
         self, message: Message, client: int, accept: Callable[[Message], Reply]
     ) -> Reply | str:
         """Return the reply if the gate accepts it, else the reason."""

@@ -351,23 +351,3 @@ class DPAware(Checked):
 
     max_grad_norm: ClipNorm
     noise_multiplier: RateOrZero
-
-
-@dataclass(frozen=True)
-class Asynchronous(Checked):
-    """Rounds that end with the first replies (FedBuff: Nguyen et al. 2022, arXiv 2106.06639).
-
-    A client that has answered begins anew with the next round's model; the others go on, and their
-    replies count in the round in which they come. Deviations: a client does not begin again before
-    the model has moved, replies weigh by examples, and a resumed run has nobody under way.
-
-    Attributes:
-        buffer: M, replies that a round waits for.
-        staleness: a, by which a reply counts ``(1 + t)^-a`` after t updates; 0: as a new one.
-        delays: Of simulated clients, the time that each takes for a round, by which replies come;
-            null takes them as they come.
-    """
-
-    buffer: Count
-    staleness: Annotated[float, Between(0, 100)]
-    delays: list[Annotated[float, Between(0, 1e9, above=True)]] | None

@@ -379,10 +379,6 @@ def test_paths_of_clients_travel_rounded_and_to_those_who_are_asked(run_inline):
         (["algorithm.path_per=client", "momentum=server"], "momentum=server: the velocity"),
         (["algorithm.path_per=round", "momentum=server"], "momentum=server: the velocity"),
         (
-            ["algorithm.path_per=round", "asynchronous={buffer: 1, staleness: 0.5, delays: null}"],
-            "asynchronous rounds: replies of other rounds",
-        ),
-        (
             ["algorithm.path_per=round", "privacy=dp", "privacy.unit=client", "secure_sum=true"],
             "privacy=dp: what is released is an update of all",
         ),
