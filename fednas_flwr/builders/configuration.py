@@ -23,7 +23,7 @@ from fednas_flwr.config.parsing import choose_kind
 from fednas_flwr.config.privacy import PRIVACY
 from fednas_flwr.config.server_optimizers import SERVER_OPTIMIZERS
 from fednas_flwr.errors import ConfigError, NoEffectError, show
-from fednas_flwr.names import CLIENT, FLOAT32, SELECTIONS
+from fednas_flwr.names import CLIENT, FLOAT32
 from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.typed import parse
 
@@ -209,16 +209,6 @@ def _check_aggregate(config: Config) -> None:
             "round go on with: expected fewer than half of them; raise runtime.quorum or lower "
             "trim."
         )
-    if name not in SELECTIONS:
-        return
-    _only_fedavg(config, f"aggregate={name}", "aggregate=mean, median or trimmed_mean")
-    needed = SELECTIONS[name] * config.malicious + 3
-    if fewest < needed:
-        raise ConfigError(
-            f"aggregate={name} with malicious={config.malicious} needs {needed} replies, and "
-            f"{decides} lets a round go on with {fewest}: raise clients or runtime.quorum, or "
-            "lower malicious."
-        )
 
 
 def _check_server_optimizer(config: Config) -> None:
@@ -226,7 +216,12 @@ def _check_server_optimizer(config: Config) -> None:
     chosen = f"server_optimizer={config.server_optimizer.name}"
     if chosen == "server_optimizer=none":
         return
-    _only_fedavg(config, chosen, "server_optimizer=none")
+    if not isinstance(config.algorithm, FedAvgSettings):
+        raise ConfigError(
+            f"{chosen} with algorithm={config.algorithm.name}: it is for the training of a given "
+            "network; set algorithm=fedavg or fedprox, with genotype=<file> for a cell that was "
+            "found, or server_optimizer=none."
+        )
     if retrains_by_gradients(config):
         raise ConfigError(
             f"{chosen} with retrain.exchange={config.retrain.exchange}: the server steps along "
@@ -235,16 +230,6 @@ def _check_server_optimizer(config: Config) -> None:
     if config.momentum == "server":
         raise ConfigError(
             f"{chosen} with momentum=server: both are optimisers of the server; leave one out."
-        )
-
-
-def _only_fedavg(config: Config, setting: str, other: str) -> None:
-    """Refuse for a search what Flower's strategies do with the models of one given network."""
-    if not isinstance(config.algorithm, FedAvgSettings):
-        raise ConfigError(
-            f"{setting} with algorithm={config.algorithm.name}: it is for the training of a given "
-            f"network; set algorithm=fedavg or fedprox, with genotype=<file> for a cell that was "
-            f"found, or {other}."
         )
 
 

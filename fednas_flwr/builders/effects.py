@@ -40,7 +40,7 @@ from fednas_flwr.config import (
     ZeroCostSettings,
 )
 from fednas_flwr.errors import NoEffectError, NoEffectWarning, show
-from fednas_flwr.names import FEWEST_VOTES, PARTITIONS, SELECTIONS
+from fednas_flwr.names import FEWEST_VOTES, PARTITIONS
 from fednas_flwr.search.settings import NORMED_NETWORKS
 
 ONE_ENGINE = ("dp_cells", "dp_cells_darts", "mbconv", "mlp")  # both engines are the same there
@@ -479,7 +479,6 @@ RULES: tuple[Rule, ...] = (
         "clients_per_round={c.clients_per_round}, of whom nobody can tell who is right",
     ),
     Rule("trim", lambda c: c.aggregate != "trimmed_mean", "aggregate={c.aggregate}"),
-    Rule("malicious", lambda c: c.aggregate not in SELECTIONS, "aggregate={c.aggregate}"),
     # Privacy.
     Rule(
         "algorithm.local_epochs algorithm.search.local_epochs",

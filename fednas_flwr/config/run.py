@@ -14,7 +14,7 @@ from fednas_flwr.config.privacy import DifferentialPrivacy, NoPrivacy
 from fednas_flwr.config.runtime import Runtime
 from fednas_flwr.config.server_optimizers import ServerOptimizer
 from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.names import ENGINES, PRECISIONS, SAMPLINGS, SELECTIONS
+from fednas_flwr.names import ENGINES, PRECISIONS, SAMPLINGS
 from fednas_flwr.search.settings import MOMENTA, Count, CountOrZero, ShareAbove0
 from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, seconds
 
@@ -25,7 +25,7 @@ MOST_THREADS = 1024
 MOST_SITES = 1000  # of a secure sum
 MOST_CLIENTS = 2**31
 TRACKERS = ("mlflow", "wandb")
-AGGREGATES = ("mean", "median", "trimmed_mean", *SELECTIONS)
+AGGREGATES = ("mean", "median", "trimmed_mean")
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,9 @@ class Config(Checked):
         stages: Stages to run; ``search`` derives a genotype, the others need one.
         genotype: Architecture to retrain instead of searching: a file, or a name of
             ``conf/genotypes``.
-        aggregate: The average of the clients' models: by examples (``mean``), coordinate by
-            coordinate, or over those that lie closest together, with ``fedavg`` and ``fedprox``
-            only (:mod:`fednas_flwr.exchange.robust`).
+        aggregate: The average of the clients' models: by examples (``mean``), or coordinate by
+            coordinate (:mod:`fednas_flwr.exchange.robust`).
         trim: Clients that ``trimmed_mean`` leaves out at each end of every coordinate.
-        malicious: Clients that ``krum``, ``multi_krum`` and ``bulyan`` take to be hostile.
         wire: Number format of tensors in messages, both ways (:mod:`fednas_flwr.exchange.wire`).
         secure_sum: If true, the server sees only totals of replies
             (:mod:`fednas_flwr.exchange.secure_sum`).
@@ -128,7 +126,6 @@ class Config(Checked):
     genotype: Text | None
     aggregate: Annotated[str, OneOf(AGGREGATES)]
     trim: Count
-    malicious: CountOrZero
     wire: Annotated[str, OneOf(WIRES)]
     secure_sum: bool
     secure_terms: SimulatedTerms
