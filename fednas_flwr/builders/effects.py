@@ -337,12 +337,6 @@ RULES: tuple[Rule, ...] = (
     ),
     # Algorithms.
     Rule(
-        "algorithm.path_per",
-        lambda c: isinstance(c.algorithm, FedDARTSSettings) and c.algorithm.temperatures is None,
-        "algorithm.temperatures=null, which mixes all ops",
-        "set algorithm.temperatures, or remove it",
-    ),
-    Rule(
         "algorithm.validation_weight",
         lambda c: isinstance(c.algorithm, FedDARTSSettings) and c.algorithm.rule != "mixed_level",
         "algorithm.rule={c.algorithm.rule}",

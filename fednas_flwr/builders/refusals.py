@@ -24,7 +24,6 @@ from fednas_flwr.config import (
 from fednas_flwr.config.run import MOST_SITES
 from fednas_flwr.errors import ConfigError, show, unknown_choice
 from fednas_flwr.names import BY_SIZE, CLIENT
-from fednas_flwr.search.settings import PER_CLIENT, PER_STEP
 from fednas_flwr.typed import check_range
 
 
@@ -120,16 +119,9 @@ def of_feathers(config: Config) -> None:
 
 
 def of_fed_darts(config: Config) -> None:
-    """Refuse what the functions below do, and an auxiliary skip with privacy."""
+    """Refuse what the functions above and below do."""
     of_mixed_splits(config)
     of_single_paths(config)
-    algorithm = config.algorithm
-    assert isinstance(algorithm, FedDARTSSettings)
-    if algorithm.auxiliary_skip and by_record(config) and searches(config):
-        raise ConfigError(
-            f"algorithm.auxiliary_skip={algorithm.auxiliary_skip:g} with privacy=dp: it has no "
-            "private gradient yet; set algorithm.auxiliary_skip=0."
-        )
 
 
 def of_single_paths(config: Config) -> None:
@@ -148,35 +140,6 @@ def of_single_paths(config: Config) -> None:
             "algorithm.temperatures with privacy=dp: single paths have no private gradient yet; "
             "set algorithm.temperatures=null."
         )
-    if algorithm.path_per != PER_STEP:
-        _check_path_messages(config, algorithm.path_per)
-
-
-def _check_path_messages(config: Config, path_per: str) -> None:
-    """Refuse what needs whole states, or the same ones of all clients, where paths are sent."""
-    apart = path_per == PER_CLIENT
-    needs = {
-        "privacy=dp": (
-            not isinstance(config.privacy, NoPrivacy),
-            "what is released is an update of all weights; set algorithm.path_per=step",
-        ),
-        "momentum=server": (
-            config.momentum == "server",
-            "the velocity would move what no client has trained; set momentum=averaged or reset",
-        ),
-        f"aggregate={config.aggregate}": (
-            apart and config.aggregate != "mean",
-            "each tensor comes from some of the clients only; set aggregate=mean, or "
-            "algorithm.path_per=round",
-        ),
-        "secure_sum=true": (
-            apart and config.secure_sum,
-            "clients send different tensors, which have no sum; set algorithm.path_per=round",
-        ),
-    }
-    for setting, (refused, reason) in needs.items():
-        if refused:
-            raise ConfigError(f"algorithm.path_per={path_per} with {setting}: {reason}.")
 
 
 def of_fdnas(config: Config) -> None:

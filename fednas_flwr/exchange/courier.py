@@ -43,7 +43,7 @@ from fednas_flwr.exchange.requests import Describe, Search, Settings
 from fednas_flwr.exchange.sampling import Sampling, Turn
 from fednas_flwr.exchange.secure_sum.server import MaskedSum
 from fednas_flwr.exchange.secure_sum.site import Opening
-from fednas_flwr.exchange.states import Layout, Packed, Part
+from fednas_flwr.exchange.states import Layout, Packed
 from fednas_flwr.exchange.sum_requests import OpenMasks, SignSurvivors, Summed, by_index
 from fednas_flwr.exchange.summands import MASKED, Summands
 from fednas_flwr.exchange.wire import restore_sent, round_sent
@@ -351,7 +351,6 @@ class Courier:
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
         whole: Mapping[str, Layout] | None = None,
-        parts: Mapping[int, Part] | None = None,
         releases: Sequence[PlannedRelease] = (),
         also_left: bool = False,
         among: Collection[int] | None = None,
@@ -374,8 +373,6 @@ class Courier:
             states: Packed tensors to send.
             layouts: The states that every reply must carry.
             whole: The layouts of states of which messages carry a part: only for ``bytes_dense``.
-            parts: For every client that may be asked the part of these whole states that it is sent
-                and returns; None where all clients' messages carry the same.
             releases: With privacy what the stage releases: bounds what replies may be.
             also_left: Whether clients that have left are asked, too, except for those whose replies
                 were refused.
@@ -402,7 +399,6 @@ class Courier:
                 *(verb, stage, server_round, phase, settings, states, layouts),
                 own_settings=own_settings,
                 whole=whole,
-                parts=parts,
                 planned=planned,
                 also_left=also_left,
                 among=asked,
@@ -587,7 +583,6 @@ class Courier:
         *,
         own_settings: Mapping[int, Settings] | None = None,
         whole: Mapping[str, Layout] | None = None,
-        parts: Mapping[int, Part] | None = None,
         planned: Mapping[str, PlannedRelease] | None = None,
         also_left: bool = False,
         among: Collection[int] | None = None,
@@ -596,7 +591,6 @@ class Courier:
     ) -> Requests:
         """Return the messages of an exchange, and what reads their replies; as :meth:`ask`."""
         states, layouts, weights = states or {}, layouts or {}, weights or {}
-        parts = parts or {}
         sizes = {name: _num_bytes(state) for name, state in states.items()}
         returned = {name: layout.num_bytes for name, layout in layouts.items()}
         for name, layout in (whole or {}).items():
@@ -605,15 +599,11 @@ class Courier:
         messages: dict[int, Message] = {}
         accepts: dict[int, Callable[[Message], Reply]] = {}
         most: dict[int, float] = {}  # examples, or what it counts for in their place
-        carried = partial(self._carried, verb, settings, summands=summands)
-        shared = None if parts else carried(states, layouts)
+        records, accept, limits = self._carried(verb, settings, states, layouts, summands=summands)
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
             if self._refused[client] >= STRIKES or (client in self._left and not also_left):
                 continue
             node = self._nodes[client]
-            records, accept, limits = shared or carried(
-                parts[client].of(states), parts[client].layouts
-            )
             header = Header(self.run, stage, server_round, phase, client, secrets.token_hex(8))
             own = (own_settings or {}).get(client, settings)
             content = encode_request(

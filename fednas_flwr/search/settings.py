@@ -28,7 +28,6 @@ LARGEST_NORM = 1e4  # of gradients
 LARGEST_LIST = 100_000  # of configurations, which every exploration goes through
 MOST_CANDIDATES = 1000  # in one request
 MOMENTA = ("reset", "averaged", "server")
-PER_STEP, PER_CLIENT, PER_ROUND = PATH_PER = ("step", "client", "round")  # has one path of GDAS
 REWARDED = ("local", "averaged")  # models that are rewarded: each client's own, or their average
 
 # Types of fields, with the values that they may have; see ``typed.Checked``.
@@ -47,7 +46,6 @@ ListLength = Annotated[int, Between(1, LARGEST_LIST, reason="all are held in mem
 ShareAbove0 = Annotated[float, Between(0, 1, above=True)]
 ShareBelow1 = Annotated[float, Between(0, 1, below=True)]
 LossBound = Annotated[float, Between(LEAST_LOSS_BOUND, 1e3, reason="in nats, of one record")]
-PathSeed = Annotated[int, Between(0, 2**63 - 1)]
 Rule = Annotated[str, OneOf(RULES)]
 Gates = Annotated[str, OneOf(GATES)]
 

@@ -176,7 +176,6 @@ class RoundStrategy(Strategy):
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
         whole: Mapping[str, Layout] | None = None,
-        parts: Mapping[int, Part] | None = None,
     ) -> Iterator[tuple[int, Reply]]:
         """Ask the round's clients one verb; yields ``(client, reply)``: :meth:`Courier.ask`."""
         self._phase += 1
@@ -191,7 +190,6 @@ class RoundStrategy(Strategy):
             states=states,
             layouts=layouts,
             whole=whole,
-            parts=parts,
             releases=() if self.private is None else self.private.releases,
             turn=self._turn,
         ):
