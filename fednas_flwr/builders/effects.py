@@ -43,8 +43,6 @@ from fednas_flwr.errors import NoEffectError, NoEffectWarning, show
 from fednas_flwr.names import FEWEST_VOTES, PARTITIONS
 from fednas_flwr.search.settings import NORMED_NETWORKS
 
-ONE_ENGINE = ("dp_cells", "dp_cells_darts", "mbconv", "mlp")  # both engines are the same there
-
 
 @dataclass(frozen=True)
 class Given:
@@ -225,7 +223,7 @@ RULES: tuple[Rule, ...] = (
         "search and algorithm={c.algorithm.name}, which trains a given network",
         "leave search out of it",
     ),
-    Rule("rounds engine search_space.norm", lambda c: not searches(c), NO_SEARCH),
+    Rule("rounds search_space.norm", lambda c: not searches(c), NO_SEARCH),
     Rule("search_space", lambda c: not searches(c) and _fixed(c), NO_SEARCH),
     Rule(
         "search_space",
@@ -324,16 +322,6 @@ RULES: tuple[Rule, ...] = (
         "retrain.drop_path_prob",
         lambda c: isinstance(c.search_space, DPCells) and not _sized_by_retrain(c),
         "search_space={c.search_space.name}, whose networks have no paths to drop",
-    ),
-    Rule(
-        "engine",
-        lambda c: c.search_space.name in ONE_ENGINE,
-        "search_space={c.search_space.name}, in which both engines are the same",
-    ),
-    Rule(
-        "engine",
-        lambda c: not ALGORITHMS[c.algorithm.name].trains_supernet,
-        "algorithm={c.algorithm.name}, which trains no supernet",
     ),
     # Algorithms.
     Rule(

@@ -14,7 +14,7 @@ from fednas_flwr.config.privacy import DifferentialPrivacy, NoPrivacy
 from fednas_flwr.config.runtime import Runtime
 from fednas_flwr.config.server_optimizers import ServerOptimizer
 from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.names import ENGINES, PRECISIONS, SAMPLINGS
+from fednas_flwr.names import PRECISIONS, SAMPLINGS
 from fednas_flwr.search.settings import MOMENTA, Count, CountOrZero, ShareAbove0
 from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, seconds
 
@@ -51,8 +51,6 @@ class Config(Checked):
     """One run.
 
     Attributes:
-        engine: The way supernets are computed, with the same result: ``fast`` takes all edges of a
-            state together, ``reference`` calls every op as a module.
         run_dir: The run folder; null makes ``runs/<time>_<algorithm>_<data set>``.
         seed: Seed of everything that is drawn, except the division of records and the noise of
             privacy.
@@ -107,7 +105,6 @@ class Config(Checked):
     dataset: Dataset
     partition: Partition
     search_space: SearchSpaceSettings
-    engine: Annotated[str, OneOf(ENGINES)]
     privacy: NoPrivacy | DifferentialPrivacy
     server_optimizer: ServerOptimizer
     runtime: Runtime
