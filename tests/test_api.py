@@ -499,7 +499,6 @@ class OwnSettings(AlgorithmSettings):
     beta_decay: float
     prior: PriorSettings | None
     temperatures: Temperatures | None
-    path_per: str
 
 
 @dataclass(frozen=True)

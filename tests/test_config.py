@@ -550,7 +550,6 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
     ("overrides", "sentence"),
     [
         ("algorithm=fedavg rounds=3", "rounds=3 has no effect with algorithm=fedavg and stages="),
-        ("algorithm=fedavg engine=reference", "engine=reference has no effect"),
         ("algorithm=fedavg search_space=darts", "search_space=darts has no effect with algorithm="),
         ("algorithm=fedavg search_space.norm=group", "search_space.norm=group has no effect"),
         ("algorithm=fedavg stages=[search,retrain]", "leave search out of it"),
@@ -559,8 +558,6 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=fedavg genotype=a.json algorithm.network=linear stages=[retrain]", "gives the"),
         ("algorithm=fedavg retrain.drop_path_prob=.1", "retrain.drop_path_prob=0.1 has no effect"),
         ("algorithm=fedavg momentum=averaged client_tags=[a,b,c]", "client_tags=['a', 'b', 'c']"),
-        ("search_space=mbconv retrain=mbconv engine=reference", "both engines are the same"),
-        ("algorithm=random_search engine=fast", "trains no supernet"),
         ("algorithm=random_search algorithm.trial_rounds=0 algorithm.batch_size=3", "tries no net"),
         ("algorithm=fnas stages=[search] momentum=server", "clients send gradients"),
         (f"{LOCAL} stages=[search] momentum=averaged", "no trained model is sent"),

@@ -40,10 +40,8 @@ from fednas_flwr.config import (
     ZeroCostSettings,
 )
 from fednas_flwr.errors import NoEffectError, NoEffectWarning, show
-from fednas_flwr.names import FEWEST_VOTES, PARTITIONS, SELECTIONS
+from fednas_flwr.names import FEWEST_VOTES, PARTITIONS
 from fednas_flwr.search.settings import NORMED_NETWORKS
-
-ONE_ENGINE = ("dp_cells", "dp_cells_darts", "mbconv", "mlp")  # both engines are the same there
 
 
 @dataclass(frozen=True)
@@ -225,7 +223,7 @@ RULES: tuple[Rule, ...] = (
         "search and algorithm={c.algorithm.name}, which trains a given network",
         "leave search out of it",
     ),
-    Rule("rounds engine search_space.norm", lambda c: not searches(c), NO_SEARCH),
+    Rule("rounds search_space.norm", lambda c: not searches(c), NO_SEARCH),
     Rule("search_space", lambda c: not searches(c) and _fixed(c), NO_SEARCH),
     Rule(
         "search_space",
@@ -279,16 +277,11 @@ RULES: tuple[Rule, ...] = (
         "runtime={c.runtime.name} partition={c.partition.name}, in which every baseline has a "
         "ledger of its own",
     ),
-    Rule(
-        "asynchronous.delays",
-        lambda c: c.asynchronous is not None and c.runtime.name == "deployment",
-        "runtime=deployment, whose sites take the time that they take",
-    ),
     Rule("privacy.baseline_share", lambda c: not c.baselines, "baselines={c.baselines}"),
     Rule(
         "aggregate momentum wire secure_sum oversample precision "
         "class_factors dataset.crop_padding "
-        "clients_per_round sampling over_selection asynchronous "
+        "clients_per_round sampling over_selection "
         "dataset.flip dataset.cutout privacy.micro_batch_size time_limit",
         lambda c: not _averages(c),
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",
@@ -330,23 +323,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: isinstance(c.search_space, DPCells) and not _sized_by_retrain(c),
         "search_space={c.search_space.name}, whose networks have no paths to drop",
     ),
-    Rule(
-        "engine",
-        lambda c: c.search_space.name in ONE_ENGINE,
-        "search_space={c.search_space.name}, in which both engines are the same",
-    ),
-    Rule(
-        "engine",
-        lambda c: not ALGORITHMS[c.algorithm.name].trains_supernet,
-        "algorithm={c.algorithm.name}, which trains no supernet",
-    ),
     # Algorithms.
-    Rule(
-        "algorithm.path_per",
-        lambda c: isinstance(c.algorithm, FedDARTSSettings) and c.algorithm.temperatures is None,
-        "algorithm.temperatures=null, which mixes all ops",
-        "set algorithm.temperatures, or remove it",
-    ),
     Rule(
         "algorithm.validation_weight",
         lambda c: isinstance(c.algorithm, FedDARTSSettings) and c.algorithm.rule != "mixed_level",
@@ -495,13 +472,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.samples and c.asked < FEWEST_VOTES,
         "clients_per_round={c.clients_per_round}, of whom nobody can tell who is right",
     ),
-    Rule(
-        "runtime.largest_share",
-        lambda c: c.asynchronous is not None and c.asynchronous.buffer < FEWEST_VOTES,
-        "asynchronous={c.asynchronous}, of whose few replies nobody can tell which is right",
-    ),
     Rule("trim", lambda c: c.aggregate != "trimmed_mean", "aggregate={c.aggregate}"),
-    Rule("malicious", lambda c: c.aggregate not in SELECTIONS, "aggregate={c.aggregate}"),
     # Privacy.
     Rule(
         "algorithm.local_epochs algorithm.search.local_epochs",

@@ -61,7 +61,6 @@ from fednas_flwr.exchange.requests import (
     Describe,
     Evaluate,
     KeepModel,
-    LocalSearch,
     LocalTraining,
     MeasureLatency,
     Personalise,
@@ -95,7 +94,6 @@ from fednas_flwr.search.candidate import (
 )
 from fednas_flwr.search.descent import Descent, Descents, Gradients, make_sgd
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums, LookAhead
-from fednas_flwr.search.local_search import gumbel_states
 from fednas_flwr.search.pool import Pool
 from fednas_flwr.search.training import Batch, periodic_gradients
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
@@ -349,23 +347,18 @@ def _of_sums(
 def search(client: Client, request: Request, asked: Search) -> Reply:
     """``train.search``: weights, alphas and buffers after local search.
 
-    Of a search on one path, what that computes with. In private mode each step is a release, from
-    which the states follow; tensors that a sparse reply leaves out are those that no release has
-    moved.
+    In private mode each step is a release, from which the states follow; tensors that a sparse
+    reply leaves out are those that no release has moved.
     """
     with before_reading(request):
-        supernet, path = search_supernet(client, request, asked.local)
+        supernet = request_supernet(client, request)
         own = {name for name, state in network_states(supernet).items() if state}
         if asked.sparse and not own <= set(request.states):
             raise ValueError(f"sparse=True needs the states {', '.join(sorted(own))}")
         planned = _plan(client, request, supernet)
-        moments = path.get(MOMENTS)
-        run = prepare_search(client, request, asked.local, supernet, planned, moments=moments)
+        run = prepare_search(client, request, asked.local, supernet, planned)
     descents, metrics = run()
-    states = {
-        state: {name: t for name, t in tensors.items() if name in path.get(state, tensors)}
-        for state, tensors in trained_states(supernet, descents).items()
-    }
+    states = trained_states(supernet, descents)
     reply = make_reply(_num_records(client, "train"), states, metrics)
     return only_changed(reply, request, states) if asked.sparse else reply
 
@@ -617,29 +610,6 @@ def request_supernet(client: Client, request: Request) -> Supernet:
     network = client.network({"name": SUPERNET}, network_states_of(request))
     assert isinstance(network, Supernet)
     return network
-
-
-def search_supernet(
-    client: Client, request: Request, local: LocalSearch
-) -> tuple[Supernet, dict[str, set[str]]]:
-    """Return the supernet with the states that the request carries.
-
-    Of a search on one path also the names of that path's tensors, by state.
-
-    Raises:
-        ValueError: No path can be drawn in it, or the states do not fit.
-    """
-    alternating = local.alternating
-    if alternating is None or alternating.path_seed is None:
-        return request_supernet(client, request), {}
-    network, states = client.network({"name": SUPERNET}), network_states_of(request)
-    assert isinstance(network, Supernet)
-    if "alphas" not in states:
-        raise ValueError("path_seed needs the alphas, by which the path is drawn")
-    load_states(network, {"alphas": states["alphas"]})
-    path = gumbel_states(network, network.alphas(), alternating.path_seed)
-    load_states(network, states, only=path)
-    return network, path
 
 
 def path_supernet(

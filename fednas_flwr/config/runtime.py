@@ -25,8 +25,7 @@ class Runtime(Checked):
         approval_s: Seconds the server waits for people at private sites to approve the run.
         most_records: Largest multiple of the median client's records that one of three or more
             clients may declare; one that declares more is left out.
-        largest_share: Share of an average of three or more clients that one may have; of
-            asynchronous rounds, of the replies that end one.
+        largest_share: Share of an average of three or more clients that one may have.
         ray_address: Address of a Ray cluster that runs already; null starts one.
         client_cpus: CPUs of one Ray actor.
         client_gpus: GPUs of one Ray actor, may be a fraction.

@@ -290,7 +290,7 @@ def _shape(values: object) -> bool:
 
 
 def _numbers(values: object, *, least: float) -> bool:
-    """Return whether this is a list of numbers above the least that no computation turns infinite."""
+    """Return whether this is a list of numbers above the least, none so large as to overflow."""
     return isinstance(values, list) and all(
         type(v) in (int, float) and least < v <= LARGEST_NUMBER for v in values
     )

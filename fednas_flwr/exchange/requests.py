@@ -227,10 +227,6 @@ class TakeNetworkGradient(Settings):
 class Search(Settings):
     """``train.search``.
 
-    Where all steps are on one path (``local.alternating.path_seed``), request and reply carry all
-    alphas, and of each other state the tensors of that path only: see
-    :func:`~fednas_flwr.search.local_search.gumbel_states`.
-
     Attributes:
         local: What is done.
         sparse: Whether the reply leaves out tensors that are as they were sent.

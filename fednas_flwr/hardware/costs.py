@@ -138,8 +138,8 @@ class HardwareLoss:
         largest = max(self._log_weight(costs.lowest), self._log_weight(costs.highest))
         if largest > math.log(LARGEST_WEIGHT):
             raise ConfigError(
-                f"hardware.scale={self.scale:g} with hardware.exponent={self.exponent:g} weighs the "
-                f"cost of a network by up to e^{largest:.3g}: expected at most {LARGEST_WEIGHT:g}; "
+                f"hardware.scale={self.scale:g} with hardware.exponent={self.exponent:g} weighs "
+                f"the cost of a network by up to e^{largest:.3g}: expected at most {LARGEST_WEIGHT:g}; "
                 "lower them."
             )
 

@@ -28,7 +28,6 @@ LARGEST_NORM = 1e4  # of gradients
 LARGEST_LIST = 100_000  # of configurations, which every exploration goes through
 MOST_CANDIDATES = 1000  # in one request
 MOMENTA = ("reset", "averaged", "server")
-PER_STEP, PER_CLIENT, PER_ROUND = PATH_PER = ("step", "client", "round")  # has one path of GDAS
 REWARDED = ("local", "averaged")  # models that are rewarded: each client's own, or their average
 
 # Types of fields, with the values that they may have; see ``typed.Checked``.
@@ -49,7 +48,6 @@ ListLength = Annotated[int, Between(1, LARGEST_LIST, reason="all are held in mem
 ShareAbove0 = Annotated[float, Between(0, 1, above=True)]
 ShareBelow1 = Annotated[float, Between(0, 1, below=True)]
 LossBound = Annotated[float, Between(LEAST_LOSS_BOUND, 1e3, reason="in nats, of one record")]
-PathSeed = Annotated[int, Between(0, 2**63 - 1)]
 Rule = Annotated[str, OneOf(RULES)]
 Gates = Annotated[str, OneOf(GATES)]
 
@@ -353,23 +351,3 @@ class DPAware(Checked):
 
     max_grad_norm: ClipNorm
     noise_multiplier: RateOrZero
-
-
-@dataclass(frozen=True)
-class Asynchronous(Checked):
-    """Rounds that end with the first replies (FedBuff: Nguyen et al. 2022, arXiv 2106.06639).
-
-    A client that has answered begins anew with the next round's model; the others go on, and their
-    replies count in the round in which they come. Deviations: a client does not begin again before
-    the model has moved, replies weigh by examples, and a resumed run has nobody under way.
-
-    Attributes:
-        buffer: M, replies that a round waits for.
-        staleness: a, by which a reply counts ``(1 + t)^-a`` after t updates; 0: as a new one.
-        delays: Of simulated clients, the time that each takes for a round, by which replies come;
-            null takes them as they come.
-    """
-
-    buffer: Count
-    staleness: Annotated[float, Between(0, 100)]
-    delays: list[Annotated[float, Between(0, 1e9, above=True)]] | None

@@ -23,7 +23,6 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
 from fednas_flwr.errors import unknown_choice
-from fednas_flwr.exchange.asynchronous import FirstReplies, moved_on
 from fednas_flwr.exchange.checkpoint import Checkpoint, CheckpointFolder
 from fednas_flwr.exchange.courier import TOTAL, Courier
 from fednas_flwr.exchange.messages import Reply
@@ -47,7 +46,7 @@ from fednas_flwr.names import FEWEST_VOTES
 from fednas_flwr.privacy.plan import PrivateStage
 from fednas_flwr.search.architect import alpha_entropy
 from fednas_flwr.search.descent import no_moments
-from fednas_flwr.search.settings import MOMENTA, SGD, Asynchronous, Configuration
+from fednas_flwr.search.settings import MOMENTA, SGD, Configuration
 from fednas_flwr.search_spaces.genotype import Genotype, skip_share, to_json
 from fednas_flwr.search_spaces.space import SearchSpace
 
@@ -71,7 +70,6 @@ class Shared(TypedDict, total=False):
     private: PrivateStage | None
     new_average: Callable[[], Average]
     momentum: str
-    asynchronous: Asynchronous | None
 
 
 class RoundStrategy(Strategy):
@@ -86,7 +84,6 @@ class RoundStrategy(Strategy):
         private: The private terms of the stage; None without privacy.
         new_average: Makes what averages the clients' states: their weighted mean, or a class of
             :mod:`fednas_flwr.exchange.robust`.
-        asynchronous: Of how many replies a round of training waits for; None for all.
         momentum: Of local training. ``reset``: optimisers begin anew with every request.
             ``averaged``: their moments travel with the model and are averaged and checkpointed
             like it, so that clients keep nothing. ``server``: clients step without momentum, and
@@ -114,7 +111,6 @@ class RoundStrategy(Strategy):
         private: PrivateStage | None = None,
         new_average: Callable[[], Average] = WeightedAverage,
         momentum: str = "reset",
-        asynchronous: Asynchronous | None = None,
     ) -> None:
         """See the class."""
         if momentum not in MOMENTA:
@@ -124,9 +120,6 @@ class RoundStrategy(Strategy):
         self._velocity: Packed = {}
         self.values: dict[str, Any] = {}
         self.courier = courier
-        self.first: FirstReplies | None = None  # who asks where rounds do not wait for all
-        if asynchronous is not None:
-            self.first = FirstReplies(courier, asynchronous, stage)
         self.space = space
         self.checkpoints = checkpoints
         self.stage = stage
@@ -187,7 +180,6 @@ class RoundStrategy(Strategy):
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
         whole: Mapping[str, Layout] | None = None,
-        parts: Mapping[int, Part] | None = None,
     ) -> Iterator[tuple[int, Reply]]:
         """Ask the round's clients one verb; yields ``(client, reply)``: :meth:`Courier.ask`."""
         self._phase += 1
@@ -202,7 +194,6 @@ class RoundStrategy(Strategy):
             states=states,
             layouts=layouts,
             whole=whole,
-            parts=parts,
             releases=() if self.private is None else self.private.releases,
             turn=self._turn,
         ):
@@ -239,37 +230,16 @@ class RoundStrategy(Strategy):
             The clients' metrics, averaged.
         """
         part = Part(self.layouts, only or {})
-        if self.first is not None:
-            replies = self._first_replies(self.first, verb, settings)
-        else:
-            replies = self.ask(
-                verb,
-                settings,
-                states=part.of(self.states),
-                layouts=part.layouts,
-                whole=self.layouts,
-            )
+        replies = self.ask(
+            verb,
+            settings,
+            states=part.of(self.states),
+            layouts=part.layouts,
+            whole=self.layouts,
+        )
         average, metrics = self.average(replies)
         self.move(part.filled(average, self.states), momentum)
         return metrics
-
-    def _first_replies(
-        self, first: FirstReplies, verb: str, settings: Settings
-    ) -> Iterator[tuple[int, Reply]]:
-        """Ask idle clients; yield the first replies of any, moved on to the present model."""
-        self._phase += 1
-        replies = first.ask(
-            verb,
-            settings,
-            server_round=self._round,
-            states=self.states,
-            layouts=self.layouts,
-        )
-        for client, late in replies:
-            own = self._client_metrics.setdefault(client, {})
-            own |= {**late.reply.metrics, "staleness": float(late.staleness)}
-            moved = moved_on(late, self.states, first.terms.staleness)
-            yield client, replace(late.reply, states=moved)
 
     def reward(
         self,

@@ -123,8 +123,8 @@ OWN_POLICY = {
 # Of a client, what the run's settings decide: changed by these settings.
 BY_SETTINGS = {
     "seed": {"seed": 2},
-    "make_network": {"engine": "reference"},
-    "make_space": {"engine": "reference"},
+    "make_network": {"search_space": {"channels": 6}},
+    "make_space": {"search_space": {"norm": "none"}},
     "augmentation": {"dataset": {"crop_padding": 2}},
     "objective": {"class_factors": {"0": 1e-30}},
     "oversample": {"oversample": True},
@@ -279,8 +279,8 @@ def test_what_settings_decide_is_shared_by_the_hash_of_all(
         *("secure_terms={least_sites: 4, colluding: 1}", f"run_dir={tmp_path / 'run'}"),
     )
     change = dict(BY_SETTINGS[name])
-    if "dataset" in change:
-        change["dataset"] = replace(config.dataset, **change["dataset"])
+    for group in change.keys() & {"dataset", "search_space"}:
+        change[group] = replace(getattr(config, group), **change[group])
     other = replace(config, **change)
     changed = make_client(other, 0, data=make_data(config), networks={})
     assert context(changed) != context()

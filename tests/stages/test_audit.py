@@ -6,6 +6,7 @@ import io
 import math
 import re
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +24,6 @@ from fednas_flwr.federation.dry_run import private_terms
 from fednas_flwr.privacy.clipping import clipped_gradient_sum
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.search.objective import CLASSIFICATION
-from fednas_flwr.verbs import SUPERNET
 
 from .faulty_client import FAULTS
 
@@ -209,12 +209,13 @@ def test_the_command_fails_clients_whose_totals_have_a_fault(table, fault):
 @pytest.mark.parametrize("space", ["darts_small", "nasbench201_small"])
 def test_a_canarys_clipped_gradient_is_the_crafted_one(compose_config, space, engine):
     """In one column, of the clipping norm, either way round; other records have nothing there."""
-    plain = ("algorithm=fnas", "search_space.norm=group", "clients=1", f"engine={engine}")
+    plain = ("algorithm=fnas", "search_space.norm=group", "clients=1")
     config = compose_config(*plain, f"search_space={space}")
     data = make_data(config)
     client = make_client(config, 0, data=data, networks={})
     canaries = Canaries([0, 1, 1], [1e5, 1e5, -1e3])
-    supernet = with_canaries(client.network({"name": SUPERNET}), canaries, num_classes=3).train()
+    plain_supernet = replace(client.make_space(), engine=engine).supernet()
+    supernet = with_canaries(plain_supernet, canaries, num_classes=3).train()
     x = torch.zeros(1, 3, 8, 8)
     label, direction_C = direction(supernet, x, factors=[1.0, 1.0, 1.0])
     assert supernet(x).argmin() == label
