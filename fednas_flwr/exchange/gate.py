@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from flwr.app import Message
@@ -278,7 +278,7 @@ def held_shares(examples: Mapping[int, float], largest: float) -> dict[int, floa
     return {client: scale for client, scale in scales.items() if scale < 1}
 
 
-def _counts(values: object) -> bool:
+def _counts(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(
         type(v) is int and 0 <= v <= MAX_EXAMPLES for v in values
     )
@@ -290,7 +290,7 @@ def _shape(values: object) -> bool:
 
 
 def _numbers(values: object, *, least: float) -> bool:
-    """Return whether this is a list of numbers above the least that no computation turns infinite."""
+    """Return whether this is a list of numbers above the least, of which squares are finite."""
     return isinstance(values, list) and all(
         type(v) in (int, float) and least < v <= LARGEST_NUMBER for v in values
     )
@@ -340,9 +340,7 @@ def _histogram(rows: object) -> bool:
 def _declared(values: object) -> bool:
     """Return whether these are numbers of records by split."""
     return (
-        isinstance(values, dict)
-        and set(values) == set(SPLITS)
-        and _counts(list(values.values()))
+        isinstance(values, dict) and set(values) == set(SPLITS) and _counts(list(values.values()))
     )
 
 

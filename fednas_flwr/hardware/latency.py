@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import platform
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
