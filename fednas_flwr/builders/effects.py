@@ -396,9 +396,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "algorithm.rewarded_candidates",
         lambda c: isinstance(c.algorithm, DPNASSettings) and c.rounds <= c.algorithm.warm_up_rounds,
-        "rounds={c.rounds} of which algorithm.warm_up_rounds={c.algorithm.warm_up_rounds} reward "
-        "nothing",
-        "raise rounds or lower algorithm.warm_up_rounds, or remove it",
+        "rounds={c.rounds}, all of which warm up (algorithm.warm_up_rounds)",
+        "raise rounds, or remove it",
     ),
     Rule(
         "algorithm.bandit.scale_retention",

@@ -110,10 +110,10 @@ def bounded(
         parties: By client, moments of the same columns.
 
     Returns:
-        By client its moments, and, of those that were scaled, the column that was farthest.
+        By client its moments, and, of those that were scaled, the first such column.
     """
-    found, farthest = {client: list(own) for client, own in parties.items()}, {}
-    excess: dict[int, float] = {}
+    found = {client: list(own) for client, own in parties.items()}
+    far: dict[int, int] = {}
     for column in range(min(map(len, found.values()), default=0)):
         told = {client: own[column] for client, own in found.items() if own[column].count}
         if len(told) < FEWEST_VOTES:
@@ -127,9 +127,8 @@ def bounded(
                 scale = most / reach[client]
                 mean = centre + scale * (of.mean - centre)
                 found[client][column] = Moments(of.count, mean, scale * of.std)
-                if 1 / scale > excess.get(client, 1.0):
-                    excess[client], farthest[client] = 1 / scale, column
-    return found, farthest
+                far.setdefault(client, column)
+    return found, far
 
 
 def bounded_powers(numbers_ND: Tensor, ranges: Statistics) -> Tensor:

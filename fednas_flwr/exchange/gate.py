@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from flwr.app import Message
@@ -278,7 +278,7 @@ def held_shares(examples: Mapping[int, float], largest: float) -> dict[int, floa
     return {client: scale for client, scale in scales.items() if scale < 1}
 
 
-def _counts(values: object) -> bool:
+def _counts(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(
         type(v) is int and 0 <= v <= MAX_EXAMPLES for v in values
     )

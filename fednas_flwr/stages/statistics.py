@@ -90,8 +90,8 @@ def found_statistics(prepared: Prepared, courier: Courier, log: EventLog) -> Sta
             f"columns, {courier.quorum} are needed."
         )
     (num_features,) = prepared.input_shape
-    moments_of, farthest = bounded(parties)
-    for client, column in farthest.items():
+    held, far = bounded(parties)
+    for client, column in far.items():
         told, name = parties[client][column], feature_names(prepared.train.schema)[column]
         message = (
             f"client {client} says that {name} has mean {told.mean:.4g} and deviation "
@@ -99,7 +99,7 @@ def found_statistics(prepared: Prepared, courier: Courier, log: EventLog) -> Sta
             "client's reach. If it is right, declare dataset.statistics={column: [mean, std], ...}"
         )
         log.emit("warning", message=message)
-    statistics = pooled(list(moments_of.values()), num_features=num_features)
+    statistics = pooled(list(held.values()), num_features=num_features)
     log.emit("statistics", mean=list(statistics.mean), std=list(statistics.std))
     return statistics
 

@@ -534,7 +534,7 @@ def _named(checkpoint: Checkpoint, prefix: str) -> Tensors:
 def mean_metrics(replies: Iterable[Reply]) -> dict[str, float]:
     """Return the mean of every metric over the replies that have it, weighted by examples.
 
-    Of three or more none counts for more than ``FARTHEST`` times the median one, or ``FARTHEST``.
+    None counts for more than ``FARTHEST`` times the median one, or ``FARTHEST``.
     """
     told: dict[str, list[tuple[float, float]]] = {}
     for reply in replies:
@@ -542,8 +542,6 @@ def mean_metrics(replies: Iterable[Reply]) -> dict[str, float]:
             told.setdefault(name, []).append((reply.num_examples, value))
     means = {}
     for name, pairs in told.items():
-        most = math.inf
-        if len(pairs) >= FEWEST_VOTES:
-            most = FARTHEST * max(1.0, median(value for _, value in pairs))
+        most = FARTHEST * max(1.0, median(value for _, value in pairs))
         means[name] = sum(n * min(value, most) for n, value in pairs) / sum(n for n, _ in pairs)
     return means

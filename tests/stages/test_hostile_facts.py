@@ -218,7 +218,7 @@ BOUNDED = {"moments", "class_counts", "scores", "histogram"}  # who says so stay
 @pytest.mark.parametrize("number", [*NUMBERS, 10**29, 1e29], ids=str)
 def test_no_number_of_a_client_spoils_a_whole_run(number, honest, table, run_inline, site_files):
     """In place of all numbers of its moments, counts, scores and histogram, and of its metrics."""
-    answers, (replies, usual) = dict(entrance.ANSWERS), honest["table"]
+    answers, (_, usual) = dict(entrance.ANSWERS), honest["table"]
 
     def lying(verb):
         def answer(client, request, asked):
