@@ -97,7 +97,9 @@ def make_client(
         check_unit(gate.allowed.unit, prepared.train)
         fractions = gate.allowed.fractions
     key = site.get("split-key", config.dataset.split_key).encode()
-    own = make_client_data(prepared, parts[index], key=key, fractions=fractions)
+    own = make_client_data(
+        prepared, parts[index], key=key, fractions=fractions, may_be_empty=gate is not None
+    )
     if gate is not None:
         records = prepared.train
         ids, column = records.ids[parts[index]], records.id_column
@@ -385,6 +387,8 @@ def check_public(config: Config, prepared: Prepared) -> None:
     ):  # else the images decide
         needed["image_size"] = settings.image_size is not None
         needed["channels"] = settings.channels is not None
+    if settings.name == "csv" or settings.labels_file:
+        needed["label or labels"] = settings.label != "last" or bool(settings.labels)
     if settings.name == "csv":
         declared = settings.numeric or settings.dates or settings.categorical
         needed["numeric or categorical"] = bool(declared)

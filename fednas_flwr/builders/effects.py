@@ -412,6 +412,18 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("algorithm.ranges", lambda c: not _needs_ranges(c), "algorithm.configurations, the list"),
     Rule(
+        "algorithm.ranges.alpha_lr algorithm.ranges.alpha_weight_decay",
+        _is(FedExSettings),
+        "algorithm=fedex, which trains no alphas",
+    ),
+    Rule(
+        "algorithm.rewarded_candidates",
+        lambda c: isinstance(c.algorithm, DPNASSettings) and c.rounds <= c.algorithm.warm_up_rounds,
+        "rounds={c.rounds} of which algorithm.warm_up_rounds={c.algorithm.warm_up_rounds} reward "
+        "nothing",
+        "raise rounds or lower algorithm.warm_up_rounds, or remove it",
+    ),
+    Rule(
         "algorithm.bandit.scale_retention",
         lambda c: isinstance(c.algorithm, FEATHERSSettings) and not c.algorithm.bandit.scaled,
         "algorithm.bandit.scaled=false",
@@ -786,13 +798,16 @@ def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | Non
 
 
 def _field(config: Config, name: str) -> tuple[str, Any]:
-    """Return the name and value of a setting; what is in a mapping stands for the mapping."""
+    """Return the name and value of a setting; of numbers in a mapping, those of the mapping."""
     value: Any = config
     parts = name.split(".")
     for depth, part in enumerate(parts):
-        if not is_dataclass(value):
+        if isinstance(value, Mapping) and is_dataclass(value.get(part)):
+            value = value[part]
+        elif is_dataclass(value):
+            value = getattr(value, part)
+        else:
             return ".".join(parts[:depth]), value
-        value = getattr(value, part)
     return name, value
 
 

@@ -80,8 +80,8 @@ class Dataset(Checked):
         statistics: Public ``{column: [mean, std]}``; empty has all clients find them together.
         ranges: Public ``{column: [low, high]}`` in place of statistics, of all or some columns;
             what is usual, as numbers beyond them are kept.
-        corrupt: Images that cannot be read: ``refuse`` ends the run and names them all, ``skip``
-            leaves them out.
+        corrupt: Records that cannot be read: ``refuse`` ends the run and names them, ``skip``
+            leaves each out by itself, as private sites always do.
         intensity: Intensities of 16-bit images that become 0 and 255; null is 0 to 65535.
         separator: Separator of a table's cells; null finds it in the file.
         encoding: Encoding of a table's text; null finds it.
@@ -204,11 +204,13 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
 
     A setting that the server could choose would be a question to the records: whether they can be
     read, augmented or cached with it. One that is found in the records would let each of them
-    change all others: a table is UTF-8 with decimal points unless its file says otherwise.
+    change all others: a table is UTF-8 with decimal points unless its file says otherwise. A record
+    that cannot be read is left out by itself (``corrupt: skip``).
 
     Args:
         path: A YAML file of ``dataset`` settings; what it leaves out is as in
-            ``conf/dataset/_base.yaml``, but for ``encoding`` and ``decimal`` of a table.
+            ``conf/dataset/_base.yaml``, but for ``corrupt``, and ``encoding`` and ``decimal`` of a
+            table.
         cache: Where prepared records go.
 
     Raises:
@@ -228,7 +230,7 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
             "none: then a new export charges its releases to the budgets of all parts."
         )
     base = yaml.safe_load((conf_folder() / "dataset" / "_base.yaml").read_text(encoding="utf-8"))
-    base["cache"] = cache
+    base |= {"cache": cache, "corrupt": "skip"}
     if given.get("name") == "csv":
         base |= {"encoding": "utf-8", "decimal": "point"}
     dataset: Dataset = parse(Dataset, {**base, **given}, key="dataset", hints={})
@@ -236,5 +238,10 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
         raise ConfigError(
             f"dataset.limit_train={dataset.limit_train} in {path}: leave it out, since one record "
             "more would put another one out, and two would count."
+        )
+    if dataset.corrupt != "skip":
+        raise ConfigError(
+            f"dataset.corrupt={dataset.corrupt} in {path}: leave it out, since one record that "
+            "cannot be read would end every run, and so tell that it is there."
         )
     return dataset

@@ -93,6 +93,22 @@ def record_ids(contents: Iterable[bytes]) -> np.ndarray:
     return np.array(digests, dtype="S32")
 
 
+def readable(unreadable: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return int64 ``[n]``, the records that can be read, and a note on the others, if any.
+
+    Args:
+        unreadable: By the reason, which records cannot be read, bool ``[N]``.
+    """
+    wrong = np.logical_or.reduce(list(unreadable.values()))
+    rows = np.flatnonzero(~wrong)
+    if len(rows) == len(wrong):
+        return rows, ()
+    places = {reason: (np.flatnonzero(of) + 1).tolist() for reason, of in unreadable.items()}
+    told = [f"{of} {len(at):,} (records {_listed(at)})" for of, at in places.items() if at]
+    share = f"{wrong.sum():,} of {len(wrong):,} records left out ({wrong.mean():.1%})"
+    return rows, (f"{share}, which cannot be read: {'; '.join(told)}",)
+
+
 def canonical(numbers: np.ndarray) -> np.ndarray:
     """Return numbers as float32 whose bytes are equal where they are: one zero and one NaN."""
     numbers = np.asarray(numbers, dtype=np.float32) + np.float32(0)  # -0 + 0 = 0
@@ -196,22 +212,30 @@ def label_sets(texts: np.ndarray, separator: str, *, where: str) -> list[tuple[s
     Raises:
         ConfigError: A cell is not a list of texts in JSON.
     """
-    if separator != JSON_LISTS:
-        names = [map(str.strip, text.split(separator)) for text in texts.tolist()]
-        return [tuple(name for name in own if name) for own in names]
     sets = []
     for row, text in enumerate(texts.tolist(), 1):
-        try:
-            own = json.loads(text or "[]")
-        except ValueError:
-            own = None
-        if not isinstance(own, list) or not all(isinstance(name, str) for name in own):
+        own = label_set(text, separator)
+        if own is None:
             raise ConfigError(
                 f'{where} holds {text[:40]} in row {row}: expected a list such as ["a", "b"], as '
                 "dataset.label_separator=json says."
             )
-        sets.append(tuple(own))
+        sets.append(own)
     return sets
+
+
+def label_set(text: str, separator: str | None) -> tuple[str, ...] | None:
+    """Return the labels in one cell, or its class; None where it is no list of texts in JSON."""
+    if separator is None:
+        return (text,)
+    if separator != JSON_LISTS:
+        return tuple(name for name in map(str.strip, text.split(separator)) if name)
+    try:
+        own = json.loads(text or "[]")
+    except (ValueError, RecursionError):
+        return None
+    is_list = isinstance(own, list) and all(isinstance(name, str) for name in own)
+    return tuple(own) if is_list else None
 
 
 def encode_label_sets(
@@ -229,6 +253,6 @@ def encode_label_sets(
     return labels
 
 
-def _listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[object]) -> str:
     """Return the names for a message, the first ten of them."""
-    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+    return ", ".join(map(str, names[:10])) + (", ..." if len(names) > 10 else "")

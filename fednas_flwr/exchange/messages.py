@@ -203,7 +203,8 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
     """
     try:
         text = read_json(content, longest=LONGEST_HEADER)
-        header = Header(**text["header"])
+        json.dumps(text, ensure_ascii=False).encode()  # as in decode_request
+        header: Header = parse(Header, text["header"], key="header")
         metrics = {
             name: float(cast(float, value))
             for name, value in record(content, METRICS, MetricRecord).items()

@@ -80,6 +80,20 @@ def _trimmed(vectors: list[Tensor], trim: int) -> Tensor:
     return result
 
 
+def median_rewards(rewards_NC: Tensor) -> Tensor:
+    """Return rewards [C] of candidates that no minority of the clients decides.
+
+    ``median_k(r_kc - mean_c r_kc)``, added to the median client's mean reward: a client's level,
+    which differs with its records, says nothing of a candidate, and a median of raw rewards would
+    follow whoever is in the middle. Clients count alike.
+
+    Args:
+        rewards_NC: Of each client, one for each candidate.
+    """
+    levels_N1 = rewards_NC.mean(dim=1, keepdim=True)
+    return levels_N1.quantile(0.5) + (rewards_NC - levels_N1).quantile(0.5, dim=0)
+
+
 class Selection:
     """The states of those clients that lie closest together, by Flower's own functions.
 

@@ -162,7 +162,11 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
 def _data(config_json: str) -> tuple[tuple[Prepared, list[np.ndarray]], dict[str, nn.Module]]:
     """Return what the clients of one process share: records, partition, built networks."""
     config = load_config(config_json)
-    return (make_site_data(config) if has_real_sites(config) else make_data(config)), {}
+    at_site = has_real_sites(config)
+    data = make_site_data(config) if at_site else make_data(config)
+    for note in data[0].train.notes if at_site else ():
+        print(f"{config.dataset.root}: {note}", file=sys.stderr)
+    return data, {}
 
 
 Site = tuple[tuple[str, str], ...]  # SITE_KEYS that a node sets, with their values

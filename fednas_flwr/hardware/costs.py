@@ -20,6 +20,7 @@ from fednas_flwr.errors import ConfigError, unknown_choice
 
 UNITS = ("ms", "multiply_adds")
 LOSSES = ("multiplicative", "additive")
+LARGEST_WEIGHT = 1e6  # of a cost beside the loss of a task
 
 L = TypeVar("L")  # a layer
 
@@ -102,8 +103,8 @@ class HardwareLoss:
         exponent: ``b`` of the multiplicative form.
 
     Raises:
-        ConfigError: When the unit differs, no network can reach the target, or logarithms of the
-            multiplicative form would not be positive.
+        ConfigError: When the unit differs, no network can reach the target, logarithms of the
+            multiplicative form would not be positive, or the cost would outweigh every other loss.
     """
 
     costs: Costs
@@ -134,6 +135,20 @@ class HardwareLoss:
                 f"logarithms, but networks cost {costs.lowest:.4g} {self.unit} on: set "
                 "hardware.loss=additive, or measure larger batches."
             )
+        largest = max(self._log_weight(costs.lowest), self._log_weight(costs.highest))
+        if largest > math.log(LARGEST_WEIGHT):
+            raise ConfigError(
+                f"hardware.scale={self.scale:g} with hardware.exponent={self.exponent:g} weighs the "
+                f"cost of a network by up to e^{largest:.3g}: expected at most {LARGEST_WEIGHT:g}; "
+                "lower them."
+            )
+
+    def _log_weight(self, cost: float) -> float:
+        """Return the logarithm of what a cost multiplies a loss by, or adds to it."""
+        if self.form == "multiplicative":
+            power = self.exponent * math.log(math.log(cost) / math.log(self.target))
+            return math.log(self.scale) + power
+        return math.log(self.scale) + math.log(max(abs(cost / self.target - 1), 1e-30))
 
     def __call__(self, task_loss: Tensor, cost: Tensor) -> Tensor:
         """Return the loss."""

@@ -35,6 +35,8 @@ REWARDED = ("local", "averaged")  # models that are rewarded: each client's own,
 Count = Annotated[int, Between(1)]
 CountOrZero = Annotated[int, Between(0)]
 Steps = Annotated[int, Between(1, 10**6)]  # or epochs, before a client answers
+# By less, logits are divided to infinity; by more, to nothing.
+Temperature = Annotated[float, Between(1e-3, 1e6)]
 Positive = Annotated[float, Between(0, LARGEST, above=True)]
 NonNegative = Annotated[float, Between(0, LARGEST)]
 Share = Annotated[float, Between(0, 1)]
@@ -107,12 +109,12 @@ class Temperatures(Checked):
     """The temperature of GDAS' softmax, which falls linearly over the rounds.
 
     Attributes:
-        first: Temperature of the first round, above 0; 10 in the paper.
-        last: Temperature of the last round, above 0; .1 in the paper.
+        first: Temperature of the first round; 10 in the paper.
+        last: Temperature of the last round; .1 in the paper.
     """
 
-    first: Positive
-    last: Positive
+    first: Temperature
+    last: Temperature
 
     def at_round(self, server_round: int, num_rounds: int) -> float:
         """Return the temperature of a round of ``num_rounds``; rounds count from 1."""
@@ -252,7 +254,7 @@ class BanditSettings(Checked):
         step_size: Step of an estimate towards a new reward, in (0, 1].
         retention: Factor of an estimate in a phase that does not try its arm, in [0, 1]: a good arm
             may not stay good.
-        temperature: Temperature of the softmax, > 0, in units of the rewards' scale.
+        temperature: Temperature of the softmax, in units of the rewards' scale.
         scaled: If true, rewards are divided by their running scale.
         scale_retention: Share of the scale that a phase keeps, in [0, 1).
         resampled_share: Share of the arms that are replaced after every phase by draws near good
@@ -263,7 +265,7 @@ class BanditSettings(Checked):
     beta: Positive
     step_size: ShareAbove0
     retention: Share
-    temperature: Positive
+    temperature: Temperature
     scaled: bool
     scale_retention: ShareBelow1
     resampled_share: ShareBelow1
@@ -292,7 +294,7 @@ class ControllerSettings(Checked):
 
     Attributes:
         lr: Learning rate of Adam, > 0.
-        temperature: Divisor of the logits of every choice, > 0; above 1 it explores more.
+        temperature: Divisor of the logits of every choice; above 1 it explores more.
         entropy_weight: Weight of the policy's entropy per edge, in nats, added to a reward from 0
             to 1 or, with ``scaled``, in standard deviations.
         baseline_decay: Decay of the moving average of rewards, in [0, 1); with ``scaled`` also of
@@ -302,7 +304,7 @@ class ControllerSettings(Checked):
     """
 
     lr: LearningRate
-    temperature: Positive
+    temperature: Temperature
     entropy_weight: RateOrZero
     baseline_decay: ShareBelow1
     scaled: bool

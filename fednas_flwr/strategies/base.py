@@ -13,6 +13,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from statistics import median
 from typing import Any, TypedDict
 
 import torch
@@ -27,6 +28,7 @@ from fednas_flwr.exchange.checkpoint import Checkpoint, CheckpointFolder
 from fednas_flwr.exchange.courier import TOTAL, Courier
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import Amount, Evaluate, RewardCandidates, Settings, Site
+from fednas_flwr.exchange.robust import median_rewards
 from fednas_flwr.exchange.sampling import Turn
 from fednas_flwr.exchange.states import (
     MOMENTS,
@@ -41,6 +43,7 @@ from fednas_flwr.exchange.states import (
     pack,
     unpack,
 )
+from fednas_flwr.names import FEWEST_VOTES
 from fednas_flwr.privacy.plan import PrivateStage
 from fednas_flwr.search.architect import alpha_entropy
 from fednas_flwr.search.descent import no_moments
@@ -51,6 +54,7 @@ from fednas_flwr.search_spaces.space import SearchSpace
 SERVER = "server."  # before the names of the server's own tensors in a checkpoint
 VELOCITY = "velocity"  # the state of its momentum there
 EXACT_REWARDS, NOISY_REWARDS = (0.0, 1.0), (-1.0, 2.0)  # what a client's accuracy is held to
+FARTHEST = 100.0  # nats: a model that has diverged loses as much on a record
 ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
 
 
@@ -268,13 +272,20 @@ class RoundStrategy(Strategy):
             yield client, replace(late.reply, states=moved)
 
     def reward(
-        self, request: RewardCandidates, *, only: Mapping[str, Collection[str]] | None = None
+        self,
+        request: RewardCandidates,
+        *,
+        only: Mapping[str, Collection[str]] | None = None,
+        by_median: bool = False,
     ) -> tuple[list[float], float | None, dict[str, float]]:
         """Return each candidate's accuracy over all clients' validation records.
 
         Args:
             request: Names the candidates.
             only: Of some states the names of the tensors that are sent.
+            by_median: Whether three or more clients without privacy count by
+                :func:`~fednas_flwr.exchange.robust.median_rewards` in place of the mean, so that
+                none of them decides which candidate is best.
 
         Returns:
             The accuracies; the standard deviation of the noise on each, None where it depends on
@@ -282,7 +293,7 @@ class RoundStrategy(Strategy):
         """
         layout = Layout.of({"rewards": torch.zeros(request.count)})
         bounds = NOISY_REWARDS if self.private else EXACT_REWARDS
-        average, replies = self.new_average(), []
+        average, replies, own_rewards = self.new_average(), [], []
         for _, reply in self.ask(
             "evaluate.candidates",
             request,
@@ -294,9 +305,12 @@ class RoundStrategy(Strategy):
                 dtype: vector.clamp(*bounds) for dtype, vector in reply.states["rewards"].items()
             }
             average.add({"rewards": own}, weight=reply.num_examples)
+            own_rewards.append(unpack(own, layout)["rewards"])
             replies.append(replace(reply, states={}))
         weight = sum(reply.num_examples for reply in replies)
         rewards = unpack(average.result()["rewards"], layout)["rewards"].tolist()
+        if by_median and self.private is None and len(own_rewards) >= FEWEST_VOTES:
+            rewards = median_rewards(torch.stack(own_rewards).double()).tolist()
         noise: float | None = 0.0
         if self.private and not isinstance(average, WeightedAverage):
             noise = None
@@ -548,11 +562,18 @@ def _named(checkpoint: Checkpoint, prefix: str) -> Tensors:
 
 
 def mean_metrics(replies: Iterable[Reply]) -> dict[str, float]:
-    """Return the mean of every metric over the replies that have it, weighted by examples."""
-    sums: dict[str, float] = {}
-    weights: dict[str, float] = {}
+    """Return the mean of every metric over the replies that have it, weighted by examples.
+
+    Of three or more none counts for more than ``FARTHEST`` times the median one, or ``FARTHEST``.
+    """
+    told: dict[str, list[tuple[float, float]]] = {}
     for reply in replies:
         for name, value in reply.metrics.items():
-            sums[name] = sums.get(name, 0.0) + reply.num_examples * value
-            weights[name] = weights.get(name, 0.0) + reply.num_examples
-    return {name: value / weights[name] for name, value in sums.items()}
+            told.setdefault(name, []).append((reply.num_examples, value))
+    means = {}
+    for name, pairs in told.items():
+        most = math.inf
+        if len(pairs) >= FEWEST_VOTES:
+            most = FARTHEST * max(1.0, median(value for _, value in pairs))
+        means[name] = sum(n * min(value, most) for n, value in pairs) / sum(n for n, _ in pairs)
+    return means

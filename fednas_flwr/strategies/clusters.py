@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fednas_flwr.errors import ConfigError, show
 
+LONGEST_NAME = 200  # bytes: file systems take 255
+
 
 def group_by_fact(facts: Mapping[int, Mapping[str, object]], name: str) -> dict[str, list[int]]:
     """Return the clients, ascending, by what each says of itself (Zhang et al., 2020, Alg. 2).
@@ -36,7 +38,8 @@ def group_name(facts: Mapping[str, object], client: int, name: str) -> str:
             f"algorithm.group_by={name}, but client {client} has no {name}: give the node a "
             "tag in its --node-config, or simulated clients client_tags=[...]."
         )
-    if not re.fullmatch(r"[\w .-]{1,64}", label) or label.startswith("."):
+    fits = len(label.encode()) <= LONGEST_NAME
+    if not fits or not re.fullmatch(r"[\w .-]{1,64}", label) or label.startswith("."):
         raise ConfigError(
             f"group {show(label)!r} cannot name a folder: expected up to 64 letters, digits, "
             "spaces, dots, hyphens and underscores."

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import fednas_flwr
 from fednas_flwr.clients.release import ReleaseGate, read_commitment
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import Header
@@ -442,3 +444,33 @@ def test_a_policy_that_was_tightened_since_refuses_what_a_run_has_committed_to(
     with pytest.raises(ConfigError, match=f"rule {rule}"):
         tight.commit()
     assert tight.rows() == []
+
+
+def test_a_sum_that_says_no_norm_is_not_released(make_site):
+    """Whatever is computed of a clipped sum is one no more."""
+    site = make_site()
+    for computed in (lambda sums: dict(sums), lambda sums: {n: 2 * t for n, t in sums.items()}):
+        with pytest.raises(TypeError, match="says no norm"):
+            release(site.gate, admit(site), 30, lambda rows, f=computed: f(zeros(rows)))
+
+
+def test_noise_is_scaled_by_the_norm_of_the_sum_and_not_by_a_committed_one(make_site):
+    site = make_site()
+    wide = ClippedSum({"a": torch.zeros(20_000)}, norm=10 * TERMS["max_grad_norm"])
+    noise = release(site.gate, admit(site), 30, lambda rows: wide)["a"]
+    assert noise.std() == pytest.approx(10 * STD, rel=0.03)
+
+
+def test_only_what_clips_makes_clipped_sums():
+    """The three modules that scale contributions down; anything else has to call them."""
+    package = Path(fednas_flwr.__file__).parent
+    makers = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r"\bClippedSum\(", path.read_text().replace("class ClippedSum(", ""))
+    }
+    assert makers == {
+        "privacy/micro_batches.py",
+        "privacy/clipping.py",
+        "clients/noised_updates.py",
+    }

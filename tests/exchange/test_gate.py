@@ -157,7 +157,7 @@ DAMAGES = {
     "accuracy inf": (set_metric("accuracy", float("inf")), "accuracy=inf is not finite"),
     "loss NaN": (set_metric("train_loss", float("nan")), "train_loss=nan is not finite"),
     "loss inf": (set_metric("train_loss", float("inf")), "train_loss=inf is not finite"),
-    "loss negative": (set_metric("train_loss", -0.1), "train_loss=-0.1 is not from 0 to inf"),
+    "loss negative": (set_metric("train_loss", -0.1), "train_loss=-0.1 is not from 0 to 1e+30"),
     "accuracy negative": (set_metric("train_accuracy", -0.01), "-0.01 is not from 0 to 1"),
     "accuracy above 1": (set_metric("train_accuracy", 1.01), "1.01 is not from 0 to 1"),
     "a metric of another verb": (set_metric("accuracy", 0.5), "accuracy is none of the metrics"),

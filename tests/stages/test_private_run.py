@@ -11,11 +11,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file
 from torch.nn import functional
 
 from fednas_flwr import load
-from fednas_flwr.builders.clients import PRIVATE_SITE_KEYS, check_public, make_courier
+from fednas_flwr.builders.clients import (
+    PRIVATE_SITE_KEYS,
+    check_public,
+    make_client,
+    make_courier,
+)
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.builders.strategies import make_search
@@ -669,6 +675,100 @@ def test_a_new_export_of_the_same_records_is_charged_to_all_splits_unless_a_colu
     first, second = splits[:4], splits[4:]
     assert first == [("train",), ("validation",)] * 2
     assert second == (first if id_column else [("train", "validation", "test")] * 4)
+
+
+SMALL = ["algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "stages=[search]", "rounds=1"]
+WRONG_ROWS = [
+    *(",1,1,2020-01-01,n,,0", "q1,old,1,2020-01-01,n,,0", "q2,1,1e39,2020-01-01,n,,0"),
+    *("q3,1,-inf,,n,,1", "q4,1,1,2020-02-30,n,,1", "q5,1,1,2020-01-01,east,,1"),
+    *("q6,1,1,2020-01-01,n,,2", "q7,1,1,2020-01-01,n,,", "q8,1,1,2020-01-01,n\0,,0.0"),
+]
+FAR_ROWS = ["f1,3e38,,9999-12-31,,,0", f"f2,-3e38,1,0001-01-01,n,{'x' * 300_000},1"]
+
+
+def write_site(folder: Path, kind: str, wrong: bool, alone: bool) -> tuple[Path, dict]:
+    """Return a site's data, ``wrong`` with records that cannot be read, and how it is read."""
+    rng, folder = np.random.default_rng(0), folder / f"{kind}-{wrong}-{alone}"
+    folder.mkdir()
+    x, y = rng.integers(0, 256, (60, 8, 8, 3), np.uint8), np.arange(60) % 3
+    if kind == "npz":
+        more = [np.zeros((4, 8, 8, 3), np.uint8)] * wrong, [np.array([-1, 3, 99, 2**60])] * wrong
+        kept = slice(0, 60 * (not alone))
+        x, y = np.concatenate([*more[0], x[kept]]), np.concatenate([*more[1], y[kept]])
+        np.savez(folder / "site.npz", x_train=x, y_train=y)
+        return folder / "site.npz", {"name": "npz", "class_names": [*"abc"]}
+    if kind == "image_folder":
+        for i in range(60 * (not alone)):
+            place = folder / "abc"[y[i]] / f"{i}.png"
+            place.parent.mkdir(exist_ok=True)
+            Image.fromarray(x[i]).save(place)
+        for place in ("a/0.png.png", "a/x.dcm", "b/9.jpg", "d/1.png") if wrong else ():
+            (folder / place).parent.mkdir(exist_ok=True)
+            (folder / place).write_bytes(b"no image")
+        own = {"name": "image_folder", "class_names": [*"abc"], "image_size": 8, "channels": 3}
+        return folder, own
+    rows = [
+        f"p{i},{a:.3f},{b:.3f},2020-01-{1 + i % 28:02},{'ns'[i % 2]},,{i % 2}"
+        for i, (a, b) in enumerate(rng.normal(0, 1, (60 * (not alone), 2)))
+    ]
+    rows = [
+        *WRONG_ROWS[kind == "csv" : 5] * wrong,
+        *rows,
+        *FAR_ROWS * (not alone),
+        *WRONG_ROWS[5:] * wrong,
+    ]
+    text = "\n".join(["patient,x,y,seen,ward,note,ill", *rows])
+    (folder / "site.csv").write_text(text + "\n")
+    own = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": ["x", "y"]}
+    own |= {"dates": ["seen"], "categorical": ["ward"], "categories": {"ward": ["n", "s"]}}
+    own |= {"statistics": {"x": [0, 1], "y": [0, 1], "seen": [18000, 100]}}
+    return folder / "site.csv", own | {"id_column": None if kind == "csv" else "patient"}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("kind", ["csv", "persons", "npz", "image_folder"])
+def test_records_that_cannot_be_read_change_no_answer(
+    compose_config, real_sites, start, tmp_path, monkeypatch, capsys, kind, alone
+):
+    """Nor do they where no other is left (``alone``); the site's log tells how many they are."""
+    table = kind in ("csv", "persons")
+    sizes = ["search_space=mlp_small", *(f"{p}.channels=8" for p in ("search_space", "retrain"))]
+    sizes += [f"{part}.norm=group" for part in ("search_space", "retrain")]
+    sizes = sizes if table else [f"search_space.{size}" for size in SIZES]
+    overrides = [*SMALL, "privacy.epsilon=1000", *REAL_SITES, *sizes]
+    overrides += ["dataset=csv"] if table else []
+    clients, facts, told = [], [], []
+    monkeypatch.setattr(
+        client_app,
+        "make_client",
+        lambda *a, **k: clients.append(make_client(*a, **k)) or clients[-1],
+    )
+    for wrong in (False, True):
+        for kept in (client_app._gate, client_app._client, client_app._data):
+            kept.cache_clear()
+        config = compose_config(*overrides)
+        grid = real_sites(config, unit="person" if kind == "persons" else "record")
+        (node,) = (context.node_config for context in grid._contexts.values())
+        path, dataset = write_site(tmp_path, kind, wrong, alone)
+        Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
+        node["data-path"] = str(path)
+        courier = make_courier(config, run="other")
+        courier.connect(grid)
+        facts.append({name: of for name, of in courier.facts[0].items() if name != "spent"})
+        assert start(*overrides, grid=grid).error is None
+        told.append("left out" in capsys.readouterr().err)
+    assert told == [False, True]
+    assert facts[0] == facts[1]
+    before, after = (client.data for client in (clients[0], clients[-1]))
+    for split in ("train", "validation", "test"):
+        a, b = getattr(before, split), getattr(after, split)
+        assert a.num_units == b.num_units
+        assert bool(len(a)) != alone
+        assert torch.equal(a.labels[a.rows], b.labels[b.rows])
+        assert a.features[a.rows].numpy().tobytes() == b.features[b.rows].numpy().tobytes()
+    with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as booked:
+        charged = [row.entry.splits for row in booked.entries()]
+    assert charged == [("train",), ("validation",)] * 2  # all three, were it other data
 
 
 def test_a_private_sites_own_file_chooses_fixed_features_of_its_images(
