@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # these bring torch
 
 LONGEST_TEXT = 500  # characters kept of what a server sent
 LONGEST_LOG = 4000  # characters of an error in the site's own log
-LONGEST_END = 2 * LONGEST_LOG  # bytes beyond the daily allowance for lines that say it is spent
+LONGEST_END = 20_000  # bytes beyond the daily allowance for lines that say it is spent
 # Of a request besides its fields and settings: HMACs and names in the line of its reply, a row in
 # the journal of secure sums, the result of a self-test.
 REQUEST_BYTES = 2000
@@ -162,7 +162,7 @@ class AuditTrail:
                 records.
         """
         place = {"verb": verb} if request is None else _place(request)
-        fixed = 2 * LONGEST_TEXT + (LONGEST_LOG if error else 0)
+        fixed = 13 * LONGEST_TEXT + (LONGEST_LOG if error else 0)  # in JSON some characters take 12
         try:
             self._take(len(json.dumps(place)) + fixed, beyond=LONGEST_END)
         except DayFullError:

@@ -45,9 +45,8 @@ def take(counter: Path, num_bytes: int, *, now: float | None = None, beyond: int
         try:
             known, used, refused = map(int, os.pread(descriptor, 99, 0).split())
         except ValueError:  # it is new
-            known = -1
-        if known != day:
-            used = refused = 0
+            known = used = refused = 0
+        used, refused = (used, refused) if known == day else (0, 0)
         fits = used + num_bytes <= MOST_BYTES + beyond
         used, refused = (used + num_bytes, refused) if fits else (used, refused + 1)
         os.pwrite(descriptor, f"{day:>12} {used:>20} {refused:>20}\n".encode(), 0)  # in place

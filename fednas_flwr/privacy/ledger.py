@@ -55,7 +55,7 @@ from fednas_flwr.privacy.renyi import Release, renyi_divergence
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
 from fednas_flwr.privacy.units import counted, kind_of, protects
 
-_ROW_BYTES = 200  # of a row or commitment besides its values: its HMAC, and sqlite's own
+_ROW_BYTES = 300  # of a row or commitment besides its values: its HMAC, and sqlite's own
 _COLUMNS = (
     "sequence, time, account, data_set, run, stage, round, verb, splits, noise_multiplier, "
     "sample_rate, steps, run_steps, committed_steps, unit"
@@ -256,7 +256,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             if known is not None and known != terms:
                 raise ConfigError(f"run {run} has committed to other terms: start a new run.")
             if known is None:
-                self._take(run, terms)
+                self._take(run, run, terms)  # its index repeats the run
                 mac = self._mark.hmac("commitment", run, terms)
                 self._rows.execute("INSERT INTO commitments VALUES (?, ?, ?)", (run, terms, mac))
                 self._rows.execute("COMMIT")
