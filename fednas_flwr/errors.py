@@ -42,6 +42,10 @@ class BudgetExceededError(RuntimeError):
     """A client refuses a release that its privacy budget does not cover."""
 
 
+class DayFullError(ConfigError):
+    """A site refuses what would write more than its daily allowance."""
+
+
 class ReplyError(ValueError):
     """A client's reply is not what was asked for; it is dropped, and the round goes on."""
 

@@ -345,6 +345,7 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
         "epsilon": privacy.epsilon,
         "delta": privacy.delta,
         "least_noise_multiplier": LEAST_CALIBRATED,
+        "largest_noise_multiplier": 1e6,  # whatever the run's settings ask for
         "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
         "largest_steps": 1_000_000,
         "verbs": list(PRIVATE_VERBS),

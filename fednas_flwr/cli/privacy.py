@@ -361,6 +361,8 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
             shown = epsilon_text(epsilon if math.isfinite(epsilon) else None)
             costs.add_row(name(paying), split, shown, name(unit))
     console.print(costs)
-    for paying, sentences in statement.left_out.items():
-        for sentence in sentences if account in (None, paying) else ():
-            console.print(name(f"The epsilons of {paying} leave out {sentence}."))
+    for paying in dict.fromkeys(paying for paying, _ in statement.epsilons):
+        others = [f"{other} (per {unit})" for other, unit in statement.epsilons if other != paying]
+        if others and account in (None, paying):
+            listed = name(", ".join(others))
+            console.print(name(paying), "leaves out, should it be of the same records:", listed)

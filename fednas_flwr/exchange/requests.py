@@ -32,7 +32,7 @@ from fednas_flwr.typed import Between, Checked, Length, check_range, parse
 from fednas_flwr.verbs import SPLIT_OF
 
 MOST_TRIALS = 1000
-LARGEST_MODEL = 2**30  # bytes of the file of a model that a site keeps
+LARGEST_MODEL = 2**27  # bytes of the file of a model that a site keeps
 LONGEST_CARD = 2**17  # characters
 MOST_RELEASES = 32  # kinds of them in a schedule; a site keeps each schedule for good
 Candidates = Annotated[list[list[int]], Length(Between(1, MOST_CANDIDATES))]

@@ -41,7 +41,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -50,13 +49,13 @@ import numpy as np
 
 from fednas_flwr.errors import BudgetExceededError, ConfigError, unknown_choice
 from fednas_flwr.names import RECORD, SPLITS
+from fednas_flwr.privacy.allowance import counter_of, take
 from fednas_flwr.privacy.mark import Mark, connect, damaged, equal, plain_errors
 from fednas_flwr.privacy.renyi import Release, renyi_divergence
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
 from fednas_flwr.privacy.units import counted, kind_of, protects
 
-MOST_COMMITMENTS = 100  # of new runs in a day (UTC): a server could fill the disk with them
-_DAY_S = 86_400
+_ROW_BYTES = 300  # of a row or commitment besides its values: its HMAC, and sqlite's own
 _COLUMNS = (
     "sequence, time, account, data_set, run, stage, round, verb, splits, noise_multiplier, "
     "sample_rate, steps, run_steps, committed_steps, unit"
@@ -71,7 +70,6 @@ _SCHEMA = """
     CREATE TABLE IF NOT EXISTS commitments (run TEXT PRIMARY KEY, terms TEXT, mac TEXT);
 """
 _LATER_SCHEMA = """
-    CREATE TABLE IF NOT EXISTS days (day INTEGER PRIMARY KEY, commitments INTEGER);
     CREATE TABLE IF NOT EXISTS approvals (run TEXT PRIMARY KEY, mac TEXT);
 """  # which ledgers of older versions lack
 # {account: {"orders": [...], "totals": _Totals, "assignments": [[data set, HMAC], ...]}}
@@ -176,7 +174,6 @@ class Ledger(AbstractContextManager["Ledger"]):
             )
         self._clock, self._checkpoint = clock, checkpoint
         self._pid, self._mutex = os.getpid(), threading.Lock()
-        self._filters: dict[tuple[str, str], RenyiFilter] = {}
         with plain_errors(self.path):
             self._mark = Mark(key_path, wait_s=wait_s)
             try:
@@ -211,6 +208,7 @@ class Ledger(AbstractContextManager["Ledger"]):
                 promise nothing for the entry's unit.
             ConfigError: The run leaves the terms it committed to, or books more steps; the entry is
                 not charged to every split, and the account was first used with another assignment.
+            DayFullError: The site's daily allowance does not cover the row.
             RuntimeError: The ledger is damaged, or was opened before a fork.
             OSError: A file cannot be written, or stayed locked.
         """
@@ -219,6 +217,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             self._assign(state, entry, assignment)
             self._spend(state, entry, epsilon=epsilon, delta=delta)
             values = self._values(last + 1, entry)
+            self._take(*values)
             mac = self._mark.hmac("row", last_mac, values)
             places = ", ".join("?" for _ in (*values, mac))
             self._rows.execute(
@@ -247,7 +246,8 @@ class Ledger(AbstractContextManager["Ledger"]):
             terms: All terms as text, which :meth:`committed` returns.
 
         Raises:
-            ConfigError: The run has committed to other terms, or too many others have today.
+            ConfigError: The run has committed to other terms.
+            DayFullError: The site's daily allowance does not cover it.
             RuntimeError: The ledger is damaged, or was opened before a fork.
             OSError: A file cannot be written, or stayed locked.
         """
@@ -256,7 +256,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             if known is not None and known != terms:
                 raise ConfigError(f"run {run} has committed to other terms: start a new run.")
             if known is None:
-                self._count_commitment()
+                self._take(run, run, terms)  # its index repeats the run
                 mac = self._mark.hmac("commitment", run, terms)
                 self._rows.execute("INSERT INTO commitments VALUES (?, ?, ?)", (run, terms, mac))
                 self._rows.execute("COMMIT")
@@ -425,18 +425,10 @@ class Ledger(AbstractContextManager["Ledger"]):
             raise damaged(f"row {last} of {self.path} was edited")
         return False
 
-    def _count_commitment(self) -> None:
-        """Count one more for this day; the next day nobody asks for this day's number again."""
-        day = int(self._clock() // _DAY_S)
-        row = self._rows.execute("SELECT commitments FROM days WHERE day = ?", (day,)).fetchone()
-        number = 1 if row is None else row[0] + 1
-        if number > MOST_COMMITMENTS:
-            raise ConfigError(
-                f"refused: {MOST_COMMITMENTS} runs have committed to a schedule at this site today "
-                "(UTC), no more can: start the run tomorrow."
-            )
-        self._rows.execute("DELETE FROM days")
-        self._rows.execute("INSERT INTO days VALUES (?, ?)", (day, number))
+    def _take(self, *values: object) -> None:
+        """Count what a row of these values takes of the site's daily allowance."""
+        counter = counter_of(self._mark.key_path)
+        take(counter, len(str(values).encode()) + _ROW_BYTES, now=self._clock())
 
     def _commitment(self, run: str) -> str | None:
         """Return the terms of a run."""
@@ -511,7 +503,7 @@ class Ledger(AbstractContextManager["Ledger"]):
                 "the policy."
             )
         for split in entry.splits:
-            budget = self._filter(entry, split, booked, epsilon=epsilon, delta=delta)
+            budget = _booked_filter(booked, split, entry.unit, epsilon=epsilon, delta=delta)
             try:
                 budget.spend(entry.release)
             except BudgetExceededError as error:
@@ -522,15 +514,6 @@ class Ledger(AbstractContextManager["Ledger"]):
             booked["orders"] = budget.orders
         _add(totals, entry, booked["orders"])
         booked["totals"] = totals
-
-    def _filter(
-        self, entry: Entry, split: str, booked: _State, *, epsilon: float, delta: float
-    ) -> RenyiFilter:
-        """Return the filter of a split at its totals; the one kept here knows what steps cost."""
-        fresh = _booked_filter(booked, split, entry.unit, epsilon=epsilon, delta=delta)
-        kept = self._filters.get((entry.account, split), fresh)
-        self._filters[entry.account, split] = kept if kept.state() == fresh.state() else fresh
-        return self._filters[entry.account, split]
 
     def _values(self, sequence: int, entry: Entry) -> tuple[object, ...]:
         """Return the columns of a new row; refuse other terms than the run's, and more steps."""
@@ -596,7 +579,6 @@ def _add(totals: _Totals, entry: Entry, orders: Sequence[float]) -> None:
         by_split[split] = list(map(add, by_split.get(split, [0.0] * len(costs)), costs))
 
 
-@lru_cache(maxsize=1024)  # a stranger chooses the releases
 def _cost(release: Release, order: float) -> float:
     """Return the divergence of all steps of a release."""
     sigma, rate = release.noise_multiplier, release.sample_rate

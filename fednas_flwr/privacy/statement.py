@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.accounting import epsilon_per_split
 from fednas_flwr.privacy.ledger import Row
-from fednas_flwr.privacy.units import counted, kind_of
+from fednas_flwr.privacy.units import counted
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,10 @@ class Statement:
         lines: One for each kind, in the order of first booking.
         epsilons: For each account and unit that it has paid for, the epsilon of each split that
             paid: of all that the account has paid for, counted for that unit.
-        left_out: For each account, sentences on what its epsilons do not count.
     """
 
     lines: tuple[Line, ...]
     epsilons: dict[tuple[str, str], dict[str, float]]
-    left_out: dict[str, list[str]]
 
 
 def make_statement(rows: Sequence[Row], *, delta: float) -> Statement:
@@ -92,19 +90,7 @@ def make_statement(rows: Sequence[Row], *, delta: float) -> Statement:
             ]
             found = epsilon_per_split(entries, delta)
             epsilons[account, unit] = {split: found[split] for split in SPLITS if split in found}
-    left_out = {
-        account: [_left_out(accounts[other], booked) for other in accounts if other != account]
-        for account, booked in accounts.items()
-    }
-    return Statement(tuple(_line(booked) for booked in kinds.values()), epsilons, left_out)
-
-
-def _left_out(other: list[Row], own: list[Row]) -> str:
-    """Return the sentence on what the epsilons of an account leave out of another account."""
-    units = sorted({kind_of(row.entry.unit) for row in other})
-    same = sorted({r.entry.data_set for r in other} & {r.entry.data_set for r in own})
-    of = f"of the same data set {', '.join(same)}" if same else "should they be of its records"
-    return f"releases per {' and '.join(units)} on the account {other[0].entry.account}, {of}"
+    return Statement(tuple(_line(booked) for booked in kinds.values()), epsilons)
 
 
 def _line(rows: list[Row]) -> Line:

@@ -109,6 +109,7 @@ OWN_POLICY = {
     "epsilon": REFUSES,
     "delta": REFUSES,
     "least_noise_multiplier": REFUSES,
+    "largest_noise_multiplier": REFUSES,
     "largest_grad_norm": REFUSES,
     "largest_steps": REFUSES,
     "verbs": REFUSES,

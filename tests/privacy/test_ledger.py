@@ -20,9 +20,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fednas_flwr.errors import BudgetExceededError, ConfigError
+from fednas_flwr.errors import BudgetExceededError, ConfigError, DayFullError
 from fednas_flwr.names import SPLITS
-from fednas_flwr.privacy.ledger import MOST_COMMITMENTS, Entry, Ledger
+from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
+from fednas_flwr.privacy.ledger import Entry, Ledger
 from fednas_flwr.privacy.mark import read_key, seal
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
@@ -173,7 +174,7 @@ def test_a_run_keeps_to_what_it_committed_even_after_a_restart(folder, change, m
 
 
 def test_the_clock_decides_nothing(folder):
-    times = iter([2e9, 1e9, -5.0, 3e9])
+    times = iter([2e9, 2e9, 1e9, 1e9, -5.0, -5.0, 3e9, 3e9])  # of the row, of the allowance
     with open_ledger(folder, clock=lambda: next(times)) as ledger:
         for _ in range(4):
             ledger.reserve(ENTRY, **BUDGET, assignment="a")
@@ -478,18 +479,64 @@ def test_no_record_pays_more_than_the_split_of_its_first_side_was_charged(uses, 
         shutil.rmtree(folder)
 
 
-def test_a_day_takes_so_many_new_commitments_and_no_more(folder):
-    times = iter([0.0] * (MOST_COMMITMENTS + 1) + [86_399.0, 86_400.0])
-    with open_ledger(folder, clock=lambda: next(times)) as ledger:
-        for number in range(MOST_COMMITMENTS):
-            ledger.commit(f"run {number}", "terms")
-        ledger.commit("run 0", "terms")  # a retried message
-        for _ in range(2):
-            with pytest.raises(ConfigError, match="100 runs have committed .* start the run tomor"):
-                ledger.commit("one more", "terms")
+# --- the daily allowance
+
+
+def taken(folder):
+    """What today's requests have taken of the allowance, in bytes."""
+    return int(counter_of(folder / "key" / "site").read_text().split()[1])
+
+
+def spend_the_day(folder, *, day=0, left=0):
+    counter = counter_of(folder / "key" / "site")
+    counter.write_text(f"{day:>12} {MOST_BYTES - left:>20} {0:>20}\n")
+
+
+def test_rows_and_commitments_take_from_one_daily_allowance(folder):
+    times = [0.0]
+    with open_ledger(folder, clock=lambda: times[0]) as ledger:
+        ledger.commit("run", "terms")
+        committed = taken(folder)
+        ledger.commit("run", "terms")  # a retried message
+        assert taken(folder) == committed > len("runterms")
+        ledger.reserve(ENTRY, **BUDGET, assignment="a")
+        row = taken(folder) - committed
+        spend_the_day(folder, left=row - 1)
+        for ask in (
+            lambda: ledger.reserve(ENTRY, **BUDGET, assignment="a"),
+            lambda: ledger.commit("one more", "terms" * 1000),
+        ):
+            with pytest.raises(DayFullError, match="^refused: requests have made this site write"):
+                ask()
+        assert ledger.verify() == 1
         assert ledger.committed("one more") is None
-        ledger.commit("one more", "terms")
-        assert ledger.committed("one more") == "terms"
+        times[0] = 86_400.0
+        ledger.reserve(ENTRY, **BUDGET, assignment="a")
+        ledger.commit("one more", "terms" * 1000)
+        assert ledger.verify() == 2
+
+
+def test_the_file_never_grows_by_more_than_what_is_taken(folder):
+    path = folder / "ledger" / "site.sqlite"
+    with open_ledger(folder, clock=lambda: 0.0) as ledger:
+        ledger.commit("warm up", "")
+    before, start = path.stat().st_size, taken(folder)
+    with open_ledger(folder, clock=lambda: 0.0) as ledger:
+        for number in range(200):
+            long = replace(ENTRY, run=f"{number}" + "r\u00e9" * 100, release=Release(1e3, 1e-6, 1))
+            ledger.commit(long.run, f"{number}" * 500)
+            for _ in range(3):
+                ledger.reserve(long, **BUDGET, assignment="a")
+    page, run, rows = 4096, ENTRY.run, 400
+    assert path.stat().st_size - before <= taken(folder) - start + 3 * page
+    with open_ledger(folder, clock=lambda: 0.0) as ledger:
+        start = taken(folder)
+        for _ in range(rows):
+            ledger.reserve(
+                replace(ENTRY, run=run, release=Release(1e3, 1e-6, 1)), **BUDGET, assignment="a"
+            )
+    # an honest run of thousands of steps a day takes little of it
+    assert 100_000 * (taken(folder) - start) / rows < MOST_BYTES / 4
 
 
 # --- kill -9, races, threads, forks

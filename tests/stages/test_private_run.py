@@ -34,11 +34,13 @@ from fednas_flwr.config import dump_config
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError
+from fednas_flwr.exchange.messages import Header, encode_request
 from fednas_flwr.exchange.requests import Amount, Commit, Describe, Evaluate, Site
 from fednas_flwr.federation import client_app
 from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
 from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
+from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
 from fednas_flwr.privacy.gdp import gdp_epsilon
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -1150,6 +1152,63 @@ def trail_of(path):
     return [{key: value for key, value in line.items() if key not in changing} for line in lines]
 
 
+def books_of(folder):
+    """The sizes of all files of a site, but its counter."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".day"]
+    return {path: path.stat().st_size for path in files}
+
+
+def test_a_flood_of_requests_fills_no_disk_and_an_honest_run_goes_on_the_next_day(
+    compose_config, real_sites, start
+):
+    """Refusals, malformed messages, commitments, what raises at the site: all of one allowance."""
+    overrides = [*SEARCH, *REAL_SITES]
+    config = compose_config(*overrides)
+    grid = real_sites(config)
+    (node,) = (context.node_config for context in grid._contexts.values())
+    counter = counter_of(Path(node["ledger-key"]))
+    folder = counter.parent
+    assert start(*overrides, grid=grid).error is None  # what is made once is there
+    day, taken, refused = map(int, counter.read_text().split())
+    (trail,) = folder.rglob("audit.jsonl")
+    requests = trail.read_text().count('"event": "asked"')
+    assert refused == 0
+    assert taken < 4000 * requests  # policy.yaml says about 3 kB
+    counter.write_text(f"{day:>12} {MOST_BYTES - 3000:>20} {0:>20}\n")
+    (node_id,) = grid._contexts
+
+    def told(verb, header, settings):
+        content = encode_request(header, settings, {})
+        (reply,) = grid.send_and_receive([grid.create_message(content, verb, node_id, "")])
+        return reply.error.reason if reply.has_error() else "answered"
+
+    sizes, reasons = [], set()
+    for number in range(60):
+        run = Header(f"flood {number}", "search", 1, 1, 0, f"{number}")
+        for verb, settings in (
+            ("query.describe", Describe()),
+            ("query.commit", Commit("records", ())),
+            ("query.commit", Commit("other", ())),
+            ("train.weight_gradient", ASKED),
+        ):
+            reasons.add(told(verb, run, settings))
+        reasons.add(told("query.commit", run, Describe()))  # malformed
+        sizes.append(books_of(folder))
+    assert sizes[-1] == sizes[20]
+    assert "requests have made this site write as much as it writes in a day" in " ".join(reasons)
+    others = {"query.describe": Describe(), "query.commit": Commit("records", ())}
+    late = {told(verb, run, settings) for verb, settings in others.items()}
+    assert len(late) == 1  # one constant sentence
+    assert books_of(folder) == sizes[-1]
+    with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as ledger:
+        assert len(ledger.commitments()) < 5
+    day, _, refused = counter.read_text().split()
+    assert int(refused) > 200
+    counter.write_text(f"{int(day) - 1:>12} {MOST_BYTES:>20} {0:>20}\n")
+    again = start(*overrides, grid=grid)
+    assert again.error is None
+
+
 def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
     compose_config, real_sites, start, tmp_path
 ):
@@ -1160,7 +1219,7 @@ def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
         x_train=rng.integers(0, 255, (70, 3, 8, 8), dtype=np.uint8),
         y_train=rng.integers(0, 3, 70),
     )
-    config, trails = compose_config(*SEARCH, *REAL_SITES), []
+    config, trails, taken = compose_config(*SEARCH, *REAL_SITES), [], []
     for name in ("made", "other"):
         client_app._client.cache_clear()
         grid = real_sites(config)
@@ -1176,7 +1235,9 @@ def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
         path = tmp_path / name / "ledger" / "audit.jsonl"
         assert verify_trail(path, tmp_path / name / "key") == len(trail_of(path))
         trails.append(trail_of(path))
+        taken.append(int(counter_of(tmp_path / name / "key").read_text().split()[1]))
     assert trails[0] == trails[1]
+    assert taken[0] == taken[1]  # nor does the daily allowance depend on them
     (refused,) = (line for line in trails[0] if line["event"] == "refused")
     assert refused["verb"] == "query.commit"
     assert "rule data_sets" in refused["reason"]
