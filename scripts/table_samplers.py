@@ -22,11 +22,11 @@ from statistics import fmean, pstdev
 
 import torch
 from table_runs import commit, is_made
+from tables import append_result, start_results
 
 from fednas_flwr.hardware.latency import machine_name
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.reporting.lookup import CellTable, read_table
-from fednas_flwr.reporting.tables import append_result, start_results
 from fednas_flwr.search.controller import Controller
 from fednas_flwr.search.samplers import Path as Candidate
 from fednas_flwr.search.samplers import RandomSampler, Sampler

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 from table_runs import commit, is_made
+from tables import append_result, start_results
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fednas_flwr.hardware.latency import machine_name
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.reporting.lookup import CellTable, read_cell, read_table
-from fednas_flwr.reporting.tables import append_result, start_results
 from fednas_flwr.search.scores import AZ_NAS, SCORES, combine, measure, naswot
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space, to_arch_string
 

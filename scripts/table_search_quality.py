@@ -21,10 +21,10 @@ import os
 from pathlib import Path
 
 from table_runs import cpu_seconds, is_made, make_run, measure
+from tables import find_result, start_results
 
 from fednas_flwr.reporting.lookup import CellTable, found_cell, read_table
 from fednas_flwr.reporting.runs import Run
-from fednas_flwr.reporting.tables import find_result, start_results
 
 RESULTS = Path(__file__).parent / "results" / "search_quality.json"
 RUNS = Path("runs/table_search_quality")

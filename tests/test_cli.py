@@ -554,19 +554,6 @@ def test_ledger_show_refuses_unknown_accounts_and_wrong_deltas(
     assert capsys.readouterr().err.endswith(part)
 
 
-def test_tables_are_rendered_from_the_results_beside_the_readme(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert cli.main(["tables"]) == cli.USER_ERROR
-    assert "fednas tables: README.md does not exist; it renders" in capsys.readouterr().err
-    Path("README.md").write_text("<!-- table:gone -->\n<!-- /table:gone -->\n")
-    assert cli.main(["tables"]) == cli.USER_ERROR
-    assert "fednas tables: scripts/results does not exist; it" in capsys.readouterr().err
-    Path("scripts/results").mkdir(parents=True)
-    assert cli.main(["tables"]) == cli.RUN_FAILED
-    assert "there is no scripts/results/gone.json" in capsys.readouterr().err
-
-
 def exported(folder: Path, *overrides: str) -> None:
     """Export a network of the smallest genotype for 8x8 images, as a run does."""
     config = parse_config(compose_tree([*overrides, "algorithm=fdnas", "retrain=mbconv"]))
