@@ -53,8 +53,14 @@ def add_commands(commands: Commands) -> None:
         type=Path,
         required=True,
         help="CSV (also compressed) or Parquet file with a column of cells, as "
-        "|op~0|+|op~0|op~1|+|op~0|op~1|op~2|, and columns of accuracies or errors, told apart by "
-        "their names",
+        "|op~0|+|op~0|op~1|+|op~0|op~1|op~2|, and of accuracies",
+    )
+    parser.add_argument(
+        "--column",
+        nargs="+",
+        default=[],
+        help="columns of accuracies; percentiles are of the mean of their ranks (default: the only "
+        "column of numbers)",
     )
 
 
@@ -144,7 +150,7 @@ def lookup(options: argparse.Namespace, overrides: list[str]) -> int:
     from fednas_flwr.reporting.runs import EVENTS_FILE, read_run
 
     folders = run_folders(options.run_folders)
-    table = read_table(options.table)
+    table = read_table(options.table, options.column)
     for folder in folders:
         if not (folder / EVENTS_FILE).is_file():
             raise ConfigError(f"{folder} has no genotype to look up: its run has not begun.")
