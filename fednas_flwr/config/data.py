@@ -81,8 +81,8 @@ class Dataset(Checked):
         label: A table's column with the class, ``last`` being the last one.
         labels: A table's columns of 0 and 1, one per label, where a record can have several; in
             place of ``label``.
-        label_separator: Separator of several labels in the column ``label``, such as ``;``, or
-            ``json`` for lists; null: a record has one class.
+        label_separator: Separator of several labels in the column ``label``, such as ``;``; null:
+            a record has one class.
         id_column: A table's column that names the person a row is of; of an image folder any name
             says that it has ``<class>/<person>/``. The person is then the unit of privacy.
         numeric: A table's columns of numbers; empty finds them.

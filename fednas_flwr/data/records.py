@@ -7,7 +7,6 @@ A record's id is stable: it depends on that record alone, so that the part it fa
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from fednas_flwr.data.schema import CATEGORY, Column, feature_names
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import JSON_LISTS
 
 
 @dataclass(frozen=True)
@@ -185,33 +183,15 @@ def count_labels(labels: Tensor, num_classes: int) -> list[int]:
     return found
 
 
-def label_sets(texts: np.ndarray, separator: str, *, where: str) -> list[tuple[str, ...]]:
+def label_sets(texts: np.ndarray, separator: str) -> list[tuple[str, ...]]:
     """Return the labels in each cell, by their names; an empty cell has none.
 
     Args:
         texts: Cells such as ``a;b``; spaces around a name do not count.
-        separator: Between names; ``json`` for cells such as ``["a", "b"]``.
-        where: Where the cells come from, for messages.
-
-    Raises:
-        ConfigError: A cell is not a list of texts in JSON.
+        separator: Between names.
     """
-    if separator != JSON_LISTS:
-        names = [map(str.strip, text.split(separator)) for text in texts.tolist()]
-        return [tuple(name for name in own if name) for own in names]
-    sets = []
-    for row, text in enumerate(texts.tolist(), 1):
-        try:
-            own = json.loads(text or "[]")
-        except ValueError:
-            own = None
-        if not isinstance(own, list) or not all(isinstance(name, str) for name in own):
-            raise ConfigError(
-                f'{where} holds {text[:40]} in row {row}: expected a list such as ["a", "b"], as '
-                "dataset.label_separator=json says."
-            )
-        sets.append(tuple(own))
-    return sets
+    names = [map(str.strip, text.split(separator)) for text in texts.tolist()]
+    return [tuple(name for name in own if name) for own in names]
 
 
 def encode_label_sets(
