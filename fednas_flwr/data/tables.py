@@ -338,7 +338,7 @@ def read_labels(
     (column,) = columns
     cells, where = texts[column], f"{path}, column {column},"
     if separator is not None:
-        sets = label_sets(cells, separator, where=where)
+        sets = label_sets(cells, separator)
         classes = tuple(class_names) or tuple(sorted({name for own in sets for name in own}))
         if len(classes) < 2:
             raise ConfigError(
