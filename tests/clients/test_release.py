@@ -171,7 +171,8 @@ def test_noise_that_could_not_be_added_is_refused_before_anything_is_booked(
     make_site, no_record, verb
 ):
     """The networks have about a thousand weights."""
-    site = make_site(committed=schedule(noise_multiplier=9e5))
+    policy = {"largest_noise_multiplier": 1e6}
+    site = make_site(policy=policy, committed=schedule(noise_multiplier=9e5))
     with pytest.raises(ConfigError, match="rule noise grid: noise_multiplier=900000.0, not"):
         site.ask(verb)
     assert site.rows() == []
