@@ -173,6 +173,7 @@ class Ledger(AbstractContextManager["Ledger"]):
                 "write the one could replace the other; put it elsewhere."
             )
         self._clock, self._checkpoint = clock, checkpoint
+        self._counter = counter_of(key_path)
         self._pid, self._mutex = os.getpid(), threading.Lock()
         with plain_errors(self.path):
             self._mark = Mark(key_path, wait_s=wait_s)
@@ -427,8 +428,7 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     def _take(self, now: float, *values: object) -> None:
         """Count what a row of these values takes of the site's daily allowance."""
-        counter = counter_of(self._mark.key_path)
-        take(counter, len(str(values).encode()) + _ROW_BYTES, now=now)
+        take(self._counter, len(str(values).encode()) + _ROW_BYTES, now=now)
 
     def _commitment(self, run: str) -> str | None:
         """Return the terms of a run."""
