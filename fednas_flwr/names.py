@@ -38,7 +38,6 @@ UNIFORM, BY_SIZE, ROUND_ROBIN = SAMPLINGS = ("uniform", "by_size", "round_robin"
 
 CORRUPT_RULES = ("refuse", "skip")  # what becomes of records that cannot be read
 DECIMALS = ("point", "comma")  # how a table writes its numbers
-JSON_LISTS = "json"  # instead of a separator, of the labels in a cell of a table
 MISSING_RULES = ("mean", "indicator")  # what becomes of missing numbers and dates of a table
 
 # How epsilon is computed from a schedule: numerically, by Renyi divergences, by a central limit.

@@ -1,6 +1,6 @@
 """Table: what searches find on 8,000 CIFAR-10 images, by a published table of all cells.
 
-    python scripts/table_search_quality.py --root <cifar10.npz> --table <file>
+    python scripts/table_search_quality.py --root <cifar10.npz> --table <file> --column <names>
 
 The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). The search that we recommend, as deep
 as the table's networks, also with 2 of the clients asked, and the data-free ones, by AZ-NAS on
@@ -21,10 +21,10 @@ import os
 from pathlib import Path
 
 from table_runs import cpu_seconds, is_made, make_run, measure
+from tables import find_result, start_results
 
 from fednas_flwr.reporting.lookup import CellTable, found_cell, read_table
 from fednas_flwr.reporting.runs import Run
-from fednas_flwr.reporting.tables import find_result, start_results
 
 RESULTS = Path(__file__).parent / "results" / "search_quality.json"
 RUNS = Path("runs/table_search_quality")
@@ -73,17 +73,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--column", nargs="+", default=[], help="of accuracies in the table")
     parser.add_argument("--only", choices=sorted({search for search, _, _ in ROWS + MORE_ROWS}))
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     start_results(
         RESULTS,
         title="Percentile of found NAS-Bench-201 cells, 8,000 CIFAR-10 images (JPEG), 4 clients",
-        command="python scripts/table_search_quality.py --root <cifar10.npz> --table <file>",
+        command="python scripts/table_search_quality.py --root <cifar10.npz> --table <file> "
+        "--column <names>",
         columns=COLUMNS,
         against={"search": "fed_darts"},
     )
-    table, root = read_table(options.table), options.root.resolve()
+    table, root = read_table(options.table, options.column), options.root.resolve()
     jobs = [(row, seed) for seed in SEEDS for row in ROWS]
     jobs += [(row, seed) for seed in FEWER_SEEDS for row in MORE_ROWS]
     for row, seed in jobs:

@@ -245,8 +245,8 @@ def _check_stages(config: Config) -> None:
         space = config.search_space.name
         if config.dataset.table is not None and space != "nasbench201":
             raise ConfigError(
-                f"dataset.table={config.dataset.table} with search_space={space}: tables hold "
-                "cells of nasbench201; leave it out."
+                f"dataset.table={show(config.dataset.table.file)} with search_space={space}: it "
+                "holds cells of nasbench201; leave it out."
             )
     elif "retrain" in config.stages and config.genotype is None:
         if not isinstance(config.algorithm, GivenNetwork):

@@ -123,11 +123,6 @@ def _averages(c: Config) -> bool:
     return _retrains(c) or not isinstance(c.algorithm, ZeroCostSettings)
 
 
-def _retrains_by(kind: type, c: Config) -> bool:
-    """Return whether hyper-parameters of the retraining come from an algorithm's own list."""
-    return _retrains(c) and isinstance(c.algorithm, kind)
-
-
 def _draws_hyperparameters(c: Config) -> bool:
     return isinstance(c.algorithm, RandomSearchSettings) and c.algorithm.ranges is not None
 

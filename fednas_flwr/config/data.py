@@ -33,6 +33,19 @@ class Scattering(Checked):
 
 
 @dataclass(frozen=True)
+class CellAccuracies(Checked):
+    """A published table of all cells of NAS-Bench-201.
+
+    Attributes:
+        file: File of the table.
+        columns: Columns of accuracies; a cell's percentile is that of the mean of its ranks.
+    """
+
+    file: Text
+    columns: Annotated[list[str], Length(Between(1))]
+
+
+@dataclass(frozen=True)
 class Dataset(Checked):
     """Which records there are, how they are read, and how each client splits its own.
 
@@ -56,8 +69,8 @@ class Dataset(Checked):
         cutout: Side of the square that is blanked in training images, in pixels.
         linear_baseline: If true, a simulation also reports logistic regression on the pooled
             records.
-        table: File of accuracies of all cells (``fednas lookup``), by which the report shows the
-            search; no choice depends on it.
+        table: Published accuracies of all cells (``fednas lookup``), by which the report shows the
+            search; no choice depends on them.
         image_size: Side in pixels to which encoded images are resized; null keeps theirs.
         channels: 1 or 3, of encoded images; null is that of the first.
         class_names: Names of the classes in their order; empty finds them in the data.
@@ -67,8 +80,8 @@ class Dataset(Checked):
         label: A table's column with the class, ``last`` being the last one.
         labels: A table's columns of 0 and 1, one per label, where a record can have several; in
             place of ``label``.
-        label_separator: Separator of several labels in the column ``label``, such as ``;``, or
-            ``json`` for lists; null: a record has one class.
+        label_separator: Separator of several labels in the column ``label``, such as ``;``; null:
+            a record has one class.
         id_column: A table's column that names the person a row is of; of an image folder any name
             says that it has ``<class>/<person>/``. The person is then the unit of privacy.
         numeric: A table's columns of numbers; empty finds them.
@@ -108,7 +121,7 @@ class Dataset(Checked):
     flip: bool
     cutout: CountOrZero
     linear_baseline: bool
-    table: str | None
+    table: CellAccuracies | None
     image_size: ImageSize | None
     channels: Annotated[int, Between(1, 3, reason="1 or 3")] | None
     class_names: list[str]

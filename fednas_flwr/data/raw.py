@@ -180,7 +180,7 @@ def _row_labels(
         return None
     cells = texts[inputs.label]
     if inputs.multi_label:
-        sets = label_sets(cells, inputs.label_separator, where=f"{where}, column {inputs.label},")
+        sets = label_sets(cells, inputs.label_separator)
         order = {name: i for i, name in enumerate(names)}
         known = {name for own in sets for name in own} <= order.keys()
         return [tuple(sorted(set(own), key=order.__getitem__)) for own in sets] if known else None

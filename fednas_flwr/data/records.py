@@ -16,8 +16,6 @@ from torch import Tensor
 
 from fednas_flwr.data.schema import CATEGORY, Column, feature_names
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.foreign import load_json
-from fednas_flwr.names import JSON_LISTS
 
 
 @dataclass(frozen=True)
@@ -201,41 +199,21 @@ def count_labels(labels: Tensor, num_classes: int) -> list[int]:
     return found
 
 
-def label_sets(texts: np.ndarray, separator: str, *, where: str) -> list[tuple[str, ...]]:
+def label_sets(texts: np.ndarray, separator: str) -> list[tuple[str, ...]]:
     """Return the labels in each cell, by their names; an empty cell has none.
 
     Args:
         texts: Cells such as ``a;b``; spaces around a name do not count.
-        separator: Between names; ``json`` for cells such as ``["a", "b"]``.
-        where: Where the cells come from, for messages.
-
-    Raises:
-        ConfigError: A cell is not a list of texts in JSON.
+        separator: Between names.
     """
-    sets = []
-    for row, text in enumerate(texts.tolist(), 1):
-        own = label_set(text, separator)
-        if own is None:
-            raise ConfigError(
-                f'{where} holds {text[:40]} in row {row}: expected a list such as ["a", "b"], as '
-                "dataset.label_separator=json says."
-            )
-        sets.append(own)
-    return sets
+    return [label_set(text, separator) for text in texts.tolist()]
 
 
-def label_set(text: str, separator: str | None) -> tuple[str, ...] | None:
-    """Return the labels in one cell, or its class; None where it is no list of texts in JSON."""
+def label_set(text: str, separator: str | None) -> tuple[str, ...]:
+    """Return the labels in one cell; without a separator its class."""
     if separator is None:
         return (text,)
-    if separator != JSON_LISTS:
-        return tuple(name for name in map(str.strip, text.split(separator)) if name)
-    try:
-        own = load_json(text or "[]")
-    except ValueError:
-        return None
-    is_list = isinstance(own, list) and all(isinstance(name, str) for name in own)
-    return tuple(own) if is_list else None
+    return tuple(name for name in map(str.strip, text.split(separator)) if name)
 
 
 def encode_label_sets(

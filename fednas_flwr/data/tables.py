@@ -316,8 +316,8 @@ def unreadable_cells(
         if len(label_columns) > 1:
             cells, classes = _lowered(cells), {*_YES, *_NO}
         sets = [label_set(cell, label_separator) for cell in cells.tolist()]
-        classes = classes or {of for own in sets for of in own or ()} - {""}
-        wrong[name] = np.array([own is None or not classes.issuperset(own) for own in sets], bool)
+        classes = classes or {name for own in sets for name in own} - {""}
+        wrong[name] = np.array([not classes.issuperset(own) for own in sets], bool)
     if id_column is not None:
         wrong[id_column] = texts[id_column] == ""
     return wrong
@@ -338,7 +338,7 @@ def read_labels(
     (column,) = columns
     cells, where = texts[column], f"{path}, column {column},"
     if separator is not None:
-        sets = label_sets(cells, separator, where=where)
+        sets = label_sets(cells, separator)
         classes = tuple(class_names) or tuple(sorted({name for own in sets for name in own}))
         if len(classes) < 2:
             raise ConfigError(

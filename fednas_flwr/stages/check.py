@@ -75,12 +75,12 @@ def given_table(config: Config) -> CellTable | None:
     Raises:
         ConfigError: The file cannot be read, or is no such table.
     """
-    if (path := config.dataset.table) is None:
+    if (table := config.dataset.table) is None:
         return None
     try:
-        return read_table(expanded("dataset.table", path))
+        return read_table(expanded("dataset.table.file", table.file), table.columns)
     except ConfigError as error:
-        raise ConfigError(f"dataset.table={show(path)}: {error}") from error
+        raise ConfigError(f"dataset.table.file={show(table.file)}: {error}") from error
 
 
 def check_sites(

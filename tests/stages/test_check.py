@@ -244,8 +244,13 @@ def test_a_table_of_accuracies_that_is_none_is_refused(
     path = tmp_path / "accuracies.csv"
     if content is not None:
         path.write_text(content)
-    sentence = refused(compose_config("search_space=nasbench201_small", f"dataset.table={path}"))
-    assert sentence.startswith(f"dataset.table={path}"[:60])
+    sentence = refused(
+        compose_config(
+            "search_space=nasbench201_small",
+            f"dataset.table={{file: '{path}', columns: [accuracy]}}",
+        )
+    )
+    assert sentence.startswith(f"dataset.table.file={path}"[:60])
     assert said in sentence
 
 
