@@ -89,7 +89,8 @@ def show(value: object) -> str:
 class _Spelling(reprlib.Repr):
     """Values as Hydra reads them."""
 
-    repr_tuple = reprlib.Repr.repr_list
+    def repr_tuple(self, value: tuple[object, ...], level: int) -> str:
+        return self.repr_list([*value], level)
 
     def repr_NoneType(self, value: None, level: int) -> str:  # noqa: N802
         return "null"

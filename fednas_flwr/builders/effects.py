@@ -753,7 +753,7 @@ class _Causes(string.Formatter):
     """Formats with values as overrides spell them."""
 
     def convert_field(self, value: Any, conversion: str | None) -> Any:
-        return show(value) if conversion is None else super().convert_field(value, conversion)  # type: ignore[arg-type]
+        return show(value) if conversion is None else super().convert_field(value, conversion)
 
 
 def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | None:
