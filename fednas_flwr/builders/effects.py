@@ -7,7 +7,7 @@ records what runs read and names the settings that lack one.
 
 from __future__ import annotations
 
-import json
+import string
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -121,11 +121,6 @@ def _sized_by_retrain(c: Config) -> bool:
 
 def _averages(c: Config) -> bool:
     return _retrains(c) or not isinstance(c.algorithm, ZeroCostSettings)
-
-
-def _retrains_by(kind: type, c: Config) -> bool:
-    """Return whether hyper-parameters of the retraining come from an algorithm's own list."""
-    return _retrains(c) and isinstance(c.algorithm, kind)
 
 
 def _draws_hyperparameters(c: Config) -> bool:
@@ -750,8 +745,15 @@ def _sentence(setting: str, rule: Rule, config: Config) -> str:
 
 
 def _cause(rule: Rule, config: Config) -> str:
-    cause = rule.cause.format(c=config)
+    cause = _Causes().format(rule.cause, c=config)
     return cause if len(cause) <= 300 else f"{cause[:300]}..."
+
+
+class _Causes(string.Formatter):
+    """Formats with values as overrides spell them."""
+
+    def convert_field(self, value: Any, conversion: str | None) -> Any:
+        return show(value) if conversion is None else super().convert_field(value, conversion)
 
 
 def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | None:
@@ -785,8 +787,6 @@ def _setting(config: Config, name: str) -> str:
     """Return a setting and its value as an override has them; a group's is its name."""
     name, value = _field(config, name)
     value = getattr(value, "name", "{...}") if is_dataclass(value) else value
-    if value is None or isinstance(value, bool):
-        return f"{name}={json.dumps(value)}"
     return f"{name}={show(value)}"
 
 

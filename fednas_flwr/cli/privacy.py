@@ -40,19 +40,19 @@ def add_commands(commands: Commands) -> None:
         commands,
         "audit",
         audit,
-        help="plant canaries in a private search and bound its epsilon from below",
+        help="plant canaries in a private run: is every release as committed to?",
         epilog=(
-            "Takes the overrides of `fednas run`; rounds is the largest number of steps of the\n"
-            "one run. Exit codes: 0 if no claim is refuted and each could have been, 1 if one is\n"
-            "refuted, 3 if one could not have been: inconclusive."
+            "Takes the overrides of `fednas run`. Exit codes: 0 if nothing is refuted and each\n"
+            "kind of release could have been, 1 if one is refuted, 3 if one, or a fault of it,\n"
+            "could not have been seen: inconclusive."
         ),
         takes_overrides=True,
     )
     parser.add_argument(
         "--confidence",
         type=float,
-        default=0.99,
-        help="joint confidence of all bounds (default: %(default)g)",
+        default=0.9999,
+        help="with which an honest client passes (default: %(default)g)",
     )
     parser = add_command(
         commands,
@@ -117,35 +117,29 @@ def add_commands(commands: Commands) -> None:
 
 
 def audit(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Audit the composed private search; say what it showed and what it could have shown."""
+    """Audit a run's releases; say what each is like, and what could not be seen."""
     config = compose(*overrides)
-    from fednas_flwr.stages.audit import audit_search
+    from fednas_flwr.federation.audit import audit_run
 
-    audit = audit_search(config, confidence=options.confidence)
-    for finding in audit.findings:
-        print(
-            f"{finding.seen}.\n"
-            f"  epsilon is at least {finding.epsilon:.3g} {finding.assumption}; claimed: "
-            f"{finding.claim:.3g}. Without any noise this audit shows {finding.largest:.3g}."
-        )
-        if finding.shows_half is not None:
-            share = "999" if finding.shows_half else "fewer than 999"
-            print(
-                f"  A client with half its noise, or twice its clipping norm, fails in {share} of "
-                "1,000 such audits."
-            )
-    print(f"All at delta {audit.delta:g}; the bounds hold with confidence {audit.confidence:.4g}.")
-    if any(finding.refutes for finding in audit.findings):
-        print("fednas: the audit refutes the claim.", file=sys.stderr)
+    findings = audit_run(config, confidence=options.confidence)
+    for finding in findings:
+        print(f"{finding.release}: {finding.seen}".rstrip(": "))
+        for fault in finding.faults:
+            print(f"  REFUTED: {fault}")
+        for unseen in finding.unseen:
+            print(f"  not audited: {unseen}")
+    print(f"An honest client passes with probability {options.confidence:g} or more.")
+    if any(finding.faults for finding in findings):
+        print("fednas: the audit refutes what the run commits to.", file=sys.stderr)
         return RUN_FAILED
-    if not all(finding.is_conclusive for finding in audit.findings):
+    if not findings or any(finding.unseen for finding in findings):
         print(
-            "fednas: inconclusive: a wrong claim could have passed. Fewer rounds, more noise, a "
-            "smaller rate or a lower --confidence let an audit show more than is claimed.",
+            "fednas: inconclusive: not every fault could have been seen. Less noise or larger "
+            "tensors show more.",
             file=sys.stderr,
         )
         return INCONCLUSIVE
-    print("The audit does not refute the claim.")
+    print("The audit does not refute what the run commits to.")
     return 0
 
 

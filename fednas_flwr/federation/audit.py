@@ -358,10 +358,10 @@ class _Exchange:
         if isinstance(settings, TellStatistics):
             split = replace(split, features=split.features * 1e6)  # beyond every range
         label, classes = parts[0].labels[parts[0].rows[:1]], len(client.class_names)
-        others = [(label + i) % classes for i in range(min(classes, 4))]
+        trained, best = bool(self.planned.keys() & SPLIT_OF.keys()), -1.0
+        others = [(label + i) % classes for i in range(min(classes, 4 if trained else 32))]
         if client.objective.multi_label:
             others = [label, 1 - label]
-        trained, best = bool(self.planned.keys() & {"weights", "alphas"}), -1.0
         for power in range(8) if trained else (4,):
             for other in others:
                 canary = replace(split, labels=other, rows=torch.zeros(1, dtype=torch.long))
@@ -580,12 +580,17 @@ def _findings(exchange: _Exchange, miss: float) -> Iterator[Finding]:
     replies = 2 * math.ceil(min(max(needed, LEAST_REPLIES), MOST_REPLIES) / 2)
     planted = LEAST_REPLIES if exchange.is_probe else replies
     replies *= 2 if exchange.is_probe else 1  # noise is told by those without canaries alone
-    sights = {kind: _Sight(exchange, kind, parts[kind], replies, planted, each) for kind in one}
     units = 1 if exchange.by_client else LEAST_CANARIES
-    while not exchange.by_client and units < MOST_CANARIES / 4:
+    while True:
+        sights = {kind: _Sight(exchange, kind, parts[kind], replies, planted, each) for kind in one}
         if all(sight.shows_twice(units) for sight in sights.values()):
             break
-        units *= 2
+        if exchange.by_client and planted < MOST_REPLIES:
+            planted, replies = 2 * planted, max(replies, 2 * planted)
+        elif not exchange.by_client and units < MOST_CANARIES:
+            units *= 2
+        else:
+            break
     without = [exchange.release(0) for _ in range(replies)]
     with_canaries = [exchange.release(units) for _ in range(planted)]
     doubled: list[dict[str, Tensor]] = []
@@ -681,10 +686,9 @@ class _Sight:
         """
         faults: list[str] = []
         unseen: list[str] = []
-        noise = _differences(without)
+        noise = _differences(without) / self.sigma
         if not self.exchange.is_probe:
-            noise = torch.cat([noise, _differences(planted)])
-        noise = noise / self.sigma
+            noise = torch.cat([noise, _differences(planted) / self.sigma])
         change = (planted.mean(dim=0) - without.mean(dim=0)) / self.sigma
         moved = noise.any(dim=0) | (change != 0)
         shares = self._noise(noise, moved, faults, unseen)
@@ -704,16 +708,18 @@ class _Sight:
         tested = {name: noise[:, part][:, moved[part]] for name, part in self.parts.items()}
         if self.exchange.is_probe and noise.shape[1] == 2:  # is it the same in two trials?
             tested["the difference of two trials"] = (noise[:, :1] - noise[:, 1:]) / math.sqrt(2)
-        few = 0
+        few, pairs = 0, self.replies // 2  # without canaries, whose layers may draw of their own
         lowest, highest, wrong = math.inf, 0.0, []
         for name, values in tested.items():
             if not values.numel():
                 continue
             squares = float((values**2).sum())
-            low, high = variance_limits(squares, values.numel(), miss=self.miss)
+            high = variance_limits(squares, values.numel(), miss=self.miss)[1]
+            alone = values[:pairs]
+            low = variance_limits(float((alone**2).sum()), alone.numel(), miss=self.miss)[0]
             share = math.sqrt(squares / values.numel())
             lowest, highest = min(lowest, share), max(highest, share)
-            few += values.numel() < values_for_half(miss=self.miss)
+            few += name in self.parts and values.numel() < values_for_half(miss=self.miss)
             if high < 1 or low > SLACK:
                 wrong.append(f"{share:.2f} in {name}")
         if wrong:
@@ -771,6 +777,8 @@ class _Sight:
             faults.append(self._moves(squares, count, most))
         if self.is_gradient and not self.exchange.by_client and high < min(1.0, whole) * most / 2:
             faults.append(f"{units} units move it by {length * units:.2f} norms: no sum over units")
+        if not whole:
+            unseen.append("what a unit contributes: no canary moves it")
         if self.is_gradient and whole < 2:
             unseen.append(f"no clipping: a canary has {whole:.2g} of the norm")
         if not self.shows_twice(units):
