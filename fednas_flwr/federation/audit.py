@@ -298,10 +298,18 @@ class _Exchange:
     @property
     def repeats(self) -> bool:
         """Whether the run asks for several steps at once, whose noise one reply tells together."""
+        return self._steps > 1 and not (self.by_client or self.is_probe or self._draws_paths)
+
+    @property
+    def _draws_paths(self) -> bool:
+        """Whether each step draws other paths."""
         local = getattr(self._request.settings, "local", None)
-        one_path = getattr(local, "paths", None) is not None  # each step moves others
-        several = self._steps > 1 and not self.by_client
-        return several and not (self.is_probe or one_path)
+        return getattr(local, "paths", None) is not None
+
+    @property
+    def on_path(self) -> bool:
+        """Whether only the values that a path computes with are released."""
+        return self._draws_paths or isinstance(self._request.settings, TrainCandidates)
 
     def deviation(self, kind: str) -> float:
         """Return the committed noise of a reply's values, in units of the clipping norm."""
@@ -486,7 +494,7 @@ class _Exchange:
             elif self.is_trained:
                 moments = unpack(reply.states[MOMENTS], self.layouts[MOMENTS])
                 moment, left = MOMENT_OF[kind]
-                if kind == "alphas" and getattr(settings.local, "paths", None) is not None:
+                if kind == "alphas" and self._draws_paths:
                     left = 1.0  # Adam without a first moment
                 tensors = [
                     moments[f"{kind}.{moment}.{name}"] for name, *_ in self.layouts[kind].entries
@@ -690,7 +698,8 @@ class _Sight:
         if not self.exchange.is_probe:
             noise = torch.cat([noise, _differences(planted) / self.sigma])
         change = (planted.mean(dim=0) - without.mean(dim=0)) / self.sigma
-        moved = noise.any(dim=0) | (change != 0)
+        # beside a path nothing is released; of all else everything is, whatever the records are
+        moved = noise.any(dim=0) | (change != 0) | (not self.exchange.on_path)
         shares = self._noise(noise, moved, faults, unseen)
         if len(doubled):
             self._repeats(_differences(doubled)[:, moved] / self.sigma, faults, unseen)
@@ -727,8 +736,6 @@ class _Sight:
             faults.append(f"noise of {', '.join(wrong[:3])}{more} where 1 was committed to")
         if few:
             unseen.append(f"half the noise in {few} of {len(tested)} tensors")
-        if not moved.any():
-            unseen.append("a release: no value has moved")
         return f"{lowest:.2f} to {highest:.2f} of that committed to in {len(tested)} tensors"
 
     def _repeats(self, noise: Tensor, faults: list[str], unseen: list[str]) -> None:
