@@ -273,8 +273,8 @@ def register_search_space(
 
     Args:
         name: Letters, digits and underscores; also the ``name`` of the space that is made.
-        make: Called with ``input_shape``, ``num_classes``, ``norm``, ``engine`` and the settings
-            but the name, as keyword arguments; a space's class will do.
+        make: Called with ``input_shape``, ``num_classes``, ``norm`` and the settings but the
+            name, as keyword arguments; a space's class will do.
         settings: A frozen dataclass derived from
             :class:`~fednas_flwr.config.SearchSpaceSettings`; unless it is ``CellSpace``, derived
             networks have the supernet's sizes, and ``retrain.channels`` and ``retrain.num_cells``

@@ -522,6 +522,8 @@ def _parse(text: str) -> Override:
             f"{show(text)!r} is not of the form key=value; a value with special characters needs "
             "quotes of its own, as in 'key=\"a=b\"'."
         ) from None
+    except ValueError as error:  # Python's, of thousands of digits
+        raise ConfigError(f"{show(text)!r} holds a number that is too long: {error}.") from None
 
 
 def _check_override(text: str, groups: Mapping[str, set[str]]) -> None:
@@ -536,8 +538,10 @@ def _check_override(text: str, groups: Mapping[str, set[str]]) -> None:
     group, _, last = key.rpartition(".")
     if last == "name" and group in groups:
         raise ConfigError(f"{show(text)}: a group is chosen by its own name; write {group}=<name>.")
-    if key in groups and str(override.value()).rpartition("/")[2].startswith("_"):
-        raise unknown_choice(key, override.value(), groups[key])
+    value = override.value()
+    named = isinstance(value, str | list) or (key, value) == ("experiment", None)
+    if key in groups and (not named or str(value).rpartition("/")[2].startswith("_")):
+        raise unknown_choice(key, text.partition("=")[2], groups[key])
 
 
 def _check_choices(overrides: Sequence[str], source: Source) -> None:

@@ -43,6 +43,10 @@ class BudgetExceededError(RuntimeError):
     """A client refuses a release that its privacy budget does not cover."""
 
 
+class DayFullError(ConfigError):
+    """A site refuses what would write more than its daily allowance."""
+
+
 class ReplyError(ValueError):
     """A client's reply is not what was asked for; it is dropped, and the round goes on."""
 
@@ -83,7 +87,8 @@ def show(value: object) -> str:
 class _Spelling(reprlib.Repr):
     """Values as Hydra reads them."""
 
-    repr_tuple = reprlib.Repr.repr_list
+    def repr_tuple(self, value: tuple[object, ...], level: int) -> str:
+        return self.repr_list([*value], level)
 
     def repr_NoneType(self, value: None, level: int) -> str:  # noqa: N802
         return "null"

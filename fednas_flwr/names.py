@@ -36,12 +36,8 @@ PARTITIONS: dict[str, tuple[str, ...]] = {
 # How the clients of a round are drawn.
 UNIFORM, BY_SIZE, ROUND_ROBIN = SAMPLINGS = ("uniform", "by_size", "round_robin")
 
-# How whole clients are selected, and how many replies each hostile one takes, besides 3.
-SELECTIONS = {"krum": 2, "multi_krum": 2, "bulyan": 4}
-
-CORRUPT_RULES = ("refuse", "skip")  # what becomes of images that cannot be read
+CORRUPT_RULES = ("refuse", "skip")  # what becomes of records that cannot be read
 DECIMALS = ("point", "comma")  # how a table writes its numbers
-JSON_LISTS = "json"  # instead of a separator, of the labels in a cell of a table
 MISSING_RULES = ("mean", "indicator")  # what becomes of missing numbers and dates of a table
 
 # How epsilon is computed from a schedule: numerically, by Renyi divergences, by a central limit.

@@ -66,7 +66,7 @@ _MEASURED = frozenset({"loss", "accuracy"})
 METRICS = _TRAIN | _VALIDATION | _MEASURED
 VERBS = {
     "query.describe": Verb(facts=frozenset(_IDENTITY)),
-    "query.commit": Verb(facts=frozenset({"epsilon", "covered_steps", "awaits"})),
+    "query.commit": Verb(facts=frozenset({"epsilon", "covered_steps", "awaits", "uncounted"})),
     "query.latency": Verb(facts=frozenset({"latency"})),  # of layers on made-up inputs
     # of a table's columns, in the ranges that the site declares
     "query.statistics": Verb(frozenset({"statistics"})),

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from sklearn.metrics import roc_auc_score
 from table_runs import commit, is_made
+from tables import append_result, start_results
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -51,7 +52,6 @@ from fednas_flwr.exchange.states import load_states, network_states, pack
 from fednas_flwr.hardware.latency import machine_name
 from fednas_flwr.privacy.recipe import learning_rate, noise_per_step
 from fednas_flwr.randomness import seeded
-from fednas_flwr.reporting.tables import append_result, start_results
 from fednas_flwr.search.settings import SGD
 from fednas_flwr.stages.schedule import Schedule, make_schedule
 

@@ -53,9 +53,9 @@ def measure(num_values: int, num_sites: int, number: int) -> dict[str, float]:
             with timed(seconds, "a site: encode, mask, seal", num_sites):
                 answer = site.begin(
                     **{"run": "bench", "attempt": str(number), "stage": "search"},
-                    **{"round": 1, "phase": 1, "participants": participants, "request": ""},
+                    **{"round": 1, "phase": 1, "participants": participants, "agreed": {}},
                 )
-                vectors = [grid.encode(grid.project(own))]
+                vectors = [grid.encode(own)]
                 boxes.append(answer.mask(vectors))
             with timed(seconds, "the server: add and unmask", 1):
                 total.add(site.index, vectors)

@@ -31,8 +31,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from table_runs import TEST_ACCURACY, arguments, cpu_seconds, make_all, measure
+from tables import start_results
 
-from fednas_flwr.reporting.tables import start_results
 from fednas_flwr.search_spaces.genotype import to_json
 from fednas_flwr.search_spaces.nasbench201 import from_arch_string
 

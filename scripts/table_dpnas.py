@@ -22,6 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from table_runs import TEST_ACCURACY, arguments, make_all, make_run, measure
+from tables import start_results
 
 from fednas_flwr.builders.configuration import parse_config
 from fednas_flwr.composition import compose_tree
@@ -30,7 +31,6 @@ from fednas_flwr.privacy.accounting import calibrate_noise, prv_epsilon
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import filter_epsilon
 from fednas_flwr.reporting.runs import Run, read_run
-from fednas_flwr.reporting.tables import start_results
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_dpnas")

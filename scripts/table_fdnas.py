@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import fmean
 
 from table_runs import arguments, is_made, make_all, make_run, measure
+from tables import start_results
 
 from fednas_flwr.data.partitioners import load_partition, save_partition
 from fednas_flwr.reporting.runs import Run, read_run
-from fednas_flwr.reporting.tables import start_results
 from fednas_flwr.search_spaces.genotype import Edge, Genotype, save_genotype
 
 RESULTS = Path(__file__).parent / "results"

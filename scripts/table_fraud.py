@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from table_runs import arguments, make_all, measure
-
-from fednas_flwr.reporting.tables import start_results
+from tables import start_results
 
 RESULTS = Path(__file__).parent / "results" / "fraud.json"
 RUNS = Path("runs/table_fraud")

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from table_runs import measure
+from tables import start_results
 
 from fednas_flwr.randomness import derive_seed
-from fednas_flwr.reporting.tables import start_results
 
 RESULTS = Path(__file__).parent / "results" / "person.json"
 RUNS = Path("runs/table_person")

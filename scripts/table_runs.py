@@ -12,8 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tables import append_result, find_result
+
 from fednas_flwr.reporting.runs import Run, is_complete, read_run
-from fednas_flwr.reporting.tables import append_result, find_result
 
 T = TypeVar("T")
 

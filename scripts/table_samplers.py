@@ -1,6 +1,6 @@
 """Table: what DPNAS' controller learns from rewards of a known table, by its constants.
 
-    python scripts/table_samplers.py --table <file> [--seeds 10]
+    python scripts/table_samplers.py --table <file> --column <names> [--seeds 10]
 
 Nothing is trained: a NAS-Bench-201 cell's reward is its accuracy in the table's first column, with
 noise as large as cells differ, as rewards by shared weights have. In every round a sampler proposes
@@ -22,11 +22,11 @@ from statistics import fmean, pstdev
 
 import torch
 from table_runs import commit, is_made
+from tables import append_result, start_results
 
 from fednas_flwr.hardware.latency import machine_name
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.reporting.lookup import CellTable, read_table
-from fednas_flwr.reporting.tables import append_result, start_results
 from fednas_flwr.search.controller import Controller
 from fednas_flwr.search.samplers import Path as Candidate
 from fednas_flwr.search.samplers import RandomSampler, Sampler
@@ -60,14 +60,15 @@ def main() -> None:
     """Search what is missing."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--column", nargs="+", default=[], help="of accuracies in the table")
     parser.add_argument("--seeds", type=int, default=10, help="how many (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    table = read_table(options.table)
+    table = read_table(options.table, options.column)
     start_results(
         RESULTS,
         title="Mean percentile of proposed NAS-Bench-201 cells, with rewards from a table",
-        command="python scripts/table_samplers.py --table <file>",
+        command="python scripts/table_samplers.py --table <file> --column <names>",
         columns=COLUMNS,
         against={"sampler": "random"},
     )

@@ -1,6 +1,6 @@
 """Table: data-free scores of NAS-Bench-201 cells against a published table of their accuracies.
 
-    python scripts/table_scores.py --table <file> --root <cifar10.npz>
+    python scripts/table_scores.py --table <file> --column <names> --root <cifar10.npz>
 
 Random cells are scored in the networks of the small preset (8 channels, one cell per stage), and
 each score and combination of scores is compared with what the table says of them. 3 seeds. Two of
@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 from table_runs import commit, is_made
+from tables import append_result, start_results
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fednas_flwr.hardware.latency import machine_name
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.reporting.lookup import CellTable, read_cell, read_table
-from fednas_flwr.reporting.tables import append_result, start_results
 from fednas_flwr.search.scores import AZ_NAS, SCORES, combine, measure, naswot
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space, to_arch_string
 
@@ -60,14 +60,15 @@ def main() -> None:
     """Score what is missing, then compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--column", nargs="+", default=[], help="of accuracies in the table")
     parser.add_argument("--root", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    table = read_table(options.table)
+    table = read_table(options.table, options.column)
     start_results(
         RESULTS,
         title="Data-free scores of random NAS-Bench-201 cells by a table of all cells",
-        command="python scripts/table_scores.py --table <file> --root <cifar10.npz>",
+        command="python scripts/table_scores.py --table <file> --column <names> --root <npz file>",
         columns=COLUMNS,
     )
     for seed in SEEDS:

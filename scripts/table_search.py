@@ -20,8 +20,7 @@ from table_runs import (
     make_all,
     measure,
 )
-
-from fednas_flwr.reporting.tables import start_results
+from tables import start_results
 
 RESULTS = Path(__file__).parent / "results" / "search.json"
 RUNS = Path("runs/table_search")

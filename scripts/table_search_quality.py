@@ -1,14 +1,13 @@
 """Table: what searches find on 8,000 CIFAR-10 images, by a published table of all cells.
 
-    python scripts/table_search_quality.py --root <cifar10.npz> --table <file>
+    python scripts/table_search_quality.py --root <cifar10.npz> --table <file> --column <names>
 
 The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). The search that we recommend, as deep
 as the table's networks, also with 2 of the clients asked, and the data-free ones, by AZ-NAS on
 small networks and the one that we recommend where no record may be read, stand beside federated
 DARTS, FNAS and DP-FNAS, which have the regulariser of beta-DARTS and whose alphas begin with a lead
 for the cell of the data-free search, and beside federated DARTS without that lead, without the
-regulariser, by DARTS-minus and by GDAS, whose paths are drawn at every step or once per round and
-client. Found cells are looked up, not retrained. 5 seeds of the recommended and
+regulariser and by GDAS. Found cells are looked up, not retrained. 5 seeds of the recommended and
 data-free searches and of federated DARTS, 3 of the others. CPU times of rows with a lead contain
 the data-free search that gives it. The file of images holds x_train, y_train, x_test and y_test.
 Continues where it was stopped; every finished run is added to scripts/results/search_quality.json.
@@ -22,10 +21,10 @@ import os
 from pathlib import Path
 
 from table_runs import cpu_seconds, is_made, make_run, measure
+from tables import find_result, start_results
 
 from fednas_flwr.reporting.lookup import CellTable, found_cell, read_table
 from fednas_flwr.reporting.runs import Run
-from fednas_flwr.reporting.tables import find_result, start_results
 
 RESULTS = Path(__file__).parent / "results" / "search_quality.json"
 RUNS = Path("runs/table_search_quality")
@@ -38,8 +37,6 @@ ZERO_COST = ("algorithm=zero_cost", "algorithm.draws=250", "rounds=1")
 DATA_FREE = ("experiment=search/data_free",)
 CURED = ("algorithm.beta_decay=5", "algorithm.evaluate_every=0", *IMAGES)
 DARTS = ("algorithm=fed_darts", "rounds=8", *IMAGES)
-SKIP = "algorithm.auxiliary_skip=1"
-BY_CLIENT = ("algorithm.path_per=client", "rounds=24")
 GDAS = "algorithm.temperatures={first: 10, last: 0.1}"
 FNAS = ("algorithm=fnas", "rounds=300", "algorithm.batch_size=16", *CURED)
 DP_FNAS = ("algorithm=dp_fnas", "rounds=50", "privacy.epsilon=3", *CURED)
@@ -61,9 +58,7 @@ MORE_ROWS = [  # of fewer seeds
     (f"fnas{PRIOR}", "iid", FNAS),
     (f"dp_fnas, epsilon 3{PRIOR}", "iid", DP_FNAS),
     ("fed_darts, no beta_decay", "iid", (*DARTS, "algorithm.beta_decay=0")),
-    ("fed_darts, DARTS-minus", "iid", (*DARTS, "algorithm.beta_decay=0", SKIP)),
     ("fed_darts, GDAS", "iid", (*DARTS, "algorithm.beta_decay=0", GDAS, "rounds=12")),
-    ("fed_darts, GDAS by client", "iid", (*DARTS, "algorithm.beta_decay=0", GDAS, *BY_CLIENT)),
 ]
 SEEDS, FEWER_SEEDS = (1, 2, 3, 4, 5), (1, 2, 3)
 COLUMNS = [
@@ -78,17 +73,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--column", nargs="+", default=[], help="of accuracies in the table")
     parser.add_argument("--only", choices=sorted({search for search, _, _ in ROWS + MORE_ROWS}))
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     start_results(
         RESULTS,
         title="Percentile of found NAS-Bench-201 cells, 8,000 CIFAR-10 images (JPEG), 4 clients",
-        command="python scripts/table_search_quality.py --root <cifar10.npz> --table <file>",
+        command="python scripts/table_search_quality.py --root <cifar10.npz> --table <file> "
+        "--column <names>",
         columns=COLUMNS,
         against={"search": "fed_darts"},
     )
-    table, root = read_table(options.table), options.root.resolve()
+    table, root = read_table(options.table, options.column), options.root.resolve()
     jobs = [(row, seed) for seed in SEEDS for row in ROWS]
     jobs += [(row, seed) for seed in FEWER_SEEDS for row in MORE_ROWS]
     for row, seed in jobs:

@@ -25,6 +25,7 @@ from table_runs import (
     make_run,
     measure,
 )
+from tables import start_results
 
 from fednas_flwr import compose
 from fednas_flwr.builders.data import make_data
@@ -32,7 +33,6 @@ from fednas_flwr.builders.networks import described_space, load_description, sup
 from fednas_flwr.files import write_atomically
 from fednas_flwr.hardware.flops import count_multiply_adds
 from fednas_flwr.randomness import make_generator
-from fednas_flwr.reporting.tables import start_results
 from fednas_flwr.search.scores import AZ_NAS
 from fednas_flwr.search_spaces.genotype import Genotype, to_json
 

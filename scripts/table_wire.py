@@ -12,9 +12,9 @@ import argparse
 from pathlib import Path
 
 from table_runs import PARAMETERS, TEST_ACCURACY, measure
+from tables import start_results
 
 from fednas_flwr.reporting.runs import Run
-from fednas_flwr.reporting.tables import start_results
 
 RESULTS = Path(__file__).parent / "results" / "wire.json"
 RUNS = Path("runs/table_wire")

@@ -12,5 +12,5 @@ export PYTHONPATH="$folder:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python -c "import flwr; print('flwr', flwr.__version__)"
 pytest -q -n 0 tests/federation/test_flower.py tests/federation/test_deployment.py \
     tests/federation/test_flwr_run.py tests/federation/test_mods.py tests/exchange/test_courier.py \
-    tests/federation/test_own_server_app.py tests/exchange/test_selection.py \
+    tests/federation/test_own_server_app.py \
     tests/strategies/test_server_optimizer.py "$@"

@@ -306,7 +306,7 @@ def test_an_algorithm_of_ones_own_has_settings_and_defaults(tiny) -> None:
 
 def test_names_that_exist_or_cannot_be_written_are_refused() -> None:
     entry = Algorithm(LateSettings, make_late)
-    for name in ("fed_darts", "feathers_paper_faithful"):
+    for name in ("fed_darts", "feathers"):
         with pytest.raises(ConfigError, match=f"algorithm={name} exists"):
             register_algorithm(name, entry, defaults=LATE)
         assert compose(f"algorithm={name}")
@@ -499,7 +499,6 @@ class OwnSettings(AlgorithmSettings):
     beta_decay: float
     prior: PriorSettings | None
     temperatures: Temperatures | None
-    path_per: str
 
 
 @dataclass(frozen=True)

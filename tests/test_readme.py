@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
+from tables import render_tables
 
 from fednas_flwr.cli import main
-from fednas_flwr.reporting.tables import render_tables
 
 ROOT = Path(__file__).parent.parent
 PAGES = {

@@ -133,7 +133,6 @@ RUNS = {
     "dpnas": [*CELLS],
     "fedavg": [*GIVEN],
     "fedprox": [*GIVEN, "server_optimizer=adam"],
-    "fedavg by Krum": [*GIVEN, "aggregate=krum", "malicious=0", "clients=5"],
     "fedavg by Adagrad": [*GIVEN, "server_optimizer=adagrad"],
     "fedavg of a genotype": [*IMAGES, "stages=[retrain,evaluate,export]", "genotype"],
     "fedavg with privacy": [*GIVEN, "privacy=dp", "privacy.epsilon=30"],

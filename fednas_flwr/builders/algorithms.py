@@ -173,7 +173,7 @@ def _fed_darts(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:
     terms = ("rule", "validation_weight", "proximal")
     alternating = Alternating(*(getattr(algorithm, term) for term in terms))
     own = own_settings(algorithm, *terms, "prior")
-    return FedDARTS, own | {"alternating": alternating, "seed": config.seed}
+    return FedDARTS, own | {"alternating": alternating}
 
 
 def _fed_darts_releases(config: Config) -> RoundReleases:

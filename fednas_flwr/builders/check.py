@@ -31,6 +31,7 @@ from fednas_flwr.config import (
     DifferentialPrivacy,
     FEATHERSSettings,
     FedExSettings,
+    ZeroCostSettings,
 )
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import (
@@ -96,6 +97,7 @@ def check_buildable(config: Config) -> Made:
         whole = config.privacy.unit == CLIENT
         _check_delta(config.privacy, number=config.clients if whole else max(units))
     networks: dict[str, nn.Module] = {}
+    trained: dict[str, nn.Module] = {}
     if genotype is None and searches(config):
         space = supernet_space(config, prepared)
         check_hardware(config, space)
@@ -107,6 +109,9 @@ def check_buildable(config: Config) -> Made:
         _check_memory(config, "search_space", supernet)
         if ALGORITHMS[config.algorithm.name].trains_supernet:
             networks["search"] = supernet
+        tries_none = getattr(config.algorithm, "trial_rounds", None) == 0
+        if not (tries_none or isinstance(config.algorithm, ZeroCostSettings)):
+            trained["search"] = supernet  # or networks with the layers of its ops
     description = describe_network(config, prepared, genotype)  # also of a search alone: its costs
     with torch.device("meta"):
         network = make_network(description)
@@ -117,7 +122,7 @@ def check_buildable(config: Config) -> Made:
         _check_values_per_norm(config, stage, network, shape=prepared.input_shape)
     check_features(prepared, clients())
     if not isinstance(config.privacy, DifferentialPrivacy):
-        check_parts(config, prepared, clients(), networks)
+        check_parts(config, prepared, clients(), trained | networks)
     if pools_records(config):
         check_linear_baseline(prepared, clients())
     return Made(prepared.train, parts, networks)

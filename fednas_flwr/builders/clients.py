@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from fednas_flwr.builders.networks import Description, make_device, make_network
 from fednas_flwr.builders.refusals import has_real_sites
 from fednas_flwr.clients.client import Augmentation, Client, KeptModels
 from fednas_flwr.clients.release import ReleaseGate
-from fednas_flwr.config import Config, DifferentialPrivacy, expanded
+from fednas_flwr.config import Config, DifferentialPrivacy, dump_config, expanded
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.npz import holds_encoded
@@ -54,6 +55,7 @@ def make_client(
     networks: dict[str, nn.Module],
     site: Mapping[str, str] | None = None,
     gate: ReleaseGate | None = None,
+    settings: str | None = None,
 ) -> Client:
     """Return client ``index`` of a run.
 
@@ -65,6 +67,7 @@ def make_client(
         site: What the node's own configuration says, see ``client_app.SITE_KEYS``.
         gate: What :func:`make_site_gate` has made of a ``site`` that names a policy; the gates of
             simulated clients are made here.
+        settings: The run's, as the server has sent them; None is all of ``config``.
 
     Raises:
         ConfigError: A setting does not fit the data, or a private run's real site has no policy.
@@ -94,11 +97,15 @@ def make_client(
         check_unit(gate.allowed.unit, prepared.train)
         fractions = gate.allowed.fractions
     key = site.get("split-key", config.dataset.split_key).encode()
-    own = make_client_data(prepared, parts[index], key=key, fractions=fractions)
+    own = make_client_data(
+        prepared, parts[index], key=key, fractions=fractions, may_be_empty=gate is not None
+    )
     if gate is not None:
         records = prepared.train
         ids, column = records.ids[parts[index]], records.id_column
-        gate.hold(assignment_digest(ids, key=key, fractions=fractions, id_column=column))
+        gate.hold(assignment_digest(ids, key=key, fractions=fractions, id_column=column), column)
+    sums = _site_sums(config, index, site, gate)
+    sent = "" if sums is None else settings or dump_config(config)
     return Client(
         index=index,
         seed=config.seed,
@@ -122,8 +129,9 @@ def make_client(
         gate=gate,
         wire=config.wire,
         kept_models=_kept_models(site),
-        sums=_site_sums(config, index, site, gate),
+        sums=sums,
         cache=Path(config.dataset.cache).expanduser(),
+        settings_digest=hashlib.sha256(sent.encode()).hexdigest(),
     )
 
 
@@ -337,6 +345,7 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
         "epsilon": privacy.epsilon,
         "delta": privacy.delta,
         "least_noise_multiplier": LEAST_CALIBRATED,
+        "largest_noise_multiplier": 1e6,  # whatever the run's settings ask for
         "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
         "largest_steps": 1_000_000,
         "verbs": list(PRIVATE_VERBS),
@@ -378,6 +387,8 @@ def check_public(config: Config, prepared: Prepared) -> None:
     ):  # else the images decide
         needed["image_size"] = settings.image_size is not None
         needed["channels"] = settings.channels is not None
+    if settings.name == "csv" or settings.labels_file:
+        needed["label or labels"] = settings.label != "last" or bool(settings.labels)
     if settings.name == "csv":
         declared = settings.numeric or settings.dates or settings.categorical
         needed["numeric or categorical"] = bool(declared)

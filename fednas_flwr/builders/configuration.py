@@ -11,7 +11,6 @@ from typing import Any
 from fednas_flwr.builders.algorithms import ALGORITHMS, retrains_by_gradients
 from fednas_flwr.builders.effects import Given, check_effect, check_experiment
 from fednas_flwr.builders.refusals import (
-    check_asynchronous,
     check_sampling,
     check_secure_sum,
     check_unit_of_privacy,
@@ -24,7 +23,7 @@ from fednas_flwr.config.parsing import choose_kind
 from fednas_flwr.config.privacy import PRIVACY
 from fednas_flwr.config.server_optimizers import SERVER_OPTIMIZERS
 from fednas_flwr.errors import ConfigError, NoEffectError, show
-from fednas_flwr.names import CLIENT, FLOAT32, SELECTIONS
+from fednas_flwr.names import CLIENT, FLOAT32
 from fednas_flwr.search.settings import NORMED_NETWORKS
 from fednas_flwr.typed import parse
 
@@ -138,7 +137,6 @@ def check_combinations(config: Config) -> None:
     _check_privacy(config)
     check_secure_sum(config)
     check_sampling(config)
-    check_asynchronous(config)
     _check_aggregate(config)
     _check_server_optimizer(config)
     _check_stages(config)
@@ -210,11 +208,7 @@ def _check_aggregate(config: Config) -> None:
     name, clients = config.aggregate, config.asked
     asked = f"clients_per_round={clients}" if config.samples else f"clients={clients}"
     fewest = math.ceil(config.runtime.quorum * clients - 1e-9)
-    decides, raised = f"runtime.quorum={config.runtime.quorum:g} of {asked}", "runtime.quorum"
-    if config.asynchronous is not None:  # as many are averaged
-        fewest = clients = config.asynchronous.buffer
-        decides = asked = f"asynchronous.buffer={clients}"
-        raised = "asynchronous.buffer"
+    decides = f"runtime.quorum={config.runtime.quorum:g} of {asked}"
     if name != "mean" and clients < 3:
         raise ConfigError(f"aggregate={name} with {asked}: expected 3 or more.")
     if name != "mean" and "retrain" in config.stages and retrains_by_gradients(config):
@@ -226,17 +220,8 @@ def _check_aggregate(config: Config) -> None:
     if name == "trimmed_mean" and fewest <= 2 * config.trim:
         raise ConfigError(
             f"trim={config.trim} leaves nothing of the {fewest} replies that {decides} lets a "
-            f"round go on with: expected fewer than half of them; raise {raised} or lower trim."
-        )
-    if name not in SELECTIONS:
-        return
-    _only_fedavg(config, f"aggregate={name}", "aggregate=mean, median or trimmed_mean")
-    needed = SELECTIONS[name] * config.malicious + 3
-    if fewest < needed:
-        raise ConfigError(
-            f"aggregate={name} with malicious={config.malicious} needs {needed} replies, and "
-            f"{decides} lets a round go on with {fewest}: raise clients or {raised}, or lower "
-            "malicious."
+            "round go on with: expected fewer than half of them; raise runtime.quorum or lower "
+            "trim."
         )
 
 
@@ -245,7 +230,12 @@ def _check_server_optimizer(config: Config) -> None:
     chosen = f"server_optimizer={config.server_optimizer.name}"
     if chosen == "server_optimizer=none":
         return
-    _only_fedavg(config, chosen, "server_optimizer=none")
+    if not isinstance(config.algorithm, FedAvgSettings):
+        raise ConfigError(
+            f"{chosen} with algorithm={config.algorithm.name}: it is for the training of a given "
+            "network; set algorithm=fedavg or fedprox, with genotype=<file> for a cell that was "
+            "found, or server_optimizer=none."
+        )
     if retrains_by_gradients(config):
         raise ConfigError(
             f"{chosen} with retrain.exchange={config.retrain.exchange}: the server steps along "
@@ -254,16 +244,6 @@ def _check_server_optimizer(config: Config) -> None:
     if config.momentum == "server":
         raise ConfigError(
             f"{chosen} with momentum=server: both are optimisers of the server; leave one out."
-        )
-
-
-def _only_fedavg(config: Config, setting: str, other: str) -> None:
-    """Refuse for a search what Flower's strategies do with the models of one given network."""
-    if not isinstance(config.algorithm, FedAvgSettings):
-        raise ConfigError(
-            f"{setting} with algorithm={config.algorithm.name}: it is for the training of a given "
-            f"network; set algorithm=fedavg or fedprox, with genotype=<file> for a cell that was "
-            f"found, or {other}."
         )
 
 
@@ -279,8 +259,8 @@ def _check_stages(config: Config) -> None:
         space = config.search_space.name
         if config.dataset.table is not None and space != "nasbench201":
             raise ConfigError(
-                f"dataset.table={config.dataset.table} with search_space={space}: tables hold "
-                "cells of nasbench201; leave it out."
+                f"dataset.table={show(config.dataset.table.file)} with search_space={space}: it "
+                "holds cells of nasbench201; leave it out."
             )
     elif "retrain" in config.stages and config.genotype is None:
         if not isinstance(config.algorithm, GivenNetwork):

@@ -40,10 +40,8 @@ from fednas_flwr.config import (
     ZeroCostSettings,
 )
 from fednas_flwr.errors import NoEffectError, NoEffectWarning, show
-from fednas_flwr.names import FEWEST_VOTES, PARTITIONS, SELECTIONS
+from fednas_flwr.names import FEWEST_VOTES, PARTITIONS
 from fednas_flwr.search.settings import NORMED_NETWORKS
-
-ONE_ENGINE = ("dp_cells", "dp_cells_darts", "mbconv", "mlp")  # both engines are the same there
 
 
 @dataclass(frozen=True)
@@ -123,11 +121,6 @@ def _sized_by_retrain(c: Config) -> bool:
 
 def _averages(c: Config) -> bool:
     return _retrains(c) or not isinstance(c.algorithm, ZeroCostSettings)
-
-
-def _retrains_by(kind: type, c: Config) -> bool:
-    """Return whether hyper-parameters of the retraining come from an algorithm's own list."""
-    return _retrains(c) and isinstance(c.algorithm, kind)
 
 
 def _draws_hyperparameters(c: Config) -> bool:
@@ -225,7 +218,7 @@ RULES: tuple[Rule, ...] = (
         "search and algorithm={c.algorithm.name}, which trains a given network",
         "leave search out of it",
     ),
-    Rule("rounds engine search_space.norm", lambda c: not searches(c), NO_SEARCH),
+    Rule("rounds search_space.norm", lambda c: not searches(c), NO_SEARCH),
     Rule("search_space", lambda c: not searches(c) and _fixed(c), NO_SEARCH),
     Rule(
         "search_space",
@@ -279,16 +272,11 @@ RULES: tuple[Rule, ...] = (
         "runtime={c.runtime.name} partition={c.partition.name}, in which every baseline has a "
         "ledger of its own",
     ),
-    Rule(
-        "asynchronous.delays",
-        lambda c: c.asynchronous is not None and c.runtime.name == "deployment",
-        "runtime=deployment, whose sites take the time that they take",
-    ),
     Rule("privacy.baseline_share", lambda c: not c.baselines, "baselines={c.baselines}"),
     Rule(
         "aggregate momentum wire secure_sum oversample precision "
         "class_factors dataset.crop_padding "
-        "clients_per_round sampling over_selection asynchronous "
+        "clients_per_round sampling over_selection "
         "dataset.flip dataset.cutout privacy.micro_batch_size time_limit",
         lambda c: not _averages(c),
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",
@@ -330,23 +318,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: isinstance(c.search_space, DPCells) and not _sized_by_retrain(c),
         "search_space={c.search_space.name}, whose networks have no paths to drop",
     ),
-    Rule(
-        "engine",
-        lambda c: c.search_space.name in ONE_ENGINE,
-        "search_space={c.search_space.name}, in which both engines are the same",
-    ),
-    Rule(
-        "engine",
-        lambda c: not ALGORITHMS[c.algorithm.name].trains_supernet,
-        "algorithm={c.algorithm.name}, which trains no supernet",
-    ),
     # Algorithms.
-    Rule(
-        "algorithm.path_per",
-        lambda c: isinstance(c.algorithm, FedDARTSSettings) and c.algorithm.temperatures is None,
-        "algorithm.temperatures=null, which mixes all ops",
-        "set algorithm.temperatures, or remove it",
-    ),
     Rule(
         "algorithm.validation_weight",
         lambda c: isinstance(c.algorithm, FedDARTSSettings) and c.algorithm.rule != "mixed_level",
@@ -411,6 +383,17 @@ RULES: tuple[Rule, ...] = (
         "algorithm.configurations, which are the list",
     ),
     Rule("algorithm.ranges", lambda c: not _needs_ranges(c), "algorithm.configurations, the list"),
+    Rule(
+        "algorithm.ranges.alpha_lr algorithm.ranges.alpha_weight_decay",
+        _is(FedExSettings),
+        "algorithm=fedex, which trains no alphas",
+    ),
+    Rule(
+        "algorithm.rewarded_candidates",
+        lambda c: isinstance(c.algorithm, DPNASSettings) and c.rounds <= c.algorithm.warm_up_rounds,
+        "rounds={c.rounds}, all of which warm up (algorithm.warm_up_rounds)",
+        "raise rounds, or remove it",
+    ),
     Rule(
         "algorithm.bandit.scale_retention",
         lambda c: isinstance(c.algorithm, FEATHERSSettings) and not c.algorithm.bandit.scaled,
@@ -483,13 +466,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.samples and c.asked < FEWEST_VOTES,
         "clients_per_round={c.clients_per_round}, of whom nobody can tell who is right",
     ),
-    Rule(
-        "runtime.largest_share",
-        lambda c: c.asynchronous is not None and c.asynchronous.buffer < FEWEST_VOTES,
-        "asynchronous={c.asynchronous}, of whose few replies nobody can tell which is right",
-    ),
     Rule("trim", lambda c: c.aggregate != "trimmed_mean", "aggregate={c.aggregate}"),
-    Rule("malicious", lambda c: c.aggregate not in SELECTIONS, "aggregate={c.aggregate}"),
     # Privacy.
     Rule(
         "algorithm.local_epochs algorithm.search.local_epochs",
@@ -793,13 +770,16 @@ def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | Non
 
 
 def _field(config: Config, name: str) -> tuple[str, Any]:
-    """Return the name and value of a setting; what is in a mapping stands for the mapping."""
+    """Return the name and value of a setting; of numbers in a mapping, those of the mapping."""
     value: Any = config
     parts = name.split(".")
     for depth, part in enumerate(parts):
-        if not is_dataclass(value):
+        if isinstance(value, Mapping) and is_dataclass(value.get(part)):
+            value = value[part]
+        elif is_dataclass(value):
+            value = getattr(value, part)
+        else:
             return ".".join(parts[:depth]), value
-        value = getattr(value, part)
     return name, value
 
 

@@ -26,7 +26,7 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.errors import ConfigError, unknown_choice
 from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.evaluation.model import MODEL_FILE, Model, read_metadata, read_model
-from fednas_flwr.names import FAST, NO_SKIP
+from fednas_flwr.names import NO_SKIP
 from fednas_flwr.randomness import seeded
 from fednas_flwr.search.pool import Pool
 from fednas_flwr.search.settings import NORMED_NETWORKS
@@ -50,15 +50,14 @@ def make_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def make_space(name: str, *, engine: str = FAST, **settings: Any) -> SearchSpace:
+def make_space(name: str, **settings: Any) -> SearchSpace:
     """Return a search space.
 
     Args:
         name: One of ``SEARCH_SPACES``.
-        engine: ``fast`` or ``reference``.
         **settings: ``input_shape``, ``num_classes`` and the settings of ``conf/search_space``.
     """
-    space = space_entry(name).make(engine=engine, **settings)
+    space = space_entry(name).make(**settings)
     if space.name != name:
         raise ConfigError(
             f"search_space={name} makes a space that is called {space.name}, and its genotypes "
@@ -74,7 +73,6 @@ def supernet_space(config: Config, prepared: Prepared) -> SearchSpace:
         own.name,
         norm=own.norm,
         **supernet_sizes(own),
-        engine=config.engine,
         input_shape=prepared.input_shape,
         num_classes=prepared.num_classes,
     )

@@ -12,7 +12,6 @@ from fednas_flwr.config import (
     DPNASSettings,
     FDNASSettings,
     FEATHERSSettings,
-    FedAvgSettings,
     FedDARTSSettings,
     FedExSettings,
     FNASSettings,
@@ -25,7 +24,6 @@ from fednas_flwr.config import (
 from fednas_flwr.config.run import MOST_SITES
 from fednas_flwr.errors import ConfigError, show, unknown_choice
 from fednas_flwr.names import BY_SIZE, CLIENT
-from fednas_flwr.search.settings import PER_CLIENT, PER_STEP
 from fednas_flwr.typed import check_range
 
 
@@ -121,16 +119,9 @@ def of_feathers(config: Config) -> None:
 
 
 def of_fed_darts(config: Config) -> None:
-    """Refuse what the functions below do, and an auxiliary skip with privacy."""
+    """Refuse what the functions above and below do."""
     of_mixed_splits(config)
     of_single_paths(config)
-    algorithm = config.algorithm
-    assert isinstance(algorithm, FedDARTSSettings)
-    if algorithm.auxiliary_skip and by_record(config) and searches(config):
-        raise ConfigError(
-            f"algorithm.auxiliary_skip={algorithm.auxiliary_skip:g} with privacy=dp: it has no "
-            "private gradient yet; set algorithm.auxiliary_skip=0."
-        )
 
 
 def of_single_paths(config: Config) -> None:
@@ -149,39 +140,6 @@ def of_single_paths(config: Config) -> None:
             "algorithm.temperatures with privacy=dp: single paths have no private gradient yet; "
             "set algorithm.temperatures=null."
         )
-    if algorithm.path_per != PER_STEP:
-        _check_path_messages(config, algorithm.path_per)
-
-
-def _check_path_messages(config: Config, path_per: str) -> None:
-    """Refuse what needs whole states, or the same ones of all clients, where paths are sent."""
-    apart = path_per == PER_CLIENT
-    needs = {
-        "privacy=dp": (
-            not isinstance(config.privacy, NoPrivacy),
-            "what is released is an update of all weights; set algorithm.path_per=step",
-        ),
-        "momentum=server": (
-            config.momentum == "server",
-            "the velocity would move what no client has trained; set momentum=averaged or reset",
-        ),
-        "asynchronous rounds": (
-            config.asynchronous is not None,
-            "replies of other rounds are of other paths; set asynchronous=null",
-        ),
-        f"aggregate={config.aggregate}": (
-            apart and config.aggregate != "mean",
-            "each tensor comes from some of the clients only; set aggregate=mean, or "
-            "algorithm.path_per=round",
-        ),
-        "secure_sum=true": (
-            apart and config.secure_sum,
-            "clients send different tensors, which have no sum; set algorithm.path_per=round",
-        ),
-    }
-    for setting, (refused, reason) in needs.items():
-        if refused:
-            raise ConfigError(f"algorithm.path_per={path_per} with {setting}: {reason}.")
 
 
 def of_fdnas(config: Config) -> None:
@@ -363,50 +321,6 @@ def check_unit_of_privacy(config: Config) -> None:
     for setting, (refused, reason) in needs.items():
         if refused:
             raise ConfigError(f"privacy.unit=client with {setting}: {reason}.")
-
-
-def check_asynchronous(config: Config) -> None:
-    """Refuse what needs every client's reply to the present model."""
-    terms = config.asynchronous
-    if terms is None:
-        return
-    kinds = (FedDARTSSettings, FDNASSettings, FedAvgSettings, ZeroCostSettings)
-    needs = {
-        f"algorithm={config.algorithm.name}": (
-            not isinstance(config.algorithm, kinds),
-            "it is for fed_darts, fednas, fdnas, zero_cost and fedavg, whose clients send trained "
-            "models",
-        ),
-        "privacy=dp": (
-            not isinstance(config.privacy, NoPrivacy),
-            "clients commit to a known number of releases; leave one of them out",
-        ),
-        "secure_sum=true": (config.secure_sum, "a sum is of replies to one request"),
-        "clients_per_round": (config.samples, "both say whose replies make a round"),
-        "momentum=averaged": (
-            config.momentum == "averaged",
-            "moments of other models do not add up; set momentum=server or reset",
-        ),
-        f"retrain.exchange={config.retrain.exchange}": (
-            config.retrain.exchange == "gradients",
-            "gradients are of the present model; set retrain.exchange=models",
-        ),
-        f"retrain.evaluate_every={config.retrain.evaluate_every}": (
-            config.retrain.evaluate_every > 0 and "retrain" in config.stages,
-            "it would wait for clients that still train; set it to 0",
-        ),
-        f"clients={config.clients}": (
-            terms.buffer > config.clients,
-            f"asynchronous.buffer={terms.buffer} is out of range: expected at most as many",
-        ),
-        f"asynchronous.delays of {len(terms.delays or [])} clients": (
-            terms.delays is not None and len(terms.delays) != config.clients,
-            f"expected one number for each of clients={config.clients}",
-        ),
-    }
-    for setting, (refused, reason) in needs.items():
-        if refused:
-            raise ConfigError(f"asynchronous rounds with {setting}: {reason}.")
 
 
 def check_sampling(config: Config) -> None:

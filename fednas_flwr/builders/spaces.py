@@ -19,8 +19,8 @@ class SpaceEntry(NamedTuple):
 
     Attributes:
         settings: The dataclass of its settings.
-        make: Called with ``input_shape``, ``num_classes``, ``norm``, ``engine`` and the other
-            settings but the name, returns the space.
+        make: Called with ``input_shape``, ``num_classes``, ``norm`` and the other settings
+            but the name, returns the space.
     """
 
     settings: type[SearchSpaceSettings]

@@ -20,9 +20,8 @@ from fednas_flwr.config import Config
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.exchange.checkpoint import CheckpointFolder
 from fednas_flwr.exchange.courier import Courier
-from fednas_flwr.exchange.robust import Selection, TrimmedMean
+from fednas_flwr.exchange.robust import TrimmedMean
 from fednas_flwr.exchange.states import Average, WeightedAverage
-from fednas_flwr.names import SELECTIONS
 from fednas_flwr.privacy.plan import PrivateStage, RoundReleases, of_clients
 from fednas_flwr.search.settings import Configuration
 from fednas_flwr.search_spaces.space import SearchSpace, Supernet
@@ -132,8 +131,6 @@ def _make_strategy(
     """Return the planned strategy, told all that is the same for every algorithm."""
     kind, own = plan
     terms: dict[str, Any] = {"private": private, "new_average": _averaging(config)}
-    if config.asynchronous is not None:
-        terms["asynchronous"] = config.asynchronous
     return kind(network, courier, **shared, **terms, **own)
 
 
@@ -143,6 +140,5 @@ def _averaging(config: Config) -> Callable[[], Average]:
         "mean": WeightedAverage,
         "median": partial(TrimmedMean, None),
         "trimmed_mean": partial(TrimmedMean, config.trim),
-        **{name: partial(Selection, name, config.malicious) for name in SELECTIONS},
     }
     return makers[config.aggregate]

@@ -40,19 +40,19 @@ def add_commands(commands: Commands) -> None:
         commands,
         "audit",
         audit,
-        help="plant canaries in a private search and bound its epsilon from below",
+        help="plant canaries in a private run: is every release as committed to?",
         epilog=(
-            "Takes the overrides of `fednas run`; rounds is the largest number of steps of the\n"
-            "one run. Exit codes: 0 if no claim is refuted and each could have been, 1 if one is\n"
-            "refuted, 3 if one could not have been: inconclusive."
+            "Takes the overrides of `fednas run`. Exit codes: 0 if nothing is refuted and each\n"
+            "kind of release could have been, 1 if one is refuted, 3 if one, or a fault of it,\n"
+            "could not have been seen: inconclusive."
         ),
         takes_overrides=True,
     )
     parser.add_argument(
         "--confidence",
         type=float,
-        default=0.99,
-        help="joint confidence of all bounds (default: %(default)g)",
+        default=0.9999,
+        help="with which an honest client passes (default: %(default)g)",
     )
     parser = add_command(
         commands,
@@ -117,35 +117,29 @@ def add_commands(commands: Commands) -> None:
 
 
 def audit(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Audit the composed private search; say what it showed and what it could have shown."""
+    """Audit a run's releases; say what each is like, and what could not be seen."""
     config = compose(*overrides)
-    from fednas_flwr.stages.audit import audit_search
+    from fednas_flwr.federation.audit import audit_run
 
-    audit = audit_search(config, confidence=options.confidence)
-    for finding in audit.findings:
-        print(
-            f"{finding.seen}.\n"
-            f"  epsilon is at least {finding.epsilon:.3g} {finding.assumption}; claimed: "
-            f"{finding.claim:.3g}. Without any noise this audit shows {finding.largest:.3g}."
-        )
-        if finding.shows_half is not None:
-            share = "999" if finding.shows_half else "fewer than 999"
-            print(
-                f"  A client with half its noise, or twice its clipping norm, fails in {share} of "
-                "1,000 such audits."
-            )
-    print(f"All at delta {audit.delta:g}; the bounds hold with confidence {audit.confidence:.4g}.")
-    if any(finding.refutes for finding in audit.findings):
-        print("fednas: the audit refutes the claim.", file=sys.stderr)
+    findings = audit_run(config, confidence=options.confidence)
+    for finding in findings:
+        print(f"{finding.release}: {finding.seen}".rstrip(": "))
+        for fault in finding.faults:
+            print(f"  REFUTED: {fault}")
+        for unseen in finding.unseen:
+            print(f"  not audited: {unseen}")
+    print(f"An honest client passes with probability {options.confidence:g} or more.")
+    if any(finding.faults for finding in findings):
+        print("fednas: the audit refutes what the run commits to.", file=sys.stderr)
         return RUN_FAILED
-    if not all(finding.is_conclusive for finding in audit.findings):
+    if not findings or any(finding.unseen for finding in findings):
         print(
-            "fednas: inconclusive: a wrong claim could have passed. Fewer rounds, more noise, a "
-            "smaller rate or a lower --confidence let an audit show more than is claimed.",
+            "fednas: inconclusive: not every fault could have been seen. Less noise or larger "
+            "tensors show more.",
             file=sys.stderr,
         )
         return INCONCLUSIVE
-    print("The audit does not refute the claim.")
+    print("The audit does not refute what the run commits to.")
     return 0
 
 
@@ -228,6 +222,7 @@ def approve(options: argparse.Namespace, overrides: list[str]) -> int:
         for schedule, (run, commitment, allowed) in waiting.items():
             if options.hash in (None, schedule):
                 gate = ReleaseGate(policy, ledger, SecureGenerator(), data_set=commitment.data_set)
+                gate.unit = commitment.unit
                 _print_schedule(schedule, run, commitment, allowed, gate)
         if options.hash is not None:
             ledger.approve(waiting[options.hash][0])
@@ -250,8 +245,7 @@ def show_ledger(options: argparse.Namespace, overrides: list[str]) -> int:
             f"{', '.join(accounts) or 'no row at all'}."
         )
     if rows:
-        shown = [row for row in rows if options.account in (None, row.entry.account)]
-        _print_statement(shown, options.delta)
+        _print_statement(rows, options.delta, options.account)
     else:
         print("no rows.")
     return 0
@@ -292,14 +286,15 @@ def _print_schedule(
 
     from fednas_flwr.names import SPLITS
     from fednas_flwr.reporting.console import table_console
-    from fednas_flwr.reporting.guarantee import epsilon_text
+    from fednas_flwr.reporting.guarantee import epsilon_text, uncounted_text
 
     console = table_console()
     console.print(f"schedule {schedule}", style="bold")
     print(f"run: {terminal(run)}")
+    spent = epsilon_text(gate.spent())
     print(
         f"data set: {allowed.data_set}; budget {allowed.account}: epsilon {allowed.epsilon:g} at "
-        f"delta {allowed.delta:g} for one {allowed.unit}, of which {gate.spent():.3g} is spent"
+        f"delta {allowed.delta:g} for one {allowed.unit}, of which {spent} is spent"
     )
     columns = (Column(title, overflow="fold") for title in SCHEDULE_HEAD)
     table = Table(*columns, title="what the run may release, at most")
@@ -318,11 +313,18 @@ def _print_schedule(
     prv = gate.epsilons(run)[PRV]
     costs = ", ".join(f"{s} {epsilon_text(prv[s])}" for s in SPLITS if s in prv)
     charged = "" if commitment.by_split else "; every release is charged to all parts"
-    print(f"epsilon with all that was booked before (PRV): {costs or '0'}{charged}\n")
+    print(f"epsilon with all that was booked before (PRV): {costs or '0'}{charged}")
+    print(f"{uncounted_text([gate.uncounted()])}\n".lstrip())
 
 
-def _print_statement(rows: Sequence[Row], delta: float) -> None:
-    """Print one line per kind of release, and the epsilon of each account and split."""
+def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> None:
+    """Print one line per kind of release, and the epsilon of each account, unit and split.
+
+    Args:
+        rows: All of a ledger.
+        delta: Of the epsilons.
+        account: The only one to print; None prints all.
+    """
     from rich.table import Column, Table
     from rich.text import Text
 
@@ -337,7 +339,7 @@ def _print_statement(rows: Sequence[Row], delta: float) -> None:
     console = table_console()
     columns = (Column(title, overflow="fold") for title in STATEMENT_HEAD)
     booked = Table(*columns, title="what was booked")
-    for line in statement.lines:
+    for line in (line for line in statement.lines if account in (None, line.account)):
         times = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
         booked.add_row(
             *(name(text) for text in (line.account, line.run, line.stage, line.verb)),
@@ -346,8 +348,15 @@ def _print_statement(rows: Sequence[Row], delta: float) -> None:
             *(f"{time:%Y-%m-%d %H:%M}" for time in times),
         )
     console.print(booked)
-    costs = Table("account", "split", "epsilon (PRV)", title=f"all together, at delta {delta:g}")
-    for account, epsilons in statement.epsilons.items():
-        for split, epsilon in epsilons.items():
-            costs.add_row(name(account), split, epsilon_text(epsilon))
+    head = ("account", "split", "epsilon (PRV)", "for one")
+    costs = Table(*head, title=f"all together, at delta {delta:g}")
+    for (paying, unit), epsilons in statement.epsilons.items():
+        for split, epsilon in epsilons.items() if account in (None, paying) else ():
+            shown = epsilon_text(epsilon if math.isfinite(epsilon) else None)
+            costs.add_row(name(paying), split, shown, name(unit))
     console.print(costs)
+    for paying in dict.fromkeys(paying for paying, _ in statement.epsilons):
+        others = [f"{other} (per {unit})" for other, unit in statement.epsilons if other != paying]
+        if others and account in (None, paying):
+            booked_on = f"{', '.join(others)}, if that was of the same records"
+            console.print(name(f"{paying} does not count what was booked on {booked_on}."))

@@ -1,11 +1,10 @@
-"""Commands that use what runs have left: predict, export, report, compare, analyse, lookup."""
+"""Commands that use what runs have left: predict, export, report, compare, lookup."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from fednas_flwr.api import run
 from fednas_flwr.cli.parsing import Commands, add_command
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.foreign import csv_cell
@@ -45,18 +44,6 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--output", type=Path, help="folder for compare.csv, .md, .json and .html")
     parser = add_command(
         commands,
-        "analyse",
-        analyse_run,
-        help="which ops a search prefers, and what activations and pools contribute to its cell",
-    )
-    parser.add_argument("run_folder", type=Path, help="of a finished run")
-    parser.add_argument(
-        "--against", type=Path, nargs="+", default=[], help="runs to compare its search with"
-    )
-    parser.add_argument("--retrain", action="store_true", help="train the changed cells, too")
-    parser.add_argument("--batch-size", type=int, default=1, help="of inference (default: 1)")
-    parser = add_command(
-        commands,
         "lookup",
         lookup,
         help="published accuracy of found NAS-Bench-201 cells",
@@ -67,11 +54,15 @@ def add_commands(commands: Commands) -> None:
         type=Path,
         required=True,
         help="CSV (also compressed) or Parquet file with a column of cells, as "
-        "|op~0|+|op~0|op~1|+|op~0|op~1|op~2|, and columns of accuracies or errors, told apart by "
-        "their names",
+        "|op~0|+|op~0|op~1|+|op~0|op~1|op~2|, and of accuracies",
     )
-    parser = add_command(commands, "tables", tables)  # for those who write the pages
-    parser.add_argument("readme", type=Path, nargs="?", default=Path("README.md"))
+    parser.add_argument(
+        "--column",
+        nargs="+",
+        default=[],
+        help="columns of accuracies; percentiles are of the mean of their ranks (default: the only "
+        "column of numbers)",
+    )
 
 
 def predict(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -156,33 +147,6 @@ def compare(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def analyse_run(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Analyse a finished run; with ``--retrain`` train each variant of its cell before."""
-    if options.batch_size < 1:
-        raise ConfigError(f"--batch-size must be at least 1, got {options.batch_size}.")
-    from fednas_flwr.reporting.analysis import print_analysis
-    from fednas_flwr.reporting.runs import is_complete
-    from fednas_flwr.stages.analysis import (
-        ANALYSIS_FILE,
-        analyse,
-        finished_run,
-        prepare_variants,
-    )
-    from fednas_flwr.stages.run_folder import open_run_folder
-
-    runs = [finished_run(folder) for folder in (options.run_folder, *options.against)]
-    config = open_run_folder(str(options.run_folder))
-    variants = prepare_variants(config)
-    for folder in variants if options.retrain else ():
-        if not is_complete(folder):
-            run(folder, quiet=False)
-    print_analysis(
-        analyse(config, runs=runs, variant_folders=variants, batch_size=options.batch_size)
-    )
-    print(Path(str(config.run_dir)) / ANALYSIS_FILE)
-    return 0
-
-
 def lookup(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print what a table says of the cells that runs have found."""
     from fednas_flwr.reporting.compare import run_folders
@@ -190,24 +154,9 @@ def lookup(options: argparse.Namespace, overrides: list[str]) -> int:
     from fednas_flwr.reporting.runs import EVENTS_FILE, read_run
 
     folders = run_folders(options.run_folders)
-    table = read_table(options.table)
+    table = read_table(options.table, options.column)
     for folder in folders:
         if not (folder / EVENTS_FILE).is_file():
             raise ConfigError(f"{folder} has no genotype to look up: its run has not begun.")
     print_lookup(table, [read_run(folder) for folder in folders])
     return 0
-
-
-def tables(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Render the tables of a page from the results."""
-    from fednas_flwr.reporting.tables import main as render
-
-    results = options.readme.parent / "scripts" / "results"
-    for path, is_there in ((options.readme, options.readme.is_file()), (results, results.is_dir())):
-        if not is_there:
-            raise ConfigError(
-                f"fednas tables: {path} does not exist; it renders the tables of a page from the "
-                "results beside it in scripts/results: go to a checkout of the repository, or name "
-                "its page."
-            )
-    return render([str(options.readme), str(results)])

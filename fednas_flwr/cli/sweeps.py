@@ -31,7 +31,6 @@ from fednas_flwr.foreign import terminal
 from fednas_flwr.reporting.runs import EVENTS_FILE, METRICS, is_complete, read_run
 
 ERROR_FILE = "error.txt"  # in the folder of a job that has failed: why
-HYDRAS = ("hydra/", "hydra.")
 LARGER_IS_BETTER = ("accuracy", "f1", "auroc")
 
 

@@ -274,7 +274,7 @@ def rehearse(
 
 def check_fields(verb: str, reply: Reply) -> None:
     """Raise RuntimeError when a private reply has a field that may not leave."""
-    leaving = set(reply.states) | set(reply.metrics)
+    leaving = {*reply.states, *reply.shares, *reply.metrics}
     listed = VERBS[verb]
     if not (
         set(reply.facts) <= listed.facts

@@ -36,11 +36,10 @@ def answer(client: Client, request: Request) -> Reply:
         BudgetExceededError: The site's privacy budget does not cover it.
         ValueError: The request does not fit the verb.
     """
-    if client.gate is not None:
-        admit(client.gate, request)
+    planned = {} if client.gate is None else admit(client.gate, request)
     if request.statistics is not None:
         client = client.standardised(request.statistics)
-    part = begin_sum(client, request)
+    part = begin_sum(client, request, planned)
     request = replace(request, states=restore_sent(request.states))
     header = request.header
     threads = torch.get_num_threads()
@@ -55,7 +54,7 @@ def answer(client: Client, request: Request) -> Reply:
         if client.gate is not None:
             check_fields(request.verb, reply)
         if part is not None:
-            return masked(client, request, reply, part)
+            return masked(request, reply, part)
         generator = client.generator(header, "wire", header.phase)
         return round_reply(reply, request, wire=client.wire, generator=generator)
     finally:

@@ -17,17 +17,20 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from traceback import format_exception
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from fednas_flwr.errors import ConfigError, DamagedError
+from fednas_flwr.errors import ConfigError, DamagedError, DayFullError
 from fednas_flwr.exchange.headers import Header
 from fednas_flwr.exchange.sum_requests import Settings
 from fednas_flwr.files import make_folder, write_atomically
+from fednas_flwr.privacy.allowance import counter_of, take
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.mark import create_key, equal, read_key, seal
 
@@ -36,6 +39,11 @@ if TYPE_CHECKING:  # these bring torch
     from fednas_flwr.exchange.messages import Reply, Request
 
 LONGEST_TEXT = 500  # characters kept of what a server sent
+LONGEST_LOG = 4000  # characters of an error in the site's own log
+LONGEST_END = 20_000  # bytes beyond the daily allowance for lines that say it is spent
+# Of a request besides its fields and settings: HMACs and names in the line of its reply, a row in
+# the journal of secure sums, the result of a self-test.
+REQUEST_BYTES = 2000
 _LINE = re.compile(rb'(\{"number": ([1-9][0-9]*), .*), "mac": "([0-9a-f]{64})"\}\n')
 
 
@@ -73,6 +81,8 @@ class AuditTrail:
     """The trail of one site; processes of several runs may write to it at once.
 
     Each line is on disk before the call returns, and the request is not answered if it cannot be.
+    It takes from the site's daily allowance. When that is spent, requests are refused without a
+    line; the last ones say so.
 
     Args:
         path: Its file, made when missing; None keeps no trail.
@@ -93,16 +103,26 @@ class AuditTrail:
         self._path, self._key_path, self._ledger = path, key_path, ledger
         self._superlink = superlink
 
-    def asked(self, request: Asked, *, flower_run: int) -> None:
-        """Note a request before anything is done about it."""
+    def asked(self, request: Asked, *, flower_run: int, kept_bytes: int = 0) -> None:
+        """Note a request before anything is done about it.
+
+        Args:
+            request: The request.
+            flower_run: Flower's number of the run.
+            kept_bytes: Of what the site may keep of it besides its settings.
+
+        Raises:
+            DayFullError: The site's daily allowance does not cover it.
+        """
         settings = json.dumps(asdict(request.settings), sort_keys=True)
-        self._append(
-            "asked",
+        fields = {
             **_place(request),
-            superlink=self._superlink,
-            flower_run=str(flower_run),
-            settings_sha256=hashlib.sha256(settings.encode()).hexdigest(),
-        )
+            "superlink": self._superlink,
+            "flower_run": str(flower_run),
+            "settings_sha256": hashlib.sha256(settings.encode()).hexdigest(),
+        }
+        self._take(len(settings) + kept_bytes + 2 * len(json.dumps(fields)) + REQUEST_BYTES)
+        self._append("asked", **fields)
 
     def released(self, request: Request, reply: Reply, *, gate: ReleaseGate | None) -> None:
         """Note a reply before it leaves.
@@ -129,10 +149,32 @@ class AuditTrail:
         """Note an answer that carries nothing of records, before it leaves."""
         self._append("released", **_place(request), states=[], metrics=[], facts=sorted(facts))
 
-    def refused(self, verb: str, request: Asked | None, reason: str) -> None:
-        """Note an error; ``reason`` may only be what the server may read."""
+    def refused(
+        self, verb: str, request: Asked | None, reason: str, error: Exception | None = None
+    ) -> None:
+        """Note an error, unless the site's daily allowance is spent.
+
+        Args:
+            verb: What was asked.
+            request: The request; None if it could not be read.
+            reason: Only what the server may read.
+            error: What the site's own log says besides. It takes a fixed amount: it may quote
+                records.
+        """
         place = {"verb": verb} if request is None else _place(request)
+        fixed = 13 * LONGEST_TEXT + (LONGEST_LOG if error else 0)  # in JSON some characters take 12
+        try:
+            self._take(len(json.dumps(place)) + fixed, beyond=LONGEST_END)
+        except DayFullError:
+            return
         self._append("refused", **place, reason=reason)
+        if error is not None:
+            print("".join(format_exception(error))[-LONGEST_LOG:], file=sys.stderr)
+
+    def _take(self, num_bytes: int, *, beyond: int = 0) -> None:
+        if self._path is not None:
+            self._key_path.parent.mkdir(parents=True, exist_ok=True)
+            take(counter_of(self._key_path), num_bytes, beyond=beyond)
 
     def _append(self, event: str, **fields: Any) -> None:
         if self._path is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,8 @@ class Client:
         kept_models: Where the site keeps models that return to it; None keeps none.
         sums: The client's part of secure sums; with one it answers no other way.
         cache: Folder of what may be computed anew, results of self-tests among it; None for none.
+        settings_digest: Hash of the run's settings as the server has sent them, on which the sites
+            of a secure sum must agree; empty without.
         rehearsed: Which computations private verbs have tried on made-up records, and the
             micro-batch size of each that makes records' results independent of one another.
     """
@@ -115,6 +117,7 @@ class Client:
     kept_models: KeptModels | None = None
     sums: SumSite | None = None
     cache: Path | None = None
+    settings_digest: str = ""
     rehearsed: dict[str, int] = field(default_factory=dict)
 
     def network(
@@ -146,6 +149,22 @@ class Client:
             raise ConfigError("refused: a private site standardises by its own dataset.statistics.")
         within = standardised_within(self.data, statistics, num_columns=self.num_columns)
         return replace(self, data=within)
+
+    @property
+    def data_form(self) -> dict[str, Any]:
+        """Form of the client's records, as declared: the same for all clients of a run."""
+        # what follows from records are moments, of which the server makes one mean
+        declared = self.moments is None
+        return {
+            "input_shape": list(self.data.train.features.shape[1:]),
+            "image_shape": list(self.image_shape),
+            "scattering": list(self.scattering),
+            "schema": [asdict(column) for column in self.schema],
+            "mean": list(self.data.train.mean) if declared else [],
+            "std": list(self.data.train.std) if declared else [],
+            "class_names": list(self.class_names),
+            "multi_label": self.objective.multi_label,
+        }
 
     @property
     def num_columns(self) -> int:

@@ -6,7 +6,7 @@ private client, and return what then trains the network in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 
@@ -62,8 +62,6 @@ def prepare_search(
     local: LocalSearch,
     supernet: Supernet,
     planned: Plan,
-    *,
-    moments: Collection[str] | None = None,
 ) -> Training:
     """Return what searches locally: FEATHERS, Alg. 4, of which it is also the private form.
 
@@ -75,7 +73,6 @@ def prepare_search(
         local: What to do.
         supernet: Searched in place.
         planned: The plans of ``weights`` and, but in a warm-up, of ``alphas``.
-        moments: The names of those that the request carries, where it carries any; None is all.
     """
     generator = client.generator(request.header, "search")
     paths = local.paths
@@ -97,15 +94,10 @@ def prepare_search(
                 f"refused, temperature={local.alternating.temperature}: single paths have no "
                 "private gradient yet; set algorithm.temperatures=null."
             )
-        if local.alternating is not None and local.alternating.auxiliary_skip:
-            raise ConfigError(
-                f"refused, auxiliary_skip={local.alternating.auxiliary_skip:g}: it has no private "
-                "gradient yet; set algorithm.auxiliary_skip=0."
-            )
         gradients.rehearse_weights(supernet)
         gradients.rehearse_alphas(supernet)
 
-    sent = sent_moments(request, supernet, only=moments)
+    sent = sent_moments(request, supernet)
 
     def search() -> tuple[Descents, dict[str, float]]:
         nesterov, beta = (False, 0.5) if paths is None else (True, 0.0)
@@ -121,10 +113,7 @@ def prepare_search(
         )
         if paths is None:
             assert local.alternating is not None
-            ops = client.make_space().ops if local.alternating.auxiliary_skip else ()
-            alternate(
-                supernet, gradients, descents, local.alternating, generator=generator, ops=ops
-            )
+            alternate(supernet, gradients, descents, local.alternating, generator=generator)
         else:
             search_paths(
                 supernet, gradients, descents, paths, hardware=hardware, generator=generator

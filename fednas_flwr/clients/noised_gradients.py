@@ -10,7 +10,6 @@ Tensor suffixes: B records, E blocks, O ops, K ops that are computed in a block.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -22,9 +21,11 @@ from torch import Tensor, nn
 
 from fednas_flwr.clients.admission import gate_of, rehearse
 from fednas_flwr.clients.client import Client
+from fednas_flwr.clients.release import Contributions
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Request
+from fednas_flwr.exchange.secure_sum.grid import Cells
 from fednas_flwr.exchange.states import Tensors
 from fednas_flwr.hardware.costs import HardwareLoss
 from fednas_flwr.privacy.clipping import (
@@ -32,7 +33,7 @@ from fednas_flwr.privacy.clipping import (
     clipped_alpha_gradient_sum,
     clipped_gradient_sum,
 )
-from fednas_flwr.privacy.micro_batches import by_person, from_units, in_units
+from fednas_flwr.privacy.micro_batches import ClippedSum, by_person, sum_of_parts
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.self_test import Watch
 from fednas_flwr.search.descent import Descent, Gradient, trainable_weights
@@ -40,13 +41,13 @@ from fednas_flwr.search.gates import active_gates, alpha_gradient
 from fednas_flwr.search.gumbel import Relaxed
 from fednas_flwr.search.objective import Output
 from fednas_flwr.search.path_network import PathNetwork, cost_gradient, offered_ops
-from fednas_flwr.search.pool import Pool, by_member
+from fednas_flwr.search.pool import PREFIX, Pool
 from fednas_flwr.search.training import Batch
 from fednas_flwr.search_spaces.mbconv_plan import CELL
 from fednas_flwr.search_spaces.space import Supernet
 
 # Of features [N, ...] and labels [N], watched, in micro-batches of one size; None is one of all.
-ClippedSum = Callable[..., Tensors]  # of features [B, ...] and labels [B]; takes How by name
+TakeSum = Callable[..., ClippedSum]  # of features [B, ...] and labels [B]; takes How by name
 
 
 class How(TypedDict, total=False):
@@ -83,7 +84,7 @@ class NoisedGradients:
         """See the class."""
         self._client, self._header, self._planned = client, request.header, planned
         self._steps, self._auxiliary_weight = steps, auxiliary_weight
-        self._grids = {} if request.summed is None else request.summed.grids
+        self._grids = request.grids
         self._sizes: dict[str, int] = {}  # of micro-batches, by kind: what rehearsals have shown
 
     def rehearse_weights(self, network: nn.Module, *chosen: Any) -> None:
@@ -109,12 +110,12 @@ class NoisedGradients:
         self._rehearse("alphas", computation, PathNetwork(supernet, paths_EK), kind, *chosen)
 
     def _rehearse(
-        self, state: str, clipped_sum: ClippedSum, network: nn.Module, kind: str, *chosen: Any
+        self, state: str, take: TakeSum, network: nn.Module, kind: str, *chosen: Any
     ) -> None:
         """Try a sum; the micro-batches of a state are the smallest that one of its sums needs."""
 
         def computation(x: Tensor, y: Tensor, watch: Watch) -> object:
-            return clipped_sum(x, y, watch=watch)
+            return take(x, y, watch=watch)
 
         size = rehearse(self._client, computation, network, kind, *chosen)
         self._sizes[state] = min(size, self._sizes.get(state, size))
@@ -125,22 +126,29 @@ class NoisedGradients:
 
     def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
         """Return a noised sum of gradients, and the expected batch size that it is divided by."""
-        kinds: dict[str, ClippedSum] = {"weights": self._weight_sum, "alphas": self._alpha_sum}
-        sums = self._release(state, partial(kinds[state], network))
-        return sums, gate_of(self._client).expected_batch(self._planned[state])
+        released = self._release(state, partial(self._sum_of(state), network))
+        return released, gate_of(self._client).expected_batch(self._planned[state])
+
+    def share(self, state: str, network: nn.Module) -> tuple[Cells, float]:
+        """Return :meth:`sums` where clients share the noise."""
+        split, total = self._contributions(state, partial(self._sum_of(state), network))
+        gate, planned, grid = gate_of(self._client), self._planned[state], self._grids.get(state)
+        cells = gate.share(planned, self._header, split.num_units, total, grid=grid)
+        return cells, gate.expected_batch(planned)
+
+    def _sum_of(self, state: str) -> TakeSum:
+        return {"weights": self._weight_sum, "alphas": self._alpha_sum}[state]
 
     def weights(self, network: nn.Module) -> Gradient:
         """Return the noised mean gradient of the weights that a network computes with.
 
         Of a pool of M networks it is one release, too: every member's gradient is clipped to R by
-        itself, so that a record's gradients of all have a joint norm of at most ``sqrt(M) R``. They
-        are released over ``sqrt(M)``, as a vector of norm R, and multiplied back. To clip all
-        jointly to ``sqrt(M) R`` would cost the same, and let a member with large gradients
-        take from the others' steps; M releases of their own would need the same noise.
+        itself, so that a record's gradients of all have a joint norm of at most ``sqrt(M) R``, by
+        which noise is scaled. To clip all jointly to ``sqrt(M) R`` would cost the same, and let a
+        member with large gradients take from the others' steps; M releases of their own would need
+        the same noise.
         """
-        norm = math.sqrt(len(network)) if isinstance(network, Pool) else 1.0
-        noised = self._mean("weights", partial(self._weight_sum, network), norm=norm)
-        return {name: gradient * norm for name, gradient in noised.items()}
+        return {**self._mean("weights", partial(self._weight_sum, network))}
 
     def alphas(
         self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
@@ -168,42 +176,34 @@ class NoisedGradients:
         """Return nothing: what was seen is not told."""
         return {}
 
-    def _mean(self, state: str, clipped_sum: ClippedSum, *, norm: float = 1.0) -> Tensors:
+    def _mean(self, state: str, take: TakeSum) -> Tensors:
         """Return the noised sum over a Poisson batch, over the batch's expected size."""
         size = gate_of(self._client).expected_batch(self._planned[state])
-        released = self._release(state, clipped_sum, norm=norm)
-        return {name: total / size for name, total in released.items()}
+        return {name: total / size for name, total in self._release(state, take).items()}
 
-    def _release(self, state: str, clipped_sum: ClippedSum, *, norm: float = 1.0) -> Tensors:
-        """Return one release, on the client's device: the noised sum over a Poisson batch.
+    def _release(self, state: str, take: TakeSum) -> Tensors:
+        """Return one release, on the client's device: the noised sum over a Poisson batch."""
+        split, total = self._contributions(state, take)
+        gate, planned = gate_of(self._client), self._planned[state]
+        sums = gate.release(planned, self._header, split.num_units, total)
+        return {name: value.to(self._client.device) for name, value in sums.items()}
 
-        Contributions of a norm up to ``norm`` times R are released over ``norm``.
+    def _contributions(self, state: str, take: TakeSum) -> tuple[Split, Contributions]:
+        """Return what a release reads, and the clipped sum over some of its units.
+
+        One micro-batch is in memory at a time.
         """
-        client, planned = self._client, self._planned[state]
-        split = client.split("+".join(planned.splits))
+        planned, size = self._planned[state], self._sizes[state]
+        split = self._client.split("+".join(planned.splits))
 
-        def total(units: Tensor) -> Tensors:
-            sums = self._sum_over(split, clipped_sum, state, units)
-            return {name: value / norm for name, value in sums.items()}
+        def total(units: Tensor) -> ClippedSum:
+            parts = (
+                take(*self._batch(split, rows), micro_batch_size=size, persons=persons)
+                for rows, persons in _micro_batches(split, units, size)
+            )
+            return sum_of_parts(parts, bound=planned.max_grad_norm)
 
-        gate, grid = gate_of(client), self._grids.get(state)
-        sums = gate.release(planned, self._header, split.num_units, total, grid=grid)
-        return {name: value.to(client.device) for name, value in sums.items()}
-
-    def _sum_over(
-        self, split: Split, clipped_sum: ClippedSum, state: str, units: Tensor
-    ) -> Tensors:
-        """Return the clipped sum over some units; one micro-batch is in memory at a time.
-
-        The sums of micro-batches are whole numbers of one unit, so that adding them rounds nothing.
-        """
-        size, bound = self._sizes[state], self._planned[state].max_grad_norm
-        totals: Tensors = {}
-        for rows, persons in _micro_batches(split, units, size):
-            added = clipped_sum(*self._batch(split, rows), micro_batch_size=size, persons=persons)
-            sums = {name: in_units(total, bound=bound) for name, total in added.items()}
-            totals = {name: totals[name] + s for name, s in sums.items()} if totals else sums
-        return {name: from_units(total, bound=bound) for name, total in totals.items()}
+        return split, total
 
     def _batch(self, split: Split, rows: Tensor) -> Batch:
         """Return the augmented batch of some rows; nobody can foresee the draws.
@@ -215,13 +215,17 @@ class NoisedGradients:
         generator = torch.Generator().manual_seed(secrets.randbits(63))
         return (self._client.augmented(x, generator) if len(rows) else x), y
 
-    def _weight_sum(self, network: nn.Module, x: Tensor, y: Tensor, **how: Unpack[How]) -> Tensors:
+    def _weight_sum(
+        self, network: nn.Module, x: Tensor, y: Tensor, **how: Unpack[How]
+    ) -> ClippedSum:
         """Return the clipped sum of gradients by the weights that a network computes with.
 
-        Of a pool each member's.
+        The members of a :class:`Pool` are clipped one by one.
         """
         if isinstance(network, Pool):
-            return by_member(network, lambda member: self._weight_sum(member, x, y, **how))
+            sums = (self._weight_sum(member, x, y, **how) for member in network.members)
+            named = {f"{PREFIX}.{index}": total for index, total in enumerate(sums)}
+            return ClippedSum.side_by_side(named)
         objective, weight = self._client.objective, self._auxiliary_weight
         return clipped_gradient_sum(
             network,
@@ -234,7 +238,9 @@ class NoisedGradients:
             **how,
         )
 
-    def _alpha_sum(self, supernet: Supernet, x: Tensor, y: Tensor, **how: Unpack[How]) -> Tensors:
+    def _alpha_sum(
+        self, supernet: Supernet, x: Tensor, y: Tensor, **how: Unpack[How]
+    ) -> ClippedSum:
         """Return the clipped sum of gradients by the alphas."""
         return clipped_alpha_gradient_sum(
             supernet,
@@ -255,7 +261,7 @@ class NoisedGradients:
         x: Tensor,
         y: Tensor,
         **how: Unpack[How],
-    ) -> Tensors:
+    ) -> ClippedSum:
         """Return the clipped sum of gradients by the alphas, through the paths' gates."""
         alphas, objective = supernet.alphas(), self._client.objective
         factor = hardware if hardware is not None and hardware.form == "multiplicative" else None

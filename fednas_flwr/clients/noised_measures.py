@@ -1,8 +1,8 @@
 """Noised means over all declared records: what private clients tell of losses and accuracies.
 
-Each is one release of a sum of one vector per record, of a norm that is known, scaled to the
-clipping norm that was committed to. What is measured of a record does not depend, in any bit, on
-what stands beside it, and sums of it are exact: see :mod:`fednas_flwr.privacy.micro_batches`.
+Each is one release of a sum of one vector per record, clipped to the largest norm that it can
+have, by which noise is scaled. What is measured of a record does not depend, in any bit, on what
+stands beside it, and sums of it are exact: see :mod:`fednas_flwr.privacy.micro_batches`.
 
 Tensor suffixes: B rows of a micro-batch, V values.
 """
@@ -22,9 +22,14 @@ from fednas_flwr.clients.admission import gate_of, rehearse
 from fednas_flwr.clients.client import Client
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.exchange.messages import Header
-from fednas_flwr.exchange.states import Tensors
 from fednas_flwr.layers import own_linear_layers
-from fednas_flwr.privacy.micro_batches import exact_sum, filled, joined, person_means
+from fednas_flwr.privacy.micro_batches import (
+    ClippedSum,
+    clipped_row_sum,
+    filled,
+    joined,
+    person_means,
+)
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.self_test import Watch, unwatched
 from fednas_flwr.search.objective import heads
@@ -49,23 +54,23 @@ def noised_mean(
     Args:
         client: With a gate.
         header: Of the request.
-        planned: The plan; its clipping norm is what noise is in units of.
+        planned: The plan.
         split: What is measured. Of a person counts the mean of all records.
         values: Given indices, returns a vector of each record, float64 [N, V].
-        norm: Largest norm of a record's vector.
+        norm: What a unit's vector is clipped to, and what noise is scaled by.
     """
-    gate, scale = gate_of(client), norm / planned.max_grad_norm
+    gate = gate_of(client)
 
-    def total(units: Tensor) -> Tensors:
+    def total(units: Tensor) -> ClippedSum:
         vectors = values(units) if split.persons is None else means(units)
-        return {planned.kind: exact_sum(vectors, bound=norm) / scale}
+        return clipped_row_sum(planned.kind, vectors, max_norm=norm)
 
     def means(units: Tensor) -> Tensor:
         rows, persons = joined(split.records_of(units))
         return person_means(values(rows), persons)
 
     sums = gate.release(planned, header, split.num_units, total)
-    return sums[planned.kind] * (scale / gate.expected_batch(planned))
+    return sums[planned.kind] / gate.expected_batch(planned)
 
 
 def prepare_metrics(

@@ -21,9 +21,13 @@ from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.replies import network_states_of
 from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.requests import Probe
+from fednas_flwr.exchange.secure_sum.grid import Cells, Grid
 from fednas_flwr.exchange.states import MOMENTS, Layout, Packed, network_states
+from fednas_flwr.privacy.micro_batches import ClippedSum
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import refused
+
+MOST_CELLS = 2.0**52  # of a weight that is sent, on the grid of the sum of its updates
 
 
 def noised_update(client: Client, request: Request, exact: Callable[[Client], Reply]) -> Reply:
@@ -50,8 +54,8 @@ def noised_update(client: Client, request: Request, exact: Callable[[Client], Re
         if MOMENTS in request.states:
             limit = "none: they would tell of the records without noise"
             raise refused("unit", "moments", "sent", limit)
-        base, digests = _sent(request, network, planned)
-    grids = {} if request.summed is None else request.summed.grids
+        base, digests, grids = *_sent(request, network, planned), request.grids
+        _check_sent(base, grids)
 
     @cache
     def update() -> Mapping[str, Packed]:
@@ -62,33 +66,36 @@ def noised_update(client: Client, request: Request, exact: Callable[[Client], Re
             print(f"{request.verb} has failed, an update of zeros is sent: {told}", file=sys.stderr)
             return {}
 
-    def moved(kind: str, norm: float, _rows: Tensor) -> Packed:
+    def moved(kind: str, norm: float, _rows: Tensor) -> ClippedSum:
         before = base[kind]
         after = update().get(kind, before)
         difference = {d: after[d].double() - sent.double() for d, sent in before.items()}
         return clipped(difference, max_norm=norm)
 
-    def reward(trial: int, bound: float, norm: float, _rows: Tensor) -> Packed:
-        told = update().get("rewards")
-        value = torch.zeros(()) if told is None else told["float32"][trial] * (norm / bound)
-        return clipped({"float32": value}, max_norm=norm)
+    def reward(trial: int, bound: float, _rows: Tensor) -> ClippedSum:
+        rewards = update().get("rewards")
+        value = torch.zeros(()) if rewards is None else rewards["float32"][trial]
+        return clipped({"float32": value}, max_norm=bound)
 
     states: dict[str, Packed] = {}
+    shares: dict[str, Cells] = {}
     for kind, plan in planned.items():
-        norm = plan.max_grad_norm
+        contribution = partial(moved, kind, plan.max_grad_norm)
         if isinstance(settings, Probe):
-            bound, trials = settings.loss_bound, range(len(settings.trials))
-            each = [gate.release(plan, header, 1, partial(reward, i, bound, norm)) for i in trials]
-            rewards = torch.stack([noised["float32"] for noised in each])
-            states[kind] = {"float32": rewards * (bound / norm)}
-            continue
-        noised = gate.release(plan, header, 1, partial(moved, kind, norm), grid=grids.get(kind))
-        # with shared noise whole cells beside what was sent, which only float64 holds
-        states[kind] = {d: base[kind][d].to(noise) + noise for d, noise in noised.items()}
-    return Reply(1.0, {}, states, digests)
+            each = [
+                gate.release(plan, header, 1, partial(reward, trial, settings.loss_bound))
+                for trial in range(len(settings.trials))
+            ]
+            states[kind] = {"float32": torch.stack([noised["float32"] for noised in each])}
+        elif plan.shared:
+            shares[kind] = gate.share(plan, header, 1, contribution, grid=grids.get(kind))
+        else:
+            noised = gate.release(plan, header, 1, contribution)
+            states[kind] = {d: base[kind][d] + noise for d, noise in noised.items()}
+    return Reply(1.0, {}, states, digests, shares=shares)
 
 
-def clipped(update: Mapping[str, Tensor], *, max_norm: float) -> Packed:
+def clipped(update: Mapping[str, Tensor], *, max_norm: float) -> ClippedSum:
     """Return an update scaled down to a joint norm of at most ``max_norm``, float64.
 
     One that is not finite becomes zeros.
@@ -96,10 +103,19 @@ def clipped(update: Mapping[str, Tensor], *, max_norm: float) -> Packed:
     double = {name: vector.double() for name, vector in update.items()}
     norm = math.hypot(*(float(torch.linalg.vector_norm(v)) for v in double.values()))
     if not math.isfinite(norm):
-        return {name: torch.zeros_like(vector) for name, vector in double.items()}
+        double = {name: torch.zeros_like(vector) for name, vector in double.items()}
     # a little less, so that rounding takes nothing beyond
-    factor = 1.0 if norm <= max_norm else max_norm / norm * (1 - 1e-12)
-    return {name: vector * factor for name, vector in double.items()}
+    factor = max_norm / norm * (1 - 1e-12) if max_norm < norm < math.inf else 1.0
+    return ClippedSum({n: vector * factor for n, vector in double.items()}, norm=max_norm)
+
+
+def _check_sent(base: Mapping[str, Packed], grids: Mapping[str, Grid]) -> None:
+    """Refuse weights so large that float64 could not hold a cell of a secure sum beside them."""
+    for kind, grid in grids.items():
+        most = MOST_CELLS * grid.cell
+        largest = max((float(v.abs().max()) for v in base[kind].values() if len(v)), default=0.0)
+        if not largest <= most:  # NaN is not
+            raise refused("secure_sum", f"largest of {kind}", largest, f"at most {most:g}")
 
 
 def _sent(

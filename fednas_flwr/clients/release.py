@@ -3,7 +3,9 @@
 A private verb asks :meth:`ReleaseGate.admit` for every kind of release before it reads a record,
 and gets each noised sum from :meth:`ReleaseGate.release`, which books it first. Requests are not
 trusted: the terms of a release are those that its run has committed to, and what is public (batch
-sizes, rates, weights) comes from the numbers that the policy declares, never from the data.
+sizes, rates, weights) comes from the numbers that the policy declares, never from the data. Nor is
+a caller's word for a norm: noise is scaled by the one that comes with the sum, whose type only
+functions that clip return.
 """
 
 from __future__ import annotations
@@ -19,17 +21,22 @@ from torch import Tensor
 
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Header
-from fednas_flwr.exchange.secure_sum.grid import Grid
+from fednas_flwr.exchange.secure_sum.grid import Cells, Grid
 from fednas_flwr.exchange.states import Tensors
-from fednas_flwr.names import SPLITS
+from fednas_flwr.names import RECORD, SPLITS
 from fednas_flwr.privacy.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.ledger import Entry, Ledger
+from fednas_flwr.privacy.micro_batches import ClippedSum
 from fednas_flwr.privacy.noise import SecureGenerator, add_noise, add_shared_noise
 from fednas_flwr.privacy.plan import PlannedRelease, release_key
 from fednas_flwr.privacy.policy import Policy, check_planned, check_verb, refused
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import Reading, covered_steps
+from fednas_flwr.privacy.units import booked_unit, counted
 from fednas_flwr.typed import parse
+
+# Given int64 rows of units, maybe none: the sum of one clipped contribution of each.
+Contributions = Callable[[Tensor], ClippedSum]
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class Commitment:
         by_split: Whether a release is charged to the splits that it reads, and not to every one.
         data_set: The policy's id of the data.
         sizes: Most values of a release of the search, by kind; of others nothing is said.
+        unit: Unit of privacy, as the ledger books it.
     """
 
     releases: tuple[PlannedRelease, ...]
@@ -49,6 +57,7 @@ class Commitment:
     by_split: bool
     data_set: str
     sizes: dict[str, int]
+    unit: str = RECORD
 
     @property
     def plan(self) -> dict[str, PlannedRelease]:
@@ -91,15 +100,17 @@ class ReleaseGate:
             raise ConfigError(f"data set {data_set!r} is not in the site's policy: it has {known}.")
         self._ledger, self._generator = ledger, generator
         self.data_set, self.allowed = data_set, policy.data_sets[data_set]
-        self._assignment = ""
+        self._assignment, self.unit = "", booked_unit(self.allowed.unit, "")
         self._commitments: dict[str, Commitment] = {}
 
-    def hold(self, assignment: str) -> None:
+    def hold(self, assignment: str, id_column: str = "") -> None:
         """Take note of which records are in which split, before anything is committed to.
 
         Args:
             assignment: Of :func:`~fednas_flwr.data.splits.assignment_digest`.
+            id_column: Of the records, which says whose each is; empty where nothing does.
         """
+        self.unit = booked_unit(self.allowed.unit, id_column)
         self._assignment = self._ledger.fingerprint(self.data_set, assignment)
 
     @property
@@ -154,7 +165,9 @@ class ReleaseGate:
             raise ValueError("a gate commits to nothing before it holds records: call hold first")
         releases = tuple(sorted(plan, key=lambda planned: planned.key))
         by_split, sizes = self._pays_by_split(), dict(sizes or {})
-        commitment = Commitment(releases, self._assignment, by_split, self.data_set, sizes)
+        commitment = Commitment(
+            releases, self._assignment, by_split, self.data_set, sizes, self.unit
+        )
         self._ledger.commit(run, json.dumps(asdict(commitment), sort_keys=True))
 
     def awaited_approval(self, run: str) -> str | None:
@@ -171,8 +184,8 @@ class ReleaseGate:
         this run has committed to.
         """
         commitment = self._commitment(run)
-        releases = [
-            (row.entry.release, row.entry.splits)
+        releases: list[tuple[Release | None, tuple[str, ...]]] = [
+            (counted(row.entry.release, row.entry.unit, self.unit), row.entry.splits)
             for row in self._ledger.entries(self.allowed.account)
             if row.entry.run != run
         ]
@@ -198,13 +211,26 @@ class ReleaseGate:
         stages: dict[str, list[Reading]] = {}
         for planned in plan:
             stages.setdefault(planned.stage, []).append(self._reading(planned, by_split))
-        left = self._ledger.filters(allowed.account, epsilon=allowed.epsilon, delta=allowed.delta)
-        return covered_steps(left, stages)
+        terms = {"epsilon": allowed.epsilon, "delta": allowed.delta}
+        return covered_steps(self._ledger.filters(allowed.account, self.unit, **terms), stages)
 
-    def spent(self) -> float:
-        """Return how much of the budget's epsilon is used, as enforcement counts it."""
+    def spent(self) -> float | None:
+        """Return how much of the budget's epsilon is used, as enforcement counts it.
+
+        None is infinite: the budget has paid for another unit of privacy.
+        """
         allowed = self.allowed
-        return self._ledger.spent(allowed.account, epsilon=allowed.epsilon, delta=allowed.delta)
+        terms = {"epsilon": allowed.epsilon, "delta": allowed.delta}
+        spent = self._ledger.spent(allowed.account, self.unit, **terms)
+        return spent if math.isfinite(spent) else None
+
+    def uncounted(self) -> dict[str, list[str]]:
+        """Return as a fact the units of releases under this site's other budgets, if any.
+
+        They may be of the same records, and this budget does not count them.
+        """
+        units = self._ledger.units_of_others(self.allowed.account)
+        return {"uncounted": units} if units else {}
 
     def admit(
         self,
@@ -253,33 +279,87 @@ class ReleaseGate:
         self,
         planned: PlannedRelease,
         header: Header,
-        num_records: int,
-        clipped_sum: Callable[[Tensor], Tensors],
-        *,
-        grid: Grid | None = None,
+        num_units: int,
+        clipped_sum: Contributions,
     ) -> Tensors:
         """Book one step, draw its Poisson batch and return the noised sum over it.
 
         Args:
-            planned: From :meth:`admit`.
+            planned: From :meth:`admit`; its noise is not shared.
             header: Of the request.
-            num_records: How many records there are; the draw alone depends on it.
-            clipped_sum: Given int64 rows of the drawn records (maybe none), returns a sum of one
-                contribution per record, whose joint norm over all tensors is at most
-                ``planned.max_grad_norm``.
-            grid: Of the secure sum whose noise is shared.
+            num_units: How many records, or persons, there are; the draw alone depends on it.
+            clipped_sum: Given int64 rows of the drawn units (maybe none), returns their sum.
 
         Returns:
-            float32 tensors on the CPU, by name: ``clipped_sum`` plus noise of std ``sigma * R``.
-            Of shared noise this client's share, and float64 tensors: whole cells of the grid.
+            float32 tensors on the CPU, by name: the sum plus noise of std ``sigma`` times its norm.
 
         Raises:
             BudgetExceededError: The budget does not cover the step; nothing was read.
             ConfigError: The run has booked all steps that it committed to.
         """
+        if planned.shared:
+            raise ValueError("noise that is shared is no client's whole noise: call share")
+        sums, total = self._booked_sum(planned, header, num_units, clipped_sum)
+        noised = add_noise(
+            total,
+            self._generator,
+            noise_multiplier=planned.release(self.allowed.records).noise_multiplier,
+            max_grad_norm=sums.norm,
+        ).float()
+        parts = torch.split(noised, [tensor.numel() for tensor in sums.values()])
+        return {n: part.view(sums[n].shape) for n, part in zip(sums, parts, strict=True)}
+
+    def share(
+        self,
+        planned: PlannedRelease,
+        header: Header,
+        num_units: int,
+        clipped_sum: Contributions,
+        *,
+        grid: Grid | None,
+    ) -> Cells:
+        """Book one step and return this client's sum with its share of a secure sum's noise.
+
+        Args:
+            planned: From :meth:`admit`; its noise is shared.
+            header: As the next two of :meth:`release`.
+            num_units: See there.
+            clipped_sum: See there; of contributions of a norm of at most ``max_grad_norm``.
+            grid: Of the secure sum; its range has room for what all clients' noise makes of it.
+
+        Raises:
+            BudgetExceededError: The budget does not cover the step; nothing was read.
+            ConfigError: The run has booked all steps that it committed to, or the sum has no room.
+        """
+        terms, needed = self.allowed.secure_sum, planned.sum_range(self.allowed.records)
+        if not planned.shared or terms is None or grid is None or grid.range < needed:
+            found = 0.0 if grid is None else grid.range
+            raise refused("secure_sum", f"range of {planned.kind}", found, f"{needed:g} or more")
+        sums, total = self._booked_sum(planned, header, num_units, clipped_sum)
+        if sums.norm > planned.max_grad_norm:
+            limit = f"at most the {planned.max_grad_norm:g} that all sites have committed to"
+            raise refused("secure_sum", f"norm of {planned.kind}", sums.norm, limit)
+        most = planned.clipped_range(self.allowed.records)
+        noised = add_shared_noise(
+            total.clamp(-most, most),  # before the noise: no two totals come to lie further apart
+            self._generator,
+            noise_multiplier=planned.release(self.allowed.records).noise_multiplier,
+            max_grad_norm=planned.max_grad_norm,
+            cell=grid.cell,
+            honest=terms.honest,
+        )
+        return Cells(noised.numpy())
+
+    def _booked_sum(
+        self,
+        planned: PlannedRelease,
+        header: Header,
+        num_units: int,
+        clipped_sum: Contributions,
+    ) -> tuple[ClippedSum, Tensor]:
+        """Book one step, draw its batch; return the sum over it, and its values, float64 [d]."""
         allowed, commitment = self.allowed, self._commitment(header.run)
         assert commitment is not None  # planned is of it
-        self._check_grid(planned, grid)
         mechanism, splits = self._reading(replace(planned, steps=1), commitment.by_split)
         entry = Entry(
             account=allowed.account,
@@ -291,41 +371,17 @@ class ReleaseGate:
             splits=splits,
             release=mechanism,
             committed_steps=planned.steps,
+            unit=self.unit,
         )
         self._ledger.reserve(
             entry, epsilon=allowed.epsilon, delta=allowed.delta, assignment=self._assignment
         )
-        mask = self._generator.poisson_mask(num_records, probability=mechanism.sample_rate)
+        mask = self._generator.poisson_mask(num_units, probability=mechanism.sample_rate)
         sums = clipped_sum(mask.nonzero().flatten())
-        flat = torch.cat([tensor.detach().reshape(-1).cpu().double() for tensor in sums.values()])
-        if grid is not None and allowed.secure_sum is not None and planned.shared:
-            most = planned.clipped_range(allowed.records)
-            noised = add_shared_noise(
-                flat.clamp(-most, most),
-                self._generator,
-                noise_multiplier=mechanism.noise_multiplier,
-                max_grad_norm=planned.max_grad_norm,
-                cell=grid.cell,
-                honest=allowed.secure_sum.honest,
-            )
-        else:
-            noised = add_noise(
-                flat,
-                self._generator,
-                noise_multiplier=mechanism.noise_multiplier,
-                max_grad_norm=planned.max_grad_norm,
-            ).float()
-        parts = torch.split(noised, [tensor.numel() for tensor in sums.values()])
-        return {n: part.view(sums[n].shape) for n, part in zip(sums, parts, strict=True)}
-
-    def _check_grid(self, planned: PlannedRelease, grid: Grid | None) -> None:
-        """Refuse shared noise without a secure sum that has room for it."""
-        if not planned.shared:
-            return
-        needed = planned.sum_range(self.allowed.records)
-        if self.allowed.secure_sum is None or grid is None or grid.range < needed:
-            found = 0.0 if grid is None else grid.range
-            raise refused("secure_sum", f"range of {planned.kind}", found, f"{needed:g} or more")
+        if not isinstance(sums, ClippedSum):
+            raise TypeError(f"{type(sums).__name__} says no norm that its noise could be scaled by")
+        parts = [tensor.detach().reshape(-1).cpu().double() for tensor in sums.values()]
+        return sums, torch.cat(parts)
 
     def _sharing(self, planned: PlannedRelease) -> str:
         """Return what the ledger notes beside a release whose noise is shared.

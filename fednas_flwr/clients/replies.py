@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from fednas_flwr.exchange.messages import Reply, Request
@@ -72,17 +71,9 @@ def make_reply(
     states: Mapping[str, Tensors],
     metrics: Mapping[str, float] | None = None,
 ) -> Reply:
-    """Return a reply that carries tensors by state.
-
-    float64 tensors, which a secure sum takes as they are, have the layout of float32 ones.
-    """
-    packed, digests = {}, {}
-    for name, tensors in states.items():
-        parts = pack(tensors)
-        exact = parts.pop("float64", None)
-        packed[name] = parts if exact is None else {**parts, "float32": exact}
-        single = {n: t.float() if t.dtype == torch.float64 else t for n, t in tensors.items()}
-        digests[name] = Layout.of(single).digest
+    """Return a reply that carries tensors by state."""
+    packed = {name: pack(tensors) for name, tensors in states.items()}
+    digests = {name: Layout.of(tensors).digest for name, tensors in states.items()}
     return Reply(num_examples, metrics or {}, packed, digests)
 
 

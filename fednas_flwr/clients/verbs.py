@@ -61,7 +61,6 @@ from fednas_flwr.exchange.requests import (
     Describe,
     Evaluate,
     KeepModel,
-    LocalSearch,
     LocalTraining,
     MeasureLatency,
     Personalise,
@@ -95,7 +94,6 @@ from fednas_flwr.search.candidate import (
 )
 from fednas_flwr.search.descent import Descent, Descents, Gradients, make_sgd
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums, LookAhead
-from fednas_flwr.search.local_search import gumbel_states
 from fednas_flwr.search.pool import Pool
 from fednas_flwr.search.training import Batch, periodic_gradients
 from fednas_flwr.search_spaces.mbconv import MBConvSpace
@@ -145,15 +143,7 @@ def identity(client: Client) -> dict[str, Any]:
         "tag": client.tag,
         "hardware": f"{client.device.type} {platform.machine()}",
         "versions": {"fednas_flwr": version("fednas_flwr"), "torch": torch.__version__},
-        "input_shape": list(client.data.train.features.shape[1:]),
-        "schema": [asdict(column) for column in client.schema],
-        "image_shape": list(client.image_shape),
-        "scattering": list(client.scattering),
-        # declared ones: what follows from records are moments, of which the server makes one mean
-        "mean": [] if client.moments is not None else list(client.data.train.mean),
-        "std": [] if client.moments is not None else list(client.data.train.std),
-        "class_names": list(client.class_names),
-        "multi_label": client.objective.multi_label,
+        **client.data_form,
     }
 
 
@@ -172,6 +162,7 @@ def commit(client: Client, request: Request, asked: Commit) -> Reply:
         facts: dict[str, Any] = {"awaits": gate.awaited_approval(run)}
         if facts["awaits"] is None:
             facts = {"epsilon": gate.epsilons(run), "covered_steps": covered_steps}
+            facts |= gate.uncounted()
     return Reply(num_examples=gate.num_records(tuple(gate.allowed.records)), facts=facts)
 
 
@@ -276,6 +267,8 @@ def take_gradients(client: Client, request: Request, asked: TakeGradients) -> Re
                 gradients.rehearse_weights(supernet)
             if "alphas" in states:
                 gradients.rehearse_alphas(supernet)
+    if isinstance(gradients, NoisedGradients) and request.grids:
+        return _of_share(gradients, states[0], supernet)
     sums, batch_size = periodic_gradients(
         lambda: {state: gradients.sums(state, supernet) for state in states},
         {"weights": supernet.weights(), "alphas": supernet.alphas()},
@@ -317,10 +310,19 @@ def take_network_gradient(client: Client, request: Request, asked: TakeNetworkGr
                 client, request, planned, auxiliary_weight=asked.auxiliary_weight
             )
             gradients.rehearse_weights(network, asked.network, asked.drop_path_prob > 0)
+    if isinstance(gradients, NoisedGradients) and request.grids:
+        return _of_share(gradients, "weights", network)
     sums, batch_size = gradients.sums("weights", network)
     return _of_sums(
         client, asked.split, network, {"weights": sums}, batch_size, gradients.metrics()
     )
+
+
+def _of_share(gradients: NoisedGradients, state: str, network: nn.Module) -> Reply:
+    """Return the reply of a gradient sum with a share of its noise: one state, one step."""
+    cells, batch_size = gradients.share(state, network)
+    digest = Layout.of(network_states(network)[state]).digest
+    return Reply(batch_size, digests={state: digest}, shares={state: cells})
 
 
 def _of_sums(
@@ -345,23 +347,18 @@ def _of_sums(
 def search(client: Client, request: Request, asked: Search) -> Reply:
     """``train.search``: weights, alphas and buffers after local search.
 
-    Of a search on one path, what that computes with. In private mode each step is a release, from
-    which the states follow; tensors that a sparse reply leaves out are those that no release has
-    moved.
+    In private mode each step is a release, from which the states follow; tensors that a sparse
+    reply leaves out are those that no release has moved.
     """
     with before_reading(request):
-        supernet, path = search_supernet(client, request, asked.local)
+        supernet = request_supernet(client, request)
         own = {name for name, state in network_states(supernet).items() if state}
         if asked.sparse and not own <= set(request.states):
             raise ValueError(f"sparse=True needs the states {', '.join(sorted(own))}")
         planned = _plan(client, request, supernet)
-        moments = path.get(MOMENTS)
-        run = prepare_search(client, request, asked.local, supernet, planned, moments=moments)
+        run = prepare_search(client, request, asked.local, supernet, planned)
     descents, metrics = run()
-    states = {
-        state: {name: t for name, t in tensors.items() if name in path.get(state, tensors)}
-        for state, tensors in trained_states(supernet, descents).items()
-    }
+    states = trained_states(supernet, descents)
     reply = make_reply(_num_records(client, "train"), states, metrics)
     return only_changed(reply, request, states) if asked.sparse else reply
 
@@ -613,29 +610,6 @@ def request_supernet(client: Client, request: Request) -> Supernet:
     network = client.network({"name": SUPERNET}, network_states_of(request))
     assert isinstance(network, Supernet)
     return network
-
-
-def search_supernet(
-    client: Client, request: Request, local: LocalSearch
-) -> tuple[Supernet, dict[str, set[str]]]:
-    """Return the supernet with the states that the request carries.
-
-    Of a search on one path also the names of that path's tensors, by state.
-
-    Raises:
-        ValueError: No path can be drawn in it, or the states do not fit.
-    """
-    alternating = local.alternating
-    if alternating is None or alternating.path_seed is None:
-        return request_supernet(client, request), {}
-    network, states = client.network({"name": SUPERNET}), network_states_of(request)
-    assert isinstance(network, Supernet)
-    if "alphas" not in states:
-        raise ValueError("path_seed needs the alphas, by which the path is drawn")
-    load_states(network, {"alphas": states["alphas"]})
-    path = gumbel_states(network, network.alphas(), alternating.path_seed)
-    load_states(network, states, only=path)
-    return network, path
 
 
 def path_supernet(

@@ -11,7 +11,6 @@ from typing import Annotated
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.search.settings import (
     MOST_CANDIDATES,
-    PATH_PER,
     REWARDED,
     SGD,
     Adam,
@@ -73,12 +72,6 @@ class FedDARTSSettings(AlgorithmSettings):
         prior: An architecture that the alphas favour at first; null favours none.
         temperatures: Temperatures of GDAS, whose steps compute one drawn op per edge; null mixes
             all ops.
-        path_per: What has one such path: every gradient, as in the paper (``step``), or a round of
-            each client (``client``), or of all clients (``round``). Messages then carry what the
-            path computes with; with ``client`` each tensor becomes the mean over the clients that
-            had it.
-        auxiliary_skip: Weight of DARTS-minus' further skip connection beside every edge in the
-            first round; it falls linearly, to 0 after the last.
     """
 
     rule: Rule
@@ -91,8 +84,6 @@ class FedDARTSSettings(AlgorithmSettings):
     beta_decay: RateOrZero
     prior: PriorSettings | None
     temperatures: Temperatures | None
-    path_per: Annotated[str, OneOf(PATH_PER)]
-    auxiliary_skip: RateOrZero
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the rule fits."""
@@ -101,11 +92,6 @@ class FedDARTSSettings(AlgorithmSettings):
             raise ConfigError(
                 "rule=second_order with temperatures: single paths have no second order; set "
                 "rule=first_order or temperatures=null."
-            )
-        if self.auxiliary_skip and (self.temperatures is not None or self.rule == "second_order"):
-            raise ConfigError(
-                f"auxiliary_skip={self.auxiliary_skip:g} with temperatures or rule=second_order is "
-                "not built: set auxiliary_skip=0."
             )
 
 

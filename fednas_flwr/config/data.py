@@ -33,6 +33,19 @@ class Scattering(Checked):
 
 
 @dataclass(frozen=True)
+class CellAccuracies(Checked):
+    """A published table of all cells of NAS-Bench-201.
+
+    Attributes:
+        file: File of the table.
+        columns: Columns of accuracies; a cell's percentile is that of the mean of its ranks.
+    """
+
+    file: Text
+    columns: Annotated[list[str], Length(Between(1))]
+
+
+@dataclass(frozen=True)
 class Dataset(Checked):
     """Which records there are, how they are read, and how each client splits its own.
 
@@ -56,8 +69,8 @@ class Dataset(Checked):
         cutout: Side of the square that is blanked in training images, in pixels.
         linear_baseline: If true, a simulation also reports logistic regression on the pooled
             records.
-        table: File of accuracies of all cells (``fednas lookup``), by which the report shows the
-            search; no choice depends on it.
+        table: Published accuracies of all cells (``fednas lookup``), by which the report shows the
+            search; no choice depends on them.
         image_size: Side in pixels to which encoded images are resized; null keeps theirs.
         channels: 1 or 3, of encoded images; null is that of the first.
         class_names: Names of the classes in their order; empty finds them in the data.
@@ -67,8 +80,8 @@ class Dataset(Checked):
         label: A table's column with the class, ``last`` being the last one.
         labels: A table's columns of 0 and 1, one per label, where a record can have several; in
             place of ``label``.
-        label_separator: Separator of several labels in the column ``label``, such as ``;``, or
-            ``json`` for lists; null: a record has one class.
+        label_separator: Separator of several labels in the column ``label``, such as ``;``; null:
+            a record has one class.
         id_column: A table's column that names the person a row is of; of an image folder any name
             says that it has ``<class>/<person>/``. The person is then the unit of privacy.
         numeric: A table's columns of numbers; empty finds them.
@@ -79,8 +92,8 @@ class Dataset(Checked):
         statistics: Public ``{column: [mean, std]}``; empty has all clients find them together.
         ranges: Public ``{column: [low, high]}`` in place of statistics, of all or some columns;
             what is usual, as numbers beyond them are kept.
-        corrupt: Images that cannot be read: ``refuse`` ends the run and names them all, ``skip``
-            leaves them out.
+        corrupt: Records that cannot be read: ``refuse`` ends the run and names them, ``skip``
+            leaves each out by itself, as private sites always do.
         intensity: Intensities of 16-bit images that become 0 and 255; null is 0 to 65535.
         separator: Separator of a table's cells; null finds it in the file.
         encoding: Encoding of a table's text; null finds it.
@@ -108,7 +121,7 @@ class Dataset(Checked):
     flip: bool
     cutout: CountOrZero
     linear_baseline: bool
-    table: str | None
+    table: CellAccuracies | None
     image_size: ImageSize | None
     channels: Annotated[int, Between(1, 3, reason="1 or 3")] | None
     class_names: list[str]
@@ -203,11 +216,13 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
 
     A setting that the server could choose would be a question to the records: whether they can be
     read, augmented or cached with it. One that is found in the records would let each of them
-    change all others: a table is UTF-8 with decimal points unless its file says otherwise.
+    change all others: a table is UTF-8 with decimal points unless its file says otherwise. A record
+    that cannot be read is left out by itself (``corrupt: skip``).
 
     Args:
         path: A YAML file of ``dataset`` settings; what it leaves out is as in
-            ``conf/dataset/_base.yaml``, but for ``encoding`` and ``decimal`` of a table.
+            ``conf/dataset/_base.yaml``, but for ``corrupt``, and ``encoding`` and ``decimal`` of a
+            table.
         cache: Where prepared records go.
 
     Raises:
@@ -225,7 +240,7 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
             "none: then a new export charges its releases to the budgets of all parts."
         )
     base = read_yaml(conf_folder() / "dataset" / "_base.yaml", "the defaults of data sets")
-    base["cache"] = cache
+    base |= {"cache": cache, "corrupt": "skip"}
     if given.get("name") == "csv":
         base |= {"encoding": "utf-8", "decimal": "point"}
     dataset: Dataset = parse(Dataset, {**base, **given}, key="dataset", hints={})
@@ -233,5 +248,10 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
         raise ConfigError(
             f"dataset.limit_train={dataset.limit_train} in {path}: leave it out, since one record "
             "more would put another one out, and two would count."
+        )
+    if dataset.corrupt != "skip":
+        raise ConfigError(
+            f"dataset.corrupt={dataset.corrupt} in {path}: leave it out, since one record that "
+            "cannot be read would end every run, and so tell that it is there."
         )
     return dataset

@@ -46,8 +46,8 @@ class Hardware(Checked):
     unit: str
     target: Positive
     loss: str
-    scale: Positive
-    exponent: float
+    scale: Annotated[float, Between(0, 1e6, above=True)]
+    exponent: Annotated[float, Between(-10, 10)]
 
     def __post_init__(self) -> None:
         """Check the ranges; what the space can reach is known once the costs are."""

@@ -14,8 +14,8 @@ from fednas_flwr.config.privacy import DifferentialPrivacy, NoPrivacy
 from fednas_flwr.config.runtime import Runtime
 from fednas_flwr.config.server_optimizers import ServerOptimizer
 from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.names import ENGINES, PRECISIONS, SAMPLINGS, SELECTIONS
-from fednas_flwr.search.settings import MOMENTA, Asynchronous, Count, CountOrZero, ShareAbove0
+from fednas_flwr.names import PRECISIONS, SAMPLINGS
+from fednas_flwr.search.settings import MOMENTA, Count, CountOrZero, ShareAbove0
 from fednas_flwr.typed import Between, Checked, Length, OneOf, Text, check_distinct, seconds
 
 STAGES = ("search", "retrain", "evaluate", "export")
@@ -25,7 +25,7 @@ MOST_THREADS = 1024
 MOST_SITES = 1000  # of a secure sum
 MOST_CLIENTS = 2**31
 TRACKERS = ("mlflow", "wandb")
-AGGREGATES = ("mean", "median", "trimmed_mean", *SELECTIONS)
+AGGREGATES = ("mean", "median", "trimmed_mean")
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,6 @@ class Config(Checked):
     """One run.
 
     Attributes:
-        engine: The way supernets are computed, with the same result: ``fast`` takes all edges of a
-            state together, ``reference`` calls every op as a module.
         run_dir: The run folder; null makes ``runs/<time>_<algorithm>_<data set>``.
         seed: Seed of everything that is drawn, except the division of records and the noise of
             privacy.
@@ -73,16 +71,13 @@ class Config(Checked):
         stages: Stages to run; ``search`` derives a genotype, the others need one.
         genotype: Architecture to retrain instead of searching: a file, or a name of
             ``conf/genotypes``.
-        aggregate: The average of the clients' models: by examples (``mean``), coordinate by
-            coordinate, or over those that lie closest together, with ``fedavg`` and ``fedprox``
-            only (:mod:`fednas_flwr.exchange.robust`).
+        aggregate: The average of the clients' models: by examples (``mean``), or coordinate by
+            coordinate (:mod:`fednas_flwr.exchange.robust`).
         trim: Clients that ``trimmed_mean`` leaves out at each end of every coordinate.
-        malicious: Clients that ``krum``, ``multi_krum`` and ``bulyan`` take to be hostile.
         wire: Number format of tensors in messages, both ways (:mod:`fednas_flwr.exchange.wire`).
         secure_sum: If true, the server sees only totals of replies
             (:mod:`fednas_flwr.exchange.secure_sum`).
         secure_terms: Of simulated sites, for secure sums.
-        asynchronous: Rounds that do not wait for all clients; null: they do.
         momentum: The momentum of local training between requests: dropped (``reset``), ``averaged``
             like the model, or kept at the ``server`` (FedAvgM).
         client_tags: Tags of simulated clients, by index, for the groups of ``cfdnas``.
@@ -110,7 +105,6 @@ class Config(Checked):
     dataset: Dataset
     partition: Partition
     search_space: SearchSpaceSettings
-    engine: Annotated[str, OneOf(ENGINES)]
     privacy: NoPrivacy | DifferentialPrivacy
     server_optimizer: ServerOptimizer
     runtime: Runtime
@@ -129,11 +123,9 @@ class Config(Checked):
     genotype: Text | None
     aggregate: Annotated[str, OneOf(AGGREGATES)]
     trim: Count
-    malicious: CountOrZero
     wire: Annotated[str, OneOf(WIRES)]
     secure_sum: bool
     secure_terms: SimulatedTerms
-    asynchronous: Asynchronous | None
     momentum: Annotated[str, OneOf(MOMENTA)] | None
     client_tags: list[str]
     class_factors: dict[str, ShareAbove0]

@@ -29,7 +29,7 @@ from fednas_flwr.errors import ConfigError, NoEffectError, show, unknown_choice
 __all__ = ["Prepared", "Records", "prepare"]
 
 # Changes whenever the same source would give other prepared records.
-_CACHE_VERSION = 5
+_CACHE_VERSION = 6
 # Public and fixed: these choices must be the same in every run and at everybody's.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
@@ -167,7 +167,8 @@ def prepare(
             clients standardise; without it the clients find them together.
         ranges: ``{column: [low, high]}`` in its place, of all or some columns, see
             :func:`declared_statistics`.
-        corrupt: See :class:`~fednas_flwr.data.decoding.Decoding`.
+        corrupt: See there, :func:`~fednas_flwr.data.tables.load_csv` and
+            :func:`~fednas_flwr.data.npz.load_npz`.
         intensity: See there.
         separator: See :class:`~fednas_flwr.data.table_files.Form`.
         encoding: See there.

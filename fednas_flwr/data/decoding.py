@@ -28,6 +28,18 @@ _MOST_NAMED = 20
 Source = Callable[[int], tuple[str, bytes]]  # name and content of an encoded image
 
 
+def source_of(files: Sequence[Path]) -> Source:
+    """Return the source of images in files; one that cannot be opened is broken, too."""
+
+    def content(index: int) -> tuple[str, bytes]:
+        try:
+            return str(files[index]), files[index].read_bytes()
+        except OSError as error:
+            return f"{files[index]}: {error.strerror}", b""
+
+    return content
+
+
 @dataclass(frozen=True)
 class Decoding:
     """Rules by which images are brought to one form.
@@ -74,7 +86,7 @@ def decode_images(count: int, source: Source, decoding: Decoding) -> Decoded:
 
     Raises:
         ConfigError: Images cannot be read and are not to be skipped, differ in size without
-            ``image_size``, or do not fit into memory.
+            ``image_size``, or do not fit into memory; or none is left, and their form not given.
     """
     broken: dict[int, str] = {}
     sizes: Counter[tuple[int, int]] = Counter()
@@ -98,7 +110,7 @@ def decode_images(count: int, source: Source, decoding: Decoding) -> Decoded:
             "dataset.image_size."
         )
     images = np.empty((0, channels, 1, 1), dtype=np.uint8)
-    if sizes:
+    if sizes or size is not None:
         width, height = next(iter(sizes)) if size is None else (size, size)
         check_fits(
             count * channels * width * height,
@@ -120,13 +132,17 @@ def decode_images(count: int, source: Source, decoding: Decoding) -> Decoded:
         images[len(kept)] = _fitted(image, channels, images.shape[2:])
         ids.append(own)
         kept.append(i)
-    if (broken and decoding.corrupt == "refuse") or not kept:
+    formless = not kept and None in (size, decoding.channels)
+    if (broken and decoding.corrupt != "skip") or formless:
         raise ConfigError(
             f"{len(broken)} of {count} files cannot be read as an image: "
             f"{_listed(broken.values())}: repair or remove them, or set dataset.corrupt=skip."
         )
-    notes = [f"{len(broken)} broken images left out: {_listed(broken.values())}"] if broken else []
-    if size is not None and set(sizes) != {(size, size)}:
+    notes = []
+    if broken:
+        share = f"{len(broken) / count:.1%} of {count:,}"
+        notes = [f"{len(broken)} broken images left out: {_listed(broken.values())}; {share}"]
+    if size is not None and set(sizes) - {(size, size)}:
         notes.append(f"resized to {size}x{size} (bilinear) from {_listed_sizes(sizes)}")
     if modes["16 bit"]:
         low, high = tuple(decoding.intensity) or FULL_RANGE
@@ -177,14 +193,14 @@ def _header(content: bytes, name: str) -> tuple[tuple[int, int], str, bool]:
             is_deep = opened.mode.startswith(("I", "F"))
             mode = "16 bit" if is_deep else "gray" if _is_gray(opened) else "colour"
             orientation = opened.getexif().get(_ORIENTATION, 1)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # of Pillow
+    except Exception as error:  # whatever a broken file makes of a parser of many formats
         raise _BrokenError(_reason(error)) from error
     is_turned = orientation in range(2, 9)
     return ((height, width) if orientation in range(5, 9) else (width, height)), mode, is_turned
 
 
 def _reason(error: Exception) -> str:
-    """Return Pillow's reason in one line, without the address of the bytes that it read."""
+    """Return a parser's reason in one line, without the address of the bytes that it read."""
     text = " ".join(str(error).split())
     return "of no known image format" if "cannot identify" in text else text
 
@@ -217,7 +233,7 @@ def _open(content: bytes, name: str, intensity: Sequence[float]) -> tuple[Image,
             if opened.getexif().get(_ORIENTATION, 1) != 1:
                 image.getexif()[_ORIENTATION] = opened.getexif()[_ORIENTATION]
                 image = ImageOps.exif_transpose(image)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # of Pillow
+    except Exception as error:  # whatever a broken file makes of a parser of many formats
         raise _BrokenError(_reason(error)) from error
     return image, _own_pixels(own)
 
@@ -228,14 +244,12 @@ def _dicom(content: bytes) -> np.ndarray:
         import pydicom
         from pydicom.pixels.processing import apply_modality_lut, apply_voi_lut
     except ImportError as error:
-        raise ConfigError(
-            "DICOM images need pydicom: install fednas_flwr[dicom] with pip."
-        ) from error
+        raise _BrokenError("DICOM needs pydicom: install fednas_flwr[dicom] with pip") from error
     try:
         opened = pydicom.dcmread(io.BytesIO(content))
         shown = apply_voi_lut(apply_modality_lut(opened.pixel_array, opened), opened)
-    except Exception as error:  # whatever a broken file makes of a parser of many formats
-        raise _BrokenError(" ".join(str(error).split())) from error
+    except Exception as error:  # likewise
+        raise _BrokenError(_reason(error)) from error
     if shown.ndim != 2:
         raise _BrokenError(f"one gray image was expected, got shape {shown.shape}")
     values = shown.astype(np.float64)

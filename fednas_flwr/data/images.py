@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fednas_flwr.data.decoding import SUFFIXES, Decoding, decode_images
-from fednas_flwr.data.records import Records, canonical, encode_labels, record_ids
+from fednas_flwr.data.decoding import SUFFIXES, Decoding, decode_images, source_of
+from fednas_flwr.data.records import Records, canonical, encode_labels, readable, record_ids
 from fednas_flwr.data.schema import Column
 from fednas_flwr.errors import ConfigError
 
@@ -85,7 +85,8 @@ def load_image_folder(
         class_names: The classes in order, or empty for the sorted names of the train folders.
         id_column: If given, images lie in ``<class>/<person>/``, and the records get a column of
             this name with their persons.
-        corrupt: See :class:`~fednas_flwr.data.decoding.Decoding`.
+        corrupt: See :class:`~fednas_flwr.data.decoding.Decoding`; ``skip`` also leaves out those
+            in a folder of no class, and of no person.
         intensity: See there.
 
     Raises:
@@ -98,24 +99,29 @@ def load_image_folder(
     names = tuple(class_names) or tuple(path.name for path in _folders(train_root))
 
     def read(folder: Path, channels: int | None) -> Records:
-        files = _images(folder, has_persons=id_column is not None)
-        class_folders = np.array([path.relative_to(folder).parts[0] for path in files])
+        files = _images(folder, has_persons=id_column is not None, skip=corrupt == "skip")
+        notes: tuple[str, ...] = ()
+        if corrupt == "skip":
+            depth, places = 2 + bool(id_column), [path.relative_to(folder).parts for path in files]
+            stray = np.array([p[0] not in names or len(p) != depth for p in places], dtype=bool)
+            rows, notes = readable({"a folder of no class or no person": stray})
+            files = [files[i] for i in rows]
+        class_folders = np.array([path.relative_to(folder).parts[0] for path in files], np.str_)
         encode_labels(class_folders, names, where=str(folder))
         decoded = decode_images(
             len(files),
-            lambda i: (str(files[i]), files[i].read_bytes()),
+            source_of(files),
             Decoding(image_size, channels, corrupt, tuple(intensity)),
         )
         images, ids = torch.from_numpy(decoded.images), decoded.ids
         labels = encode_labels(class_folders[decoded.kept], names, where=str(folder))
+        notes += decoded.notes
         if id_column is None:
-            return Records(images, labels, ids, names, notes=decoded.notes)
-        persons = np.array([files[i].parent.name for i in decoded.kept])
-        ids = record_ids(person.encode() for person in persons.tolist())
+            return Records(images, labels, ids, names, notes=notes)
+        persons = np.array([files[i].parent.name for i in decoded.kept], dtype=np.str_)
+        ids = record_ids(text.encode("utf-8", "surrogatepass") for text in persons.tolist())
         columns = {id_column: persons}
-        return Records(
-            *(images, labels, ids, names, columns), id_column=id_column, notes=decoded.notes
-        )
+        return Records(images, labels, ids, names, columns, id_column=id_column, notes=notes)
 
     test_root = root / "test"
     has_test = train_root != root and test_root.is_dir()
@@ -123,19 +129,23 @@ def load_image_folder(
     return train, read(test_root, train.features.shape[1]) if has_test else None
 
 
-def _images(root: Path, *, has_persons: bool) -> list[Path]:
-    """Return the images in the folders of all classes, or of all persons in them."""
+def _images(root: Path, *, has_persons: bool, skip: bool) -> list[Path]:
+    """Return the images in the folders of all classes, or of all persons in them.
+
+    With ``skip`` there may be none, and those in no person's folder are among them.
+    """
     class_folders = _folders(root)
     folders = [p for c in class_folders for p in _folders(c)] if has_persons else class_folders
     files = [p for folder in folders for p in sorted(folder.iterdir())]
     files = [path for path in files if path.suffix.lower() in SUFFIXES]
     form = "<class>/<person>/<image>.png" if has_persons else "<class>/<image>.png"
-    if not files:
+    if not files and not skip:
         raise ConfigError(f"{root} has no images: expected {form}.")
-    for path in (p for c in class_folders for p in c.iterdir() if has_persons):
-        if path.suffix.lower() in SUFFIXES:
-            raise ConfigError(f"{path} is in no person's folder: with id_column expected {form}.")
-    return files
+    stray = [p for c in class_folders for p in sorted(c.iterdir()) if has_persons]
+    stray = [path for path in stray if path.suffix.lower() in SUFFIXES]
+    for path in stray if not skip else ():
+        raise ConfigError(f"{path} is in no person's folder: with id_column expected {form}.")
+    return files + stray
 
 
 def _folders(root: Path) -> list[Path]:

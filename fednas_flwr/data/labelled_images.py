@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fednas_flwr.data.decoding import Decoding, decode_images, image_files
+from fednas_flwr.data.decoding import Decoding, decode_images, image_files, source_of
 from fednas_flwr.data.images import RecordsPair, load_image_folder
-from fednas_flwr.data.records import Records
-from fednas_flwr.data.table_files import Form, Texts, check_columns, read_texts
-from fednas_flwr.data.tables import given_ids, label_columns_of, read_labels
+from fednas_flwr.data.records import Records, readable
+from fednas_flwr.data.table_files import Form, Texts, check_columns, names_in, read_texts
+from fednas_flwr.data.tables import given_ids, label_columns_of, read_labels, unreadable_cells
 from fednas_flwr.errors import ConfigError, NoEffectError, show
 
 # UTF-8, with or without its mark: an encoding that is found in the rows would be one of all of them
@@ -55,7 +56,8 @@ def load_images(
             :func:`~fednas_flwr.data.images.load_image_folder`.
         image_size: See :class:`~fednas_flwr.data.decoding.Decoding`.
         channels: See there; None is that of the train part.
-        corrupt: See there.
+        corrupt: See there and :func:`~fednas_flwr.data.tables.load_csv`; ``skip`` also leaves out
+            rows whose image is not there.
         intensity: See there.
 
     Raises:
@@ -95,15 +97,16 @@ def load_images(
     return train, _read(test_root / labels_file, columns, id_column, names, own)
 
 
-def files_of(texts: Texts, path: Path) -> list[Path]:
-    """Return the image of each row of a labels file.
+def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]:
+    """Return the images of a labels file by their rows, from 0.
 
     Args:
         texts: Its columns.
         path: Of the file; images are looked for in its folder.
+        skip: Whether rows may have none.
 
     Raises:
-        ConfigError: Images are not there, or not to be told apart by their names.
+        ConfigError: Images are missing, or not to be told apart by their names.
     """
     column = next(iter(texts))
     files = image_files(path.parent)
@@ -111,8 +114,10 @@ def files_of(texts: Texts, path: Path) -> list[Path]:
     times = Counter(file.name for file in files)
     by_name = {file.name: file for file in files if times[file.name] == 1}
     cells = [Path(text).as_posix() for text in texts[column].tolist()]
-    found = [by_path.get(cell) or by_name.get(cell) for cell in cells]
-    missing = [cell or "an empty cell" for cell, file in zip(cells, found, strict=True) if not file]
+    known = by_name | by_path
+    missing = [cell or "an empty cell" for cell in cells if cell not in known]
+    if skip:  # a name that images share would change its meaning with one of them
+        missing = [cell for cell in cells if times[cell] > 1]
     if missing:
         more = ", ..." if len(missing) > 5 else ""
         raise ConfigError(
@@ -120,7 +125,7 @@ def files_of(texts: Texts, path: Path) -> list[Path]:
             f"{path.parent}, or share their names with others: {', '.join(missing[:5])}{more}; "
             "give paths from that folder on, and remove rows without an image."
         )
-    return [file for file in found if file is not None]
+    return {row: known[cell] for row, cell in enumerate(cells) if cell in known}
 
 
 def _read(
@@ -133,7 +138,8 @@ def _read(
     """Return the images that a labels file names; ``terms`` say which columns hold labels."""
     if not path.is_file():
         raise ConfigError(f"dataset.labels_file: {path} does not exist: correct its name.")
-    texts, notes = read_texts(path, LABELS_FORM)
+    skip = decoding.corrupt == "skip"
+    texts, notes = read_texts(path, replace(LABELS_FORM, strict=skip))
     columns = label_columns_of(texts, **terms, class_names=class_names)
     named = [*columns, *([id_column] if id_column else [])]
     check_columns(texts, named, where=str(path))
@@ -142,15 +148,22 @@ def _read(
             f"{path} begins with the column {first}, which is to name the images: put the column "
             "with the files' names first."
         )
-    files, separator = files_of(texts, path), terms["label_separator"]
-    if len(set(files)) < len(files):
+    found, separator = files_of(texts, path, skip=skip), terms["label_separator"]
+    if skip:
+        wrong = unreadable_cells(texts, (), columns, separator, class_names, id_column)
+        wrong[first] = np.array([row not in found for row in range(len(texts[first]))], dtype=bool)
+        rows, left_out = readable(wrong)
+        texts, notes = {name: cells[rows] for name, cells in texts.items()}, notes + left_out
+        found = {row: found[row] for row in rows.tolist()}
+    files = list(found.values())
+    if len(set(files)) < len(files) and not skip:
         twice = Counter(files).most_common(1)[0][0]
         raise ConfigError(f"{path} names the image {twice.name} in more than one row: keep one.")
     labels, classes = read_labels(
         texts, path, columns=columns, separator=separator, class_names=class_names
     )
-    decoded = decode_images(len(files), lambda i: (str(files[i]), files[i].read_bytes()), decoding)
-    left = len(image_files(path.parent)) - len(files)
+    decoded = decode_images(len(files), source_of(files), decoding)
+    left = len(image_files(path.parent)) - len(set(files))
     if left:
         notes = (*notes, f"{left} images that {path.name} does not name are left out")
     ids = decoded.ids
@@ -162,7 +175,7 @@ def _read(
         labels=labels[torch.from_numpy(decoded.kept)],
         ids=ids,
         class_names=classes,
-        columns={name: texts[name].astype(np.str_)[decoded.kept] for name in others},
+        columns={n: cells[decoded.kept] for n, cells in names_in(texts, others).items()},
         label=columns[0] if len(columns) == 1 else "",
         label_separator=separator or "",
         id_column=id_column or "",

@@ -138,7 +138,12 @@ def standardised_within(
 
 
 def make_client_data(
-    prepared: Prepared, indices: np.ndarray, *, key: bytes, fractions: Mapping[str, float]
+    prepared: Prepared,
+    indices: np.ndarray,
+    *,
+    key: bytes,
+    fractions: Mapping[str, float],
+    may_be_empty: bool = False,
 ) -> ClientData:
     """Return the parts of one client's records.
 
@@ -150,6 +155,8 @@ def make_client_data(
         indices: int64 ``[n]``, the client's records in ``prepared.train``.
         key: The site's split key, see :func:`~fednas_flwr.data.splits.assign_splits`.
         fractions: Shares of train, validation and test.
+        may_be_empty: Whether there may be no train record, as at a private site, which would
+            otherwise tell by a refusal that there is none.
 
     Raises:
         ConfigError: The train part is empty although its share is not 0.
@@ -157,7 +164,7 @@ def make_client_data(
     records = prepared.train
     parts = assign_splits(records.ids[indices], key=key, fractions=fractions)
     rows = [torch.from_numpy(indices[parts == part]) for part in range(len(SPLITS))]
-    if len(rows[0]) == 0 and fractions["train"] > 0:
+    if len(rows[0]) == 0 and fractions["train"] > 0 and not may_be_empty:
         raise ConfigError(
             f"a client has no train record, of {len(indices)} in all and dataset.fractions.train="
             f"{fractions['train']:g}: raise that share, or give it more records (fewer clients, a "

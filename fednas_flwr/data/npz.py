@@ -9,7 +9,6 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from fednas_flwr.data.decoding import DEFAULT_DECODING, Decoding, decode_images
 from fednas_flwr.data.images import RecordsPair, records_from_arrays
-from fednas_flwr.data.records import Records
+from fednas_flwr.data.records import Records, readable
 from fednas_flwr.errors import ConfigError
 
 
@@ -37,7 +36,8 @@ def load_npz(
         image_size: Of encoded images, see :class:`~fednas_flwr.data.decoding.Decoding`.
         channels: See there; None is that of the train part.
         class_names: Names of the classes 0, 1, ..., or empty to name them by their numbers.
-        corrupt: See :class:`~fednas_flwr.data.decoding.Decoding`.
+        corrupt: See :class:`~fednas_flwr.data.decoding.Decoding`; ``skip`` also leaves out records
+            whose label is none of the classes, and rows of a table with an infinite number.
         intensity: See there.
 
     Raises:
@@ -100,16 +100,22 @@ def records_from_npz(
     Raises:
         ConfigError: The arrays are not of this form.
     """
-    present = _parts(arrays, origin=origin)
-    parts = [
-        (
-            _features(arrays, part, origin=origin, decoding=decoding),
-            _whole_labels(arrays[f"y_{part}"], origin=origin, part=part),
-        )
-        for part in present
-    ]
+    present, skip = _parts(arrays, origin=origin), decoding.corrupt == "skip"
+    parts: list[tuple[np.ndarray | list[tuple[str, bytes]], np.ndarray]] = []
+    notes: list[tuple[str, ...]] = []
+    for part in present:
+        features = _features(arrays, part, origin=origin, decoding=decoding)
+        labels, left_out = arrays[f"y_{part}"], tuple[str, ...]()
+        if skip and len(features) == len(labels):
+            rows, left_out = readable(_unreadable(features, labels, len(class_names)))
+            labels = labels[rows]
+            features = [features[i] for i in rows] if isinstance(features, list) else features[rows]
+        if isinstance(features, np.ndarray) and np.isinf(features).any():
+            raise ConfigError(f"{origin} holds infinite features: replace or remove them.")
+        parts.append((features, _whole_labels(labels, origin=origin, part=part)))
+        notes.append(left_out)
     for part, (features, labels) in zip(present, parts, strict=True):
-        if len(features) != len(labels) or len(labels) == 0:
+        if len(features) != len(labels) or (len(labels) == 0 and not skip):
             raise ConfigError(
                 f"{origin} holds {len(features)} records and {len(labels)} labels in its part "
                 f"{part}: it needs as many labels as records, at least one."
@@ -121,7 +127,7 @@ def records_from_npz(
             "class per record, or the same labels, in all parts."
         )
     several = bool(min(widths))  # labels per record
-    num_classes = min(widths)[0] if several else 1 + max(int(y.max()) for _, y in parts)
+    num_classes = min(widths)[0] if several else 1 + max(int(y.max(initial=0)) for _, y in parts)
     num_records = sum(len(labels) for _, labels in parts)
     if several and class_names and len(class_names) != num_classes:
         raise ConfigError(
@@ -139,20 +145,18 @@ def records_from_npz(
             f"{len(names)} classes."
         )
     read: list[Records] = []
-    for part, (features, labels) in zip(present, parts, strict=True):
+    for (features, labels), left_out in zip(parts, notes, strict=True):
         if isinstance(features, np.ndarray):
-            read.append(records_from_arrays(features, labels, names))
+            records = records_from_arrays(features, labels, names)
+            read.append(replace(records, notes=left_out))
             continue
         channels = read[0].features.shape[1] if read else decoding.channels
-        name = f"{origin}, part {part}"
         decoded = decode_images(
-            len(features),
-            partial(named, features, name),
-            replace(decoding, channels=channels),
+            len(features), features.__getitem__, replace(decoding, channels=channels)
         )
         kept = labels[decoded.kept]
         records = records_from_arrays(decoded.images, kept, names, ids=decoded.ids)
-        read.append(replace(records, notes=decoded.notes))
+        read.append(replace(records, notes=(*left_out, *decoded.notes)))
     return read[0], read[1] if len(read) == 2 else None
 
 
@@ -163,10 +167,10 @@ def named(contents: list[bytes], origin: str, index: int) -> tuple[str, bytes]:
 
 def _features(
     arrays: Mapping[str, np.ndarray], part: str, *, origin: str, decoding: Decoding
-) -> np.ndarray | list[bytes]:
-    """Return a part's images or rows, or its encoded images."""
+) -> np.ndarray | list[tuple[str, bytes]]:
+    """Return a part's images or rows, or its encoded images with their names."""
     if f"x_{part}" in arrays:
-        defaults = asdict(DEFAULT_DECODING)
+        defaults = asdict(replace(DEFAULT_DECODING, corrupt=decoding.corrupt))
         for name in (name for name, value in asdict(decoding).items() if value != defaults[name]):
             value = getattr(decoding, name)
             raise ConfigError(
@@ -174,7 +178,23 @@ def _features(
                 "plain arrays and no encoded images: remove it, or change the arrays."
             )
         return channels_first(arrays[f"x_{part}"], origin=origin)
-    return cut(arrays[f"{part}_bytes"], arrays[f"{part}_off"], origin=origin)
+    contents = cut(arrays[f"{part}_bytes"], arrays[f"{part}_off"], origin=origin)
+    return [named(contents, f"{origin}, part {part}", i) for i in range(len(contents))]
+
+
+def _unreadable(
+    features: np.ndarray | list[tuple[str, bytes]], labels: np.ndarray, num_classes: int
+) -> dict[str, np.ndarray]:
+    """Return which records cannot be read, each by itself, bool ``[N]``, by the reason."""
+    unknown: np.ndarray = np.zeros(len(labels), dtype=bool)
+    infinite = unknown
+    if labels.dtype.kind in "biu" and labels.ndim == 2:
+        unknown = (~np.isin(labels, (0, 1))).sum(axis=1) > 0
+    elif labels.dtype.kind in "iu" and labels.ndim == 1:
+        unknown = (labels < 0) | (labels >= (num_classes or 2**63))
+    if isinstance(features, np.ndarray) and features.ndim == 2:
+        infinite = np.isinf(features).any(axis=1)
+    return {"a label of no class": unknown, "an infinite number": infinite}
 
 
 def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> list[str]:
@@ -227,10 +247,8 @@ def channels_first(
 ) -> np.ndarray:
     """Return ``[N, C, H, W]`` of one of the given kinds, or float32 ``[N, F]`` for a table."""
     if images.ndim == 2 and images.dtype.kind in "fiu":
-        rows = images.astype(np.float32)
-        if np.isinf(rows).any():
-            raise ConfigError(f"{origin} holds infinite features: replace or remove them.")
-        return rows
+        with np.errstate(over="ignore"):
+            return images.astype(np.float32)
     is_image = images.dtype in kinds
     if is_image and images.ndim == 3:
         return images[:, None]
@@ -248,7 +266,7 @@ def cut(joined: np.ndarray, offsets: np.ndarray, *, origin: str) -> list[bytes]:
     """Return the images' bytes ``joined[offsets[i]:offsets[i + 1]]``."""
     ends = offsets.astype(np.int64)
     valid = joined.dtype == np.uint8 and len(ends) > 1 and ends[0] >= 0
-    if not valid or (np.diff(ends) <= 0).any() or ends[-1] > len(joined):
+    if not valid or (np.diff(ends) < 0).any() or ends[-1] > len(joined):
         raise ConfigError(
             f"the offsets in {origin} do not cut its bytes into images: expected N + 1 ascending "
             "numbers, image i being the uint8 bytes[off[i]:off[i + 1]]."

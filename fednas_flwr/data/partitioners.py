@@ -129,7 +129,7 @@ def load_partition(path: Path) -> list[np.ndarray]:
         clients = load_json(path.read_text(encoding="utf-8"))["clients"]
         parts = [np.array(indices) for indices in clients]
         joined = np.concatenate(parts)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"partition.file={path} cannot be read as a saved partition: {error}."
         ) from error

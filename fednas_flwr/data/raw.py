@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
-from fednas_flwr.data.decoding import decode_like, image_files
+from fednas_flwr.data.decoding import decode_like, image_files, source_of
 from fednas_flwr.data.labelled_images import LABELS_FORM, files_of
 from fednas_flwr.data.npz import channels_first, cut, named
 from fednas_flwr.data.records import label_sets
@@ -90,11 +90,11 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         return _rows(read_texts(path, Form())[0], inputs, where=str(path))
     if suffix_of(path):
         texts = read_texts(path, LABELS_FORM)[0]
-        files = files_of(texts, path)
+        files = list(files_of(texts, path).values())
         return RawData(
             next(iter(texts.values())).tolist(),
             _row_labels(texts, inputs, where=str(path)),
-            _decoded(lambda i: (str(files[i]), files[i].read_bytes()), len(files), inputs),
+            _decoded(source_of(files), len(files), inputs),
         )
     files = image_files(path) if path.is_dir() else [path]
     if not files or files[0].suffix.lower() not in IMAGE_SUFFIXES:
@@ -108,7 +108,7 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
     return RawData(
         names,
         [found.pop() for found in parents] if told else None,
-        _decoded(lambda i: (str(files[i]), files[i].read_bytes()), len(files), inputs),
+        _decoded(source_of(files), len(files), inputs),
     )
 
 
@@ -180,7 +180,7 @@ def _row_labels(
         return None
     cells = texts[inputs.label]
     if inputs.multi_label:
-        sets = label_sets(cells, inputs.label_separator, where=f"{where}, column {inputs.label},")
+        sets = label_sets(cells, inputs.label_separator)
         order = {name: i for i, name in enumerate(names)}
         known = {name for own in sets for name in own} <= order.keys()
         return [tuple(sorted(set(own), key=order.__getitem__)) for own in sets] if known else None

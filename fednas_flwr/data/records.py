@@ -16,8 +16,6 @@ from torch import Tensor
 
 from fednas_flwr.data.schema import CATEGORY, Column, feature_names
 from fednas_flwr.errors import ConfigError
-from fednas_flwr.foreign import load_json
-from fednas_flwr.names import JSON_LISTS
 
 
 @dataclass(frozen=True)
@@ -91,6 +89,22 @@ def record_ids(contents: Iterable[bytes]) -> np.ndarray:
     """Return S32 ``[N]``: the keyless blake2b-128, in hex, of each record's content or given id."""
     digests = [hashlib.blake2b(part, digest_size=16).hexdigest().encode() for part in contents]
     return np.array(digests, dtype="S32")
+
+
+def readable(unreadable: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return int64 ``[n]``, the records that can be read, and a note on the others, if any.
+
+    Args:
+        unreadable: By the reason, which records cannot be read, bool ``[N]``.
+    """
+    wrong = np.logical_or.reduce(list(unreadable.values()))
+    rows = np.flatnonzero(~wrong)
+    if len(rows) == len(wrong):
+        return rows, ()
+    places = {reason: (np.flatnonzero(of) + 1).tolist() for reason, of in unreadable.items()}
+    told = [f"{of} {len(at):,} (records {_listed(at)})" for of, at in places.items() if at]
+    share = f"{wrong.sum():,} of {len(wrong):,} records left out ({wrong.mean():.1%})"
+    return rows, (f"{share}, which cannot be read: {'; '.join(told)}",)
 
 
 def canonical(numbers: np.ndarray) -> np.ndarray:
@@ -185,33 +199,21 @@ def count_labels(labels: Tensor, num_classes: int) -> list[int]:
     return found
 
 
-def label_sets(texts: np.ndarray, separator: str, *, where: str) -> list[tuple[str, ...]]:
+def label_sets(texts: np.ndarray, separator: str) -> list[tuple[str, ...]]:
     """Return the labels in each cell, by their names; an empty cell has none.
 
     Args:
         texts: Cells such as ``a;b``; spaces around a name do not count.
-        separator: Between names; ``json`` for cells such as ``["a", "b"]``.
-        where: Where the cells come from, for messages.
-
-    Raises:
-        ConfigError: A cell is not a list of texts in JSON.
+        separator: Between names.
     """
-    if separator != JSON_LISTS:
-        names = [map(str.strip, text.split(separator)) for text in texts.tolist()]
-        return [tuple(name for name in own if name) for own in names]
-    sets = []
-    for row, text in enumerate(texts.tolist(), 1):
-        try:
-            own = load_json(text or "[]")
-        except ValueError:
-            own = None
-        if not isinstance(own, list) or not all(isinstance(name, str) for name in own):
-            raise ConfigError(
-                f'{where} holds {text[:40]} in row {row}: expected a list such as ["a", "b"], as '
-                "dataset.label_separator=json says."
-            )
-        sets.append(tuple(own))
-    return sets
+    return [label_set(text, separator) for text in texts.tolist()]
+
+
+def label_set(text: str, separator: str | None) -> tuple[str, ...]:
+    """Return the labels in one cell; without a separator its class."""
+    if separator is None:
+        return (text,)
+    return tuple(name for name in map(str.strip, text.split(separator)) if name)
 
 
 def encode_label_sets(
@@ -229,6 +231,6 @@ def encode_label_sets(
     return labels
 
 
-def _listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[object]) -> str:
     """Return the names for a message, the first ten of them."""
-    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+    return ", ".join(map(str, names[:10])) + (", ..." if len(names) > 10 else "")

@@ -26,6 +26,7 @@ from fednas_flwr.errors import ConfigError
 _IMAGES = frozenset({"image_size", "channels", "class_names", "corrupt", "intensity"})
 _TABLES = frozenset(
     {
+        "corrupt",
         *(
             "label",
             "labels",

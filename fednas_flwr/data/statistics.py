@@ -10,8 +10,9 @@ Tensor suffixes: N records, D columns of numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Annotated
 
 import numpy as np
@@ -19,13 +20,17 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.data.records import Records
+from fednas_flwr.names import FEWEST_VOTES
 from fednas_flwr.typed import Between, Checked
 
 LEAST_RELATIVE_STD = 1e-7  # float32 cannot tell values that are closer than this
+LEAST_STD = 1e-37  # nor divide by less
 END = math.sqrt(3)  # of a range, in deviations of numbers that are equally likely everywhere in it
 LEAST_REFINED_STD = 1e-3  # of the deviation that a range gives
 DROWNED = 4.0  # standard deviations of noise below which a share of known numbers says nothing
 Deviation = Annotated[float, Between(0, 1e30, above=True)]
+LARGEST_NUMBER = 1e29  # of what a client may say: the squares of many do not overflow
+REACH = 3.0  # times the median client's, by which one client moves what standardises all
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,8 @@ class Moments(Checked):
     """
 
     count: Annotated[int, Between(0)]
-    mean: float
-    std: Annotated[float, Between(0)]
+    mean: Annotated[float, Between(-LARGEST_NUMBER, LARGEST_NUMBER)]
+    std: Annotated[float, Between(0, LARGEST_NUMBER)]
 
 
 def column_moments(records: Records, rows: Tensor) -> list[Moments]:
@@ -84,9 +89,46 @@ def pooled(parties: Sequence[Sequence[Moments]], *, num_features: int) -> Statis
         square = sum(of.count * (of.std**2 + (of.mean - centre) ** 2) for of in column) / total
         deviation = float(np.sqrt(square))
         mean.append(float(centre))
-        std.append(deviation if deviation > LEAST_RELATIVE_STD * abs(centre) else 1.0)
+        least = max(LEAST_RELATIVE_STD * abs(centre), LEAST_STD)
+        std.append(deviation if deviation > least else 1.0)
     rest = num_features - len(mean)
     return Statistics((*mean, *(0.0,) * rest), (*std, *(1.0,) * rest))
+
+
+def bounded(
+    parties: Mapping[int, Sequence[Moments]],
+) -> tuple[dict[int, list[Moments]], dict[int, int]]:
+    """Return moments of which none moves the pooled ones far, and the columns that were far.
+
+    A client's reach in a column is the root mean square of its numbers about the median client's
+    mean, ``r_k^2 = s_k^2 + (m_k - m)^2``. Where its part in the pooled deviation, ``sqrt(n_k / n)
+    r_k``, is more than ``REACH`` times the median client's reach, its mean and deviation are scaled
+    about ``(m, 0)`` until it is as much. All other moments stay as they are, bit by bit. Of one or
+    two clients, or where most say that a column is constant, nobody can tell who is right.
+
+    Args:
+        parties: By client, moments of the same columns.
+
+    Returns:
+        By client its moments, and, of those that were scaled, the first such column.
+    """
+    found = {client: list(own) for client, own in parties.items()}
+    far: dict[int, int] = {}
+    for column in range(min(map(len, found.values()), default=0)):
+        told = {client: own[column] for client, own in found.items() if own[column].count}
+        if len(told) < FEWEST_VOTES:
+            continue
+        centre, total = median(of.mean for of in told.values()), sum(o.count for o in told.values())
+        reach = {c: math.hypot(of.std, of.mean - centre) for c, of in told.items()}
+        usual = median(reach.values())
+        for client, of in told.items() if usual > LEAST_STD else ():
+            most = REACH * usual * math.sqrt(total / of.count)
+            if reach[client] > most:
+                scale = most / reach[client]
+                mean = centre + scale * (of.mean - centre)
+                found[client][column] = Moments(of.count, mean, scale * of.std)
+                far.setdefault(client, column)
+    return found, far
 
 
 def bounded_powers(numbers_ND: Tensor, ranges: Statistics) -> Tensor:

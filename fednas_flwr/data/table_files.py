@@ -9,8 +9,11 @@ import codecs
 import csv
 import gzip
 import io
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,10 @@ _MARKS = {  # the longer ones first: that of UTF-32 begins like that of UTF-16
 }
 _COMMA_NUMBER = r"([+-]?\d+),(\d+(?:[eE][+-]?\d+)?)"
 _POINT_NUMBER = r"[+-]?\d*\.\d+(?:[eE][+-]?\d+)?"
+_ISO_DATE = re.compile(r"\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2}(\.\d+)?)?)?", re.ASCII)
+_DOTTED_DATE = re.compile(r"\d{1,2}\.\d{1,2}\.\d{4}", re.ASCII)
+_EPOCH = datetime(1970, 1, 1)
+_LONGEST = 200  # characters of a name by which records are divided
 
 Texts = dict[str, np.ndarray]  # by column, one str per row; empty where missing
 
@@ -43,12 +50,15 @@ class Form:
         decimal: ``point`` or ``comma``.
         missing_values: Texts that mean that a cell is missing, besides empty cells and pandas' own
             (NA, null, nan, ...).
+        strict: Whether open quotes and rows of other widths than the header's are refused, and a
+            table may have no rows: how one row is read then depends on no other.
     """
 
     separator: str | None = None
     encoding: str | None = None
     decimal: str | None = None
     missing_values: Sequence[str] = ()
+    strict: bool = False
 
 
 def suffix_of(path: Path) -> str:
@@ -73,11 +83,11 @@ def read_texts(path: Path, form: Form) -> tuple[Texts, tuple[str, ...]]:
         raise ConfigError(
             f"dataset.root={path} cannot be read as {kind} table: {' '.join(str(error).split())}."
         ) from error
-    if len(table) == 0:
+    if len(table) == 0 and not form.strict:
         raise ConfigError(f"dataset.root={path} has no rows: give a table with a header.")
     texts = texts_of(table)
     for column in texts.values() if form.missing_values else ():
-        column[np.isin(column.astype(np.str_), list(form.missing_values))] = ""
+        column[among(column, form.missing_values)] = ""
     return texts, notes
 
 
@@ -89,30 +99,39 @@ def texts_of(table: Any) -> Texts:
 def _texts(values: Any) -> np.ndarray:
     import pandas as pd
 
-    if pd.api.types.is_datetime64_any_dtype(values):
-        values = values.dt.strftime("%Y-%m-%dT%H:%M:%S")
-    elif pd.api.types.is_float_dtype(values):
-        return np.array([_number_text(value) for value in values.tolist()], dtype=object)
-    missing = values.isna().to_numpy()
-    texts = np.array([str(value) for value in values.tolist()], dtype=object)
-    texts[missing] = ""
+    if pd.api.types.is_datetime64_any_dtype(values):  # in numpy's form, which has all years
+        moments = values.dt.tz_localize(None).to_numpy().astype("datetime64[s]")
+        texts: np.ndarray = np.datetime_as_string(moments).astype(object)
+    else:
+        texts = np.array([_text(value) for value in values.tolist()], dtype=object)
+    texts[values.isna().to_numpy()] = ""
     return texts
 
 
-def _number_text(value: float) -> str:
-    import pandas as pd
-
-    if pd.isna(value):
-        return ""
-    return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(value)
+def _text(value: Any) -> str:
+    """Return one cell, whatever the others of its column are."""
+    if isinstance(value, datetime):
+        return value.replace(tzinfo=None).isoformat(timespec="seconds")
+    if isinstance(value, float):
+        whole = value.is_integer() and abs(value) < 1e15
+        return str(int(value)) if whole else repr(float(value))
+    return str(value)
 
 
 def _read_binary(path: Path) -> Any:
+    """Return cells as they are stored: no type of a column is inferred from its cells."""
     import pandas as pd
 
-    if suffix_of(path) == ".parquet":
-        return pd.read_parquet(path)
-    return pd.read_excel(path)
+    if suffix_of(path) != ".parquet":
+        return pd.read_excel(path, dtype=object)
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = parquet.read_table(path)
+    for i, field in enumerate(table.schema):
+        if pa.types.is_date(field.type):  # Python has no years beyond 9999
+            table = table.set_column(i, field.name, table[i].cast(pa.string()))
+    return table.to_pandas(integer_object_nulls=True)  # a float has no whole numbers beyond 2^53
 
 
 def _read_csv(path: Path, form: Form) -> tuple[Any, tuple[str, ...]]:
@@ -122,10 +141,12 @@ def _read_csv(path: Path, form: Form) -> tuple[Any, tuple[str, ...]]:
         content = file.read()
     encoding = form.encoding or _encoding(content)
     text = content.decode(encoding).removeprefix("\ufeff")
-    if "\0" in text:
+    if "\0" in text and not form.strict:
         raise ValueError("it holds NUL characters, as no text does")
     separator = form.separator or _separator(text)
 
+    if form.strict:
+        _check_form(text, separator)
     table = pd.read_csv(io.StringIO(text), dtype=str, sep=separator)
     has_commas = separator != "," and _has_decimal_commas(table)
     decimal = form.decimal or ("comma" if has_commas else "point")
@@ -138,6 +159,22 @@ def _read_csv(path: Path, form: Form) -> tuple[Any, tuple[str, ...]]:
     }
     unusual = [note for note, holds in found.items() if holds]
     return table, (f"{path.name}: {', '.join(unusual)}",) if unusual else ()
+
+
+def _check_form(text: str, separator: str) -> None:
+    """Raise ValueError for an open quote, or a row of another number of cells than the header."""
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    widths: list[int] = []
+    try:
+        for row in reader:
+            if len(row) > 1 or "".join(row).strip():
+                widths.append(len(row))
+    except csv.Error as error:
+        raise ValueError(f"a quote in row {len(widths)} is open ({error})") from error
+    for number, width in enumerate(widths):
+        if width != widths[0]:
+            raise ValueError(f"row {number} has {width} cells, but the header {widths[0]}")
 
 
 def _encoding(content: bytes) -> str:
@@ -168,32 +205,46 @@ def _has_decimal_commas(table: Any) -> bool:
     return any_of(_COMMA_NUMBER) and not any_of(_POINT_NUMBER)
 
 
-def numbers_of(texts: np.ndarray) -> np.ndarray:
-    """Return float64 ``[N]``, NaN where a text is missing or no number."""
-    import pandas as pd
+def among(texts: np.ndarray, values: Collection[str]) -> np.ndarray:
+    """Return which texts are among some values, bool ``[N]``."""
+    chosen = set(values)
+    return np.array([text in chosen for text in texts.tolist()], dtype=bool)
 
-    numbers: np.ndarray = pd.to_numeric(pd.Series(texts), errors="coerce").to_numpy(dtype=float)
-    return numbers
+
+def numbers_of(texts: np.ndarray) -> np.ndarray:
+    """Return float64 ``[N]``, each of its own text: NaN where it is missing or no number."""
+    return np.array([_number(text) for text in texts.tolist()], dtype=float)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text) if text.isascii() and "_" not in text else math.nan
+    except ValueError:
+        return math.nan
 
 
 def days_of(texts: np.ndarray) -> np.ndarray:
     """Return days since 1970, float64 ``[N]``, NaN where a text is missing or no date.
 
-    Dates are ``2024-05-31``, with or without a time, or ``31.5.2024``.
+    Dates are ``2024-05-31``, with or without a time, or ``31.5.2024``, of the years 1 to 9999.
     """
-    import pandas as pd
+    return np.array([_days(text) for text in texts.tolist()], dtype=float)
 
-    found = pd.Series(texts)
-    iso = found.str.fullmatch(r"\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2}(\.\d+)?)?)?")
-    dotted = found.str.fullmatch(r"\d{1,2}\.\d{1,2}\.\d{4}")
-    days = np.full(len(texts), np.nan)
-    for rows, form in ((iso, "ISO8601"), (dotted, "%d.%m.%Y")):
-        chosen = rows.to_numpy(dtype=bool)
-        if chosen.any():
-            times = pd.to_datetime(found[chosen], format=form, errors="coerce")
-            since = (times - pd.Timestamp(0)) / pd.Timedelta(days=1)
-            days[chosen] = since.to_numpy(dtype=float)
-    return days
+
+def _days(text: str) -> float:
+    if _DOTTED_DATE.fullmatch(text):
+        text = "-".join(part.zfill(2) for part in reversed(text.split(".")))
+    try:
+        since = datetime.fromisoformat(text) - _EPOCH if _ISO_DATE.fullmatch(text) else None
+    except ValueError:
+        since = None
+    return math.nan if since is None else since / timedelta(days=1)
+
+
+def names_in(texts: Texts, columns: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return the columns by which records can be divided: strings, none of them long."""
+    short = [n for n in columns if max(map(len, texts[n]), default=0) <= _LONGEST]
+    return {name: texts[name].astype(np.str_) for name in short}
 
 
 def rows_text(texts: np.ndarray, rows: np.ndarray, *, most: int = 10) -> str:

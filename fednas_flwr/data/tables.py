@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,9 @@ from fednas_flwr.data.records import (
     canonical,
     encode_label_sets,
     encode_labels,
+    label_set,
     label_sets,
+    readable,
     record_ids,
 )
 from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
@@ -29,8 +32,10 @@ from fednas_flwr.data.table_files import (
     SUFFIXES,
     Form,
     Texts,
+    among,
     check_columns,
     days_of,
+    names_in,
     numbers_of,
     read_texts,
     rows_text,
@@ -60,6 +65,7 @@ def load_csv(
     decimal: str | None = None,
     missing_values: Sequence[str] = (),
     missing: str = "mean",
+    corrupt: str = "refuse",
 ) -> RecordsPair:
     """Return the records of a table and of its official test part, None where it has none.
 
@@ -91,51 +97,47 @@ def load_csv(
         missing_values: See there.
         missing: What becomes of missing numbers and dates: ``mean`` puts the mean in their place,
             ``indicator`` also adds a feature that says so.
+        corrupt: Rows with a cell that is not as declared here: ``refuse``, or ``skip`` to leave
+            out each by itself, see :func:`unreadable_cells`.
 
     Raises:
         ConfigError: A column or value that does not fit this description.
     """
-    form = Form(separator, encoding, decimal, tuple(missing_values))
+    form = Form(separator, encoding, decimal, tuple(missing_values), strict=corrupt == "skip")
     train_path, test_path = _parts(path)
     texts, notes = read_texts(train_path, form)
     label_columns = label_columns_of(
-        texts,
-        label=label,
-        labels=labels,
-        label_separator=label_separator,
-        class_names=class_names,
+        texts, label=label, labels=labels, label_separator=label_separator, class_names=class_names
     )
-    train = _read_records(
-        texts,
-        train_path,
+    read = partial(
+        _read_records,
         label_columns=label_columns,
         label_separator=label_separator,
         id_column=id_column,
-        kinds=_declared_kinds(
-            {NUMBER: numeric, DATE: dates, CATEGORY: categorical}, path=train_path
-        ),
+        missing=missing,
+        missing_values=tuple(missing_values),
+        skip=form.strict,
+    )
+    declared = {NUMBER: numeric, DATE: dates, CATEGORY: categorical}
+    train = read(
+        texts,
+        train_path,
+        kinds=_declared_kinds(declared, path=train_path),
         categories=categories or {},
         ignore=ignore,
         class_names=class_names,
-        missing=missing,
-        missing_values=missing_values,
     )
-    train = replace(train, notes=notes)
+    train = replace(train, notes=(*notes, *train.notes))
     if test_path is None:
         return train, None
     found = {column.name: column.categories for column in train.schema if column.kind == CATEGORY}
-    test = _read_records(
+    test = read(
         read_texts(test_path, form)[0],
         test_path,
-        label_columns=label_columns,
-        label_separator=label_separator,
-        id_column=id_column,
         kinds={column.name: column.kind for column in train.schema},
         categories=found,
         ignore=(),
         class_names=() if labels else train.class_names,
-        missing=missing,
-        missing_values=missing_values,
     )
     return train, replace(test, schema=train.schema)
 
@@ -184,13 +186,12 @@ def encode_rows(texts: Mapping[str, np.ndarray], schema: Sequence[Column], *, wh
     for column in schema:
         cells = texts[column.name]
         if column.missing_values:
-            cells = np.where(np.isin(cells.astype(np.str_), column.missing_values), "", cells)
+            cells = np.where(among(cells, column.missing_values), "", cells)
         if column.kind == CATEGORY:
             for value in column.categories:
                 categories[f"{column.name}={value}"] = (cells == value).astype(np.float32)
             continue
-        parsed = (days_of if column.kind == DATE else numbers_of)(cells)
-        numbers[column.name] = _checked_numbers(cells, parsed, column=column, where=where)
+        numbers[column.name] = _checked_numbers(cells, column=column, where=where)
         if column.indicator:
             indicators[f"{column.name} is missing"] = (cells == "").astype(np.float32)
     return {**numbers, **indicators, **categories}
@@ -225,7 +226,8 @@ def _read_records(
     ignore: Sequence[str],
     class_names: Sequence[str],
     missing: str,
-    missing_values: Sequence[str],
+    missing_values: tuple[str, ...],
+    skip: bool,
 ) -> Records:
     """Return a table's records; see :func:`load_csv`."""
     names = list(texts)
@@ -238,24 +240,24 @@ def _read_records(
             raise _two_uses(column, path)
     candidates = [n for n in names if n not in excluded and (n in kinds or not kinds)]
     given = {**kinds, **dict.fromkeys(categories, CATEGORY)}
+    notes: tuple[str, ...] = ()
+    if skip:
+        declared = [n for n in candidates if n in given]
+        columns = [Column(n, given[n], tuple(categories.get(n, ()))) for n in declared]
+        terms = (label_columns, label_separator, class_names, id_column)
+        rows, notes = readable(unreadable_cells(texts, columns, *terms))
+        texts = {name: cells[rows] for name, cells in texts.items()}
     kinds = {n: given.get(n) or _kind(texts[n], name=n, path=path) for n in candidates}
     if not kinds:
         raise _no_features(path, label_columns)
     schema = [
-        Column(n, kind, (), missing == "indicator", tuple(missing_values))
+        Column(n, kind, (), missing == "indicator", missing_values)
         for n, kind in kinds.items()
         if kind != CATEGORY
     ]
-    schema += [
-        Column(
-            n,
-            CATEGORY,
-            tuple(_categories(texts[n], categories.get(n), name=n, path=path)),
-            missing_values=tuple(missing_values),
-        )
-        for n, kind in kinds.items()
-        if kind == CATEGORY
-    ]
+    for n in (n for n, kind in kinds.items() if kind == CATEGORY):
+        values = tuple(_categories(texts[n], categories.get(n), name=n, path=path))
+        schema.append(Column(n, CATEGORY, values, missing_values=missing_values))
     features = list(encode_rows(texts, schema, where=str(path)).values())
     if not features:
         raise _no_features(path, label_columns)
@@ -272,12 +274,53 @@ def _read_records(
         if id_column is not None
         else _feature_ids({n: texts[n] for n in kinds if n not in numbers}, numbers),
         class_names=classes,
-        columns={n: texts[n].astype(np.str_) for n in kept},
+        columns=names_in(texts, kept),
         schema=tuple(schema),
         label=label_columns[0] if len(label_columns) == 1 else "",
         label_separator=label_separator or "",
         id_column=id_column or "",
+        notes=notes,
     )
+
+
+def unreadable_cells(
+    texts: Texts,
+    schema: Sequence[Column],
+    label_columns: Sequence[str],
+    label_separator: str | None,
+    class_names: Sequence[str],
+    id_column: str | None,
+) -> dict[str, np.ndarray]:
+    """Return which rows cannot be read, each by itself, bool ``[N]``, by the column that says so.
+
+    A cell is unreadable where it is no number of float32, no date, not among the declared
+    categories or classes, no list of them, neither 0 nor 1; or no label or id is there.
+
+    Args:
+        texts: The columns' cells.
+        schema: Columns of features; of categories those that are declared count.
+        label_columns: See :func:`load_csv`.
+        label_separator: See there.
+        class_names: See there.
+        id_column: See there.
+    """
+    wrong = {}
+    for column in schema:
+        cells, values = texts[column.name], column.categories
+        if column.kind == CATEGORY:
+            wrong[column.name] = ~among(cells, {"", *(values or cells.tolist())})
+        else:
+            wrong[column.name] = (cells != "") & ~np.isfinite(_values(cells, column))
+    for name in label_columns:
+        cells, classes = texts[name], set(class_names)
+        if len(label_columns) > 1:
+            cells, classes = _lowered(cells), {*_YES, *_NO}
+        sets = [label_set(cell, label_separator) for cell in cells.tolist()]
+        classes = classes or {name for own in sets for name in own} - {""}
+        wrong[name] = np.array([not classes.issuperset(own) for own in sets], bool)
+    if id_column is not None:
+        wrong[id_column] = texts[id_column] == ""
+    return wrong
 
 
 def read_labels(
@@ -295,7 +338,7 @@ def read_labels(
     (column,) = columns
     cells, where = texts[column], f"{path}, column {column},"
     if separator is not None:
-        sets = label_sets(cells, separator, where=where)
+        sets = label_sets(cells, separator)
         classes = tuple(class_names) or tuple(sorted({name for own in sets for name in own}))
         if len(classes) < 2:
             raise ConfigError(
@@ -316,15 +359,19 @@ def label_marks(texts: np.ndarray, *, name: str, where: str) -> np.ndarray:
     Raises:
         ConfigError: A cell says neither yes nor no.
     """
-    lowered = np.char.lower(texts.astype(np.str_))
-    marks: np.ndarray = np.isin(lowered, _YES)
-    wrong = np.flatnonzero(~marks & ~np.isin(lowered, _NO))
+    lowered = _lowered(texts)
+    marks = among(lowered, _YES)
+    wrong = np.flatnonzero(~marks & ~among(lowered, _NO))
     if len(wrong):
         raise ConfigError(
             f"column {name} of {where} is one of dataset.labels but holds "
             f"{rows_text(texts, wrong)}: expected 0 or 1 (or no and yes, false and true)."
         )
     return marks
+
+
+def _lowered(texts: np.ndarray) -> np.ndarray:
+    return np.array([text.lower() for text in texts.tolist()], dtype=object)
 
 
 def _no_features(path: Path, label_columns: Sequence[str]) -> ConfigError:
@@ -374,12 +421,18 @@ def _kind(texts: np.ndarray, *, name: str, path: Path) -> str:
     )
 
 
-def _checked_numbers(
-    texts: np.ndarray, numbers: np.ndarray, *, column: Column, where: str
-) -> np.ndarray:
-    """Return float32 ``[N]``, NaN where missing."""
+def _values(cells: np.ndarray, column: Column) -> np.ndarray:
+    """Return the numbers or days in cells, float32 ``[N]``, not finite where they are none."""
     with np.errstate(over="ignore"):
-        checked = numbers.astype(np.float32)
+        values: np.ndarray = (days_of if column.kind == DATE else numbers_of)(cells).astype(
+            np.float32
+        )
+    return values
+
+
+def _checked_numbers(texts: np.ndarray, *, column: Column, where: str) -> np.ndarray:
+    """Return float32 ``[N]``, NaN where missing."""
+    checked = _values(texts, column)
     unreadable = np.flatnonzero((texts != "") & ~np.isfinite(checked))
     if len(unreadable):
         kind = "numeric" if column.kind == NUMBER else "of dates"
@@ -427,7 +480,7 @@ def given_ids(texts: np.ndarray, *, name: str, path: Path) -> np.ndarray:
     if (texts == "").any():
         row = int(np.argmax(texts == ""))
         raise ConfigError(f"{path} has no id ({name}) in row {row + 1}: fill or remove it.")
-    return record_ids(text.encode() for text in texts.tolist())
+    return record_ids(text.encode("utf-8", "surrogatepass") for text in texts.tolist())
 
 
 def _feature_ids(texts: Mapping[str, np.ndarray], numbers: Mapping[str, np.ndarray]) -> np.ndarray:

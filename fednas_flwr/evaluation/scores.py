@@ -43,7 +43,9 @@ def histogram(probabilities_N: Tensor, positive_N: Tensor) -> list[list[int]]:
     return [torch.bincount(bins_N[positive_N == c], minlength=BINS).tolist() for c in (False, True)]
 
 
-def best_threshold(histograms: Sequence[Sequence[Sequence[int]]]) -> float | None:
+def best_threshold(
+    histograms: Sequence[Sequence[Sequence[int]]], weights: Sequence[float]
+) -> float | None:
     """Return the probability from which a record counts as positive, in (0, 1).
 
     It maximises sensitivity + specificity - 1 (Youden 1950) over all records; of equal ones it is
@@ -51,8 +53,11 @@ def best_threshold(histograms: Sequence[Sequence[Sequence[int]]]) -> float | Non
 
     Args:
         histograms: What :func:`histogram` returns, of each client.
+        weights: How many records each counts for, whatever number its histogram has.
     """
-    negative_B, positive_B = torch.tensor(histograms, dtype=torch.float64).sum(0)
+    counts_K2B = torch.tensor(histograms, dtype=torch.float64)
+    weights_K = torch.tensor(weights, dtype=torch.float64) / counts_K2B.sum((1, 2)).clamp(min=1)
+    negative_B, positive_B = (counts_K2B * weights_K[:, None, None]).sum(0)
     if not (negative_B.sum() and positive_B.sum()):
         return None
     specificity_B = negative_B.cumsum(0)[:-1] / negative_B.sum()  # of thresholds 1, 2, ... bins

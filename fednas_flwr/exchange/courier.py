@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -43,7 +43,7 @@ from fednas_flwr.exchange.requests import Describe, Search, Settings
 from fednas_flwr.exchange.sampling import Sampling, Turn
 from fednas_flwr.exchange.secure_sum.server import MaskedSum
 from fednas_flwr.exchange.secure_sum.site import Opening
-from fednas_flwr.exchange.states import Layout, Packed, Part
+from fednas_flwr.exchange.states import Layout, Packed
 from fednas_flwr.exchange.sum_requests import OpenMasks, SignSurvivors, Summed, by_index
 from fednas_flwr.exchange.summands import MASKED, Summands
 from fednas_flwr.exchange.wire import restore_sent, round_sent
@@ -305,11 +305,6 @@ class Courier:
         return [client for client in self._nodes if client not in self._left]
 
     @property
-    def examples(self) -> Mapping[int, float]:
-        """Largest number of examples that each connected client may have."""
-        return self._max_examples
-
-    @property
     def left(self) -> dict[int, str]:
         """Why each client that has left was not asked any more, by client, ascending."""
         return dict(sorted(self._left.items()))
@@ -356,7 +351,6 @@ class Courier:
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
         whole: Mapping[str, Layout] | None = None,
-        parts: Mapping[int, Part] | None = None,
         releases: Sequence[PlannedRelease] = (),
         also_left: bool = False,
         among: Collection[int] | None = None,
@@ -379,8 +373,6 @@ class Courier:
             states: Packed tensors to send.
             layouts: The states that every reply must carry.
             whole: The layouts of states of which messages carry a part: only for ``bytes_dense``.
-            parts: For every client that may be asked the part of these whole states that it is sent
-                and returns; None where all clients' messages carry the same.
             releases: With privacy what the stage releases: bounds what replies may be.
             also_left: Whether clients that have left are asked, too, except for those whose replies
                 were refused.
@@ -407,7 +399,6 @@ class Courier:
                 *(verb, stage, server_round, phase, settings, states, layouts),
                 own_settings=own_settings,
                 whole=whole,
-                parts=parts,
                 planned=planned,
                 also_left=also_left,
                 among=asked,
@@ -541,10 +532,14 @@ class Courier:
 
     def _exchange(self, requests: Requests) -> Iterator[tuple[int, Reply | str]]:
         """Ask; yield each client with its accepted reply or why it has none."""
-        unsent: dict[int, str] = {}
-        pending = self.push(requests.messages, unsent)
-        scales = self.held(requests.most)
-        for client, answer in self._in_order(pending, unsent, requests.accepts):
+        if self._grid is None:
+            raise ValueError("call connect(grid) before ask")
+        sent = set(self._grid.push_messages(list(requests.messages.values())))
+        ids = {client: m.metadata.message_id for client, m in requests.messages.items()}
+        pending = {i: client for client, i in ids.items() if i in sent}
+        unsent = {c: "the request could not be sent" for c, i in ids.items() if i not in sent}
+        scales = self._held_shares(requests.most)
+        for client, answer in self._in_order(self._grid, pending, unsent, requests.accepts):
             if isinstance(answer, Reply):
                 scale = scales.get(client, 1.0)
                 if client in requests.weights:
@@ -553,22 +548,6 @@ class Courier:
                     answer = answer.weighing(scale, summed=VERBS[requests.verb].gradients_of)
                 self.bytes_dense += requests.dense_reply
             yield client, answer
-
-    def push(self, messages: Mapping[int, Message], failures: dict[int, str]) -> dict[str, int]:
-        """Send messages; return the client of each by its id. Those that fail join ``failures``."""
-        if self._grid is None:
-            raise ValueError("call connect(grid) before ask")
-        sent = set(self._grid.push_messages(list(messages.values())))
-        clients = {message.metadata.message_id: c for c, message in messages.items()}
-        unsent = [client for message_id, client in clients.items() if message_id not in sent]
-        failures |= dict.fromkeys(unsent, "the request could not be sent")
-        return {i: client for i, client in clients.items() if i in sent}
-
-    def pull(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return replies to some of the messages, as they are there."""
-        if self._grid is None:
-            raise ValueError("call connect(grid) before pull")
-        return self._grid.pull_messages(list(message_ids))
 
     def pause(self, waited_s: float) -> float:
         """Wait before replies are looked for again; return for how long, in seconds.
@@ -580,7 +559,7 @@ class Courier:
         self.wait(seconds)
         return seconds
 
-    def held(self, most: Mapping[int, float]) -> dict[int, float]:
+    def _held_shares(self, most: Mapping[int, float]) -> dict[int, float]:
         """Return whose weights are scaled to ``largest_share`` of an average, and tell it once."""
         scales = held_shares(most, self.largest_share) if self.facts and not self.secure_sum else {}
         for client in scales.keys() - self._held:
@@ -604,7 +583,6 @@ class Courier:
         *,
         own_settings: Mapping[int, Settings] | None = None,
         whole: Mapping[str, Layout] | None = None,
-        parts: Mapping[int, Part] | None = None,
         planned: Mapping[str, PlannedRelease] | None = None,
         also_left: bool = False,
         among: Collection[int] | None = None,
@@ -613,7 +591,6 @@ class Courier:
     ) -> Requests:
         """Return the messages of an exchange, and what reads their replies; as :meth:`ask`."""
         states, layouts, weights = states or {}, layouts or {}, weights or {}
-        parts = parts or {}
         sizes = {name: _num_bytes(state) for name, state in states.items()}
         returned = {name: layout.num_bytes for name, layout in layouts.items()}
         for name, layout in (whole or {}).items():
@@ -622,15 +599,11 @@ class Courier:
         messages: dict[int, Message] = {}
         accepts: dict[int, Callable[[Message], Reply]] = {}
         most: dict[int, float] = {}  # examples, or what it counts for in their place
-        carried = partial(self._carried, verb, settings, summands=summands)
-        shared = None if parts else carried(states, layouts)
+        records, accept, limits = self._carried(verb, settings, states, layouts, summands=summands)
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
             if self._refused[client] >= STRIKES or (client in self._left and not also_left):
                 continue
             node = self._nodes[client]
-            records, accept, limits = shared or carried(
-                parts[client].of(states), parts[client].layouts
-            )
             header = Header(self.run, stage, server_round, phase, client, secrets.token_hex(8))
             own = (own_settings or {}).get(client, settings)
             content = encode_request(
@@ -705,6 +678,7 @@ class Courier:
 
     def _in_order(
         self,
+        grid: Grid,
         pending: dict[str, int],
         arrived: Mapping[int, Reply | str],
         accepts: Mapping[int, Callable[[Message], Reply]],
@@ -715,11 +689,11 @@ class Courier:
         for client in accepts:
             while client not in answers:
                 late = time.monotonic() >= deadline
-                messages = list(self.pull(pending))
+                messages = list(grid.pull_messages(list(pending)))
                 for message in messages:
                     sender = pending.pop(message.metadata.reply_to_message_id, None)
                     if sender is not None:
-                        answers[sender] = self.read(message, sender, accepts[sender])
+                        answers[sender] = self._read(message, sender, accepts[sender])
                 if late:
                     reason = f"no reply within {self.deadline_s:g} s"
                     answers |= dict.fromkeys(pending.values(), reason)
@@ -730,7 +704,7 @@ class Courier:
                     waited_s += self.pause(waited_s)
             yield client, answers.pop(client)
 
-    def read(
+    def _read(
         self, message: Message, client: int, accept: Callable[[Message], Reply]
     ) -> Reply | str:
         """Return the reply if the gate accepts it, else the reason."""

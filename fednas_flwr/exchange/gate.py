@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from flwr.app import Message
 
 from fednas_flwr.data.schema import Column
-from fednas_flwr.data.statistics import Moments
-from fednas_flwr.errors import ClientLeftError, ConfigError, ReplyError
+from fednas_flwr.data.statistics import LARGEST_NUMBER, Moments
+from fednas_flwr.errors import ClientLeftError, ConfigError, ReplyError, show
 from fednas_flwr.evaluation.scores import BINS
 from fednas_flwr.exchange.limits import Limits, distance
 from fednas_flwr.exchange.messages import BUDGET_SPENT, Header, Reply, decode_reply
@@ -49,6 +49,7 @@ from fednas_flwr.verbs import METRICS
 
 SCORES = ("f1", "auroc", "average_precision")
 LARGEST_TABLE = 2**20  # characters: some 5,000 layers
+LARGEST_RECORD = 2**28  # values of its features
 LONGEST_TEXT = 200  # characters of a tag or of a name
 MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
 DIVERGED = "; if training has diverged, lower its learning rate or its weight decay"
@@ -202,9 +203,9 @@ def check_facts(facts: Mapping[str, Any], *, needed: Sequence[str] = ("client",)
     for name in needed:
         if name not in facts:
             raise ReplyError(f"does not say its {name}")
-    for name, is_right in _FORMS.items():
+    for name, is_right in FORMS.items():
         if name in facts and not is_right(facts[name]):
-            raise ReplyError(f"says {name}={str(facts[name])[:80]}, which is malformed")
+            raise ReplyError(f"says {name}={show(facts[name])}, which is malformed")
 
 
 def misfits(facts: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> dict[int, str]:
@@ -255,7 +256,7 @@ def outliers(
         for name, number in numbers.items():
             silent = len(declared) - len(known[name])  # who count as if they said the same
             usual = common[name] if not silent else median([*known[name], *[number] * silent])
-            if not fewest * usual <= number <= most * usual:
+            if not fewest * usual <= number <= most * max(1.0, usual):
                 found[client] = (
                     f"it declares {number:g} {name}records, where the median client has {usual:g}: "
                     f"{fewest:g} to {most:g} times that are taken"
@@ -277,14 +278,21 @@ def held_shares(examples: Mapping[int, float], largest: float) -> dict[int, floa
     return {client: scale for client, scale in scales.items() if scale < 1}
 
 
-def _counts(values: object) -> bool:
-    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
+def _counts(values: object) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(
+        type(v) is int and 0 <= v <= MAX_EXAMPLES for v in values
+    )
+
+
+def _shape(values: object) -> bool:
+    """Return whether this is the shape of a record, of a size that a computer holds."""
+    return _counts(values) and len(values) <= 3 and math.prod(values) <= LARGEST_RECORD
 
 
 def _numbers(values: object, *, least: float) -> bool:
-    """Return whether this is a list of finite numbers above the least."""
+    """Return whether this is a list of numbers above the least, none so large as to overflow."""
     return isinstance(values, list) and all(
-        type(v) in (int, float) and least < v < math.inf for v in values
+        type(v) in (int, float) and least < v <= LARGEST_NUMBER for v in values
     )
 
 
@@ -332,10 +340,7 @@ def _histogram(rows: object) -> bool:
 def _declared(values: object) -> bool:
     """Return whether these are numbers of records by split."""
     return (
-        isinstance(values, dict)
-        and set(values) == set(SPLITS)
-        and _counts(list(values.values()))
-        and max(values.values()) <= MAX_EXAMPLES
+        isinstance(values, dict) and set(values) == set(SPLITS) and _counts(list(values.values()))
     )
 
 
@@ -393,7 +398,7 @@ def _hex_by_site(digits: int) -> Callable[[object], bool]:
     )
 
 
-_FORMS: dict[str, Callable[[Any], bool]] = {
+FORMS: dict[str, Callable[[Any], bool]] = {
     "client": lambda client: type(client) is int,
     "tag": _text,
     "hardware": _text,
@@ -416,15 +421,16 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "signature": _hex(128),
     "parts": _hex_by_site(2 * PART_BYTES),
     "pairs": _hex_by_site(2 * SECRET_BYTES),
+    "uncounted": lambda units: isinstance(units, list) and all(unit in UNITS for unit in units),
     "covered_steps": lambda steps: isinstance(steps, dict) and _counts(list(steps.values())),
-    "input_shape": _counts,
-    "image_shape": _counts,
-    "scattering": _counts,
+    "input_shape": _shape,
+    "image_shape": _shape,
+    "scattering": _shape,
     "class_counts": _counts,
     "class_names": _names,
     "multi_label": lambda several: type(several) is bool,
     "schema": lambda values: _all_parse(Column, values),
-    "mean": lambda values: _numbers(values, least=-math.inf),
+    "mean": lambda values: _numbers(values, least=-LARGEST_NUMBER),
     "std": lambda values: _numbers(values, least=0.0),
     "scores": _scores,
     "histogram": _histogram,

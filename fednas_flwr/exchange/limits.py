@@ -41,6 +41,7 @@ LONGEST = 20_000  # local steps beyond which no bound is worked out
 # Times lr, what a step moves an alpha by at most. By Cauchy and Schwarz Adam's is at most
 # 1 / sqrt((1 - beta2) (1 - beta1^2 / beta2)) = 37; FDNAS may rescale by as much again.
 ADAM = 75.0
+LARGEST_LOSS = 1e30  # whose mean over clients is finite
 LOSS = 28.0  # a private record's loss counts for 2 ln(classes) at most; of a million classes
 
 
@@ -61,13 +62,13 @@ class Limits:
     def metric_range(self, name: str) -> tuple[float, float]:
         """Return the least and the largest honest value of a metric.
 
-        An exact accuracy is from 0 to 1, an exact loss 0 or more and finite. Noised ones may lie
+        An exact accuracy is from 0 to 1, an exact loss to ``LARGEST_LOSS``. Noised ones may lie
         beyond by the noise, and by records that are there beside those declared.
         """
         high = MORE_RECORDS + self.noise if self.noise else 1.0
         if name.endswith("accuracy"):
             return 0.0 - self.noise, high
-        return 0.0 - LOSS * self.noise, LOSS * high if self.noise else math.inf
+        return 0.0 - LOSS * self.noise, LOSS * high if self.noise else LARGEST_LOSS
 
 
 def honest_limits(

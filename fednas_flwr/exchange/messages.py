@@ -29,6 +29,7 @@ from fednas_flwr.exchange.headers import NUM_EXAMPLES as NUM_EXAMPLES
 from fednas_flwr.exchange.headers import Header as Header
 from fednas_flwr.exchange.headers import Json, encode_values, read_json, record
 from fednas_flwr.exchange.requests import Settings, decode, encode
+from fednas_flwr.exchange.secure_sum.grid import Cells, Grid
 from fednas_flwr.exchange.states import Packed
 from fednas_flwr.exchange.sum_requests import Summed
 from fednas_flwr.typed import parse
@@ -65,6 +66,15 @@ class Request:
     summed: Summed | None = None
 
     @property
+    def grids(self) -> dict[str, Grid]:
+        """The grids of states whose noise clients share.
+
+        Raises:
+            ValueError: A range is none.
+        """
+        return {} if self.summed is None else self.summed.grids
+
+    @property
     def digest(self) -> str:
         """64 hex digits that differ when verb, settings, tensors, ranges or statistics differ."""
         ranges = {} if self.summed is None else self.summed.ranges
@@ -89,6 +99,8 @@ class Reply:
         states: Packed tensors by state.
         digests: The layout digest of every state, see ``Layout.digest``.
         facts: What ``query.describe`` tells about the client, JSON values only.
+        shares: By state, what takes the place of its packed tensors where clients share the noise;
+            it leaves under masks only.
         sites: Number of clients that it stands for: more than 1 of the total of a secure sum. It
             does not travel.
     """
@@ -98,6 +110,7 @@ class Reply:
     states: Mapping[str, Packed] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Json] = field(default_factory=dict)
+    shares: Mapping[str, Cells] = field(default_factory=dict)
     sites: int = 1
 
     def weighing(self, scale: float, *, summed: Sequence[str]) -> Reply:
@@ -165,7 +178,13 @@ def decode_request(verb: str, content: RecordDict) -> Request:
 
 
 def encode_reply(header: Header, reply: Reply) -> RecordDict:
-    """Return the content of a reply to the request with ``header``."""
+    """Return the content of a reply to the request with ``header``.
+
+    Raises:
+        ValueError: It holds shares that no mask has taken.
+    """
+    if reply.shares:
+        raise ValueError(f"shares of {sorted(reply.shares)} may not leave without masks")
     metrics = {name: float(value) for name, value in reply.metrics.items()}
     values = encode_values(
         header,
@@ -184,7 +203,8 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
     """
     try:
         text = read_json(content, longest=LONGEST_HEADER)
-        header = Header(**text["header"])
+        json.dumps(text, ensure_ascii=False).encode()  # as in decode_request
+        header: Header = parse(Header, text["header"], key="header")
         metrics = {
             name: float(cast(float, value))
             for name, value in record(content, METRICS, MetricRecord).items()

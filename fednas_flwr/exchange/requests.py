@@ -32,7 +32,7 @@ from fednas_flwr.typed import Between, Checked, Length, check_range, parse
 from fednas_flwr.verbs import SPLIT_OF
 
 MOST_TRIALS = 1000
-LARGEST_MODEL = 2**30  # bytes of the file of a model that a site keeps
+LARGEST_MODEL = 2**27  # bytes of the file of a model that a site keeps
 LONGEST_CARD = 2**17  # characters
 MOST_RELEASES = 32  # kinds of them in a schedule; a site keeps each schedule for good
 Candidates = Annotated[list[list[int]], Length(Between(1, MOST_CANDIDATES))]
@@ -226,10 +226,6 @@ class TakeNetworkGradient(Settings):
 @dataclass(frozen=True)
 class Search(Settings):
     """``train.search``.
-
-    Where all steps are on one path (``local.alternating.path_seed``), request and reply carry all
-    alphas, and of each other state the tensors of that path only: see
-    :func:`~fednas_flwr.search.local_search.gumbel_states`.
 
     Attributes:
         local: What is done.

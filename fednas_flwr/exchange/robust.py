@@ -1,21 +1,17 @@
 """Averages of packed states that a minority of hostile clients cannot move far.
 
 The weighted mean of :class:`~fednas_flwr.exchange.states.WeightedAverage` follows one client
-anywhere. :class:`TrimmedMean` sorts every coordinate over the clients and cuts off its ends;
-:class:`Selection` leaves out whole clients, by Flower's Krum and Bulyan.
+anywhere. :class:`TrimmedMean` sorts every coordinate over the clients and cuts off its ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fednas_flwr.errors import unknown_choice
-from fednas_flwr.exchange.states import Packed, WeightedAverage
-from fednas_flwr.names import SELECTIONS
+from fednas_flwr.exchange.states import Packed
 
 CHUNK = 2**16  # elements that are sorted at a time, of every client
 
@@ -80,104 +76,15 @@ def _trimmed(vectors: list[Tensor], trim: int) -> Tensor:
     return result
 
 
-class Selection:
-    """The states of those clients that lie closest together, by Flower's own functions.
+def median_rewards(rewards_NC: Tensor) -> Tensor:
+    """Return rewards [C] of candidates that no minority of the clients decides.
 
-    A client's score is the sum of its squared distances to its N - f - 2 nearest, f being the
-    hostile ones. ``krum`` takes the state of the lowest score, ``multi_krum`` the mean of the
-    N - f lowest, weighted by examples (Blanchard et al., 2017, arXiv 1703.02757, Sections 3 and
-    5); ``bulyan``, of the N - 2 f lowest, at every coordinate the mean of the N - 4 f values
-    closest to the median (El Mhamdi et al., 2018, arXiv 1802.07927, Section 4).
-
-    Deviations: distances are of all floating values of a reply, not of counters of batches, which
-    differ with the number of records; they are computed in float64 of the differences from the
-    first client, since Flower's formula subtracts squared norms.
-
-    Memory is that of all replies, and of one more of them in float64.
+    ``median_k(r_kc - mean_c r_kc)``, added to the median client's mean reward: a client's level,
+    which differs with its records, says nothing of a candidate, and a median of raw rewards would
+    follow whoever is in the middle. Clients count alike.
 
     Args:
-        name: A name of ``SELECTIONS``.
-        malicious: f, at least 0.
-
-    Raises:
-        ConfigError: The name is unknown.
+        rewards_NC: Of each client, one for each candidate.
     """
-
-    def __init__(self, name: str, malicious: int) -> None:
-        """See the class."""
-        if name not in SELECTIONS:
-            raise unknown_choice("aggregate", name, SELECTIONS)
-        self.name, self.malicious = name, malicious
-        self._states: list[Mapping[str, Packed]] = []
-        self._weights: list[float] = []
-
-    def add(self, states: Mapping[str, Packed], *, weight: float) -> None:
-        """Add one client's states; ``weight`` counts in ``multi_krum`` only."""
-        self._states.append(states)
-        self._weights.append(weight)
-
-    def result(self) -> dict[str, Packed]:
-        """Return the state that the selected ones give, and give up all of them.
-
-        Raises:
-            ValueError: There are too few states, by ``SELECTIONS``.
-        """
-        states, weights, self._states, self._weights = self._states, self._weights, [], []
-        if len(states) < (fewest := SELECTIONS[self.name] * self.malicious + 3):
-            raise ValueError(
-                f"aggregate={self.name} with malicious={self.malicious} needs {fewest} replies, "
-                f"got {len(states)}"
-            )
-        most = len(states) - self.malicious
-        kept = {"krum": 1, "multi_krum": most, "bulyan": most - self.malicious}[self.name]
-        chosen = _closest(states, self.malicious, kept)
-        if self.name == "krum":
-            return {name: dict(packed) for name, packed in states[chosen[0]].items()}
-        if self.name == "bulyan":
-            beta = len(states) - 4 * self.malicious
-            return _near_median([states[index] for index in chosen], beta)
-        average = WeightedAverage()
-        for index in chosen:
-            average.add(states[index], weight=weights[index])
-        return average.result()
-
-
-def _closest(states: list[Mapping[str, Packed]], malicious: int, number: int) -> list[int]:
-    """Return the places of as many states as are to be selected, the lowest score first."""
-    from flwr.app import Array, ArrayRecord, RecordDict
-    from flwr.serverapp.strategy.multikrum import select_multikrum
-
-    first = _floats(states[0])
-    contents = [
-        RecordDict({"arrays": ArrayRecord({"floats": Array(_floats(own) - first)})})
-        for own in states
-    ]
-    with np.errstate(over="ignore", invalid="ignore"):  # a huge value is far away, too
-        selected = select_multikrum(contents, malicious, number)
-    places = {id(content): index for index, content in enumerate(contents)}
-    return [places[id(content)] for content in selected]
-
-
-def _floats(states: Mapping[str, Packed]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return all floating values of a client's states, float64."""
-    vectors = (v for _, packed in sorted(states.items()) for _, v in sorted(packed.items()))
-    floats = [v.detach().cpu().double().numpy() for v in vectors if v.dtype.is_floating_point]
-    return np.concatenate(floats)
-
-
-def _near_median(states: list[Mapping[str, Packed]], beta: int) -> dict[str, Packed]:
-    """Return at every coordinate the mean of the ``beta`` values closest to the median."""
-    from flwr.serverapp.strategy.bulyan import aggregate_n_closest_weights
-
-    result: dict[str, Packed] = {}
-    for name, packed in states[0].items():
-        result[name] = {}
-        for dtype, like in packed.items():
-            values = [own[name][dtype].detach().cpu().numpy() for own in states]
-            if not like.dtype.is_floating_point:
-                values = [own.astype(np.float64) for own in values]
-            median = np.median(values, axis=0)
-            (mean,) = aggregate_n_closest_weights([median], [[own] for own in values], beta)
-            mean = mean if like.dtype.is_floating_point else np.rint(mean)
-            result[name][dtype] = torch.from_numpy(mean).to(like.dtype)
-    return result
+    levels_N1 = rewards_NC.mean(dim=1, keepdim=True)
+    return levels_N1.quantile(0.5) + (rewards_NC - levels_N1).quantile(0.5, dim=0)

@@ -255,40 +255,5 @@ class WeightedAverage:
         return means
 
 
-class PartsAverage:
-    """The weighted mean of every tensor over the clients that had it in their part of a model.
-
-    ``sum_k n_k x_k / sum_k n_k`` over those clients k; where all had all tensors this is
-    :class:`WeightedAverage`. It differs from the mean of whole states, in which a client's copy of
-    what it has not trained counts as it was sent.
-    """
-
-    def __init__(self) -> None:
-        """Start with nothing added."""
-        self._averages: dict[str, dict[str, WeightedAverage]] = {}
-
-    def add(
-        self, states: Mapping[str, Packed], layouts: Mapping[str, Layout], *, weight: float
-    ) -> None:
-        """Add one client's part, weighted by ``weight`` > 0; ``layouts`` are the part's."""
-        for state, packed in states.items():
-            averages = self._averages.setdefault(state, {})
-            for name, tensor in unpack(packed, layouts[state]).items():
-                own = averages.setdefault(name, WeightedAverage())
-                own.add({state: {_dtype_name(tensor.dtype): tensor}}, weight=weight)
-
-    def filled(
-        self, states: Mapping[str, Packed], layouts: Mapping[str, Layout]
-    ) -> dict[str, Packed]:
-        """Return whole states: the means, and as in ``states`` what no client had."""
-        whole = {n: {d: v.clone() for d, v in packed.items()} for n, packed in states.items()}
-        for state, averages in self._averages.items():
-            tensors = unpack(whole[state], layouts[state])
-            for name, average in averages.items():
-                (mean,) = average.result()[state].values()
-                tensors[name].copy_(mean)
-        return whole
-
-
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

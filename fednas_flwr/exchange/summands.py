@@ -1,9 +1,10 @@
 """Summands of a reply, as integer vectors on fixed grids, and a reply made of their total.
 
 A reply's number of examples n is summed, n times each metric, gradient sums as they are, and all
-other states times n; of a trained model n times its difference to the model that was sent. The
-reply of the total is the one that a single client with all records would have given: its average
-over one reply is the average over all. Main class: :class:`Summands`.
+other states times n; of a trained model n times its difference to the model that was sent. Shares
+of noise are integers already. The reply of the total is the one that a single client with all
+records would have given: its average over one reply is the average over all. Main class:
+:class:`Summands`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fednas_flwr.errors import ReplyError
 from fednas_flwr.exchange.messages import Reply
-from fednas_flwr.exchange.secure_sum.grid import Grid
+from fednas_flwr.exchange.secure_sum.grid import Cells, Grid
 from fednas_flwr.exchange.states import Layout, Packed
 from fednas_flwr.exchange.sum_requests import Summed
 from fednas_flwr.verbs import VERBS
@@ -69,16 +70,14 @@ class Summands:
             lengths["int32" if state in self.summed.ranges else "int64"] += size
         return {dtype: length for dtype, length in lengths.items() if length}
 
-    def encode(self, reply: Reply, *, projects: bool) -> dict[str, np.ndarray]:
+    def encode(self, reply: Reply) -> dict[str, np.ndarray]:
         """Return a reply as integers, by dtype.
 
         Args:
-            reply: With states of these sizes.
-            projects: Whether states with a range are projected onto it, so that no value of a
-                record decides whether there is an answer.
+            reply: With states of these sizes; those with a range are shares.
 
         Raises:
-            ValueError: A value is not finite, or beyond the range.
+            ValueError: A value of a state without a range is not finite, or too large.
         """
         n, told = reply.num_examples, reply.metrics
         head = [n]
@@ -86,13 +85,13 @@ class Summands:
             head += [n, n * told[name]] if name in told else [0.0, 0.0]
         vectors: dict[str, list[np.ndarray]] = {"int64": [self.wide.encode(head)], "int32": []}
         for state, dtype, _ in self._parts():
-            vector, grid = reply.states[state][dtype].double(), self.grid(state)
+            if state in self.summed.ranges:
+                vectors["int32"].append(self.grid(state).wrap(reply.shares[state]))
+                continue
+            vector = reply.states[state][dtype].double()
             if (sent := self._sent(state, dtype)) is not None:
                 vector = vector - sent.double()
-            values = vector.numpy() * self._weight(state, n)
-            ranged = state in self.summed.ranges
-            cells = grid.encode(grid.project(values) if projects and ranged else values)
-            vectors["int32" if ranged else "int64"].append(cells)
+            vectors["int64"].append(self.wide.encode(vector.numpy() * self._weight(state, n)))
         return {dtype: np.concatenate(vectors[dtype]) for dtype in self.lengths}
 
     def decode(self, vectors: Mapping[str, np.ndarray], *, sites: int) -> Reply:
@@ -143,9 +142,11 @@ class Summands:
         return self.base.get(state, {}).get(dtype) if VERBS[self.verb].trains else None
 
 
-def sizes_of(states: Mapping[str, Packed]) -> Sizes:
-    """Return the sizes of a reply's states."""
-    return {name: {d: v.numel() for d, v in packed.items()} for name, packed in states.items()}
+def sizes_of(states: Mapping[str, Packed], shares: Mapping[str, Cells] | None = None) -> Sizes:
+    """Return the sizes of a reply's states, and of its shares."""
+    cells = {name: {"float32": len(share)} for name, share in (shares or {}).items()}
+    packed = states.items()
+    return cells | {name: {d: v.numel() for d, v in state.items()} for name, state in packed}
 
 
 def check_masked(reply: Reply, summands: Summands, layouts: Mapping[str, Layout]) -> None:

@@ -7,7 +7,6 @@ whether noise suits the size of a network is checked once that is built.
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -31,8 +30,8 @@ from fednas_flwr.clients.client import Client
 from fednas_flwr.clients.release import ReleaseGate
 from fednas_flwr.config import Config, dump_config, site_dataset
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.errors import BudgetExceededError, ConfigError
-from fednas_flwr.exchange.messages import BUDGET_SPENT, decode_request, encode_reply
+from fednas_flwr.errors import BudgetExceededError, ConfigError, DayFullError
+from fednas_flwr.exchange.messages import BUDGET_SPENT, decode_request, encode_reply, payload_bytes
 from fednas_flwr.exchange.secure_sum.site import NODE_KEYS
 from fednas_flwr.federation.bundle import CONFIG_KEY
 from fednas_flwr.federation.flower import CLIENT_RAISED, take_along
@@ -81,12 +80,15 @@ def _handler(
         request = None
         try:
             request = decode_request(verb, message.content)
+            safe = (DayFullError,) if private else safe
+            kept = payload_bytes(message.content) if verb == "query.keep_model" else 0
+            kept += len(str(request.summed))
+            trail.asked(request, flower_run=message.metadata.run_id, kept_bytes=kept)
             safe = () if private else safe  # what follows may tell of the site's own files
             text = config_json or str(context.run_config[CONFIG_KEY] or along[CONFIG_KEY])
             if "partition-id" not in context.node_config:
                 raise ConfigError("the node's configuration lacks partition-id=<0, 1, ...>.")
             index = int(context.node_config["partition-id"])
-            trail.asked(request, flower_run=message.metadata.run_id)
             policy = _policy_text(site)
             gate = _gate(text, site, policy)
             if gate is not None:
@@ -104,12 +106,14 @@ def _handler(
             return Message(encode_reply(request.header, reply), reply_to=message)
         except BudgetExceededError as error:
             trail.refused(verb, request, str(error))
-            return Message(Error(BUDGET_SPENT, _reason(error, told=True)), reply_to=message)
+            return Message(Error(BUDGET_SPENT, described(error)), reply_to=message)
         except Exception as error:  # the server must learn why; it drops this client
             told = isinstance(error, safe)
-            refusal = told and safe == (ConfigError,)  # any other text may quote a record
-            trail.refused(verb, request, str(error) if refusal else type(error).__name__)
-            return Message(Error(CLIENT_RAISED, _reason(error, told=told)), reply_to=message)
+            refusal = told and private  # any other text may quote a record
+            reason = str(error) if refusal else type(error).__name__
+            trail.refused(verb, request, reason, None if told else error)
+            reason = described(error) if told else "an error at the site, whose own log says which"
+            return Message(Error(CLIENT_RAISED, reason), reply_to=message)
 
     return handle
 
@@ -118,14 +122,6 @@ def _handler(
 def _supernet_norm(config_json: str) -> str:
     """Return how a run's supernets normalise."""
     return load_config(config_json).search_space.norm
-
-
-def _reason(error: Exception, *, told: bool) -> str:
-    """Return what the server is told."""
-    if told:
-        return described(error)
-    traceback.print_exception(error)
-    return "an error at the site, whose own log says which"
 
 
 def site_config(config: Config, site: Mapping[str, str]) -> Config:
@@ -166,7 +162,11 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
 def _data(config_json: str) -> tuple[tuple[Prepared, list[np.ndarray]], dict[str, nn.Module]]:
     """Return what the clients of one process share: records, partition, built networks."""
     config = load_config(config_json)
-    return (make_site_data(config) if has_real_sites(config) else make_data(config)), {}
+    at_site = has_real_sites(config)
+    data = make_site_data(config) if at_site else make_data(config)
+    for note in data[0].train.notes if at_site else ():
+        print(f"{config.dataset.root}: {note}", file=sys.stderr)
+    return data, {}
 
 
 Site = tuple[tuple[str, str], ...]  # SITE_KEYS that a node sets, with their values
@@ -180,7 +180,7 @@ def _policy_text(site: Site) -> str | None:
         return None
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=MOST_ALIVE)
 def _gate(config_json: str, site: Site, policy: str | None) -> ReleaseGate | None:
     """Return the gate of a real site with a policy, made anew for every run and ``policy`` text."""
     return make_site_gate(dict(site))
@@ -198,7 +198,9 @@ def _client(config_json: str, index: int, site: Site, policy: str | None) -> Cli
     own, gate = dict(site), _gate(config_json, site, policy)
     config, text = _own_config(config_json, site)
     data, networks = _data(text)
-    return make_client(config, index, data=data, networks=networks, site=own, gate=gate)
+    return make_client(
+        config, index, data=data, networks=networks, site=own, gate=gate, settings=config_json
+    )
 
 
 app = make_client_app()

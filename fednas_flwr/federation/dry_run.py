@@ -155,7 +155,7 @@ def estimate(config: Config) -> Estimate:
             "measure runtime=inline on data like theirs."
         )
     with tempfile.TemporaryDirectory(prefix="fednas-dry-run-") as folder:
-        return replace(_estimate(_own_folder(config, Path(folder))), free_bytes=free_bytes(config))
+        return replace(_estimate(own_folder(config, Path(folder))), free_bytes=free_bytes(config))
 
 
 def private_terms(config: Config) -> list[str]:
@@ -173,7 +173,7 @@ def private_terms(config: Config) -> list[str]:
             "runtime=inline on data like theirs."
         )
     with tempfile.TemporaryDirectory(prefix="fednas-calibrate-") as folder:
-        config = _own_folder(config, Path(folder))
+        config = own_folder(config, Path(folder))
         grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
         with EventLog(Path(str(config.run_dir)) / EVENTS_FILE) as log:
             run = begin(config, grid, log, {}, earlier=[])
@@ -182,7 +182,7 @@ def private_terms(config: Config) -> list[str]:
             return [*explained(run), f"(epsilon, delta) at most {overall_text(promised)}"]
 
 
-def _own_folder(config: Config, folder: Path) -> Config:
+def own_folder(config: Config, folder: Path) -> Config:
     """Return the configuration of the run that is measured, whose folder is made."""
     algorithm, privacy = config.algorithm, config.privacy
     config = whole_search(config)

@@ -5,7 +5,6 @@ They are what the ClientApp would answer, in the second that it takes to import 
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,9 +53,8 @@ def answer_sum_message(message: Message, context: Context) -> Message:
         return Message(RecordDict({**encode_values(request.header, facts)}), reply_to=message)
     except Exception as error:  # the server must learn why; of anything but a refusal, only that
         refusal = isinstance(error, ConfigError)
-        trail.refused(verb, request, str(error) if refusal else type(error).__name__)
-        if not refusal:
-            traceback.print_exception(error)
+        reason = str(error) if refusal else type(error).__name__
+        trail.refused(verb, request, reason, None if refusal else error)
         reason = "an error at the site, whose own log says which"
         reason = f"{type(error).__name__}: {error}" if refusal else reason
         return Message(Error(CLIENT_RAISED, reason), reply_to=message)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import platform
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,12 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.foreign import load_json
 
 FORMAT = "fednas-latency"
 VERSION = 1
 RUN_BEFORE = 5  # layers, before each measurement
+LONGEST_TEXT, LARGEST_NUMBER = 200, 2**31 - 1  # in a table
+LONGEST_MS = 1e9  # whose sum over a network is finite
 
 
 class LayerKey(NamedTuple):
@@ -242,7 +243,8 @@ def from_json(text: str, *, origin: str = "latency table") -> LatencyTable:
         raise ConfigError(f"{origin}: format must be {FORMAT!r}; see `fednas latency measure`.")
     if document.get("version") != VERSION:
         raise ConfigError(
-            f"{origin}: version must be {VERSION}, got {document.get('version')}: measure anew."
+            f"{origin}: version must be {VERSION}, got {show(document.get('version'))}: measure "
+            "anew."
         )
     try:
         timings = dict(_timings(document["layers"]))
@@ -258,7 +260,8 @@ def from_json(text: str, *, origin: str = "latency table") -> LatencyTable:
 def median_table(tables: Sequence[LatencyTable]) -> LatencyTable:
     """Return the table of all layers that every table has, with the medians of their times.
 
-    What the tables were measured with is that of the first, but all machines are named.
+    What the tables were measured with is that of the first, but all machines are named, and the
+    number of threads is the median one.
 
     Args:
         tables: One or more.
@@ -269,28 +272,39 @@ def median_table(tables: Sequence[LatencyTable]) -> LatencyTable:
         key: Timing(*map(statistics.median, zip(*(t.timings[key] for t in tables), strict=True)))
         for key in shared
     }
-    return replace(first, machine=", ".join(machines), timings=timings)
+    threads = statistics.median_low(table.threads for table in tables)
+    return replace(first, machine=", ".join(machines), threads=threads, timings=timings)
+
+
+def _text(value: Any) -> str:
+    if not (isinstance(value, str) and len(value) <= LONGEST_TEXT and value.isprintable()):
+        raise ValueError(f"expected a line of text, got {show(value)}")
+    return value
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= LARGEST_NUMBER:
+        raise ValueError(f"expected a whole number up to {LARGEST_NUMBER}, got {show(value)}")
+    return value
 
 
 _HEAD: dict[str, Callable[[Any], Any]] = {
-    **{"machine": str, "device": str, "clock": str, "norm": str, "torch": str},
-    **{"threads": int, "batch_size": int},
+    **{"machine": _text, "device": _text, "clock": _text, "norm": _text, "torch": _text},
+    **{"threads": _number, "batch_size": _number},
 }
 
 
 def _timings(layers: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Key, Timing]]:
     for layer in layers:
         timing = Timing(float(layer["median_ms"]), float(layer["spread_ms"]))
-        if not (0 < timing.median_ms < math.inf and 0 <= timing.spread_ms < math.inf):
-            raise ValueError(f"times must be above 0 and finite, got {timing}")
+        if not (0 < timing.median_ms <= LONGEST_MS and 0 <= timing.spread_ms <= LONGEST_MS):
+            raise ValueError(f"times must be above 0, at most {LONGEST_MS:g} ms, got {timing}")
         yield (
             LayerKey(
-                str(layer["op"]),
-                tuple(int(size) for size in layer["input_shape"]),
-                tuple(int(size) for size in layer["output_shape"]),
-                int(layer["expansion"]),
-                int(layer["kernel"]),
-                int(layer["stride"]),
+                _text(layer["op"]),
+                tuple(map(_number, layer["input_shape"])),
+                tuple(map(_number, layer["output_shape"])),
+                *(_number(layer[key]) for key in ("expansion", "kernel", "stride")),
             ),
             timing,
         )

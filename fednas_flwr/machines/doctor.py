@@ -200,7 +200,7 @@ def _site_data(folder: Path, settings: Settings) -> str:
 
 
 def _site_records(folder: Path, settings: Settings) -> str:
-    """Return what the records are, after the checks that a run makes of them before it begins."""
+    """Return what the records are, and the share that is left out; refuse what no run can use."""
     from fednas_flwr.builders.check import check_features
     from fednas_flwr.builders.clients import check_public, check_unit
     from fednas_flwr.builders.configuration import parse_config
@@ -221,12 +221,20 @@ def _site_records(folder: Path, settings: Settings) -> str:
     prepared, (rows,) = make_site_data(config)
     check_public(config, prepared)
     check_unit(allowed.unit, prepared.train)
+    if not len(prepared.train):
+        raise Trouble("; ".join(["there is no record that can be read", *prepared.train.notes]))
     key = folder / "state" / "split.key"
     text = key.read_text() if key.exists() else "none yet"  # the first start makes it
     parts = make_client_data(prepared, rows, key=text.encode(), fractions=allowed.fractions)
-    check_features(prepared, [parts])
+    told = found(prepared)
+    try:
+        check_features(prepared, [parts])
+    except ConfigError as error:
+        if not prepared.train.schema:  # of images the settings decide, of a table single records
+            raise
+        told = [*told, f"{error}"]
     if allowed.unit == CLIENT:
-        return "; ".join(["the site is protected as a whole", *found(prepared)])
+        return "; ".join(["the site is protected as a whole", *told])
     held = {split: getattr(parts, split).num_units for split in SPLITS}
     number, declared = sum(held.values()), sum(allowed.records.values())
     words = f"{number:,} {allowed.unit}s, {held['train']:,} of them to train on"
@@ -237,7 +245,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
             "near them, and keep it."
         )
     few = [f"policy.yaml declares {declared:,}: more noise than need be"]
-    return "; ".join([words, *few * (number < declared / MORE_RECORDS), *found(prepared)])
+    return "; ".join([words, *few * (number < declared / MORE_RECORDS), *told])
 
 
 def _space(data_set: str) -> str:

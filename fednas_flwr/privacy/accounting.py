@@ -119,14 +119,15 @@ def prv_epsilon(releases: Sequence[Release], delta: float) -> float:
 
 
 def epsilon_per_split(
-    entries: Sequence[tuple[Release, Collection[str]]],
+    entries: Sequence[tuple[Release | None, Collection[str]]],
     delta: float,
     accountant: Accountant = prv_epsilon,
 ) -> dict[str, float]:
     """Return the epsilon of each split: all releases that read it, composed.
 
     Args:
-        entries: Each release with the names of the splits it read.
+        entries: Each release with the names of the splits it read; None costs infinitely much,
+            for every split, since it protects another unit, whose parts may lie in all of them.
         delta: Strictly between 0 and 1, the same for every split.
         accountant: How a composition becomes an epsilon.
 
@@ -145,12 +146,13 @@ def epsilon_per_split(
     """
     check_delta(delta)
     read: dict[str, list[Release]] = {}
+    lost = any(release is None for release, _ in entries)
     for release, splits in entries:
         if isinstance(splits, str) or not splits:
             raise ValueError(f"a release must name the splits it read, got {splits!r}.")
         for split in set(splits):
-            read.setdefault(split, []).append(release)
-    return {split: accountant(releases, delta) for split, releases in read.items()}
+            read.setdefault(split, []).extend([release] if release is not None else [])
+    return {s: math.inf if lost else accountant(found, delta) for s, found in read.items()}
 
 
 ACCOUNTANTS: dict[str, Accountant] = {PRV: prv_epsilon, RDP: rdp_epsilon, GDP: gdp_epsilon}

@@ -54,6 +54,7 @@ from torch import Tensor, nn
 
 from fednas_flwr.layers import own_linear_layers
 from fednas_flwr.privacy.micro_batches import (
+    ClippedSum,
     from_units,
     in_units,
     micro_batches,
@@ -103,7 +104,7 @@ def clipped_gradient_sum(
     class_factors: Tensor | None = None,
     persons: Tensor | None = None,
     watch: Watch = unwatched,
-) -> dict[str, Tensor]:
+) -> ClippedSum:
     """Return ``sum_i f_i min(1, R / ||g_i||) g_i`` over a batch, by parameter name.
 
     g_i is the gradient of one record's loss with respect to all of ``parameters``, of which one
@@ -178,7 +179,7 @@ def clipped_alpha_gradient_sum(
     class_factors: Tensor | None = None,
     persons: Tensor | None = None,
     watch: Watch = unwatched,
-) -> dict[str, Tensor]:
+) -> ClippedSum:
     """Return ``sum_i f_i min(1, R / ||h_i||) h_i`` over a batch, by kind of cell.
 
     h_i is the first-order gradient of one record's loss with respect to the alphas of all kinds,
@@ -354,14 +355,15 @@ def _add(sums: dict[str, Tensor], others: Mapping[str, Tensor]) -> None:
 
 def _with_zeros(
     sums: dict[str, Tensor], parameters: Mapping[str, Tensor], max_norm: float
-) -> dict[str, Tensor]:
+) -> ClippedSum:
     """Return sums in units as float64, in the parameters' order, zeros where there is none."""
-    return {
+    tensors = {
         name: from_units(sums[name], bound=max_norm)
         if name in sums
         else torch.zeros_like(parameter, dtype=torch.float64)
         for name, parameter in parameters.items()
     }
+    return ClippedSum(tensors, norm=max_norm)
 
 
 def _softmax(alphas: Mapping[str, Tensor]) -> Relaxation:

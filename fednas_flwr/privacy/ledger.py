@@ -23,6 +23,9 @@ to every split. So everything that was released of a record is charged to the sp
 in the first assignment, however the same records were exported, divided or named later: no split's
 budget can be passed by records that have changed sides.
 
+A row keeps the unit that its release protects, and every budget is counted for the unit that its
+next release protects (``units``). Rows of older versions, which kept none, count as of records.
+
 Guarantee:
     Whoever can write the ledger's folder, but neither read the key nor write the mark, cannot make
     a site spend more than its budget. Whoever can restore old copies of both together can.
@@ -35,39 +38,44 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from operator import add
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fednas_flwr.errors import BudgetExceededError, ConfigError, unknown_choice
-from fednas_flwr.names import SPLITS
+from fednas_flwr.names import RECORD, SPLITS
+from fednas_flwr.privacy.allowance import counter_of, take
 from fednas_flwr.privacy.mark import Mark, connect, damaged, equal, plain_errors
 from fednas_flwr.privacy.renyi import Release, renyi_divergence
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
+from fednas_flwr.privacy.units import counted, kind_of, protects
 
-MOST_COMMITMENTS = 100  # of new runs in a day (UTC): a server could fill the disk with them
-_DAY_S = 86_400
+_ROW_BYTES = 300  # of a row or commitment besides its values: its HMAC, and sqlite's own
 _COLUMNS = (
     "sequence, time, account, data_set, run, stage, round, verb, splits, noise_multiplier, "
-    "sample_rate, steps, run_steps, committed_steps"
+    "sample_rate, steps, run_steps, committed_steps, unit"
 )
 _SCHEMA = """
     CREATE TABLE IF NOT EXISTS entries (
         sequence INTEGER PRIMARY KEY, time INTEGER, account TEXT, data_set TEXT, run TEXT,
         stage TEXT, round INTEGER, verb TEXT, splits TEXT, noise_multiplier REAL,
-        sample_rate REAL, steps INTEGER, run_steps INTEGER, committed_steps INTEGER, mac TEXT);
+        sample_rate REAL, steps INTEGER, run_steps INTEGER, committed_steps INTEGER, mac TEXT,
+        unit TEXT);
     CREATE TABLE IF NOT EXISTS totals (state TEXT, mac TEXT);
     CREATE TABLE IF NOT EXISTS commitments (run TEXT PRIMARY KEY, terms TEXT, mac TEXT);
 """
 _LATER_SCHEMA = """
-    CREATE TABLE IF NOT EXISTS days (day INTEGER PRIMARY KEY, commitments INTEGER);
     CREATE TABLE IF NOT EXISTS approvals (run TEXT PRIMARY KEY, mac TEXT);
 """  # which ledgers of older versions lack
-# {account: {"orders": [...], "totals": {split: [...]}, "assignments": [[data set, HMAC], ...]}}
+# {account: {"orders": [...], "totals": _Totals, "assignments": [[data set, HMAC], ...]}}
 _State = dict[str, Any]
+# {unit: {split: what the unit's rows cost at each order, then what they cost for a finer unit}}
+_Totals = dict[str, dict[str, list[float]]]
 _UNKNOWN = ["", ""]  # the first assignment of an account that an older version has used
 
 
@@ -86,6 +94,7 @@ class Entry:
         release: What is released.
         committed_steps: Steps of this kind (run, stage, verb, splits) that the run committed to.
             Rows of one kind share it, the noise multiplier and the sample rate.
+        unit: What it protects one of, from ``units.booked_unit``.
     """
 
     account: str
@@ -97,10 +106,11 @@ class Entry:
     splits: tuple[str, ...]
     release: Release
     committed_steps: int
+    unit: str = RECORD
 
     def __post_init__(self) -> None:
         """Refuse types that sqlite would convert, and a split that would be a budget of its own."""
-        for name in ("account", "data_set", "run", "stage", "verb"):
+        for name in ("account", "data_set", "run", "stage", "verb", "unit"):
             if type(getattr(self, name)) is not str:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected text.")
         for name in ("round", "committed_steps"):
@@ -163,8 +173,8 @@ class Ledger(AbstractContextManager["Ledger"]):
                 "write the one could replace the other; put it elsewhere."
             )
         self._clock, self._checkpoint = clock, checkpoint
+        self._counter = counter_of(key_path)
         self._pid, self._mutex = os.getpid(), threading.Lock()
-        self._filters: dict[tuple[str, str], RenyiFilter] = {}
         with plain_errors(self.path):
             self._mark = Mark(key_path, wait_s=wait_s)
             try:
@@ -195,9 +205,11 @@ class Ledger(AbstractContextManager["Ledger"]):
             assignment: The :meth:`fingerprint` of the records and their splits.
 
         Raises:
-            BudgetExceededError: A split's budget does not afford this.
+            BudgetExceededError: A split's budget does not afford this, or holds releases that
+                promise nothing for the entry's unit.
             ConfigError: The run leaves the terms it committed to, or books more steps; the entry is
                 not charged to every split, and the account was first used with another assignment.
+            DayFullError: The site's daily allowance does not cover the row.
             RuntimeError: The ledger is damaged, or was opened before a fork.
             OSError: A file cannot be written, or stayed locked.
         """
@@ -206,6 +218,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             self._assign(state, entry, assignment)
             self._spend(state, entry, epsilon=epsilon, delta=delta)
             values = self._values(last + 1, entry)
+            self._take(values[1], *values)
             mac = self._mark.hmac("row", last_mac, values)
             places = ", ".join("?" for _ in (*values, mac))
             self._rows.execute(
@@ -234,7 +247,8 @@ class Ledger(AbstractContextManager["Ledger"]):
             terms: All terms as text, which :meth:`committed` returns.
 
         Raises:
-            ConfigError: The run has committed to other terms, or too many others have today.
+            ConfigError: The run has committed to other terms.
+            DayFullError: The site's daily allowance does not cover it.
             RuntimeError: The ledger is damaged, or was opened before a fork.
             OSError: A file cannot be written, or stayed locked.
         """
@@ -243,7 +257,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             if known is not None and known != terms:
                 raise ConfigError(f"run {run} has committed to other terms: start a new run.")
             if known is None:
-                self._count_commitment()
+                self._take(self._clock(), run, run, terms)  # its index repeats the run
                 mac = self._mark.hmac("commitment", run, terms)
                 self._rows.execute("INSERT INTO commitments VALUES (?, ?, ?)", (run, terms, mac))
                 self._rows.execute("COMMIT")
@@ -296,19 +310,27 @@ class Ledger(AbstractContextManager["Ledger"]):
             known = _known_assignments(self._state(last, last_mac).get(account, {"totals": {}}))
         return not known or known[0][1] == assignment
 
-    def spent(self, account: str, *, epsilon: float, delta: float) -> float:
+    def spent(self, account: str, unit: str, *, epsilon: float, delta: float) -> float:
         """Return how much of a budget is used: ``RenyiFilter.spent``, the maximum over splits."""
-        filters = self.filters(account, epsilon=epsilon, delta=delta)
+        filters = self.filters(account, unit, epsilon=epsilon, delta=delta)
         return max(budget.spent() for budget in filters.values())
 
-    def filters(self, account: str, *, epsilon: float, delta: float) -> dict[str, RenyiFilter]:
-        """Return every split's filter at what is booked, to look at: it books nothing."""
+    def filters(
+        self, account: str, unit: str, *, epsilon: float, delta: float
+    ) -> dict[str, RenyiFilter]:
+        """Return every split's filter at what is booked, counted for a unit; it books nothing."""
         with self._exclusive() as (last, last_mac):
             booked = self._state(last, last_mac).get(account, {"totals": {}})
             return {
-                split: _booked_filter(booked, split, epsilon=epsilon, delta=delta)
+                split: _booked_filter(booked, split, unit, epsilon=epsilon, delta=delta)
                 for split in SPLITS
             }
+
+    def units_of_others(self, account: str) -> list[str]:
+        """Return the kinds of unit of what is booked on all other accounts, sorted."""
+        with self._exclusive() as (last, last_mac):
+            others = [b for name, b in self._state(last, last_mac).items() if name != account]
+        return sorted({kind_of(unit) for booked in others for unit in _totals(booked)})
 
     def entries(self, account: str | None = None) -> list[Row]:
         """Return all rows, or those of one account, in the order of booking, checked."""
@@ -322,25 +344,16 @@ class Ledger(AbstractContextManager["Ledger"]):
         Raises:
             RuntimeError: One sentence says what is damaged.
         """
-        divergence = cache(renyi_divergence)
-        sums: dict[tuple[str, str], list[float]] = {}
+        sums: dict[str, _Totals] = {}
         with self._exclusive() as (last, last_mac):
             state = self._state(last, last_mac)
             for row in self._checked_rows():
-                release, booked = row.entry.release, state[row.entry.account]
-                sigma, rate = release.noise_multiplier, release.sample_rate
-                for split in row.entry.splits:
-                    total = sums.setdefault(
-                        (row.entry.account, split), [0.0] * len(booked["orders"])
-                    )
-                    for i, order in enumerate(booked["orders"]):
-                        total[i] += release.steps * divergence(
-                            noise_multiplier=sigma, sample_rate=rate, order=order
-                        )
-        for (account, split), total in sums.items():
-            if not all(
-                map(partial(math.isclose, rel_tol=1e-9), state[account]["totals"][split], total)
-            ):
+                orders = state[row.entry.account]["orders"]
+                _add(sums.setdefault(row.entry.account, {}), row.entry, orders)
+        for account, added in sums.items():
+            kept = _totals(state[account])
+            places = [(unit, split) for unit, by_split in added.items() for split in by_split]
+            if not all(np.allclose(kept[u][s], added[u][s], rtol=1e-9, atol=0) for u, s in places):
                 raise damaged(f"the totals of {account} in {self.path} are not the sum of its rows")
         return last
 
@@ -354,6 +367,8 @@ class Ledger(AbstractContextManager["Ledger"]):
             if self._mark.is_empty():
                 self._rows.executescript(_SCHEMA)
             self._rows.executescript(_LATER_SCHEMA)
+            if "unit" not in [c[1] for c in self._rows.execute("PRAGMA table_info(entries)")]:
+                self._rows.execute("ALTER TABLE entries ADD COLUMN unit TEXT")
             if self._last_row() is not None and not self._mark.key_path.exists():
                 raise damaged(f"the key {self._mark.key_path} is missing")
             self._mark.load_key()
@@ -411,18 +426,9 @@ class Ledger(AbstractContextManager["Ledger"]):
             raise damaged(f"row {last} of {self.path} was edited")
         return False
 
-    def _count_commitment(self) -> None:
-        """Count one more for this day; the next day nobody asks for this day's number again."""
-        day = int(self._clock() // _DAY_S)
-        row = self._rows.execute("SELECT commitments FROM days WHERE day = ?", (day,)).fetchone()
-        number = 1 if row is None else row[0] + 1
-        if number > MOST_COMMITMENTS:
-            raise ConfigError(
-                f"refused: {MOST_COMMITMENTS} runs have committed to a schedule at this site today "
-                "(UTC), no more can: start the run tomorrow."
-            )
-        self._rows.execute("DELETE FROM days")
-        self._rows.execute("INSERT INTO days VALUES (?, ?)", (day, number))
+    def _take(self, now: float, *values: object) -> None:
+        """Count what a row of these values takes of the site's daily allowance."""
+        take(self._counter, len(str(values).encode()) + _ROW_BYTES, now=now)
 
     def _commitment(self, run: str) -> str | None:
         """Return the terms of a run."""
@@ -447,7 +453,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         """Return the HMAC that the row in the file has after another row."""
         query = f"SELECT {_COLUMNS} FROM entries WHERE sequence = ?"
         values = self._rows.execute(query, (sequence,)).fetchone()
-        return self._mark.hmac("row", previous_mac, values)
+        return self._mark.hmac("row", previous_mac, _sealed(values))
 
     def _current_inodes(self) -> list[int | None]:
         """Return which files now lie where ledger and mark were opened."""
@@ -459,7 +465,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         mac, sequence = self._mark.genesis(), 0
         query = f"SELECT {_COLUMNS}, mac FROM entries ORDER BY sequence"
         for *values, found in self._rows.execute(query):
-            sequence, mac = sequence + 1, self._mark.hmac("row", mac, values)
+            sequence, mac = sequence + 1, self._mark.hmac("row", mac, _sealed(values))
             if values[0] != sequence or not equal(found, mac):
                 raise damaged(f"row {sequence} of {self.path} was edited, removed or moved")
             yield _row(values)
@@ -488,8 +494,16 @@ class Ledger(AbstractContextManager["Ledger"]):
     def _spend(self, state: _State, entry: Entry, *, epsilon: float, delta: float) -> None:
         """Add the entry to the totals in ``state``, or raise where it does not fit."""
         booked = state.setdefault(entry.account, {"totals": {}})
+        totals = _totals(booked)
+        if others := {kind_of(unit) for unit in totals if not protects(unit, entry.unit)}:
+            raise BudgetExceededError(
+                f"data set {entry.data_set}, budget {entry.account}: it has paid for releases per "
+                f"{' and '.join(sorted(others))}, which promise nothing for a "
+                f"{kind_of(entry.unit)} as the site tells them apart now: name another account in "
+                "the policy."
+            )
         for split in entry.splits:
-            budget = self._filter(entry.account, split, booked, epsilon=epsilon, delta=delta)
+            budget = _booked_filter(booked, split, entry.unit, epsilon=epsilon, delta=delta)
             try:
                 budget.spend(entry.release)
             except BudgetExceededError as error:
@@ -497,18 +511,11 @@ class Ledger(AbstractContextManager["Ledger"]):
                 raise BudgetExceededError(f"{where}: {error}") from None
             if not all(map(math.isfinite, budget.totals)):
                 raise ValueError(f"the cost of {entry.release} cannot be computed.")
-            booked["orders"], booked["totals"][split] = budget.orders, budget.totals
+            booked["orders"] = budget.orders
+        _add(totals, entry, booked["orders"])
+        booked["totals"] = totals
 
-    def _filter(
-        self, account: str, split: str, booked: _State, *, epsilon: float, delta: float
-    ) -> RenyiFilter:
-        """Return the filter of a split at its totals; the one kept here knows what steps cost."""
-        fresh = _booked_filter(booked, split, epsilon=epsilon, delta=delta)
-        kept = self._filters.get((account, split), fresh)
-        self._filters[account, split] = kept if kept.state() == fresh.state() else fresh
-        return self._filters[account, split]
-
-    def _values(self, sequence: int, entry: Entry) -> tuple[object, ...]:
+    def _values(self, sequence: int, entry: Entry) -> tuple[Any, ...]:
         """Return the columns of a new row; refuse other terms than the run's, and more steps."""
         splits, release = ",".join(entry.splits), entry.release
         noise_multiplier, rate = float(release.noise_multiplier), float(release.sample_rate)
@@ -528,7 +535,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         return (
             *(sequence, int(self._clock()), entry.account, entry.data_set, entry.run),
             *(entry.stage, entry.round, entry.verb, splits, noise_multiplier, rate),
-            *(release.steps, booked + release.steps, entry.committed_steps),
+            *(release.steps, booked + release.steps, entry.committed_steps, entry.unit),
         )
 
     def _last_of_kind(self, kind: tuple[str, ...]) -> tuple[float, float, int, int] | None:
@@ -555,16 +562,53 @@ def _known_assignments(booked: _State) -> list[list[str]]:
     return known or ([_UNKNOWN] if booked["totals"] else [])
 
 
-def _booked_filter(booked: _State, split: str, *, epsilon: float, delta: float) -> RenyiFilter:
-    """Return the filter of one split, as an account's state has it."""
-    orders, totals = booked.get("orders"), booked["totals"].get(split)
-    return RenyiFilter(epsilon=epsilon, delta=delta, orders=orders, totals=totals)
+def _totals(booked: _State) -> _Totals:
+    """Return the totals of an account; those of older versions are of records."""
+    totals: dict[str, Any] = booked["totals"]
+    if totals and totals.keys() <= set(SPLITS):
+        return {RECORD: {split: [*total, *total] for split, total in totals.items()}}
+    return totals
+
+
+def _add(totals: _Totals, entry: Entry, orders: Sequence[float]) -> None:
+    """Add what an entry costs, for its own unit and for finer ones, to the totals of its splits."""
+    releases = (entry.release, counted(entry.release, entry.unit, RECORD))
+    costs = [math.inf if of is None else _cost(of, order) for of in releases for order in orders]
+    by_split = totals.setdefault(entry.unit, {})
+    for split in entry.splits:
+        by_split[split] = list(map(add, by_split.get(split, [0.0] * len(costs)), costs))
+
+
+def _cost(release: Release, order: float) -> float:
+    """Return the divergence of all steps of a release."""
+    sigma, rate = release.noise_multiplier, release.sample_rate
+    return release.steps * renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
+
+
+def _booked_filter(
+    booked: _State, split: str, unit: str, *, epsilon: float, delta: float
+) -> RenyiFilter:
+    """Return the filter of one split, as an account's state has it, counted for a unit."""
+    orders: list[float] | None = booked.get("orders")
+    totals = [0.0] * len(orders or ())
+    for paid, by_split in _totals(booked).items():
+        costs = by_split.get(split, [0.0] * 2 * len(totals))
+        costs = costs[: len(totals)] if paid == unit else costs[len(totals) :]
+        totals = [
+            t + c if protects(paid, unit) else math.inf for t, c in zip(totals, costs, strict=True)
+        ]
+    return RenyiFilter(epsilon=epsilon, delta=delta, orders=orders, totals=totals or None)
+
+
+def _sealed(values: Sequence[object] | None) -> Sequence[object] | None:
+    """Return the columns of a row that its HMAC covers: rows of older versions have no unit."""
+    return values[:-1] if values is not None and values[-1] is None else values
 
 
 def _row(values: list[Any]) -> Row:
     """Return the row with these values of its columns."""
     sequence, when, account, data_set, run, stage, server_round, verb, splits = values[:9]
-    noise_multiplier, sample_rate, steps, run_steps, committed_steps = values[9:]
+    noise_multiplier, sample_rate, steps, run_steps, committed_steps, unit = values[9:]
     entry = Entry(
         account=account,
         data_set=data_set,
@@ -575,5 +619,6 @@ def _row(values: list[Any]) -> Row:
         splits=tuple(splits.split(",")),
         release=Release(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps),
         committed_steps=committed_steps,
+        unit=RECORD if unit is None else unit,
     )
     return Row(sequence, when, entry, run_steps)

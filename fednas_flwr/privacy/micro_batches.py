@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,32 @@ UNIT_BITS = 40
 _RIGHT_BITS = 20  # of a unit's, in the second factor of a product
 _TOGETHER = 1024  # products that are added up in float64
 _TINY = 1e-300
+_SLACK = 1 + 1e-12  # of a norm that was computed
+
+
+class ClippedSum(dict[str, Tensor]):
+    """Sum of one contribution per unit of privacy, by name, with the bound that noise is scaled by.
+
+    Functions that clip make it. Whatever else is computed of its tensors gives plain tensors, which
+    are not released.
+
+    Args:
+        tensors: The sum.
+
+    Attributes:
+        norm: Largest joint L2 norm of a unit's contribution, over all tensors.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, norm: float) -> None:
+        """See the class."""
+        super().__init__(tensors)
+        self.norm = norm
+
+    @classmethod
+    def side_by_side(cls, sums: Mapping[str, ClippedSum]) -> ClippedSum:
+        """Return sums over the same units as one, named ``<key>.<name>``; their norms add up."""
+        tensors = {f"{key}.{name}": t for key, of in sums.items() for name, t in of.items()}
+        return cls(tensors, norm=math.hypot(*(of.norm for of in sums.values())))
 
 
 def micro_batches(x: Tensor, y: Tensor, size: int | None) -> Iterator[tuple[Tensor, Tensor, int]]:
@@ -155,9 +181,39 @@ def from_units(sums: Tensor, *, bound: float) -> Tensor:
     return sums.double() * _unit(bound)
 
 
-def exact_sum(rows: Tensor, *, bound: float) -> Tensor:
-    """Return the sum over rows [N, V] of vectors of norm at most ``bound``, float64 [V]."""
-    return from_units(in_units(rows, bound=bound).sum(0), bound=bound)
+def clipped_row_sum(name: str, rows: Tensor, *, max_norm: float) -> ClippedSum:
+    """Return the sum [V], float64, over rows [N, V] that are scaled down to a norm.
+
+    A row that is not finite counts as zeros.
+
+    Args:
+        name: Of the sum.
+        rows: One for each unit.
+        max_norm: Above 0.
+    """
+    norms_N = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    factors_N = torch.where(norms_N <= max_norm * _SLACK, 1.0, max_norm / norms_N)
+    factors_N = factors_N.where(norms_N.isfinite(), 0.0)
+    total = in_units(rows, bound=max_norm, factors_B=factors_N).sum(0)
+    return ClippedSum({name: from_units(total, bound=max_norm)}, norm=max_norm)
+
+
+def sum_of_parts(parts: Iterator[ClippedSum], *, bound: float) -> ClippedSum:
+    """Return the sum of sums over different units; their tensors are whole numbers of one unit.
+
+    Args:
+        parts: At least one, of the same names and the same norm; one at a time is in memory.
+        bound: See :func:`in_units`.
+    """
+    first = next(parts)
+    totals = {name: in_units(total, bound=bound) for name, total in first.items()}
+    for part in parts:
+        if part.norm != first.norm:
+            raise ValueError(f"sums of contributions of one norm, got {part.norm}, {first.norm}")
+        for name, total in part.items():
+            totals[name] += in_units(total, bound=bound)
+    sums = {name: from_units(total, bound=bound) for name, total in totals.items()}
+    return ClippedSum(sums, norm=first.norm)
 
 
 def _unit(bound: float) -> float:

@@ -206,7 +206,7 @@ def add_shared_noise(
         honest: Clients that are sure to add their shares, at least 2.
 
     Returns:
-        A float64 tensor on the CPU, of the shape of ``total``.
+        Whole cells, an int64 tensor on the CPU, of the shape of ``total``.
 
     Raises:
         ValueError: A value is out of range, or ``total`` is not finite or too large for the grid.
@@ -221,7 +221,7 @@ def add_shared_noise(
     cells = total.detach().to("cpu", torch.float64) / cell
     if not bool((cells.abs() < 2.0**51).all()):
         raise ValueError(f"total must be finite and below {2.0**51 * cell:.3g} everywhere.")
-    return (cells.round().to(torch.int64) + noise).double().mul_(cell)
+    return cells.round().to(torch.int64) + noise
 
 
 class _Keystream:

@@ -33,6 +33,7 @@ class DataSetPolicy:
         account: The budget that is charged; data sets that overlap name the same one.
         unit: What one of is protected: a ``record``, a ``person`` with all records, or the
             ``client``, the site itself with all of its records.
+        largest_noise_multiplier: Above it a release costs next to nothing, however many there are.
         records: Declared, public number of units by split: the only source of rates and weights.
         fractions: Shares of the splits, which the site fixes for good: a record that were in
             another split in another run would be charged to two budgets, each seeing half.
@@ -62,6 +63,7 @@ class DataSetPolicy:
     test_seed: bool
     approve: str
     secure_sum: SumTerms | None = None
+    largest_noise_multiplier: float = 100.0
 
     @property
     def needs_approval(self) -> bool:
@@ -138,6 +140,10 @@ def check_planned(allowed: DataSetPolicy, planned: PlannedRelease, *, num_values
         "least_noise_multiplier": (
             *("noise_multiplier", planned.noise_multiplier),
             *(allowed.least_noise_multiplier, LARGEST_NOISE_MULTIPLIER),
+        ),
+        "largest_noise_multiplier": (
+            *("noise_multiplier", planned.noise_multiplier),
+            *(allowed.least_noise_multiplier, allowed.largest_noise_multiplier),
         ),
         "largest_grad_norm": (
             *("max_grad_norm", planned.max_grad_norm),

@@ -1,7 +1,8 @@
 """Reading a site's policy from its YAML file: one sentence for whatever is wrong with it.
 
-:func:`load_policy` is the way in, :func:`template` a file to start from. Every key but ``account``
-and ``secure_sum`` must be there, so that nothing is allowed by a default that nobody read.
+:func:`load_policy` is the way in, :func:`template` a file to start from. Every key but ``account``,
+``secure_sum`` and ``largest_noise_multiplier``, which older files lack (it is 100 there), must be
+there, so that nothing is allowed by a default that nobody read.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from fednas_flwr.privacy.renyi_filter import RenyiFilter
 from fednas_flwr.privacy.shared_noise import SumTerms
 from fednas_flwr.typed import parse
 from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
+
+LARGEST_BY_DEFAULT = 100.0  # noise multiplier
+# Keys of a data set that may be missing.
+_OPTIONAL = ("account", "secure_sum", "largest_noise_multiplier")
 
 
 def load_policy(path: Path) -> Policy:
@@ -80,10 +85,17 @@ def _parse_section(name: str, section: object, origin: str) -> DataSetPolicy:
     where = f"{origin}: data_sets.{show(name)}"
     if isinstance(section, dict) and "ledger" in section:
         raise ConfigError(f"{where}.ledger is called account now: rename the key.")
-    values = _mapping(section, where, required=tuple(_READERS), optional=("account", "secure_sum"))
+    required = tuple(key for key in _READERS if key not in _OPTIONAL)
+    values = _mapping(section, where, required=required, optional=_OPTIONAL)
     read: dict[str, Any] = {
-        key: reader(values[key], f"{where}.{key}") for key, reader in _READERS.items()
+        key: reader(values[key], f"{where}.{key}")
+        for key, reader in _READERS.items()
+        if key in values
     }
+    least = read["least_noise_multiplier"]
+    largest = read.setdefault("largest_noise_multiplier", max(least, LARGEST_BY_DEFAULT))
+    if largest < least:
+        raise _wrong(f"{where}.largest_noise_multiplier", largest, f"the least, {least:g}, or more")
     for verb in read["verbs"]:
         if verb in VERBS and VERBS[verb].never_private:
             raise ConfigError(f"{where}.verbs: {verb} cannot be private, leave it out.")
@@ -206,6 +218,7 @@ _READERS: dict[str, Callable[[object, str], object]] = {
     "epsilon": _positive,
     "delta": _probability,
     "least_noise_multiplier": _positive,
+    "largest_noise_multiplier": _positive,
     "largest_grad_norm": _norm,
     "largest_steps": _count,
     "verbs": _verbs,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -85,6 +86,7 @@ def merge_releases(releases: Sequence[Release]) -> list[Release]:
     ]
 
 
+@lru_cache(maxsize=4096)  # a stranger chooses the arguments
 def renyi_divergence(*, noise_multiplier: float, sample_rate: float, order: float) -> float:
     """Return an upper bound on the Renyi divergence of one step, equal to it to nine digits.
 

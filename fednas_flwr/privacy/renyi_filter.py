@@ -25,7 +25,6 @@ from fednas_flwr.privacy.renyi import (
 )
 
 Reading = tuple[Release, Collection[str]]  # a release, and the splits that it reads
-_CACHED_STEPS = 256
 
 
 def default_orders(*, epsilon: float, delta: float) -> tuple[float, ...]:
@@ -117,7 +116,6 @@ class RenyiFilter:
             for order in self.orders
         ]
         self.budgets = tuple(self.epsilon - offset for offset in self._offsets)
-        self._per_step: dict[tuple[float, float], tuple[float, ...]] = {}
 
     @property
     def totals(self) -> tuple[float, ...]:
@@ -171,16 +169,11 @@ class RenyiFilter:
 
     def _costs(self, key: tuple[float, float]) -> tuple[float, ...]:
         """Return what one step with this noise multiplier and rate costs at each order."""
-        costs = self._per_step.get(key)
-        if costs is None:
-            costs = tuple(
-                renyi_divergence(noise_multiplier=key[0], sample_rate=key[1], order=order)
-                for order in self.orders
-            )
-            if len(self._per_step) >= _CACHED_STEPS:  # a stranger chooses the keys
-                self._per_step.clear()
-            self._per_step[key] = costs
-        return costs
+        sigma, rate = key
+        return tuple(
+            renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
+            for order in self.orders
+        )
 
     def _fits(self, totals: Sequence[float]) -> bool:
         """Return whether at least one order is within its budget."""

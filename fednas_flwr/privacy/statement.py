@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.accounting import epsilon_per_split
 from fednas_flwr.privacy.ledger import Row
+from fednas_flwr.privacy.units import counted
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,12 @@ class Statement:
 
     Attributes:
         lines: One for each kind, in the order of first booking.
-        epsilons: For each account the epsilon of each split that paid.
+        epsilons: For each account and unit that it has paid for, the epsilon of each split that
+            paid: of all that the account has paid for, counted for that unit.
     """
 
     lines: tuple[Line, ...]
-    epsilons: dict[str, dict[str, float]]
+    epsilons: dict[tuple[str, str], dict[str, float]]
 
 
 def make_statement(rows: Sequence[Row], *, delta: float) -> Statement:
@@ -81,9 +83,13 @@ def make_statement(rows: Sequence[Row], *, delta: float) -> Statement:
         accounts.setdefault(entry.account, []).append(row)
     epsilons = {}
     for account, booked in accounts.items():
-        entries = [(row.entry.release, row.entry.splits) for row in booked]
-        found = epsilon_per_split(entries, delta)
-        epsilons[account] = {split: found[split] for split in SPLITS if split in found}
+        for unit in dict.fromkeys(row.entry.unit for row in booked):
+            entries = [
+                (counted(row.entry.release, row.entry.unit, unit), row.entry.splits)
+                for row in booked
+            ]
+            found = epsilon_per_split(entries, delta)
+            epsilons[account, unit] = {split: found[split] for split in SPLITS if split in found}
     return Statement(tuple(_line(booked) for booked in kinds.values()), epsilons)
 
 

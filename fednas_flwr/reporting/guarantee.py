@@ -5,7 +5,7 @@ promise different things. An epsilon that is not finite stands as null in the fi
 infinite and never left out of a maximum. Every epsilon is rounded up.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
@@ -56,6 +56,10 @@ _SHARED = (
     "Ed25519. Against a server that breaks the sums each client's own share is left, with which "
     "this run alone costs at most ({alone}, {delta:g}). All other releases carry each client's "
     "whole noise."
+)
+_UNCOUNTED = (
+    "Sites have also released under budgets other than this run's, per {units}. Where that was of "
+    "the same records, epsilon leaves it out."
 )
 _DRAWN = (
     "A round asks {per_round} of the clients, drawn from the run's seed before its first round. A "
@@ -126,6 +130,8 @@ def promise_texts(event: Event) -> list[str]:
     texts.append(_ACCOUNTING.format(split=split))
     if event.get("drawn"):
         texts.append(_DRAWN.format(per_round=event["drawn"]["per_round"]))
+    if text := uncounted_text(event["clients"]):
+        texts.append(text)
     shared = [release["verb"] for release in event["schedule"] if release.get("shared")]
     told = [client for client in event["clients"] if "alone_epsilon" in client]
     if shared and told:
@@ -140,6 +146,12 @@ def promise_texts(event: Event) -> list[str]:
             )
         )
     return texts
+
+
+def uncounted_text(clients: Sequence[Mapping[str, Any]]) -> str:
+    """Return what epsilon leaves out, by what clients say; empty if that is nothing."""
+    units = sorted({unit for client in clients for unit in client.get("uncounted", [])})
+    return _UNCOUNTED.format(units=" and per ".join(units)) if units else ""
 
 
 def largest(epsilons: Mapping[str, float | None] | None) -> float | None:

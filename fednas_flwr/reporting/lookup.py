@@ -8,7 +8,7 @@ best while it searched, :func:`print_lookup` shows several runs.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,23 +38,6 @@ SPELLINGS = {  # in small letters, without marks and without a leading "nor"
     "conv3x3": "nor_conv_3x3",
     **dict.fromkeys(("avgpool3x3", "avgpool"), "avg_pool_3x3"),
 }
-# Words in the names of columns, in small letters: the first pattern that matches one decides.
-NEVER = re.compile(  # spreads, training, costs, counts and scores, also beside the word accuracy
-    r".*(std|dev|stddev|stderr|deviation|variance|loss|losses|entropy|perplexity|param|params"
-    r"|parameters|flop|flops|macs|maccs|madds|latency|latencies|energy|power|time|times|duration"
-    r"|seconds|minutes|hour|hours|days|cost|costs|size|memory|bytes|throughput|score|scores|rank"
-    r"|ranks|count|counts)\d*"
-    r"|train(ing)?(acc.*|err.*)?|sd|sem|var|vars|sigma|ci\d*|bars?|nll|ce|ece|mse|mae|rmse|brier"
-    r"|multiply|n|num|fps|ram|\d*(ms|s|h|mb|kb|gb)|norm|l2|proxy|proxies|synflow|snip|grasp|fisher"
-    r"|jacov|jacob|naswot|nwot|zen|zico|ntk|epe|meco|swap|logdet|gradsign|expressivity"
-    r"|progressivity|trainability"
-)
-ERROR = re.compile(r".*(err|errs|error|errors|regret|mistakes)\d*|misclassif.*")
-ACCURACY = re.compile(r".*(acc|accs|accuracy|accuracies)\d*|.*top\d")
-COUNT = re.compile(
-    r"unnamed|index|idx|id|uid|arch|number|seeds?|i?epochs?|(step|iter|iteration|run|trial)s"
-)
-MEASURED = re.compile(r"(test|val|valid|validation|cifar|imagenet)\d*|c10|c100|in\d+")
 
 
 @dataclass(frozen=True)
@@ -66,31 +49,26 @@ class CellTable:
         accuracies: For each cell its accuracies in the order of the columns, in the file's unit.
         percentiles: For each cell the share of cells in percent, in (0, 100], that the mean of its
             ranks over all columns is at least as good as; of equals the mean.
-        errors: Those of the columns that hold errors, whose lowest value ranks best.
-        left_out: Names of the other columns of numbers.
     """
 
     columns: tuple[str, ...]
     accuracies: Mapping[Cell, tuple[float, ...]]
     percentiles: Mapping[Cell, float]
-    errors: frozenset[str] = frozenset()
-    left_out: tuple[str, ...] = field(default=(), compare=False)
 
 
-def read_table(path: Path) -> CellTable:
+def read_table(path: Path, columns: Sequence[str] = ()) -> CellTable:
     """Return the table that a file holds.
 
-    The column of cells is found by its content, those of accuracies by their names: with a word
-    such as accuracy, test, val or a data set's, and none of another quantity (std, train, loss,
-    params, latency, ...). Where no name is such, every column counts whose name says nothing and
-    whose values are from 0 to 100. Columns of errors are ranked the other way round. Rows of one
-    cell, such as several seeds, are averaged. Ties share a rank, and so do equal means of ranks.
+    The column of cells is found by its content. Rows of one cell, such as several seeds, are
+    averaged. Ties share a rank, and so do equal means of ranks.
 
     Args:
         path: Text with commas, semicolons or tabs, also compressed, or ``.parquet``.
+        columns: Names of columns of accuracies, whose highest value ranks best; may be left out
+            where the table has one column of numbers.
 
     Raises:
-        ConfigError: The file cannot be read, or lacks cells or accuracies.
+        ConfigError: The file cannot be read, or lacks cells or columns, or columns must be named.
     """
     import pandas as pd
 
@@ -101,23 +79,23 @@ def read_table(path: Path) -> CellTable:
             f"{path} is no table of NAS-Bench-201 cells: no column holds cells as {FORM}."
         )
     numeric = frame.select_dtypes("number")
-    ranked = _ranked_columns(numeric)
-    if not ranked:
+    ranked = list(columns) or list(numeric)
+    if len(ranked) != max(1, len(columns)) or not set(ranked) <= set(numeric):
+        named = f"{', '.join(columns)} among " if columns else ""
+        listed = ", ".join(map(str, numeric)) or "-"
         raise ConfigError(
-            f"{path} is no table of accuracies: beside the cells in {column!r} it has the columns "
-            f"{', '.join(str(name) for name in frame if name != column) or 'of nothing'}; name one "
-            "of accuracies test_accuracy, or one of errors test_error."
+            f"{path}: expected {named}the columns of numbers {listed}: "
+            "name one or more of accuracies, `fednas lookup --column` or the columns of "
+            "dataset.table."
         )
     cells = pd.Series([read_cell(text) for text in frame[column]], index=frame.index)
-    means = numeric[list(ranked)].groupby(cells).mean().dropna(how="all")
-    percentiles = 100 * (means * list(ranked.values())).rank().mean(axis=1).rank(pct=True)
+    means = numeric[ranked].groupby(cells).mean().dropna(how="all")
+    percentiles = 100 * means.rank().mean(axis=1).rank(pct=True)
     rows = means.itertuples(index=False, name=None)
     return CellTable(
-        columns=tuple(str(name) for name in ranked),
+        columns=tuple(map(str, ranked)),
         accuracies=dict(zip(means.index, rows, strict=True)),
         percentiles=dict(zip(means.index, percentiles.tolist(), strict=True)),
-        errors=frozenset(str(name) for name, sign in ranked.items() if sign < 0),
-        left_out=tuple(str(name) for name in numeric if name not in ranked),
     )
 
 
@@ -187,8 +165,6 @@ def percentiles_by_round(table: CellTable, snapshots: Iterable[Event]) -> dict[i
 def print_lookup(table: CellTable, runs: Sequence[Run], console: Console | None = None) -> None:
     """Print accuracies and percentile of each run's cell, with mean and worst of several.
 
-    Two lines below tell which columns have been ranked, and which columns of numbers have not.
-
     Raises:
         ConfigError: A run has no cell that the table holds.
     """
@@ -197,9 +173,7 @@ def print_lookup(table: CellTable, runs: Sequence[Run], console: Console | None 
     names = [str(run.folder) for run in runs]
     if len(rows) > 1:
         columns = list(zip(*rows, strict=True))
-        worst = [max if name in table.errors else min for name in (*table.columns, "percentile")]
-        rows.append(tuple(map(fmean, columns)))
-        rows.append(tuple(of(column) for of, column in zip(worst, columns, strict=True)))
+        rows += [tuple(map(fmean, columns)), tuple(map(min, columns))]
         names += ["mean", "worst"]
     decimals = 2 if max(max(values) for values in table.accuracies.values()) > 1 else 4
     shown = Table(title=f"accuracy by a table of {len(table.percentiles):,} cells")
@@ -208,17 +182,9 @@ def print_lookup(table: CellTable, runs: Sequence[Run], console: Console | None 
         shown.add_column(Text(terminal(title)), justify="right", overflow="fold")
     for index, (name, values) in enumerate(zip(names, rows, strict=True)):
         texts = [f"{value:.{decimals}f}" for value in values[:-1]]
-        cells = (Text(terminal(name)), *texts, f"{values[-1]:.1f}")
-        shown.add_row(*cells, end_section=index == len(runs) - 1)
-    ranked = [
-        f"{n} (errors: the lowest is best)" if n in table.errors else n for n in table.columns
-    ]
-    console = console or table_console()
-    console.print(shown)
-    console.print(Text(terminal(f"ranked: {', '.join(ranked)}")), soft_wrap=True)
-    if table.left_out:
-        left_out = terminal(f"not ranked: {', '.join(table.left_out)}")
-        console.print(Text(left_out), soft_wrap=True)
+        run, percentile = Text(terminal(name)), f"{values[-1]:.1f}"
+        shown.add_row(run, *texts, percentile, end_section=index == len(runs) - 1)
+    (console or table_console()).print(shown)
 
 
 def _listed(table: CellTable, run: Run) -> Cell:
@@ -269,21 +235,3 @@ def _holds_cells(column: Any) -> bool:
         return len(column) > 0 and all(bool(read_cell(value)) for value in column)
     except (ValueError, AttributeError):
         return False
-
-
-def _ranked_columns(numeric: Any) -> dict[Any, int]:
-    """Return the columns that are ranked: 1 of accuracies, -1 of errors."""
-    signs = {name: _sign(str(name)) for name in numeric if numeric[name].notna().any()}
-    named = {name: sign for name, sign in signs.items() if sign}
-    if named:
-        return named
-    unnamed = (name for name, sign in signs.items() if sign is None)
-    return {name: 1 for name in unnamed if numeric[name].dropna().between(0, 100).all()}
-
-
-def _sign(name: str) -> int | None:
-    """Return 1 for a name of accuracies, -1 of errors, 0 of something else, None of anything."""
-    words = re.findall(r"\d*[a-z]+\d*", name.lower())
-    signs = {NEVER: 0, ERROR: -1, ACCURACY: 1, COUNT: 0, MEASURED: 1}
-    found = (sign for pattern, sign in signs.items() if any(map(pattern.fullmatch, words)))
-    return next(found, None)

@@ -5,7 +5,7 @@ tried, each from the same weights; an arm's reward is the decrease of the client
 loss. Estimates of the rewards choose the best arm, the distribution from which the next arms are
 drawn, and, by its entropy, how many.
 
-Deviations, of which ``algorithm=feathers_paper_faithful`` takes back the last two:
+Deviations, of which ``experiment=feathers/paper_faithful`` takes back the last two:
 
 * the entropy has its minus sign, which Eq. 7 lacks;
 * arms are drawn without replacement: the text's indicator vector knows an arm once;

@@ -8,12 +8,9 @@ Tensor suffixes: B batch, E edges, O ops.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.search.auxiliary_skip import AuxiliarySkip
 from fednas_flwr.search_spaces.cell_graph import CELL
 from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
 from fednas_flwr.search_spaces.nasbench201_network import NASBench201Body
@@ -31,6 +28,9 @@ class GumbelPath(nn.Module):
     (delta_ko - p_eo) / T`` (section 3.2). Ops that are not drawn are not computed: nothing flows
     through their gates. The authors' code adds those to the feature map, where they are 0, and so
     has a further term. The noise is drawn once: every forward is of the same path.
+
+    Deviation: noise by which no op with weights is on a way from the cell's input to its output is
+    drawn again, as often as ``TRIES``: a step on such a path would move nothing.
 
     Attributes:
         columns: By kind of cell for every edge the column of the drawn op.
@@ -50,9 +50,22 @@ class GumbelPath(nn.Module):
             ValueError: The supernet is of another space.
         """
         super().__init__()
-        self.supernet, self.body, self.training = supernet, _body(supernet), supernet.training
+        if not isinstance(supernet.body, NASBench201Body):
+            raise ValueError("single paths are drawn in search_space=nasbench201 only: set it")
+        self.supernet, self.body, self.training = supernet, supernet.body, supernet.training
         self.temperature = temperature
-        self._noise, self.columns = draw_path(supernet, supernet.alphas(), generator)
+        alphas = {kind: own.detach() for kind, own in supernet.alphas().items()}
+        for _ in range(TRIES):
+            self._noise = {
+                kind: -torch.empty(own.shape).exponential_(generator=generator).log().to(own)
+                for kind, own in alphas.items()
+            }
+            self.columns = {
+                kind: (own + self._noise[kind]).argmax(dim=-1).tolist()
+                for kind, own in alphas.items()
+            }
+            if not NASBench201Space.is_degenerate(NASBench201Space.genotype(self.columns[CELL])):
+                break
 
     def alphas(self) -> dict[str, nn.Parameter]:
         """Return the supernet's."""
@@ -79,56 +92,4 @@ class GumbelPath(nn.Module):
         return self.body.path(x, self.columns, self.gates())
 
 
-def draw_path(
-    supernet: Supernet, alphas: Mapping[str, Tensor], generator: torch.Generator
-) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-    """Return Gumbel noise for every alpha, and the column of the op that it draws on every edge.
-
-    Deviation: noise by which no op with weights is on a way from the cell's input to its output is
-    drawn again, as often as ``TRIES``: a step on such a path would move nothing.
-
-    Args:
-        supernet: Whose path it is.
-        alphas: By kind of cell, [E, O]; the noise is on their device and of their dtype.
-        generator: On the CPU.
-
-    Raises:
-        ValueError: The supernet is of another space.
-    """
-    _body(supernet)
-    for _ in range(TRIES):
-        noise = {
-            kind: -torch.empty(own.shape).exponential_(generator=generator).log().to(own)
-            for kind, own in alphas.items()
-        }
-        columns = {
-            kind: (own.detach() + noise[kind]).argmax(dim=-1).tolist()
-            for kind, own in alphas.items()
-        }
-        if not NASBench201Space.is_degenerate(NASBench201Space.genotype(columns[CELL])):
-            break
-    return noise, columns
-
-
-def path_tensors(
-    supernet: Supernet, columns: Mapping[str, Sequence[int]]
-) -> tuple[set[str], set[str]]:
-    """Return the names of the weights, and of the buffers, that a path computes with.
-
-    Raises:
-        ValueError: The supernet is of another space.
-    """
-    ops = _body(supernet).ops_beside(columns)
-    beside = {id(tensor) for op in ops for tensor in (*op.parameters(), *op.buffers())}
-    weights = {name for name, weight in supernet.weights().items() if id(weight) not in beside}
-    buffers = {name for name, buffer in supernet.named_buffers() if id(buffer) not in beside}
-    return weights, buffers
-
-
-def _body(supernet: Supernet) -> NASBench201Body:
-    if not isinstance(supernet.body, NASBench201Body):
-        raise ValueError("single paths are drawn in search_space=nasbench201 only: set it")
-    return supernet.body
-
-
-Relaxed = Supernet | AuxiliarySkip | GumbelPath  # what has alphas with a gradient
+Relaxed = Supernet | GumbelPath  # what has alphas with a gradient

@@ -28,13 +28,14 @@ LARGEST_NORM = 1e4  # of gradients
 LARGEST_LIST = 100_000  # of configurations, which every exploration goes through
 MOST_CANDIDATES = 1000  # in one request
 MOMENTA = ("reset", "averaged", "server")
-PER_STEP, PER_CLIENT, PER_ROUND = PATH_PER = ("step", "client", "round")  # has one path of GDAS
 REWARDED = ("local", "averaged")  # models that are rewarded: each client's own, or their average
 
 # Types of fields, with the values that they may have; see ``typed.Checked``.
 Count = Annotated[int, Between(1)]
 CountOrZero = Annotated[int, Between(0)]
 Steps = Annotated[int, Between(1, 10**6)]  # or epochs, before a client answers
+# By less, logits are divided to infinity; by more, to nothing.
+Temperature = Annotated[float, Between(1e-3, 1e6)]
 Positive = Annotated[float, Between(0, LARGEST, above=True)]
 NonNegative = Annotated[float, Between(0, LARGEST)]
 Share = Annotated[float, Between(0, 1)]
@@ -47,7 +48,6 @@ ListLength = Annotated[int, Between(1, LARGEST_LIST, reason="all are held in mem
 ShareAbove0 = Annotated[float, Between(0, 1, above=True)]
 ShareBelow1 = Annotated[float, Between(0, 1, below=True)]
 LossBound = Annotated[float, Between(LEAST_LOSS_BOUND, 1e3, reason="in nats, of one record")]
-PathSeed = Annotated[int, Between(0, 2**63 - 1)]
 Rule = Annotated[str, OneOf(RULES)]
 Gates = Annotated[str, OneOf(GATES)]
 
@@ -108,12 +108,12 @@ class Temperatures(Checked):
     """The temperature of GDAS' softmax, which falls linearly over the rounds.
 
     Attributes:
-        first: Temperature of the first round, above 0; 10 in the paper.
-        last: Temperature of the last round, above 0; .1 in the paper.
+        first: Temperature of the first round; 10 in the paper.
+        last: Temperature of the last round; .1 in the paper.
     """
 
-    first: Positive
-    last: Positive
+    first: Temperature
+    last: Temperature
 
     def at_round(self, server_round: int, num_rounds: int) -> float:
         """Return the temperature of a round of ``num_rounds``; rounds count from 1."""
@@ -253,7 +253,7 @@ class BanditSettings(Checked):
         step_size: Step of an estimate towards a new reward, in (0, 1].
         retention: Factor of an estimate in a phase that does not try its arm, in [0, 1]: a good arm
             may not stay good.
-        temperature: Temperature of the softmax, > 0, in units of the rewards' scale.
+        temperature: Temperature of the softmax, in units of the rewards' scale.
         scaled: If true, rewards are divided by their running scale.
         scale_retention: Share of the scale that a phase keeps, in [0, 1).
         resampled_share: Share of the arms that are replaced after every phase by draws near good
@@ -264,7 +264,7 @@ class BanditSettings(Checked):
     beta: Positive
     step_size: ShareAbove0
     retention: Share
-    temperature: Positive
+    temperature: Temperature
     scaled: bool
     scale_retention: ShareBelow1
     resampled_share: ShareBelow1
@@ -293,7 +293,7 @@ class ControllerSettings(Checked):
 
     Attributes:
         lr: Learning rate of Adam, > 0.
-        temperature: Divisor of the logits of every choice, > 0; above 1 it explores more.
+        temperature: Divisor of the logits of every choice; above 1 it explores more.
         entropy_weight: Weight of the policy's entropy per edge, in nats, added to a reward from 0
             to 1 or, with ``scaled``, in standard deviations.
         baseline_decay: Decay of the moving average of rewards, in [0, 1); with ``scaled`` also of
@@ -303,7 +303,7 @@ class ControllerSettings(Checked):
     """
 
     lr: LearningRate
-    temperature: Positive
+    temperature: Temperature
     entropy_weight: RateOrZero
     baseline_decay: ShareBelow1
     scaled: bool
@@ -352,23 +352,3 @@ class DPAware(Checked):
 
     max_grad_norm: ClipNorm
     noise_multiplier: RateOrZero
-
-
-@dataclass(frozen=True)
-class Asynchronous(Checked):
-    """Rounds that end with the first replies (FedBuff: Nguyen et al. 2022, arXiv 2106.06639).
-
-    A client that has answered begins anew with the next round's model; the others go on, and their
-    replies count in the round in which they come. Deviations: a client does not begin again before
-    the model has moved, replies weigh by examples, and a resumed run has nobody under way.
-
-    Attributes:
-        buffer: M, replies that a round waits for.
-        staleness: a, by which a reply counts ``(1 + t)^-a`` after t updates; 0: as a new one.
-        delays: Of simulated clients, the time that each takes for a round, by which replies come;
-            null takes them as they come.
-    """
-
-    buffer: Count
-    staleness: Annotated[float, Between(0, 100)]
-    delays: list[Annotated[float, Between(0, 1e9, above=True)]] | None

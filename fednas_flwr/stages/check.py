@@ -30,6 +30,7 @@ from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import Policy, check_planned, check_verb
 from fednas_flwr.privacy.renyi_filter import Reading, RenyiFilter, covered_steps
+from fednas_flwr.privacy.units import booked_unit
 from fednas_flwr.reporting.lookup import CellTable, read_table
 from fednas_flwr.stages.commitment import covered_rounds
 from fednas_flwr.stages.run_folder import check_room, check_writable
@@ -74,12 +75,12 @@ def given_table(config: Config) -> CellTable | None:
     Raises:
         ConfigError: The file cannot be read, or is no such table.
     """
-    if (path := config.dataset.table) is None:
+    if (table := config.dataset.table) is None:
         return None
     try:
-        return read_table(expanded("dataset.table", path))
+        return read_table(expanded("dataset.table.file", table.file), table.columns)
     except ConfigError as error:
-        raise ConfigError(f"dataset.table={show(path)}: {error}") from error
+        raise ConfigError(f"dataset.table.file={show(table.file)}: {error}") from error
 
 
 def check_sites(
@@ -193,7 +194,9 @@ def _covers(
     ledger, key = simulated_ledger(folder) if folder is not None else (None, None)
     if ledger is not None and key is not None and ledger.exists():
         with Ledger(ledger, key) as books:
-            left = books.filters(allowed.account, epsilon=allowed.epsilon, delta=allowed.delta)
+            unit = booked_unit(allowed.unit, config.dataset.id_column or "")
+            terms = {"epsilon": allowed.epsilon, "delta": allowed.delta}
+            left = books.filters(allowed.account, unit, **terms)
     else:
         fresh = RenyiFilter(epsilon=allowed.epsilon, delta=allowed.delta)
         left = dict.fromkeys(SPLITS, fresh)

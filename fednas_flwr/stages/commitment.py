@@ -89,6 +89,7 @@ def commit(
                 "secure_noise": facts["secure_noise"],
                 "unit": facts["unit"],
                 "epsilon": reply.facts["epsilon"],
+                **{name: reply.facts[name] for name in ("uncounted",) if name in reply.facts},
                 **_alone(own, facts, privacy.delta),
                 **({} if turns is None else {"turns": to_do}),
                 "covers": covered_rounds(own, reply.facts["covered_steps"], to_do),

@@ -91,6 +91,8 @@ def _ask(run: Run) -> LatencyTable:
             check_facts(reply.facts, needed=("latency",))
             table = from_json(reply.facts["latency"], origin=f"the table of client {client}")
             space_costs(space, table)
+            if table.batch_size != BATCH_SIZE:
+                raise ReplyError(f"measured batches of {table.batch_size} instead of {BATCH_SIZE}")
         except (ReplyError, ConfigError) as error:
             place = {"stage": "latency", "round": 0, "verb": "query.latency", "client": client}
             run.courier.emit("client_failed", **place, reason=str(error))

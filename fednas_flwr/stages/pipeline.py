@@ -164,7 +164,8 @@ def begin(
     private = isinstance(config.privacy, DifferentialPrivacy)
     needed = ("client", *(NEEDED_FACTS if private else ()))
     if has_real_sites(config):
-        courier.connect(grid, needed=(*needed, *SITE_FACTS), alike=SITE_FACTS)
+        alike = (*SITE_FACTS, *(("honest_sites",) if config.secure_sum else ()))
+        courier.connect(grid, needed=(*needed, *alike), alike=alike)
         prepared = make_server_data(config, next(iter(courier.facts.values())))
     else:
         prepared, parts = make_data(config)
@@ -427,7 +428,7 @@ def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed])
     """
     courier = run.courier
     having = [c for c in _testers(run) if courier.facts[c].get("splits", {}).get("validation")]
-    histograms = []
+    histograms, weights = [], []
     with suppress(QuorumError):
         for _, reply in courier.ask(
             "evaluate.model",
@@ -439,7 +440,8 @@ def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed])
             with suppress(ReplyError):
                 check_facts(reply.facts, needed=("histogram",))
                 histograms.append(reply.facts["histogram"])
-    return best_threshold(histograms) if histograms else None
+                weights.append(reply.num_examples)  # and not what it has counted
+    return best_threshold(histograms, weights) if histograms else None
 
 
 def _testers(run: Run) -> list[int]:

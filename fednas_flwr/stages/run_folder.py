@@ -97,11 +97,6 @@ def create_run_folder(config: Config, *, runs: Path = RUNS) -> Config:
     return config
 
 
-def sweep_folder(run_dir: str | None) -> Path:
-    """Return the folder for the run folders of a sweep: ``run_dir``, or ``runs/<time>_sweep``."""
-    return _folder("run_dir", run_dir or str(RUNS / f"{_now()}_sweep"))
-
-
 def open_run_folder(path: str) -> Config:
     """Return the config of an existing run, for resuming it.
 

@@ -15,7 +15,16 @@ from pathlib import Path
 import torch
 
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.statistics import Moments, Statistics, largest_norm, pooled, refined
+from fednas_flwr.data.schema import feature_names
+from fednas_flwr.data.statistics import (
+    REACH,
+    Moments,
+    Statistics,
+    bounded,
+    largest_norm,
+    pooled,
+    refined,
+)
 from fednas_flwr.exchange.courier import Courier, QuorumError
 from fednas_flwr.exchange.requests import Site, TellStatistics
 from fednas_flwr.exchange.states import Layout, unpack
@@ -54,12 +63,14 @@ def inherited_statistics(folder: Path, log: EventLog) -> Statistics | None:
 def found_statistics(prepared: Prepared, courier: Courier, log: EventLog) -> Statistics:
     """Return the pooled moments of the clients' train parts.
 
-    A client whose moments cannot be right is asked no more.
+    A client whose moments cannot be right is asked no more. Of three or more, one whose moments are
+    far from the others' is named in a warning, and moves the statistics only as far as
+    :func:`~fednas_flwr.data.statistics.bounded` lets it.
 
     Raises:
         QuorumError: Too few clients are left.
     """
-    parties = []
+    parties: dict[int, list[Moments]] = {}
     for client in courier.clients:
         facts = courier.facts[client]
         moments = [parse(Moments, of, key="moments") for of in facts.get("moments", ())]
@@ -72,14 +83,23 @@ def found_statistics(prepared: Prepared, courier: Courier, log: EventLog) -> Sta
             place = {"stage": "connect", "round": 0, "verb": "query.describe", "client": client}
             log.emit("client_left", **place, reason=reason, expelled=True)
         else:
-            parties.append(moments)
+            parties[client] = moments
     if len(parties) < courier.quorum:
         raise QuorumError(
             f"{len(parties)} of {courier.num_clients} clients tell means and deviations of their "
             f"columns, {courier.quorum} are needed."
         )
     (num_features,) = prepared.input_shape
-    statistics = pooled(parties, num_features=num_features)
+    held, far = bounded(parties)
+    for client, column in far.items():
+        told, name = parties[client][column], feature_names(prepared.train.schema)[column]
+        message = (
+            f"client {client} says that {name} has mean {told.mean:.4g} and deviation "
+            f"{told.std:.4g}, far from what most say: it is held to {REACH:g} times the median "
+            "client's reach. If it is right, declare dataset.statistics={column: [mean, std], ...}"
+        )
+        log.emit("warning", message=message)
+    statistics = pooled(list(held.values()), num_features=num_features)
     log.emit("statistics", mean=list(statistics.mean), std=list(statistics.std))
     return statistics
 

@@ -13,6 +13,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from statistics import median
 from typing import Any, TypedDict
 
 import torch
@@ -22,11 +23,11 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
 from fednas_flwr.errors import unknown_choice
-from fednas_flwr.exchange.asynchronous import FirstReplies, moved_on
 from fednas_flwr.exchange.checkpoint import Checkpoint, CheckpointFolder
 from fednas_flwr.exchange.courier import TOTAL, Courier
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import Amount, Evaluate, RewardCandidates, Settings, Site
+from fednas_flwr.exchange.robust import median_rewards
 from fednas_flwr.exchange.sampling import Turn
 from fednas_flwr.exchange.states import (
     MOMENTS,
@@ -41,16 +42,18 @@ from fednas_flwr.exchange.states import (
     pack,
     unpack,
 )
+from fednas_flwr.names import FEWEST_VOTES
 from fednas_flwr.privacy.plan import PrivateStage
 from fednas_flwr.search.architect import alpha_entropy
 from fednas_flwr.search.descent import no_moments
-from fednas_flwr.search.settings import MOMENTA, SGD, Asynchronous, Configuration
+from fednas_flwr.search.settings import MOMENTA, SGD, Configuration
 from fednas_flwr.search_spaces.genotype import Genotype, skip_share, to_json
 from fednas_flwr.search_spaces.space import SearchSpace
 
 SERVER = "server."  # before the names of the server's own tensors in a checkpoint
 VELOCITY = "velocity"  # the state of its momentum there
 EXACT_REWARDS, NOISY_REWARDS = (0.0, 1.0), (-1.0, 2.0)  # what a client's accuracy is held to
+FARTHEST = 100.0  # nats: a model that has diverged loses as much on a record
 ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
 
 
@@ -67,7 +70,6 @@ class Shared(TypedDict, total=False):
     private: PrivateStage | None
     new_average: Callable[[], Average]
     momentum: str
-    asynchronous: Asynchronous | None
 
 
 class RoundStrategy(Strategy):
@@ -82,7 +84,6 @@ class RoundStrategy(Strategy):
         private: The private terms of the stage; None without privacy.
         new_average: Makes what averages the clients' states: their weighted mean, or a class of
             :mod:`fednas_flwr.exchange.robust`.
-        asynchronous: Of how many replies a round of training waits for; None for all.
         momentum: Of local training. ``reset``: optimisers begin anew with every request.
             ``averaged``: their moments travel with the model and are averaged and checkpointed
             like it, so that clients keep nothing. ``server``: clients step without momentum, and
@@ -110,7 +111,6 @@ class RoundStrategy(Strategy):
         private: PrivateStage | None = None,
         new_average: Callable[[], Average] = WeightedAverage,
         momentum: str = "reset",
-        asynchronous: Asynchronous | None = None,
     ) -> None:
         """See the class."""
         if momentum not in MOMENTA:
@@ -120,9 +120,6 @@ class RoundStrategy(Strategy):
         self._velocity: Packed = {}
         self.values: dict[str, Any] = {}
         self.courier = courier
-        self.first: FirstReplies | None = None  # who asks where rounds do not wait for all
-        if asynchronous is not None:
-            self.first = FirstReplies(courier, asynchronous, stage)
         self.space = space
         self.checkpoints = checkpoints
         self.stage = stage
@@ -183,7 +180,6 @@ class RoundStrategy(Strategy):
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
         whole: Mapping[str, Layout] | None = None,
-        parts: Mapping[int, Part] | None = None,
     ) -> Iterator[tuple[int, Reply]]:
         """Ask the round's clients one verb; yields ``(client, reply)``: :meth:`Courier.ask`."""
         self._phase += 1
@@ -198,7 +194,6 @@ class RoundStrategy(Strategy):
             states=states,
             layouts=layouts,
             whole=whole,
-            parts=parts,
             releases=() if self.private is None else self.private.releases,
             turn=self._turn,
         ):
@@ -235,46 +230,32 @@ class RoundStrategy(Strategy):
             The clients' metrics, averaged.
         """
         part = Part(self.layouts, only or {})
-        if self.first is not None:
-            replies = self._first_replies(self.first, verb, settings)
-        else:
-            replies = self.ask(
-                verb,
-                settings,
-                states=part.of(self.states),
-                layouts=part.layouts,
-                whole=self.layouts,
-            )
+        replies = self.ask(
+            verb,
+            settings,
+            states=part.of(self.states),
+            layouts=part.layouts,
+            whole=self.layouts,
+        )
         average, metrics = self.average(replies)
         self.move(part.filled(average, self.states), momentum)
         return metrics
 
-    def _first_replies(
-        self, first: FirstReplies, verb: str, settings: Settings
-    ) -> Iterator[tuple[int, Reply]]:
-        """Ask idle clients; yield the first replies of any, moved on to the present model."""
-        self._phase += 1
-        replies = first.ask(
-            verb,
-            settings,
-            server_round=self._round,
-            states=self.states,
-            layouts=self.layouts,
-        )
-        for client, late in replies:
-            own = self._client_metrics.setdefault(client, {})
-            own |= {**late.reply.metrics, "staleness": float(late.staleness)}
-            moved = moved_on(late, self.states, first.terms.staleness)
-            yield client, replace(late.reply, states=moved)
-
     def reward(
-        self, request: RewardCandidates, *, only: Mapping[str, Collection[str]] | None = None
+        self,
+        request: RewardCandidates,
+        *,
+        only: Mapping[str, Collection[str]] | None = None,
+        by_median: bool = False,
     ) -> tuple[list[float], float | None, dict[str, float]]:
         """Return each candidate's accuracy over all clients' validation records.
 
         Args:
             request: Names the candidates.
             only: Of some states the names of the tensors that are sent.
+            by_median: Whether three or more clients without privacy count by
+                :func:`~fednas_flwr.exchange.robust.median_rewards` in place of the mean, so that
+                none of them decides which candidate is best.
 
         Returns:
             The accuracies; the standard deviation of the noise on each, None where it depends on
@@ -282,7 +263,7 @@ class RoundStrategy(Strategy):
         """
         layout = Layout.of({"rewards": torch.zeros(request.count)})
         bounds = NOISY_REWARDS if self.private else EXACT_REWARDS
-        average, replies = self.new_average(), []
+        average, replies, own_rewards = self.new_average(), [], []
         for _, reply in self.ask(
             "evaluate.candidates",
             request,
@@ -294,9 +275,12 @@ class RoundStrategy(Strategy):
                 dtype: vector.clamp(*bounds) for dtype, vector in reply.states["rewards"].items()
             }
             average.add({"rewards": own}, weight=reply.num_examples)
+            own_rewards.append(unpack(own, layout)["rewards"])
             replies.append(replace(reply, states={}))
         weight = sum(reply.num_examples for reply in replies)
         rewards = unpack(average.result()["rewards"], layout)["rewards"].tolist()
+        if by_median and self.private is None and len(own_rewards) >= FEWEST_VOTES:
+            rewards = median_rewards(torch.stack(own_rewards).double()).tolist()
         noise: float | None = 0.0
         if self.private and not isinstance(average, WeightedAverage):
             noise = None
@@ -560,11 +544,16 @@ def _named(checkpoint: Checkpoint, prefix: str) -> Tensors:
 
 
 def mean_metrics(replies: Iterable[Reply]) -> dict[str, float]:
-    """Return the mean of every metric over the replies that have it, weighted by examples."""
-    sums: dict[str, float] = {}
-    weights: dict[str, float] = {}
+    """Return the mean of every metric over the replies that have it, weighted by examples.
+
+    None counts for more than ``FARTHEST`` times the median one, or ``FARTHEST``.
+    """
+    told: dict[str, list[tuple[float, float]]] = {}
     for reply in replies:
         for name, value in reply.metrics.items():
-            sums[name] = sums.get(name, 0.0) + reply.num_examples * value
-            weights[name] = weights.get(name, 0.0) + reply.num_examples
-    return {name: value / weights[name] for name, value in sums.items()}
+            told.setdefault(name, []).append((reply.num_examples, value))
+    means = {}
+    for name, pairs in told.items():
+        most = FARTHEST * max(1.0, median(value for _, value in pairs))
+        means[name] = sum(n * min(value, most) for n, value in pairs) / sum(n for n, _ in pairs)
+    return means

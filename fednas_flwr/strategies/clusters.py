@@ -36,9 +36,10 @@ def group_name(facts: Mapping[str, object], client: int, name: str) -> str:
             f"algorithm.group_by={name}, but client {client} has no {name}: give the node a "
             "tag in its --node-config, or simulated clients client_tags=[...]."
         )
-    if not re.fullmatch(r"[\w .-]{1,64}", label) or label.startswith("."):
+    # in UTF-8 up to 240 bytes, where file systems take 255
+    if not re.fullmatch(r"[\w .-]{1,60}", label) or label.startswith("."):
         raise ConfigError(
-            f"group {show(label)!r} cannot name a folder: expected up to 64 letters, digits, "
+            f"group {show(label)!r} cannot name a folder: expected up to 60 letters, digits, "
             "spaces, dots, hyphens and underscores."
         )
     return label

@@ -1,7 +1,7 @@
 """FedAvg of one network: retraining of derived networks, and fixed networks as baselines.
 
 FedProx is the same with a proximal term in the clients' steps, FedAdam, FedYogi and FedAdagrad with
-an optimiser of the server; Krum and Bulyan are further ways to average.
+an optimiser of the server.
 """
 
 from __future__ import annotations

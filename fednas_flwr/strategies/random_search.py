@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from statistics import median
 from typing import Any, Unpack
 
 from torch import nn
@@ -12,6 +13,7 @@ from fednas_flwr.exchange.courier import Courier
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import Evaluate, LocalTraining, Train
 from fednas_flwr.exchange.states import MOMENTS, Packed
+from fednas_flwr.names import FEWEST_VOTES
 from fednas_flwr.randomness import make_generator
 from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.search.settings import SGD, Configuration, Range
@@ -22,6 +24,9 @@ from fednas_flwr.strategies.base import RoundStrategy, Shared, mean_metrics
 
 class RandomSearch(RoundStrategy):
     """Each round draws one network, trains it by FedAvg and ranks it on validation records.
+
+    A candidate takes the place of the best so far where the median client, of three or more that
+    have measured both, gains by it, so that no single one decides; else by mean accuracy.
 
     With ``ranges`` each candidate also draws its hyper-parameters, those of the best one being
     what it is retrained with.
@@ -73,24 +78,43 @@ class RandomSearch(RoundStrategy):
         configuration = None
         if self.ranges is not None:
             (configuration,) = draw_configurations(1, self.ranges, generator)
-        metrics = self._try(genotype, configuration)
+        metrics, own = self._try(genotype, configuration)
         accuracy = metrics.get("validation_accuracy", 0.0)
-        if "genotype" not in self.values or accuracy > self.values["accuracy"]:
+        if "genotype" not in self.values or self._is_better(accuracy, own):
             self.values = {
                 "genotype": to_json(genotype),
                 "accuracy": accuracy,
+                "accuracies": own,
                 "configuration": asdict(configuration) if configuration else None,
             }
         self.tell_best(self.derive(), server_round)
         return metrics | ({"lr": configuration.lr} if configuration else {})
 
-    def _try(self, genotype: Genotype, configuration: Configuration | None) -> dict[str, float]:
-        """Return training and validation metrics of one candidate; none without trial rounds."""
+    def _is_better(self, accuracy: float, own: Mapping[str, float]) -> bool:
+        """Return whether a candidate is better than the best so far; of a tie, by the mean.
+
+        Args:
+            accuracy: Its mean accuracy.
+            own: By client, as text, its accuracy there.
+        """
+        best = self.values.get("accuracies", {})
+        gains = [value - best[client] for client, value in own.items() if client in best]
+        gain = median(gains) if len(gains) >= FEWEST_VOTES else 0.0
+        return gain > 0 or (gain == 0 and accuracy > self.values["accuracy"])
+
+    def _try(
+        self, genotype: Genotype, configuration: Configuration | None
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Return training and validation metrics of one candidate, and its accuracy by client.
+
+        Both are empty without trial rounds.
+        """
         description = self.describe(genotype)
         layouts, states = self._initial(self.make_network(description))
         sgd = configuration.annealed(self.weights) if configuration else self.weights
         drop_path_prob = configuration.dropout if configuration else 0.0
         metrics: dict[str, float] = {}
+        own: dict[str, float] = {}
         velocity: Packed = {}
         for trial in range(1, self.trial_rounds + 1):
             local = LocalTraining(
@@ -108,9 +132,11 @@ class RandomSearch(RoundStrategy):
         if self.trial_rounds:
             states.pop(MOMENTS, None)
             replies = self.ask("evaluate.model", Evaluate(description, "validation"), states=states)
-            validation = mean_metrics(_held(reply) for _, reply in replies)
+            held = {str(client): _held(reply) for client, reply in replies}
+            own = {client: reply.metrics["accuracy"] for client, reply in held.items()}
+            validation = mean_metrics(held.values())
             metrics |= {f"validation_{name}": value for name, value in validation.items()}
-        return metrics
+        return metrics, own
 
     def derive(self) -> Genotype:
         """Return the candidate with the best validation accuracy."""

@@ -30,6 +30,7 @@ class SuccessiveHalving(RoundStrategy):
     are left, in one exchange (``train.weights``), and each network is averaged. After the last
     round of a rung one more exchange (``evaluate.candidates``) measures them on validation records,
     and the best ``1 / eta`` of them stay and train on. The one left after the last round is found.
+    Of three or more clients without privacy none decides: see ``exchange.robust.median_rewards``.
 
     Deviations: rungs have equal numbers of rounds, as nearly as their number allows, so that the
     first costs most; of the text all rungs cost the same, and survivors train longer. The learning
@@ -136,7 +137,7 @@ class SuccessiveHalving(RoundStrategy):
     def _halve(self, left: int, server_round: int, request: RewardCandidates) -> dict[str, float]:
         """Measure all networks, keep the ``left`` best and return metrics; ties: the earlier."""
         pool = self.pool()
-        rewards, noise, metrics = self.reward(request)
+        rewards, noise, metrics = self.reward(request, by_median=True)
         self.courier.emit(
             "rewarded", stage=self.stage, round=server_round, genotypes=self.values["pool"],
             rewards=rewards, noise=noise,

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 
 from fednas_flwr.cli import main
 from fednas_flwr.clients.audit_trail import AuditTrail, verify_trail
-from fednas_flwr.errors import DamagedError
+from fednas_flwr.errors import DamagedError, DayFullError
 from fednas_flwr.exchange.messages import Header, Reply, Request
 from fednas_flwr.exchange.requests import RewardCandidates, Site, encode
+from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
 
 ASKED = RewardCandidates([[123, 4711]], Site("ward"))
 REQUEST = Request("evaluate.candidates", Header("run", "search", 1, 1, 0, "n"), ASKED)
@@ -202,6 +204,7 @@ def test_a_node_without_a_ledger_has_a_key_of_its_own(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from fednas_flwr.clients.audit_trail import AuditTrail
 path, key = map(Path, sys.argv[1:])
@@ -217,3 +220,55 @@ def test_processes_that_write_at_once_make_one_chain(tmp_path: Path) -> None:
     writers = [subprocess.Popen(command) for _ in range(2)]
     assert [writer.wait() for writer in writers] == [0, 0]
     assert verified(path) == 80
+
+
+# --- the daily allowance
+
+
+def counter(path: Path) -> Path:
+    return counter_of(key_of(path))
+
+
+def test_lines_are_never_longer_than_what_requests_take(tmp_path: Path) -> None:
+    """Whatever a server sends: names of 300 bytes, which JSON writes up to six times as long."""
+    path = tmp_path / "site" / "audit.jsonl"
+    trail = trail_at(path, superlink="fl.example.org:8000")
+    reply = Reply(1.0, {"loss": 1.0, "accuracy": 1.0}, facts={"latency": "x" * 10_000})
+    size = taken = 0
+    for name in ("n", "\u00e9" * 150, "\x00" * 300, '"' * 300, "\U0001f600" * 75):
+        asked = replace(REQUEST, header=Header(name, name, 1, 1, 0, "n"))
+        for reason, about, verb in ((name * 20, asked, "train.search"), ("r", None, name * 20)):
+            trail.asked(asked, flower_run=7)
+            trail.released(asked, reply, gate=None)
+            trail.refused(verb, about, reason)
+            grown = path.stat().st_size - size
+            counted = int(counter(path).read_text().split()[1]) - taken
+            assert 0 < grown <= counted
+            size, taken = size + grown, taken + counted
+
+
+def test_when_the_day_is_full_requests_are_refused_and_only_the_last_lines_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "site" / "audit.jsonl"
+    trail = trail_at(path)
+    trail.asked(REQUEST, flower_run=7)
+    day = counter(path).read_text().split()[0]
+    counter(path).write_text(f"{day:>12} {MOST_BYTES:>20} {0:>20}\n")
+    sizes = []
+    for _ in range(100):
+        with pytest.raises(DayFullError) as spent:
+            trail.asked(REQUEST, flower_run=7)
+        trail.refused("evaluate.candidates", REQUEST, str(spent.value), spent.value)
+        sizes.append(path.stat().st_size)
+    said = [json.loads(line) for line in path.read_bytes().splitlines()]
+    assert 2 <= len(said) <= 9
+    assert said[-1]["reason"] == str(spent.value)
+    assert len(set(sizes[10:])) == 1
+    assert capsys.readouterr().err.count("DayFullError: refused") == len(said) - 1
+    assert int(counter(path).read_text().split()[2]) >= 190
+    trail.released(REQUEST, Reply(1.0), gate=None)  # of what was asked before
+    assert verified(path) == len(said) + 1
+    counter(path).write_text(f"{int(day) - 1:>12} {MOST_BYTES:>20} {0:>20}\n")
+    trail.asked(REQUEST, flower_run=7)
+    assert verified(path) == len(said) + 2

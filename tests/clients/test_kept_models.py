@@ -187,7 +187,7 @@ def test_states_of_another_form_are_refused(site, file, monkeypatch, no_record):
     with pytest.raises(ConfigError, match="a model of 0 bytes"):
         site.keep(file, states={"model": {"uint8": vector[:0]}})
     monkeypatch.setattr("fednas_flwr.clients.kept_models.LARGEST_MODEL", len(file) - 1)
-    assert requests.LARGEST_MODEL == 2**30
+    assert requests.LARGEST_MODEL == 2**27
     with pytest.raises(ConfigError, match=f"a model of {len(file):,} bytes"):
         site.keep(file)
 

@@ -25,6 +25,7 @@ from fednas_flwr.search.descent import no_moments
 
 from .conftest import DIVIDED, METRICS, RECORDS, STEP, TERMS, schedule
 
+METRICS_TERMS = {"noise_multiplier": METRICS["noise_multiplier"]}
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
 EVERYTHING = schedule(batch_size=None)
 PATHS = [[*range(4, 10), 4, 3, 5, 4, 1, 2, 5, 6, 7], DIVIDED, [3] * 15]
@@ -107,7 +108,7 @@ def test_noise_lies_on_the_paths_own_weights_and_no_other_moves(site, supernet, 
 
 
 def test_rewards_are_one_vector_of_counts_over_declared_records(site, supernet, totals):
-    """A record is right or wrong about each of M candidates: norm sqrt(M), scaled to R.
+    """A record is right or wrong about each of M candidates: norm sqrt(M), as noise has it.
 
     The first is right about every record, by its labels; the second, without an edge, says the same
     class of all records, of which there are two.
@@ -122,9 +123,8 @@ def test_rewards_are_one_vector_of_counts_over_declared_records(site, supernet, 
     assert correct[0] == len(split)
     assert correct[1] == int((y == said[1][0]).sum()) < len(split)
     ((total, terms),) = totals
-    scale = METRICS["max_grad_norm"] / math.sqrt(len(paths))
-    torch.testing.assert_close(total, torch.tensor(correct).double() * scale)
-    assert terms == {k: METRICS[k] for k in ("noise_multiplier", "max_grad_norm")}
+    torch.testing.assert_close(total, torch.tensor(correct).double())
+    assert terms == METRICS_TERMS | {"max_grad_norm": math.sqrt(len(paths))}
     rewards = reply.states["rewards"]["float32"]
     torch.testing.assert_close(rewards, torch.tensor(correct) / RECORDS["validation"])
     (row,) = site.rows()

@@ -26,6 +26,7 @@ from .conftest import METRICS, RECORDS, STEP, TERMS, received, schedule
 
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
 MEMBERS = 3
+JOINT_NORM = NORM * math.sqrt(MEMBERS)
 SITE = Site("ward")
 
 
@@ -75,7 +76,7 @@ def site(make_site):
 
 
 def test_a_step_is_one_release_of_every_members_own_clipped_sum(site, pool, totals):
-    """In float64, one record at a time: each member clipped to R, all over the root of M."""
+    """In float64, one record at a time: each member clipped to R, noise for all of them jointly."""
     reply = train(site, pool)
     network = make_network(pool.described).double()
     network.load_state_dict(pool.network.state_dict())
@@ -93,8 +94,8 @@ def test_a_step_is_one_release_of_every_members_own_clipped_sum(site, pool, tota
         sums.append(total)
     assert max(norms) > NORM
     ((total, terms),) = totals
-    assert terms == {"noise_multiplier": SIGMA, "max_grad_norm": NORM}
-    expected = torch.cat(sums) / math.sqrt(MEMBERS)
+    assert terms == {"noise_multiplier": SIGMA, "max_grad_norm": pytest.approx(JOINT_NORM)}
+    expected = torch.cat(sums)
     assert (total - expected).norm() < 0.01 * expected.norm()
     (row,) = site.rows()
     assert (row.verb, row.release.steps) == ("train.weights:weights", 1)
@@ -117,7 +118,7 @@ def unpack_weights(network, packed):
     return unpack(packed, Layout.of(network_states(network)["weights"]))
 
 
-def test_one_record_changes_the_release_by_the_clipping_norm_at_most(make_site, pool, totals):
+def test_one_record_changes_the_release_by_the_norm_of_its_noise_at_most(make_site, pool, totals):
     """And by exactly that where all members' gradients are larger: nothing is given away."""
     contributions = []
     for count in (1, 0):
@@ -130,7 +131,8 @@ def test_one_record_changes_the_release_by_the_clipping_norm_at_most(make_site, 
         train(site, pool)
         contributions.append(totals[-1][0])
     difference = (contributions[0] - contributions[1]).norm().item()
-    assert difference == pytest.approx(NORM, rel=1e-9)
+    assert difference == pytest.approx(JOINT_NORM, rel=1e-9)
+    assert totals[-1][1]["max_grad_norm"] == pytest.approx(JOINT_NORM)
 
 
 def test_rewards_of_members_are_one_vector_of_counts(site, pool, totals):
@@ -141,9 +143,11 @@ def test_rewards_of_members_are_one_vector_of_counts(site, pool, totals):
     with torch.no_grad():
         correct = [int((m.eval()(x).argmax(1) == y).sum()) for m in pool.network.members]
     ((total, terms),) = totals
-    scale = METRICS["max_grad_norm"] / math.sqrt(MEMBERS)
-    torch.testing.assert_close(total, torch.tensor(correct).double() * scale)
-    assert terms == {k: METRICS[k] for k in ("noise_multiplier", "max_grad_norm")}
+    torch.testing.assert_close(total, torch.tensor(correct).double())
+    assert terms == {
+        "noise_multiplier": METRICS["noise_multiplier"],
+        "max_grad_norm": pytest.approx(math.sqrt(MEMBERS)),
+    }
     rewards = reply.states["rewards"]["float32"]
     torch.testing.assert_close(rewards, torch.tensor(correct) / RECORDS["validation"])
 

@@ -165,9 +165,9 @@ def test_a_reply_is_the_exact_sum_and_noise_and_booked_before_that_is_drawn(site
     monkeypatch.setattr(release, "add_noise", noted)
     reply = answer(client, request)
     ((total, terms, booked),) = seen
-    assert terms == {"noise_multiplier": 2.0, "max_grad_norm": 1.0}
-    norm = math.sqrt(6)
-    assert total * norm == pytest.approx(exact_sum(client), abs=1e-9)
+    norm = math.sqrt(6)  # of three numbers of at most 1 for each of two columns
+    assert terms == {"noise_multiplier": 2.0, "max_grad_norm": norm}
+    assert total == pytest.approx(exact_sum(client), abs=1e-9)
     (entry,) = booked
     assert (entry.stage, entry.verb) == ("statistics", "query.statistics:statistics")
     assert (entry.splits, entry.release.sample_rate, entry.release.steps) == (("train",), 1.0, 1)
@@ -175,10 +175,10 @@ def test_a_reply_is_the_exact_sum_and_noise_and_booked_before_that_is_drawn(site
     assert (reply.metrics, reply.facts) == ({}, {})
     declared = client.gate.allowed.records["train"]
     assert reply.num_examples == declared
-    told = reply.states["statistics"]["float32"].double() * declared / norm
+    told = reply.states["statistics"]["float32"].double() * declared
     noise = told - total
     assert bool((noise != 0).all())
-    assert noise.norm().item() < 2.0 * (math.sqrt(6) + math.sqrt(2 * 40))  # but once in 2e17
+    assert noise.norm().item() < 2.0 * norm * (math.sqrt(6) + math.sqrt(2 * 40))  # but once in 2e17
 
 
 def test_noise_is_of_the_scale_that_is_booked(overrides, tmp_path):

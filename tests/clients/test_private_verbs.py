@@ -521,7 +521,7 @@ def test_a_probe_releases_the_clipped_decrease_of_each_trial(
     slow = replace(TRIAL, weights=replace(STEP, lr=1e-6), alphas=Adam(0.0, 0.0))
     asked = {"trials": [slow, TRIAL, slow], "loss_bound": (bound := 0.01), "steps": 2}
     reply = site.ask("train.probe", **asked)
-    trial = [(SIGMA, NORM)] * 4 + [(METRICS["noise_multiplier"], METRICS["max_grad_norm"])]
+    trial = [(SIGMA, NORM)] * 4 + [(METRICS["noise_multiplier"], bound)]
     assert without_noise == trial * 3
     splits = [*[("validation",), ("train",)] * 2, ("validation",)]
     assert [row.splits for row in site.rows()] == splits * 3
@@ -612,7 +612,7 @@ def test_losses_and_accuracies_are_sums_of_bounded_terms_over_declared_records(
 ):
     site = make_site()
     reply, logits, y = measured_large(site, networks)
-    assert without_noise == [(METRICS["noise_multiplier"], METRICS["max_grad_norm"])]
+    assert without_noise == [(METRICS["noise_multiplier"], math.sqrt(2))]
     bound = 2 * math.log(3)
     losses = functional.cross_entropy(logits, y, reduction="none")
     assert losses.max() > bound > losses.min()
@@ -629,7 +629,7 @@ def test_of_several_labels_a_records_share_of_right_ones_is_released(
     site = make_site(hold=several)
     site.client.__dict__["objective"] = SEVERAL
     reply, logits, y = measured_large(site, networks)
-    assert without_noise == [(METRICS["noise_multiplier"], METRICS["max_grad_norm"])]
+    assert without_noise == [(METRICS["noise_multiplier"], math.sqrt(2))]
     bound = 2 * math.log(2)
     losses = functional.multilabel_soft_margin_loss(logits, y.float(), reduction="none")
     assert losses.max() > bound > losses.min()

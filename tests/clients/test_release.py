@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import fednas_flwr
 from fednas_flwr.clients.release import ReleaseGate, read_commitment
 from fednas_flwr.errors import BudgetExceededError, ConfigError
 from fednas_flwr.exchange.messages import Header
@@ -18,6 +20,7 @@ from fednas_flwr.names import SPLITS
 from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.gdp import gdp_epsilon
 from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.privacy.micro_batches import ClippedSum
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import Policy
@@ -40,7 +43,8 @@ def release(gate, planned, num_records, clipped_sum):
 
 
 def zeros(rows):
-    return {"a": torch.zeros(200, 100), "b": torch.zeros(5)}
+    sums = {"a": torch.zeros(200, 100), "b": torch.zeros(5)}
+    return ClippedSum(sums, norm=TERMS["max_grad_norm"])
 
 
 def test_a_release_is_the_sum_over_a_poisson_batch_plus_noise_of_std_sigma_times_norm(make_site):
@@ -48,7 +52,8 @@ def test_a_release_is_the_sum_over_a_poisson_batch_plus_noise_of_std_sigma_times
 
     def total(rows):
         drawn.append(rows)
-        return {"a": torch.full((200, 100), 3.0), "b": torch.arange(5.0)}
+        sums = {"a": torch.full((200, 100), 3.0), "b": torch.arange(5.0)}
+        return ClippedSum(sums, norm=TERMS["max_grad_norm"])
 
     records = 20_000
     released = release(site.gate, admit(site), records, total)
@@ -166,7 +171,8 @@ def test_noise_that_could_not_be_added_is_refused_before_anything_is_booked(
     make_site, no_record, verb
 ):
     """The networks have about a thousand weights."""
-    site = make_site(committed=schedule(noise_multiplier=9e5))
+    policy = {"largest_noise_multiplier": 1e6}
+    site = make_site(policy=policy, committed=schedule(noise_multiplier=9e5))
     with pytest.raises(ConfigError, match="rule noise grid: noise_multiplier=900000.0, not"):
         site.ask(verb)
     assert site.rows() == []
@@ -439,3 +445,33 @@ def test_a_policy_that_was_tightened_since_refuses_what_a_run_has_committed_to(
     with pytest.raises(ConfigError, match=f"rule {rule}"):
         tight.commit()
     assert tight.rows() == []
+
+
+def test_a_sum_that_says_no_norm_is_not_released(make_site):
+    """Whatever is computed of a clipped sum is one no more."""
+    site = make_site()
+    for computed in (lambda sums: dict(sums), lambda sums: {n: 2 * t for n, t in sums.items()}):
+        with pytest.raises(TypeError, match="says no norm"):
+            release(site.gate, admit(site), 30, lambda rows, f=computed: f(zeros(rows)))
+
+
+def test_noise_is_scaled_by_the_norm_of_the_sum_and_not_by_a_committed_one(make_site):
+    site = make_site()
+    wide = ClippedSum({"a": torch.zeros(20_000)}, norm=10 * TERMS["max_grad_norm"])
+    noise = release(site.gate, admit(site), 30, lambda rows: wide)["a"]
+    assert noise.std() == pytest.approx(10 * STD, rel=0.03)
+
+
+def test_only_what_clips_makes_clipped_sums():
+    """The three modules that scale contributions down; anything else has to call them."""
+    package = Path(fednas_flwr.__file__).parent
+    makers = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r"\bClippedSum\(", path.read_text().replace("class ClippedSum(", ""))
+    }
+    assert makers == {
+        "privacy/micro_batches.py",
+        "privacy/clipping.py",
+        "clients/noised_updates.py",
+    }

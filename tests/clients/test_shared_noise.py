@@ -13,6 +13,7 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.messages import Header
 from fednas_flwr.exchange.secure_sum.grid import Grid
 from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.privacy.micro_batches import ClippedSum
 from fednas_flwr.privacy.noise import SecureGenerator, add_shared_noise
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy_file import parse_policy, template
@@ -56,14 +57,10 @@ def test_a_site_releases_its_share_in_whole_cells(make_gate):
     gate = make_gate()
     grid = grid_of(gate)
     planned = gate.admit(HEADER, VERB, "weights", splits=("train",))
-    total = {"a": torch.full((200, 100), 3.0), "b": torch.zeros(3)}
-    released = gate.release(planned, HEADER, 3000, lambda rows: total, grid=grid)
-    assert {n: (t.dtype, t.shape) for n, t in released.items()} == {
-        name: (torch.float64, tensor.shape) for name, tensor in total.items()
-    }
-    cells = released["a"] / grid.cell
-    assert torch.equal(cells, cells.round())
-    noise = released["a"] - 3.0
+    total = ClippedSum({"a": torch.full((200, 100), 3.0), "b": torch.zeros(3)}, norm=NORM)
+    cells = gate.share(planned, HEADER, 3000, lambda rows: total, grid=grid)
+    assert (cells.values.dtype, cells.values.shape) == (np.int64, (20_003,))
+    noise = cells.values[:-3] * grid.cell - 3.0
     assert noise.std() == pytest.approx(SIGMA * NORM / math.sqrt(HONEST), rel=0.05)
     (row,) = gate._ledger.entries()
     assert row.entry.verb == "train.weight_gradient:weights (noise of 4 sites)"
@@ -75,12 +72,11 @@ def test_a_sum_beyond_the_range_is_projected_before_the_noise(make_gate):
     grid = grid_of(gate)
     planned = gate.admit(HEADER, VERB, "weights", splits=("train",))
     most = planned.clipped_range(gate.allowed.records)
-    huge = {"a": torch.tensor([1e6, -1e6, most, 0.0]).repeat(1000)}
-    released = gate.release(planned, HEADER, 3000, lambda rows: huge, grid=grid)
-    middle = released["a"].view(1000, 4).mean(0)
-    expected = torch.tensor([most, -most, most, 0.0], dtype=torch.float64)
-    assert (middle - expected).abs().max() < 6 * SIGMA * NORM / math.sqrt(HONEST * 1000)
-    assert grid.project(released["a"].numpy()).tolist() == released["a"].tolist()
+    huge = ClippedSum({"a": torch.tensor([1e6, -1e6, most, 0.0]).repeat(1000)}, norm=NORM)
+    cells = gate.share(planned, HEADER, 3000, lambda rows: huge, grid=grid)
+    middle = (cells.values * grid.cell).reshape(1000, 4).mean(0)
+    expected = np.array([most, -most, most, 0.0])
+    assert abs(middle - expected).max() < 6 * SIGMA * NORM / math.sqrt(HONEST * 1000)
 
 
 def test_shared_noise_needs_terms_room_and_single_steps(make_gate):
@@ -89,7 +85,9 @@ def test_shared_noise_needs_terms_room_and_single_steps(make_gate):
     narrow = Grid.of_range(planned.sum_range(gate.allowed.records) / 3, sites=5)
     for grid in (None, narrow):
         with pytest.raises(ConfigError, match="rule secure_sum: range of weights"):
-            gate.release(planned, HEADER, 10, lambda rows: pytest.fail("read"), grid=grid)
+            gate.share(planned, HEADER, 10, lambda rows: pytest.fail("read"), grid=grid)
+    with pytest.raises(ValueError, match="call share"):
+        gate.release(planned, HEADER, 10, lambda rows: pytest.fail("read"))
     assert gate._ledger.entries() == []
     with pytest.raises(ConfigError, match="rule secure_sum: steps of shared noise=2"):
         gate.admit(HEADER, VERB, "weights", splits=("train",), steps=2)

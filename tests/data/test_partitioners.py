@@ -186,6 +186,7 @@ def test_saved_partitions_come_back(tmp_path: Path, images):
     ("content", "message"),
     [
         ("{", "cannot be read as a saved partition"),
+        ("[" * 50_000 + "]" * 50_000, "cannot be read as a saved partition"),
         ("[]", "cannot be read as a saved partition"),
         (json.dumps({"clients": []}), "cannot be read as a saved partition"),
         (json.dumps({"clients": [[0, 1], []]}), "is not a partition"),

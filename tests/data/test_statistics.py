@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fednas_flwr.data.records import Records, record_ids
 from fednas_flwr.data.schema import Column
-from fednas_flwr.data.statistics import column_moments, pooled
+from fednas_flwr.data.statistics import REACH, Moments, bounded, column_moments, pooled
 
 
 def table(features: np.ndarray) -> Records:
@@ -49,3 +49,50 @@ def test_a_constant_or_missing_column_has_deviation_one() -> None:
     found = pooled([moments, moments], num_features=3)
     assert found.mean == pytest.approx((7.1, 0.0, 0.0))
     assert found.std == (1.0, 1.0, 1.0)
+
+
+CHOLESTEROL = [  # of the four hospitals of the UCI heart disease data; one has written 0 for none
+    *(Moments(303, 246.7, 51.7), Moments(271, 250.8, 67.5)),
+    *(Moments(123, 0.0, 0.0), Moments(193, 178.7, 113.9)),
+]
+
+
+def test_honest_moments_stay_as_they_are() -> None:
+    """Of unlike hospitals, of unlike sizes, of columns that few know or that are constant."""
+    few = [Moments(0, 0.0, 0.0), Moments(3, 0.0, 0.0), Moments(0, 0.0, 0.0), Moments(2, 1.0, 0.5)]
+    constant = [Moments(9, 1.0, 0.0)] * 3 + [Moments(9, 0.0, 0.0)]
+    parties = dict(enumerate(map(list, zip(CHOLESTEROL, few, constant, strict=True))))
+    assert bounded(parties) == (parties, {})
+    small = {0: [Moments(10_000, 5.0, 1.0)], 1: [Moments(3, 6.0, 9.0)], 2: [Moments(800, 4.0, 2.0)]}
+    assert bounded(small) == (small, {})
+    two = {0: [Moments(9, 1.0, 2.0)], 1: [Moments(9, 1e6, 1e9)]}
+    assert bounded(two) == (two, {})  # whom to believe?
+
+
+@given(
+    st.integers(0, 10**6),
+    st.floats(-1e29, 1e29),
+    st.floats(0, 1e29),
+)
+def test_one_of_four_moves_what_standardises_all_by_little(
+    count: int, mean: float, std: float
+) -> None:
+    honest = dict(enumerate([of] for of in CHOLESTEROL[:3]))
+    found, far = bounded({**honest, 3: [Moments(count, mean, std)]})
+    assert {client: found[client] for client in honest} == honest
+    before = pooled(list(honest.values()), num_features=1)
+    after = pooled(list(found.values()), num_features=1)
+    assert abs(after.mean[0] - before.mean[0]) <= 2 * REACH * before.std[0]
+    assert after.std[0] <= 2 * REACH * before.std[0]
+    assert set(far) <= {3}
+    if count > 100 and (abs(mean) > 1e4 or std > 1e4):
+        assert far == {3: 0}
+
+
+@pytest.mark.parametrize("value", [1e-300, 1e-45, 1e29])
+def test_no_deviation_is_one_that_float32_cannot_divide_by(value: float) -> None:
+    for parties in ([0.0, 0.0, value], [value], [value, value]):
+        column = [[Moments(9, 0.0, std)] for std in parties]
+        found = pooled(column, num_features=1)
+        assert 1e-37 < found.std[0] <= 1e30
+        assert torch.isfinite(torch.tensor(3.0) / torch.tensor(found.std[0]))

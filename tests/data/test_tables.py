@@ -304,16 +304,8 @@ def test_a_column_per_label_makes_several_labels(labelled: Path):
     assert set(table.columns) == {"age", "found"}
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_a_column_of_lists_makes_several_labels(as_json, labelled: Path):
-    if as_json:
-        cells = ['"[""x"",""y""]"', "", '"[""y""]"', '"[""z"",""x""]"']
-        rows = [f"{age},{cell}\n" for age, cell in zip((50, 60, 70, 40), cells, strict=True)]
-        labelled.write_text("age,found\n" + "".join(rows))
-    chosen = {
-        "label_separator": "json" if as_json else ";",
-        "ignore": () if as_json else ("a", "b"),
-    }
+def test_a_column_of_lists_makes_several_labels(labelled: Path):
+    chosen = {"label_separator": ";", "ignore": ("a", "b")}
     table, _ = load_csv(labelled, **chosen)
     assert table.class_names == ("x", "y", "z")
     assert table.labels.tolist() == [[1, 1, 0], [0, 0, 0], [0, 1, 0], [1, 0, 1]]
@@ -334,10 +326,6 @@ def test_a_column_of_lists_makes_several_labels(as_json, labelled: Path):
         (
             {"label_separator": ";", "class_names": ("x", "y")},
             "label z, which is not in",
-        ),
-        (
-            {"label_separator": "json"},
-            "holds x;y in row 1: expected a list such as",
         ),
         ({"label": "age", "label_separator": ";", "class_names": ("50",)}, "at least 2"),
     ],

@@ -28,7 +28,7 @@ def test_the_threshold_is_the_best_of_all(thousandths: list[int], seed: int) -> 
     shares = torch.tensor(thousandths, dtype=torch.float64) / 1000 + 5e-4
     positive = torch.from_numpy(np.random.default_rng(seed).random(len(shares)) < 0.5)
     parts = [histogram(shares[i::2], positive[i::2]) for i in (0, 1)]  # of two clients
-    threshold = best_threshold(parts)
+    threshold = best_threshold(parts, [len(shares[i::2]) for i in (0, 1)])
     if positive.all() or not positive.any():
         assert threshold is None
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -157,7 +158,7 @@ DAMAGES = {
     "accuracy inf": (set_metric("accuracy", float("inf")), "accuracy=inf is not finite"),
     "loss NaN": (set_metric("train_loss", float("nan")), "train_loss=nan is not finite"),
     "loss inf": (set_metric("train_loss", float("inf")), "train_loss=inf is not finite"),
-    "loss negative": (set_metric("train_loss", -0.1), "train_loss=-0.1 is not from 0 to inf"),
+    "loss negative": (set_metric("train_loss", -0.1), "train_loss=-0.1 is not from 0 to 1e+30"),
     "accuracy negative": (set_metric("train_accuracy", -0.01), "-0.01 is not from 0 to 1"),
     "accuracy above 1": (set_metric("train_accuracy", 1.01), "1.01 is not from 0 to 1"),
     "a metric of another verb": (set_metric("accuracy", 0.5), "accuracy is none of the metrics"),
@@ -303,17 +304,47 @@ def test_a_client_far_from_most_in_what_it_declares_is_an_outlier():
     edge = {1: {"": 10.0, "train ": 6.0}, 2: {"": 1000.0, "train ": 600.0}}
     assert outliers(usual | edge, fewest=0.1, most=10) == {}
     assert outliers({0: {"": 1.0}, 1: {"": 1e9}}, fewest=0.1, most=10) == {}  # whom to believe?
+    none = {client: {"test ": 0.0} for client in range(4)} | {3: {"test ": 2.0}}
+    assert outliers(none, fewest=0, most=10) == {}  # few have a test record
+
+
+def test_json_as_deep_as_can_be_read_is_refused_by_a_sentence(federation):
+    """What says so must not go as deep again, as the repr of a nested list would."""
+    for depth in range(860, 1000, 4):
+        nested: list = []
+        for _ in range(depth):
+            nested = [nested]
+        with pytest.raises(ReplyError, match="says tag=.*, which is malformed"):
+            check_facts({"tag": nested}, needed=("tag",))
+
+        def damage(content, depth=depth):
+            record = content.config_records["header"]
+            deep = "[" * depth + "]" * depth
+            record["json"] = re.sub(r'"round": \d+', f'"round": {deep}', record["json"])
+            return content
+
+        setting = federation(damage={BAD: damage})
+        setting.courier.connect(setting.grid)
+        assert [client for client, _ in setting.ask()] == [0, 2]
 
 
 ONES = [1] * BINS
 BUDGET = {"epsilon": 1.0, "delta": 1e-5}
 EPSILON = {name: {"train": 1.5, "test": None} for name in ACCOUNTANTS}
 SPLIT = {"train": 7, "validation": 0, "test": 0}
+MOMENTS = {"count": 3, "mean": 0.5, "std": 0}
 FACTS = {  # by name: right ones and wrong ones
     "client": ([0, 3], [None, True, 1.0, "0"]),
     "tag": (["", "ward 3", "é", "x" * 200], [7, "x" * 201, "a\nb", None]),
-    "mean": ([[], [0.5, -3, 1e9]], [None, [None], [math.inf], [math.nan], ["1"], [True], {}]),
-    "std": ([[], [0.5, 3]], [None, [0.0], [-1.0], [math.inf], ["1"], 1.0]),
+    "input_shape": (
+        [[], [3], [3, 224, 224]],
+        [[2**29], [2**20, 2**20], [1, 1, 1, 1], [10**400], [-1], 3],
+    ),
+    "mean": (
+        [[], [0.5, -3, 1e9]],
+        [None, [1e30], [10**400], [None], [math.inf], [math.nan], ["1"], [True], {}],
+    ),
+    "std": ([[], [0.5, 3]], [None, [1e30], [0.0], [-1.0], [math.inf], ["1"], 1.0]),
     "versions": ([{}, {"torch": "2"}], [[], {"torch": 2}, {"a\n": "2"}, {"a": "2\n"}]),
     "epsilon": (
         [EPSILON],
@@ -347,8 +378,19 @@ FACTS = {  # by name: right ones and wrong ones
             {str(site): "ab" * PART_BYTES for site in range(MOST_SITES + 1)},
         ],
     ),
-    "covered_steps": ([{}, {"search": 2}], [{"search": -1}, {"search": True}, {"search": 1.0}, []]),
-    "class_counts": ([[], [1, 0]], [[-1], [1.0], [True], "", None]),
+    "covered_steps": (
+        [{}, {"search": 2}],
+        [{"search": 10**400}, {"search": -1}, {"search": True}, {"search": 1.0}, []],
+    ),
+    "moments": (
+        [[], [MOMENTS], [{**MOMENTS, "mean": -1e29}]],
+        [
+            *([{**MOMENTS, "mean": value}] for value in (1e300, 10**400, math.nan, "1", None)),
+            *([{**MOMENTS, "std": value}] for value in (-1.0, 1e30, 1e300)),
+            *([{**MOMENTS, "count": -1}], [{}], MOMENTS, None),
+        ],
+    ),
+    "class_counts": ([[], [1, 0]], [[-1], [10**10], [1.0], [True], "", None]),
     "class_names": ([[], ["a", "b"]], [["a\n"], [1], "ab", None]),
     "scores": ([{}, {"f1": 0.0, "auroc": 1.0}], [{"f1": 1.5}, {"f1": 1}, {"f2": 0.5}, []]),
     "histogram": (

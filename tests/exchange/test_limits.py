@@ -13,6 +13,7 @@ from torch import nn
 
 from fednas_flwr.exchange.limits import (
     ADAM,
+    LARGEST_LOSS,
     MORE_RECORDS,
     TAIL,
     distance,
@@ -231,7 +232,7 @@ def test_a_probe_and_an_evaluation_have_no_norm_that_noise_could_break():
     }
     exact = limits("evaluate.model", Evaluate({}, "test"), sizes={})
     assert exact.metric_range("accuracy") == (0, 1)
-    assert exact.metric_range("loss") == (0, math.inf)
+    assert exact.metric_range("loss") == (0, LARGEST_LOSS)
     metrics = plan("metrics", "evaluate.model", batch=None, sigma=4.0, splits=("test",))
     noised = limits("evaluate.model", Evaluate({}, "test"), sizes={}, planned=[metrics])
     noise = 4 * math.sqrt(2) / 50 * math.sqrt(2 * TAIL)

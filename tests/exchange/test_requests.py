@@ -107,7 +107,6 @@ alternating = st.builds(
     Alternating,
     rule=st.sampled_from(["first_order", "mixed_level"]),
     temperature=rates,
-    path_seed=st.none() | st.integers(0, 2**63 - 1),
 )
 sampled = st.builds(
     SampledPaths,

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fednas_flwr.exchange.robust import CHUNK, TrimmedMean
+from fednas_flwr.exchange.robust import CHUNK, TrimmedMean, median_rewards
 
 VALUES = st.floats(-1e6, 1e6, width=32)
 
@@ -55,6 +55,25 @@ def test_two_hostile_of_seven_stay_between_honest_values(
         slack = 1e-6 * np.abs(honest_NP).max()  # of a mean's rounding
         assert (honest_NP.min(axis=0) - slack <= result).all()
         assert (result <= honest_NP.max(axis=0) + slack).all()
+
+
+@given(
+    hnp.arrays(np.float64, (3, 4), elements=st.floats(0, 1)),
+    hnp.arrays(np.float64, (2, 4), elements=st.floats(0, 1)),
+    st.permutations(range(5)),
+)
+def test_rewards_lie_between_those_of_honest_clients(
+    honest_NP: np.ndarray, hostile_NP: np.ndarray, order: list[int]
+) -> None:
+    """Of each candidate, against the client's own mean; where all agree, they decide."""
+    rewards_NC = torch.from_numpy(np.concatenate([honest_NP, hostile_NP])[order])
+    found_C = median_rewards(rewards_NC).numpy()
+    levels = honest_NP.mean(axis=1, keepdims=True)
+    gains = found_C - np.median(rewards_NC.numpy().mean(axis=1))
+    assert ((honest_NP - levels).min(axis=0) - 1e-12 <= gains).all()
+    assert (gains <= (honest_NP - levels).max(axis=0) + 1e-12).all()
+    alike = median_rewards(torch.from_numpy(np.tile(honest_NP[0], (3, 1))))
+    np.testing.assert_allclose(alike, honest_NP[0], atol=1e-12)
 
 
 def test_counters_keep_their_dtype_and_large_values() -> None:

@@ -339,14 +339,30 @@ def test_doctor_checks_a_sites_own_records(folder: Path) -> None:
     assert "label ill: no 33, yes 66" in found
 
 
+def test_doctor_tells_the_share_of_records_that_are_left_out(folder: Path) -> None:
+    found = records_of(site_with_table(folder, TABLE + "unknown,yes\n61,maybe\n1e39,\n"))
+    assert found.startswith("99 records, ")
+    assert (
+        "3 of 102 records left out (2.9%), which cannot be read: "
+        "age 2 (records 100, 102); ill 2 (records 101, 102)" in found
+    )
+    for content in (f"3e38,yes\n{TABLE[8:]}", TABLE[8:]):  # one record keeps no site from starting
+        site = site_with_table(folder, "age,ill\n" + content, statistics={"age": [0, 1e-17]})
+        assert "is beyond 1e+18 after normalisation" in records_of(site)
+        assert not records_of(site).startswith("BROKEN")
+
+
 @pytest.mark.parametrize(
     ("text", "dataset", "words"),
     [
-        (TABLE + "unknown,yes\n", {}, "unknown"),
-        (TABLE + "61,maybe\n", {}, "maybe"),
+        (TABLE + '61,"yes\n', {}, "a quote in row 100 is open"),
+        (TABLE + "61\n", {}, "row 100 has 1 cells, but the header 2"),
+        (TABLE + "61,yes,no\n", {}, "row 100 has 3 cells, but the header 2"),
+        ("age,ill\nold,yes\n", {}, r"no record that can be read; 1 of 1 records left out \(100.0%"),
+        (TABLE, {"label": "last"}, "must give dataset.label or labels"),
+        (TABLE, {"corrupt": "refuse"}, "see data"),
         (TABLE.replace("age", "years"), {}, "age"),
         (TABLE, {"statistics": {}}, "dataset.statistics"),
-        (TABLE, {"statistics": {"age": [0, 1e-30]}}, "is beyond 1e\\+18 after normalisation"),
         (TABLE * 1 + TABLE[8:] * 3, {}, "declares 100, and answers of more than 2 times as many"),
         (TABLE[:20], {}, "declares 100: more noise than need be|train part"),
         ("age,ill\n", {}, "."),

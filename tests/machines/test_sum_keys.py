@@ -18,6 +18,7 @@ from fednas_flwr.exchange.secure_sum.site import SumSite
 from fednas_flwr.federation import flower
 from fednas_flwr.federation.sum_app import answer_sum_message
 from fednas_flwr.machines.certificates import make_sum_key
+from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
 from fednas_flwr.privacy.policy_file import load_policy, template
 
 NAMES = ("north", "south", "east")
@@ -124,7 +125,7 @@ def begun(node: dict[str, str | int], attempt: str = "a") -> str:
     site = SumSite.of_node(0, {key: str(value) for key, value in node.items()}, terms)
     return site.begin(
         **{"run": "r", "attempt": attempt, "stage": "search", "round": 1, "phase": 1},
-        **{"participants": [0, 1, 2], "request": "h"},
+        **{"participants": [0, 1, 2], "agreed": {"request": "h"}},
     ).context.hex()
 
 
@@ -220,3 +221,27 @@ def test_a_process_that_signs_imports_no_torch(node: dict[str, str | int]) -> No
     assert done.returncode == 0, done.stderr
     modules = set(json.loads(done.stdout.splitlines()[-1]))
     assert not {"torch", "scipy", "ray", "pandas", "opacus"} & modules
+
+
+def test_a_flood_of_requests_to_sign_fills_no_disk(
+    node: dict[str, str | int], deployment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = {"context": begun(node), "survivors": [0, 2]}
+    assert not asked("query.sign_survivors", request, node).has_error()
+    counter = counter_of(deployment / "ledger.key")
+    day = counter.read_text().split()[0]
+    counter.write_text(f"{day:>12} {MOST_BYTES:>20} {0:>20}\n")
+    other, sizes, said = begun(node, "b"), [], set()
+    capsys.readouterr()
+    for _ in range(40):
+        reply = asked("query.sign_survivors", {"context": other, "survivors": [0, 2]}, node)
+        said.add(reply.error.reason)
+        files = [path for path in deployment.rglob("*") if path.is_file()]
+        sizes.append({path: path.stat().st_size for path in files})
+    assert len(said) == 1
+    assert "requests have made this site write as much as it writes in a day" in said.pop()
+    assert sizes[-1] == sizes[10]
+    assert capsys.readouterr().err == ""
+    counter.write_text(f"{int(day) - 1:>12} {MOST_BYTES:>20} {0:>20}\n")
+    signed = asked("query.sign_survivors", {"context": other, "survivors": [0, 2]}, node)
+    assert "signature" in decode_reply(signed.content)[1].facts  # nothing was signed before

@@ -1,6 +1,7 @@
 """Run as a script, this file is also the process that its tests kill and race (see `main`)."""
 
 import json
+import math
 import os
 import random
 import resource
@@ -19,11 +20,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fednas_flwr.errors import BudgetExceededError, ConfigError
+from fednas_flwr.errors import BudgetExceededError, ConfigError, DayFullError
 from fednas_flwr.names import SPLITS
-from fednas_flwr.privacy.ledger import MOST_COMMITMENTS, Entry, Ledger
+from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
+from fednas_flwr.privacy.ledger import Entry, Ledger
+from fednas_flwr.privacy.mark import read_key, seal
 from fednas_flwr.privacy.renyi import Release
 from fednas_flwr.privacy.renyi_filter import RenyiFilter
+from fednas_flwr.privacy.units import booked_unit, counted, protects
 
 BUDGET = {"epsilon": 4.0, "delta": 1e-5}
 UNIT = Release(noise_multiplier=3.0, sample_rate=1.0, steps=1)
@@ -97,17 +101,17 @@ def test_splits_pay_apart_and_the_largest_counts(folder):
     with open_ledger(folder) as ledger:
         for _ in range(UNITS):
             ledger.reserve(replace(ENTRY, splits=("train",)), **BUDGET, assignment="a")
-        one = ledger.spent("ward", **BUDGET)
+        one = ledger.spent("ward", "record", **BUDGET)
         ledger.reserve(replace(ENTRY, splits=("validation",)), **BUDGET, assignment="a")
-        assert ledger.spent("ward", **BUDGET) == one
+        assert ledger.spent("ward", "record", **BUDGET) == one
         with pytest.raises(BudgetExceededError):
             ledger.reserve(replace(ENTRY, splits=("validation", "train")), **BUDGET, assignment="a")
         # the refused one paid nothing on its other split
         for _ in range(UNITS - 1):
             ledger.reserve(replace(ENTRY, splits=("validation",)), **BUDGET, assignment="a")
         assert ledger.verify() == 2 * UNITS
-        assert ledger.spent("ward", **BUDGET) == one
-        assert ledger.spent("nobody", **BUDGET) == 0
+        assert ledger.spent("ward", "record", **BUDGET) == one
+        assert ledger.spent("nobody", "record", **BUDGET) == 0
 
 
 def test_the_refusal_names_data_set_budget_spent_and_asked(folder):
@@ -237,7 +241,7 @@ def test_the_sum_never_exceeds_the_budget(plan):
                 model[split].spend(release)
         rows = ledger.entries()
         assert ledger.verify() == len(rows)
-        spent = ledger.spent("ward", **BUDGET)
+        spent = ledger.spent("ward", "record", **BUDGET)
         ledger.close()
     for split in model:
         again = RenyiFilter(**BUDGET)
@@ -274,6 +278,147 @@ def test_a_run_is_approved_for_the_terms_that_were_seen_by_whoever_has_the_key(f
     sql(folder, "INSERT INTO approvals SELECT 'a', mac FROM approvals")
     with open_ledger(folder) as ledger:
         assert [ledger.is_approved(run) for run in "abc"] == [False, True, False]
+
+
+# --- units of privacy
+
+
+PERSON_A, PERSON_B = booked_unit("person", "a"), booked_unit("person", "b")
+BOOKED_UNITS = ("record", PERSON_A, PERSON_B, "client")
+
+
+@pytest.mark.parametrize("before", BOOKED_UNITS)
+@pytest.mark.parametrize("now", BOOKED_UNITS)
+def test_a_policy_that_names_another_unit_resets_and_discounts_nothing(folder, before, now):
+    """Sixteen releases per record were once counted as if each had been per person."""
+    release = Release(noise_multiplier=8.0, sample_rate=1.0, steps=16)
+    entry = replace(ENTRY, release=release, unit=before)
+    with open_ledger(folder) as ledger:
+        ledger.reserve(entry, **BUDGET, assignment="a")
+    with open_ledger(folder) as ledger:  # the policy was edited
+        spent = ledger.spent("ward", now, **BUDGET)
+        same = ledger.spent("ward", before, **BUDGET)
+        other = replace(entry, unit=now, run="another", release=replace(release, steps=1))
+        if not protects(before, now):
+            assert spent == math.inf
+            with pytest.raises(BudgetExceededError, match="per .*, which promise nothing for a "):
+                ledger.reserve(other, **BUDGET, assignment="a")
+            assert len(ledger.entries()) == 1
+        else:
+            assert spent == same if before == now else spent > same
+            ledger.reserve(other, epsilon=100.0, delta=1e-5, assignment="a")
+            assert ledger.spent("ward", before, **BUDGET) >= same
+        assert ledger.verify() == len(ledger.entries())
+
+
+@settings(max_examples=40)
+@given(
+    plan=st.lists(
+        st.tuples(requests, st.sampled_from(BOOKED_UNITS), st.booleans()), min_size=1, max_size=12
+    ),
+    asked=st.sampled_from(BOOKED_UNITS),
+)
+def test_no_unit_is_charged_less_than_its_rows_under_policies_that_change(plan, asked):
+    folder = Path(tempfile.mkdtemp(dir=MEMORY))
+    budget = {"epsilon": 20.0, "delta": 1e-5}
+    rows = []
+
+    def charged(unit, split):
+        found = RenyiFilter(**{**budget, "epsilon": 1e6}, orders=RenyiFilter(**budget).orders)
+        for row_unit, release, splits in rows:
+            own = counted(release, row_unit, unit)
+            if own is None:
+                return None
+            if split in splits:
+                found.spend(own)
+        return found
+
+    try:
+        ledger = open_ledger(folder)
+        for number, ((release, splits, restart), unit, _) in enumerate(plan):
+            if restart:
+                ledger.close()
+                ledger = open_ledger(folder)
+            entry = replace(ENTRY, run=f"{number}", splits=splits, release=release, unit=unit)
+            before = [charged(unit, split) for split in splits]
+            fits = all(
+                found is not None
+                and RenyiFilter(**budget, orders=found.orders, totals=found.totals).affords(release)
+                for found in before
+            )
+            try:
+                ledger.reserve(entry, **budget, assignment="a")
+                booked = True
+            except BudgetExceededError:
+                booked = False
+            assert booked == fits
+            if booked:
+                rows.append((unit, release, splits))
+        assert ledger.verify() == len(rows)
+        for split, found in ledger.filters("ward", asked, **budget).items():
+            model = charged(asked, split)
+            if model is None:
+                assert found.spent() == math.inf
+            else:
+                assert found.totals == pytest.approx(model.totals)
+        kept = [(row.entry.unit, row.entry.release, row.entry.splits) for row in ledger.entries()]
+        assert kept == rows
+        ledger.close()
+    finally:
+        shutil.rmtree(folder)
+
+
+def make_older(folder):
+    """Turn a ledger into one of a version without units: other columns, HMACs and totals."""
+    key, path = read_key(folder / "key" / "site"), folder / "ledger" / "site.sqlite"
+    connection = sqlite3.connect(path)
+    with connection:
+        connection.execute("ALTER TABLE entries DROP COLUMN unit")
+        mac = seal(key, "genesis", "", "fednas ledger 1")
+        for *values, _ in connection.execute("SELECT * FROM entries").fetchall():
+            mac = seal(key, "row", mac, values)
+            update = "UPDATE entries SET mac = ? WHERE sequence = ?"
+            connection.execute(update, (mac, values[0]))
+        state = json.loads(connection.execute("SELECT state FROM totals").fetchone()[0])
+        for booked in state.values():
+            (by_split,) = booked["totals"].values()
+            size = len(booked["orders"])
+            booked["totals"] = {split: costs[:size] for split, costs in by_split.items()}
+        text = json.dumps(state)
+        connection.execute(
+            "UPDATE totals SET state = ?, mac = ?", (text, seal(key, "totals", mac, text))
+        )
+    connection.close()
+    mark = f"UPDATE mark SET mac = '{mac}', seal = '{seal(key, 'mark', mac, values[0])}'"
+    sql(folder, mark, "key/site.mark")
+
+
+def test_rows_of_an_older_ledger_count_as_of_records(folder):
+    book(folder, 3)
+    with open_ledger(folder) as ledger:
+        spent = ledger.spent("ward", "record", **BUDGET)
+    make_older(folder)
+    with open_ledger(folder) as ledger:
+        assert [row.entry.unit for row in ledger.entries()] == ["record"] * 3
+        assert ledger.verify() == 3
+        assert ledger.spent("ward", "record", **BUDGET) == spent
+        assert {ledger.spent("ward", unit, **BUDGET) for unit in BOOKED_UNITS[1:]} == {math.inf}
+        with pytest.raises(BudgetExceededError, match="releases per record, which promise nothing"):
+            ledger.reserve(replace(ENTRY, unit=PERSON_A), **BUDGET, assignment="a")
+        ledger.reserve(ENTRY, **BUDGET, assignment="a")
+        assert ledger.verify() == 4
+        assert ledger.spent("ward", "record", **BUDGET) > spent
+    sql(folder, "UPDATE entries SET unit = 'record' WHERE sequence = 2")
+    is_refused(folder, "row 2 of .* was edited")
+
+
+def test_other_accounts_are_told_by_their_units(folder):
+    with open_ledger(folder) as ledger:
+        for account, unit in (("ward", "record"), ("lab", PERSON_A), ("lab", "record")):
+            entry = replace(ENTRY, account=account, unit=unit)
+            ledger.reserve(entry, epsilon=1e3, delta=1e-5, assignment="a")
+        told = {name: ledger.units_of_others(name) for name in ("ward", "lab", "new")}
+    assert told == {"ward": ["person", "record"], "lab": ["record"], "new": ["person", "record"]}
 
 
 # --- assignments of records to splits
@@ -334,18 +479,64 @@ def test_no_record_pays_more_than_the_split_of_its_first_side_was_charged(uses, 
         shutil.rmtree(folder)
 
 
-def test_a_day_takes_so_many_new_commitments_and_no_more(folder):
-    times = iter([0.0] * (MOST_COMMITMENTS + 1) + [86_399.0, 86_400.0])
-    with open_ledger(folder, clock=lambda: next(times)) as ledger:
-        for number in range(MOST_COMMITMENTS):
-            ledger.commit(f"run {number}", "terms")
-        ledger.commit("run 0", "terms")  # a retried message
-        for _ in range(2):
-            with pytest.raises(ConfigError, match="100 runs have committed .* start the run tomor"):
-                ledger.commit("one more", "terms")
+# --- the daily allowance
+
+
+def taken(folder):
+    """What today's requests have taken of the allowance, in bytes."""
+    return int(counter_of(folder / "key" / "site").read_text().split()[1])
+
+
+def spend_the_day(folder, *, day=0, left=0):
+    counter = counter_of(folder / "key" / "site")
+    counter.write_text(f"{day:>12} {MOST_BYTES - left:>20} {0:>20}\n")
+
+
+def test_rows_and_commitments_take_from_one_daily_allowance(folder):
+    times = [0.0]
+    with open_ledger(folder, clock=lambda: times[0]) as ledger:
+        ledger.commit("run", "terms")
+        committed = taken(folder)
+        ledger.commit("run", "terms")  # a retried message
+        assert taken(folder) == committed > len("runterms")
+        ledger.reserve(ENTRY, **BUDGET, assignment="a")
+        row = taken(folder) - committed
+        spend_the_day(folder, left=row - 1)
+        for ask in (
+            lambda: ledger.reserve(ENTRY, **BUDGET, assignment="a"),
+            lambda: ledger.commit("one more", "terms" * 1000),
+        ):
+            with pytest.raises(DayFullError, match="^refused: requests have made this site write"):
+                ask()
+        assert ledger.verify() == 1
         assert ledger.committed("one more") is None
-        ledger.commit("one more", "terms")
-        assert ledger.committed("one more") == "terms"
+        times[0] = 86_400.0
+        ledger.reserve(ENTRY, **BUDGET, assignment="a")
+        ledger.commit("one more", "terms" * 1000)
+        assert ledger.verify() == 2
+
+
+def test_the_file_never_grows_by_more_than_what_is_taken(folder):
+    path = folder / "ledger" / "site.sqlite"
+    with open_ledger(folder, clock=lambda: 0.0) as ledger:
+        ledger.commit("warm up", "")
+    before, start = path.stat().st_size, taken(folder)
+    with open_ledger(folder, clock=lambda: 0.0) as ledger:
+        for number in range(200):
+            long = replace(ENTRY, run=f"{number}" + "r\u00e9" * 100, release=Release(1e3, 1e-6, 1))
+            ledger.commit(long.run, f"{number}" * 500)
+            for _ in range(3):
+                ledger.reserve(long, **BUDGET, assignment="a")
+    page, run, rows = 4096, ENTRY.run, 400
+    assert path.stat().st_size - before <= taken(folder) - start + 3 * page
+    with open_ledger(folder, clock=lambda: 0.0) as ledger:
+        start = taken(folder)
+        for _ in range(rows):
+            ledger.reserve(
+                replace(ENTRY, run=run, release=Release(1e3, 1e-6, 1)), **BUDGET, assignment="a"
+            )
+    # an honest run of thousands of steps a day takes little of it
+    assert 100_000 * (taken(folder) - start) / rows < MOST_BYTES / 4
 
 
 # --- kill -9, races, threads, forks
@@ -455,6 +646,7 @@ COLUMNS = {
     "run_steps": "0",
     "committed_steps": "9",
     "mac": "'" + 64 * "0" + "'",
+    "unit": "'client'",
 }
 
 

@@ -136,6 +136,7 @@ def test_what_is_in_no_range_is_refused_also_where_nothing_was_parsed(term, valu
 
 def test_a_rate_too_small_to_book_is_refused_naming_rule_value_and_limit():
     large = replace(WARD_SET, records=dict.fromkeys(WARD_SET.records, 2 * 10**9))
+    large = replace(large, largest_noise_multiplier=1000.0)
     with pytest.raises(ConfigError, match=r"rule sample_rate: sample_rate=.*, not 1e-09 to 1"):
         plan(large, batch_size=1, noise_multiplier=1000.0)
     for size in (1e-300, 5e-324, 0.5):  # one record is expected at least
@@ -159,9 +160,10 @@ def test_a_split_without_declared_records_is_refused_naming_it():
 
 
 def test_noise_that_its_grid_cannot_hold_is_refused_naming_value_and_limit():
+    noisy = replace(WARD_SET, largest_noise_multiplier=5000.0)
     with pytest.raises(ConfigError, match=r"rule noise grid: noise_multiplier=5000.0, not .* 4.19"):
-        plan(WARD_SET, noise_multiplier=5000.0, num_values=10**6)
-    assert plan(WARD_SET, noise_multiplier=5000.0, num_values=10**5)
+        plan(noisy, noise_multiplier=5000.0, num_values=10**6)
+    assert plan(noisy, noise_multiplier=5000.0, num_values=10**5)
     crowd = parse(records=10**8).data_sets["ward"]
     with pytest.raises(ConfigError, match="rule noise grid: noise_multiplier=1.0, not 2.98 to"):
         plan(crowd)
@@ -222,6 +224,7 @@ data_set_policies = st.builds(
     epsilon=st.just(1.0),
     delta=st.just(1e-5),
     least_noise_multiplier=st.sampled_from([0.001, 0.5, 0.8, 2.0]),
+    largest_noise_multiplier=st.sampled_from([3.0, 100.0, 1e6]),
     largest_grad_norm=st.sampled_from([1e-6, 0.5, 1.0, 10.0]),
     largest_steps=st.integers(1, 10),
     verbs=st.frozensets(st.sampled_from(sorted(PRIVATE_VERBS))),
@@ -240,7 +243,9 @@ def is_inside(allowed, terms):
         all(type(v) in (int, float) and abs(v) <= sys.float_info.max for v in values)
         and type(terms["steps"]) is int
         and 1 <= terms["steps"] <= allowed.largest_steps
-        and allowed.least_noise_multiplier <= terms["noise_multiplier"] <= 1e6
+        and allowed.least_noise_multiplier
+        <= terms["noise_multiplier"]
+        <= min(1e6, allowed.largest_noise_multiplier)
         and (size is None or size > 0)
         and 1e-6 <= terms["max_grad_norm"] <= allowed.largest_grad_norm
         and terms["of_client"] == (allowed.unit == "client")
@@ -314,6 +319,7 @@ def test_every_key_of_the_file_arrives():
         "account": "hospital",
         "verbs": frozenset(WARD["verbs"]),
         "secure_sum": None,
+        "largest_noise_multiplier": 100.0,
     }
     assert POLICY.data_sets["ward"].account == "ward"
 
@@ -358,6 +364,22 @@ def test_noise_is_shared_in_secure_sums_of_one_gradient_alone():
             check_planned(replace(allowed, secure_sum=terms), replace(shared, verb=verb))
 
 
+def test_noise_that_costs_nothing_is_refused():
+    """Releases of sigma 5e5 once wrote rows for a day, and cost no budget."""
+    cheap, noisy = replace(PLANNED, noise_multiplier=5e5), replace(PLANNED, noise_multiplier=101.0)
+    for planned in (cheap, noisy):  # older files do not name the largest
+        with pytest.raises(ConfigError, match="rule largest_noise_multiplier: .* not 0.8 to 100.0"):
+            check_planned(WARD_SET, planned)
+    check_planned(WARD_SET, replace(PLANNED, noise_multiplier=100.0))
+    allowed = parse(largest_noise_multiplier=200).data_sets["ward"]
+    check_planned(allowed, noisy)
+    with pytest.raises(ConfigError, match="rule largest_noise_multiplier: .* not 0.8 to 200.0"):
+        check_planned(allowed, cheap)
+    older = parse(least_noise_multiplier=150).data_sets["ward"]
+    check_planned(older, replace(PLANNED, noise_multiplier=150.0))
+    assert parse_policy(template()).data_sets["my-data"].largest_noise_multiplier == 100
+
+
 def test_a_total_is_shared_out_by_public_fractions():
     fractions = {"train": 0.7, "validation": 0.2, "test": 0.1}
     records = parse(records=101, fractions=fractions).data_sets["ward"].records
@@ -386,6 +408,9 @@ def test_numbers_may_be_written_without_a_point():
         ({"delta": 1}, "ward.delta=1 .* below 1"),
         ({"delta": 0}, "ward.delta=0"),
         ({"least_noise_multiplier": 0}, "ward.least_noise_multiplier=0"),
+        ({"largest_noise_multiplier": 0}, "ward.largest_noise_multiplier=0"),
+        ({"largest_noise_multiplier": 0.7}, "largest_noise_multiplier=0.7 .*the least, 0.8, or mo"),
+        ({"largest_noise_multiplier": math.inf}, "ward.largest_noise_multiplier=inf"),
         ({"least_noise_multiplier": 1e-5}, "ward: noise_multiplier must be above 0"),
         ({"largest_grad_norm": math.inf}, "ward.largest_grad_norm=inf"),
         ({"threads": 0}, "ward.threads=0 .* integer of at least 1"),

@@ -22,7 +22,7 @@ from fednas_flwr.privacy.clipping import (
     clipped_alpha_gradient_sum,
     clipped_gradient_sum,
 )
-from fednas_flwr.privacy.micro_batches import exact_sum, filled, micro_batches
+from fednas_flwr.privacy.micro_batches import clipped_row_sum, filled, micro_batches
 from fednas_flwr.privacy.self_test import largest_size, rows_are_alike
 from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.search.candidate import Candidate, all_alike
@@ -404,17 +404,23 @@ def test_micro_batches_have_one_size_and_hold_every_record_once(num_records, siz
 finite = st.floats(-1, 1, allow_subnormal=True)
 
 
+def row_sum(rows, bound):
+    total = clipped_row_sum("rows", rows, max_norm=bound)
+    assert total.norm == bound
+    return total["rows"]
+
+
 @given(st.lists(finite, min_size=1, max_size=40), st.randoms(), st.sampled_from([1e-6, 1.0, 3e7]))
 def test_sums_are_exact_in_any_order(numbers, random, bound):
     rows = bound * torch.tensor(numbers, dtype=torch.float64)[:, None]
-    total = exact_sum(rows, bound=bound)
+    total = row_sum(rows, bound)
     random.shuffle(numbers)
     shuffled = bound * torch.tensor(numbers, dtype=torch.float64)[:, None]
-    assert torch.equal(exact_sum(shuffled, bound=bound), total)
-    others, first = (exact_sum(part, bound=bound) for part in (shuffled[1:], shuffled[:1]))
+    assert torch.equal(row_sum(shuffled, bound), total)
+    others, first = (row_sum(part, bound) for part in (shuffled[1:], shuffled[:1]))
     assert torch.equal(total - others, first)
     assert float((total - rows.sum(0)).abs()) <= len(rows) * bound * 2.0**-39
-    assert bool((exact_sum(rows[:1], bound=bound).abs() <= rows[0].abs()).all())
+    assert bool((row_sum(rows[:1], bound).abs() <= rows[0].abs()).all())
 
 
 @pytest.mark.parametrize(

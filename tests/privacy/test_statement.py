@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from itertools import count
 
@@ -55,13 +56,25 @@ def test_what_is_asked_in_another_stage_or_of_other_splits_is_another_line(rows)
 
 def test_epsilon_is_that_of_all_rows_that_a_split_paid_for(rows):
     epsilons = make_statement(rows, delta=1e-6).epsilons
-    assert list(epsilons) == ["ward", "lab"]
-    assert list(epsilons["lab"]) == ["train", "validation"]
-    assert epsilons["ward"] == {
+    ward, lab = ("ward", "record"), ("lab", "record")
+    assert list(epsilons) == [ward, lab]
+    assert list(epsilons[lab]) == ["train", "validation"]
+    assert epsilons[ward] == {
         "train": prv_epsilon([replace(STEP, steps=40)], 1e-6),  # both runs
         "validation": prv_epsilon([ALPHA_STEP], 1e-6),
     }
-    assert epsilons["lab"]["train"] == epsilons["lab"]["validation"] > 0
+    assert epsilons[lab]["train"] == epsilons[lab]["validation"] > 0
+
+
+def test_an_account_that_has_paid_for_several_units_says_what_each_is_promised(rows):
+    person = [replace(row, entry=replace(row.entry, unit="person by a")) for row in rows[:2]]
+    statement = make_statement([*person, *rows[2:]], delta=1e-5)
+    epsilons, alone = statement.epsilons, make_statement(rows, delta=1e-5).epsilons
+    assert list(epsilons) == [("ward", "person by a"), ("ward", "record"), ("lab", "record")]
+    assert set(epsilons["ward", "person by a"].values()) == {math.inf}
+    for split, epsilon in alone["ward", "record"].items():
+        assert epsilon <= epsilons["ward", "record"][split] < math.inf
+    assert epsilons["ward", "record"]["train"] > alone["ward", "record"]["train"]
 
 
 def test_no_rows_give_an_empty_statement_and_a_delta_out_of_range_is_refused(rows):

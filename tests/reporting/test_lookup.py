@@ -26,6 +26,7 @@ from fednas_flwr.reporting.lookup import (
 from fednas_flwr.reporting.plots import percentiles
 from fednas_flwr.reporting.runs import read_run
 
+COLUMNS = ["cifar10_test_12ep", "val_acc_epochs_12"]
 OPS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 PAIRS = [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]
 FORM = "|{}~0|+|{}~0|{}~1|+|{}~0|{}~1|{}~2|"
@@ -96,10 +97,10 @@ def make_run(tmp_path):
     return make
 
 
-def test_only_accuracies_count_and_percentiles_are_those_of_mean_ranks(tmp_path):
+def test_percentiles_are_those_of_mean_ranks_by_the_named_columns(tmp_path):
     rows = made_rows(some_cells(300))
-    table = read_table(write(tmp_path / "table.csv", rows))
-    assert table.columns == ("cifar10_test_12ep", "val_acc_epochs_12")
+    table = read_table(write(tmp_path / "table.csv", rows), COLUMNS)
+    assert table.columns == tuple(COLUMNS)
     columns = [[row[name] for row in rows] for name in table.columns]
     for row, expected in zip(rows, slow_percentiles(columns), strict=True):
         cell = read_cell(row["arch_str"])
@@ -114,54 +115,18 @@ def test_best_cell_has_100_and_ties_share_a_percentile(tmp_path):
     assert [percentiles[cell] for cell in cells] == [25.0, 62.5, 62.5, 100.0]
 
 
-OTHERS = (
-    *("acc_std", "std", "test_acc_dev", "val_variance", "test stderr", "train_acc", "trainAcc"),
-    *("train_losses", "test_loss", "nparams", "acc_count", "num_test", "iepoch", "epochs", "seed"),
-    *("gpu_hours", "train_time", "latency(ms)", "synflow", "jacob_cov", "naswot", "accuracy_score"),
-    *("val_ce", "test_cost", "runs", "trainability", "test_steps"),
-)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("others", [("test_accuracy",), ("cifar10-valid", "cifar10"), ("mean",)])
-def test_what_is_no_accuracy_is_never_ranked(tmp_path, name, others):
-    """Alone it makes no table, and beside accuracies it changes nothing and is named."""
-    cells, rng = some_cells(30), random.Random(2)
-    rows = [{"arch": FORM.format(*cell), name: rng.random()} for cell in cells]
-    with pytest.raises(ConfigError, match="one of accuracies test_accuracy, or one of errors"):
-        read_table(write(tmp_path / "alone.csv", rows))
-    plain = [{"arch": row["arch"], **dict.fromkeys(others, rng.random())} for row in rows]
-    both = [own | row for own, row in zip(plain, rows, strict=True)]
-    table = read_table(write(tmp_path / "both.csv", both))
-    assert table == read_table(write(tmp_path / "plain.csv", plain))
-    assert (table.columns, table.left_out) == (others, (name,))
-
-
-@pytest.mark.parametrize(
-    "name", ["test_error", "val_err", "top1_err", "testErrors", "Error (%)", "cifar10_test_regret"]
-)
-def test_the_lowest_error_ranks_best(tmp_path, name):
-    cells, rng = some_cells(30), random.Random(3)
-    rows = [{"arch": FORM.format(*cell), name: rng.randrange(40)} for cell in cells]
-    table = read_table(write(tmp_path / "t.csv", rows))
-    expected = slow_percentiles([[100 - row[name] for row in rows]])
-    assert [table.percentiles[cell] for cell in cells] == pytest.approx(expected)
-    assert [table.accuracies[cell] for cell in cells] == [(row[name],) for row in rows]
-    assert table.errors == {name}
-    mixed = [row | {"val_acc": 100 - row[name]} for row in rows]
-    again = read_table(write(tmp_path / "mixed.csv", mixed))
-    assert [again.percentiles[cell] for cell in cells] == pytest.approx(expected)
-
-
-def test_names_that_say_nothing_count_only_where_no_other_does_and_values_fit(tmp_path):
-    cells = some_cells(3)
-    rows = [{"a": FORM.format(*c), "200": k, "mine": k, "big": 50 * k} for k, c in enumerate(cells)]
-    table = read_table(write(tmp_path / "t.csv", rows))
-    assert (table.columns, table.left_out) == (("200", "mine", "big"), ())
-    table = read_table(write(tmp_path / "t.csv", [row | {"big": 200} for row in rows]))
-    assert (table.columns, table.left_out) == (("200", "mine"), ("big",))
-    table = read_table(write(tmp_path / "t.csv", [row | {"CIFAR100 (200ep)": 1} for row in rows]))
-    assert (table.columns, table.left_out) == (("CIFAR100 (200ep)",), ("200", "mine", "big"))
+def test_columns_are_named_unless_there_is_one(tmp_path):
+    rows = [{"arch": FORM.format(*cell), "note": "x", "acc": k} for k, cell in enumerate(CELLS[:4])]
+    one = read_table(write(tmp_path / "one.csv", rows))
+    assert one.columns == ("acc",)
+    more = write(tmp_path / "more.csv", [row | {"seed": 7, "std": -row["acc"]} for row in rows])
+    assert read_table(more, ["acc"]) == one
+    listed = "the columns of numbers acc, seed, std: name one or more of accuracies"
+    with pytest.raises(ConfigError, match=f"more.csv: expected {listed}"):
+        read_table(more)
+    for wrong in ("note", "accuracy"):
+        with pytest.raises(ConfigError, match=f"expected acc, {wrong} among {listed}"):
+            read_table(more, ["acc", wrong])
 
 
 @pytest.mark.parametrize("form", ["csv.gz", "csv.xz", "semicolons", "tabs", "index", "parquet"])
@@ -180,7 +145,8 @@ def test_files_of_many_forms_are_the_same_table(tmp_path, form):
             frame.set_index("arch_str").to_parquet(path)
         case _:
             frame.to_csv(path, index=False)
-    assert read_table(path) == read_table(write(tmp_path / "plain.csv", made_rows(some_cells(20))))
+    plain = write(tmp_path / "plain.csv", made_rows(some_cells(20)))
+    assert read_table(path, COLUMNS) == read_table(plain, COLUMNS)
 
 
 def test_other_spellings_and_several_rows_per_cell(tmp_path):
@@ -193,7 +159,7 @@ def test_other_spellings_and_several_rows_per_cell(tmp_path):
     }
     first, second = some_cells(2)
     rows = [
-        {"id": 5, "text": "x", "a": FORM.format(*(spelt[op] for op in cell)), "test": accuracy}
+        {"text": "x", "a": FORM.format(*(spelt[op] for op in cell)), "test": accuracy}
         for cell, accuracy in ((first, 70.0), (second, 60.0), (first, 80.0))
     ]
     table = read_table(write(tmp_path / "t.csv", rows))
@@ -223,8 +189,8 @@ def test_other_texts_are_no_cells(text):
         ("a,b\n1,2\n", "no column holds cells as |op~0|"),
         (f"cell,test\n{FORM.format(*CELLS[0])},1\nrubbish,2\n", "no column holds cells"),
         (
-            f"cell,params,note\n{FORM.format(*CELLS[0])},1,x\n",
-            "is no table of accuracies: beside the cells in 'cell' it has the columns params, note",
+            f"cell,params,test\n{FORM.format(*CELLS[0])},1,2\n",
+            "expected the columns of numbers params, test: name one or more of accuracies, `fednas",
         ),
         (b"\x1f\x8bnot gzip", "table"),
     ],
@@ -253,7 +219,7 @@ def test_what_is_no_table_is_refused_in_one_sentence(tmp_path, make_run, capsys,
 def test_runs_without_a_listed_cell_are_named(tmp_path, make_run, capsys, cell, space, sentence):
     table = write(tmp_path / "t.csv", made_rows(CELLS[1:50]))
     good, bad = make_run("good", CELLS[7]), make_run("bad", cell, space)
-    arguments = ["lookup", str(good), str(bad), "--table", str(table)]
+    arguments = ["lookup", str(good), str(bad), "--table", str(table), "--column", *COLUMNS]
     assert cli.main(arguments) == cli.USER_ERROR
     error = capsys.readouterr().err
     assert f"{bad} {sentence}" in error
@@ -266,14 +232,14 @@ def test_a_run_that_has_not_begun_and_no_run_are_refused(tmp_path, capsys):
         folder.mkdir()
     (tmp_path / "sweep" / "config.yaml").write_text("seed: 1\n")
     for name, sentence in (("sweep", "its run has not begun"), ("nothing", "holds no run")):
-        arguments = ["lookup", str(tmp_path / name), "--table", str(table)]
+        arguments = ["lookup", str(tmp_path / name), "--table", str(table), "--column", *COLUMNS]
         assert cli.main(arguments) == cli.USER_ERROR
         assert sentence in capsys.readouterr().err
 
 
 def test_several_runs_are_shown_with_their_mean_and_worst(tmp_path, make_run):
     cells = some_cells(40)
-    table = read_table(write(tmp_path / "t.csv", made_rows(cells)))
+    table = read_table(write(tmp_path / "t.csv", made_rows(cells)), COLUMNS)
     runs = [read_run(make_run(f"run{k}", cells[k])) for k in range(3)]
     console = Console(width=250)
     with console.capture() as printed:
@@ -290,27 +256,9 @@ def test_several_runs_are_shown_with_their_mean_and_worst(tmp_path, make_run):
     assert found["worst"] == pytest.approx(list(map(min, zip(*expected, strict=True))), abs=0.06)
 
 
-def test_ranked_and_other_columns_are_told_and_the_worst_error_is_the_highest(tmp_path, make_run):
-    cells = some_cells(3)
-    rows = [
-        {"arch": FORM.format(*cell), "test_acc": 90 - k, "val_err": 10 + k, "seed": 7, "acc_std": 1}
-        for k, cell in enumerate(cells)
-    ]
-    table = read_table(write(tmp_path / "t.csv", rows))
-    console = Console(width=200)
-    with console.capture() as printed:
-        print_lookup(table, [read_run(make_run(f"run{k}", cells[k])) for k in range(3)], console)
-    *lines, ranked, others = printed.get().splitlines()
-    assert ranked == "ranked: test_acc, val_err (errors: the lowest is best)"
-    assert others == "not ranked: seed, acc_std"
-    (worst,) = [line for line in lines if "worst" in line]
-    values = [float(cell) for cell in worst.strip("│").split("│")[1:]]
-    assert values == pytest.approx([88, 12, 33.3], abs=0.05)
-
-
 def test_percentiles_by_round_follow_the_cells_of_the_alphas(tmp_path, make_run):
     cells = some_cells(30)
-    table = read_table(write(tmp_path / "t.csv", made_rows(cells[:29])))
+    table = read_table(write(tmp_path / "t.csv", made_rows(cells[:29])), COLUMNS)
     run = read_run(make_run("run", cells[0], rounds=[cells[4], cells[29], cells[0]]))
     found = percentiles_by_round(table, run.alphas())
     assert found == {1: table.percentiles[cells[4]], 3: table.percentiles[cells[0]]}
@@ -321,7 +269,7 @@ def test_percentiles_by_round_follow_the_cells_of_the_alphas(tmp_path, make_run)
 
 def test_of_a_halved_pool_the_best_of_each_measurement_counts(tmp_path):
     cells = some_cells(5)
-    table = read_table(write(tmp_path / "t.csv", made_rows(cells)))
+    table = read_table(write(tmp_path / "t.csv", made_rows(cells)), COLUMNS)
     genotypes = [{"space": "nasbench201", "cells": {"cell": edges(cell)}} for cell in cells]
     events = [
         {"round": 2, "genotypes": genotypes[:4], "rewards": [0.1, 0.3, 0.4, 0.2]},
@@ -343,15 +291,16 @@ SMALL = {
 @pytest.mark.parametrize("algorithm", sorted(SMALL))
 def test_the_report_draws_the_percentile_over_rounds(algorithm, run_inline, tmp_path):
     table = write(tmp_path / "all.csv", made_rows(CELLS))
+    given = f"dataset.table={{file: '{table}', columns: [{', '.join(COLUMNS)}]}}"
     run = run_inline(
-        *(f"algorithm={algorithm}", f"dataset.table={table}", "stages=[search]", "clients=2"),
+        *(f"algorithm={algorithm}", given, "stages=[search]", "clients=2"),
         *(f"algorithm.{setting}" for setting in SMALL[algorithm]),
     )
     assert run.error is None
     (told,) = [event for event in run.events if event["event"] == "looked_up"]
     found = read_run(run.folder)
     assert told["cells"] == len(CELLS)
-    assert told["percentiles"][-1][1] == read_table(table).percentiles[found_cell(found)]
+    assert told["percentiles"][-1][1] == read_table(table, COLUMNS).percentiles[found_cell(found)]
     assert [number for number, _ in told["percentiles"]] == [1, 2]
     (trace,) = percentiles(found, "search")["data"]
     assert list(trace["x"]) == [number for number, _ in told["percentiles"]]
@@ -361,17 +310,20 @@ def test_the_report_draws_the_percentile_over_rounds(algorithm, run_inline, tmp_
     assert percentiles(found, "retrain") is None
 
 
+NO_FILE = "dataset.table={file: none.csv, columns: [a]}"
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
-    [("search_space=darts", "dataset.table=none.csv with search_space=darts: tables hold cells")],
+    [("search_space=darts", "dataset.table=none.csv with search_space=darts: it holds cells")],
 )
 def test_a_table_is_for_its_own_space(compose_config, override, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        compose_config("dataset.table=none.csv", override)
+        compose_config(NO_FILE, override)
 
 
 def test_a_run_with_a_table_that_cannot_be_read_does_not_begin(run_inline):
-    run = run_inline("dataset.table=none.csv", "stages=[search]")
+    run = run_inline(NO_FILE, "stages=[search]")
     assert "the table none.csv cannot be read: No such file" in str(run.error)
     assert not [event for event in run.events if event["event"] == "round"]
 
@@ -386,9 +338,9 @@ def test_a_search_is_looked_up_from_its_folder(tmp_path, tiny_overrides, capsys,
     tiny = [text for text in tiny_overrides if not text.startswith("retrain.rounds")]
     assert cli.main(["run", *tiny, *space, *stages]) == 0
     capsys.readouterr()
-    assert cli.main(["lookup", str(run_dir), "--table", str(table)]) == 0
+    assert cli.main(["lookup", str(run_dir), "--table", str(table), "--column", *COLUMNS]) == 0
     printed = capsys.readouterr().out
-    run, read = read_run(run_dir), read_table(table)
+    run, read = read_run(run_dir), read_table(table, COLUMNS)
     assert len(read.percentiles) == 15_625
     cell = found_cell(run)
     assert f"{read.percentiles[cell]:.1f}" in printed

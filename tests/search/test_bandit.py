@@ -50,8 +50,8 @@ arms = st.integers(1, 40)
 @cache
 def composed_bandit(alpha):
     """The settings of an experiment with the paper's bandit."""
-    overrides = ["algorithm=feathers_paper_faithful", f"algorithm.bandit.step_size={alpha}"]
-    tree = compose_tree(["experiment=feathers/fashion_mnist", *overrides])
+    overrides = ["experiment=feathers/paper_faithful", f"algorithm.bandit.step_size={alpha}"]
+    tree = compose_tree(overrides)
     return BanditSettings(**tree["algorithm"]["bandit"])
 
 
@@ -84,7 +84,7 @@ def test_the_update_is_equation_6():
 
 
 @given(cases, st.sampled_from([0.2, 0.5, 1.0]))
-def test_the_setting_of_the_papers_name_is_paper_faithful(case, alpha):
+def test_the_experiment_of_the_papers_name_is_paper_faithful(case, alpha):
     chosen = composed_bandit(alpha)
     oracle = paper_faithful(alpha=alpha, beta=chosen.beta)
     found, expected = (tried(case[0], *case[1], constants=c) for c in (chosen, oracle))

@@ -140,6 +140,10 @@ def test_batch_norm_of_a_single_record_is_refused(
     assert "set search_space.norm=group" in sentence
     sentence = refused(compose_config(*table, "algorithm.batch_size=1"))
     assert "client 0 trains on in search (batch_size=1)" in sentence
+    for searched in ("random_search", "successive_halving"):  # without a supernet
+        whole = (f"algorithm={searched}", "search_space=mlp_small", "algorithm.batch_size=1")
+        sentence = refused(compose_config(*table, *whole))
+        assert "client 0 trains on in search (batch_size=1)" in sentence
 
 
 def test_batch_norm_over_places_takes_a_single_image(compose_config: Compose) -> None:
@@ -240,8 +244,13 @@ def test_a_table_of_accuracies_that_is_none_is_refused(
     path = tmp_path / "accuracies.csv"
     if content is not None:
         path.write_text(content)
-    sentence = refused(compose_config("search_space=nasbench201_small", f"dataset.table={path}"))
-    assert sentence.startswith(f"dataset.table={path}"[:60])
+    sentence = refused(
+        compose_config(
+            "search_space=nasbench201_small",
+            f"dataset.table={{file: '{path}', columns: [accuracy]}}",
+        )
+    )
+    assert sentence.startswith(f"dataset.table.file={path}"[:60])
     assert said in sentence
 
 

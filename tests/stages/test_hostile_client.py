@@ -216,7 +216,9 @@ def test_the_metrics_of_every_verb_are_its_own():
         assert verb.releases & named <= verb.metrics
 
 
-@pytest.mark.parametrize("label", ["../x", "", ".hidden", "a" * 65, "a/b", "a\nb", ["a"], None])
+@pytest.mark.parametrize(
+    "label", ["../x", "", ".hidden", "a" * 65, "a/b", "a\nb", "\U00010400" * 64, ["a"], None]
+)
 def test_only_what_names_a_folder_names_a_group(label):
     with pytest.raises(ConfigError):
         group_name({"tag": label}, BAD, "tag")

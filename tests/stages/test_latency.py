@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 
 import pytest
 import torch
 
+from fednas_flwr.builders.data import make_data
+from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.clients.verbs import ANSWERS
 from fednas_flwr.errors import ConfigError, ReplyError
+from fednas_flwr.evaluation.space_costs import space_costs
 from fednas_flwr.exchange.gate import LARGEST_TABLE, check_facts
 from fednas_flwr.exchange.messages import Reply
 from fednas_flwr.exchange.requests import decode
-from fednas_flwr.hardware.latency import from_json, machine_name, median_table
+from fednas_flwr.hardware.latency import from_json, machine_name, median_table, to_json
 from fednas_flwr.stages.latency import cost_of
+
+from .test_hostile_facts import variants
 
 COST = "{table: null, unit: ms, target: %s, loss: additive, scale: 1.0, exponent: 1.0}"
 FDNAS = [
@@ -121,6 +127,34 @@ def test_medians_are_by_layer_over_the_layers_that_all_have(whole):
     assert merged.machine == "a, b"
     for key in others:
         assert merged.latency_ms(key) == 2 * table.latency_ms(key)
+
+
+def test_whatever_passes_as_a_table_leaves_a_median_that_computes(whole):
+    """One of three says it, in place of each field of the table and of a layer."""
+    text = (whole.folder / "latency.json").read_text()
+    document, honest = json.loads(text), from_json(text)
+    space = supernet_space(whole.config, make_data(whole.config)[0])
+    first, *others = document["layers"]
+    tables = [{**document, "layers": [own, *others]} for own in variants(first)]
+    tables += list(variants({key: value for key, value in document.items() if key != "layers"}))
+    passed = 0
+    for said in tables:
+        try:
+            table = from_json(
+                json.dumps(
+                    {"layers": document["layers"], **said} if isinstance(said, dict) else said
+                )
+            )
+            space_costs(space, table)
+        except ConfigError:
+            continue
+        passed += 1
+        median = median_table([table, honest, honest])
+        assert from_json(to_json(median)).timings == honest.timings
+        assert median.threads == honest.threads
+        for two in ([table, honest], [honest, table]):  # of whom nobody can tell who is right
+            assert math.isfinite(space_costs(space, from_json(to_json(median_table(two)))).highest)
+    assert passed > 10
 
 
 def hostile(text, **changes):

@@ -1,11 +1,12 @@
 """A private run of which the unit is a person: what is drawn, declared and promised."""
 
 import re
+import shutil
 
 import numpy as np
 import pytest
 
-from fednas_flwr import compose, run
+from fednas_flwr import cli, compose, run
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.reporting.events import read_events
@@ -73,3 +74,46 @@ def test_the_policy_and_the_data_must_name_the_same_unit(overrides, tmp_path):
         run(compose(*once, f"run_dir={tmp_path / 'third'}"))
     assert not (tmp_path / "other").exists()
     assert not (tmp_path / "third").exists()
+
+
+def test_another_unit_keeps_the_budget_and_a_new_budget_says_what_it_leaves_out(
+    overrides, tmp_path, capsys
+):
+    """Releases per record promise nothing to persons, whatever the policy says afterwards."""
+    sites = tmp_path / "sites"
+    by_person = [*overrides, f"privacy.sites={sites}"]
+    by_record = [text for text in by_person if not text.startswith("dataset.id_column")]
+    first = run(compose(*by_record, "dataset.ignore=[patient]", f"run_dir={tmp_path / 'run'}"))
+    assert "under budgets other than" not in (first.folder / "MODEL_CARD.md").read_text()
+    policies = list(sites.glob("*/policy.yaml"))
+    for policy in policies:
+        text = policy.read_text().replace("unit: record", "unit: person")
+        policy.write_text(re.sub(r"records: \d+", f"records: {PERSONS // 2}", text))
+    with pytest.raises(ConfigError, match="more than what is left of budgets covers"):
+        run(compose(*by_person, f"run_dir={tmp_path / 'second'}"))
+    kept = tmp_path / "kept"
+    shutil.copytree(sites, kept)
+    for policy in policies:
+        policy.write_text(policy.read_text() + "    account: per-person\n")
+    third = run(compose(*by_person, f"run_dir={tmp_path / 'third'}"))
+    card = re.sub(r"\s+", " ", (third.folder / "MODEL_CARD.md").read_text())
+    assert "per person, add/remove" in card
+    assert (
+        "have also released under budgets other than this run's, per record. Where that was of "
+        "the same records, epsilon leaves it out." in card
+    )
+    books = [str(sites / "client-0" / "ledger" / "ledger.sqlite"), "--key"]
+    books.append(str(sites / "client-0" / "key"))
+    capsys.readouterr()
+    assert cli.main(["ledger", "show", *books, "--account", "per-person"]) == 0
+    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+    left_out = "per-person does not count what was booked on records (per record), if that was of"
+    assert f"{left_out} the same records." in shown
+    for path in kept.glob("*/ledger/ledger.sqlite"):  # the refused run has booked nothing
+        with Ledger(path, path.parent.parent / "key") as ledger:
+            assert {row.entry.unit for row in ledger.entries()} == {"record"}
+    with Ledger(
+        sites / "client-0" / "ledger" / "ledger.sqlite", sites / "client-0" / "key"
+    ) as books:
+        units = {row.entry.account: row.entry.unit for row in books.entries()}
+    assert units["per-person"] == "person by patient"

@@ -11,11 +11,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file
 from torch.nn import functional
 
 from fednas_flwr import load
-from fednas_flwr.builders.clients import PRIVATE_SITE_KEYS, check_public, make_courier
+from fednas_flwr.builders.clients import (
+    PRIVATE_SITE_KEYS,
+    check_public,
+    make_client,
+    make_courier,
+)
 from fednas_flwr.builders.data import make_data
 from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.builders.strategies import make_search
@@ -28,11 +34,13 @@ from fednas_flwr.config import dump_config
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.errors import ConfigError
 from fednas_flwr.exchange.courier import QuorumError
+from fednas_flwr.exchange.messages import Header, encode_request
 from fednas_flwr.exchange.requests import Amount, Commit, Describe, Evaluate, Site
 from fednas_flwr.federation import client_app
 from fednas_flwr.federation.client_app import make_client_app
 from fednas_flwr.federation.grids import InProcessGrid
 from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
+from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
 from fednas_flwr.privacy.gdp import gdp_epsilon
 from fednas_flwr.privacy.ledger import Ledger
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -671,6 +679,100 @@ def test_a_new_export_of_the_same_records_is_charged_to_all_splits_unless_a_colu
     assert second == (first if id_column else [("train", "validation", "test")] * 4)
 
 
+SMALL = ["algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "stages=[search]", "rounds=1"]
+WRONG_ROWS = [
+    *(",1,1,2020-01-01,n,,0", "q1,old,1,2020-01-01,n,,0", "q2,1,1e39,2020-01-01,n,,0"),
+    *("q3,1,-inf,,n,,1", "q4,1,1,2020-02-30,n,,1", "q5,1,1,2020-01-01,east,,1"),
+    *("q6,1,1,2020-01-01,n,,2", "q7,1,1,2020-01-01,n,,", "q8,1,1,2020-01-01,n\0,,0.0"),
+]
+FAR_ROWS = ["f1,3e38,,9999-12-31,,,0", f"f2,-3e38,1,0001-01-01,n,{'x' * 300_000},1"]
+
+
+def write_site(folder: Path, kind: str, wrong: bool, alone: bool) -> tuple[Path, dict]:
+    """Return a site's data, ``wrong`` with records that cannot be read, and how it is read."""
+    rng, folder = np.random.default_rng(0), folder / f"{kind}-{wrong}-{alone}"
+    folder.mkdir()
+    x, y = rng.integers(0, 256, (60, 8, 8, 3), np.uint8), np.arange(60) % 3
+    if kind == "npz":
+        more = [np.zeros((4, 8, 8, 3), np.uint8)] * wrong, [np.array([-1, 3, 99, 2**60])] * wrong
+        kept = slice(0, 60 * (not alone))
+        x, y = np.concatenate([*more[0], x[kept]]), np.concatenate([*more[1], y[kept]])
+        np.savez(folder / "site.npz", x_train=x, y_train=y)
+        return folder / "site.npz", {"name": "npz", "class_names": [*"abc"]}
+    if kind == "image_folder":
+        for i in range(60 * (not alone)):
+            place = folder / "abc"[y[i]] / f"{i}.png"
+            place.parent.mkdir(exist_ok=True)
+            Image.fromarray(x[i]).save(place)
+        for place in ("a/0.png.png", "a/x.dcm", "b/9.jpg", "d/1.png") if wrong else ():
+            (folder / place).parent.mkdir(exist_ok=True)
+            (folder / place).write_bytes(b"no image")
+        own = {"name": "image_folder", "class_names": [*"abc"], "image_size": 8, "channels": 3}
+        return folder, own
+    rows = [
+        f"p{i},{a:.3f},{b:.3f},2020-01-{1 + i % 28:02},{'ns'[i % 2]},,{i % 2}"
+        for i, (a, b) in enumerate(rng.normal(0, 1, (60 * (not alone), 2)))
+    ]
+    rows = [
+        *WRONG_ROWS[kind == "csv" : 5] * wrong,
+        *rows,
+        *FAR_ROWS * (not alone),
+        *WRONG_ROWS[5:] * wrong,
+    ]
+    text = "\n".join(["patient,x,y,seen,ward,note,ill", *rows])
+    (folder / "site.csv").write_text(text + "\n")
+    own = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": ["x", "y"]}
+    own |= {"dates": ["seen"], "categorical": ["ward"], "categories": {"ward": ["n", "s"]}}
+    own |= {"statistics": {"x": [0, 1], "y": [0, 1], "seen": [18000, 100]}}
+    return folder / "site.csv", own | {"id_column": None if kind == "csv" else "patient"}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("kind", ["csv", "persons", "npz", "image_folder"])
+def test_records_that_cannot_be_read_change_no_answer(
+    compose_config, real_sites, start, tmp_path, monkeypatch, capsys, kind, alone
+):
+    """Nor do they where no other is left (``alone``); the site's log tells how many they are."""
+    table = kind in ("csv", "persons")
+    sizes = ["search_space=mlp_small", *(f"{p}.channels=8" for p in ("search_space", "retrain"))]
+    sizes += [f"{part}.norm=group" for part in ("search_space", "retrain")]
+    sizes = sizes if table else [f"search_space.{size}" for size in SIZES]
+    overrides = [*SMALL, "privacy.epsilon=1000", *REAL_SITES, *sizes]
+    overrides += ["dataset=csv"] if table else []
+    clients, facts, told = [], [], []
+    monkeypatch.setattr(
+        client_app,
+        "make_client",
+        lambda *a, **k: clients.append(make_client(*a, **k)) or clients[-1],
+    )
+    for wrong in (False, True):
+        for kept in (client_app._gate, client_app._client, client_app._data):
+            kept.cache_clear()
+        config = compose_config(*overrides)
+        grid = real_sites(config, unit="person" if kind == "persons" else "record")
+        (node,) = (context.node_config for context in grid._contexts.values())
+        path, dataset = write_site(tmp_path, kind, wrong, alone)
+        Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
+        node["data-path"] = str(path)
+        courier = make_courier(config, run="other")
+        courier.connect(grid)
+        facts.append({name: of for name, of in courier.facts[0].items() if name != "spent"})
+        assert start(*overrides, grid=grid).error is None
+        told.append("left out" in capsys.readouterr().err)
+    assert told == [False, True]
+    assert facts[0] == facts[1]
+    before, after = (client.data for client in (clients[0], clients[-1]))
+    for split in ("train", "validation", "test"):
+        a, b = getattr(before, split), getattr(after, split)
+        assert a.num_units == b.num_units
+        assert bool(len(a)) != alone
+        assert torch.equal(a.labels[a.rows], b.labels[b.rows])
+        assert a.features[a.rows].numpy().tobytes() == b.features[b.rows].numpy().tobytes()
+    with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as booked:
+        charged = [row.entry.splits for row in booked.entries()]
+    assert charged == [("train",), ("validation",)] * 2  # all three, were it other data
+
+
 def test_a_private_sites_own_file_chooses_fixed_features_of_its_images(
     compose_config, real_sites, start
 ):
@@ -1050,6 +1152,63 @@ def trail_of(path):
     return [{key: value for key, value in line.items() if key not in changing} for line in lines]
 
 
+def books_of(folder):
+    """The sizes of all files of a site, but its counter."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".day"]
+    return {path: path.stat().st_size for path in files}
+
+
+def test_a_flood_of_requests_fills_no_disk_and_an_honest_run_goes_on_the_next_day(
+    compose_config, real_sites, start
+):
+    """Refusals, malformed messages, commitments, what raises at the site: all of one allowance."""
+    overrides = [*SEARCH, *REAL_SITES]
+    config = compose_config(*overrides)
+    grid = real_sites(config)
+    (node,) = (context.node_config for context in grid._contexts.values())
+    counter = counter_of(Path(node["ledger-key"]))
+    folder = counter.parent
+    assert start(*overrides, grid=grid).error is None  # what is made once is there
+    day, taken, refused = map(int, counter.read_text().split())
+    (trail,) = folder.rglob("audit.jsonl")
+    requests = trail.read_text().count('"event": "asked"')
+    assert refused == 0
+    assert taken < 4000 * requests  # policy.yaml says about 3 kB
+    counter.write_text(f"{day:>12} {MOST_BYTES - 3000:>20} {0:>20}\n")
+    (node_id,) = grid._contexts
+
+    def told(verb, header, settings):
+        content = encode_request(header, settings, {})
+        (reply,) = grid.send_and_receive([grid.create_message(content, verb, node_id, "")])
+        return reply.error.reason if reply.has_error() else "answered"
+
+    sizes, reasons = [], set()
+    for number in range(60):
+        run = Header(f"flood {number}", "search", 1, 1, 0, f"{number}")
+        for verb, settings in (
+            ("query.describe", Describe()),
+            ("query.commit", Commit("records", ())),
+            ("query.commit", Commit("other", ())),
+            ("train.weight_gradient", ASKED),
+        ):
+            reasons.add(told(verb, run, settings))
+        reasons.add(told("query.commit", run, Describe()))  # malformed
+        sizes.append(books_of(folder))
+    assert sizes[-1] == sizes[20]
+    assert "requests have made this site write as much as it writes in a day" in " ".join(reasons)
+    others = {"query.describe": Describe(), "query.commit": Commit("records", ())}
+    late = {told(verb, run, settings) for verb, settings in others.items()}
+    assert len(late) == 1  # one constant sentence
+    assert books_of(folder) == sizes[-1]
+    with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as ledger:
+        assert len(ledger.commitments()) < 5
+    day, _, refused = counter.read_text().split()
+    assert int(refused) > 200
+    counter.write_text(f"{int(day) - 1:>12} {MOST_BYTES:>20} {0:>20}\n")
+    again = start(*overrides, grid=grid)
+    assert again.error is None
+
+
 def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
     compose_config, real_sites, start, tmp_path
 ):
@@ -1060,7 +1219,7 @@ def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
         x_train=rng.integers(0, 255, (70, 3, 8, 8), dtype=np.uint8),
         y_train=rng.integers(0, 3, 70),
     )
-    config, trails = compose_config(*SEARCH, *REAL_SITES), []
+    config, trails, taken = compose_config(*SEARCH, *REAL_SITES), [], []
     for name in ("made", "other"):
         client_app._client.cache_clear()
         grid = real_sites(config)
@@ -1076,7 +1235,9 @@ def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
         path = tmp_path / name / "ledger" / "audit.jsonl"
         assert verify_trail(path, tmp_path / name / "key") == len(trail_of(path))
         trails.append(trail_of(path))
+        taken.append(int(counter_of(tmp_path / name / "key").read_text().split()[1]))
     assert trails[0] == trails[1]
+    assert taken[0] == taken[1]  # nor does the daily allowance depend on them
     (refused,) = (line for line in trails[0] if line["event"] == "refused")
     assert refused["verb"] == "query.commit"
     assert "rule data_sets" in refused["reason"]

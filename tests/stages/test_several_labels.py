@@ -45,10 +45,10 @@ def table(x: np.ndarray, y: np.ndarray) -> pd.DataFrame:
     return pd.DataFrame(columns | {n: y[:, i] for i, n in enumerate(NAMES)})
 
 
-def as_lists(own: pd.DataFrame, write: Callable[[list[str]], str]) -> pd.DataFrame:
+def as_lists(own: pd.DataFrame, separator: str) -> pd.DataFrame:
     """Return the same table with the labels in one column."""
     found = [[n for n in NAMES if row[n]] for _, row in own.iterrows()]
-    return own.drop(columns=list(NAMES)).assign(findings=[write(names) for names in found])
+    return own.drop(columns=list(NAMES)).assign(findings=[separator.join(names) for names in found])
 
 
 def images(folder: Path) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ def columns(folder: Path) -> tuple[str, ...]:
 
 def lists(folder: Path) -> tuple[str, ...]:
     """A table with a column of lists; ``prime`` is the positive label."""
-    own = as_lists(table(*digits()), "; ".join)
+    own = as_lists(table(*digits()), "; ")
     own[:900].to_csv(folder / "train.csv", index=False)
     own[900:].to_csv(folder / "test.csv", index=False)
     separator = ("dataset.label_separator=';'", "positive=prime")
@@ -205,15 +205,15 @@ def test_private_clients_search_and_train_on_several_labels(
 def test_real_sites_say_that_records_can_have_several_labels(
     run_inline: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Two sites and the server's test set have tables with lists in JSON."""
-    own = as_lists(table(*digits()), json.dumps)
+    """Two sites and the server's test set have tables with lists."""
+    own = as_lists(table(*digits()), "|")
     files = [tmp_path / "0.csv", tmp_path / "1.csv"]
     for site, file in enumerate(files):
         own[site * 400 : site * 400 + 400].to_csv(file, index=False)
     own[800:].to_csv(tmp_path / "new.csv", index=False)
     ran = run_inline(
         *("runtime=deployment", "runtime.superlink=site", "partition=sites", *LINEAR),
-        *("dataset=csv", f"dataset.root={tmp_path / 'new.csv'}", "dataset.label_separator=json"),
+        *("dataset=csv", f"dataset.root={tmp_path / 'new.csv'}", "dataset.label_separator='|'"),
         f"dataset.cache={tmp_path / 'cache'}",
         sites=files,
     )

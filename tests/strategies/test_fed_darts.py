@@ -42,12 +42,8 @@ def alternate(supernet, client, server_round, config, lr):
             for indices in epoch_batches(len(split), batch_size=16, generator=generator):
                 yield split.batch(indices, "cpu")
 
-    beta = config.algorithm.auxiliary_skip * (1 - (server_round - 1) / ROUNDS)
-    beside = beta * torch.eye(5)[1]  # the second op of NAS-Bench-201 is the skip
-
     def loss(batch):
-        weights = {kind: own.softmax(-1) + beside for kind, own in supernet.alphas().items()}
-        return F.cross_entropy(supernet(batch[0], weights), batch[1])
+        return F.cross_entropy(supernet(batch[0]), batch[1])
 
     supernet.train()
     for _ in range(2):
@@ -76,7 +72,6 @@ def alternate(supernet, client, server_round, config, lr):
     [
         ["fed_darts"],
         ["fed_darts", "algorithm.beta_decay=5"],
-        ["fed_darts", "algorithm.auxiliary_skip=1"],
         pytest.param(["fednas"], marks=pytest.mark.slow),
         ["fednas", "algorithm.validation_weight=3"],
     ],
@@ -167,21 +162,17 @@ def test_single_paths_of_gdas_take_their_temperature_from_the_round(compose_conf
     assert alphas[0].std() > 0.004  # they were drawn with .001
 
 
-SKIP = ["algorithm=fed_darts", "algorithm.auxiliary_skip=1"]
 PRIVATE = ["privacy=dp", "search_space.norm=group", "retrain.norm=group"]
 
 
 @pytest.mark.parametrize(
-    ("given", "more", "sentence"),
+    ("more", "sentence"),
     [
-        (GDAS, ["search_space=darts_small"], r"search_space=darts: single paths.*nasbench201"),
-        (GDAS, ["algorithm.rule=second_order"], r"no second order; set"),
-        (GDAS, PRIVATE, r"with privacy=dp"),
-        (SKIP, ["algorithm.rule=second_order"], r"auxiliary_skip=1 with temperatures or rule=sec"),
-        (SKIP, ["algorithm.temperatures={first: 10, last: 1}"], r"_skip=1 with temperatures or"),
-        (SKIP, PRIVATE, r"auxiliary_skip=1 with privacy=dp"),
+        (["search_space=darts_small"], r"search_space=darts: single paths.*nasbench201"),
+        (["algorithm.rule=second_order"], r"no second order; set"),
+        (PRIVATE, r"with privacy=dp"),
     ],
 )
-def test_paths_and_skips_are_refused_where_there_are_none(given, more, sentence, compose_config):
+def test_single_paths_are_refused_where_there_are_none(more, sentence, compose_config):
     with pytest.raises(ConfigError, match=sentence):
-        compose_config(*given, *more)
+        compose_config(*GDAS, *more)

@@ -123,6 +123,26 @@ def test_a_liar_has_one_vote(claims, compose_config, federate):
     assert strategy.values["accuracy"] == pytest.approx(scores[best])
 
 
+def test_one_client_of_three_does_not_choose(compose_config, federate):
+    """Two agree, although one has harder records; the third claims 1 for what is worst for both."""
+    claims = {0: [0.9, 0.95, 0.6], 1: [0.0, 0.0, 1.0], 2: [0.4, 0.45, 0.3]}
+    config = compose_config("algorithm=random_search", "clients=3", "partition=iid")
+    federation = federate(config)
+    ask, claimed = federation.courier.ask, {client: iter(own) for client, own in claims.items()}
+
+    def claiming(verb, **arguments):
+        for client, reply in ask(verb, **arguments):
+            if verb == "evaluate.model":
+                reply = replace(reply, metrics={"accuracy": next(claimed[client])})
+            yield client, reply
+
+    federation.courier.ask = claiming
+    federation.strategy.start(federation.grid, num_rounds=3)
+    second = make_generator(config.seed, "random_search", 2)
+    assert federation.strategy.derive() == federation.strategy.space.random_genotype(second)
+    assert np.mean(list(claims.values()), axis=0).argmax() == 2  # the mean would have the third
+
+
 RANGES = (
     "algorithm.ranges={lr: {low: 1e-3, high: 0.1, log: true}, "
     "weight_decay: {low: 1e-5, high: 1e-1, log: true}, momentum: {low: 0, high: 1, log: false}, "

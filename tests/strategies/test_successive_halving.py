@@ -19,6 +19,7 @@ from fednas_flwr.errors import ConfigError
 from fednas_flwr.evaluation.metrics import evaluate
 from fednas_flwr.exchange.messages import Header, Request
 from fednas_flwr.exchange.requests import Train
+from fednas_flwr.exchange.robust import median_rewards
 from fednas_flwr.exchange.states import MOMENTS, Layout, load_states, network_states, pack, unpack
 from fednas_flwr.hardware.flops import count_parameters
 from fednas_flwr.privacy.ledger import Ledger
@@ -199,6 +200,7 @@ def test_the_best_by_pooled_accuracy_stay_with_what_they_have_learnt(searched):
 
 
 LOCAL = [*SEARCH, "algorithm.rewarded=local", "algorithm.local_epochs=2", "rounds=2"]
+THREE = ["clients=3", "partition=iid"]
 
 
 def test_by_local_training_a_rung_is_one_exchange_and_the_fastest_stay(compose_config, federate):
@@ -258,19 +260,47 @@ def test_a_network_whose_local_training_diverges_is_rewarded_least(compose_confi
     assert min(rewards) == 0
 
 
-def test_secure_sums_of_local_training_rank_alike(run_inline):
-    shared = ["clients=3", "partition=iid", "stages=[search]", "tensorboard=false"]
-    plain, summed = (
-        [
-            event["rewards"]
-            for event in run_inline(*LOCAL, *shared, sums).events
-            if event["event"] == "rewarded"
-        ]
-        for sums in ("secure_sum=false", "secure_sum=true")
-    )
-    assert [len(rewards) for rewards in plain] == [4, 2]
-    for one, other in zip(plain, summed, strict=True):
-        assert one == pytest.approx(other, abs=1e-4)
+def test_a_secure_sum_of_local_training_is_the_mean_of_the_rewards(
+    run_inline, compose_config, federate
+):
+    """Which single clients have, by whose medians candidates are ranked where they can be seen."""
+    shared = [*LOCAL, *THREE]
+    summed = run_inline(*shared, "stages=[search]", "secure_sum=true").events
+    found = next(event["rewards"] for event in summed if event["event"] == "rewarded")
+    plain = searched_by(federate(compose_config(*shared)), rounds=2)
+    layout = Layout.of({"rewards": torch.zeros(4)})
+    replies = plain.asked[0][3].values()
+    own = torch.stack([unpack(reply.states["rewards"], layout)["rewards"] for reply in replies])
+    weights = torch.tensor([reply.num_examples for reply in replies])
+    assert found == pytest.approx((weights @ own / weights.sum()).tolist(), abs=1e-4)
+    rewarded = next(event["rewards"] for event in plain.events if event["event"] == "rewarded")
+    assert rewarded == pytest.approx(median_rewards(own.double()).tolist())
+
+
+@pytest.mark.parametrize("settings", [SEARCH, LOCAL], ids=["averaged", "local"])
+def test_one_client_of_three_does_not_have_the_worst_candidate_found(
+    settings, compose_config, federate
+):
+    """Two agree, although one has harder records; the third rewards what is worst for both."""
+    claims = torch.tensor([[0.9, 0.95, 0.85, 0.6], [0.0, 0.0, 0.0, 1.0], [0.4, 0.45, 0.35, 0.3]])
+    federation = federate(compose_config(*settings, *THREE))
+    ask = federation.courier.ask
+
+    def claiming(verb, **arguments):
+        for client, reply in ask(verb, **arguments):
+            if verb == "evaluate.candidates":
+                own = claims[client][: len(reply.states["rewards"]["float32"])]
+                reply = replace(reply, states={"rewards": {"float32": own}})
+            yield client, reply
+
+    federation.courier.ask = claiming
+    searched_by(federation, rounds=2)
+    first = next(event for event in federation.events if event["event"] == "rewarded")
+    pool = [json.dumps(genotype) for genotype in first["genotypes"]]
+    kept = [json.dumps(json.loads(one)) for one in federation.after[0][0]]
+    assert kept == [pool[1], pool[0]]
+    assert claims.mean(dim=0).argmax() == 3  # the mean would have the last
+    assert claims.quantile(0.5, dim=0).argmax() == 3  # and so would a median of raw rewards
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ public keys, whose fingerprint stands in each site's policy. The server knows th
 every message; it is trusted with nothing. Up to ``colluding`` sites may help it.
 
 **Context.** Everything is tied to one exchange: roster, run, attempt, stage, round, phase, the
-participants, and a hash of the request as the site has read it (:class:`~.roster.Context`). Sites
-that were asked different things, or told different participants, have different contexts: their
-masks do not cancel, and their signatures do not count for one another.
+participants, and all by which the sites compute their replies and that they must share, such as the
+request and the release that each has committed to (:class:`~.roster.Context`,
+``clients.summed.agreed``). Sites that were asked different things, have committed to different
+noise, or were told different participants have different contexts: their masks do not cancel, and
+their signatures do not count for one another.
 
 **Messages** of an exchange among participants P, of which U survive:
 

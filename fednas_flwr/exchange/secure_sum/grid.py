@@ -17,6 +17,24 @@ BITS = {32: np.int32, 64: np.int64}
 
 
 @dataclass(frozen=True)
+class Cells:
+    """Values with a share of noise, as whole cells of a grid: only masks may touch them.
+
+    What rounds, clamps or branches on a site's own noised values could take its share of the noise
+    out of the sum; the sum modulo a power of two cannot.
+
+    Attributes:
+        values: int64 [n].
+    """
+
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        """Return how many values there are."""
+        return len(self.values)
+
+
+@dataclass(frozen=True)
 class Grid:
     """Cells of one exchange.
 
@@ -65,13 +83,13 @@ class Grid:
         """Largest magnitude of a site's value."""
         return self.most_cells * self.cell
 
-    def project(self, values: np.ndarray) -> np.ndarray:
-        """Return the values clamped to the range, a box: no two vectors come to lie further apart.
+    def wrap(self, cells: Cells) -> np.ndarray:
+        """Return cells modulo two to the power of the grid's width [n].
 
-        For sums of clipped vectors, before noise: their sensitivity stays what it was.
+        Sums of wrapped values are those of the values, wrapped: none is lost whose sum has room,
+        which whoever adds the noise sees to (``ReleaseGate.share``).
         """
-        projected: np.ndarray = np.clip(values, -self.range, self.range)
-        return projected
+        return cells.values.astype(BITS[self.bits])
 
     def encode(self, values: np.ndarray | list[float]) -> np.ndarray:
         """Return the values rounded to cells, as integers of the grid's width [n].

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -152,7 +152,7 @@ class Context:
         round: Of the stage.
         phase: Of the round.
         participants: Indices of the sites that are asked, ascending.
-        request: Hash of verb, settings and tensors.
+        agreed: JSON values of all else that the sites must agree on (``clients.summed.agreed``).
     """
 
     roster: str
@@ -162,7 +162,7 @@ class Context:
     round: int
     phase: int
     participants: tuple[int, ...]
-    request: str
+    agreed: Mapping[str, Any]
 
     @property
     def digest(self) -> bytes:

@@ -113,7 +113,7 @@ class SumSite:
         round: int,
         phase: int,
         participants: Sequence[int],
-        request: str,
+        agreed: Mapping[str, Any],
     ) -> Answer:
         """Record that a context is answered, before the verb reads a record.
 
@@ -124,7 +124,7 @@ class SumSite:
             round: See there.
             phase: See there.
             participants: See there.
-            request: See there.
+            agreed: See there.
 
         Raises:
             ConfigError: The participants are too few, not in order, not of the roster or without
@@ -135,7 +135,7 @@ class SumSite:
             raise _refused("participants", list(asked), f"indices of the {others} sites, ascending")
         self._check_members("participants", asked)
         place = (run, attempt, stage, round, phase)
-        context = Context(self.terms.roster, *place, asked, request).digest
+        context = Context(self.terms.roster, *place, asked, agreed).digest
         seed = secrets.token_bytes(SECRET_BYTES)
         threshold = self.terms.colluding + 1
         parts = split(seed, [i + 1 for i in asked], threshold=threshold)

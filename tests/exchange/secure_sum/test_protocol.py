@@ -19,7 +19,8 @@ from fednas_flwr.exchange.secure_sum.server import MaskedSum
 from fednas_flwr.exchange.secure_sum.site import SumSite
 from fednas_flwr.privacy.shared_noise import SumTerms
 
-ASKED = {"run": "r", "attempt": "a", "stage": "search", "round": 1, "phase": 1, "request": "h"}
+ASKED = {"run": "r", "attempt": "a", "stage": "search", "round": 1, "phase": 1}
+ASKED |= {"agreed": {"request": "h"}}
 SITES = 5
 
 
@@ -255,7 +256,7 @@ def test_parts_of_another_exchange_or_changed_ones_are_not_used(sites):
 
 @pytest.mark.parametrize(
     "change",
-    [{"run": "s"}, {"attempt": "b"}, {"round": 2}, {"phase": 2}, {"request": "i"},
+    [{"run": "s"}, {"attempt": "b"}, {"round": 2}, {"phase": 2}, {"agreed": {"request": "i"}},
      {"stage": "retrain"}, {"participants": [0, 1, 2]}],
 )  # fmt: skip
 def test_sites_that_were_asked_different_things_give_no_sum(sites, change):
@@ -324,7 +325,7 @@ def test_contexts_differ_with_every_field():
     base = {**ASKED, "participants": (0, 1), "roster": "f"}
     digests = {Context(**base).digest}
     for name, value in base.items():
-        changed = value + 1 if isinstance(value, int) else value * 2
+        changed = value + 1 if isinstance(value, int) else {} if name == "agreed" else value * 2
         digests.add(Context(**base | {name: changed}).digest)
     assert len(digests) == len(base) + 1
 

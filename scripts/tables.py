@@ -20,7 +20,7 @@ alone: the mean difference of runs with the same seed, and its 95 % interval by 
 
 In a page a table stands between ``<!-- table:NAME -->`` and ``<!-- /table:NAME -->``:
 
-    python -m fednas_flwr.reporting.tables scripts/results/README.md scripts/results [--check]
+    python scripts/tables.py scripts/results/README.md scripts/results [--check]
 """
 
 import argparse

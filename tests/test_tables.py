@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from scipy.stats import ttest_rel
-
-from fednas_flwr.reporting.tables import (
+from tables import (
     append_result,
     find_result,
     main,
@@ -15,7 +14,7 @@ from fednas_flwr.reporting.tables import (
     start_results,
 )
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 COLUMNS = [{"metric": "accuracy", "title": "accuracy (%)", "scale": 100, "decimals": 1}]
 
 

@@ -1,0 +1,340 @@
+"""Hashes of the results of many tiny runs, which show that a change of the code changes no bit.
+
+``python scripts/bits.py before.json`` runs every case below with the checkout that PYTHONPATH
+names, through the public door alone (``fednas_flwr.compose`` and ``run``, and the files of a run),
+and writes a SHA-256 for each part of a case's result:
+
+- ``tensors``: the tensors of every model.safetensors, with name, type and shape;
+- ``checkpoints``: those of every stage's last checkpoint, alphas and optimisers included;
+- ``genotype``: every genotype.json, as data;
+- ``onnx``: the outputs of every model.onnx on a fixed batch;
+- one part per kind of event that has numbers, without times, traffic and paths.
+
+Not hashed, since they name modules, times or paths: files as a whole, reports, warnings. Private
+cases have ``privacy.test_seed``, which repeats noise and the draws of records, but not the masks of
+drop-path and augmentation: no private case has any.
+``--only NAME...`` runs some cases, ``--keep FOLDER`` keeps their run folders for a closer look, and
+``--compare before.json after.json`` prints what differs; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from PIL import Image
+from safetensors.numpy import load_file
+
+import fednas_flwr
+
+SETS = {  # words that stand for several overrides
+    # Of a network that is given, which no search finds; of any search; of a cell; of blocks.
+    "GIVEN": "clients=2 retrain.rounds=1 dataset.limit_train=240 dataset.limit_test=60 device=cpu "
+    "threads=1 tensorboard=false",
+    "TINY": "GIVEN rounds=2 baselines=0",
+    "CELLS": "TINY search_space.channels=4 retrain.channels=4 retrain.num_cells=1",
+    "BLOCKS": "TINY retrain.batch_size=64",
+    "FEW": "algorithm.trained_candidates=2 algorithm.rewarded_candidates=2 "
+    "algorithm.final_candidates=3",
+    "DP": "privacy=dp privacy.test_seed=1 privacy.retrain.local_steps=2",
+    "SUM": "clients=4 secure_sum=true secure_terms={least_sites:3,colluding:1}",
+    "TABLE": "dataset=csv search_space=mlp_small TINY dataset.root=DATA/table dataset.label=ill",
+    "NONE": "{low:0,high:0,log:false}",
+}
+CASES = {
+    "quickstart": "baselines=0 tensorboard=false",
+    "baselines": "algorithm=zero_cost CELLS algorithm.draws=8 baselines=1",
+    # Every algorithm of conf/algorithm as it is.
+    "fed_darts": "algorithm=fed_darts CELLS",
+    "fedprox_darts": "algorithm=fedprox_darts CELLS",
+    "fednas": "algorithm=fednas CELLS",
+    "fnas": "algorithm=fnas CELLS",
+    "vanilla_nas": "algorithm=vanilla_nas CELLS clients=1",
+    "dp_fnas": "algorithm=dp_fnas CELLS DP",
+    "fdnas": "algorithm=fdnas BLOCKS algorithm.local_epochs=1",
+    "cfdnas": "algorithm=cfdnas BLOCKS algorithm.search.local_epochs=1 algorithm.group_rounds=1",
+    "feathers": "algorithm=feathers CELLS",
+    "feathers_paper_faithful": "algorithm=feathers CELLS algorithm.bandit.retention=.5 "
+    "algorithm.bandit.temperature=1 algorithm.bandit.scaled=false",
+    "fedex": "algorithm=fedex GIVEN algorithm.network=plain_cnn retrain.rounds=2",
+    "dpnas": "algorithm=dpnas TINY FEW algorithm.batch_size=32 rounds=4",
+    "fedavg": "algorithm=fedavg GIVEN",
+    "fedprox": "algorithm=fedprox GIVEN",
+    "zero_cost": "algorithm=zero_cost CELLS algorithm.draws=8",
+    "random_search": "algorithm=random_search CELLS",
+    "successive_halving": "algorithm=successive_halving CELLS algorithm.pool.draws=8",
+    # Their further forms.
+    "fed_darts by GDAS": "CELLS algorithm.temperatures={first:10,last:.1}",
+    "fed_darts by second order": "CELLS algorithm.rule=second_order",
+    "fed_darts in DARTS' space": "search_space=darts_small retrain=darts CELLS "
+    "search_space.num_cells=3 retrain.num_cells=3 retrain.batch_size=32 algorithm.batch_size=64",
+    "fnas by second order": "algorithm=fnas CELLS algorithm.order=2",
+    "fnas, several local steps": "algorithm=fnas CELLS algorithm.local_steps=2",
+    "fnas, fused": "algorithm=fnas CELLS algorithm.fused=true algorithm.beta_decay=1",
+    "feathers, averaged": "algorithm=feathers CELLS algorithm.rewarded=averaged",
+    "dpnas by evolution": "algorithm=dpnas TINY FEW algorithm.sampler=evolution "
+    "algorithm.batch_size=32 rounds=4 algorithm.evolution={population:3,tournament:2}",
+    "fdnas by latency, sparse": "algorithm=fdnas BLOCKS algorithm.local_epochs=1 "
+    "algorithm.sparse=true algorithm.gates=full algorithm.hardware={table:null,"
+    "unit:multiply_adds,target:3e5,loss:additive,scale:.1,exponent:1.0}",
+    "cfdnas by tag": "algorithm=cfdnas BLOCKS algorithm.search.local_epochs=1 "
+    "algorithm.group_rounds=1 algorithm.group_by=tag algorithm.num_groups=null clients=3 "
+    "client_tags=[a,b,a]",
+    "zero_cost, recommended": "experiment=search/data_free CELLS rounds=1 algorithm.draws=8 "
+    "algorithm.shortlist.keep=2",
+    "random_search with ranges": "algorithm=random_search CELLS algorithm.ranges={"
+    "lr:{low:.01,high:.1,log:true},weight_decay:NONE,momentum:{low:0,high:.9,log:false},"
+    "alpha_lr:NONE,alpha_weight_decay:NONE,dropout:NONE}",
+    "successive_halving, recommended": "experiment=search/recommended CELLS rounds=1 "
+    "algorithm.pool.draws=8 algorithm.pool.keep=2 algorithm.local_epochs=1",
+    # Private forms; drop-path's masks have no seed there, so that FEATHERS may draw none.
+    "private fed_darts": "algorithm=fed_darts CELLS DP privacy.local_steps=2",
+    "private feathers": "algorithm=feathers CELLS DP privacy.local_steps=1 "
+    "algorithm.num_configurations=2 algorithm.ranges.dropout=NONE",
+    "private dpnas": "algorithm=dpnas TINY DP FEW",
+    "private fdnas": "algorithm=fdnas TINY DP privacy.local_steps=1",
+    "private successive_halving": "experiment=search/halving_private CELLS DP rounds=1 "
+    "algorithm.pool={draws:4,keep:2} privacy.local_steps=2",
+    "private fedavg, noised metrics": "algorithm=fedavg algorithm.network=plain_cnn GIVEN DP "
+    "privacy.metrics_noise_multiplier=5 privacy.epsilon=50",
+    "secure_sum": "algorithm=fed_darts CELLS SUM",
+    "secure_sum, shared noise": "algorithm=dp_fnas CELLS DP SUM",
+    "secure_sum, unit=client": "algorithm=fed_darts CELLS privacy=dp privacy.test_seed=1 SUM "
+    "privacy.unit=client",
+    # The server's choices.
+    "wire=int8": "CELLS wire=int8",
+    "wire=float16": "CELLS wire=float16",
+    "aggregate=median": "CELLS clients=3 aggregate=median",
+    "aggregate=trimmed_mean": "CELLS clients=3 aggregate=trimmed_mean runtime.quorum=1",
+    "server_optimizer=adam": "algorithm=fedavg GIVEN server_optimizer=adam",
+    "momentum=server": "CELLS momentum=server",
+    "momentum=averaged": "CELLS momentum=averaged",
+    "precision=bfloat16": "CELLS precision=bfloat16",
+    "sampled clients": "CELLS clients=4 clients_per_round=2 sampling=by_size",
+    "runtime=ray": "CELLS runtime=ray",
+    "class factors, oversampled": "CELLS class_factors={3:.2} oversample=true personalised=true "
+    "partition=dirichlet",
+    "gradients": "CELLS retrain.exchange=gradients",
+    # Other data.
+    "npz": "dataset=npz dataset.root=DATA/images.npz CELLS partition=dirichlet",
+    "csv": "TABLE",
+    "csv of several labels": "dataset=csv search_space=mlp_small TINY dataset.root=DATA/labels "
+    "dataset.labels=[ill,old]",
+    "image_folder": "dataset=image_folder dataset.root=DATA/folder dataset.image_size=8 CELLS "
+    "partition=quantity",
+    "private csv, noised statistics": "TABLE DP privacy.local_steps=2 "
+    "privacy.statistics_noise_multiplier=5 dataset.ranges={age:[0,100],dose:[0,10]}",
+    "scattering": "algorithm=fedavg algorithm.network=linear GIVEN dataset.transform=scattering",
+    # After the first round.
+    "resumed fed_darts": "CELLS rounds=3",
+    "resumed dp_fnas": "algorithm=dp_fnas CELLS DP",
+    # By scripts/deploy_local.py.
+    "deployment": "rounds=1 retrain.rounds=1 search_space.channels=4 retrain.channels=4 "
+    "retrain.num_cells=1 baselines=0",
+}
+NO_NUMBERS = {"run_started", "run_finished", "stage_started", "stage_finished", "group_finished"}
+NO_NUMBERS |= {"warning"}
+NO_BITS = {"time", "elapsed", "seconds", "run_dir", "source", "run", "stopped_after"}
+KINDS = {"tensor(float)": "float32", "tensor(double)": "float64", "tensor(int64)": "int64"}
+TRAFFIC = ("bytes_", "exchanges")
+
+
+def main(arguments: list[str]) -> int:
+    """Run cases and write their hashes, or compare two files of hashes; return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("output", nargs="?", type=Path, metavar="OUT.json")
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[])
+    parser.add_argument("--keep", type=Path, metavar="FOLDER")
+    parser.add_argument("--compare", nargs=2, type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    if options.compare:
+        return compare(*(json.loads(path.read_text()) for path in options.compare))
+    if options.output is None:
+        parser.error("OUT.json or --compare is missing")
+    names = options.only or list(CASES)
+    with tempfile.TemporaryDirectory() as folder:
+        base = options.keep or Path(folder)
+        write_data(base / "data")
+        found = {}
+        for name in names:
+            found[name] = run_case(name, base)
+            options.output.write_text(json.dumps(found, indent=1) + "\n")
+    return sum("failed" in parts for parts in found.values())
+
+
+def run_case(name: str, base: Path) -> dict[str, str]:
+    """Return the hashes of one case's parts, or the error that ended it as ``failed``."""
+    folder = base / re.sub(r"\W+", "-", name)
+    began = time.monotonic()
+    try:
+        overrides = spelt(CASES[name], base / "data").split()
+        if name == "deployment":
+            folder = deploy(overrides, folder)
+        else:
+            config = fednas_flwr.compose(*overrides, f"run_dir={folder}")
+            if name.startswith("resumed"):
+                with suppress(KeyboardInterrupt):
+                    fednas_flwr.run(config, listeners=[stop_after_first_round])
+                fednas_flwr.run(folder)
+            else:
+                fednas_flwr.run(config)
+        parts = hashes(folder)
+    except Exception as error:
+        parts = {"failed": f"{type(error).__name__}: {error}"}
+    print(f"{name}: {time.monotonic() - began:.1f} s {parts.get('failed', '')}", flush=True)
+    return parts
+
+
+def spelt(overrides: str, data: Path) -> str:
+    """Return overrides with the words of ``SETS`` spelt out, and the folder of the made data."""
+    overrides = overrides.replace("DATA", str(data))
+    words = "|".join(SETS)
+    return re.sub(rf"\b({words})\b", lambda m: spelt(SETS[m[0]], data), overrides)
+
+
+def stop_after_first_round(event: dict[str, Any]) -> None:
+    """Interrupt a run as Ctrl-C does."""
+    if event["event"] == "round":
+        raise KeyboardInterrupt
+
+
+def deploy(overrides: list[str], folder: Path) -> Path:
+    """Run on a server and three sites of this machine; return the run folder."""
+    script = Path(__file__).with_name("deploy_local.py")
+    done = subprocess.run(
+        [sys.executable, str(script), *overrides],
+        env={**os.environ, "FEDNAS_RESULTS": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{script.name} ended with {done.returncode}: {done.stderr[-500:]}")
+    return folder / "deployed"
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """Return a SHA-256 of each part of a run's results."""
+    parts = {"tensors": [], "checkpoints": [], "genotype": [], "onnx": []}
+    for path in sorted(folder.rglob("model.safetensors")):
+        parts["tensors"].append(tensors(path))
+    for checkpoints in sorted(folder.rglob("checkpoints")):
+        last = {path.name.rpartition("-")[0]: path for path in sorted(checkpoints.glob("*.saf*"))}
+        parts["checkpoints"] += [(stage, tensors(path)) for stage, path in sorted(last.items())]
+    for path in sorted(folder.rglob("genotype.json")):
+        parts["genotype"].append(json.loads(path.read_text()))
+    for path in sorted(folder.rglob("model.onnx")):
+        parts["onnx"].append(outputs(path))
+    for path in sorted(folder.rglob("events.jsonl")):
+        for line in path.read_text().splitlines():
+            event = json.loads(line)
+            if event["event"] not in NO_NUMBERS:
+                parts.setdefault(event["event"], []).append(numbers(event))
+    return {
+        name: sha256(json.dumps(value, sort_keys=True).encode())  # floats by repr
+        for name, value in parts.items()
+        if value
+    }
+
+
+def tensors(path: Path) -> list[str]:
+    """Return name, type, shape and hash of every tensor of a file, sorted by name."""
+    return [
+        f"{name} {array.dtype} {array.shape} {sha256(array.tobytes())}"
+        for name, array in sorted(load_file(path).items())
+    ]
+
+
+def outputs(path: Path) -> list[str]:
+    """Return hashes of the outputs of an ONNX file on a batch of four made-up records."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    rng = np.random.default_rng(0)
+    batch = {}
+    for entry in session.get_inputs():
+        shape = [size if isinstance(size, int) else 4 for size in entry.shape]
+        values = rng.integers(0, 256, shape)
+        if entry.type == "tensor(string)":  # a category of a table
+            batch[entry.name] = np.full(shape, "f", dtype=object)
+        else:
+            batch[entry.name] = values.astype(KINDS.get(entry.type, "uint8"))
+    found = session.run(None, batch)
+    return [o.tolist() if o.dtype == object else f"{o.dtype} {sha256(o.tobytes())}" for o in found]
+
+
+def numbers(value: Any) -> Any:
+    """Return a part of an event without times, traffic and paths."""
+    if isinstance(value, dict):
+        return {
+            key: numbers(part)
+            for key, part in value.items()
+            if key not in NO_BITS and not key.startswith(TRAFFIC)
+        }
+    return [numbers(part) for part in value] if isinstance(value, list) else value
+
+
+def sha256(data: bytes) -> str:
+    """Return a hash in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def compare(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> int:
+    """Print the cases and parts that differ; return 1 if any does."""
+    both = [name for name in before if name in after]
+    differ = 0
+    for name in both:
+        parts = sorted(before[name].keys() | after[name].keys())
+        unequal = [part for part in parts if before[name].get(part) != after[name].get(part)]
+        if unequal or "failed" in parts:
+            differ += 1
+            print(f"{name}: {', '.join(unequal) or 'failed in both'}")
+    for text, less, more in (("gone", before, after), ("new", after, before)):
+        for name in [name for name in less if name not in more]:
+            print(f"{name}: {text}")
+    print(f"{len(both) - differ} of {len(both)} cases are equal in every bit.")
+    return int(differ > 0)
+
+
+def write_data(folder: Path) -> None:
+    """Write an npz file, tables and a folder of images, the same each time."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 3, 150)
+    images = rng.integers(0, 120, (150, 3, 8, 8)).astype(np.uint8)
+    images[np.arange(150), labels] += 100
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(
+        folder / "images.npz",
+        **{"x_train": images[:110], "y_train": labels[:110]},
+        **{"x_test": images[110:], "y_test": labels[110:]},
+    )
+    for index, (image, label) in enumerate(zip(images, labels, strict=True)):
+        path = folder / "folder" / ("test" if index >= 110 else "train") / "abc"[label]
+        path.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.transpose(1, 2, 0)).save(path / f"{index}.png")
+    rows = ["age,dose,sex,ill,old"]
+    for age, dose, sex in zip(
+        rng.integers(20, 90, 200), rng.random(200) * 10, rng.integers(0, 2, 200), strict=True
+    ):
+        rows.append(f"{age},{dose:.3f},{'fm'[sex]},{int(dose + sex > 6)},{int(age > 60)}")
+    for name in ("train", "test"):
+        part = rows[:1] + (rows[1:151] if name == "train" else rows[151:])
+        for table, columns in (("table", 4), ("labels", 5)):
+            (folder / table).mkdir(exist_ok=True)
+            lines = [",".join(row.split(",")[:columns]) for row in part]
+            (folder / table / f"{name}.csv").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

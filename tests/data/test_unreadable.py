@@ -1,0 +1,501 @@
+"""At a private site a record that cannot be read is left out by itself: no other record changes."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from pyarrow import parquet
+
+from fednas_flwr.config import site_dataset
+from fednas_flwr.data.datasets import Prepared, prepare
+from fednas_flwr.data.table_files import Form, read_texts
+from fednas_flwr.errors import ConfigError
+
+HEADER = ["patient", "age", "seen", "ward", "note", "outcome"]
+ROWS = [
+    ["001", "50", "2024-05-31", "north", "a", "left"],
+    ["9007199254740993", "60.5", "1.2.2023", "", "", "died"],
+    ["1.0", "", "", "south", "NA", "left"],
+    ["p4", "-1e3", "2024-05-31 12:30", "2", "1,5", "2"],
+    ["p4", "7", "1999-01-01", "south", 'x "y" z', "died"],
+]
+TABLE: dict[str, Any] = {
+    "name": "csv",
+    "label": "outcome",
+    "class_names": ["died", "left", "2"],
+    "id_column": "patient",
+    "numeric": ["age"],
+    "dates": ["seen"],
+    "categorical": ["ward"],
+    "categories": {"ward": ["north", "south", "2"]},
+    "statistics": {"age": [50, 20], "seen": [19300, 200]},
+}
+# what stands in no cell of its kind
+NO_NUMBER = [
+    "old",
+    "1e39",
+    "-1e39",
+    "1e400",
+    "inf",
+    "-Infinity",
+    "1_000",
+    "0x10",
+    "١",
+    "5 0",
+    "1\0",
+]
+NO_DATE = [
+    *NO_NUMBER[:1],
+    "2024-13-01",
+    "2024-02-30",
+    "0000-01-01",
+    "12345-01-01",
+    "5",
+    "31.31.2024",
+]
+NO_NAME = ["east", "North", " north", "2.0", "02", "north\0", "north\nsouth", '"', "x" * 300_000]
+WRONG = {
+    "patient": ["", "NA"],
+    "age": [*NO_NUMBER, "9" * 200_000, "2024-05-31", "a\nb"],
+    "seen": [*NO_DATE, "99999999-12-31", "2024-05-31T25:00"],
+    "ward": NO_NAME,
+    "outcome": ["", "nan", *NO_NAME],
+}
+# what is unusual and yet readable, in every column
+READABLE = {
+    "patient": ["1", "1.0", "a\0b", "x" * 300_000, "\u2028", "=1+1", "\x1f", "nan "],
+    "age": ["", "NA", "1e38", "-0", " 5 ", "5.0000000000000000000001"],
+    "seen": ["", "9999-12-31", "0001-01-01", "2024-05-31T12:30:10.123456789"],
+    "ward": ["", "None"],
+    "note": ["", "x" * 300_000, "a\nb", "\0", "1e39", '"', ",", "1e999", "é\u2028"],
+}
+
+
+def dataset_of(folder: Path, described: dict[str, Any]) -> dict[str, Any]:
+    """Return what a private site's file says of its data."""
+    path = folder / "dataset.yaml"
+    path.write_text(yaml.safe_dump(described))
+    read = site_dataset(path, cache=str(folder / "cache"))
+    taken = {key: getattr(read, key) for key in described if key != "statistics"}
+    own = {"encoding": read.encoding, "decimal": read.decimal} if read.name == "csv" else {}
+    return {**taken, **own, "corrupt": read.corrupt, "statistics": described.get("statistics")}
+
+
+def read(path: Path, described: dict[str, Any]) -> Prepared:
+    """Return a private site's records, read anew."""
+    cache = path.parent / f"cache-{path.name}"
+    own = dataset_of(path.parent, described)
+    return prepare(cache=cache, root=path, server_test=False, **own)
+
+
+def assert_untouched(found: Prepared, alone: Prepared, *, left_out: bool, place: int) -> None:
+    """The records but the one at ``place`` are bit for bit those of a file that lacks it."""
+    assert len(found.train) == len(alone.train) + (not left_out)
+    others = np.arange(len(found.train))
+    others = others if left_out else np.delete(others, place)
+    a, b = found.train, alone.train
+    assert a.ids[others].tolist() == b.ids.tolist()
+    assert a.labels[others].tolist() == b.labels.tolist()
+    assert a.features[others].numpy().tobytes() == b.features.numpy().tobytes()
+    assert a.features.shape[1:] == b.features.shape[1:]
+    assert found.inputs == alone.inputs
+    told = [note for note in a.notes if "left out" in note and "does not name" not in note]
+    assert len(told) == left_out
+    if left_out:
+        assert f"1 of {len(b) + 1} records" in told[0] or "1 broken images" in told[0]
+
+
+def write_csv(path: Path, rows: list[list[str]]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([HEADER, *rows])
+    return path
+
+
+def with_cell(column: str, cell: Any, *, place: int) -> tuple[list[list[Any]], int]:
+    """Return the rows, a further one with the cell in it, and where that is."""
+    new = ["p9", "33", "2020-02-02", "north", "n", "left"]
+    new[HEADER.index(column)] = cell
+    return [*ROWS[:place], new, *ROWS[place:]], place
+
+
+CELLS = [(c, cell, True) for c, cells in WRONG.items() for cell in cells]
+CELLS += [(c, cell, False) for c, cells in READABLE.items() for cell in cells]
+
+
+@pytest.mark.parametrize(("id_column", "place"), [("patient", 0), (None, 3)])
+def test_a_cell_of_a_csv_changes_no_other_record(
+    tmp_path: Path, id_column: str | None, place: int
+) -> None:
+    own = TABLE | {"id_column": id_column}
+    own |= {"ignore": ["patient"]} if id_column is None else {}
+    alone = read(write_csv(tmp_path / "alone.csv", ROWS), own)
+    assert len(alone.train) == len(ROWS)
+    for number, (column, cell, left_out) in enumerate(CELLS):
+        if id_column is None and column == "patient":
+            continue
+        rows, at = with_cell(column, cell, place=place)
+        found = read(write_csv(tmp_path / f"{number}.csv", rows), own)
+        assert_untouched(found, alone, left_out=left_out, place=at)
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+CELL = TEXT | st.floats().map(str) | st.dates().map(str) | st.integers().map(str)
+
+
+@settings(deadline=None, max_examples=60)
+@given(cells=st.lists(CELL, min_size=6, max_size=6), place=st.integers(0, len(ROWS)))
+def test_any_row_of_texts_changes_no_other_record(
+    tmp_path_factory: pytest.TempPathFactory, cells: list[str], place: int
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    alone = read(write_csv(folder / "alone.csv", ROWS), TABLE)
+    found = read(write_csv(folder / "with.csv", [*ROWS[:place], cells, *ROWS[place:]]), TABLE)
+    left_out = len(found.train) == len(ROWS)
+    assert_untouched(found, alone, left_out=left_out, place=place)
+
+
+def test_a_table_is_read_alike_with_and_without_leaving_out(tmp_path: Path) -> None:
+    texts = [HEADER, *ROWS, ["", "NA", "null", "n/a", "<NA>", "#N/A N/A"], [" ", "-nan", *"    "]]
+    buffer = io.StringIO()
+    csv.writer(buffer).writerows(texts)
+    for number, end in enumerate(("\n", "\r\n", "\r", "\n\n", "\n  \n")):
+        path = tmp_path / f"{number}.csv"
+        path.write_bytes(buffer.getvalue().replace("\r\n", end).encode())
+        form, strict = (Form(encoding="utf-8", decimal="point", strict=s) for s in (False, True))
+        if end == "\r":  # pandas finds no header in it
+            form = Form(separator=",", encoding="utf-8", decimal="point")
+            strict = Form(separator=",", encoding="utf-8", decimal="point", strict=True)
+        plain, read_strictly = read_texts(path, form)[0], read_texts(path, strict)[0]
+        assert {n: c.tolist() for n, c in plain.items()} == {
+            n: c.tolist() for n, c in read_strictly.items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (",".join(HEADER) + '\np1,50,2024-05-31,"north,x,left\np2,60,,,x,died\n', "quote in row 1"),
+        (",".join(HEADER) + '\np1,50,2024-05-31,"no"rth,x,left\n', "quote in row 1 is open"),
+        (",".join(HEADER) + "\np1,50,2024-05-31,north,x,left,\n", "row 1 has 7 cells"),
+        (",".join(HEADER) + "\np1,50,,north,x,left\np2,60\n", "row 2 has 2 cells, .* header 6"),
+        (",".join(HEADER) + "\np1,50,,north,caf\xe9,left\n", "'utf-8' codec"),
+        (",".join(HEADER[:-1]) + "\np1,50,2024-05-31,north,x\n", "no column outcome"),
+    ],
+)
+def test_what_is_not_of_one_record_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "table.csv"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=message):
+        read(path, TABLE)
+
+
+@pytest.mark.parametrize("separator", [";", "json"])
+def test_a_list_of_labels_is_left_out_by_itself(tmp_path: Path, separator: str) -> None:
+    good = ["a;b", "", "c", "a"] if separator == ";" else ['["a", "b"]', "", "[]", '["c"]']
+    wrong = (
+        ["a;d", "d"] if separator == ";" else ["a", "[1]", '["d"]', "{}", "[" * 9000, "1" * 5000]
+    )
+    own = {"name": "csv", "label": "found", "label_separator": separator, "id_column": None}
+    own |= {"class_names": [*"abc"], "numeric": ["age"], "statistics": {"age": [0, 1]}}
+
+    def written(cells: list[str]) -> Path:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.csv"
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows(
+                [["age", "found"], *([f"{i}", c] for i, c in enumerate(cells))]
+            )
+        return path
+
+    alone = read(written(good), own)
+    for cell in wrong:
+        found = read(written([*good, cell]), own)
+        assert_untouched(found, alone, left_out=True, place=len(good))
+
+
+def test_a_column_per_label_is_left_out_by_itself(tmp_path: Path) -> None:
+    own = {"name": "csv", "labels": ["a", "b"], "id_column": None, "numeric": ["age"]}
+    own |= {"statistics": {"age": [0, 1]}}
+    path = tmp_path / "alone.csv"
+    path.write_text("age,a,b\n1,0,1\n2,yes,no\n")
+    alone = read(path, own)
+    for number, row in enumerate(["3,2,0", "3,,0", "3,0,maybe", "3,1,0.5", "x,1,0"]):
+        path = tmp_path / f"{number}.csv"
+        path.write_text(f"age,a,b\n1,0,1\n{row}\n2,yes,no\n")
+        assert_untouched(read(path, own), alone, left_out=True, place=1)
+
+
+EXCEL = [
+    ["001", 50, datetime(2024, 5, 31), "north", "a", "left"],
+    [12, 60.5, "1.2.2023", None, None, "died"],
+    [3.5, None, None, "south", "NA", "left"],
+    ["p4", -1000, datetime(2024, 5, 31, 12, 30), 2, True, 2],
+]
+EXCEL_CELLS = [
+    *(("patient", cell, True) for cell in (None, "NA", "")),
+    *(("age", cell, True) for cell in ("old", True, 1e39, datetime(2024, 5, 31), "1_0")),
+    *(("seen", cell, True) for cell in (5, 5.5, "soon", False)),
+    *(("ward", cell, True) for cell in ("east", 3, 2.5, True, datetime(2024, 5, 31), "x" * 9000)),
+    *(("outcome", cell, True) for cell in (None, "east", 3, False)),
+    *(("patient", cell, False) for cell in (7, 2.5, "x", datetime(2024, 5, 31), True, 2**53)),
+    *(("age", cell, False) for cell in (None, "5", 2**60, "NA", 1e-300)),
+    *(
+        ("seen", cell, False)
+        for cell in (None, datetime(9999, 12, 31), "0001-01-01", date(1999, 1, 1))
+    ),
+    *(("ward", cell, False) for cell in (None, 2, "2", 2.0)),
+    *(("note", cell, False) for cell in (None, 1, 2.5, "t", datetime(2024, 5, 31), True)),
+]
+
+
+def test_a_cell_of_excel_changes_no_other_record(tmp_path: Path) -> None:
+    """Above all no id: pandas would make floats of whole numbers, and texts of dates."""
+
+    def written(name: str, rows: list[list[Any]]) -> Path:
+        path = tmp_path / name
+        pd.DataFrame(rows, columns=HEADER, dtype=object).to_excel(path, index=False)
+        return path
+
+    alone = read(written("alone.xlsx", EXCEL), TABLE)
+    for number, (column, cell, left_out) in enumerate(EXCEL_CELLS):
+        new = ["p9", 33, datetime(2020, 2, 2), "north", "n", "left"]
+        new[HEADER.index(column)] = cell
+        found = read(written(f"{number}.xlsx", [*EXCEL[:2], new, *EXCEL[2:]]), TABLE)
+        assert_untouched(found, alone, left_out=left_out, place=2)
+
+
+PARQUET = pa.schema(
+    [
+        ("patient", pa.int64()),
+        ("age", pa.float64()),
+        ("seen", pa.date32()),
+        ("ward", pa.int64()),
+        ("note", pa.timestamp("us")),
+        ("outcome", pa.bool_()),
+    ]
+)
+PARQUET_ROWS = [[2**53 + i, 1.5 * i, 19000 + i, i % 2, 10**15 + i, i % 2 == 0] for i in range(1, 6)]
+PARQUET_CELLS = [
+    ("patient", None, True),
+    *(("age", cell, True) for cell in (np.inf, -np.inf, 1e39)),
+    *(("seen", cell, True) for cell in (2**31 - 1, -(2**31))),
+    ("ward", 2, True),
+    ("ward", 2**62 + 1, True),
+    ("outcome", None, True),
+    ("patient", -(2**63), False),
+    *(("age", cell, False) for cell in (None, np.nan, 1e-300)),
+    *(("seen", cell, False) for cell in (None, 2932896, -719162)),  # years 9999 and 1
+    ("ward", None, False),
+    *(("note", cell, False) for cell in (None, 2**63 - 1, -(2**62))),
+]
+
+
+def test_a_cell_of_parquet_changes_no_other_record(tmp_path: Path) -> None:
+    """Above all no id beyond 2^53, which becomes a float beside a missing one; all years."""
+    own = TABLE | {"class_names": ["False", "True"], "categories": {"ward": ["0", "1"]}}
+
+    def written(name: str, rows: list[list[Any]]) -> Path:
+        columns = [
+            pa.array(cells, pa.int32()).cast(field.type)
+            if pa.types.is_date(field.type)
+            else pa.array(cells, field.type)
+            for field, cells in zip(PARQUET, zip(*rows, strict=True), strict=True)
+        ]
+        parquet.write_table(pa.Table.from_arrays(columns, schema=PARQUET), tmp_path / name)
+        return tmp_path / name
+
+    alone = read(written("alone.parquet", PARQUET_ROWS), own)
+    assert len(np.unique(alone.train.ids)) == 5
+    for number, (column, cell, left_out) in enumerate(PARQUET_CELLS):
+        new: list[Any] = [77, 2.5, 18000, 1, 10**15, True]
+        new[HEADER.index(column)] = cell
+        rows = [*PARQUET_ROWS[:2], new, *PARQUET_ROWS[2:]]
+        found = read(written(f"{number}.parquet", rows), own)
+        assert_untouched(found, alone, left_out=left_out, place=2)
+
+
+def png(value: int, *, mode: str = "L", size: tuple[int, int] = (8, 8)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new(mode, size, value).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+BROKEN = [
+    b"",
+    b"nothing",
+    png(1)[:40],
+    png(1)[:-30],
+    png(1)[:30] + b"\xff" * 40,
+    b"II*\0" + b"\xff" * 60,
+]
+ODD = [png(9, size=(8, 9)), png(9, mode="RGB"), png(9, mode="I;16"), png(9, mode="RGBA")]
+IMAGES = {"class_names": ["a", "b"], "image_size": 8, "channels": 1}
+
+
+def test_an_array_entry_changes_no_other_record(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows, pixels = rng.normal(size=(6, 3)), rng.integers(0, 256, (6, 8, 8), np.uint8)
+    labels, marks = np.arange(6) % 2, np.array([[0, 1], [1, 1]] * 3)
+    encoded = [png(10 * i) for i in range(6)]
+    table = {
+        "name": "npz",
+        "class_names": ["a", "b"],
+        "statistics": {f"x{i}": [0, 1] for i in range(3)},
+    }
+    images = {"name": "npz", "class_names": ["a", "b"]}
+    kinds = [  # features, labels, what the further record has, how it is read, whether it can be
+        *((rows, labels, (row, 1), table, True) for row in ([np.inf, 0, 0], [0, -1e39, 0])),
+        (rows, labels, ([np.nan, 0, 0], 1), table, False),
+        *((rows, labels, ([0, 0, 0], y), table, True) for y in (-1, 2, 2**62)),
+        *((pixels, labels, (pixels[0], y), images, True) for y in (-1, 2, 2**62)),
+        *((pixels, marks, (pixels[0], y), images, True) for y in ([0, 2], [-1, 0])),
+        *((encoded, labels, (content, 1), IMAGES | {"name": "npz"}, True) for content in BROKEN),
+        *((encoded, labels, (content, 1), IMAGES | {"name": "npz"}, False) for content in ODD),
+        (encoded, labels, (encoded[0], 2), IMAGES | {"name": "npz"}, True),
+    ]
+
+    def written(name: str, x: Any, y: Any) -> Path:
+        arrays: dict[str, Any] = {"y_train": np.array(y)}
+        if isinstance(x, list):
+            arrays["train_bytes"] = np.frombuffer(b"".join(x), np.uint8)
+            arrays["train_off"] = np.cumsum([0, *map(len, x)])
+        else:
+            arrays["x_train"] = x
+        np.savez(tmp_path / name, **arrays)
+        return tmp_path / name
+
+    for number, (x, y, (new, label), own, left_out) in enumerate(kinds):
+        alone = read(written(f"{number}-alone.npz", x, y), own)
+        more = [*x[:2], new, *x[2:]] if isinstance(x, list) else np.insert(x, 2, new, axis=0)
+        found = read(written(f"{number}.npz", more, np.insert(y, 2, label, axis=0)), own)
+        assert_untouched(found, alone, left_out=left_out, place=2)
+
+
+def test_a_file_in_a_folder_changes_no_other_record(tmp_path: Path) -> None:
+    def fill(name: str, *, persons: bool) -> Path:
+        for i in range(6):
+            path = tmp_path / name / "ab"[i % 2] / (f"p{i}" if persons else "") / f"m{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(png(10 * i))
+        return tmp_path / name
+
+    def put(content: bytes | None) -> Callable[[Path], object]:
+        def write(path: Path) -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir() if content is None else path.write_bytes(content)
+
+        return write
+
+    good = png(77)
+    added: list[tuple[str, Callable[[Path], object], bool, bool]] = [
+        *(("a/new.png", put(content), False, True) for content in (*BROKEN, None)),
+        *(("a/new.png", put(content), False, False) for content in (*ODD, good)),
+        ("a/new.dcm", put(b"no DICOM"), False, True),
+        ("a/new.png", lambda path: path.symlink_to("nowhere"), False, True),
+        ("c/new.png", put(good), False, True),
+        ("a/p1/new.png", put(b""), True, True),
+        ("a/new.png", put(good), True, True),
+        ("c/p1/new.png", put(good), True, True),
+        ("a/p\udcff/new.png", put(good), True, False),
+    ]
+    alone = {}
+    for persons in (False, True):
+        own = IMAGES | {"name": "image_folder"} | ({"id_column": "patient"} if persons else {})
+        alone[persons] = own, read(fill(f"alone-{persons}", persons=persons), own)
+    for number, (place, write, persons, left_out) in enumerate(added):
+        own, without = alone[persons]
+        root = fill(f"{number}", persons=persons)
+        write(root / place)
+        found = read(root, own)
+        at = (
+            sorted([*(p for p in root.rglob("*.png") if p.is_file())]).index(root / place)
+            if not left_out
+            else 0
+        )
+        assert_untouched(found, without, left_out=left_out, place=at)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".xlsx"])
+def test_a_row_of_a_labels_file_changes_no_other_record(tmp_path: Path, suffix: str) -> None:
+    own = IMAGES | {"name": "image_folder", "labels_file": f"labels{suffix}", "label": "found"}
+    own |= {"id_column": "patient"}
+    header = ["image", "patient", "found"]
+    rows = [[f"m{i}.png", f"{i}", "ab"[i % 2]] for i in range(5)]
+
+    def fill(name: str, rows: list[list[Any]], new: bytes) -> Path:
+        root = tmp_path / name
+        root.mkdir()
+        for i in range(5):
+            (root / f"m{i}.png").write_bytes(png(10 * i))
+        (root / "new.png").write_bytes(new)
+        table = pd.DataFrame(rows, columns=header, dtype=object)
+        path = root / f"labels{suffix}"
+        table.to_csv(path, index=False) if suffix == ".csv" else table.to_excel(path, index=False)
+        return root
+
+    good = png(77)
+    added = [
+        *((["none.png", "9", "a"], good, True), ([None, "9", "a"], good, True)),
+        *((["new.png", None, "a"], good, True), (["new.png", "9", "c"], good, True)),
+        *((["new.png", "9", None], good, True), (["new.png", "9", "a" * 9000], good, True)),
+        *((["../new.png", "9", "a"], good, True), (["new.png", "9", "a"], b"", True)),
+        *((["new.png", "9", "a"], good, False), (["m1.png", "9", "a"], good, False)),
+    ]
+    for number, (row, content, left_out) in enumerate(added):
+        alone = read(fill(f"{number}-alone", rows, content), own)
+        found = read(fill(f"{number}", [*rows[:2], row, *rows[2:]], content), own)
+        assert_untouched(found, alone, left_out=left_out, place=2)
+
+
+@pytest.mark.parametrize("other", ["y", "."])
+def test_a_bare_name_that_images_share_is_refused(tmp_path: Path, other: str) -> None:
+    for folder in ("x", other):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "m.png").write_bytes(png(1))
+    (tmp_path / "labels.csv").write_text("image,found\nm.png,a\n")
+    own = IMAGES | {"name": "image_folder", "labels_file": "labels.csv", "label": "found"}
+    with pytest.raises(ConfigError, match="share their names with others: m.png"):
+        read(tmp_path, own)
+
+
+def test_a_site_may_have_no_record_that_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    (tmp_path / "images" / "a" / "x.png").write_bytes(b"")
+    x = np.full((1, 2), np.inf)
+    np.savez(tmp_path / "x.npz", x_train=x, y_train=[0])
+    table = {"name": "npz", "class_names": ["a"], "statistics": {"x0": [0, 1], "x1": [0, 1]}}
+    for path, own in (
+        (write_csv(tmp_path / "a.csv", [["", *ROWS[0][1:]]]), TABLE),
+        (write_csv(tmp_path / "b.csv", []), TABLE),
+        (tmp_path / "x.npz", table),
+        (tmp_path / "images", IMAGES | {"name": "image_folder"}),
+    ):
+        prepared = read(path, own)
+        assert len(prepared.train) == 0
+        assert prepared.train.features.dtype in (torch.uint8, torch.float32)
+    assert prepared.input_shape == (1, 8, 8)
+
+
+def test_other_sites_keep_refusing(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "table.csv", with_cell("ward", "east", place=1)[0])
+    own = dataset_of(tmp_path, TABLE) | {"corrupt": "refuse"}
+    with pytest.raises(ConfigError, match="holds east, which is not in dataset.categories.ward"):
+        prepare(cache=tmp_path / "cache", root=path, server_test=False, **own)
+
+
+def test_a_private_site_cannot_refuse_for_one_record(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="corrupt=refuse in .* would end every run"):
+        dataset_of(tmp_path, TABLE | {"corrupt": "refuse"})
