@@ -76,7 +76,7 @@ def with_edge(**changes):
         ),
         (
             with_edge(target=True),
-            r"cells.normal\[0\].target=True has the wrong type: expected a whole number",
+            r"cells.normal\[0\].target=true has the wrong type: expected a whole number",
         ),
         (with_edge(source=1), "0 <= source < target must hold, got 1 and 1"),
         (with_edge(source=-1), "0 <= source < target must hold, got -1 and 1"),

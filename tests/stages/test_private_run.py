@@ -813,7 +813,7 @@ def test_a_site_with_a_policy_refuses_a_run_without_privacy(start, compose_confi
         if verb in public:
             continue
         sums = verb in ("query.sign_survivors", "query.open_masks")
-        rule = "takes no part in secure sums" if sums else "rule data_sets: data set=None"
+        rule = "takes no part in secure sums" if sums else "rule data_sets: data set=null"
         with pytest.raises(QuorumError, match=rule):
             list(courier.ask(verb, stage="search", settings=given))
     with pytest.raises(QuorumError, match="private verb=evaluate.personalised is unknown"):
