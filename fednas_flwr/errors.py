@@ -22,10 +22,8 @@ class MissingSettingError(ConfigError):
     """
 
     def __init__(self, *keys: str) -> None:  # noqa: D107
-        verb = "is" if len(keys) == 1 else "are"
-        super().__init__(
-            f"{', '.join(keys)} {verb} missing: give {'it' if verb == 'is' else 'them'}, too."
-        )
+        more = f", and so is {', '.join(keys[1:])}" if keys[1:] else ""
+        super().__init__(f"{keys[0]} is missing{more}: give it, too.")
         self.key = keys[0]
 
 

@@ -33,7 +33,7 @@ from fednas_flwr.config import (
     site_dataset,
 )
 from fednas_flwr.data.table_files import Form, read_texts
-from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning
+from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning, show
 from fednas_flwr.foreign import dump_yaml
 from fednas_flwr.search.settings import Configuration
 
@@ -150,7 +150,7 @@ def test_whole_numbers_become_floats_and_nothing_else_is_converted(tree: dict[st
     config = parse_config(changed(tree, "runtime.deadline_s", 60))
     assert isinstance(config.runtime.deadline_s, float)
     for key, value in {"rounds": 3.0, "clients": "3", "tensorboard": "true", "seed": None}.items():
-        with pytest.raises(ConfigError, match=f"{key}={value} has the wrong type"):
+        with pytest.raises(ConfigError, match=f"{key}={show(value)} has the wrong type"):
             parse_config(changed(tree, key, value))
 
 
@@ -584,7 +584,7 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=fedavg retrain.channels=3", "network that is fixed: remove it"),
         ("algorithm=fedavg genotype=a.json algorithm.network=linear stages=[retrain]", "gives the"),
         ("algorithm=fedavg retrain.drop_path_prob=.1", "retrain.drop_path_prob=0.1 has no effect"),
-        ("algorithm=fedavg momentum=averaged client_tags=[a,b,c]", "client_tags=['a', 'b', 'c']"),
+        ("algorithm=fedavg momentum=averaged client_tags=[a,b,c]", "client_tags=[a, b, c]"),
         ("algorithm=random_search algorithm.trial_rounds=0 algorithm.batch_size=3", "tries no net"),
         ("algorithm=fnas stages=[search] momentum=server", "clients send gradients"),
         (f"{LOCAL} stages=[search] momentum=averaged", "no trained model is sent"),
@@ -593,7 +593,7 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=zero_cost stages=[search] wire=int8", "in which no client trains"),
         ("algorithm=zero_cost stages=[search] precision=bfloat16", "in which no client trains"),
         ("algorithm=dpnas stages=[search] precision=bfloat16", "with algorithm.dp_aware"),
-        ("algorithm=zero_cost stages=[search] class_factors={a:.5}", "class_factors={'a': 0.5}"),
+        ("algorithm=zero_cost stages=[search] class_factors={a:.5}", "class_factors={a: 0.5}"),
         ("algorithm=feathers retrain.weights.lr=.3", "configurations of its own"),
         ("algorithm=feathers algorithm.bandit={scaled:false,scale_retention:.1}", "scaled=false"),
         (f"algorithm=feathers algorithm.configurations=[{ARM}] algorithm.num_configurations=3", ""),
@@ -602,7 +602,7 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
             "",
         ),
         ("algorithm=fedex retrain.weights.clip_norm=1", "retrain.weights.clip_norm=1.0 has no"),
-        ("stages=[search] retrain.rounds=3", "retrain.rounds=3 has no effect with stages=['search"),
+        ("stages=[search] retrain.rounds=3", "retrain.rounds=3 has no effect with stages=[search"),
         ("stages=[search] retrain.weights={lr:.5}", "retrain.weights.lr=0.5 has no effect"),
         ("stages=[search] personalised=true", "which lack retrain: remove it"),
         ("stages=[search,retrain] personalised=true", "which lack evaluate"),

@@ -752,8 +752,8 @@ def _cause(rule: Rule, config: Config) -> str:
 class _Causes(string.Formatter):
     """Formats with values as overrides spell them."""
 
-    def convert_field(self, value: Any, conversion: str | None) -> Any:
-        return show(value) if conversion is None else super().convert_field(value, conversion)
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        return value if isinstance(value, str) else show(value)
 
 
 def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | None:
