@@ -354,7 +354,7 @@ def refused(site, *releases):
         ({"splits": []}, "rule splits"),
         ({"splits": ["train", "train"]}, "rule splits: .*, not different ones of train, validat"),
         ({"splits": "train"}, "splits=train has the wrong type: expected a list"),
-        ({"splits": ["secret"]}, "rule splits: splits=.'secret'."),
+        ({"splits": ["secret"]}, "rule splits: splits=.secret."),
         ({"splits": [5]}, "splits.0.=5 has the wrong type: expected text"),
         *(
             ({term: value}, f"{term}=.* has the wrong type: expected a")

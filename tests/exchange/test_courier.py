@@ -328,7 +328,7 @@ def test_a_node_that_does_not_say_who_it_is_is_left_out(federation):
     assert vague.courier.clients == [0, 1]
     (event,) = vague.events
     assert event["client"] == 2
-    assert event["reason"] == "node 2: says client=None, which is malformed"
+    assert event["reason"] == "node 2: says client=null, which is malformed"
     useless = federation(3, claims={0: None, 1: "1", 2: 1})
     with pytest.raises(QuorumError, match=r"^node 2: says client=.*1 of 3 clients answered, 2 are"):
         useless.courier.connect(useless.grid)

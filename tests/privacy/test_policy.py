@@ -182,8 +182,8 @@ def test_noise_that_its_grid_cannot_hold_is_refused_naming_value_and_limit():
         ({"verb": "eval"}, "rule verbs"),
         ({"verb": 10 * "train.search "}, "rule verbs"),
         ({"verb": None}, "rule verbs"),
-        ({"secure_noise": False}, "rule secure_noise: secure_noise=False"),
-        ({"test_seed": True}, "rule test_seed: test_seed=True"),
+        ({"secure_noise": False}, "rule secure_noise: secure_noise=false"),
+        ({"test_seed": True}, "rule test_seed: test_seed=true"),
     ],
 )
 def test_every_other_rule_is_named(change, words):
