@@ -68,7 +68,7 @@ from fednas_flwr.names import CLIENT, LARGEST_EPSILON, SPLITS
 from fednas_flwr.privacy.audit import (
     length_limits,
     rate_limit,
-    shows_twice,
+    shows_other_length,
     values_for_half,
     variance_limits,
 )
@@ -591,7 +591,7 @@ def _findings(exchange: _Exchange, miss: float) -> Iterator[Finding]:
     units = 1 if exchange.by_client else LEAST_CANARIES
     while True:
         sights = {kind: _Sight(exchange, kind, parts[kind], replies, planted, each) for kind in one}
-        if all(sight.shows_twice(units) for sight in sights.values()):
+        if all(sight.is_shown(units) for sight in sights.values()):
             break
         if exchange.by_client and planted < MOST_REPLIES:
             planted, replies = 2 * planted, max(replies, 2 * planted)
@@ -652,13 +652,13 @@ class _Sight:
             return 0
         return min(MOST_CANARIES, math.ceil(max(LEAST_DRAWN, 20 * self.sigma**2) / rate))
 
-    def shows_twice(self, units: int) -> bool:
-        """Return whether units that move a release by twice the clipping norm are found."""
+    def is_shown(self, units: int) -> bool:
+        """Return whether units are found that move a release by twice the clipping norm."""
         size = max(part.stop for part in self.parts.values())
         count = size if self.exact is None else len(self.parts)
         if self.exchange.is_probe:
             count = size * self.planted
-        return shows_twice(self._most(units), count, miss=self.miss)
+        return shows_other_length(self._most(units), count, miss=self.miss)
 
     @property
     def _precision(self) -> float:
@@ -700,6 +700,8 @@ class _Sight:
         change = (planted.mean(dim=0) - without.mean(dim=0)) / self.sigma
         # beside a path nothing is released; of all else everything is, whatever the records are
         moved = noise.any(dim=0) | (change != 0) | (not self.exchange.on_path)
+        if dead := int(((noise == 0).all(dim=0) & moved).sum()):
+            faults.append(f"{dead:,} of {int(moved.sum()):,} values have no noise")
         shares = self._noise(noise, moved, faults, unseen)
         if len(doubled):
             self._repeats(_differences(doubled)[:, moved] / self.sigma, faults, unseen)
@@ -710,7 +712,7 @@ class _Sight:
         if len(drawn):
             seen += f"; {self._rate(drawn, without.mean(dim=0), canaries, faults, unseen)}"
         key = self.exchange.planned[self.kind].key
-        return Finding(key, seen, tuple(faults), tuple(unseen))
+        return Finding(key, seen, tuple(dict.fromkeys(faults)), tuple(unseen))
 
     def _noise(self, noise: Tensor, moved: Tensor, faults: list[str], unseen: list[str]) -> str:
         """Test the noise of each tensor [n, d], of which a part has moved [d]."""
@@ -769,7 +771,7 @@ class _Sight:
             faults.append(self._moves(squares, count, most))
         if self.exact is None:
             length = math.sqrt(max(0.0, squares - count)) / most
-            if not self.shows_twice(units):
+            if not self.is_shown(units):
                 unseen.append("twice the contribution of a unit")
             return f"a unit moves it by {length:.2f} of what was committed to"
         shares = {n: self.exact[p] for n, p in self.parts.items() if self.exact[p].any()}
@@ -788,7 +790,7 @@ class _Sight:
             unseen.append("what a unit contributes: no canary moves it")
         if self.is_gradient and whole < 2:
             unseen.append(f"no clipping: a canary has {whole:.2g} of the norm")
-        if not self.shows_twice(units):
+        if not self.is_shown(units):
             unseen.append("twice the contribution of a unit")
         reached = int((self.exact[moved] != 0).sum())
         return (

@@ -72,17 +72,22 @@ def length_limits(squares: float, count: int, *, miss: float) -> tuple[float, fl
     return next(lengths), next(lengths)
 
 
-def shows_twice(length: float, count: int, *, miss: float) -> bool:
-    """Return whether a mean twice as long as ``length`` is shown to be longer, as often as SHOWN.
+def shows_other_length(length: float, count: int, *, miss: float) -> bool:
+    """Return whether twice, and a quarter, of a length are told from it as often as ``SHOWN``.
+
+    Twice by a lower limit (:func:`length_limits`) above ``length``, a quarter by an upper one below
+    half of it.
 
     Args:
-        length: Above 0, over the deviation of each value.
+        length: Of a mean, over the deviation of each value; above 0.
         count: As of :func:`length_limits`.
         miss: Likewise.
     """
-    seldom, square = math.log(1 / (1 - SHOWN)), 4 * length**2
-    squares = count + square - 2 * math.sqrt((count + 2 * square) * seldom)
-    return length_limits(squares, count, miss=miss)[0] > length
+    seldom, long, short = math.log(1 / (1 - SHOWN)), 4 * length**2, length**2 / 16
+    fewest = count + long - 2 * math.sqrt((count + 2 * long) * seldom)
+    most = count + short + 2 * math.sqrt((count + 2 * short) * seldom) + 2 * seldom
+    low, high = (length_limits(squares, count, miss=miss) for squares in (fewest, most))
+    return low[0] > length and high[1] < length / 2
 
 
 def rate_limit(drawn: float, units: int, *, miss: float) -> float:
