@@ -26,7 +26,7 @@ from fednas_flwr.composition import (
     given_settings,
 )
 from fednas_flwr.config import AlgorithmSettings, CellSpace, Config, SearchSpaceSettings
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, show
 from fednas_flwr.names import NO_SKIP
 
 if TYPE_CHECKING:
@@ -366,8 +366,8 @@ def _with_strategy(config: Config, strategy: type[RoundStrategy]) -> Config:
         )
     if "search" not in config.stages:
         raise ConfigError(
-            f"stages={config.stages} with strategy={strategy.__name__}: it is for the search; add "
-            "search, or leave it out."
+            f"stages={show(config.stages)} with strategy={strategy.__name__}: it is for the "
+            "search; add search, or leave it out."
         )
     name = register_strategy(strategy, config.algorithm.name.partition(".")[0])
     if ALGORITHMS[name].settings is AlgorithmSettings:

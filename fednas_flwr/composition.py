@@ -86,10 +86,9 @@ def compose_tree(overrides: Sequence[str], source: Source = CONF) -> dict[str, A
     files = [text for text in overrides if text.startswith("config=")]
     if files:
         return _repeated(files[-1].removeprefix("config="), overrides)
-    overrides = for_hydra(overrides)
     with _initialized(source):
         try:
-            tree = _composed(overrides, source)
+            tree = _composed_within_null(overrides, source)
             _drop_overruled(tree, overrides, source)
         except (HydraException, OmegaConfBaseException, OSError) as error:
             raise _composition_error(error, overrides, source) from error
@@ -133,12 +132,39 @@ def _composition_error(error: Exception, overrides: Sequence[str], source: Sourc
     return ConfigError(f"{where}: {reason}.")
 
 
-def for_hydra(overrides: Sequence[str]) -> list[str]:
+def for_hydra(overrides: Sequence[str], known: Any = None) -> list[str]:
     """Return overrides as Hydra takes them.
 
-    It knows no key inside of a mapping that is empty so far; the parser knows them all.
+    It knows no key inside of a mapping that is empty so far, or null in the tree ``known``; the
+    parser of settings knows them all.
     """
-    return [re.sub(r"^(?=[\w.]+=\{)", "++", text) for text in overrides]
+    return [
+        f"++{text}"
+        if re.match(r"[\w.]+=\{", text) or _is_in_null(text.partition("=")[0], known)
+        else text
+        for text in overrides
+    ]
+
+
+def _is_in_null(key: str, tree: Any) -> bool:
+    """Return whether a key is inside of a mapping that is null in a tree."""
+    *parents, _ = key.split(".")
+    for part in parents:
+        if not isinstance(tree, Mapping) or part not in tree:
+            return False
+        tree = tree[part]
+    return bool(parents) and tree is None
+
+
+def _composed_within_null(overrides: Sequence[str], source: Source) -> dict[str, Any]:
+    """Return Hydra's tree, composed anew where the first trial does not know a mapping's keys."""
+    try:
+        return _composed(for_hydra(overrides), source)
+    except (HydraException, OmegaConfBaseException):
+        forced = for_hydra(overrides, _known(overrides, source))
+        if forced == for_hydra(overrides):
+            raise
+        return _composed(forced, source)
 
 
 def _repeated(path: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -158,7 +184,8 @@ def _repeated(path: str, overrides: Sequence[str]) -> dict[str, Any]:
                 continue
             if key in _groups(CONF) or text[0] in "+~":
                 raise ConfigError(f"{show(text)} with config={path}: only single values are set.")
-            if OmegaConf.select(tree, key, default=MISSING) == MISSING:
+            there = OmegaConf.select(tree, key, default=MISSING) != MISSING
+            if not there and not _is_in_null(key, given):
                 _check_key(key, _plain(tree), CONF)
             OmegaConf.update(tree, key, override.value())
         return _plain(tree)
@@ -414,11 +441,13 @@ class Sweep:
         folder: Holds the folders of the jobs.
         sweeper: The class of Hydra's sweeper.
         metrics: What a sweeper that optimises is told of a job.
+        known: The tree of the chosen groups alone.
     """
 
     folder: Path
     sweeper: str
     metrics: list[str]
+    known: dict[str, Any]
 
 
 def compose_sweep(fixed: Sequence[str], source: Source) -> Sweep:
@@ -429,14 +458,15 @@ def compose_sweep(fixed: Sequence[str], source: Source) -> Sweep:
     """
     with _initialized(source):
         try:
-            whole = compose(source.name, for_hydra(fixed), return_hydra_config=True)
+            known = _known(fixed, source)
+            whole = compose(source.name, for_hydra(fixed, known), return_hydra_config=True)
             folder = Path(str(whole.hydra.sweep.dir)).expanduser().resolve()
             settings: Any = OmegaConf.to_container(whole.get("sweep", OmegaConf.create()))
         except (HydraException, OmegaConfBaseException) as error:
             raise _composition_error(error, fixed, source) from error
     metric = settings.get("metric")
     metrics = [str(name) for name in (metric if isinstance(metric, list) else [metric])]
-    return Sweep(folder, str(whole.hydra.sweeper._target_), metrics)
+    return Sweep(folder, str(whole.hydra.sweeper._target_), metrics, known)
 
 
 def add_choice(group: str, name: str, tree: Mapping[str, Any]) -> None:
@@ -560,11 +590,12 @@ def _choices_with(key: str, group: str, source: Source) -> list[str]:
     for name in sorted(_groups(source)[group]):
         try:
             node: Any = _composed([f"{group}={name}"], source, resolve=False)
+            is_in_null = _is_in_null(key, node)
         except (HydraException, OmegaConfBaseException):  # of a file of the user's
             continue
         for part in key.split("."):
             node = node.get(part, MISSING) if isinstance(node, dict) else MISSING
-        if node != MISSING:
+        if node != MISSING or is_in_null:
             found.append(f"{group}={name}")
     return found
 

@@ -15,15 +15,16 @@ class ConfigError(ValueError):
 
 
 class MissingSettingError(ConfigError):
-    """A configuration lacks a setting.
+    """A configuration lacks settings.
 
     Args:
-        key: The setting's dotted name.
+        keys: The settings' dotted names.
     """
 
-    def __init__(self, key: str) -> None:  # noqa: D107
-        super().__init__(f"{key} is missing: the files of conf/ must give it.")
-        self.key = key
+    def __init__(self, *keys: str) -> None:  # noqa: D107
+        more = f", and so is {', '.join(keys[1:])}" if keys[1:] else ""
+        super().__init__(f"{keys[0]} is missing{more}: give it, too.")
+        self.key = keys[0]
 
 
 class NoEffectError(ConfigError):
@@ -74,7 +75,29 @@ def unknown_choice(what: str, value: object, allowed: Iterable[str]) -> ConfigEr
 
 
 def show(value: object) -> str:
-    """Return a short text for a value that may be of any type and size."""
-    if isinstance(value, int) and abs(value) >= 10**30:
-        return "an integer of more than 30 digits"
-    return (value if isinstance(value, str) else reprlib.repr(value))[:80]
+    """Return a short text for a value that may be of any type and size, as overrides spell it.
+
+    Example:
+        >>> show([None, True, {"a": "b"}])
+        '[null, true, {a: b}]'
+    """
+    return (value if isinstance(value, str) else _Spelling().repr(value))[:80]
+
+
+class _Spelling(reprlib.Repr):
+    """Values as Hydra reads them."""
+
+    def repr_tuple(self, value: tuple[object, ...], level: int) -> str:
+        return self.repr_list([*value], level)
+
+    def repr_NoneType(self, value: None, level: int) -> str:  # noqa: N802
+        return "null"
+
+    def repr_bool(self, value: bool, level: int) -> str:  # noqa: FBT001
+        return str(value).lower()
+
+    def repr_int(self, value: int, level: int) -> str:
+        return str(value) if abs(value) < 10**30 else "an integer of more than 30 digits"
+
+    def repr_str(self, value: str, level: int) -> str:
+        return value if len(value) <= self.maxstring else f"{value[: self.maxstring]}..."

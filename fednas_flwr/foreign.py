@@ -171,7 +171,9 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._open = [(0, 0)]  # nodes and levels of each node that is being composed
+        self._open: list[tuple[float, float]] = [
+            (0, 0)
+        ]  # nodes and levels of each node that is being composed
         self._sizes: dict[int, tuple[float, float]] = {}  # of those that are, by identity
 
     def compose_node(self, parent: Any, index: Any) -> Any:

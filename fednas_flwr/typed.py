@@ -203,7 +203,7 @@ def parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any] | None =
     parsed = {}
     for name, hint in types.items():
         if name not in values:
-            raise MissingSettingError(f"{prefix}{name}")
+            raise MissingSettingError(*(f"{prefix}{n}" for n in types if n not in values))
         parsed[name] = _convert(f"{prefix}{name}", hint, values[name])
     try:
         return kind(**parsed)

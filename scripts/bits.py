@@ -167,8 +167,10 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         base = options.keep or Path(folder)
         write_data(base / "data")
-        found = {name: run_case(name, base) for name in names}
-    options.output.write_text(json.dumps(found, indent=1) + "\n")
+        found = {}
+        for name in names:
+            found[name] = run_case(name, base)
+            options.output.write_text(json.dumps(found, indent=1) + "\n")
     return sum("failed" in parts for parts in found.values())
 
 

@@ -80,7 +80,7 @@ MISTAKES = {  # overrides: what the sentence must say
     "algorithm.name=fnas": ["algorithm.name=fnas", "write algorithm=<name>"],
     "rounds=many": ["rounds=many", "a whole number"],
     "rounds=2.5": ["rounds=2.5", "a whole number"],
-    "seed=true": ["seed=True", "a whole number"],
+    "seed=true": ["seed=true", "a whole number"],
     "tensorboard=1": ["tensorboard=1", "true or false"],
     "stages=search": ["stages=search", "a list such as [text, ...]"],
     "algorithm.weights=3": ["algorithm.weights=3", "a group of settings"],

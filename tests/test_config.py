@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hydra.core.config_store import ConfigStore
@@ -31,7 +33,8 @@ from fednas_flwr.config import (
     site_dataset,
 )
 from fednas_flwr.data.table_files import Form, read_texts
-from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning
+from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning, show
+from fednas_flwr.foreign import dump_yaml
 from fednas_flwr.search.settings import Configuration
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
@@ -147,7 +150,7 @@ def test_whole_numbers_become_floats_and_nothing_else_is_converted(tree: dict[st
     config = parse_config(changed(tree, "runtime.deadline_s", 60))
     assert isinstance(config.runtime.deadline_s, float)
     for key, value in {"rounds": 3.0, "clients": "3", "tensorboard": "true", "seed": None}.items():
-        with pytest.raises(ConfigError, match=f"{key}={value} has the wrong type"):
+        with pytest.raises(ConfigError, match=f"{key}={show(value)} has the wrong type"):
             parse_config(changed(tree, key, value))
 
 
@@ -581,7 +584,7 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=fedavg retrain.channels=3", "network that is fixed: remove it"),
         ("algorithm=fedavg genotype=a.json algorithm.network=linear stages=[retrain]", "gives the"),
         ("algorithm=fedavg retrain.drop_path_prob=.1", "retrain.drop_path_prob=0.1 has no effect"),
-        ("algorithm=fedavg momentum=averaged client_tags=[a,b,c]", "client_tags=['a', 'b', 'c']"),
+        ("algorithm=fedavg momentum=averaged client_tags=[a,b,c]", "client_tags=[a, b, c]"),
         ("algorithm=random_search algorithm.trial_rounds=0 algorithm.batch_size=3", "tries no net"),
         ("algorithm=fnas stages=[search] momentum=server", "clients send gradients"),
         (f"{LOCAL} stages=[search] momentum=averaged", "no trained model is sent"),
@@ -590,7 +593,7 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=zero_cost stages=[search] wire=int8", "in which no client trains"),
         ("algorithm=zero_cost stages=[search] precision=bfloat16", "in which no client trains"),
         ("algorithm=dpnas stages=[search] precision=bfloat16", "with algorithm.dp_aware"),
-        ("algorithm=zero_cost stages=[search] class_factors={a:.5}", "class_factors={'a': 0.5}"),
+        ("algorithm=zero_cost stages=[search] class_factors={a:.5}", "class_factors={a: 0.5}"),
         ("algorithm=feathers retrain.weights.lr=.3", "configurations of its own"),
         ("algorithm=feathers algorithm.bandit={scaled:false,scale_retention:.1}", "scaled=false"),
         (f"algorithm=feathers algorithm.configurations=[{ARM}] algorithm.num_configurations=3", ""),
@@ -599,7 +602,7 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
             "",
         ),
         ("algorithm=fedex retrain.weights.clip_norm=1", "retrain.weights.clip_norm=1.0 has no"),
-        ("stages=[search] retrain.rounds=3", "retrain.rounds=3 has no effect with stages=['search"),
+        ("stages=[search] retrain.rounds=3", "retrain.rounds=3 has no effect with stages=[search"),
         ("stages=[search] retrain.weights={lr:.5}", "retrain.weights.lr=0.5 has no effect"),
         ("stages=[search] personalised=true", "which lack retrain: remove it"),
         ("stages=[search,retrain] personalised=true", "which lack evaluate"),
@@ -743,3 +746,96 @@ def test_an_empty_mapping_empties(own_experiment: Callable[..., str]) -> None:
         compose("algorithm=feathers", "algorithm.ranges={}")
     with pytest.raises(ConfigError, match="^algorithm.weights.lr is missing"):
         compose("algorithm.weights={}")
+
+
+# --- mappings that are null
+
+
+def null_mappings(config: object, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Yield the dotted name of every mapping that is null, and the names of its settings."""
+    hints = get_type_hints(type(config))
+    for field in fields(config):  # type: ignore[arg-type]
+        value, name = getattr(config, field.name), f"{prefix}{field.name}"
+        kinds = [kind for kind in get_args(hints[field.name]) if is_dataclass(kind)]
+        if is_dataclass(value):
+            yield from null_mappings(value, f"{name}.")
+        elif value is None and kinds:
+            yield name, [inner.name for inner in fields(kinds[0])]
+
+
+@pytest.mark.parametrize("choice", [c for c in all_choices() if c.startswith("algorithm=")])
+def test_every_setting_of_a_mapping_that_is_null_can_be_set(choice: str) -> None:
+    """As the settings page documents them."""
+    chosen = [choice, *NEEDS.get(choice, [])]
+    for name, leaves in null_mappings(parse_config(compose_tree(chosen))):
+        tree = compose_tree([*chosen, *(f"{name}.{leaf}=7" for leaf in leaves)])
+        assert reduce(getitem, name.split("."), tree) == dict.fromkeys(leaves, 7)
+
+
+def test_a_mapping_that_was_null_is_checked_as_a_whole(tmp_path: Path) -> None:
+    zero_cost = ["algorithm=zero_cost", "algorithm.evolution.population=20"]
+    whole = compose(*zero_cost, "algorithm.evolution.tournament=5")
+    assert (
+        whole.algorithm
+        == compose(
+            "algorithm=zero_cost", "algorithm.evolution={population: 20, tournament: 5}"
+        ).algorithm
+    )
+    with pytest.raises(ConfigError, match=r"^algorithm.evolution.tournament is missing: give it"):
+        compose(*zero_cost)
+    with pytest.raises(ConfigError, match=r"populatoin is unknown.*nearest: .*\.population\)"):
+        compose("algorithm=zero_cost", "algorithm.evolution.populatoin=20")
+    with pytest.raises(ConfigError, match=r"algorithm=dpnas, algorithm=zero_cost, and"):
+        compose("algorithm.evolution.population=20")
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(compose_tree(["algorithm=zero_cost"])))
+    again = [f"config={path}", *zero_cost[1:], "algorithm.evolution.tournament=5"]
+    assert compose_tree(again)["algorithm"]["evolution"] == {"population": 20, "tournament": 5}
+
+
+# --- the last learning rate
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rates"),
+    [
+        ("", (0.1, 0.01)),
+        ("algorithm.weights.lr=.2", (0.2, 0.01)),
+        ("algorithm.weights.lr=.01", (0.01, 0.01)),
+        ("algorithm.weights.lr=.005", (0.005, 0.005)),
+        ("algorithm.weights={lr:.005}", (0.005, 0.005)),
+        ("algorithm.weights.lr=.005 algorithm.weights.min_lr=.001", (0.005, 0.001)),
+        ("experiment=fed_darts/published", (0.025, 0.001)),
+        ("experiment=fed_darts/published algorithm.weights.lr=.0005", (0.0005, 0.0005)),
+    ],
+)
+def test_a_default_of_the_last_learning_rate_follows_a_lower_first_one(
+    overrides: str, rates: tuple[float, float]
+) -> None:
+    weights = compose(*overrides.split()).algorithm.weights
+    assert (weights.lr, weights.min_lr) == rates
+
+
+def test_a_last_learning_rate_that_was_typed_does_not_follow() -> None:
+    with pytest.raises(ConfigError, match=r"^algorithm.weights.min_lr=0.01 is out of range"):
+        compose("algorithm.weights.lr=.005", "algorithm.weights.min_lr=.01")
+    assert compose("retrain.weights.lr=.0005").retrain.weights.min_lr == 0.0005
+
+
+# --- values in sentences
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("stages=[search] retrain.rounds=1", "with stages=[search], which"),
+        ("stages=[evaluate]", "stages=[evaluate]"),
+        ("seed=null", "seed=null has the wrong type"),
+        ("seed=true", "seed=true has the wrong type"),
+        ("genotype={a:null}", "genotype={a: null} has the wrong type"),
+        ("client_tags=[a,1]", "client_tags[1]=1 has the wrong type"),
+    ],
+)
+def test_sentences_spell_values_as_overrides_do(overrides: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        compose(*overrides.split())

@@ -62,6 +62,7 @@ def parse_config(tree: Mapping[str, Any], *, given: Given | None = None) -> Conf
 
 def yielded(tree: Mapping[str, Any], given: Given) -> Mapping[str, Any]:
     """Return the tree without the defaults in whose place the user has set something."""
+    tree = _with_lower_ends(tree, given)
     privacy = tree.get("privacy")
     if not isinstance(privacy, Mapping) or privacy.get("name") != "dp":
         return tree
@@ -75,6 +76,19 @@ def yielded(tree: Mapping[str, Any], given: Given) -> Mapping[str, Any]:
             yields[default] = None
     for setting, value in yields.items():
         tree = _with(tree, setting.split("."), value)
+    return tree
+
+
+def _with_lower_ends(tree: Mapping[str, Any], given: Given, prefix: str = "") -> dict[str, Any]:
+    """Return a tree in which no default of ``min_lr`` is above an ``lr`` that the user has set."""
+    tree = {
+        key: _with_lower_ends(value, given, f"{prefix}{key}.") if isinstance(value, dict) else value
+        for key, value in tree.items()
+    }
+    lr, last, key = tree.get("lr"), tree.get("min_lr"), f"{prefix}min_lr"
+    is_own = key in given.typed or (key in given.experiment and f"{prefix}lr" not in given.typed)
+    if isinstance(lr, int | float) and isinstance(last, int | float) and last > lr and not is_own:
+        tree["min_lr"] = lr
     return tree
 
 
@@ -237,7 +251,7 @@ def _check_stages(config: Config) -> None:
     """Refuse stages that lack what they start from, or have it twice."""
     if config.genotype is not None and searches(config):
         raise ConfigError(
-            f"genotype={show(config.genotype)} with stages={config.stages}: a genotype "
+            f"genotype={show(config.genotype)} with stages={show(config.stages)}: a genotype "
             "replaces the search; set stages=[retrain,evaluate,export]."
         )
     if searches(config):
@@ -251,7 +265,7 @@ def _check_stages(config: Config) -> None:
     elif "retrain" in config.stages and config.genotype is None:
         if not isinstance(config.algorithm, GivenNetwork):
             raise ConfigError(
-                f"stages={config.stages} without search: retraining needs a network; set "
+                f"stages={show(config.stages)} without search: retraining needs a network; set "
                 "genotype=<file> or algorithm=fedavg."
             )
     if config.stages == ["search"] and not searches(config):
@@ -261,6 +275,6 @@ def _check_stages(config: Config) -> None:
         )
     if not {"retrain"} & set(config.stages) and {"evaluate", "export"} & set(config.stages):
         raise ConfigError(
-            f"stages={config.stages}: evaluate and export need the network that retrain trains; "
-            "add retrain or leave them out."
+            f"stages={show(config.stages)}: evaluate and export need the network that retrain "
+            "trains; add retrain or leave them out."
         )

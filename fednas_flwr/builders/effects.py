@@ -7,7 +7,7 @@ records what runs read and names the settings that lack one.
 
 from __future__ import annotations
 
-import json
+import string
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -745,8 +745,15 @@ def _sentence(setting: str, rule: Rule, config: Config) -> str:
 
 
 def _cause(rule: Rule, config: Config) -> str:
-    cause = rule.cause.format(c=config)
+    cause = _Causes().format(rule.cause, c=config)
     return cause if len(cause) <= 300 else f"{cause[:300]}..."
+
+
+class _Causes(string.Formatter):
+    """Formats with values as overrides spell them."""
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        return value if isinstance(value, str) else show(value)
 
 
 def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | None:
@@ -780,8 +787,6 @@ def _setting(config: Config, name: str) -> str:
     """Return a setting and its value as an override has them; a group's is its name."""
     name, value = _field(config, name)
     value = getattr(value, "name", "{...}") if is_dataclass(value) else value
-    if value is None or isinstance(value, bool):
-        return f"{name}={json.dumps(value)}"
     return f"{name}={show(value)}"
 
 

@@ -172,8 +172,8 @@ def of_cfdnas(config: Config) -> None:
         )
     if not searches(config):
         raise ConfigError(
-            f"algorithm=cfdnas with stages={config.stages}: its groups begin with a search; add "
-            "search, or set algorithm=fedavg to retrain a genotype."
+            f"algorithm=cfdnas with stages={show(config.stages)}: its groups begin with a search; "
+            "add search, or set algorithm=fedavg to retrain a genotype."
         )
     if config.aggregate == "trimmed_mean":
         raise ConfigError(

@@ -358,5 +358,5 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
     for paying in dict.fromkeys(paying for paying, _ in statement.epsilons):
         others = [f"{other} (per {unit})" for other, unit in statement.epsilons if other != paying]
         if others and account in (None, paying):
-            listed = name(", ".join(others))
-            console.print(name(paying), "leaves out, should it be of the same records:", listed)
+            booked_on = f"{', '.join(others)}, if that was of the same records"
+            console.print(name(f"{paying} does not count what was booked on {booked_on}."))

@@ -77,7 +77,8 @@ def sweep(asked: Arguments) -> int:
         more += [f"hydra.sweeper.direction={best[0] if len(best) == 1 else several}"]
         more += ["hydra.sweeper.max_failure_rate=1.0"]
     more = [text for text in more if text.partition("=")[0] not in names]
-    kept = [text for text in for_hydra(overrides) if not text.startswith("hydra.sweep.dir=")]
+    kept = for_hydra(overrides, planned.known)
+    kept = [text for text in kept if not text.startswith("hydra.sweep.dir=")]
     try:
         run_hydra(run_job, [*kept, *more, f"hydra.sweep.dir={planned.folder}", *asked.flags])
     except ValueError as error:  # of Optuna, where no trial has succeeded: they have told why

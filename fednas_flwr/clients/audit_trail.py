@@ -173,6 +173,7 @@ class AuditTrail:
 
     def _take(self, num_bytes: int, *, beyond: int = 0) -> None:
         if self._path is not None:
+            self._key_path.parent.mkdir(parents=True, exist_ok=True)
             take(counter_of(self._key_path), num_bytes, beyond=beyond)
 
     def _append(self, event: str, **fields: Any) -> None:

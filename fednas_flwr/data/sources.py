@@ -49,9 +49,9 @@ class DataSet:
 
     Attributes:
         read: Called with the path that :func:`find_source` returns, and with its settings but
-            ``download`` and ``statistics`` as keyword arguments; returns the train part and the
-            official test part, None where there is none.
-        settings: Those of ``conf/dataset/base.yaml`` that have an effect.
+            ``download``, ``statistics`` and ``ranges`` as keyword arguments; returns the train
+            part and the official test part, None where there is none.
+        settings: Those of ``conf/dataset/_base.yaml`` that have an effect.
         roots: What ``dataset.root`` may be, ``file`` or ``folder``; empty if it is not needed.
         sites: Patterns of the sites in a folder, one of which ``read`` then gets; empty if the set
             cannot be divided by sites.

@@ -40,7 +40,7 @@ from fednas_flwr.data.table_files import (
     read_texts,
     rows_text,
 )
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.errors import ConfigError, show
 
 _MOST_CATEGORIES = 256
 _YES, _NO = ("1", "1.0", "yes", "true"), ("0", "0.0", "no", "false")
@@ -159,13 +159,13 @@ def label_columns_of(
     given = {"label": named, "label_separator": label_separator, "class_names": class_names}
     for setting in [name for name, value in given.items() if value and labels]:
         raise ConfigError(
-            f"dataset.{setting} has no effect with dataset.labels={list(labels)}, which names one "
-            "column per label: remove one of the two."
+            f"dataset.{setting} has no effect with dataset.labels={show(list(labels))}, which "
+            "names one column per label: remove one of the two."
         )
     if len(labels) == 1:
         raise ConfigError(
-            f"dataset.labels={list(labels)} names one column, but is for records that can have "
-            f"several labels: set dataset.label={labels[0]}."
+            f"dataset.labels={show(list(labels))} names one column, but is for records that can "
+            f"have several labels: set dataset.label={labels[0]}."
         )
     return tuple(labels) or (label if label and named else list(texts)[-1],)
 

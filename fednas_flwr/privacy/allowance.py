@@ -29,7 +29,7 @@ def take(counter: Path, num_bytes: int, *, now: float | None = None, beyond: int
     A power cut may lose the count, which no server can cause: it is not synced.
 
     Args:
-        counter: From :func:`counter_of`; created if missing.
+        counter: From :func:`counter_of`, in a folder that exists; created if missing.
         num_bytes: At least as many as will be written.
         now: Seconds since 1970; None asks the clock.
         beyond: Bytes that may be taken when the allowance is spent, to say so.
@@ -38,7 +38,6 @@ def take(counter: Path, num_bytes: int, *, now: float | None = None, beyond: int
         DayFullError: They are more than what is left of this day; the refusal is counted.
     """
     day = int((time.time() if now is None else now) // _DAY_S)
-    counter.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(counter, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

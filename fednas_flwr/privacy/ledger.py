@@ -173,6 +173,7 @@ class Ledger(AbstractContextManager["Ledger"]):
                 "write the one could replace the other; put it elsewhere."
             )
         self._clock, self._checkpoint = clock, checkpoint
+        self._counter = counter_of(key_path)
         self._pid, self._mutex = os.getpid(), threading.Lock()
         with plain_errors(self.path):
             self._mark = Mark(key_path, wait_s=wait_s)
@@ -217,7 +218,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             self._assign(state, entry, assignment)
             self._spend(state, entry, epsilon=epsilon, delta=delta)
             values = self._values(last + 1, entry)
-            self._take(*values)
+            self._take(values[1], *values)
             mac = self._mark.hmac("row", last_mac, values)
             places = ", ".join("?" for _ in (*values, mac))
             self._rows.execute(
@@ -256,7 +257,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             if known is not None and known != terms:
                 raise ConfigError(f"run {run} has committed to other terms: start a new run.")
             if known is None:
-                self._take(run, run, terms)  # its index repeats the run
+                self._take(self._clock(), run, run, terms)  # its index repeats the run
                 mac = self._mark.hmac("commitment", run, terms)
                 self._rows.execute("INSERT INTO commitments VALUES (?, ?, ?)", (run, terms, mac))
                 self._rows.execute("COMMIT")
@@ -425,10 +426,9 @@ class Ledger(AbstractContextManager["Ledger"]):
             raise damaged(f"row {last} of {self.path} was edited")
         return False
 
-    def _take(self, *values: object) -> None:
+    def _take(self, now: float, *values: object) -> None:
         """Count what a row of these values takes of the site's daily allowance."""
-        counter = counter_of(self._mark.key_path)
-        take(counter, len(str(values).encode()) + _ROW_BYTES, now=self._clock())
+        take(self._counter, len(str(values).encode()) + _ROW_BYTES, now=now)
 
     def _commitment(self, run: str) -> str | None:
         """Return the terms of a run."""
@@ -515,7 +515,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         _add(totals, entry, booked["orders"])
         booked["totals"] = totals
 
-    def _values(self, sequence: int, entry: Entry) -> tuple[object, ...]:
+    def _values(self, sequence: int, entry: Entry) -> tuple[Any, ...]:
         """Return the columns of a new row; refuse other terms than the run's, and more steps."""
         splits, release = ",".join(entry.splits), entry.release
         noise_multiplier, rate = float(release.noise_multiplier), float(release.sample_rate)

@@ -188,8 +188,8 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
                 table.add_row(*(Text(terminal(cell)) for cell in (title, *cells)))
         console.print(table)
     for folder, reason in comparison.not_counted:
-        line = Text(terminal(f"{folder}: {reason}"), style="yellow")
-        console.print(line, soft_wrap=True, highlight=False)
+        left = Text(terminal(f"{folder}: {reason}"), style="yellow")
+        console.print(left, soft_wrap=True, highlight=False)
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:

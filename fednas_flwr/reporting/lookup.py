@@ -182,8 +182,8 @@ def print_lookup(table: CellTable, runs: Sequence[Run], console: Console | None 
         shown.add_column(Text(terminal(title)), justify="right", overflow="fold")
     for index, (name, values) in enumerate(zip(names, rows, strict=True)):
         texts = [f"{value:.{decimals}f}" for value in values[:-1]]
-        shown_cells = (Text(terminal(name)), *texts, f"{values[-1]:.1f}")
-        shown.add_row(*shown_cells, end_section=index == len(runs) - 1)
+        run, percentile = Text(terminal(name)), f"{values[-1]:.1f}"
+        shown.add_row(run, *texts, percentile, end_section=index == len(runs) - 1)
     (console or table_console()).print(shown)
 
 

@@ -13,11 +13,9 @@ def count(value: float | None) -> str:
     """Return a count with at most three figures before its unit: ``3.35 M``, ``812``."""
     if value is None:
         return DASH
-    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e4, " k")):
-        if abs(value) >= size:
-            scale = 1e3 if unit == " k" else size
-            return f"{value / scale:.3g}{unit}"
-    return f"{value:.0f}"
+    if abs(value) < 1e4:
+        return f"{value:.0f}"
+    return _scaled(value, (" k", " M", " G", " T"))
 
 
 def quantiles(values: Sequence[float]) -> list[float]:
@@ -45,10 +43,16 @@ def num_bytes(value: float | None) -> str:
     """Return bytes in powers of 1000: ``12.3 MB``."""
     if value is None:
         return DASH
-    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.0f} B"
+    return f"{value:.0f} B" if value < 1e3 else _scaled(value, (" kB", " MB", " GB", " TB"))
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    """Return three figures in the unit, of powers of 1000, in which they are below 1000."""
+    for unit in units:
+        value /= 1e3
+        if abs(float(f"{value:.3g}")) < 1e3:
+            return f"{value:.3g}{unit}"
+    return f"{value:.0f}{unit}"
 
 
 def duration(seconds: float | None) -> str:

@@ -64,7 +64,8 @@ class SGD(Checked):
 
     Attributes:
         lr: Learning rate of the first round, > 0.
-        min_lr: Learning rate after the last round, from 0 to ``lr``.
+        min_lr: Learning rate after the last round, from 0 to ``lr``; a default above ``lr`` is
+            lowered to it.
         momentum: Momentum, from 0 to below 1.
         weight_decay: L2 coefficient, from 0 to ``1 / lr``.
         clip_norm: Largest norm of a batch's mean gradient, > 0; null does not clip.

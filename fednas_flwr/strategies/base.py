@@ -349,7 +349,7 @@ class RoundStrategy(Strategy):
             initial_arrays: Named tensors to start from, such as ``Result.arrays`` of an earlier
                 start; None starts from the network given to the constructor.
             num_rounds: Rounds of the stage, those before a resume included.
-            timeout: Seconds per exchange; None keeps the courier's.
+            timeout: Seconds per exchange of these rounds; None keeps the courier's.
             train_config: Not used: settings are constructor arguments.
             evaluate_config: Not used, likewise.
             evaluate_fn: Called with round and named tensors before the first and after every
@@ -361,8 +361,20 @@ class RoundStrategy(Strategy):
         Raises:
             QuorumError: Too few clients answered an exchange.
         """
-        if timeout is not None:
-            self.courier.deadline_s = timeout
+        usual = self.courier.deadline_s  # of other stages, too
+        self.courier.deadline_s = usual if timeout is None else timeout
+        try:
+            return self._run_rounds(grid, initial_arrays, num_rounds, evaluate_fn)
+        finally:
+            self.courier.deadline_s = usual
+
+    def _run_rounds(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None,
+        num_rounds: int,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
+    ) -> Result:
         self.courier.connect(grid)
         if initial_arrays is not None:
             self._load_named(initial_arrays.to_torch_state_dict())

@@ -144,7 +144,7 @@ def test_a_whole_client_answers_nothing_that_is_no_update(make_client_site, no_r
             site.ask(verb)
     with pytest.raises(ConfigError, match="rule unit: moments=sent"):
         site.answer(asked(site, "train.search", moments=True))
-    with pytest.raises(ConfigError, match="rule unit: sparse=True"):
+    with pytest.raises(ConfigError, match="rule unit: sparse=true"):
         site.answer(asked(site, "train.search", sparse=True))
     with pytest.raises(ConfigError, match="validates=True"):
         site.answer(asked(site, "train.weights", validates=True))
@@ -152,9 +152,9 @@ def test_a_whole_client_answers_nothing_that_is_no_update(make_client_site, no_r
 
 
 def test_site_and_run_must_name_the_same_unit(make_site):
-    with pytest.raises(ConfigError, match="rule unit: of_client=False, not True"):
+    with pytest.raises(ConfigError, match="rule unit: of_client=false, not True"):
         make_site(policy=POLICY_CLIENT)
-    with pytest.raises(ConfigError, match="rule unit: of_client=True, not False"):
+    with pytest.raises(ConfigError, match="rule unit: of_client=true, not False"):
         make_site(policy={"least_noise_multiplier": LEAST}, committed=committed())
     (plan, *_) = committed()
     with pytest.raises(ConfigError, match="rule unit: batch_size=3"):

@@ -589,7 +589,7 @@ def test_trials_that_train_on_another_split_than_the_committed_are_refused(
     split, make_site, networks, no_record
 ):
     site, ask = derived_probe(make_site, networks, committed="train", split=split)
-    with pytest.raises(ConfigError, match="rule committed values: release=|split=None has the wro"):
+    with pytest.raises(ConfigError, match="rule committed values: release=|split=null has the wro"):
         ask()
     assert site.rows() == []
 
@@ -724,11 +724,11 @@ def test_a_search_with_moments_goes_on_where_the_last_request_ended(verb, make_s
     ("verb", "change", "words"),
     [
         ("train.weights", {"data_set": "other"}, "rule data_sets: data set=other"),
-        ("train.weights", {"data_set": None}, "site.data_set=None has the wrong type"),
-        ("train.weights", {"site": None}, "rule data_sets: data set=None"),
-        ("query.latency", {"site": None}, "rule data_sets: data set=None"),
+        ("train.weights", {"data_set": None}, "site.data_set=null has the wrong type"),
+        ("train.weights", {"site": None}, "rule data_sets: data set=null"),
+        ("query.latency", {"site": None}, "rule data_sets: data set=null"),
         ("query.commit", {"data_set": "other"}, "rule data_sets: data set=other"),
-        ("query.commit", {"data_set": None}, "data_set=None has the wrong type"),
+        ("query.commit", {"data_set": None}, "data_set=null has the wrong type"),
         ("train.gradients", {"order": 2}, "rule first order only: order=2"),
         ("train.search", {"rule": "second_order"}, "rule first order only: rule=second_order"),
         ("train.search", {"rule": "mixed_level"}, "rule first order only: rule=mixed_level"),
@@ -774,8 +774,8 @@ def test_a_search_with_moments_goes_on_where_the_last_request_ended(verb, make_s
         ),
         ("train.probe", {"trials": [TRIAL, {}]}, r"trials\[1\].weights is missing"),
         ("train.probe", {"trials": []}, r"trials=\[\] is out of range: expected 1 to 1000"),
-        ("train.probe", {"trials": {"x": 1}}, "trials={'x': 1} has the wrong type"),
-        ("train.probe", {"steps": True}, "search.amount.steps=True has the wrong type"),
+        ("train.probe", {"trials": {"x": 1}}, "trials={x: 1} has the wrong type"),
+        ("train.probe", {"steps": True}, "search.amount.steps=true has the wrong type"),
         ("train.probe", {"loss_bound": 9e-4}, "loss_bound=0.0009 is out of range: expected 0.001"),
         ("train.probe", {"loss_bound": 5e-324}, "loss_bound=5e-324 is out of range"),
         *(
@@ -805,7 +805,7 @@ def test_a_search_with_moments_goes_on_where_the_last_request_ended(verb, make_s
             {"candidates": 1001 * [[5] * 15]},
             "candidates=.* expected 1 to 1000",
         ),
-        ("evaluate.candidates", {"candidates": {"a": 1}}, "candidates={'a': 1} has the wrong type"),
+        ("evaluate.candidates", {"candidates": {"a": 1}}, "candidates={a: 1} has the wrong type"),
     ],
 )
 def test_requests_outside_the_rules_are_refused_before_data_is_read(

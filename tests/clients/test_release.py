@@ -171,7 +171,8 @@ def test_noise_that_could_not_be_added_is_refused_before_anything_is_booked(
     make_site, no_record, verb
 ):
     """The networks have about a thousand weights."""
-    site = make_site(committed=schedule(noise_multiplier=9e5))
+    policy = {"largest_noise_multiplier": 1e6}
+    site = make_site(policy=policy, committed=schedule(noise_multiplier=9e5))
     with pytest.raises(ConfigError, match="rule noise grid: noise_multiplier=900000.0, not"):
         site.ask(verb)
     assert site.rows() == []
@@ -339,10 +340,10 @@ def refused(site, *releases):
         ({"noise_multiplier": 0.05}, "rule least_noise_multiplier"),
         ({"noise_multiplier": -0.0}, "rule least_noise_multiplier"),
         ({"noise_multiplier": 1e7}, "rule least_noise_multiplier"),
-        ({"noise_multiplier": None}, "rule least_noise_multiplier: noise_multiplier=None"),
+        ({"noise_multiplier": None}, "rule least_noise_multiplier: noise_multiplier=null"),
         ({"max_grad_norm": 2.1}, "rule largest_grad_norm: max_grad_norm=2.1, not 1e-06 to 2.0"),
         ({"max_grad_norm": 1e-7}, "rule largest_grad_norm"),
-        ({"max_grad_norm": None}, "max_grad_norm=None has the wrong type"),
+        ({"max_grad_norm": None}, "max_grad_norm=null has the wrong type"),
         ({"batch_size": 0}, "rule sample_rate: batch_size=0.0"),
         ({"batch_size": -8}, "rule sample_rate: batch_size=-8.0"),
         ({"steps": 1001}, "rule largest_steps: steps=1001, not 1 to 1000"),

@@ -133,7 +133,7 @@ def test_sites_become_a_partition(cache: Path, tmp_path: Path):
         ({"image_size": 0}, "dataset.image_size=0 must be at least 1"),
         ({"image_size": -4}, "dataset.image_size=-4 must be at least 1"),
         ({"label": "ill"}, "dataset.label=ill has no effect with dataset.name=npz"),
-        ({"download": True}, "dataset.download=True has no effect"),
+        ({"download": True}, "dataset.download=true has no effect"),
         ({"mean": (0.5, 0.5)}, "do not fit images of 3 channels"),
         ({"std": (0.5, 0.5, 0)}, "do not fit images of 3 channels"),
         ({"statistics": {"a": (0, 1)}}, "statistics is for tables"),

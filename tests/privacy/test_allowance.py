@@ -15,7 +15,7 @@ DAY = 86_400
 
 @pytest.fixture
 def counter(tmp_path: Path) -> Path:
-    return counter_of(tmp_path / "new" / "ledger.key")
+    return counter_of(tmp_path / "ledger.key")
 
 
 def test_a_day_takes_so_much_and_the_next_one_as_much_again(counter: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_number_that_is_missing_is_left_out(tmp_path: Path) -> None:
 
 
 def test_reports_do_not_load_torch() -> None:
-    modules = ("compare", "model_card", "progress", "report", "tables", "tensorboard")
+    modules = ("compare", "model_card", "progress", "report", "tensorboard")
     code = "".join(f"import fednas_flwr.reporting.{name}\n" for name in modules)
     code += (
         "import sys\nprint([name for name in ('torch', 'flwr', 'pandas') if name in sys.modules])"

@@ -5,7 +5,11 @@ from fednas_flwr.reporting.units import count, duration, mean_and_deviation, num
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "–"), (0, "0"), (9_999, "9999"), (12_345, "12.3 k"), (3_349_000, "3.35 M")],
+    [
+        *[(None, "–"), (0, "0"), (9_999, "9999"), (12_345, "12.3 k"), (3_349_000, "3.35 M")],
+        *[(999_499, "999 k"), (999_500, "1 M"), (-999_500, "-1 M"), (999_600_000, "1 G")],
+        *[(9.996e11, "1 T"), (9.996e14, "1000 T"), (5e15, "5000 T")],
+    ],
 )
 def test_count(value: float | None, text: str) -> None:
     assert count(value) == text
@@ -36,3 +40,14 @@ def test_percent_and_bytes() -> None:
 )
 def test_mean_and_deviation(values: list[float], text: str) -> None:
     assert mean_and_deviation(values) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *[(999, "999 B"), (1_000, "1 kB"), (999_499, "999 kB"), (999_500, "1 MB")],
+        *[(999_600_000, "1 GB"), (9.996e11, "1 TB"), (5e15, "5000 TB")],
+    ],
+)
+def test_bytes_are_carried_to_the_next_unit(value: float, text: str) -> None:
+    assert num_bytes(value) == text

@@ -66,7 +66,7 @@ def test_real_sites_pay_for_baselines_by_a_share_of_their_epsilon_or_not_at_all(
     with pytest.raises(NoEffectError, match="baseline_share=0.25 has no effect .* a ledger of its"):
         compose("algorithm=dp_fnas", "privacy=dp", "baselines=2", share)
     with pytest.raises(
-        NoEffectError, match="baseline_share=0.25 has no effect with baselines=None"
+        NoEffectError, match="baseline_share=0.25 has no effect with baselines=null"
     ):
         compose(*private, share)
     assert compose(*private, share, "baselines=2").baselines == 2

@@ -332,6 +332,21 @@ def test_it_goes_on_from_arrays_it_is_given(compose_config, federate):
     assert all(not torch.equal(after[n], given[n]) for n in given if n.startswith("alphas."))
 
 
+def test_a_deadline_is_of_one_start_alone(compose_config, federate):
+    """Two stages share one courier: what one is started with is not the other's."""
+    config = compose_config("algorithm=fnas", *FULL, *UNEQUAL)
+    federation = federate(config)
+    known = []
+    federation.courier.emit = lambda event, **_: known.append(federation.courier.deadline_s)
+    federation.strategy.start(federation.grid, num_rounds=1, timeout=41.0)
+    assert set(known) == {41.0}
+    assert federation.courier.deadline_s == 60.0
+    federation.strategy.run_round = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        federation.strategy.start(federation.grid, num_rounds=2, timeout=41.0)
+    assert federation.courier.deadline_s == 60.0
+
+
 def test_evaluation_on_validation_records_every_so_many_rounds_and_at_the_end(
     compose_config, federate
 ):
