@@ -72,22 +72,27 @@ def length_limits(squares: float, count: int, *, miss: float) -> tuple[float, fl
     return next(lengths), next(lengths)
 
 
-def shows_other_length(length: float, count: int, *, miss: float) -> bool:
-    """Return whether twice, and a quarter, of a length are told from it as often as ``SHOWN``.
-
-    Twice by a lower limit (:func:`length_limits`) above ``length``, a quarter by an upper one below
-    half of it.
+def shows_twice(length: float, count: int, *, miss: float) -> bool:
+    """Return whether twice a length has a lower limit above it, as often as ``SHOWN``.
 
     Args:
         length: Of a mean, over the deviation of each value; above 0.
         count: As of :func:`length_limits`.
         miss: Likewise.
     """
-    seldom, long, short = math.log(1 / (1 - SHOWN)), 4 * length**2, length**2 / 16
-    fewest = count + long - 2 * math.sqrt((count + 2 * long) * seldom)
-    most = count + short + 2 * math.sqrt((count + 2 * short) * seldom) + 2 * seldom
-    low, high = (length_limits(squares, count, miss=miss) for squares in (fewest, most))
-    return low[0] > length and high[1] < length / 2
+    square = 4 * length**2
+    fewest = count + square - 2 * math.sqrt((count + 2 * square) * math.log(1 / (1 - SHOWN)))
+    return length_limits(fewest, count, miss=miss)[0] > length
+
+
+def shows_quarter(length: float, count: int, *, miss: float) -> bool:
+    """Return whether a quarter of a length has an upper limit below half of it.
+
+    Arguments and how often: as of :func:`shows_twice`.
+    """
+    x, square = math.log(1 / (1 - SHOWN)), length**2 / 16
+    most = count + square + 2 * math.sqrt((count + 2 * square) * x) + 2 * x
+    return length_limits(most, count, miss=miss)[1] < length / 2
 
 
 def rate_limit(drawn: float, units: int, *, miss: float) -> float:
