@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,8 +39,8 @@ class Now:
 
     @property
     def tensor(self) -> slice:
-        """A tensor of the release, the same one in all releases; of one with one, a value."""
-        sizes = self.sizes if len(self.sizes) > 1 else (1,) * self.sizes[0]
+        """A tensor of the release, the same one in all releases; of one with one, all of it."""
+        sizes = self.sizes
         index = self.kept.setdefault("tensor", self.dice.randrange(len(sizes)))
         start = sum(sizes[:index])
         return slice(start, start + sizes[index])
@@ -55,8 +54,8 @@ def half_noise(noise: Tensor, now: Now) -> Tensor:
     return (noise / 2).round().long()
 
 
-def none_in_one_tensor(noise: Tensor, now: Now) -> Tensor:
-    noise[now.tensor] = 0
+def none_in_one_value(noise: Tensor, now: Now) -> Tensor:
+    noise[now.kept.setdefault("value", now.dice.randrange(len(noise)))] = 0
     return noise
 
 
@@ -108,7 +107,7 @@ def same_units(mask: Callable[[float], Tensor], probability: float, now: Now) ->
 NOISES = {
     "no noise": no_noise,
     "half the noise": half_noise,
-    "no noise in one tensor": none_in_one_tensor,
+    "no noise in one value": none_in_one_value,
     "half the noise in one tensor": half_in_one_tensor,
     "the same noise in all releases": same_noise,
     "noise used twice": noise_of_two_releases,
