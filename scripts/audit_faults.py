@@ -16,7 +16,6 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -72,7 +71,7 @@ def audited(case: tuple[str, str, int], confidence: float) -> dict[str, Any]:
     from fednas_flwr.federation import audit
 
     fault, name, seed = case
-    dice, whole = random.Random(f"{fault} {seed}"), audit._findings
+    dice = random.Random(f"{fault} {seed}")
     with tempfile.TemporaryDirectory() as folder:
         config = compose(*overrides_of(name, Path(folder)))
         if fault == HONEST:
@@ -81,17 +80,8 @@ def audited(case: tuple[str, str, int], confidence: float) -> dict[str, Any]:
             return {"fault": fault, "run": name, "key": "all", "found": faults}
         schedule, asked = audit._recorded(config, Path(folder, "recorded"))
         key = dice.choice(sorted(fitting(fault, schedule, asked)))
-
-        def findings(exchange: Any, miss: float) -> Iterator[Any]:
-            if key in {own.key for own in exchange.planned.values()}:
-                yield from whole(exchange, miss)
-
-        audit._findings = findings
-        try:
-            with faulty_client.broken(fault, key, seed=seed):
-                found = audit.audit_run(config, confidence=confidence)
-        finally:
-            audit._findings = whole
+        with faulty_client.audited_only(key), faulty_client.broken(fault, key, seed=seed):
+            found = audit.audit_run(config, confidence=confidence)
     faults = [text for finding in found if finding.release == key for text in finding.faults]
     return {"fault": fault, "run": name, "key": key, "found": faults}
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.clients.release import ReleaseGate
+from fednas_flwr.federation import audit
 from fednas_flwr.privacy.noise import SecureGenerator
 
 booked_sum = ReleaseGate._booked_sum
@@ -165,3 +166,19 @@ def broken(fault: str, key: str, *, seed: int = 0) -> Iterator[None]:
         ReleaseGate._booked_sum = booked_sum  # type: ignore[method-assign]
         SecureGenerator.discrete_gaussian = discrete_gaussian  # type: ignore[method-assign]
         SecureGenerator.poisson_mask = poisson_mask  # type: ignore[method-assign]
+
+
+@contextmanager
+def audited_only(key: str) -> Iterator[None]:
+    """Leave out of audits all requests but those that release a kind, inside the block."""
+    whole = audit._findings
+
+    def findings(exchange: Any, miss: float) -> Iterator[audit.Finding]:
+        if key in {own.key for own in exchange.planned.values()}:
+            yield from whole(exchange, miss)
+
+    audit._findings = findings
+    try:
+        yield
+    finally:
+        audit._findings = whole
