@@ -458,7 +458,7 @@ class _Exchange:
         if sampled not in self._runs:
             self._runs[sampled] = run = secrets.token_hex(8)
             planned = tuple(
-                replace(own, steps=MOST_STEPS, **({} if sampled else {"batch_size": None}))
+                replace(own, steps=MOST_STEPS, batch_size=own.batch_size if sampled else None)
                 for own in self._schedule
             )
             for index in range(len(self._clients)):
@@ -475,9 +475,9 @@ class _Exchange:
             return False
         run, summed, contexts = secrets.token_hex(8), self._summed(), set()
         for index, share in enumerate((1.0, 0.5)):
-            norms = [(own, own.max_grad_norm * share) for own in self._schedule]
-            terms = {"steps": MOST_STEPS, "batch_size": None}
-            self._commit(run, index, tuple(replace(o, max_grad_norm=n, **terms) for o, n in norms))
+            steps = [replace(own, steps=MOST_STEPS, batch_size=None) for own in self._schedule]
+            norms = [replace(own, max_grad_norm=own.max_grad_norm * share) for own in steps]
+            self._commit(run, index, tuple(norms))
             settings = with_steps(_fixed(self._request.settings, self._lr(0)), 1)
             asked = replace(self._request, settings=settings, summed=summed)
             client = self._holding(self._clients[index], 0)
@@ -583,7 +583,7 @@ def _fixed(value: Any, lr: float) -> Any:
         return Adam(lr if lr >= 1 else 0.0, 0.0)
     if isinstance(value, list | tuple):
         return type(value)(_fixed(own, lr) for own in value)
-    if not is_dataclass(value):
+    if not is_dataclass(value) or isinstance(value, type):
         return value
     changed = {field.name: _fixed(getattr(value, field.name), lr) for field in fields(value)}
     changed |= {name: quiet for name, quiet in QUIET.items() if name in changed}
