@@ -76,7 +76,7 @@ def command(*arguments: str) -> tuple[int, str]:
 
 
 def faulty(fault: str, key: str, *overrides: str) -> tuple[int, str]:
-    """Return those of a client with a fault in one kind of release, of which others are not asked."""
+    """Return those of a client with a fault in the one kind of release that is asked for."""
     with audited_only(key), broken(fault, key):
         return command(*SURE, *overrides)
 
