@@ -476,7 +476,7 @@ def test_ledger_show_has_a_row_per_kind_and_an_epsilon_per_split(
     when = "1970-01-02 00:00"
     terms = ["2,400", "5,000", "2", "0.05", when, when]
     assert ward == ["ward", "the run", "search", "train.search", "train", *terms]
-    assert lab[:2] == ["lab", "'\\x1b[2J'"]  # what a server chose does not command the terminal
+    assert lab[:2] == ["lab", "\\x1b[2J"]  # what a server chose does not command the terminal
     both = prv_epsilon([Release(noise_multiplier=2.0, sample_rate=0.05, steps=2400)], 1e-5)
     assert ward_costs[:2] == ["ward", "train"]
     assert both <= float(ward_costs[2]) < both + 0.01

@@ -421,7 +421,11 @@ FORMS: dict[str, Callable[[Any], bool]] = {
     "signature": _hex(128),
     "parts": _hex_by_site(2 * PART_BYTES),
     "pairs": _hex_by_site(2 * SECRET_BYTES),
-    "uncounted": lambda units: isinstance(units, list) and all(unit in UNITS for unit in units),
+    "uncounted": lambda units: (
+        isinstance(units, list)
+        and 0 < len(units) <= len(UNITS)
+        and all(type(u) is str and u in UNITS for u in units)
+    ),
     "covered_steps": lambda steps: isinstance(steps, dict) and _counts(list(steps.values())),
     "input_shape": _shape,
     "image_shape": _shape,

@@ -55,10 +55,10 @@ def with_edge(**changes):
         ("", "my.json is not valid JSON"),
         ("[" * 100_000, "my.json is not valid JSON"),
         ("[1]", r"my.json: format must be 'fednas-genotype', got \[1\]"),
-        ("{}", "my.json: format must be 'fednas-genotype', got None"),
+        ("{}", "my.json: format must be 'fednas-genotype', got null"),
         (altered(format="Genotype(normal=..."), "format must be 'fednas-genotype', got Genotype"),
         (altered(version=2), "my.json: version must be 1, got 2"),
-        (altered(version=True), "my.json: version must be 1, got True"),
+        (altered(version=True), "my.json: version must be 1, got true"),
         (altered(extra=1), "setting=my.json: genotype.extra is unknown"),
         (altered(space=3), "my.json: genotype.space=3 has the wrong type: expected text"),
         (altered(cells=[]), r"my.json: genotype.cells=\[\] has the wrong type: expected a mapping"),
@@ -67,7 +67,7 @@ def with_edge(**changes):
         (with_edge(op=None), r"my.json: genotype.cells.normal\[0\].op is missing\.$"),
         (
             with_edge(op=["conv"]),
-            r"cells.normal\[0\].op=\['conv'\] has the wrong type: expected text",
+            r"cells.normal\[0\].op=\[conv\] has the wrong type: expected text",
         ),
         (with_edge(weight=1), r"genotype.cells.normal\[0\].weight is unknown"),
         (
@@ -76,7 +76,7 @@ def with_edge(**changes):
         ),
         (
             with_edge(target=True),
-            r"cells.normal\[0\].target=True has the wrong type: expected a whole number",
+            r"cells.normal\[0\].target=true has the wrong type: expected a whole number",
         ),
         (with_edge(source=1), "0 <= source < target must hold, got 1 and 1"),
         (with_edge(source=-1), "0 <= source < target must hold, got -1 and 1"),
