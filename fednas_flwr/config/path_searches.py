@@ -149,7 +149,7 @@ class CFDNASSettings(AlgorithmSettings):
         super().__post_init__()
         if (self.group_by == "alphas") != (self.num_groups is not None):
             raise ConfigError(
-                f"group_by={self.group_by} with num_groups={self.num_groups}: a number is "
+                f"group_by={self.group_by} with num_groups={show(self.num_groups)}: a number is "
                 "needed to group by alphas, and for that only; set num_groups="
                 f"{2 if self.num_groups is None else 'null'}."
             )

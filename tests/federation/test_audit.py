@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -17,8 +18,12 @@ import pytest
 from fednas_flwr.cli import main
 from fednas_flwr.cli.outcomes import INCONCLUSIVE, RUN_FAILED
 from fednas_flwr.clients import summed
+from fednas_flwr.config import Config, dump_config
 from fednas_flwr.errors import ConfigError
+from fednas_flwr.exchange.messages import Request
+from fednas_flwr.federation import audit
 from fednas_flwr.federation.audit import audit_run
+from fednas_flwr.stages.schedule import Schedule
 
 from .faulty_client import FAULTS, audited_only, broken
 
@@ -65,6 +70,22 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         *(f"dataset.cache={folder / 'cache'}", "search_space=mlp_small"),
         "search_space.channels=8",
     ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _begun_once() -> Iterator[None]:
+    """Begin each run once: what it asks clients does not depend on what they answer."""
+    recorded, known = audit._recorded, {}
+
+    def once(config: Config, folder: Path) -> tuple[Schedule, dict[str, Request]]:
+        text = dump_config(config)
+        if text not in known:
+            known[text] = recorded(config, folder)
+        return known[text]
+
+    audit._recorded = once
+    yield
+    audit._recorded = recorded
 
 
 def command(*arguments: str) -> tuple[int, str]:
