@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fednas_flwr.config.algorithms import AlgorithmSettings
-from fednas_flwr.errors import ConfigError, unknown_choice
+from fednas_flwr.errors import ConfigError, show, unknown_choice
 from fednas_flwr.search.settings import (
     MOST_CANDIDATES,
     SGD,
