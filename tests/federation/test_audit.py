@@ -181,7 +181,7 @@ def test_sites_with_other_commitments_in_one_sum_are_found(
 
 def test_what_no_reply_tells_is_said_and_inconclusive(table: list[str]) -> None:
     with audited_only(REWARDS):
-        code, said = command(*SURE, *table, *TRIALS, "stages=[search]")
+        code, said = command(*SURE, *table, *TRIALS)
     assert code == INCONCLUSIVE, said
     assert "search/train.probe/weights/train\n  not audited: no reply tells it" in said
     assert f"{REWARDS}: noise " in said
@@ -192,7 +192,7 @@ def test_what_no_reply_tells_is_said_and_inconclusive(table: list[str]) -> None:
 def test_more_noise_than_canaries_can_show_is_inconclusive(table: list[str]) -> None:
     alphas = "privacy.alphas.noise_multiplier=5000"
     with audited_only(ALPHAS):
-        code, said = command(*SURE, *table, "algorithm=dp_fnas", *STATED, "stages=[search]", alphas)
+        code, said = command(*SURE, *table, "algorithm=dp_fnas", *STATED, alphas)
     assert code == INCONCLUSIVE
     assert "not audited: twice the contribution of a unit" in said
 
@@ -212,7 +212,7 @@ def test_canaries_move_nearly_all_layers(table: list[str], compose_config: objec
     ("overrides", "reason"),
     [
         (("privacy=none",), "there is no release to audit; set privacy=dp"),
-        (("runtime=deployment",), "only the sites have records"),
+        (("runtime=deployment", "runtime.superlink=site"), "only the sites have records"),
     ],
 )
 def test_what_cannot_be_audited_is_said(compose_config, overrides, reason) -> None:
