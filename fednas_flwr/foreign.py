@@ -96,7 +96,7 @@ def load_json(text: str | bytes, **options: Any) -> Any:
         value = json.loads(text, **options)
     except RecursionError:
         raise _too_deep() from None
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(DEEPEST):
         nested = (v.values() if isinstance(v, dict) else v for v in level)
         level = [v for v in chain.from_iterable(nested) if isinstance(v, dict | list)]

@@ -222,7 +222,7 @@ def test_mistakes_from_python_leave_no_folder(tiny, tmp_path) -> None:
         given = replace(config, algorithm=compose(*other).algorithm)
         with pytest.raises(ConfigError, match="the place of one search; set algorithm=fed_darts"):
             run(given, strategy=LateAlphas)
-    with pytest.raises(ConfigError, match="stages=.'retrain'. with strategy=LateAlphas"):
+    with pytest.raises(ConfigError, match="stages=.retrain. with strategy=LateAlphas"):
         run(replace(config, stages=["retrain"], genotype="g.json"), strategy=LateAlphas)
     deployed = compose(*tiny, "runtime=deployment", "runtime.superlink=site")
     with pytest.raises(ConfigError, match="runtime=deployment with strategy=LateAlphas"):

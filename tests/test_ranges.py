@@ -53,7 +53,6 @@ FREE = {  # numbers of any size
     ("Dataset", "statistics"),
     ("Dataset", "ranges"),
     ("DifferentialPrivacy", "test_seed"),
-    ("Hardware", "exponent"),
     ("Partition", "groups"),
     ("Partition", "seed"),
 }

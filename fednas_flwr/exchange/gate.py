@@ -305,6 +305,13 @@ def _names(values: object) -> bool:
     return isinstance(values, list) and all(map(_text, values))
 
 
+def _units(values: object) -> bool:
+    """Return whether these are different units of privacy, at least one."""
+    if not (isinstance(values, list) and values and _names(values)):
+        return False
+    return values == sorted({*values} & {*UNITS})
+
+
 def _texts(values: object) -> bool:
     return isinstance(values, dict) and all(map(_text, [*values, *values.values()]))
 
@@ -421,7 +428,7 @@ FORMS: dict[str, Callable[[Any], bool]] = {
     "signature": _hex(128),
     "parts": _hex_by_site(2 * PART_BYTES),
     "pairs": _hex_by_site(2 * SECRET_BYTES),
-    "uncounted": lambda units: isinstance(units, list) and all(unit in UNITS for unit in units),
+    "uncounted": _units,
     "covered_steps": lambda steps: isinstance(steps, dict) and _counts(list(steps.values())),
     "input_shape": _shape,
     "image_shape": _shape,

@@ -68,11 +68,12 @@ from fednas_flwr.names import CLIENT, LARGEST_EPSILON, SPLITS
 from fednas_flwr.privacy.audit import (
     length_limits,
     rate_limit,
+    shows_quarter,
     shows_twice,
     values_for_half,
     variance_limits,
 )
-from fednas_flwr.privacy.plan import KINDS, STATISTICS, release_key
+from fednas_flwr.privacy.plan import KINDS, STATISTICS, PlannedRelease, release_key
 from fednas_flwr.reporting.events import EventLog
 from fednas_flwr.reporting.runs import EVENTS_FILE
 from fednas_flwr.search.descent import no_moments
@@ -457,13 +458,42 @@ class _Exchange:
         if sampled not in self._runs:
             self._runs[sampled] = run = secrets.token_hex(8)
             planned = tuple(
-                replace(own, steps=MOST_STEPS, **({} if sampled else {"batch_size": None}))
+                replace(own, steps=MOST_STEPS, batch_size=own.batch_size if sampled else None)
                 for own in self._schedule
             )
-            for index, client in enumerate(self._clients):
-                header = self._header(run, index)
-                answer(client, Request("query.commit", header, Commit(self._data_set, planned)))
+            for index in range(len(self._clients)):
+                self._commit(run, index, planned)
         return self._runs[sampled]
+
+    def _commit(self, run: str, client: int, planned: tuple[PlannedRelease, ...]) -> None:
+        settings, header = Commit(self._data_set, planned), self._header(run, client)
+        answer(self._clients[client], Request("query.commit", header, settings))
+
+    def mixes_terms(self) -> bool:
+        """Return whether sites are in one secure sum that have committed to other norms."""
+        if self._request.summed is None:
+            return False
+        run, summed, contexts = secrets.token_hex(8), self._summed(), set()
+        for index, share in enumerate((1.0, 0.5)):
+            steps = [replace(own, steps=MOST_STEPS, batch_size=None) for own in self._schedule]
+            norms = [replace(own, max_grad_norm=own.max_grad_norm * share) for own in steps]
+            self._commit(run, index, tuple(norms))
+            settings = with_steps(_fixed(self._request.settings, self._lr(0)), 1)
+            asked = replace(self._request, settings=settings, summed=summed)
+            client = self._holding(self._clients[index], 0)
+            reply = answer(client, replace(asked, header=self._header(run, index)))
+            contexts.add(reply.facts["context"])
+        return len(contexts) == 1
+
+    def _summed(self) -> Summed:
+        """Return new terms of a secure sum with room for all units."""
+        assert self._request.summed is not None
+        ranges = {
+            own.kind: replace(own, batch_size=None).sum_range(self._records)
+            for own in self._schedule
+            if own.kind in self._request.summed.ranges
+        }
+        return Summed(secrets.token_hex(8), tuple(range(len(self._clients))), ranges)
 
     def _values(
         self, reply: Reply, rates: Mapping[str, float], *, exact: bool = False
@@ -515,15 +545,8 @@ class _Exchange:
 
     def _total(self, clients: Sequence[Client], requests: Sequence[Request]) -> Reply:
         """Return the reply of a secure sum's total; clients that help the server add zeros."""
-        everybody, verb = tuple(range(len(clients))), self._request.verb
-        assert self._request.summed is not None
-        ranges = {
-            own.kind: replace(own, batch_size=None).sum_range(self._records)
-            for own in self._schedule
-            if own.kind in self._request.summed.ranges
-        }
-        summed = Summed(secrets.token_hex(8), everybody, ranges)
-        summands = Summands(verb, self._sizes, summed, self._states)
+        everybody, summed = tuple(range(len(clients))), self._summed()
+        summands = Summands(self._request.verb, self._sizes, summed, self._states)
         total, context = MaskedSum(everybody), b""
         boxes: dict[int, dict[int, bytes]] = {}
         for i, client in enumerate(clients):
@@ -560,7 +583,7 @@ def _fixed(value: Any, lr: float) -> Any:
         return Adam(lr if lr >= 1 else 0.0, 0.0)
     if isinstance(value, list | tuple):
         return type(value)(_fixed(own, lr) for own in value)
-    if not is_dataclass(value):
+    if not is_dataclass(value) or isinstance(value, type):
         return value
     changed = {field.name: _fixed(getattr(value, field.name), lr) for field in fields(value)}
     changed |= {name: quiet for name, quiet in QUIET.items() if name in changed}
@@ -591,7 +614,7 @@ def _findings(exchange: _Exchange, miss: float) -> Iterator[Finding]:
     units = 1 if exchange.by_client else LEAST_CANARIES
     while True:
         sights = {kind: _Sight(exchange, kind, parts[kind], replies, planted, each) for kind in one}
-        if all(sight.shows_twice(units) for sight in sights.values()):
+        if all(sight.is_shown(units) for sight in sights.values()):
             break
         if exchange.by_client and planted < MOST_REPLIES:
             planted, replies = 2 * planted, max(replies, 2 * planted)
@@ -610,12 +633,14 @@ def _findings(exchange: _Exchange, miss: float) -> Iterator[Finding]:
     canaries = max((sight.sampled for sight in sights.values()), default=0)
     if canaries:
         drawn = [exchange.release(canaries, sampled=True) for _ in range(SAMPLES)]
+    mixed = ["sites that have committed to other norms are in one sum"] * exchange.mixes_terms()
     for kind, sight in sights.items():
         taken = [
             torch.stack([reply[kind] for reply in of]) if of else torch.zeros(0, len(one[kind]))
             for of in (without, with_canaries, doubled, drawn)
         ]
-        yield sight.finding(*taken, units=units, canaries=canaries)
+        found = sight.finding(*taken, units=units, canaries=canaries)
+        yield replace(found, faults=(*mixed, *found.faults))
 
 
 @dataclass
@@ -652,13 +677,19 @@ class _Sight:
             return 0
         return min(MOST_CANARIES, math.ceil(max(LEAST_DRAWN, 20 * self.sigma**2) / rate))
 
-    def shows_twice(self, units: int) -> bool:
-        """Return whether units that move a release by twice the clipping norm are found."""
+    def is_shown(self, units: int) -> bool:
+        """Return whether units are found that move a release by twice the clipping norm.
+
+        Of gradients also whether a sum is found that is clipped in the place of its units.
+        """
         size = max(part.stop for part in self.parts.values())
         count = size if self.exact is None else len(self.parts)
         if self.exchange.is_probe:
             count = size * self.planted
-        return shows_twice(self._most(units), count, miss=self.miss)
+        most, miss = self._most(units), self.miss
+        summed = self.is_gradient and not self.exchange.by_client
+        shown = not summed or shows_quarter(most, count, miss=miss)
+        return shown and shows_twice(most, count, miss=miss)
 
     @property
     def _precision(self) -> float:
@@ -700,6 +731,8 @@ class _Sight:
         change = (planted.mean(dim=0) - without.mean(dim=0)) / self.sigma
         # beside a path nothing is released; of all else everything is, whatever the records are
         moved = noise.any(dim=0) | (change != 0) | (not self.exchange.on_path)
+        if dead := int(((noise == 0).all(dim=0) & moved).sum()):
+            faults.append(f"{dead:,} of {int(moved.sum()):,} values have no noise")
         shares = self._noise(noise, moved, faults, unseen)
         if len(doubled):
             self._repeats(_differences(doubled)[:, moved] / self.sigma, faults, unseen)
@@ -710,7 +743,7 @@ class _Sight:
         if len(drawn):
             seen += f"; {self._rate(drawn, without.mean(dim=0), canaries, faults, unseen)}"
         key = self.exchange.planned[self.kind].key
-        return Finding(key, seen, tuple(faults), tuple(unseen))
+        return Finding(key, seen, tuple(dict.fromkeys(faults)), tuple(unseen))
 
     def _noise(self, noise: Tensor, moved: Tensor, faults: list[str], unseen: list[str]) -> str:
         """Test the noise of each tensor [n, d], of which a part has moved [d]."""
@@ -769,7 +802,7 @@ class _Sight:
             faults.append(self._moves(squares, count, most))
         if self.exact is None:
             length = math.sqrt(max(0.0, squares - count)) / most
-            if not self.shows_twice(units):
+            if not self.is_shown(units):
                 unseen.append("twice the contribution of a unit")
             return f"a unit moves it by {length:.2f} of what was committed to"
         shares = {n: self.exact[p] for n, p in self.parts.items() if self.exact[p].any()}
@@ -788,7 +821,7 @@ class _Sight:
             unseen.append("what a unit contributes: no canary moves it")
         if self.is_gradient and whole < 2:
             unseen.append(f"no clipping: a canary has {whole:.2g} of the norm")
-        if not self.shows_twice(units):
+        if not self.is_shown(units):
             unseen.append("twice the contribution of a unit")
         reached = int((self.exact[moved] != 0).sum())
         return (

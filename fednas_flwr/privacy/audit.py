@@ -73,16 +73,26 @@ def length_limits(squares: float, count: int, *, miss: float) -> tuple[float, fl
 
 
 def shows_twice(length: float, count: int, *, miss: float) -> bool:
-    """Return whether a mean twice as long as ``length`` is shown to be longer, as often as SHOWN.
+    """Return whether twice a length has a lower limit above it, as often as ``SHOWN``.
 
     Args:
-        length: Above 0, over the deviation of each value.
+        length: Of a mean, over the deviation of each value; above 0.
         count: As of :func:`length_limits`.
         miss: Likewise.
     """
-    seldom, square = math.log(1 / (1 - SHOWN)), 4 * length**2
-    squares = count + square - 2 * math.sqrt((count + 2 * square) * seldom)
-    return length_limits(squares, count, miss=miss)[0] > length
+    square = 4 * length**2
+    fewest = count + square - 2 * math.sqrt((count + 2 * square) * math.log(1 / (1 - SHOWN)))
+    return length_limits(fewest, count, miss=miss)[0] > length
+
+
+def shows_quarter(length: float, count: int, *, miss: float) -> bool:
+    """Return whether a quarter of a length has an upper limit below half of it.
+
+    Arguments and how often: as of :func:`shows_twice`.
+    """
+    x, square = math.log(1 / (1 - SHOWN)), length**2 / 16
+    most = count + square + 2 * math.sqrt((count + 2 * square) * x) + 2 * x
+    return length_limits(most, count, miss=miss)[1] < length / 2
 
 
 def rate_limit(drawn: float, units: int, *, miss: float) -> float:

@@ -125,7 +125,7 @@ OWN_POLICY = {
 BY_SETTINGS = {
     "seed": {"seed": 2},
     "make_network": {"search_space": {"channels": 6}},
-    "make_space": {"search_space": {"norm": "none"}},
+    "make_space": {"search_space": {"channels": 8}},
     "augmentation": {"dataset": {"crop_padding": 2}},
     "objective": {"class_factors": {"0": 1e-30}},
     "oversample": {"oversample": True},

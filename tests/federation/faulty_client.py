@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.clients.release import ReleaseGate
+from fednas_flwr.federation import audit
 from fednas_flwr.privacy.noise import SecureGenerator
 
 booked_sum = ReleaseGate._booked_sum
@@ -40,8 +40,8 @@ class Now:
 
     @property
     def tensor(self) -> slice:
-        """A tensor of the release, the same one in all releases; of one with one, a value."""
-        sizes = self.sizes if len(self.sizes) > 1 else (1,) * self.sizes[0]
+        """A tensor of the release, the same one in all releases; of one with one, all of it."""
+        sizes = self.sizes
         index = self.kept.setdefault("tensor", self.dice.randrange(len(sizes)))
         start = sum(sizes[:index])
         return slice(start, start + sizes[index])
@@ -55,8 +55,8 @@ def half_noise(noise: Tensor, now: Now) -> Tensor:
     return (noise / 2).round().long()
 
 
-def none_in_one_tensor(noise: Tensor, now: Now) -> Tensor:
-    noise[now.tensor] = 0
+def none_in_one_value(noise: Tensor, now: Now) -> Tensor:
+    noise[now.kept.setdefault("value", now.dice.randrange(len(noise)))] = 0
     return noise
 
 
@@ -108,7 +108,7 @@ def same_units(mask: Callable[[float], Tensor], probability: float, now: Now) ->
 NOISES = {
     "no noise": no_noise,
     "half the noise": half_noise,
-    "no noise in one tensor": none_in_one_tensor,
+    "no noise in one value": none_in_one_value,
     "half the noise in one tensor": half_in_one_tensor,
     "the same noise in all releases": same_noise,
     "noise used twice": noise_of_two_releases,
@@ -166,3 +166,19 @@ def broken(fault: str, key: str, *, seed: int = 0) -> Iterator[None]:
         ReleaseGate._booked_sum = booked_sum  # type: ignore[method-assign]
         SecureGenerator.discrete_gaussian = discrete_gaussian  # type: ignore[method-assign]
         SecureGenerator.poisson_mask = poisson_mask  # type: ignore[method-assign]
+
+
+@contextmanager
+def audited_only(key: str) -> Iterator[None]:
+    """Leave out of audits all requests but those that release a kind, inside the block."""
+    whole = audit._findings
+
+    def findings(exchange: Any, miss: float) -> Iterator[audit.Finding]:
+        if key in {own.key for own in exchange.planned.values()}:
+            yield from whole(exchange, miss)
+
+    audit._findings = findings
+    try:
+        yield
+    finally:
+        audit._findings = whole

@@ -78,7 +78,7 @@ def test_each_group_gets_its_network_report_and_results(whole):
         ]
         assert all(set(e["clients"]) == set(map(str, event["clients"])) for e in rounds)
     report = (whole.folder / "report.html").read_text()
-    assert 'href="groups/a/report.html"' in report
+    assert 'href="./groups/a/report.html"' in report
 
 
 def test_only_the_group_with_a_hardware_loss_becomes_cheaper(whole):

@@ -883,7 +883,7 @@ WITHOUT_DATA = [
     ("train.search", OF_SITE["train.search"], "rule verbs: verb=train.search"),
     ("query.commit", replace(committed(), data_set="other"), "rule data_sets: data set=other"),
     ("query.commit", committed(noise_multiplier=0.0), "noise_multiplier=0.0, not"),
-    ("query.commit", committed(noise_multiplier=None), "noise_multiplier=None, not"),
+    ("query.commit", committed(noise_multiplier=None), "noise_multiplier=null, not"),
     ("query.commit", committed(splits=("train", "train")), r"splits=\[train, train\], not"),
     ("query.commit", committed(splits=("wards",)), r"splits=\[wards\], not"),
     ("query.commit", Commit("records", (PLANNED, PLANNED)), "holds a kind of release twice"),

@@ -1,0 +1,156 @@
+"""How often `fednas audit` finds a client's fault, and passes an honest client.
+
+    python scripts/audit_faults.py [--runs 20] [--jobs 1] [--only "half the noise"]
+
+Each run builds one fault into one kind of release, both drawn at random from what goes together,
+of one of the private runs below, on made data. Of it only the requests with that kind are audited;
+honest clients are audited whole. Prints one line per run as JSON, then how many were found, by
+fault and by kind of release.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "federation"))
+
+HONEST = "honest"
+STATED = ("dataset.statistics={a: [0, 1], b: [0, 1], c: [0, 1]}", "dataset.ignore=[id]")
+RANGES = ("dataset.ranges={a: [-4, 4], b: [-4, 4], c: [-4, 4]}", "dataset.id_column=id")
+SUMS = ("secure_sum=true", "secure_terms={least_sites: 3, colluding: 1}", "clients=3")
+RUNS = {
+    "persons": (
+        *("algorithm=dp_fnas", *RANGES, "privacy.statistics_noise_multiplier=3"),
+        "privacy.metrics_noise_multiplier=10",
+    ),
+    "local training": ("algorithm=fed_darts", *STATED),
+    "trials": ("algorithm=feathers", *STATED),
+    "pool": ("algorithm=successive_halving", *STATED),
+    "totals": ("algorithm=dp_fnas", *STATED, *SUMS),
+    "clients": (
+        *("algorithm=fed_darts", *STATED, *SUMS, "privacy.unit=client", "privacy.epsilon=1000"),
+        *("privacy.weights.noise_multiplier=1", "privacy.alphas.noise_multiplier=1"),
+        "privacy.retrain.noise_multiplier=1",
+    ),
+}
+
+
+def overrides_of(name: str, folder: Path) -> list[str]:
+    """Return the overrides of a run on a table in a folder, which is made."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(360, 3)).round(3)
+    lines = [
+        f"p{i // 3},{a},{b},{c},{'no' if a < b else 'yes'}" for i, (a, b, c) in enumerate(rows)
+    ]
+    (folder / "table.csv").write_text("\n".join(["id,a,b,c,label", *lines]) + "\n")
+    return [
+        *("privacy=dp", "clients=1", "device=cpu", "threads=1", "rounds=2", "retrain.rounds=2"),
+        *("dataset=csv", f"dataset.root={folder / 'table.csv'}", "dataset.label=label"),
+        *(f"dataset.cache={folder / 'cache'}", "search_space=mlp_small"),
+        *("search_space.channels=8", *RUNS[name]),
+    ]
+
+
+def audited(case: tuple[str, str, int], confidence: float) -> dict[str, Any]:
+    """Return what an audit says of a run with a fault of a name, drawn by a seed."""
+    import faulty_client
+
+    from fednas_flwr.api import compose
+    from fednas_flwr.federation import audit
+
+    fault, name, seed = case
+    dice = random.Random(f"{fault} {seed}")
+    with tempfile.TemporaryDirectory() as folder:
+        config = compose(*overrides_of(name, Path(folder)))
+        if fault == HONEST:
+            found = audit.audit_run(config, confidence=confidence)
+            faults = [text for finding in found for text in finding.faults]
+            return {"fault": fault, "run": name, "key": "all", "found": faults}
+        schedule, asked = audit._recorded(config, Path(folder, "recorded"))
+        key = dice.choice(sorted(fitting(fault, schedule, asked)))
+        with faulty_client.audited_only(key), faulty_client.broken(fault, key, seed=seed):
+            found = audit.audit_run(config, confidence=confidence)
+    faults = [text for finding in found if finding.release == key for text in finding.faults]
+    return {"fault": fault, "run": name, "key": key, "found": faults}
+
+
+def fitting(fault: str, schedule: Any, asked: Any) -> set[str]:
+    """Return the keys of the releases that can have a fault and are told by replies."""
+    import faulty_client
+
+    from fednas_flwr.exchange.requests import Probe
+
+    keys = set()
+    for planned in schedule:
+        is_gradient = planned.kind in ("weights", "alphas")
+        hidden = is_gradient and isinstance(asked[planned.key].settings, Probe)
+        rare = planned.batch_size is None or planned.of_client
+        if fault in faulty_client.MASKS:
+            fits = not rare
+        elif fault in faulty_client.GRADIENTS:
+            fits = is_gradient and not planned.of_client
+        elif fault in faulty_client.REPEATED:
+            fits = planned.verb == "train.search" or planned.verb == "train.weights"
+            fits = fits and not planned.of_client
+        else:
+            fits = True
+        if fits and not hidden:
+            keys.add(planned.key)
+    return keys
+
+
+def names_for(fault: str) -> list[str]:
+    """Return the runs that have a release for a fault."""
+    import faulty_client
+
+    if fault in faulty_client.REPEATED:
+        return ["local training", "trials", "pool"]
+    if fault in (faulty_client.MASKS | faulty_client.GRADIENTS):
+        return [name for name in RUNS if name != "clients"]
+    return list(RUNS)
+
+
+def main() -> None:
+    """Run all, and print the table."""
+    import faulty_client
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=20, help="of each fault, and of honest clients")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--only", nargs="+", default=[HONEST, *faulty_client.FAULTS])
+    parser.add_argument("--confidence", type=float, default=0.9999)
+    options = parser.parse_args()
+    cases = []
+    for fault in options.only:
+        names = list(RUNS) if fault == HONEST else names_for(fault)
+        dice = random.Random(fault)
+        cases += [
+            (fault, names[seed % len(names)] if fault == HONEST else dice.choice(names), seed)
+            for seed in range(options.runs)
+        ]
+    right: Counter[str] = Counter()
+    number: Counter[str] = Counter()
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        for said in pool.map(partial(audited, confidence=options.confidence), cases):
+            print(json.dumps(said), flush=True)
+            for row in (said["fault"], f"{said['run']}: {said['key']}"):
+                number[row] += 1
+                right[row] += bool(said["found"]) != (said["fault"] == HONEST)
+    for row in number:
+        print(f"{right[row]:3} of {number[row]:3}  {row}")
+
+
+if __name__ == "__main__":
+    main()
