@@ -148,7 +148,7 @@ class NoisedGradients:
         member with large gradients take from the others' steps; M releases of their own would need
         the same noise.
         """
-        return {**self._mean("weights", partial(self._weight_sum, network))}
+        return self._mean("weights", partial(self._weight_sum, network))
 
     def alphas(
         self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float

@@ -23,6 +23,7 @@ from fednas_flwr.exchange.messages import Reply, Request
 from fednas_flwr.exchange.requests import Probe
 from fednas_flwr.exchange.secure_sum.grid import Cells, Grid
 from fednas_flwr.exchange.states import MOMENTS, Layout, Packed, network_states
+from fednas_flwr.foreign import terminal
 from fednas_flwr.privacy.micro_batches import ClippedSum
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import refused
@@ -62,8 +63,9 @@ def noised_update(client: Client, request: Request, exact: Callable[[Client], Re
         try:
             return exact(replace(client, gate=None)).states
         except Exception as error:  # whatever it is, the server must not learn of it
-            told = f"{type(error).__name__}: {error}"
-            print(f"{request.verb} has failed, an update of zeros is sent: {told}", file=sys.stderr)
+            reason = terminal(f"{type(error).__name__}: {error}")
+            said = f"{request.verb} has failed, an update of zeros is sent: {reason}"
+            print(said, file=sys.stderr)
             return {}
 
     def moved(kind: str, norm: float, _rows: Tensor) -> ClippedSum:

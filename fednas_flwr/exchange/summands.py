@@ -25,7 +25,6 @@ from fednas_flwr.exchange.sum_requests import Summed
 from fednas_flwr.verbs import VERBS
 
 MASKED = "masked"  # the only state of a masked reply
-DTYPES = ("int64", "int32")  # of its vectors: those without and those with a known range
 NOT_TOLD = 1.0  # what a masked reply has as its number of examples
 
 # Of each state by name, then of each dtype, the number of values.

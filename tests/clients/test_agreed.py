@@ -7,6 +7,7 @@ its. An input that is in no list fails the test.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from fednas_flwr.builders.data import make_data
 from fednas_flwr.clients.client import Augmentation, Client
 from fednas_flwr.clients.release import Commitment
 from fednas_flwr.clients.summed import agreed, begin_sum
+from fednas_flwr.config import dump_config
 from fednas_flwr.data.schema import Column
 from fednas_flwr.data.statistics import Moments, Statistics
 from fednas_flwr.errors import ConfigError
@@ -28,6 +30,7 @@ from fednas_flwr.exchange.requests import Site, TakeGradients
 from fednas_flwr.exchange.secure_sum.roster import Roster, SiteKeys
 from fednas_flwr.exchange.secure_sum.site import SumSite
 from fednas_flwr.exchange.sum_requests import Summed
+from fednas_flwr.federation import client_app
 from fednas_flwr.privacy.noise import SecureGenerator
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import DataSetPolicy
@@ -285,6 +288,22 @@ def test_what_settings_decide_is_shared_by_the_hash_of_all(
     other = replace(config, **change)
     changed = make_client(other, 0, data=make_data(config), networks={})
     assert context(changed) != context()
+
+
+def test_sites_that_read_and_cache_elsewhere_agree_on_what_the_server_has_sent(
+    compose_config, tmp_path
+):
+    """The settings are hashed as they came, before a node puts its own in their place."""
+    text = dump_config(
+        compose_config("secure_sum=true", "clients=4", f"run_dir={tmp_path / 'run'}")
+    )
+    digests = {
+        client_app._client(
+            text, index, (("cache", str(tmp_path / f"{index}")),), None
+        ).settings_digest
+        for index in range(2)
+    }
+    assert digests == {hashlib.sha256(text.encode()).hexdigest()}
 
 
 @pytest.mark.parametrize(
