@@ -15,29 +15,29 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fednas_flwr.builders.algorithms import ALGORITHMS, Algorithm
-from fednas_flwr.builders.configuration import check_combinations, parse_config
-from fednas_flwr.builders.effects import without_effect
-from fednas_flwr.builders.spaces import SpaceEntry
-from fednas_flwr.composition import (
+from fednas_flwr.algorithms.entries import ALGORITHMS, Algorithm
+from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.settings import AlgorithmSettings, CellSpace, Config, SearchSpaceSettings
+from fednas_flwr.settings.configuration import check_combinations, parse_config
+from fednas_flwr.settings.hydra_config import (
     add_choice,
     check_free_name,
     compose_tree,
     given_settings,
 )
-from fednas_flwr.config import AlgorithmSettings, CellSpace, Config, SearchSpaceSettings
-from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.names import NO_SKIP
+from fednas_flwr.settings.names import NO_SKIP
+from fednas_flwr.settings.unused import without_effect
+from fednas_flwr.spaces.space_entries import SpaceEntry
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from fednas_flwr.algorithms.base import RoundStrategy
     from fednas_flwr.data.images import RecordsPair
-    from fednas_flwr.evaluation.model import Model
-    from fednas_flwr.reporting.events import Listener
-    from fednas_flwr.search_spaces.genotype import Genotype
-    from fednas_flwr.search_spaces.space import SearchSpace
-    from fednas_flwr.strategies.base import RoundStrategy
+    from fednas_flwr.models.prediction import Model
+    from fednas_flwr.runs.events import Listener
+    from fednas_flwr.spaces.genotype import Genotype
+    from fednas_flwr.spaces.space import SearchSpace
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class Result:
     @cached_property
     def model(self) -> Model:
         """The trained model, which takes raw data, on the CPU; ConfigError if none is exported."""
-        from fednas_flwr.builders.networks import load
+        from fednas_flwr.models.networks import load
 
         return load(self.folder)
 
     @cached_property
     def genotype(self) -> Genotype | None:
         """The architecture that was searched or given; None of a network that is given by name."""
-        from fednas_flwr.search_spaces.genotype import load_genotype
-        from fednas_flwr.stages.run_folder import GENOTYPE_FILE
+        from fednas_flwr.runs.run_folder import GENOTYPE_FILE
+        from fednas_flwr.spaces.genotype import load_genotype
 
         path = self.folder / GENOTYPE_FILE
         return load_genotype(path) if path.exists() else None
@@ -75,7 +75,7 @@ class Result:
         ``clients`` and ``personalised`` have a dict for each client. Empty if the run has not been
         evaluated.
         """
-        from fednas_flwr.reporting.runs import read_run
+        from fednas_flwr.runs.numbers import read_run
 
         event = read_run(self.folder).last("evaluated") or {}
         return {
@@ -109,7 +109,7 @@ def run(
 
     A ``strategy`` is called as the algorithm's own class would be: with the supernet, the courier,
     ``space``, ``checkpoints`` and the keyword arguments of that class. One whose constructor is
-    that of :class:`~fednas_flwr.strategies.base.RoundStrategy`, or takes no more, gets the first
+    that of :class:`~fednas_flwr.algorithms.base.RoundStrategy`, or takes no more, gets the first
     four only, and the run then has none of the algorithm's settings.
 
     Args:
@@ -124,7 +124,7 @@ def run(
         ConfigError: Settings, data, device or folder do not allow it; no folder has been made.
         QuorumError: Too few clients answered.
     """
-    from fednas_flwr.stages.run_folder import check_whole, create_run_folder, open_run_folder
+    from fednas_flwr.runs.run_folder import check_whole, create_run_folder, open_run_folder
 
     resumed = not isinstance(config, Config)
     if isinstance(config, Config):
@@ -143,8 +143,8 @@ def run(
 
 def check(configs: Iterable[Config]) -> None:
     """Raise ConfigError for what settings, files, data or device rule out, in the same order."""
-    from fednas_flwr.reporting.trackers import check_trackers
-    from fednas_flwr.stages.run_folder import check_free
+    from fednas_flwr.report.trackers import check_trackers
+    from fednas_flwr.runs.run_folder import check_free
 
     configs = list(configs)
     for config in configs:
@@ -152,11 +152,11 @@ def check(configs: Iterable[Config]) -> None:
         check_free(config)
         if config.runtime.name != "deployment":  # whose server is on another machine
             check_trackers(config.trackers)
-    from fednas_flwr.federation.clusters import check_cluster
+    from fednas_flwr.deploy.ray_clusters import check_cluster
 
     for config in configs:
         check_cluster(config)
-    from fednas_flwr.stages.check import check_run
+    from fednas_flwr.pipeline.feasible import check_run
 
     for config in configs:
         if config.runtime.name != "deployment":  # data and genotype lie on other machines
@@ -178,8 +178,8 @@ def execute(
         return
     print(f"run folder: {config.run_dir}", flush=True)
     go_on = f"fednas run resume={config.run_dir}"
-    from fednas_flwr.exchange.courier import QuorumError
-    from fednas_flwr.reporting.progress import ProgressDisplay, print_summary
+    from fednas_flwr.report.terminal import ProgressDisplay, print_summary
+    from fednas_flwr.server.cohort import QuorumError
 
     try:
         with ProgressDisplay() as display:
@@ -196,8 +196,8 @@ def execute(
 
 def _launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:
     """Run a configuration to its end unless its folder holds a run that has come to it."""
-    from fednas_flwr.federation.launch import launch
-    from fednas_flwr.reporting.runs import is_whole
+    from fednas_flwr.deploy.launch import launch
+    from fednas_flwr.runs.numbers import is_whole
 
     if not (resumed and is_whole(Path(str(config.run_dir)))):
         launch(config, listeners=listeners, resumed=resumed)
@@ -207,14 +207,14 @@ def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda lin
     """Train the networks that the run's own is compared with, and write its report anew."""
     if config.baselines == 0 or "baselines" in without_effect(config):
         return
-    from fednas_flwr.evaluation.model import MODEL_FILE
-    from fednas_flwr.exchange.courier import QuorumError
-    from fednas_flwr.federation.launch import launch
-    from fednas_flwr.reporting.report import write_report
-    from fednas_flwr.reporting.runs import EVENTS_FILE, is_complete, read_run
-    from fednas_flwr.reporting.units import percent
-    from fednas_flwr.stages.baselines import num_random, prepare_baselines
-    from fednas_flwr.stages.run_folder import open_run_folder
+    from fednas_flwr.deploy.launch import launch
+    from fednas_flwr.models.prediction import MODEL_FILE
+    from fednas_flwr.pipeline.baselines import num_random, prepare_baselines
+    from fednas_flwr.report.html_report import write_report
+    from fednas_flwr.report.quantities import percent
+    from fednas_flwr.runs.numbers import EVENTS_FILE, is_complete, read_run
+    from fednas_flwr.runs.run_folder import open_run_folder
+    from fednas_flwr.server.cohort import QuorumError
 
     whole = Path(str(config.run_dir))
     if not is_complete(whole) or not (number := num_random(config)):  # or out of time
@@ -248,7 +248,7 @@ def register_algorithm(
     Args:
         name: Letters, digits and underscores.
         algorithm: Its entry; ``settings`` is a frozen dataclass derived from
-            :class:`~fednas_flwr.config.AlgorithmSettings`.
+            :class:`~fednas_flwr.settings.AlgorithmSettings`.
         defaults: The value of every setting, as a file of ``conf/algorithm`` gives them; with
             ``{"defaults": ["fed_darts"], ...}`` those of ``fed_darts`` besides.
 
@@ -276,7 +276,7 @@ def register_search_space(
         make: Called with ``input_shape``, ``num_classes``, ``norm`` and the settings but the
             name, as keyword arguments; a space's class will do.
         settings: A frozen dataclass derived from
-            :class:`~fednas_flwr.config.SearchSpaceSettings`; unless it is ``CellSpace``, derived
+            :class:`~fednas_flwr.settings.SearchSpaceSettings`; unless it is ``CellSpace``, derived
             networks have the supernet's sizes, and ``retrain.channels`` and ``retrain.num_cells``
             are null.
         defaults: The value of every setting, as a file of ``conf/search_space`` gives them;
@@ -338,8 +338,8 @@ def register_score(name: str, score: Callable[[np.ndarray, np.ndarray], float]) 
     Raises:
         ConfigError: The name exists.
     """
-    from fednas_flwr.evaluation.scores import OWN_SCORES
-    from fednas_flwr.reporting.scores import NAMES
+    from fednas_flwr.models.class_scores import OWN_SCORES
+    from fednas_flwr.report.score_tables import NAMES
 
     if name in OWN_SCORES or name in (*NAMES, *NAMES.values()):
         raise ConfigError(f"the score {name} exists: choose another name for your own.")
@@ -347,7 +347,7 @@ def register_score(name: str, score: Callable[[np.ndarray, np.ndarray], float]) 
 
 
 def _register(group: str, name: str, entry: Any, defaults: Mapping[str, Any]) -> None:
-    from fednas_flwr.builders.registration import register
+    from fednas_flwr.settings.registry import register
 
     check_free_name(group, name)
     register(group, name, entry)
@@ -356,7 +356,7 @@ def _register(group: str, name: str, entry: Any, defaults: Mapping[str, Any]) ->
 
 def _with_strategy(config: Config, strategy: type[RoundStrategy]) -> Config:
     """Return a configuration with a registered strategy as its algorithm."""
-    from fednas_flwr.builders.registration import register_strategy
+    from fednas_flwr.settings.registry import register_strategy
 
     if config.runtime.name == "deployment":
         raise ConfigError(
@@ -377,8 +377,8 @@ def _with_strategy(config: Config, strategy: type[RoundStrategy]) -> Config:
 
 def _register_again(strategy: type[RoundStrategy], folder: str) -> None:
     """Register the strategy of the run in a folder."""
-    from fednas_flwr.builders.registration import register_strategy
-    from fednas_flwr.stages.run_folder import read_config_file
+    from fednas_flwr.runs.run_folder import read_config_file
+    from fednas_flwr.settings.registry import register_strategy
 
     algorithm = read_config_file(folder).get("algorithm")
     found = str(algorithm.get("name")) if isinstance(algorithm, dict) else ""

@@ -68,20 +68,20 @@ def audited(case: tuple[str, str, int], confidence: float) -> dict[str, Any]:
     import faulty_client
 
     from fednas_flwr.api import compose
-    from fednas_flwr.federation import audit
+    from fednas_flwr.deploy import audit_run
 
     fault, name, seed = case
     dice = random.Random(f"{fault} {seed}")
     with tempfile.TemporaryDirectory() as folder:
         config = compose(*overrides_of(name, Path(folder)))
         if fault == HONEST:
-            found = audit.audit_run(config, confidence=confidence)
+            found = audit_run.audit_run(config, confidence=confidence)
             faults = [text for finding in found for text in finding.faults]
             return {"fault": fault, "run": name, "key": "all", "found": faults}
-        schedule, asked = audit._recorded(config, Path(folder, "recorded"))
+        schedule, asked = audit_run._recorded(config, Path(folder, "recorded"))
         key = dice.choice(sorted(fitting(fault, schedule, asked)))
         with faulty_client.audited_only(key), faulty_client.broken(fault, key, seed=seed):
-            found = audit.audit_run(config, confidence=confidence)
+            found = audit_run.audit_run(config, confidence=confidence)
     faults = [text for finding in found if finding.release == key for text in finding.faults]
     return {"fault": fault, "run": name, "key": key, "found": faults}
 
@@ -90,7 +90,7 @@ def fitting(fault: str, schedule: Any, asked: Any) -> set[str]:
     """Return the keys of the releases that can have a fault and are told by replies."""
     import faulty_client
 
-    from fednas_flwr.exchange.requests import Probe
+    from fednas_flwr.protocol.requests import Probe
 
     keys = set()
     for planned in schedule:

@@ -21,17 +21,17 @@ import numpy as np
 import torch
 from bench_overhead import compare, configured
 
-from fednas_flwr.builders.clients import make_client
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.networks import supernet_space
-from fednas_flwr.clients.answer import answer
-from fednas_flwr.config import Config, DPNASSettings
-from fednas_flwr.exchange.messages import Header, Request
-from fednas_flwr.exchange.requests import Site, TrainCandidates
-from fednas_flwr.exchange.states import network_states, pack
-from fednas_flwr.names import SPLITS
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.stages.schedule import make_schedule, private_stage
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.making import make_client
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.pipeline.schedule import make_schedule, private_stage
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.protocol.requests import Site, TrainCandidates
+from fednas_flwr.protocol.states import network_states, pack
+from fednas_flwr.settings import Config, DPNASSettings
+from fednas_flwr.settings.names import SPLITS
 
 LIMIT = 1.3
 NUM_CANDIDATES, LOCAL_STEPS, NUM_RECORDS = 6, 2, 2000

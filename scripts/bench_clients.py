@@ -39,10 +39,10 @@ from typing import NamedTuple
 import torch
 
 from fednas_flwr import compose, run
-from fednas_flwr.reporting.runs import read_run
-from fednas_flwr.search_spaces.genotype import save_genotype
-from fednas_flwr.search_spaces.mbconv import MBConvSpace
-from fednas_flwr.search_spaces.mbconv_plan import CANDIDATES, SKELETONS
+from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.spaces.genotype import save_genotype
+from fednas_flwr.spaces.mbconv import MBConvSpace
+from fednas_flwr.spaces.mbconv_plan import CANDIDATES, SKELETONS
 
 IMAGES = 20  # per client
 LIMIT_MB = 4000

@@ -25,9 +25,9 @@ from statistics import median
 from deploy_local import write_data
 from loopback import SITES, Machines, free_ports, listens, until
 
-from fednas_flwr.machines.provision import Deployment
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.reporting.runs import EVENTS_FILE
+from fednas_flwr.deploy.sites.provision import Deployment
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import EVENTS_FILE
 
 LIMIT = 1.3
 PROJECT = """

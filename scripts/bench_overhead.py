@@ -32,35 +32,35 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch.nn import functional
 
-from fednas_flwr.builders.clients import make_client, make_courier
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.networks import supernet_space
-from fednas_flwr.builders.strategies import make_search
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.config import Config, FedDARTSSettings, dump_config
+from fednas_flwr.algorithms.shared_arguments import make_search
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.client.making import make_client, make_courier
 from fednas_flwr.data.loaders import epoch_batches
-from fednas_flwr.exchange.checkpoint import CheckpointFolder
-from fednas_flwr.exchange.courier import Courier
-from fednas_flwr.exchange.gate import accept_reply
-from fednas_flwr.exchange.messages import (
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.ray_grid import ray_grid
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.protocol.messages import (
     Header,
     Reply,
     decode_request,
     encode_reply,
     encode_states,
 )
-from fednas_flwr.exchange.requests import Amount, LocalSearch, Search
-from fednas_flwr.exchange.states import Layout, WeightedAverage, network_states, pack
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.federation.ray_grid import ray_grid
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.reporting.events import EventLog
-from fednas_flwr.reporting.runs import EVENTS_FILE, read_run
+from fednas_flwr.protocol.requests import Amount, LocalSearch, Search
+from fednas_flwr.protocol.states import Layout, WeightedAverage, network_states, pack
+from fednas_flwr.runs.checkpoints import CheckpointFolder
+from fednas_flwr.runs.events import EventLog
+from fednas_flwr.runs.numbers import EVENTS_FILE, read_run
 from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.search.settings import SGD, Adam
-from fednas_flwr.search_spaces.darts import DARTSSpace
+from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.reply_checks import accept_reply
+from fednas_flwr.settings import Config, FedDARTSSettings, dump_config
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.optimizers import SGD, Adam
+from fednas_flwr.spaces.darts import DARTSSpace
 
 LIMITS = {"inline": 1.05, "ray": 1 / 1.8, "sleeping": 1 / 1.8, "small": 0.65, "server": 1.5}
 NUM_REPLIES = 100

@@ -37,13 +37,13 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
 from fednas_flwr import api
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.builders.effects import without_effect
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.composition import compose_tree, given_settings
-from fednas_flwr.config import Config, conf_folder
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.typed import Between, Length, OneOf
+from fednas_flwr.settings import Config, conf_folder
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.parser import Between, Length, OneOf
+from fednas_flwr.settings.unused import without_effect
 
 LARGEST = 3  # of every count that can be smaller, where nothing is drawn
 SPAN = 8  # drawn whole numbers are up to so far above the least one
@@ -66,7 +66,7 @@ RATES = ("lr", "min_lr", "alpha_lr")  # above 1 every training diverges
 TEXTS = ("", "a", "0", "nothing", "~/nothing", "a b", "é")
 MOST_CHARACTERS = 1500  # of a refusal
 SHARING = 10  # seconds that a second on the CPU may take
-LOADED = ("fednas_flwr.federation.launch", "flwr_datasets", "onnxruntime", "sklearn.linear_model")
+LOADED = ("fednas_flwr.deploy.launch", "flwr_datasets", "onnxruntime", "sklearn.linear_model")
 MEMORY = 6 * 2**30  # bytes of address space that a run may take beyond what it begins with
 
 
@@ -365,7 +365,7 @@ def flaw(config: Config, folder: Path) -> str | None:
     """Return what a completed run owes, None if nothing."""
     from safetensors.torch import load_file
 
-    from fednas_flwr.reporting.events import read_events
+    from fednas_flwr.runs.events import read_events
 
     events = read_events(folder / "events.jsonl")
     if events[-1]["event"] != "run_finished" or events[-1]["status"] != "completed":

@@ -21,15 +21,15 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from fednas_flwr.builders.algorithms import ALGORITHMS
-from fednas_flwr.builders.spaces import SEARCH_SPACES
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.config import Config, Dataset, DifferentialPrivacy
-from fednas_flwr.config.data import Partition
-from fednas_flwr.config.networks import Retrain
-from fednas_flwr.config.runtime import Runtime
-from fednas_flwr.config.server_optimizers import ServerAdam
-from fednas_flwr.typed import Between, Length, OneOf
+from fednas_flwr.algorithms.entries import ALGORITHMS
+from fednas_flwr.settings import Config, Dataset, DifferentialPrivacy
+from fednas_flwr.settings.data_settings import Partition
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.network_settings import Retrain
+from fednas_flwr.settings.parser import Between, Length, OneOf
+from fednas_flwr.settings.runtimes import Runtime
+from fednas_flwr.settings.server_optimizers import ServerAdam
+from fednas_flwr.spaces.space_entries import SEARCH_SPACES
 
 os.environ.pop("FEDNAS_CACHE", None)  # which would be the default of dataset.cache
 CONF = Path(__file__).parents[1] / "conf"

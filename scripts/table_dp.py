@@ -33,8 +33,8 @@ from typing import Any
 from table_runs import TEST_ACCURACY, arguments, cpu_seconds, make_all, measure
 from tables import start_results
 
-from fednas_flwr.search_spaces.genotype import to_json
-from fednas_flwr.search_spaces.nasbench201 import from_arch_string
+from fednas_flwr.spaces.genotype import to_json
+from fednas_flwr.spaces.nasbench201 import from_arch_string
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_dp")

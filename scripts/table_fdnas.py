@@ -19,8 +19,8 @@ from table_runs import arguments, is_made, make_all, make_run, measure
 from tables import start_results
 
 from fednas_flwr.data.partitioners import load_partition, save_partition
-from fednas_flwr.reporting.runs import Run, read_run
-from fednas_flwr.search_spaces.genotype import Edge, Genotype, save_genotype
+from fednas_flwr.runs.numbers import Run, read_run
+from fednas_flwr.spaces.genotype import Edge, Genotype, save_genotype
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_fdnas")

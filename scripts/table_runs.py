@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from tables import append_result, find_result
 
-from fednas_flwr.reporting.runs import Run, is_complete, read_run
+from fednas_flwr.runs.numbers import Run, is_complete, read_run
 
 T = TypeVar("T")
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from table_runs import cpu_seconds, is_made, make_run, measure
 from tables import find_result, start_results
 
-from fednas_flwr.reporting.lookup import CellTable, found_cell, read_table
-from fednas_flwr.reporting.runs import Run
+from fednas_flwr.report.lookup import CellTable, found_cell, read_table
+from fednas_flwr.runs.numbers import Run
 
 RESULTS = Path(__file__).parent / "results" / "search_quality.json"
 RUNS = Path("runs/table_search_quality")

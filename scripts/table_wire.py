@@ -14,7 +14,7 @@ from pathlib import Path
 from table_runs import PARAMETERS, TEST_ACCURACY, measure
 from tables import start_results
 
-from fednas_flwr.reporting.runs import Run
+from fednas_flwr.runs.numbers import Run
 
 RESULTS = Path(__file__).parent / "results" / "wire.json"
 RUNS = Path("runs/table_wire")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fednas_flwr.exchange.requests import (
+from fednas_flwr.protocol.requests import (
     Amount,
     Commit,
     Describe,
@@ -27,9 +27,9 @@ from fednas_flwr.exchange.requests import (
     TrainCandidates,
     Trial,
 )
-from fednas_flwr.exchange.sum_requests import OpenMasks, SignSurvivors
+from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.settings.optimizers import SGD, Adam
 
 ONE_STEP = Amount(epochs=None, steps=1, batch_size=None)
 PLAIN = SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None)

@@ -14,20 +14,20 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fednas_flwr.builders.clients import make_client
-from fednas_flwr.builders.configuration import parse_config, yielded
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.strategies import make_search
-from fednas_flwr.composition import compose_tree, given_settings
-from fednas_flwr.config import Config, dump_config
-from fednas_flwr.exchange.checkpoint import CheckpointFolder
-from fednas_flwr.exchange.courier import Courier
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.federation.server_app import serve
-from fednas_flwr.privacy import micro_batches, record_gradients
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.stages.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.algorithms.shared_arguments import make_search
+from fednas_flwr.client.making import make_client
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.server_app import serve
+from fednas_flwr.privacy.mechanism import micro_batches, record_gradients
+from fednas_flwr.runs.checkpoints import CheckpointFolder
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.server.cohort import Courier
+from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings.configuration import parse_config, yielded
+from fednas_flwr.settings.hydra_config import compose_tree, given_settings
 
 from .fork_server import ForkServer, serving
 

@@ -28,26 +28,26 @@ from fednas_flwr import (
     register_search_space,
     run,
 )
-from fednas_flwr.builders.algorithms import ALGORITHMS, own_settings
-from fednas_flwr.builders.clients import make_courier
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.registration import OWN, TABLES
-from fednas_flwr.config import (
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.entries import ALGORITHMS, own_settings
+from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client.making import make_courier
+from fednas_flwr.data.images import records_from_arrays
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.settings import (
     AlgorithmSettings,
     FedDARTSSettings,
     GivenNetwork,
     SearchSpaceSettings,
     dump_config,
 )
-from fednas_flwr.data.images import records_from_arrays
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.courier import QuorumError
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
-from fednas_flwr.strategies.base import RoundStrategy
-from fednas_flwr.strategies.fed_darts import FedDARTS
+from fednas_flwr.settings.registry import OWN, TABLES
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 ROOT = Path(__file__).parent.parent
 
@@ -449,7 +449,7 @@ def test_importing_composing_and_mistakes_need_no_torch() -> None:
     code = (
         "import sys, fednas_flwr\n"
         "from fednas_flwr import compose, run, register_algorithm, Algorithm\n"
-        "from fednas_flwr.config import AlgorithmSettings\n"
+        "from fednas_flwr.settings import AlgorithmSettings\n"
         "compose('algorithm=feathers', 'rounds=2')\n"
         "print(sorted({'torch', 'flwr', 'sklearn', 'ray'} & set(sys.modules)))\n"
     )
@@ -480,11 +480,11 @@ import numpy as np
 from fednas_flwr import (
     Algorithm, compose, register_algorithm, register_data_set, register_search_space, run
 )
-from fednas_flwr.config import AlgorithmSettings, SearchSpaceSettings
+from fednas_flwr.settings import AlgorithmSettings, SearchSpaceSettings
 from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.search.settings import SGD, Adam, PriorSettings, Temperatures
-from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
-from fednas_flwr.strategies.fed_darts import FedDARTS
+from fednas_flwr.settings.optimizers import SGD, Adam, PriorSettings, Temperatures
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
+from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
 
 
 @dataclass(frozen=True)

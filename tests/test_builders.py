@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.builders.check import check_buildable
-from fednas_flwr.builders.clients import make_client, make_courier
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.networks import (
+from fednas_flwr.algorithms.shared_arguments import make_search
+from fednas_flwr.base.errors import ConfigError, NoEffectError
+from fednas_flwr.client.making import make_client, make_courier
+from fednas_flwr.data.partitioners import save_partition
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.networks import (
     describe_network,
     given_genotype,
     make_device,
@@ -22,12 +23,11 @@ from fednas_flwr.builders.networks import (
     make_space,
     supernet_space,
 )
-from fednas_flwr.builders.strategies import make_search
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.config import Config, Dataset, conf_folder
-from fednas_flwr.data.partitioners import save_partition
-from fednas_flwr.errors import ConfigError, NoEffectError
-from fednas_flwr.search_spaces.genotype import load_genotype, save_genotype
+from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.settings import Config, Dataset, conf_folder
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.spaces.genotype import load_genotype, save_genotype
 
 Compose = Callable[..., Config]
 

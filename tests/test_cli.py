@@ -16,20 +16,20 @@ import pytest
 import yaml
 
 from fednas_flwr import api, cli
-from fednas_flwr.builders.algorithms import ALGORITHMS
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.builders.networks import describe_derived, make_network, make_space, supernet_sizes
-from fednas_flwr.clients import verbs
-from fednas_flwr.composition import compose_tree
+from fednas_flwr.algorithms.entries import ALGORITHMS
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.client import handlers
 from fednas_flwr.data.schema import Inputs
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.export import export_safetensors
-from fednas_flwr.evaluation.model import Model
-from fednas_flwr.privacy.accounting import prv_epsilon
-from fednas_flwr.privacy.ledger import Entry, Ledger
-from fednas_flwr.privacy.renyi import Release
-from fednas_flwr.randomness import make_generator
-from fednas_flwr.reporting.events import read_events
+from fednas_flwr.models.export import export_safetensors
+from fednas_flwr.models.networks import describe_derived, make_network, make_space, supernet_sizes
+from fednas_flwr.models.prediction import Model
+from fednas_flwr.privacy.books.ledger import Entry, Ledger
+from fednas_flwr.privacy.mechanism.accounting import prv_epsilon
+from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
 
 from .fork_server import ForkServer
 
@@ -282,7 +282,7 @@ def test_first_clients_error_is_on_top(
     def broken(client, request, asked):
         raise ZeroDivisionError(f"disk {client.index} is full")
 
-    monkeypatch.setitem(verbs.ANSWERS, "train.search", broken)
+    monkeypatch.setitem(handlers.ANSWERS, "train.search", broken)
     assert cli.main(["run", *tiny_overrides]) == cli.RUN_FAILED
     output = capsys.readouterr()
     assert output.err.startswith("fednas: QuorumError: client 0: ZeroDivisionError: disk 0 is full")
@@ -295,14 +295,14 @@ def test_first_clients_error_is_on_top(
 def test_sweep_goes_on_after_a_failing_job_and_says_so(
     tiny_overrides: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    search = verbs.search
+    search = handlers.search
 
     def broken_for_seed_2(client, request, asked):
         if client.seed == 2:
             raise ZeroDivisionError("disk is full")
         return search(client, request, asked)
 
-    monkeypatch.setitem(verbs.ANSWERS, "train.search", broken_for_seed_2)
+    monkeypatch.setitem(handlers.ANSWERS, "train.search", broken_for_seed_2)
     sweep = ["-m", "seed=1,2,3", "stages=[search]", "clients=2", "rounds=1", "run_dir=sweep"]
     brief = without(tiny_overrides, "retrain.rounds")
     assert cli.main(["run", *brief, *sweep]) == cli.RUN_FAILED

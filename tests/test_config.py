@@ -15,16 +15,11 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from fednas_flwr import api, compose
-from fednas_flwr.builders.algorithms import ALGORITHMS
-from fednas_flwr.builders.configuration import (
-    check_combinations,
-    load_config,
-    parse_config,
-    yielded,
-)
-from fednas_flwr.builders.effects import check_experiment
-from fednas_flwr.composition import compose_tree, given_settings
-from fednas_flwr.config import (
+from fednas_flwr.algorithms.entries import ALGORITHMS
+from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, show
+from fednas_flwr.base.foreign import dump_yaml
+from fednas_flwr.data.table_files import Form, read_texts
+from fednas_flwr.settings import (
     Config,
     DifferentialPrivacy,
     GivenNetwork,
@@ -32,10 +27,15 @@ from fednas_flwr.config import (
     dump_config,
     site_dataset,
 )
-from fednas_flwr.data.table_files import Form, read_texts
-from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning, show
-from fednas_flwr.foreign import dump_yaml
-from fednas_flwr.search.settings import Configuration
+from fednas_flwr.settings.configuration import (
+    check_combinations,
+    load_config,
+    parse_config,
+    yielded,
+)
+from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.optimizers import Configuration
+from fednas_flwr.settings.unused import check_experiment
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
 DP = "privacy=dp search_space.norm=group retrain.norm=group"

@@ -14,10 +14,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.config import Config
-from fednas_flwr.typed import Between, OneOf
+from fednas_flwr.settings import Config
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.parser import Between, OneOf
 
 RUNS = 8  # scripts/fuzz_settings.sh makes more
 ALL = ["algorithm=feathers", "privacy=dp"]

@@ -11,18 +11,26 @@ from typing import Annotated, Any, get_type_hints
 
 import pytest
 
-from fednas_flwr.builders.algorithms import ALGORITHMS
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.builders.registration import OWN, TABLES, register
-from fednas_flwr.builders.spaces import SEARCH_SPACES
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.config import FedDARTSSettings
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.requests import REQUESTS
+from fednas_flwr.algorithms.entries import ALGORITHMS
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.protocol.requests import REQUESTS
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
-from fednas_flwr.search.settings import SGD, Adam, Configuration, Range
-from fednas_flwr.typed import Between, Checked, Constraint, Length, OneOf, constraints, parse
+from fednas_flwr.settings import FedDARTSSettings
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.optimizers import SGD, Adam, Configuration, Range
+from fednas_flwr.settings.parser import (
+    Between,
+    Checked,
+    Constraint,
+    Length,
+    OneOf,
+    constraints,
+    parse,
+)
+from fednas_flwr.settings.registry import OWN, TABLES, register
+from fednas_flwr.spaces.space_entries import SEARCH_SPACES
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
 MBCONV = ["search_space=mbconv", "retrain=mbconv"]

@@ -1,7 +1,7 @@
 """Every setting of a run is read by it, or is refused when it is given.
 
 A recorder notes which settings the configuration is asked for, in the server and its clients. What
-was not asked for must have a row in :data:`fednas_flwr.builders.effects.RULES`.
+was not asked for must have a row in :data:`fednas_flwr.settings.unused.RULES`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fednas_flwr.builders.algorithms import ALGORITHMS
-from fednas_flwr.builders.check import check_buildable
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.builders.effects import without_effect
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.config import Config, NoPrivacy, dump_config
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.federation.server_app import serve
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.stages.run_folder import create_run_folder
-from fednas_flwr.typed import Checked
+from fednas_flwr.algorithms.entries import ALGORITHMS
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.server_app import serve
+from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.settings import Config, NoPrivacy, dump_config
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.parser import Checked
+from fednas_flwr.settings.unused import without_effect
 
 GROUPS = {  # the groups of a configuration, by what their classes derive from
     "AlgorithmSettings": "algorithm",
@@ -155,8 +155,8 @@ def genotype(made_data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A file that holds a cell of NAS-Bench-201."""
     import torch
 
-    from fednas_flwr.search_spaces import NASBench201Space
-    from fednas_flwr.search_spaces.genotype import save_genotype
+    from fednas_flwr.spaces import NASBench201Space
+    from fednas_flwr.spaces.genotype import save_genotype
 
     space = NASBench201Space(input_shape=(3, 8, 8), num_classes=3, channels=2, num_cells=1)
     path = tmp_path_factory.mktemp("genotype") / "cell.json"

@@ -16,35 +16,35 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
 
-from fednas_flwr.builders.clients import PRIVATE_SITE_KEYS, make_client, make_site_gate
-from fednas_flwr.builders.data import make_data, make_server_data
-from fednas_flwr.builders.networks import (
+from fednas_flwr.algorithms.base import mean_metrics
+from fednas_flwr.algorithms.shared_arguments import make_retraining
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import derive_seed, make_generator, seeded
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.handlers import identity
+from fednas_flwr.client.making import PRIVATE_SITE_KEYS, make_client, make_site_gate
+from fednas_flwr.data.loaders import augment, epoch_batches, server_split
+from fednas_flwr.data.prepared import make_data, make_server_data
+from fednas_flwr.data.records import record_ids
+from fednas_flwr.data.splits import assign_splits
+from fednas_flwr.models.networks import (
     describe_network,
     load,
     make_network,
     supernet_space,
 )
-from fednas_flwr.builders.strategies import make_retraining
-from fednas_flwr.clients.answer import answer
-from fednas_flwr.clients.verbs import identity
-from fednas_flwr.data.loaders import augment, epoch_batches, server_split
-from fednas_flwr.data.records import record_ids
-from fednas_flwr.data.splits import assign_splits
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import Header, Reply, Request
-from fednas_flwr.exchange.requests import (
+from fednas_flwr.privacy.policy_file import template
+from fednas_flwr.protocol.messages import Header, Reply, Request
+from fednas_flwr.protocol.requests import (
     Amount,
     LocalTraining,
     Personalise,
     TakeGradients,
     TrainCandidates,
 )
-from fednas_flwr.exchange.states import network_states, pack
-from fednas_flwr.privacy.policy_file import template
-from fednas_flwr.randomness import derive_seed, make_generator, seeded
+from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.search.candidate import Candidate
-from fednas_flwr.search.settings import SGD
-from fednas_flwr.strategies.base import mean_metrics
+from fednas_flwr.settings.optimizers import SGD
 
 NORMALISED = ["dataset.mean=[0.2,0.3,0.4]", "dataset.std=[0.3,0.2,0.1]"]
 AUGMENTED = ["dataset.crop_padding=3", "dataset.flip=true", "dataset.cutout=3"]

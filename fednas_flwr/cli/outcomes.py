@@ -6,9 +6,9 @@ import signal
 import sys
 import traceback
 
-from fednas_flwr.errors import ConfigError, DamagedError
-from fednas_flwr.foreign import terminal
-from fednas_flwr.memory import described
+from fednas_flwr.base.errors import ConfigError, DamagedError
+from fednas_flwr.base.foreign import terminal
+from fednas_flwr.base.memory import described
 
 RUN_FAILED = 1
 USER_ERROR = 2

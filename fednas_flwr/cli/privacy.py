@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fednas_flwr.api import compose
+from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.base.foreign import terminal
 from fednas_flwr.cli.outcomes import INCONCLUSIVE, RUN_FAILED
 from fednas_flwr.cli.parsing import Commands, add_command
-from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.foreign import terminal
-from fednas_flwr.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, RDP
+from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, RDP
 
 if TYPE_CHECKING:
-    from fednas_flwr.clients.release import Commitment, ReleaseGate
-    from fednas_flwr.privacy.ledger import Ledger, Row
+    from fednas_flwr.client.release_guard import Commitment, ReleaseGate
+    from fednas_flwr.privacy.books.ledger import Ledger, Row
     from fednas_flwr.privacy.policy import DataSetPolicy
 
 MOST_STEPS = 10**9  # of `fednas calibrate`
@@ -119,7 +119,7 @@ def add_commands(commands: Commands) -> None:
 def audit(options: argparse.Namespace, overrides: list[str]) -> int:
     """Audit a run's releases; say what each is like, and what could not be seen."""
     config = compose(*overrides)
-    from fednas_flwr.federation.audit import audit_run
+    from fednas_flwr.deploy.audit_run import audit_run
 
     findings = audit_run(config, confidence=options.confidence)
     for finding in findings:
@@ -148,7 +148,7 @@ def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
     steps = {name: getattr(options, name) for name in ("epsilon", "delta", "rate", "steps")}
     if all(value is None for value in steps.values()):
         config = compose(*overrides)
-        from fednas_flwr.federation.dry_run import private_terms
+        from fednas_flwr.deploy.dry_run import private_terms
 
         print("\n".join(private_terms(config)))
         return 0
@@ -164,11 +164,11 @@ def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _calibrate_steps(options: argparse.Namespace) -> int:
     """Print a noise multiplier, rounded up, and what its steps cost by every accountant."""
-    from fednas_flwr.privacy.accounting import calibrate_noise, prv_epsilon, rdp_epsilon
-    from fednas_flwr.privacy.gdp import gdp_epsilon
-    from fednas_flwr.privacy.renyi import Release
-    from fednas_flwr.privacy.renyi_filter import filter_epsilon
-    from fednas_flwr.reporting.guarantee import epsilon_text
+    from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
+    from fednas_flwr.privacy.mechanism.accounting import calibrate_noise, prv_epsilon, rdp_epsilon
+    from fednas_flwr.privacy.mechanism.gdp import gdp_epsilon
+    from fednas_flwr.privacy.mechanism.renyi import Release
+    from fednas_flwr.report.guarantee import epsilon_text
 
     if not LEAST_EPSILON <= options.epsilon <= LARGEST_EPSILON:
         raise ConfigError(f"--epsilon must be from .001 to 1e6, got {options.epsilon:g}.")
@@ -203,8 +203,8 @@ def _calibrate_steps(options: argparse.Namespace) -> int:
 
 def approve(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print what the schedules that wait for approval would release; approve the one of a hash."""
-    from fednas_flwr.clients.release import ReleaseGate, read_commitment, schedule_hash
-    from fednas_flwr.privacy.noise import SecureGenerator
+    from fednas_flwr.client.release_guard import ReleaseGate, read_commitment, schedule_hash
+    from fednas_flwr.privacy.mechanism.noise import SecureGenerator
     from fednas_flwr.privacy.policy_file import load_policy
 
     policy = load_policy(options.policy)
@@ -260,7 +260,7 @@ def verify_ledger(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def verify_trail(options: argparse.Namespace, overrides: list[str]) -> int:
     """Check every line of an audit trail, and that none is missing at its end."""
-    from fednas_flwr.clients import audit_trail
+    from fednas_flwr.client import audit_trail
 
     print(f"{audit_trail.verify_trail(options.trail, options.key)} lines, all intact.")
     return 0
@@ -269,7 +269,7 @@ def verify_trail(options: argparse.Namespace, overrides: list[str]) -> int:
 @contextmanager
 def _opened(options: argparse.Namespace) -> Iterator[Ledger]:
     """Open a ledger that is there: looking at one never creates it."""
-    from fednas_flwr.privacy.ledger import Ledger
+    from fednas_flwr.privacy.books.ledger import Ledger
 
     for name, path in (("ledger", options.ledger), ("key", options.key)):
         if not path.is_file():
@@ -284,9 +284,9 @@ def _print_schedule(
     """Print everything that a run may release, and what that costs."""
     from rich.table import Column, Table
 
-    from fednas_flwr.names import SPLITS
-    from fednas_flwr.reporting.console import table_console
-    from fednas_flwr.reporting.guarantee import epsilon_text, uncounted_text
+    from fednas_flwr.report.console import table_console
+    from fednas_flwr.report.guarantee import epsilon_text, uncounted_text
+    from fednas_flwr.settings.names import SPLITS
 
     console = table_console()
     console.print(f"schedule {schedule}", style="bold")
@@ -329,8 +329,8 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
     from rich.text import Text
 
     from fednas_flwr.privacy.statement import make_statement
-    from fednas_flwr.reporting.console import table_console
-    from fednas_flwr.reporting.guarantee import epsilon_text
+    from fednas_flwr.report.console import table_console
+    from fednas_flwr.report.guarantee import epsilon_text
 
     def name(text: str) -> Text:  # names come from servers and could command a terminal
         return Text(terminal(text))

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from fednas_flwr import api
-from fednas_flwr.builders.configuration import parse_config
+from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, unknown_choice
+from fednas_flwr.base.foreign import terminal
 from fednas_flwr.cli.outcomes import RUN_FAILED, fail
-from fednas_flwr.cli.own import take_files
-from fednas_flwr.composition import (
+from fednas_flwr.cli.with_files import take_files
+from fednas_flwr.runs.numbers import EVENTS_FILE, METRICS, is_complete, read_run
+from fednas_flwr.settings import Config
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import (
     Arguments,
     Source,
     compose_sweep,
@@ -25,10 +29,6 @@ from fednas_flwr.composition import (
     run_hydra,
     split_sweep,
 )
-from fednas_flwr.config import Config
-from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning, unknown_choice
-from fednas_flwr.foreign import terminal
-from fednas_flwr.reporting.runs import EVENTS_FILE, METRICS, is_complete, read_run
 
 ERROR_FILE = "error.txt"  # in the folder of a job that has failed: why
 LARGER_IS_BETTER = ("accuracy", "f1", "auroc")
@@ -143,7 +143,7 @@ def _tell_end(folder: Path) -> int:
     completed = [run for run in runs if runs.isdisjoint(run.parents)]  # no group, no baseline
     total = len(failed) + len(completed)
     if completed:
-        from fednas_flwr.reporting.compare import (
+        from fednas_flwr.report.comparison import (
             compare_runs,
             print_comparison,
             write_comparison,

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fednas_flwr.base.files import make_folder, sync
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.schema import Column
-from fednas_flwr.files import make_folder, sync
-from fednas_flwr.typed import parse
+from fednas_flwr.settings.parser import parse
 
 _ATTEMPTS = 3
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fednas_flwr.base.errors import ConfigError, NoEffectError, show, unknown_choice
 from fednas_flwr.data.cache import load_or_build
 from fednas_flwr.data.images import RecordsPair
 from fednas_flwr.data.records import Records, select_records
@@ -24,7 +25,6 @@ from fednas_flwr.data.scattering import make_transform, transformed
 from fednas_flwr.data.schema import Inputs
 from fednas_flwr.data.sources import DATA_SETS, digest_records, find_source, fingerprint, load_sites
 from fednas_flwr.data.splits import hash_positions
-from fednas_flwr.errors import ConfigError, NoEffectError, show, unknown_choice
 
 __all__ = ["Prepared", "Records", "prepare"]
 

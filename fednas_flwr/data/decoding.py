@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.memory import check_fits
 from fednas_flwr.data.records import record_ids
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.memory import check_fits
 
 if TYPE_CHECKING:
     from PIL.Image import Image

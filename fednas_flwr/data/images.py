@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.decoding import SUFFIXES, Decoding, decode_images, source_of
 from fednas_flwr.data.records import Records, canonical, encode_labels, readable, record_ids
 from fednas_flwr.data.schema import Column
-from fednas_flwr.errors import ConfigError
 
 RecordsPair = tuple[Records, Records | None]
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from fednas_flwr.base.errors import ConfigError, NoEffectError, show
 from fednas_flwr.data.decoding import Decoding, decode_images, image_files, source_of
 from fednas_flwr.data.images import RecordsPair, load_image_folder
 from fednas_flwr.data.records import Records, readable
 from fednas_flwr.data.table_files import Form, Texts, check_columns, names_in, read_texts
 from fednas_flwr.data.tables import given_ids, label_columns_of, read_labels, unreadable_cells
-from fednas_flwr.errors import ConfigError, NoEffectError, show
 
 # UTF-8, with or without its mark: an encoding that is found in the rows would be one of all of them
 LABELS_FORM = Form(encoding="utf-8-sig", decimal="point")

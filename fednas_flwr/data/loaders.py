@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.schema import moved, normalised
 from fednas_flwr.data.splits import assign_splits
 from fednas_flwr.data.statistics import Statistics, are_within, column_moments, pooled
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import SPLITS
-from fednas_flwr.randomness import make_generator
+from fednas_flwr.settings.names import SPLITS
 
 _SCANNED = 65536  # records that are looked at together
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.decoding import DEFAULT_DECODING, Decoding, decode_images
 from fednas_flwr.data.images import RecordsPair, records_from_arrays
 from fednas_flwr.data.records import Records, readable
-from fednas_flwr.errors import ConfigError
 
 
 def load_npz(

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
+from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.files import write_atomically
+from fednas_flwr.base.foreign import load_json
+from fednas_flwr.base.randomness import derive_seed
 from fednas_flwr.data.records import Records, select_records
-from fednas_flwr.errors import ConfigError, unknown_choice
-from fednas_flwr.files import write_atomically
-from fednas_flwr.foreign import load_json
-from fednas_flwr.names import PARTITIONS
-from fednas_flwr.randomness import derive_seed
+from fednas_flwr.settings.names import PARTITIONS
 
 # Zhang et al., FDNAS (arXiv 2011.03372): three groups of classes over ten clients.
 FDNAS_GROUPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8, 9))

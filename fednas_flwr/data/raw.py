@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files, source_of
 from fednas_flwr.data.labelled_images import LABELS_FORM, files_of
@@ -25,7 +26,6 @@ from fednas_flwr.data.schema import Inputs, feature_names
 from fednas_flwr.data.table_files import SUFFIXES as TABLE_SUFFIXES
 from fednas_flwr.data.table_files import Form, read_texts, suffix_of, texts_of
 from fednas_flwr.data.tables import encode_rows, label_marks
-from fednas_flwr.errors import ConfigError
 
 Label = str | tuple[str, ...]  # a record's class, or its labels, by name
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.schema import CATEGORY, Column, feature_names
-from fednas_flwr.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.memory import check_fits
 from fednas_flwr.data.records import Records
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.memory import check_fits
 
 _TOGETHER = 64  # images that are transformed together
 GROUPS = 27  # of paths of a channel that are normalised together

@@ -15,7 +15,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from fednas_flwr.typed import Checked, OneOf, parse
+from fednas_flwr.settings.parser import Checked, OneOf, parse
 
 NUMBER, DATE, CATEGORY = "number", "date", "category"
 KINDS = (NUMBER, DATE, CATEGORY)

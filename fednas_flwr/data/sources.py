@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.images import (
     TORCHVISION_SETS,
     RecordsPair,
@@ -21,7 +22,6 @@ from fednas_flwr.data.npz import load_npz
 from fednas_flwr.data.records import Records, join_sites
 from fednas_flwr.data.table_files import SUFFIXES
 from fednas_flwr.data.tables import load_csv
-from fednas_flwr.errors import ConfigError
 
 _IMAGES = frozenset({"image_size", "channels", "class_names", "corrupt", "intensity"})
 _TABLES = frozenset(

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import SPLITS
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings.names import SPLITS
 
 
 def hash_positions(ids: np.ndarray, *, key: bytes) -> np.ndarray:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.data.records import Records
-from fednas_flwr.names import FEWEST_VOTES
-from fednas_flwr.typed import Between, Checked
+from fednas_flwr.settings.names import FEWEST_VOTES
+from fednas_flwr.settings.parser import Between, Checked
 
 LEAST_RELATIVE_STD = 1e-7  # float32 cannot tell values that are closer than this
 LEAST_STD = 1e-37  # nor divide by less

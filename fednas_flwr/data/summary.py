@@ -15,7 +15,7 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.records import Records, count_labels
 from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
 from fednas_flwr.data.splits import assign_splits
-from fednas_flwr.names import QUANTILES, SPLITS
+from fednas_flwr.settings.names import QUANTILES, SPLITS
 
 FEWEST = 20  # training records below which a client is called small
 RARE = 0.3  # of an equal share of all classes, below which one is called rare

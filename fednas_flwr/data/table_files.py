@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError
 
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".xlsx", ".parquet")
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}

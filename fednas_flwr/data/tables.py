@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.data.images import RecordsPair
 from fednas_flwr.data.records import (
     Records,
@@ -40,7 +41,6 @@ from fednas_flwr.data.table_files import (
     read_texts,
     rows_text,
 )
-from fednas_flwr.errors import ConfigError, show
 
 _MOST_CATEGORIES = 256
 _YES, _NO = ("1", "1.0", "yes", "true"), ("0", "0.0", "no", "false")

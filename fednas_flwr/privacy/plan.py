@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from fednas_flwr.names import SPLITS
-from fednas_flwr.privacy.renyi import Release, poisson_rate
-from fednas_flwr.typed import Between, Checked, Length, OneOf
-from fednas_flwr.verbs import PRIVATE_VERBS, SPLIT_OF, VERBS
+from fednas_flwr.privacy.mechanism.renyi import Release, poisson_rate
+from fednas_flwr.protocol.actions import PRIVATE_VERBS, SPLIT_OF, VERBS
+from fednas_flwr.settings.names import SPLITS
+from fednas_flwr.settings.parser import Between, Checked, Length, OneOf
 
 STATISTICS = "statistics"  # a stage, of one exchange before the search, and its kind of release
 STAGES = (STATISTICS, "search", "retrain", "evaluate")
@@ -36,7 +36,7 @@ class PlannedRelease(Checked):
         max_grad_norm: R, the norm that each record's contribution is clipped to.
         noise_multiplier: sigma; the noise has std ``sigma * R``. None is still to be calibrated.
         shared: Whether that is the noise of a secure sum's total, of which each client adds a share
-            (:mod:`fednas_flwr.privacy.shared_noise`); else every client adds all of it.
+            (:mod:`fednas_flwr.privacy.mechanism.shared_noise`); else every client adds all of it.
         of_client: Whether it is not a sum over records but one contribution of the client as a
             whole, all of whose records it reads: the unit of privacy is the client.
     """

@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.names import CLIENT, LARGEST_NOISE_MULTIPLIER, SPLITS, Unit
-from fednas_flwr.privacy.noise_grid import noise_range
+from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.privacy.mechanism.noise_grid import noise_range
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.privacy.shared_noise import SumTerms
-from fednas_flwr.verbs import VERBS
+from fednas_flwr.protocol.actions import VERBS
+from fednas_flwr.settings.names import CLIENT, LARGEST_NOISE_MULTIPLIER, SPLITS, Unit
 
 # Beyond these float arithmetic, not privacy, would decide what a release hides.
 LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30

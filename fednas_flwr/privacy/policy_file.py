@@ -13,20 +13,20 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fednas_flwr.errors import ConfigError, show, unknown_choice
-from fednas_flwr.foreign import load_yaml
-from fednas_flwr.names import CLIENT, LARGEST_MICRO_BATCH, SPLITS, UNITS
+from fednas_flwr.base.errors import ConfigError, show, unknown_choice
+from fednas_flwr.base.foreign import load_yaml
+from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
+from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.policy import (
     APPROVALS,
     LARGEST_GRAD_NORM,
     DataSetPolicy,
     Policy,
 )
-from fednas_flwr.privacy.renyi import Release
-from fednas_flwr.privacy.renyi_filter import RenyiFilter
-from fednas_flwr.privacy.shared_noise import SumTerms
-from fednas_flwr.typed import parse
-from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
+from fednas_flwr.protocol.actions import PRIVATE_VERBS, VERBS
+from fednas_flwr.settings.names import CLIENT, LARGEST_MICRO_BATCH, SPLITS, UNITS
+from fednas_flwr.settings.parser import parse
 
 LARGEST_BY_DEFAULT = 100.0  # noise multiplier
 # Keys of a data set that may be missing.

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fednas_flwr.names import SPLITS
-from fednas_flwr.privacy.accounting import epsilon_per_split
-from fednas_flwr.privacy.ledger import Row
+from fednas_flwr.privacy.books.ledger import Row
+from fednas_flwr.privacy.mechanism.accounting import epsilon_per_split
 from fednas_flwr.privacy.units import counted
+from fednas_flwr.settings.names import SPLITS
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ one step is enough, since (P, Q) are two Gaussians ``2 R`` apart.
 
 from __future__ import annotations
 
-from fednas_flwr.names import LEAST_NOISE_MULTIPLIER, PERSON, UNITS, Unit
-from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.settings.names import LEAST_NOISE_MULTIPLIER, PERSON, UNITS, Unit
 
 
 def booked_unit(unit: Unit, id_column: str) -> str:

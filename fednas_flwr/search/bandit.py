@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fednas_flwr.search.settings import BanditSettings, Configuration, Range, check_ranges
-from fednas_flwr.typed import check_range
+from fednas_flwr.settings.optimizers import BanditSettings, Configuration, Range, check_ranges
+from fednas_flwr.settings.parser import check_range
 
 
 @dataclass(frozen=True)

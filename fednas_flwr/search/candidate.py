@@ -13,13 +13,13 @@ from itertools import repeat
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.privacy.clipping import clipped_gradient_sum
-from fednas_flwr.search.descent import MOMENTS, Descent, Gradients, trainable_weights
+from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
 from fednas_flwr.search.exact_gradients import ExactGradients, Passes
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
-from fednas_flwr.search.settings import DPAware
-from fednas_flwr.search_spaces.dp_cells_network import DPCellNetwork
-from fednas_flwr.search_spaces.space import Supernet
+from fednas_flwr.search.optimizer_step import MOMENTS, Descent, Gradients, trainable_weights
+from fednas_flwr.settings.optimizers import DPAware
+from fednas_flwr.spaces.dp_cells_network import DPCellNetwork
+from fednas_flwr.spaces.space import Supernet
 
 MICRO_BATCH = 128  # records whose gradients are in memory at a time
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.search_spaces.cell_graph import CELL
-from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
-from fednas_flwr.search_spaces.nasbench201_network import NASBench201Body
-from fednas_flwr.search_spaces.space import Supernet
+from fednas_flwr.spaces.cell_graph import CELL
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
+from fednas_flwr.spaces.nasbench201_network import NASBench201Body
+from fednas_flwr.spaces.space import Supernet
 
 TRIES = 100  # of uniform draws one in eight is refused
 

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.hardware.costs import Costs, HardwareLoss
-from fednas_flwr.hardware.flops import count_parameters
 from fednas_flwr.search.gates import NUM_PATHS, active_gates, alpha_gradient
-from fednas_flwr.search_spaces.mbconv import NEVER
-from fednas_flwr.search_spaces.mbconv_network import Block, MBConvNetwork
-from fednas_flwr.search_spaces.mbconv_plan import CELL
-from fednas_flwr.search_spaces.space import Supernet
+from fednas_flwr.spaces.costs import Costs, HardwareLoss
+from fednas_flwr.spaces.flops import count_parameters
+from fednas_flwr.spaces.mbconv import NEVER
+from fednas_flwr.spaces.mbconv_network import Block, MBConvNetwork
+from fednas_flwr.spaces.mbconv_plan import CELL
+from fednas_flwr.spaces.space import Supernet
 
 LARGEST_ALPHA = 1e3  # of those that are drawn from; no Gumbel noise bridges the way to NEVER
 

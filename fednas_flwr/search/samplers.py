@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fednas_flwr.search.settings import EvolutionSettings
+from fednas_flwr.settings.optimizers import EvolutionSettings
 
 Path = list[int]
 

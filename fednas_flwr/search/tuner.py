@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.search.bandit import Bandit
-from fednas_flwr.search.settings import BanditSettings, Configuration, Range
+from fednas_flwr.settings.optimizers import BanditSettings, Configuration, Range
 
 SPREAD, SHRINK = 0.2, 0.9  # of resampling: shares of a range, per phase
 WIDTH = 0.4  # of the kernel, in shares of a range

@@ -16,14 +16,18 @@ import torch
 import yaml
 from flwr.app import ConfigRecord, RecordDict
 
-from fednas_flwr.builders.clients import make_client, make_site_gate
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.networks import describe_network, make_network, supernet_space
-from fednas_flwr.clients.answer import answer
+from fednas_flwr.base.randomness import seeded
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.making import make_client, make_site_gate
 from fednas_flwr.data.loaders import ClientData, Split
-from fednas_flwr.exchange import messages
-from fednas_flwr.exchange.messages import Header, Reply, Request, decode_request, encode_states
-from fednas_flwr.exchange.requests import (
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.networks import describe_network, make_network, supernet_space
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol import messages
+from fednas_flwr.protocol.actions import PRIVATE_VERBS
+from fednas_flwr.protocol.messages import Header, Reply, Request, decode_request, encode_states
+from fednas_flwr.protocol.requests import (
     RewardCandidates,
     Settings,
     Site,
@@ -31,14 +35,10 @@ from fednas_flwr.exchange.requests import (
     Trial,
     encode,
 )
-from fednas_flwr.exchange.states import MOMENTS, network_states, pack
-from fednas_flwr.privacy.noise import SecureGenerator
-from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.randomness import seeded
+from fednas_flwr.protocol.states import MOMENTS, network_states, pack
 from fednas_flwr.search.candidate import Candidate
-from fednas_flwr.search.descent import no_moments
-from fednas_flwr.search.settings import SGD
-from fednas_flwr.verbs import PRIVATE_VERBS
+from fednas_flwr.search.optimizer_step import no_moments
+from fednas_flwr.settings.optimizers import SGD
 
 from ..asked import ALPHAS, smallest
 

@@ -16,27 +16,27 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.builders.clients import make_client
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.clients.client import Augmentation, Client
-from fednas_flwr.clients.release import Commitment
-from fednas_flwr.clients.summed import agreed, begin_sum
-from fednas_flwr.config import dump_config
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client.agreement import agreed, begin_sum
+from fednas_flwr.client.client import Augmentation, Client
+from fednas_flwr.client.making import make_client
+from fednas_flwr.client.release_guard import Commitment
+from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.schema import Column
 from fednas_flwr.data.statistics import Moments, Statistics
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import Header, Request
-from fednas_flwr.exchange.requests import Site, TakeGradients
-from fednas_flwr.exchange.secure_sum.roster import Roster, SiteKeys
-from fednas_flwr.exchange.secure_sum.site import SumSite
-from fednas_flwr.exchange.sum_requests import Summed
-from fednas_flwr.federation import client_app
-from fednas_flwr.privacy.noise import SecureGenerator
+from fednas_flwr.deploy import client_app
+from fednas_flwr.pipeline.stages import SITE_FACTS
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import DataSetPolicy
-from fednas_flwr.privacy.shared_noise import SumTerms
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.protocol.requests import Site, TakeGradients
+from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
+from fednas_flwr.protocol.secure_sum.sum_site import SumSite
+from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.stages.pipeline import SITE_FACTS
+from fednas_flwr.settings import dump_config
 
 SETTINGS = TakeGradients(0, 1, {"weights": 0.1}, None, 1, 0.1, Site("records"))
 PLANNED = PlannedRelease(

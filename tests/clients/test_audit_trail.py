@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fednas_flwr.base.errors import DamagedError, DayFullError
 from fednas_flwr.cli import main
-from fednas_flwr.clients.audit_trail import AuditTrail, verify_trail
-from fednas_flwr.errors import DamagedError, DayFullError
-from fednas_flwr.exchange.messages import Header, Reply, Request
-from fednas_flwr.exchange.requests import RewardCandidates, Site, encode
+from fednas_flwr.client.audit_trail import AuditTrail, verify_trail
 from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
+from fednas_flwr.protocol.messages import Header, Reply, Request
+from fednas_flwr.protocol.requests import RewardCandidates, Site, encode
 
 ASKED = RewardCandidates([[123, 4711]], Site("ward"))
 REQUEST = Request("evaluate.candidates", Header("run", "search", 1, 1, 0, "n"), ASKED)
@@ -206,7 +206,7 @@ WRITER = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from fednas_flwr.clients.audit_trail import AuditTrail
+from fednas_flwr.client.audit_trail import AuditTrail
 path, key = map(Path, sys.argv[1:])
 for _ in range(40):
     trail = AuditTrail(path, key, ledger=path.with_name("ledger.sqlite"))

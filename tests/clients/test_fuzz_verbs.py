@@ -17,12 +17,12 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, RecordDict
 
+from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.data.loaders import Split
-from fednas_flwr.errors import BudgetExceededError, ConfigError
-from fednas_flwr.exchange import messages
-from fednas_flwr.exchange.messages import decode_request, encode_states
-from fednas_flwr.exchange.requests import encode
-from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
+from fednas_flwr.protocol import messages
+from fednas_flwr.protocol.actions import PRIVATE_VERBS, VERBS
+from fednas_flwr.protocol.messages import decode_request, encode_states
+from fednas_flwr.protocol.requests import encode
 
 from .conftest import ASKED, GONE, put, schedule
 from .test_private_verbs import ADDED, JUNK_OF, paths_of, unreleased

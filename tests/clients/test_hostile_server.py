@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.data.statistics import Statistics
-from fednas_flwr.errors import BudgetExceededError, ConfigError
-from fednas_flwr.exchange.states import pack
-from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
+from fednas_flwr.protocol.actions import PRIVATE_VERBS, VERBS
+from fednas_flwr.protocol.states import pack
 
 from .conftest import ASKED, CANDIDATES, RECORDS, TERMS, schedule
 

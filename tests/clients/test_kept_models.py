@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from fednas_flwr import load
-from fednas_flwr.clients.answer import answer
-from fednas_flwr.clients.client import KeptModels
-from fednas_flwr.clients.kept_models import MOST_MODELS
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.export import export_safetensors
-from fednas_flwr.evaluation.metrics import evaluate
-from fednas_flwr.evaluation.model import MODEL_FILE, Model
-from fednas_flwr.exchange import requests
-from fednas_flwr.exchange.messages import Header
-from fednas_flwr.exchange.signed_model import is_signed, make_signing_key, sign_model
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.client import KeptModels
+from fednas_flwr.client.kept_models import MOST_MODELS
+from fednas_flwr.models.export import export_safetensors
+from fednas_flwr.models.metrics import evaluate
+from fednas_flwr.models.prediction import MODEL_FILE, Model
+from fednas_flwr.protocol import requests
+from fednas_flwr.protocol.messages import Header
+from fednas_flwr.protocol.signed_model import is_signed, make_signing_key, sign_model
 
 from .conftest import received
 
@@ -186,7 +186,7 @@ def test_states_of_another_form_are_refused(site, file, monkeypatch, no_record):
             site.keep(file, states=states)
     with pytest.raises(ConfigError, match="a model of 0 bytes"):
         site.keep(file, states={"model": {"uint8": vector[:0]}})
-    monkeypatch.setattr("fednas_flwr.clients.kept_models.LARGEST_MODEL", len(file) - 1)
+    monkeypatch.setattr("fednas_flwr.client.kept_models.LARGEST_MODEL", len(file) - 1)
     assert requests.LARGEST_MODEL == 2**27
     with pytest.raises(ConfigError, match=f"a model of {len(file):,} bytes"):
         site.keep(file)

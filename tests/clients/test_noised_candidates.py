@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fednas_flwr.builders.networks import supernet_space
-from fednas_flwr.clients import release
-from fednas_flwr.exchange.states import (
+from fednas_flwr.client import release_guard
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.protocol.states import (
     MOMENTS,
     Layout,
     Part,
@@ -21,7 +21,7 @@ from fednas_flwr.exchange.states import (
     unpack,
 )
 from fednas_flwr.search.candidate import Candidate, path_states
-from fednas_flwr.search.descent import no_moments
+from fednas_flwr.search.optimizer_step import no_moments
 
 from .conftest import DIVIDED, METRICS, RECORDS, STEP, TERMS, schedule
 
@@ -57,7 +57,7 @@ def totals(monkeypatch):
         seen.append((total, terms))
         return total
 
-    monkeypatch.setattr(release, "add_noise", identity)
+    monkeypatch.setattr(release_guard, "add_noise", identity)
     return seen
 
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fednas_flwr.clients import release
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.space_costs import space_costs
-from fednas_flwr.exchange.states import load_states
-from fednas_flwr.hardware.costs import HardwareLoss, HardwareTerms
-from fednas_flwr.hardware.latency import from_json
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client import release_guard
+from fednas_flwr.protocol.states import load_states
 from fednas_flwr.search.gates import alpha_gradient, draw_paths, rescale
 from fednas_flwr.search.path_network import PathNetwork
 from fednas_flwr.search.proxyless import SampledPaths, gate_gradient, uniform_alphas
-from fednas_flwr.search.settings import Adam
+from fednas_flwr.settings.optimizers import Adam
+from fednas_flwr.spaces.costs import HardwareLoss, HardwareTerms
+from fednas_flwr.spaces.latency_tables import from_json
+from fednas_flwr.spaces.space_costs import space_costs
 
 from .conftest import RECORDS, STEP, TERMS, make_networks, schedule
 
@@ -77,7 +77,7 @@ def totals(monkeypatch):
         seen.append(total)
         return total
 
-    monkeypatch.setattr(release, "add_noise", identity)
+    monkeypatch.setattr(release_guard, "add_noise", identity)
     return seen
 
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fednas_flwr.builders.networks import describe_pool, make_network
-from fednas_flwr.clients import release
-from fednas_flwr.clients.answer import answer
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import Header
-from fednas_flwr.exchange.requests import Amount, LocalTraining, RewardCandidates, Site, Train
-from fednas_flwr.exchange.requests import encode as encode_settings
-from fednas_flwr.exchange.states import Layout, network_states, pack, unpack
-from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.client import release_guard
+from fednas_flwr.client.answer import answer
+from fednas_flwr.models.networks import describe_pool, make_network
+from fednas_flwr.protocol.messages import Header
+from fednas_flwr.protocol.requests import Amount, LocalTraining, RewardCandidates, Site, Train
+from fednas_flwr.protocol.requests import encode as encode_settings
+from fednas_flwr.protocol.states import Layout, network_states, pack, unpack
 
 from .conftest import METRICS, RECORDS, STEP, TERMS, received, schedule
 
@@ -39,7 +39,7 @@ def totals(monkeypatch):
         seen.append((total, terms))
         return total
 
-    monkeypatch.setattr(release, "add_noise", identity)
+    monkeypatch.setattr(release_guard, "add_noise", identity)
     return seen
 
 

@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr import compose, load, run
-from fednas_flwr.builders.clients import make_client
-from fednas_flwr.builders.data import make_data
+from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.clients import answer as entrance
-from fednas_flwr.clients import release
-from fednas_flwr.clients.answer import answer
+from fednas_flwr.client import answer as entrance
+from fednas_flwr.client import release_guard
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.making import make_client
+from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.statistics import (
     Statistics,
     are_within,
@@ -27,15 +28,14 @@ from fednas_flwr.data.statistics import (
     largest_norm,
     refined,
 )
-from fednas_flwr.errors import BudgetExceededError, ConfigError
-from fednas_flwr.exchange.messages import Header, Request
-from fednas_flwr.exchange.requests import Describe, Site, TellStatistics
-from fednas_flwr.federation.launch import launch
-from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.deploy.launch import launch
+from fednas_flwr.pipeline.baselines import prepare_baselines
+from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.plan import statistics_release
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.stages.baselines import prepare_baselines
-from fednas_flwr.stages.run_folder import open_run_folder
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.protocol.requests import Describe, Site, TellStatistics
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.run_folder import open_run_folder
 
 SIZES = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
 RANGES = "dataset.ranges={age: [0, 120], dose: [-1, 1]}"
@@ -156,13 +156,13 @@ def test_a_column_that_noise_drowns_keeps_its_range():
 def test_a_reply_is_the_exact_sum_and_noise_and_booked_before_that_is_drawn(site, monkeypatch):
     client, request = site
     seen = []
-    drawn = release.add_noise
+    drawn = release_guard.add_noise
 
     def noted(total, generator, **terms):
         seen.append((total, terms, [row.entry for row in client.gate._ledger.entries()]))
         return drawn(total, generator, **terms)
 
-    monkeypatch.setattr(release, "add_noise", noted)
+    monkeypatch.setattr(release_guard, "add_noise", noted)
     reply = answer(client, request)
     ((total, terms, booked),) = seen
     norm = math.sqrt(6)  # of three numbers of at most 1 for each of two columns
@@ -202,7 +202,7 @@ def test_what_was_not_committed_to_or_is_not_covered_is_refused_unread(site, mon
     def read(*_):
         raise AssertionError("a record was read")
 
-    monkeypatch.setattr("fednas_flwr.clients.verbs.bounded_powers", read)
+    monkeypatch.setattr("fednas_flwr.client.handlers.bounded_powers", read)
     other = replace(request, header=replace(request.header, run="other"))
     with pytest.raises(ConfigError, match="release=statistics/query.statistics/statistics/train"):
         answer(client, other)

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.clients.answer import answer
-from fednas_flwr.clients.noised_updates import clipped
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.requests import Amount
-from fednas_flwr.names import SPLITS
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.noised_updates import clipped
 from fednas_flwr.privacy.plan import of_clients
 from fednas_flwr.privacy.policy_file import parse_policy, template
+from fednas_flwr.protocol.requests import Amount
+from fednas_flwr.settings.names import SPLITS
 
 from .conftest import LOSS_BOUND, POLICY, TERMS, schedule
 

@@ -14,25 +14,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from fednas_flwr.builders.clients import make_client
-from fednas_flwr.builders.networks import describe_derived, make_network, make_space
-from fednas_flwr.clients import release
-from fednas_flwr.clients.admission import check_fields
-from fednas_flwr.clients.noised_measures import METRICS_NORM
-from fednas_flwr.clients.verbs import ANSWERS
-from fednas_flwr.config import FedAvgSettings, NoPrivacy
+from fednas_flwr.base.errors import BudgetExceededError, ConfigError
+from fednas_flwr.base.randomness import seeded
+from fednas_flwr.client import release_guard
+from fednas_flwr.client.admission import check_fields
+from fednas_flwr.client.handlers import ANSWERS
+from fednas_flwr.client.making import make_client
+from fednas_flwr.client.noised_measures import METRICS_NORM
 from fednas_flwr.data.loaders import ClientData, Split
-from fednas_flwr.errors import BudgetExceededError, ConfigError
-from fednas_flwr.exchange.messages import Reply
-from fednas_flwr.exchange.requests import REQUESTS, LocalTraining, encode
-from fednas_flwr.exchange.states import MOMENTS, Layout, load_states, network_states, pack, unpack
-from fednas_flwr.exchange.sum_requests import SUM_REQUESTS
+from fednas_flwr.models.networks import describe_derived, make_network, make_space
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.randomness import seeded
-from fednas_flwr.search.descent import no_moments
+from fednas_flwr.protocol.actions import PRIVATE_VERBS, VERBS
+from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.requests import REQUESTS, LocalTraining, encode
+from fednas_flwr.protocol.states import MOMENTS, Layout, load_states, network_states, pack, unpack
+from fednas_flwr.protocol.sum_requests import SUM_REQUESTS
 from fednas_flwr.search.objective import Objective, heads
-from fednas_flwr.search.settings import Adam
-from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
+from fednas_flwr.search.optimizer_step import no_moments
+from fednas_flwr.settings import FedAvgSettings, NoPrivacy
+from fednas_flwr.settings.optimizers import Adam
 
 from ..asked import ONE_STEP
 from .conftest import (
@@ -280,7 +280,7 @@ def without_noise(monkeypatch):
         asked.append((noise_multiplier, max_grad_norm))
         return total
 
-    monkeypatch.setattr(release, "add_noise", identity)
+    monkeypatch.setattr(release_guard, "add_noise", identity)
     return asked
 
 
@@ -668,11 +668,11 @@ def test_moments_follow_from_what_is_released(verb, make_site, networks, monkeyp
     """After one step each is a function of the release, of the weights that were sent and of it."""
     noised = []
 
-    def noted(total, generator, *, real=release.add_noise, **terms):
+    def noted(total, generator, *, real=release_guard.add_noise, **terms):
         noised.append(real(total, generator, **terms))
         return noised[-1]
 
-    monkeypatch.setattr(release, "add_noise", noted)
+    monkeypatch.setattr(release_guard, "add_noise", noted)
     site = make_site(committed=EVERYTHING)
     request = site.request(verb, moments=True, clip_norm=None)
     reply = site.answer(request)
@@ -1127,7 +1127,7 @@ def test_any_settings_lead_to_a_refusal_or_to_as_many_rows_as_releases(data, hos
 def hostile(make_site, monkeypatch):
     """A site, what was noised and which batches were read."""
     noised, read = [], []
-    add_noise, batch = release.add_noise, Split.batch
+    add_noise, batch = release_guard.add_noise, Split.batch
 
     def noted_noise(*arguments, **terms):
         noised.append(terms)
@@ -1137,7 +1137,7 @@ def hostile(make_site, monkeypatch):
         read.append(arguments)
         return batch(*arguments)
 
-    monkeypatch.setattr(release, "add_noise", noted_noise)
+    monkeypatch.setattr(release_guard, "add_noise", noted_noise)
     monkeypatch.setattr(Split, "batch", noted_batch)
     return make_site(committed=schedule(steps=1000)), noised, read
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 import fednas_flwr
-from fednas_flwr.clients.release import ReleaseGate, read_commitment
-from fednas_flwr.errors import BudgetExceededError, ConfigError
-from fednas_flwr.exchange.messages import Header
-from fednas_flwr.exchange.states import network_states
-from fednas_flwr.names import SPLITS
-from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
-from fednas_flwr.privacy.gdp import gdp_epsilon
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.privacy.micro_batches import ClippedSum
-from fednas_flwr.privacy.noise import SecureGenerator
+from fednas_flwr.base.errors import BudgetExceededError, ConfigError
+from fednas_flwr.client.release_guard import ReleaseGate, read_commitment
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.mechanism.accounting import prv_epsilon, rdp_epsilon
+from fednas_flwr.privacy.mechanism.gdp import gdp_epsilon
+from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator
+from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import Policy
-from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.protocol.messages import Header
+from fednas_flwr.protocol.states import network_states
+from fednas_flwr.settings.names import SPLITS
 
 from .conftest import ASKED, RECORDS, TERMS, schedule
 
@@ -471,7 +471,7 @@ def test_only_what_clips_makes_clipped_sums():
         if re.search(r"\bClippedSum\(", path.read_text().replace("class ClippedSum(", ""))
     }
     assert makers == {
-        "privacy/micro_batches.py",
-        "privacy/clipping.py",
-        "clients/noised_updates.py",
+        "privacy/mechanism/micro_batches.py",
+        "privacy/mechanism/clipping.py",
+        "client/noised_updates.py",
     }

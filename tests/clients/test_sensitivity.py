@@ -20,25 +20,28 @@ import yaml
 from torch import nn
 from torchvision.ops import StochasticDepth
 
-from fednas_flwr.builders.clients import make_client, make_site_gate
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.networks import (
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.client import release_guard
+from fednas_flwr.client.admission import asked_kinds, asked_of_client
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.making import make_client, make_site_gate
+from fednas_flwr.data.loaders import ClientData
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.models.networks import (
     describe_derived,
     describe_pool,
     make_network,
     supernet_sizes,
     supernet_space,
 )
-from fednas_flwr.builders.spaces import SEARCH_SPACES
-from fednas_flwr.clients import release
-from fednas_flwr.clients.admission import asked_kinds, asked_of_client
-from fednas_flwr.clients.answer import answer
-from fednas_flwr.data.loaders import ClientData
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
-from fednas_flwr.evaluation.space_costs import space_costs
-from fednas_flwr.exchange.messages import Header, Request
-from fednas_flwr.exchange.requests import (
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol.actions import PRIVATE_VERBS, VERBS
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.protocol.requests import (
     Amount,
     Evaluate,
     LocalSearch,
@@ -54,20 +57,17 @@ from fednas_flwr.exchange.requests import (
     TrainCandidates,
     Trial,
 )
-from fednas_flwr.exchange.secure_sum.roster import Roster, SiteKeys
-from fednas_flwr.exchange.secure_sum.site import SumSite
-from fednas_flwr.exchange.states import network_states, pack
-from fednas_flwr.exchange.sum_requests import Summed
-from fednas_flwr.hardware.costs import HardwareLoss, HardwareTerms
-from fednas_flwr.privacy.noise import SecureGenerator
-from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.privacy.shared_noise import SumTerms
-from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
+from fednas_flwr.protocol.secure_sum.sum_site import SumSite
+from fednas_flwr.protocol.states import network_states, pack
+from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.search.candidate import all_alike
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
-from fednas_flwr.search.settings import SGD, Adam
-from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
+from fednas_flwr.settings.optimizers import SGD, Adam
+from fednas_flwr.spaces.costs import HardwareLoss, HardwareTerms
+from fednas_flwr.spaces.space_costs import space_costs
+from fednas_flwr.spaces.space_entries import SEARCH_SPACES
 
 from ..patients import patients
 from .conftest import POLICY
@@ -301,14 +301,14 @@ def totals(monkeypatch):
     kept = Totals([], [])
     for name in ("add_noise", "add_shared_noise"):
 
-        def noted(total, generator, real=getattr(release, name), **terms):  # noqa: B008
+        def noted(total, generator, real=getattr(release_guard, name), **terms):  # noqa: B008
             kept.seen.append((total.clone(), terms["max_grad_norm"]))
             if kept.repeats:
                 return kept.released[len(kept.seen) - 1].clone()
             kept.released.append(real(total, generator, **terms))
             return kept.released[-1].clone()
 
-        monkeypatch.setattr(release, name, noted)
+        monkeypatch.setattr(release_guard, name, noted)
     return kept
 
 

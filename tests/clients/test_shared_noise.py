@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.clients.release import ReleaseGate, read_commitment
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import Header
-from fednas_flwr.exchange.secure_sum.grid import Grid
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.privacy.micro_batches import ClippedSum
-from fednas_flwr.privacy.noise import SecureGenerator, add_shared_noise
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client.release_guard import ReleaseGate, read_commitment
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator, add_shared_noise
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy_file import parse_policy, template
+from fednas_flwr.protocol.messages import Header
+from fednas_flwr.protocol.secure_sum.grid import Grid
 
 HEADER = Header("run", "search", 1, 1, 0, "nonce")
 VERB = "train.weight_gradient"

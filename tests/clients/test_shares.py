@@ -12,14 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.clients.noised_updates import MOST_CELLS, noised_update
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import Header, Reply, encode_reply
-from fednas_flwr.exchange.secure_sum.grid import Cells, Grid
-from fednas_flwr.exchange.sum_requests import Summed
-from fednas_flwr.exchange.summands import Summands, sizes_of
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client.noised_updates import MOST_CELLS, noised_update
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import of_clients
-from fednas_flwr.privacy.shared_noise import SumTerms
+from fednas_flwr.protocol.messages import Header, Reply, encode_reply
+from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
+from fednas_flwr.protocol.sum_encoding import Summands, sizes_of
+from fednas_flwr.protocol.sum_requests import Summed
 
 from .conftest import schedule
 from .test_noised_updates import EPOCHS, POLICY_CLIENT, TRAINING

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from fednas_flwr.builders.clients import make_client
-from fednas_flwr.clients import admission, shown_sizes
-from fednas_flwr.clients.answer import answer
-from fednas_flwr.clients.shown_sizes import FOLDER, machine, shown_size, structure
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.privacy import clipping
-from fednas_flwr.privacy.micro_batches import micro_batches
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client import admission, shown_sizes
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.making import make_client
+from fednas_flwr.client.shown_sizes import FOLDER, machine, shown_size, structure
+from fednas_flwr.privacy.mechanism import clipping
+from fednas_flwr.privacy.mechanism.micro_batches import micro_batches
 
 CPU = torch.device("cpu")
 

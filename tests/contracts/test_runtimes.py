@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from fednas_flwr.cli import main
-from fednas_flwr.reporting.events import latest_rounds, read_events
+from fednas_flwr.runs.events import latest_rounds, read_events
 
 TIMEOUT_S = 600  # Ray starts slowly on a busy machine
 NOBODY = "127.0.0.1:9"  # where no Ray is: a run that is to start its own must not look there

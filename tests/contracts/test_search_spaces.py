@@ -10,22 +10,22 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
-from fednas_flwr.names import ENGINES, SKIPS
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search.settings import NORMED_NETWORKS
-from fednas_flwr.search_spaces import (
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.settings.names import ENGINES, SKIPS
+from fednas_flwr.settings.optimizers import NORMED_NETWORKS
+from fednas_flwr.spaces import (
     DARTSSpace,
     DPCellSpace,
     MBConvSpace,
     MLPSpace,
     NASBench201Space,
 )
-from fednas_flwr.search_spaces.dp_cells import DARTSOpsSpace
-from fednas_flwr.search_spaces.genotype import from_json, to_json
-from fednas_flwr.search_spaces.mbconv_plan import SKELETONS
-from fednas_flwr.search_spaces.skip import SkipNetwork
+from fednas_flwr.spaces.dp_cells import DARTSOpsSpace
+from fednas_flwr.spaces.genotype import from_json, to_json
+from fednas_flwr.spaces.mbconv_plan import SKELETONS
+from fednas_flwr.spaces.skip import SkipNetwork
 
 CLASSES = 5
 SPACES = {

@@ -10,9 +10,9 @@ import pytest
 import torch
 from flwr.serverapp.strategy import Strategy
 
-from fednas_flwr.builders.algorithms import ALGORITHMS
-from fednas_flwr.names import BFLOAT16, FLOAT32, PRECISIONS
-from fednas_flwr.search_spaces.genotype import to_json
+from fednas_flwr.algorithms.entries import ALGORITHMS
+from fednas_flwr.settings.names import BFLOAT16, FLOAT32, PRECISIONS
+from fednas_flwr.spaces.genotype import to_json
 
 SETTINGS = {
     "fed_darts": [],

@@ -7,9 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.datasets import declared_statistics, prepare
 from fednas_flwr.data.partitioners import partition
-from fednas_flwr.errors import ConfigError
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.images import (
     load_digits,
     load_image_folder,
@@ -13,7 +14,6 @@ from fednas_flwr.data.images import (
     records_from_arrays,
 )
 from fednas_flwr.data.records import record_ids
-from fednas_flwr.errors import ConfigError
 
 DEFAULTS = {"image_size": None, "channels": None, "class_names": ()}
 

@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 
 from fednas_flwr import compose, load, run
+from fednas_flwr.base.errors import ConfigError, NoEffectError
 from fednas_flwr.cli import main
 from fednas_flwr.data.datasets import prepare
 from fednas_flwr.data.images import load_digits
 from fednas_flwr.data.labelled_images import load_images
 from fednas_flwr.data.records import Records
-from fednas_flwr.errors import ConfigError, NoEffectError
-from fednas_flwr.reporting.events import read_events
+from fednas_flwr.runs.events import read_events
 
 ROWS = {  # image -> findings, patient
     "images_1/a.png": ("Mass|Nodule", "p1"),

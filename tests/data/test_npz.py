@@ -6,8 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.npz import load_npz, records_from_npz
-from fednas_flwr.errors import ConfigError
 
 DEFAULTS = {"image_size": None, "channels": None, "class_names": ()}
 LABELS = np.array([0, 2, 1, 2])

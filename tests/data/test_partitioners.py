@@ -10,9 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.partitioners import load_partition, partition, save_partition
 from fednas_flwr.data.records import Records, record_ids
-from fednas_flwr.errors import ConfigError
 
 EVERY = [
     {"name": "iid", "clients": 7},

@@ -14,18 +14,18 @@ from torch.nn import functional
 
 from fednas_flwr import load
 from fednas_flwr.api import run
-from fednas_flwr.builders.clients import make_client
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.networks import supernet_space
-from fednas_flwr.clients.client import Augmentation
-from fednas_flwr.composition import compose_tree, given_settings
-from fednas_flwr.config import Config
+from fednas_flwr.base.errors import ConfigError, NoEffectError
+from fednas_flwr.client.client import Augmentation
+from fednas_flwr.client.making import make_client
 from fednas_flwr.data.datasets import prepare
 from fednas_flwr.data.loaders import server_split
+from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.scattering import Scattering, num_paths
 from fednas_flwr.data.summary import found
-from fednas_flwr.errors import ConfigError, NoEffectError
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.settings import Config
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree, given_settings
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.images import load_image_folder
 from fednas_flwr.data.sources import find_source, fingerprint, load_sites
 from fednas_flwr.data.tables import load_csv
-from fednas_flwr.errors import ConfigError
 
 
 def test_sites_are_sorted_by_name(tmp_path: Path):

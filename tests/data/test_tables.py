@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.records import record_ids
 from fednas_flwr.data.tables import load_csv
-from fednas_flwr.errors import ConfigError
 
 
 def test_columns_are_detected(table_csv: Path):

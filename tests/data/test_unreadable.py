@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
 
-from fednas_flwr.config import site_dataset
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.datasets import Prepared, prepare
 from fednas_flwr.data.table_files import Form, read_texts
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.settings import site_dataset
 
 HEADER = ["patient", "age", "seen", "ward", "note", "outcome"]
 ROWS = [

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fednas_flwr import load
-from fednas_flwr.builders.networks import make_network, make_space
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.schema import Column, Inputs
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.export import export_onnx, export_safetensors
-from fednas_flwr.evaluation.model import METADATA_KEY, Model
-from fednas_flwr.search_spaces.genotype import to_json
+from fednas_flwr.models.export import export_onnx, export_safetensors
+from fednas_flwr.models.networks import make_network, make_space
+from fednas_flwr.models.prediction import METADATA_KEY, Model
+from fednas_flwr.spaces.genotype import to_json
 
 SHAPE = (3, 10, 12)
 

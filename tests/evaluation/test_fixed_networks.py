@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.fixed_networks import (
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.models.fixed_networks import (
     FIXED_NETWORKS,
     ResidualBlock,
     linear,
     plain_cnn,
 )
-from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
-from fednas_flwr.search.settings import NORMED_NETWORKS
+from fednas_flwr.settings.optimizers import NORMED_NETWORKS
+from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
 
 
 def test_mobilenet_v2_has_the_published_size() -> None:

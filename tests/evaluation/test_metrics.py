@@ -8,8 +8,8 @@ from sklearn.metrics import f1_score
 from torch import Tensor, nn
 
 from fednas_flwr.data.loaders import Split
-from fednas_flwr.evaluation import metrics
-from fednas_flwr.evaluation.metrics import (
+from fednas_flwr.models import metrics
+from fednas_flwr.models.metrics import (
     Metrics,
     accuracies_of_parts,
     evaluate,
@@ -17,7 +17,7 @@ from fednas_flwr.evaluation.metrics import (
     record_losses,
 )
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
-from fednas_flwr.search_spaces.skip import SkipNetwork
+from fednas_flwr.spaces.skip import SkipNetwork
 
 
 def share_of_pairs(labels: list[bool], ranks: list[float]) -> float:

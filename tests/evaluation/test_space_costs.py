@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.space_costs import measure_space, space_costs
-from fednas_flwr.hardware.flops import count_multiply_adds
-from fednas_flwr.randomness import make_generator
-from fednas_flwr.search_spaces.mbconv import MBConvSpace
-from fednas_flwr.search_spaces.mbconv_plan import CANDIDATES, SKELETONS
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.spaces.flops import count_multiply_adds
+from fednas_flwr.spaces.mbconv import MBConvSpace
+from fednas_flwr.spaces.mbconv_plan import CANDIDATES, SKELETONS
+from fednas_flwr.spaces.space_costs import measure_space, space_costs
 
 SPACE = MBConvSpace(
     input_shape=(3, 28, 28),

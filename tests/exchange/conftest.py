@@ -10,13 +10,13 @@ import torch
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fednas_flwr.exchange.courier import Courier
-from fednas_flwr.exchange.messages import Reply, decode_request, encode_reply
-from fednas_flwr.exchange.requests import Amount, LocalSearch, Search
-from fednas_flwr.exchange.states import Layout, pack
-from fednas_flwr.federation.grids import InProcessGrid
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.protocol.messages import Reply, decode_request, encode_reply
+from fednas_flwr.protocol.requests import Amount, LocalSearch, Search
+from fednas_flwr.protocol.states import Layout, pack
 from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.server.cohort import Courier
+from fednas_flwr.settings.optimizers import SGD, Adam
 
 DECLARED = 100
 SEARCH = Search(

@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from fednas_flwr.exchange.checkpoint import Checkpoint, CheckpointFolder
-from fednas_flwr.files import write_atomically
+from fednas_flwr.base.files import write_atomically
+from fednas_flwr.runs.checkpoints import Checkpoint, CheckpointFolder
 
 
 def checkpoint(number, stage="search"):
@@ -139,7 +139,7 @@ def test_a_kill_between_the_two_files_costs_one_round(folder, monkeypatch, warni
         write_atomically(path, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr("fednas_flwr.exchange.checkpoint.write_atomically", killed)
+        patch.setattr("fednas_flwr.runs.checkpoints.write_atomically", killed)
         with pytest.raises(KeyboardInterrupt):
             folder.save(checkpoint(2))
     assert written == [".safetensors"]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from flwr.app import RecordDict
 
-from fednas_flwr.exchange.courier import QuorumError
-from fednas_flwr.exchange.requests import Describe
-from fednas_flwr.exchange.sampling import Turn
-from fednas_flwr.federation.grids import InProcessGrid
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.protocol.requests import Describe
+from fednas_flwr.server.client_sampling import Turn
+from fednas_flwr.server.cohort import QuorumError
 
 from .conftest import SEARCH
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Error
 
-from fednas_flwr.errors import ReplyError
-from fednas_flwr.evaluation.scores import BINS
-from fednas_flwr.exchange.courier import QuorumError
-from fednas_flwr.exchange.gate import MAX_EXAMPLES, check_facts, held_shares, outliers
-from fednas_flwr.exchange.messages import Reply
-from fednas_flwr.exchange.robust import TrimmedMean
-from fednas_flwr.exchange.secure_sum.roster import MOST_SITES
-from fednas_flwr.exchange.secure_sum.shamir import PART_BYTES
-from fednas_flwr.exchange.states import WeightedAverage
-from fednas_flwr.names import ACCOUNTANTS
+from fednas_flwr.base.errors import ReplyError
+from fednas_flwr.models.class_scores import BINS
+from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
+from fednas_flwr.protocol.secure_sum.shamir import PART_BYTES
+from fednas_flwr.protocol.states import WeightedAverage
+from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.server.reply_checks import MAX_EXAMPLES, check_facts, held_shares, outliers
+from fednas_flwr.server.robust_averages import TrimmedMean
+from fednas_flwr.settings.names import ACCOUNTANTS
 
 from .conftest import SEARCH
 

@@ -15,12 +15,12 @@ from flwr.clientapp import ClientApp
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fednas_flwr.errors import ReplyError
-from fednas_flwr.exchange.gate import accept_reply, check_facts
-from fednas_flwr.exchange.limits import Limits
-from fednas_flwr.exchange.messages import Header, Reply, encode_reply
-from fednas_flwr.exchange.states import Layout, Packed, pack
-from fednas_flwr.federation.grids import InProcessGrid
+from fednas_flwr.base.errors import ReplyError
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.protocol.messages import Header, Reply, encode_reply
+from fednas_flwr.protocol.states import Layout, Packed, pack
+from fednas_flwr.server.limits import Limits
+from fednas_flwr.server.reply_checks import accept_reply, check_facts
 
 HEADER = Header("run", "search", 3, 1, 1, "0123456789abcdef")
 MOST = 100.0

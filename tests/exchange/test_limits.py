@@ -11,18 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fednas_flwr.exchange.limits import (
-    ADAM,
-    LARGEST_LOSS,
-    MORE_RECORDS,
-    TAIL,
-    distance,
-    honest_limits,
-    largest_move,
-    largest_sum,
-    norm,
-)
-from fednas_flwr.exchange.requests import (
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol.requests import (
     Amount,
     Evaluate,
     LocalSearch,
@@ -34,10 +24,20 @@ from fednas_flwr.exchange.requests import (
     TrainCandidates,
     Trial,
 )
-from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.search.descent import make_adam, make_sgd
 from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.search.optimizer_step import make_adam, make_sgd
+from fednas_flwr.server.limits import (
+    ADAM,
+    LARGEST_LOSS,
+    MORE_RECORDS,
+    TAIL,
+    distance,
+    honest_limits,
+    largest_move,
+    largest_sum,
+    norm,
+)
+from fednas_flwr.settings.optimizers import SGD, Adam
 
 RECORDS = {"train": 400, "validation": 100, "test": 50}
 STEP = SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=1e-3, clip_norm=None)

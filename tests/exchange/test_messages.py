@@ -10,10 +10,10 @@ import pytest
 import torch
 from flwr.app import Array, ConfigRecord
 
+from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.data.statistics import Statistics
-from fednas_flwr.errors import ConfigError, ReplyError
-from fednas_flwr.exchange import messages
-from fednas_flwr.exchange.messages import (
+from fednas_flwr.protocol import messages
+from fednas_flwr.protocol.messages import (
     Header,
     Reply,
     Request,
@@ -24,8 +24,8 @@ from fednas_flwr.exchange.messages import (
     encode_states,
     payload_bytes,
 )
-from fednas_flwr.exchange.requests import Describe
-from fednas_flwr.exchange.sum_requests import Summed
+from fednas_flwr.protocol.requests import Describe
+from fednas_flwr.protocol.sum_requests import Summed
 
 from .conftest import SEARCH
 

@@ -15,8 +15,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fednas_flwr.errors import ConfigError, MissingSettingError
-from fednas_flwr.exchange.messages import (
+from fednas_flwr.base.errors import ConfigError, MissingSettingError
+from fednas_flwr.privacy.plan import KINDS, STAGES, PlannedRelease
+from fednas_flwr.protocol.actions import PRIVATE_VERBS, VERBS
+from fednas_flwr.protocol.messages import (
     HEADER,
     JSON,
     Header,
@@ -25,7 +27,7 @@ from fednas_flwr.exchange.messages import (
     encode_request,
     encode_states,
 )
-from fednas_flwr.exchange.requests import (
+from fednas_flwr.protocol.requests import (
     REQUESTS,
     Amount,
     Commit,
@@ -49,13 +51,11 @@ from fednas_flwr.exchange.requests import (
     decode,
     encode,
 )
-from fednas_flwr.exchange.sum_requests import OpenMasks, SignSurvivors
-from fednas_flwr.hardware.costs import HardwareTerms
-from fednas_flwr.privacy.plan import KINDS, STAGES, PlannedRelease
+from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
-from fednas_flwr.search.settings import LARGEST_NORM, LARGEST_STEP, SGD, Adam, DPAware
-from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
+from fednas_flwr.settings.optimizers import LARGEST_NORM, LARGEST_STEP, SGD, Adam, DPAware
+from fednas_flwr.spaces.costs import HardwareTerms
 
 from ..asked import smallest
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.sampling import Sampling, Turn, midzuno, systematic
-from fednas_flwr.names import SAMPLINGS
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.server.client_sampling import Sampling, Turn, midzuno, systematic
+from fednas_flwr.settings.names import SAMPLINGS
 
 sizes_of_clients = st.lists(st.integers(0, 6), min_size=2, max_size=4).filter(any)
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fednas_flwr.exchange.states import (
+from fednas_flwr.base.randomness import seeded
+from fednas_flwr.protocol.states import (
     Layout,
     WeightedAverage,
     load_states,
@@ -17,8 +18,7 @@ from fednas_flwr.exchange.states import (
     pack,
     unpack,
 )
-from fednas_flwr.randomness import seeded
-from fednas_flwr.search_spaces import NASBench201Space
+from fednas_flwr.spaces import NASBench201Space
 
 DTYPES = [
     torch.float32,

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fednas_flwr.errors import ReplyError
-from fednas_flwr.exchange.gate import accept_reply
-from fednas_flwr.exchange.messages import Header, Reply, Request, encode_reply, payload_bytes
-from fednas_flwr.exchange.states import Layout, pack
-from fednas_flwr.exchange.wire import BLOCK, SCALES, restore_vector, round_reply, round_vector
-from fednas_flwr.federation.grids import InProcessGrid
+from fednas_flwr.base.errors import ReplyError
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.protocol.messages import Header, Reply, Request, encode_reply, payload_bytes
+from fednas_flwr.protocol.states import Layout, pack
+from fednas_flwr.protocol.wire import BLOCK, SCALES, restore_vector, round_reply, round_vector
+from fednas_flwr.server.reply_checks import accept_reply
 
 from .conftest import SEARCH
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fednas_flwr.clients.release import ReleaseGate
-from fednas_flwr.federation import audit
-from fednas_flwr.privacy.noise import SecureGenerator
+from fednas_flwr.client.release_guard import ReleaseGate
+from fednas_flwr.deploy import audit_run
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 
 booked_sum = ReleaseGate._booked_sum
 discrete_gaussian = SecureGenerator.discrete_gaussian
@@ -171,14 +171,14 @@ def broken(fault: str, key: str, *, seed: int = 0) -> Iterator[None]:
 @contextmanager
 def audited_only(key: str) -> Iterator[None]:
     """Leave out of audits all requests but those that release a kind, inside the block."""
-    whole = audit._findings
+    whole = audit_run._findings
 
-    def findings(exchange: Any, miss: float) -> Iterator[audit.Finding]:
+    def findings(exchange: Any, miss: float) -> Iterator[audit_run.Finding]:
         if key in {own.key for own in exchange.planned.values()}:
             yield from whole(exchange, miss)
 
-    audit._findings = findings
+    audit_run._findings = findings
     try:
         yield
     finally:
-        audit._findings = whole
+        audit_run._findings = whole

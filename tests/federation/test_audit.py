@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.cli.outcomes import INCONCLUSIVE, RUN_FAILED
-from fednas_flwr.clients import summed
-from fednas_flwr.config import Config, dump_config
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import Request
-from fednas_flwr.federation import audit
-from fednas_flwr.federation.audit import audit_run
-from fednas_flwr.stages.schedule import Schedule
+from fednas_flwr.client import agreement
+from fednas_flwr.deploy import audit_run as audit
+from fednas_flwr.deploy.audit_run import audit_run
+from fednas_flwr.pipeline.schedule import Schedule
+from fednas_flwr.protocol.messages import Request
+from fednas_flwr.settings import Config, dump_config
 
 from .faulty_client import FAULTS, audited_only, broken
 
@@ -171,8 +171,8 @@ def test_faults_are_found_in_totals(
 def test_sites_with_other_commitments_in_one_sum_are_found(
     table: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agreed = summed.agreed
-    monkeypatch.setattr(summed, "agreed", lambda *args: agreed(*args) | {"releases": None})
+    agreed = agreement.agreed
+    monkeypatch.setattr(agreement, "agreed", lambda *args: agreed(*args) | {"releases": None})
     with audited_only(ALPHAS):
         code, said = command(*SURE, *table, *DP_FNAS, *SUMS)
     assert code == RUN_FAILED

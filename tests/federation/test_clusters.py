@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fednas_flwr import api
-from fednas_flwr.config import Config
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.federation.clusters import check_cluster
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.deploy.ray_clusters import check_cluster
+from fednas_flwr.settings import Config
 
 Compose = Callable[..., Config]
 

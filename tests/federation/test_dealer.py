@@ -7,8 +7,8 @@ from random import Random
 import pytest
 from flwr.app import Message, RecordDict
 
-from fednas_flwr.federation import flower
-from fednas_flwr.federation.dealer import AHEAD, SHARE, SHORT_S, Dealer
+from fednas_flwr.deploy import flower_patches
+from fednas_flwr.deploy.dispatcher import AHEAD, SHARE, SHORT_S, Dealer
 
 SHORT, LONG = "query.short", "train.long"
 SECONDS = {SHORT: SHORT_S / 4.5, LONG: SHORT_S * 4}
@@ -16,12 +16,12 @@ SECONDS = {SHORT: SHORT_S / 4.5, LONG: SHORT_S * 4}
 
 @pytest.fixture(scope="module", autouse=True)
 def _task() -> None:
-    flower.begin_task(1)  # Flower makes no message before
+    flower_patches.begin_task(1)  # Flower makes no message before
 
 
 def message(message_id: int, client: int, verb: str = SHORT) -> Message:
     made = Message(RecordDict(), client, verb)
-    flower.set_message_id(made, str(message_id))
+    flower_patches.set_message_id(made, str(message_id))
     return made
 
 

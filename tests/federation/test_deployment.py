@@ -20,28 +20,28 @@ from flwr.app import Context, RecordDict
 from flwr.common.config import parse_config_args
 
 from fednas_flwr.api import execute
-from fednas_flwr.builders.configuration import load_config
-from fednas_flwr.builders.data import make_server_data
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.config import Config, dump_config
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.courier import QuorumError
-from fednas_flwr.exchange.messages import Header, decode_reply, encode_request
-from fednas_flwr.exchange.requests import Describe
-from fednas_flwr.exchange.signed_model import SIGNING_KEY, make_signing_key
-from fednas_flwr.federation import deployment, server_app
-from fednas_flwr.federation.bundle import CONFIG_KEY, write_bundle
-from fednas_flwr.federation.client_app import make_client_app, site_config
-from fednas_flwr.federation.deployment import (
+from fednas_flwr.data.prepared import make_server_data
+from fednas_flwr.deploy import deployment, server_app
+from fednas_flwr.deploy.bundle import CONFIG_KEY, write_bundle
+from fednas_flwr.deploy.client_app import make_client_app, site_config
+from fednas_flwr.deploy.deployment import (
     EventPrinter,
     deploy,
     read_event,
     read_status,
     write_run_config,
 )
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.stages.run_folder import create_run_folder
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.protocol.messages import Header, decode_reply, encode_request
+from fednas_flwr.protocol.requests import Describe
+from fednas_flwr.protocol.signed_model import SIGNING_KEY, make_signing_key
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings.configuration import load_config
 
 DEPLOYMENT = ("runtime=deployment", "runtime.superlink=site")
 REAL_SITES = (*DEPLOYMENT, "partition=sites", "dataset.server_test=false")
@@ -98,7 +98,7 @@ def test_flower_builds_the_bundle_and_it_holds_no_code_of_ours(tmp_path: Path) -
         project = tomllib.loads(archive.read("pyproject.toml").decode())
     assert names == {"pyproject.toml", "LICENSE", "hatch_build.py", ".info/CONTENT"}
     apps = project["tool"]["flwr"]["app"]["components"]
-    assert apps["clientapp"] == "fednas_flwr.federation.client_app:app"
+    assert apps["clientapp"] == "fednas_flwr.deploy.client_app:app"
 
 
 def test_run_configuration_survives_flowers_toml(

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from fednas_flwr.builders.configuration import parse_config
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.requests import Amount, Evaluate, Train
-from fednas_flwr.federation import dry_run
-from fednas_flwr.federation.dry_run import MeasuringGrid, estimate, num_steps, with_steps
-from fednas_flwr.reporting.guarantee import overall_text
+from fednas_flwr.deploy import dry_run
+from fednas_flwr.deploy.dry_run import MeasuringGrid, estimate, num_steps, with_steps
+from fednas_flwr.protocol.requests import Amount, Evaluate, Train
+from fednas_flwr.report.guarantee import overall_text
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
 
 from ..asked import smallest
 

@@ -16,12 +16,12 @@ import pytest
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.install import install_from_fab
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.federation import server_app
-from fednas_flwr.federation.bundle import check_bundle
-from fednas_flwr.federation.server_app import configure
-from fednas_flwr.reporting.events import read_events
+from fednas_flwr.deploy import server_app
+from fednas_flwr.deploy.bundle import check_bundle
+from fednas_flwr.deploy.server_app import configure
+from fednas_flwr.runs.events import read_events
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 600.0

@@ -12,11 +12,11 @@ import pytest
 from flwr.app import Message
 from flwr.common.serde import recorddict_to_proto
 
-from fednas_flwr.config import Config, dump_config
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.federation.server_app import serve
-from fednas_flwr.stages.run_folder import create_run_folder
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.server_app import serve
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.settings import Config, dump_config
 
 # What takes long to import and has no part in a step on prepared data.
 HEAVY = {
@@ -26,11 +26,11 @@ HEAVY = {
 PROCESS = """
 import json, sys
 from pathlib import Path
-import fednas_flwr.machines.client_process
+import fednas_flwr.deploy.sites.client_process
 from flwr.common.serde import recorddict_from_proto
 from flwr.proto.recorddict_pb2 import RecordDict
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
 
 config, content, verb = sys.argv[1:]
 grid = InProcessGrid(make_client_app(config), 3)

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from flwr.app import Context, Message
 from flwr.clientapp.mod import message_size_mod
 
-from fednas_flwr.config import Config, dump_config
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.federation.server_app import serve
-from fednas_flwr.stages.run_folder import create_run_folder
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.server_app import serve
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.settings import Config, dump_config
 
 
 def test_mods_are_around_every_answer_and_change_no_bit(

@@ -10,9 +10,9 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from fednas_flwr.builders.networks import describe_network
-from fednas_flwr.builders.strategies import make_retraining
-from fednas_flwr.config import Config
+from fednas_flwr.algorithms.shared_arguments import make_retraining
+from fednas_flwr.models.networks import describe_network
+from fednas_flwr.settings import Config
 
 
 @pytest.mark.parametrize("algorithm", ["fed_darts", "fnas", "random_search", "fedavg"])

@@ -19,11 +19,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.config import Config
-from fednas_flwr.config.runtime import Runtime
-from fednas_flwr.federation import flower
-from fednas_flwr.federation.clusters import places
-from fednas_flwr.federation.ray_grid import without_arrays
+from fednas_flwr.deploy import flower_patches
+from fednas_flwr.deploy.ray_clusters import places
+from fednas_flwr.deploy.ray_grid import without_arrays
+from fednas_flwr.settings import Config
+from fednas_flwr.settings.runtimes import Runtime
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +50,13 @@ def test_a_machine_holds_what_fits_it_alone(
 
 
 def test_arrays_are_parted_from_a_message_and_the_message_stays_as_it_is() -> None:
-    flower.begin_task(1)  # Flower makes no message before
+    flower_patches.begin_task(1)  # Flower makes no message before
     weights = ArrayRecord({"float32": Array(np.zeros(50_000, np.float32))})
     message = Message(
         RecordDict({"header": ConfigRecord({"a": 1}), "weights": weights}), 2, "query"
     )
     small, arrays = without_arrays(message)
-    flower.set_message_id(small, "7")
+    flower_patches.set_message_id(small, "7")
     assert message.metadata.message_id == "7"
     assert list(message.content) == ["header", "weights"]
     assert arrays["weights"] is weights
@@ -75,7 +75,7 @@ import ray
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from fednas_flwr import compose
-from fednas_flwr.federation.ray_grid import ray_grid
+from fednas_flwr.deploy.ray_grid import ray_grid
 
 app, GO, CLIENTS = ClientApp(), Path("go"), range(2, 10)
 

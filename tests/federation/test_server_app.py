@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from flwr.common.logger import FLOWER_LOGGER
 from flwr.supercore.retry.http_retry import make_simple_http_retry_invoker
 
-from fednas_flwr.federation.server_app import telling_reconnections
-from fednas_flwr.reporting.events import EventLog, read_events
+from fednas_flwr.deploy.server_app import telling_reconnections
+from fednas_flwr.runs.events import EventLog, read_events
 
 
 def test_a_superlink_that_is_back_is_told_of(tmp_path: Path) -> None:

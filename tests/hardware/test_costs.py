@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.hardware.costs import Costs, HardwareLoss, HardwareTerms, sum_costs
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.spaces.costs import Costs, HardwareLoss, HardwareTerms, sum_costs
 
 ROWS = [[("a", 3.0), ("b", 5.0), None], [("a", 2.0), ("c", 1.5), ("d", 0.25)]]
 NETWORKS = list(itertools.product([0, 1], [0, 1, 2]))

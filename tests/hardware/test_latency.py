@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.hardware.latency import (
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.spaces.latency_tables import (
     LatencyTable,
     LayerKey,
     Timing,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from fednas_flwr.machines.provision import load_sites
+from fednas_flwr.deploy.sites.provision import load_sites
 
 ROOT = Path(__file__).parents[2]
 

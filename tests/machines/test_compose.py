@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from fednas_flwr.federation.bundle import write_bundle
-from fednas_flwr.federation.flower import VERSIONS
-from fednas_flwr.machines.doctor import examine
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.reporting.events import read_events
+from fednas_flwr.deploy.bundle import write_bundle
+from fednas_flwr.deploy.flower_patches import VERSIONS
+from fednas_flwr.deploy.sites.doctor import examine
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.runs.events import read_events
 
 DOCKER = Path(__file__).parents[2] / "docker"
 COMPOSE = DOCKER / "compose.yaml"
@@ -109,7 +109,7 @@ def test_code_that_comes_with_a_run_is_never_executed_at_a_site(cluster: Any) ->
     project = (app / "pyproject.toml").read_text()
     for side, code in (("server", SERVER_APP), ("client", CLIENT_APP)):
         (app / f"own_{side}_app.py").write_text(code.replace("{marker!r}", repr(str(marker))))
-        project = project.replace(f"fednas_flwr.federation.{side}_app", f"own_{side}_app")
+        project = project.replace(f"fednas_flwr.deploy.{side}_app", f"own_{side}_app")
     project = project.replace("fab-include = [", 'fab-include = ["/own_*.py", ')
     (app / "pyproject.toml").write_text(project)
     output = cluster.operate("flwr", "run", str(app), "server", "--stream")

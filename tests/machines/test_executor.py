@@ -16,9 +16,9 @@ from flwr.supercore.constant import TaskType
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResultStatus
 
-from fednas_flwr.federation import flower
-from fednas_flwr.machines.client_process import NAME
-from fednas_flwr.machines.executor import IMPORTED
+from fednas_flwr.deploy import flower_patches
+from fednas_flwr.deploy.sites.client_process import NAME
+from fednas_flwr.deploy.sites.executor import IMPORTED
 
 
 def spec(task: TaskType) -> ExecutionSpec:
@@ -41,7 +41,7 @@ def test_client_apps_are_started_and_no_other_task_is(
 ) -> None:
     started: list[ExecutionSpec] = []
     monkeypatch.setattr(SubprocessExecutor, "launch", SubprocessExecutor.launch)
-    flower.start_clients_by(started.append)
+    flower_patches.start_clients_by(started.append)
     result = SubprocessExecutor().launch(spec(task))
     ours = task == TaskType.CLIENT_APP
     assert started == [spec(task)] * ours

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from fednas_flwr.cli import main
-from fednas_flwr.clients.audit_trail import verify_trail
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.reporting.events import Event, read_events
+from fednas_flwr.client.audit_trail import verify_trail
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.runs.events import Event, read_events
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fednas_flwr.reporting.events import read_events
+from fednas_flwr.runs.events import read_events
 
 ROOT = Path(__file__).parents[2]
 

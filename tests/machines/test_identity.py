@@ -20,10 +20,10 @@ import httpx
 import pytest
 from flwr.superlink.main import create_app
 
-from fednas_flwr.machines import links
-from fednas_flwr.machines.certificates import issue_certificate, make_authority, make_node_key
-from fednas_flwr.machines.links import Trouble
-from fednas_flwr.machines.superlink import REFUSAL, Guard, is_loopback, paths_for_all
+from fednas_flwr.deploy.sites import links
+from fednas_flwr.deploy.sites.certificates import issue_certificate, make_authority, make_node_key
+from fednas_flwr.deploy.sites.links import Trouble
+from fednas_flwr.deploy.sites.superlink import REFUSAL, Guard, is_loopback, paths_for_all
 
 BIN = Path(sys.executable).parent
 WAIT_S = 120  # for what takes seconds on an idle machine
@@ -70,7 +70,7 @@ def net(
         files |= {"keyfile": f"{name}/server.key"}
         start(
             name,
-            *(sys.executable, "-m", "fednas_flwr.machines.superlink", "--port", str(port)),
+            *(sys.executable, "-m", "fednas_flwr.deploy.sites.superlink", "--port", str(port)),
             *(f"--ssl-{option}={path}" for option, path in files.items()),
             *("--enable-supernode-auth", "--isolation=process", f"--database={name}/state.db"),
         )

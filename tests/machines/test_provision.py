@@ -22,12 +22,12 @@ from flwr.cli.build import build_fab_from_files
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.federation.bundle import bundle_files, check_bundle
-from fednas_flwr.machines.certificates import issue_certificate, make_node_key
-from fednas_flwr.machines.doctor import examine, read_settings
-from fednas_flwr.machines.provision import Deployment, load_sites, provision
+from fednas_flwr.deploy.bundle import bundle_files, check_bundle
+from fednas_flwr.deploy.sites.certificates import issue_certificate, make_node_key
+from fednas_flwr.deploy.sites.doctor import examine, read_settings
+from fednas_flwr.deploy.sites.provision import Deployment, load_sites, provision
 
 SITES = """
 federation: heart

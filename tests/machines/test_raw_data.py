@@ -15,10 +15,10 @@ from PIL import Image
 from fednas_flwr import load
 from fednas_flwr.cli import main
 from fednas_flwr.data.images import load_digits
-from fednas_flwr.machines.provision import Deployment
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.deploy.sites.provision import Deployment
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import read_run
 
 from ..patients import patients
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from fednas_flwr.clients.audit_trail import verify_trail
-from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.client.audit_trail import verify_trail
+from fednas_flwr.privacy.books.ledger import Ledger
 
 from .test_faults import PRIVATE, RUN, Watched
 

@@ -11,15 +11,15 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from fednas_flwr.cli import main
-from fednas_flwr.clients.audit_trail import verify_trail
-from fednas_flwr.exchange.messages import decode_reply
-from fednas_flwr.exchange.secure_sum.roster import Roster, SiteKeys, survivors_message
-from fednas_flwr.exchange.secure_sum.site import SumSite
-from fednas_flwr.federation import flower
-from fednas_flwr.federation.sum_app import answer_sum_message
-from fednas_flwr.machines.certificates import make_sum_key
+from fednas_flwr.client.audit_trail import verify_trail
+from fednas_flwr.deploy import flower_patches
+from fednas_flwr.deploy.sites.certificates import make_sum_key
+from fednas_flwr.deploy.sum_app import answer_sum_message
 from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
 from fednas_flwr.privacy.policy_file import load_policy, template
+from fednas_flwr.protocol.messages import decode_reply
+from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys, survivors_message
+from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 
 NAMES = ("north", "south", "east")
 HEADER = {"run": "r", "stage": "search", "round": 1, "phase": 1, "client": 0, "nonce": "n"}
@@ -132,9 +132,9 @@ def begun(node: dict[str, str | int], attempt: str = "a") -> str:
 def asked(verb: str, settings: object, node: dict[str, str | int], **more: object) -> Message:
     """Return the site's answer to a message."""
     text = json.dumps({"header": HEADER, "settings": settings, **more})
-    flower.begin_task(1)
+    flower_patches.begin_task(1)
     message = Message(RecordDict({"header": ConfigRecord({"json": text})}), 1, verb)
-    flower.set_message_id(message, "1")
+    flower_patches.set_message_id(message, "1")
     context = Context(1, 2, dict(node), RecordDict(), {})
     return answer_sum_message(message, context)
 
@@ -196,9 +196,9 @@ def test_a_changed_roster_needs_the_sites_edit(node: dict[str, str | int]) -> No
 
 PROCESS = """
 import json, sys
-import fednas_flwr.machines.client_process as process
+import fednas_flwr.deploy.sites.client_process as process
 from flwr.app import ConfigRecord, Context, Message, RecordDict
-from fednas_flwr.federation import flower
+from fednas_flwr.deploy import flower
 
 flower.begin_task(1)
 node, text, verb = sys.argv[1:]

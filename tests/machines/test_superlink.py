@@ -9,7 +9,7 @@ from flwr.server.superlink.linkstate import InMemoryLinkState, LinkState, SqlLin
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.superlink.federation import NoOpFederationManager
 
-from fednas_flwr.federation import flower
+from fednas_flwr.deploy import flower_patches
 
 HEARTBEAT_S = 30.0
 AWAY_S = 1e6
@@ -19,7 +19,7 @@ def sql(path: Path) -> LinkState:
     class State(SqlLinkState):
         pass
 
-    flower.let_be_missed(State, AWAY_S)
+    flower_patches.let_be_missed(State, AWAY_S)
     database = str(path / "state.db")
     store = ObjectStoreFactory(database).store()
     state = State(database, NoOpFederationManager(), store)
@@ -31,7 +31,7 @@ def memory(path: Path) -> LinkState:
     class State(InMemoryLinkState):
         pass
 
-    flower.let_be_missed(State, AWAY_S)
+    flower_patches.let_be_missed(State, AWAY_S)
     return State(NoOpFederationManager(), ObjectStoreFactory(":flwr-in-memory:").store())
 
 
@@ -45,7 +45,7 @@ def test_a_node_that_is_started_again_at_once_is_missed_first(make, tmp_path, mo
         return state.get_node_info(node_ids=[node])[0].status
 
     waits = []
-    monkeypatch.setattr(flower.time, "sleep", lambda s: waits.append((status(), s)))
+    monkeypatch.setattr(flower_patches.time, "sleep", lambda s: waits.append((status(), s)))
     assert state.activate_node(node, HEARTBEAT_S)  # for the first time
     assert not state.activate_node(node, HEARTBEAT_S)  # by another process: it is on-line
     assert waits == []

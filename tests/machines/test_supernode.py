@@ -12,8 +12,8 @@ from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode import start_client_internal
 
-from fednas_flwr.federation import flower
-from fednas_flwr.machines import supernode
+from fednas_flwr.deploy import flower_patches
+from fednas_flwr.deploy.sites import supernode
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_the_waits_of_flowers_supernode_are_ours(monkeypatch: pytest.MonkeyPatch
     slept: list[float] = []
     clock = SimpleNamespace(sleep=slept.append)
     monkeypatch.setattr(start_client_internal, "time", clock)
-    flower.ask_sooner(supernode.Pace())
+    flower_patches.ask_sooner(supernode.Pace())
     looks: list[list[Message]] = [[], [], []]
 
     def look(is_reply: bool) -> list[Message]:

@@ -20,14 +20,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fednas_flwr.errors import BudgetExceededError, ConfigError, DayFullError
-from fednas_flwr.names import SPLITS
+from fednas_flwr.base.errors import BudgetExceededError, ConfigError, DayFullError
 from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
-from fednas_flwr.privacy.ledger import Entry, Ledger
-from fednas_flwr.privacy.mark import read_key, seal
-from fednas_flwr.privacy.renyi import Release
-from fednas_flwr.privacy.renyi_filter import RenyiFilter
+from fednas_flwr.privacy.books.anchor import read_key, seal
+from fednas_flwr.privacy.books.ledger import Entry, Ledger
+from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
+from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.units import booked_unit, counted, protects
+from fednas_flwr.settings.names import SPLITS
 
 BUDGET = {"epsilon": 4.0, "delta": 1e-5}
 UNIT = Release(noise_multiplier=3.0, sample_rate=1.0, steps=1)

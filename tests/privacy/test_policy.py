@@ -8,9 +8,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import LARGEST_EPSILON, LEAST_EPSILON, SPLITS
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy import policy_file
+from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import (
     DataSetPolicy,
@@ -19,10 +20,9 @@ from fednas_flwr.privacy.policy import (
     check_verb,
 )
 from fednas_flwr.privacy.policy_file import load_policy, parse_policy, template
-from fednas_flwr.privacy.renyi import Release
-from fednas_flwr.privacy.shared_noise import SumTerms
-from fednas_flwr.typed import parse as parse_typed
-from fednas_flwr.verbs import PRIVATE_VERBS, VERBS
+from fednas_flwr.protocol.actions import PRIVATE_VERBS, VERBS
+from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, SPLITS
+from fednas_flwr.settings.parser import parse as parse_typed
 
 WARD = {
     "epsilon": 3.0,

@@ -6,7 +6,7 @@ import pytest
 from dp_accounting import rdp
 from opacus.accountants.analysis.rdp import compute_rdp
 
-from fednas_flwr.privacy.renyi import (
+from fednas_flwr.privacy.mechanism.renyi import (
     Release,
     epsilon_at_order,
     merge_releases,

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fednas_flwr.errors import BudgetExceededError
-from fednas_flwr.privacy.accounting import calibrate_noise, rdp_epsilon
-from fednas_flwr.privacy.renyi import Release, epsilon_at_order, renyi_divergence
-from fednas_flwr.privacy.renyi_filter import (
+from fednas_flwr.base.errors import BudgetExceededError
+from fednas_flwr.privacy.books.renyi_filter import (
     RenyiFilter,
     covered_steps,
     default_orders,
     filter_epsilon,
 )
+from fednas_flwr.privacy.mechanism.accounting import calibrate_noise, rdp_epsilon
+from fednas_flwr.privacy.mechanism.renyi import Release, epsilon_at_order, renyi_divergence
 
 STEP = Release(noise_multiplier=1.0, sample_rate=0.02, steps=1)
 requests = st.builds(

@@ -14,26 +14,27 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from fednas_flwr.evaluation.fixed_networks import linear, plain_cnn, torchvision_network
-from fednas_flwr.layers import own_linear_layers
-from fednas_flwr.privacy import record_gradients, self_test
-from fednas_flwr.privacy.clipping import (
+from fednas_flwr.base.layers import own_linear_layers
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.models.fixed_networks import linear, plain_cnn, torchvision_network
+from fednas_flwr.privacy import self_test
+from fednas_flwr.privacy.mechanism import record_gradients
+from fednas_flwr.privacy.mechanism.clipping import (
     Relaxation,
     clipped_alpha_gradient_sum,
     clipped_gradient_sum,
 )
-from fednas_flwr.privacy.micro_batches import clipped_row_sum, filled, micro_batches
+from fednas_flwr.privacy.mechanism.micro_batches import clipped_row_sum, filled, micro_batches
 from fednas_flwr.privacy.self_test import largest_size, rows_are_alike
-from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.search.candidate import Candidate, all_alike
-from fednas_flwr.search.descent import trainable_weights
 from fednas_flwr.search.gates import active_gates, alpha_gradient
 from fednas_flwr.search.objective import CLASSIFICATION, heads
+from fednas_flwr.search.optimizer_step import trainable_weights
 from fednas_flwr.search.path_network import PathNetwork, covering_paths
-from fednas_flwr.search_spaces import DARTSSpace, MLPSpace, NASBench201Space
-from fednas_flwr.search_spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
-from fednas_flwr.search_spaces.mbconv import MBConvSpace
-from fednas_flwr.search_spaces.mbconv_plan import CELL, Skeleton
+from fednas_flwr.spaces import DARTSSpace, MLPSpace, NASBench201Space
+from fednas_flwr.spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
+from fednas_flwr.spaces.mbconv import MBConvSpace
+from fednas_flwr.spaces.mbconv_plan import CELL, Skeleton
 
 CLASSES, FEATURES, RECORDS = 3, 30, 44
 IMAGE = (3, 8, 8)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fednas_flwr.reporting.events import EventLog
+from fednas_flwr.runs.events import EventLog
 
 OPS = ["none", "max_pool_3x3", "skip_connect", "sep_conv_3x3"]
 DARTS_CELL = [

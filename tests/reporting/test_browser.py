@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fednas_flwr.reporting.report import write_report
+from fednas_flwr.report.html_report import write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
 

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from fednas_flwr.reporting.cells import cell_svg
+from fednas_flwr.report.cells import cell_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

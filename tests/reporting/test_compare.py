@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.reporting.compare import compare_runs, print_comparison, write_comparison
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.report.comparison import compare_runs, print_comparison, write_comparison
 
 KINDS = ("csv", "md", "json", "html")
 

@@ -9,11 +9,11 @@ import statistics
 import pytest
 from rich.console import Console
 
-from fednas_flwr.reporting import decidedness
-from fednas_flwr.reporting.events import EventLog
-from fednas_flwr.reporting.progress import print_summary
-from fednas_flwr.reporting.report import write_report
-from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.report import decidedness
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.report.terminal import print_summary
+from fednas_flwr.runs.events import EventLog
+from fednas_flwr.runs.numbers import read_run
 
 OPS = ["none", "skip", "conv"]
 PAIRS = [(0, 1), (0, 2), (1, 2)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.reporting.events import EventLog, latest_rounds, read_events
+from fednas_flwr.runs.events import EventLog, latest_rounds, read_events
 
 
 def test_events_come_back_and_reach_the_listeners(tmp_path: Path) -> None:

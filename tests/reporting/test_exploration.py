@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from fednas_flwr.reporting import exploration
-from fednas_flwr.reporting.events import EventLog
-from fednas_flwr.reporting.report import write_report
-from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.report import exploration
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.runs.events import EventLog
+from fednas_flwr.runs.numbers import read_run
 
 CONFIGURATION = {"lr": 0.0123, "weight_decay": 1e-4, "momentum": 0.9, "dropout": 0.1}
 

@@ -1,6 +1,7 @@
 import pytest
 
-from fednas_flwr.reporting import guarantee
+from fednas_flwr.report import guarantee
+from fednas_flwr.runs.numbers import overall
 
 
 def _client(
@@ -64,20 +65,20 @@ def test_each_client_is_told_how_far_its_budget_reaches() -> None:
 
 def test_the_overall_pair_holds_for_every_client() -> None:
     clients = [_client(0, {"train": 3.0}, delta=1e-6), _client(1, {"train": 2.0, "test": 1.0})]
-    assert guarantee.overall({"clients": clients}) == (3.0, 1e-5)
+    assert overall({"clients": clients}) == (3.0, 1e-5)
     assert guarantee.overall_text({"clients": clients}) == "(3.00, 1e-05) per record, add/remove"
 
 
 @pytest.mark.parametrize("prv", [{"train": 3.0, "validation": None}, None])
 def test_an_epsilon_that_is_not_known_is_not_left_out_of_the_maximum(prv: dict | None) -> None:
     event = {"clients": [_client(0, {"train": 2.0}), _client(1, prv)]}
-    assert guarantee.overall(event)[0] is None
+    assert overall(event)[0] is None
     assert guarantee.overall_text(event).startswith("(∞, ")
 
 
 def test_without_clients_there_is_no_epsilon_and_without_releases_it_is_0() -> None:
-    assert guarantee.overall({"clients": []})[0] is None
-    assert guarantee.overall({"clients": [_client(0, {})]})[0] == 0.0
+    assert overall({"clients": []})[0] is None
+    assert overall({"clients": [_client(0, {})]})[0] == 0.0
 
 
 def test_the_warning_names_every_client_whose_noise_is_known() -> None:

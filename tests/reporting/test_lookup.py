@@ -14,17 +14,17 @@ import pytest
 from rich.console import Console
 
 from fednas_flwr import cli
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.reporting.events import EventLog
-from fednas_flwr.reporting.lookup import (
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.report.lookup import (
     found_cell,
     percentiles_by_round,
     print_lookup,
     read_cell,
     read_table,
 )
-from fednas_flwr.reporting.plots import percentiles
-from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.report.plots import percentiles
+from fednas_flwr.runs.events import EventLog
+from fednas_flwr.runs.numbers import read_run
 
 COLUMNS = ["cifar10_test_12ep", "val_acc_epochs_12"]
 OPS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")

@@ -6,13 +6,13 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.foreign import terminal
-from fednas_flwr.reporting.compare import compare_runs, write_comparison
-from fednas_flwr.reporting.model_card import export_model, write_model_card
-from fednas_flwr.reporting.report import write_report
-from fednas_flwr.reporting.runs import read_run
-from fednas_flwr.reporting.texts import facts
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.foreign import terminal
+from fednas_flwr.report.comparison import compare_runs, write_comparison
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.report.model_card import export_model, write_model_card
+from fednas_flwr.report.texts import facts
+from fednas_flwr.runs.numbers import read_run
 
 from .conftest import EVIL, make_hostile
 

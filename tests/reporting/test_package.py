@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from flwr.cli.build import build_fab_from_files
 
-from fednas_flwr.federation.bundle import bundle_files
+from fednas_flwr.deploy.bundle import bundle_files
 
 ROOT = Path(__file__).parents[2]
 PAGE = ["report.html.j2", "style.css", "script.js", "figures.js"]
@@ -19,9 +19,9 @@ FROM_A_BUNDLE = """
 import sys
 from pathlib import Path
 from flwr.supercore.object_ref import load_app
-app = load_app("fednas_flwr.federation.server_app:app", ImportError, sys.argv[2])
+app = load_app("fednas_flwr.deploy.server_app:app", ImportError, sys.argv[2])
 import fednas_flwr
-from fednas_flwr.reporting.report import write_report
+from fednas_flwr.report.html_report import write_report
 
 print(fednas_flwr.__file__, write_report(Path(sys.argv[1])), sep="\\n")
 """

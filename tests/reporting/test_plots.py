@@ -3,7 +3,7 @@ import math
 import plotly.graph_objects as go
 import pytest
 
-from fednas_flwr.reporting import plots
+from fednas_flwr.report import plots
 
 
 def _rounds(count: int) -> list[dict]:

@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 
 from fednas_flwr.cli.outcomes import fail
-from fednas_flwr.reporting.compare import compare_runs, print_comparison
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.reporting.progress import ProgressDisplay, print_summary
-from fednas_flwr.reporting.report import write_report
+from fednas_flwr.report.comparison import compare_runs, print_comparison
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.report.terminal import ProgressDisplay, print_summary
+from fednas_flwr.runs.events import read_events
 
 from .conftest import EVIL, make_hostile
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fednas_flwr.reporting import texts
-from fednas_flwr.reporting.events import EventLog
-from fednas_flwr.reporting.report import write_report
-from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.report import texts
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.runs.events import EventLog
+from fednas_flwr.runs.numbers import read_run
 
 from .conftest import EVIL, make_hostile
 

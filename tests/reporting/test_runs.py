@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from fednas_flwr.reporting.events import EventLog
-from fednas_flwr.reporting.runs import read_run
-from fednas_flwr.reporting.texts import traffic_rows
-from fednas_flwr.reporting.units import DASH
+from fednas_flwr.report.quantities import DASH
+from fednas_flwr.report.texts import traffic_rows
+from fednas_flwr.runs.events import EventLog
+from fednas_flwr.runs.numbers import read_run
 
 METRICS = (
     "central_accuracy",

@@ -12,8 +12,8 @@ import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from fednas_flwr import load
-from fednas_flwr.reporting.runs import read_run
-from fednas_flwr.reporting.scores import tables
+from fednas_flwr.report.score_tables import tables
+from fednas_flwr.runs.numbers import read_run
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,8 @@ def test_report_and_card_show_them(run: Any) -> None:
 def test_a_class_that_does_not_exist_is_refused_before_the_run(
     compose_config: Callable[..., Any],
 ) -> None:
-    from fednas_flwr.builders.check import check_buildable
-    from fednas_flwr.errors import ConfigError
+    from fednas_flwr.base.errors import ConfigError
+    from fednas_flwr.pipeline.buildable import check_buildable
 
     with pytest.raises(ConfigError, match=r"positive=3 is unknown: choose one of 0, 1, 2"):
         check_buildable(compose_config("positive=3"))

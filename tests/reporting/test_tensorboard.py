@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.reporting.tensorboard import TensorBoardWriter
+from fednas_flwr.report.tensorboard import TensorBoardWriter
+from fednas_flwr.runs.events import read_events
 
 
 def test_every_metric_is_a_scalar_over_rounds(make_run: Callable[..., Path]) -> None:
@@ -42,7 +42,7 @@ def test_a_number_that_is_missing_is_left_out(tmp_path: Path) -> None:
 
 def test_reports_do_not_load_torch() -> None:
     modules = ("compare", "model_card", "progress", "report", "tensorboard")
-    code = "".join(f"import fednas_flwr.reporting.{name}\n" for name in modules)
+    code = "".join(f"import fednas_flwr.report.{name}\n" for name in modules)
     code += (
         "import sys\nprint([name for name in ('torch', 'flwr', 'pandas') if name in sys.modules])"
     )

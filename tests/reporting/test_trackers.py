@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from fednas_flwr.api import check, compose
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.reporting.trackers import Tracker, check_trackers
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.report.trackers import Tracker, check_trackers
+from fednas_flwr.runs.events import read_events
 
 REPLAYED = """
 import sys
 from pathlib import Path
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.reporting.trackers import make_tracker
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.report.trackers import make_tracker
 folder = Path(sys.argv[2])
 with make_tracker(sys.argv[1], folder) as tracker:
     for event in read_events(folder / "events.jsonl"):
@@ -64,7 +64,7 @@ def test_numbers_of_every_round_and_how_the_run_ended(
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("fednas_flwr.reporting.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("fednas_flwr.report.trackers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'fednas-flwr\[mlflow\]'"):
         check([compose("trackers=[mlflow]", f"run_dir={tmp_path / 'run'}")])
     with pytest.raises(ConfigError, match="choose one of mlflow, wandb"):

@@ -13,8 +13,8 @@ from starlette.applications import Starlette
 from starlette.types import Message
 
 from fednas_flwr.cli import main
-from fednas_flwr.reporting.events import EventLog
-from fednas_flwr.reporting.watch import make_app
+from fednas_flwr.report.watch import make_app
+from fednas_flwr.runs.events import EventLog
 
 
 def get(app: Starlette, path: str, *, name: str = "localhost", method: str = "GET") -> tuple:

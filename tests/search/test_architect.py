@@ -13,8 +13,8 @@ from fednas_flwr.search.architect import (
     second_order_gradient,
     virtual_step,
 )
-from fednas_flwr.search.descent import make_sgd
-from fednas_flwr.search.settings import SGD
+from fednas_flwr.search.optimizer_step import make_sgd
+from fednas_flwr.settings.optimizers import SGD
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 # Rows (q, t, c) of L = q (w - a t)^2 / 2 + c a w.

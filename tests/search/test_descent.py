@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.candidate import train_candidates
-from fednas_flwr.search.descent import (
+from fednas_flwr.search.exact_gradients import ExactGradients
+from fednas_flwr.search.local_search import Alternating, alternate
+from fednas_flwr.search.optimizer_step import (
     Descent,
     Descents,
     make_adam,
@@ -20,14 +22,12 @@ from fednas_flwr.search.descent import (
     no_moments,
     train,
 )
-from fednas_flwr.search.exact_gradients import ExactGradients
-from fednas_flwr.search.local_search import Alternating, alternate
 from fednas_flwr.search.proxyless import SampledPaths, search_paths
-from fednas_flwr.search.settings import SGD, Adam
-from fednas_flwr.search_spaces import DPCellSpace, MLPSpace
-from fednas_flwr.search_spaces.mbconv import MBConvSpace
-from fednas_flwr.search_spaces.mbconv_plan import Skeleton
-from fednas_flwr.search_spaces.space import SearchSpace
+from fednas_flwr.settings.optimizers import SGD, Adam
+from fednas_flwr.spaces import DPCellSpace, MLPSpace
+from fednas_flwr.spaces.mbconv import MBConvSpace
+from fednas_flwr.spaces.mbconv_plan import Skeleton
+from fednas_flwr.spaces.space import SearchSpace
 
 ALPHAS = Adam(0.05, weight_decay=1e-3)
 STEPS = 3  # of a request

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.architect import (
     alpha_gradient_sum,
     mixed_level_gradient,
     second_order_gradient,
 )
-from fednas_flwr.search.descent import Descent
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums, LookAhead
 from fednas_flwr.search.gates import alpha_gradient, draw_paths
 from fednas_flwr.search.objective import Objective
+from fednas_flwr.search.optimizer_step import Descent
 from fednas_flwr.search.proxyless import gate_gradient
-from fednas_flwr.search_spaces.mbconv import MBConvSpace
-from fednas_flwr.search_spaces.mbconv_plan import Skeleton
+from fednas_flwr.spaces.mbconv import MBConvSpace
+from fednas_flwr.spaces.mbconv_plan import Skeleton
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 FACTORS = torch.tensor([1.0, 0.25, 0.5], dtype=torch.float64)

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search.descent import Descent, Descents, make_adam, make_sgd
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.gumbel import GumbelPath
 from fednas_flwr.search.local_search import Alternating, alternate
-from fednas_flwr.search.settings import SGD, Adam, Temperatures
-from fednas_flwr.search_spaces.darts import DARTSSpace
-from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
+from fednas_flwr.search.optimizer_step import Descent, Descents, make_adam, make_sgd
+from fednas_flwr.settings.optimizers import SGD, Adam, Temperatures
+from fednas_flwr.spaces.darts import DARTSSpace
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 SIZES = {"input_shape": (3, 8, 8), "num_classes": 3, "channels": 4, "num_cells": 1}
 WEIGHTS = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.search.architect import mixed_level_gradient, second_order_gradient
-from fednas_flwr.search.descent import Descent, Descents, make_adam, make_sgd
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.local_search import Alternating, alternate
-from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.search.optimizer_step import Descent, Descents, make_adam, make_sgd
+from fednas_flwr.settings.optimizers import SGD, Adam
 
 WEIGHTS = SGD(0.3, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
 ALPHAS = Adam(0.05, weight_decay=1e-3)

@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fednas_flwr.hardware.costs import Costs, HardwareLoss
-from fednas_flwr.privacy.clipping import (
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.privacy.mechanism.clipping import (
     Relaxation,
     clipped_alpha_gradient_sum,
     clipped_gradient_sum,
 )
-from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.search.gates import active_gates, alpha_gradient, draw_paths
 from fednas_flwr.search.objective import CLASSIFICATION
 from fednas_flwr.search.path_network import (
@@ -27,9 +26,10 @@ from fednas_flwr.search.path_network import (
     offered_ops,
 )
 from fednas_flwr.search.proxyless import gate_gradient, uniform_alphas
-from fednas_flwr.search_spaces import DARTSSpace
-from fednas_flwr.search_spaces.mbconv import MBConvSpace
-from fednas_flwr.search_spaces.mbconv_plan import Skeleton
+from fednas_flwr.spaces import DARTSSpace
+from fednas_flwr.spaces.costs import Costs, HardwareLoss
+from fednas_flwr.spaces.mbconv import MBConvSpace
+from fednas_flwr.spaces.mbconv_plan import Skeleton
 
 SPACE = MBConvSpace(
     input_shape=(2, 4, 4),

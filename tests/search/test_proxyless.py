@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.hardware.costs import Costs, HardwareLoss
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search.descent import Descent, Descents, make_adam, make_sgd
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.gates import alpha_gradient, draw_paths
+from fednas_flwr.search.optimizer_step import Descent, Descents, make_adam, make_sgd
 from fednas_flwr.search.proxyless import (
     SampledPaths,
     gate_gradient,
     search_paths,
     uniform_alphas,
 )
-from fednas_flwr.search.settings import SGD, Adam
-from fednas_flwr.search_spaces.mbconv import NEVER, MBConvSpace
-from fednas_flwr.search_spaces.mbconv_plan import Skeleton
+from fednas_flwr.settings.optimizers import SGD, Adam
+from fednas_flwr.spaces.costs import Costs, HardwareLoss
+from fednas_flwr.spaces.mbconv import NEVER, MBConvSpace
+from fednas_flwr.spaces.mbconv_plan import Skeleton
 
 SPACE = MBConvSpace(
     input_shape=(2, 4, 4),

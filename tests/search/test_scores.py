@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search.scores import (
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.search.data_free_scores import (
     SCORES,
     _noise,
     az_nas_parts,
@@ -26,16 +25,17 @@ from fednas_flwr.search.scores import (
     synflow,
     zen,
 )
-from fednas_flwr.search_spaces import (
+from fednas_flwr.spaces import (
     DARTSSpace,
     DPCellSpace,
     MBConvSpace,
     MLPSpace,
     NASBench201Space,
 )
-from fednas_flwr.search_spaces.dp_cells import DARTSOpsSpace
-from fednas_flwr.search_spaces.mbconv_plan import CANDIDATES, SKELETONS
-from fednas_flwr.search_spaces.nasbench201 import from_arch_string
+from fednas_flwr.spaces.dp_cells import DARTSOpsSpace
+from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.mbconv_plan import CANDIDATES, SKELETONS
+from fednas_flwr.spaces.nasbench201 import from_arch_string
 
 SIZES = {"input_shape": (3, 9, 9), "num_classes": 5}
 NB201 = NASBench201Space(**SIZES, channels=4, num_cells=1)

@@ -8,8 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.search.descent import (
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.search.exact_gradients import ExactGradients
+from fednas_flwr.search.gradient_sums import Tally, periodic_gradients, weight_gradient_sum
+from fednas_flwr.search.objective import Objective
+from fednas_flwr.search.optimizer_step import (
     Descent,
     clip_gradients,
     make_adam,
@@ -17,10 +20,7 @@ from fednas_flwr.search.descent import (
     train,
     trainable_weights,
 )
-from fednas_flwr.search.exact_gradients import ExactGradients
-from fednas_flwr.search.objective import Objective
-from fednas_flwr.search.settings import SGD, Adam
-from fednas_flwr.search.training import Tally, periodic_gradients, weight_gradient_sum
+from fednas_flwr.settings.optimizers import SGD, Adam
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 PLAIN = SGD(0.1, 0.1, momentum=0.0, weight_decay=0.0, clip_norm=None)

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.kernel_ridge import KernelRidge
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.randomness import make_generator
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.search.bandit import Bandit, draw_configurations
-from fednas_flwr.search.settings import BanditSettings, Configuration, Range
 from fednas_flwr.search.tuner import RIDGE, Tuner, predict, reflect
+from fednas_flwr.settings.optimizers import BanditSettings, Configuration, Range
 
 DEFAULT = BanditSettings(
     beta=3.0,

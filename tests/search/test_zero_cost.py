@@ -9,21 +9,21 @@ import math
 import pytest
 import torch
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
-from fednas_flwr.randomness import make_generator
-from fednas_flwr.search.scores import AZ_NAS, measure
-from fednas_flwr.search.settings import EvolutionSettings
-from fednas_flwr.search.zero_cost import Limits, Scored, mutate, ranked, search, shortlisted
-from fednas_flwr.search_spaces import (
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.search.data_free_scores import AZ_NAS, measure
+from fednas_flwr.search.data_free_search import Limits, Scored, mutate, ranked, search, shortlisted
+from fednas_flwr.settings.optimizers import EvolutionSettings
+from fednas_flwr.spaces import (
     DARTSSpace,
     DPCellSpace,
     MBConvSpace,
     MLPSpace,
     NASBench201Space,
 )
-from fednas_flwr.search_spaces.genotype import to_json
-from fednas_flwr.search_spaces.mbconv_plan import CANDIDATES, SKELETONS, Skeleton
+from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.genotype import to_json
+from fednas_flwr.spaces.mbconv_plan import CANDIDATES, SKELETONS, Skeleton
 
 SIZES = {"input_shape": (3, 8, 8), "num_classes": 5}
 NB201 = NASBench201Space(**SIZES, channels=4, num_cells=1)

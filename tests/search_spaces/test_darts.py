@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search_spaces import DARTSSpace, Edge, Genotype
-from fednas_flwr.search_spaces.darts_network import EDGES, OPS, AuxiliaryHead
-from fednas_flwr.search_spaces.genotype import load_genotype, skip_share
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.spaces import DARTSSpace, Edge, Genotype
+from fednas_flwr.spaces.darts_network import EDGES, OPS, AuxiliaryHead
+from fednas_flwr.spaces.genotype import load_genotype, skip_share
 
 # Liu et al. (2019), the cells of the published second-order search on CIFAR-10.
 PUBLISHED = load_genotype(Path(__file__).parent / "darts_v2.json")

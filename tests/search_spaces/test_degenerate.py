@@ -11,18 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search_spaces import (
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.spaces import (
     DARTSSpace,
     DPCellSpace,
     MBConvSpace,
     MLPSpace,
     NASBench201Space,
 )
-from fednas_flwr.search_spaces.cell_graph import candidate_edges, random_edges, strongest_edges
-from fednas_flwr.search_spaces.degenerate import WEIGHTLESS
-from fednas_flwr.search_spaces.dp_cells import DARTSOpsSpace
-from fednas_flwr.search_spaces.mbconv_plan import Skeleton
+from fednas_flwr.spaces.cell_graph import candidate_edges, random_edges, strongest_edges
+from fednas_flwr.spaces.degenerate import WEIGHTLESS
+from fednas_flwr.spaces.dp_cells import DARTSOpsSpace
+from fednas_flwr.spaces.mbconv_plan import Skeleton
 
 SIZES = {"input_shape": (3, 8, 8), "num_classes": 2}
 NB201 = NASBench201Space(**SIZES, channels=4, num_cells=1)
@@ -111,8 +111,8 @@ def test_no_gradient_reaches_a_cell_that_is_degenerate_and_some_one_that_is_not(
 
 
 def test_the_ops_called_weightless_have_no_weights_and_all_others_have():
-    from fednas_flwr.search_spaces import darts_network, dp_cells_network, mlp_network
-    from fednas_flwr.search_spaces import nasbench201_network as nasbench
+    from fednas_flwr.spaces import darts_network, dp_cells_network, mlp_network
+    from fednas_flwr.spaces import nasbench201_network as nasbench
 
     made = {
         **{op: nasbench.make_operation(op, 4, norm="group", affine=False) for op in NB201.ops[1:]},

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.config import conf_folder
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.hardware.flops import count_parameters
-from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.candidate import Candidate
-from fednas_flwr.search_spaces.dp_cells import DPCellSpace
-from fednas_flwr.search_spaces.dp_cells_network import EDGES, OPS
-from fednas_flwr.search_spaces.genotype import load_genotype
+from fednas_flwr.settings import conf_folder
+from fednas_flwr.spaces.dp_cells import DPCellSpace
+from fednas_flwr.spaces.dp_cells_network import EDGES, OPS
+from fednas_flwr.spaces.flops import count_parameters
+from fednas_flwr.spaces.genotype import load_genotype
 
 SMALL = DPCellSpace(input_shape=(2, 8, 8), num_classes=5, widths=(8, 8, 16), head=16)
 GREY = {"input_shape": (1, 28, 28), "num_classes": 10}
@@ -72,7 +72,7 @@ def test_norms_have_4_groups_in_search_and_8_in_training():
 @pytest.mark.parametrize("seed", range(3))
 def test_a_path_is_the_derived_network_with_its_weights(seed, monkeypatch):
     """Names agree, so a path's weights load into the derived network; outputs are equal."""
-    monkeypatch.setattr("fednas_flwr.search_spaces.dp_cells.TRAINING_GROUPS", 4)
+    monkeypatch.setattr("fednas_flwr.spaces.dp_cells.TRAINING_GROUPS", 4)
     with seeded(seed, "supernet"):
         supernet = SMALL.supernet()
     genotype = SMALL.random_genotype(make_generator(seed, "path"))

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import update_bn
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search_spaces import DARTSSpace, NASBench201Space
-from fednas_flwr.search_spaces.operations import make_norm
-from fednas_flwr.search_spaces.wide_operations import average_pool, max_pool, norm
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.spaces import DARTSSpace, NASBench201Space
+from fednas_flwr.spaces.operations import make_norm
+from fednas_flwr.spaces.wide_operations import average_pool, max_pool, norm
 
 SIZES = {"input_shape": (3, 8, 8), "num_classes": 5, "channels": 4}
 SPACES = {

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fednas_flwr.builders.networks import make_space
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.search_spaces.genotype import (
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.models.networks import make_space
+from fednas_flwr.spaces.genotype import (
     Edge,
     Genotype,
     from_json,

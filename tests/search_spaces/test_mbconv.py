@@ -9,12 +9,12 @@ import torch
 from torch.nn import functional as F
 from torchvision.models import mobilenet_v2
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search_spaces.mbconv import NEVER, MBConvSpace
-from fednas_flwr.search_spaces.mbconv_network import make_layer
-from fednas_flwr.search_spaces.mbconv_plan import CANDIDATES, SKELETONS, Skeleton
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.mbconv import NEVER, MBConvSpace
+from fednas_flwr.spaces.mbconv_network import make_layer
+from fednas_flwr.spaces.mbconv_plan import CANDIDATES, SKELETONS, Skeleton
 
 SMALL = MBConvSpace(
     input_shape=(3, 8, 8),

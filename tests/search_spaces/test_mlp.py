@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search_spaces import MLPSpace
-from fednas_flwr.search_spaces.genotype import skip_share
-from fednas_flwr.search_spaces.mlp_network import EDGES, OPS, make_operation
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.spaces import MLPSpace
+from fednas_flwr.spaces.genotype import skip_share
+from fednas_flwr.spaces.mlp_network import EDGES, OPS, make_operation
 
 SPACE = MLPSpace(input_shape=(6,), num_classes=3, channels=8, num_cells=3, norm="group")
 

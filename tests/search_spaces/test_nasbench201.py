@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.search_spaces import NASBench201Space
-from fednas_flwr.search_spaces.nasbench201 import from_arch_string, to_arch_string
-from fednas_flwr.search_spaces.nasbench201_network import EDGES, OPS, ResidualBlock
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.spaces import NASBench201Space
+from fednas_flwr.spaces.nasbench201 import from_arch_string, to_arch_string
+from fednas_flwr.spaces.nasbench201_network import EDGES, OPS, ResidualBlock
 
 CIFAR = NASBench201Space(input_shape=(3, 32, 32), num_classes=10)
 SMALL = NASBench201Space(input_shape=(1, 8, 8), num_classes=10, channels=4, num_cells=1)

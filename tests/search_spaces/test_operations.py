@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search_spaces import darts_network, nasbench201_network
-from fednas_flwr.search_spaces.operations import (
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.spaces import darts_network, nasbench201_network
+from fednas_flwr.spaces.operations import (
     FactorizedReduce,
     MixedOp,
     channels_last,

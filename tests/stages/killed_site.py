@@ -7,9 +7,9 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fednas_flwr.exchange.secure_sum.site import SumSite
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 
 RECORDS = {
     "train.weights": "begin",

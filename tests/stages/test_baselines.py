@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 
 from fednas_flwr.api import compose, run
-from fednas_flwr.builders.networks import load_description
-from fednas_flwr.config import Config, DifferentialPrivacy, ZeroCostSettings
-from fednas_flwr.errors import NoEffectError
-from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
-from fednas_flwr.hardware.flops import count_multiply_adds
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.privacy.renyi_filter import filter_epsilon
-from fednas_flwr.reporting.compare import run_folders
-from fednas_flwr.reporting.runs import read_run
-from fednas_flwr.reporting.texts import baselines_text
-from fednas_flwr.search.settings import RESNETS
-from fednas_flwr.stages import baselines
-from fednas_flwr.stages.run_folder import open_run_folder
-from fednas_flwr.stages.schedule import make_schedule
+from fednas_flwr.base.errors import NoEffectError
+from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.models.networks import load_description
+from fednas_flwr.pipeline import baselines
+from fednas_flwr.pipeline.schedule import make_schedule
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
+from fednas_flwr.report.comparison import run_folders
+from fednas_flwr.report.texts import baselines_text
+from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.runs.run_folder import open_run_folder
+from fednas_flwr.settings import Config, DifferentialPrivacy, ZeroCostSettings
+from fednas_flwr.settings.optimizers import RESNETS
+from fednas_flwr.spaces.flops import count_multiply_adds
 
 SETTINGS = ("dataset", "partition", "retrain", "privacy", "clients", "threads", "wire", "momentum")
 

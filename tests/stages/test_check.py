@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from fednas_flwr import api
-from fednas_flwr.builders.check import check_buildable
-from fednas_flwr.builders.clients import check_public
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.config import Config
+from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.client.making import check_public
 from fednas_flwr.data.partitioners import save_partition
+from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.splits import assign_splits
-from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.stages.check import written_bytes
-from fednas_flwr.stages.run_folder import create_run_folder
+from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.pipeline.feasible import written_bytes
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.settings import Config
 
 Compose = Callable[..., Config]
 NOISED = ("privacy=dp", "algorithm=dp_fnas", "search_space.norm=group", "retrain.norm=group")

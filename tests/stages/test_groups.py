@@ -14,16 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fednas_flwr.builders.check import check_buildable
-from fednas_flwr.builders.networks import load
+from fednas_flwr.algorithms.client_clusters import group_by_alphas
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import USER_ERROR, main
-from fednas_flwr.clients.verbs import ANSWERS
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.checkpoint import CheckpointFolder
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.reporting.runs import read_run
-from fednas_flwr.strategies.clusters import group_by_alphas
+from fednas_flwr.client.handlers import ANSWERS
+from fednas_flwr.models.networks import load
+from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.runs.checkpoints import CheckpointFolder
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import read_run
 
 COST = "{table: null, unit: multiply_adds, target: 7e4, loss: additive, scale: %s, exponent: 1.0}"
 CFDNAS = [

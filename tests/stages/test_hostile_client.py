@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fednas_flwr.builders.networks import load
-from fednas_flwr.clients import answer as entrance
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.courier import QuorumError
-from fednas_flwr.strategies.clusters import group_name
-from fednas_flwr.verbs import VERBS
+from fednas_flwr.algorithms.client_clusters import group_name
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client import answer as entrance
+from fednas_flwr.models.networks import load
+from fednas_flwr.protocol.actions import VERBS
+from fednas_flwr.server.cohort import QuorumError
 
 from .test_groups import CFDNAS
 

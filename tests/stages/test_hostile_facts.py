@@ -16,19 +16,19 @@ import torch
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
-from fednas_flwr.builders.networks import load
-from fednas_flwr.clients import answer as entrance
-from fednas_flwr.errors import ReplyError
-from fednas_flwr.exchange.courier import QuorumError
-from fednas_flwr.exchange.gate import FORMS, NO_LIMITS, check_facts
-from fednas_flwr.exchange.messages import decode_request, encode_reply
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.reporting.events import EventLog, read_events
-from fednas_flwr.reporting.model_card import write_model_card
-from fednas_flwr.reporting.report import write_report
-from fednas_flwr.stages.pipeline import _report_spending, begin, describe
-from fednas_flwr.stages.run_folder import create_run_folder
-from fednas_flwr.strategies.base import FARTHEST
+from fednas_flwr.algorithms.base import FARTHEST
+from fednas_flwr.base.errors import ReplyError
+from fednas_flwr.client import answer as entrance
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.models.networks import load
+from fednas_flwr.pipeline.stages import _report_spending, begin, describe
+from fednas_flwr.protocol.messages import decode_request, encode_reply
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.report.model_card import write_model_card
+from fednas_flwr.runs.events import EventLog, read_events
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.server.reply_checks import FORMS, NO_LIMITS, check_facts
 
 BAD = 1
 NUMBERS = [1e300, -1e300, 1e30, 1e-300, 10**400, 10**18, 10**9, -1, 0, 1, 0.5, math.nan, math.inf]

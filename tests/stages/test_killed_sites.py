@@ -16,12 +16,12 @@ import torch
 from flwr.app import Error, Message
 
 from fednas_flwr.cli import main
-from fednas_flwr.config import dump_config
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.federation.server_app import serve
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.stages.run_folder import create_run_folder
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.server_app import serve
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.settings import dump_config
 
 from .test_secure_sum import SUMS, lost_at, run, weights
 
@@ -59,7 +59,7 @@ class KillingGrid(InProcessGrid):
 
     def _start(self, verb="", moment=""):
         context = multiprocessing.get_context("forkserver")  # as torch does not survive a fork
-        context.set_forkserver_preload(["fednas_flwr.federation.client_app"])
+        context.set_forkserver_preload(["fednas_flwr.deploy.client_app"])
         self._pipe, theirs = context.Pipe()
         site = importlib.import_module("killed_site")
         terms = (theirs, dump_config(self._config), self._config.clients, verb, moment)

@@ -10,16 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.networks import supernet_space
-from fednas_flwr.clients.verbs import ANSWERS
-from fednas_flwr.errors import ConfigError, ReplyError
-from fednas_flwr.evaluation.space_costs import space_costs
-from fednas_flwr.exchange.gate import LARGEST_TABLE, check_facts
-from fednas_flwr.exchange.messages import Reply
-from fednas_flwr.exchange.requests import decode
-from fednas_flwr.hardware.latency import from_json, machine_name, median_table, to_json
-from fednas_flwr.stages.latency import cost_of
+from fednas_flwr.base.errors import ConfigError, ReplyError
+from fednas_flwr.client.handlers import ANSWERS
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.pipeline.latency import cost_of
+from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.requests import decode
+from fednas_flwr.server.reply_checks import LARGEST_TABLE, check_facts
+from fednas_flwr.spaces.latency_tables import from_json, machine_name, median_table, to_json
+from fednas_flwr.spaces.space_costs import space_costs
 
 from .test_hostile_facts import variants
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fednas_flwr.builders.clients import make_client, simulated_facts
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.config import dump_config
-from fednas_flwr.federation import client_app
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.names import QUANTILES
-from fednas_flwr.reporting import plots, scores, texts
-from fednas_flwr.reporting.events import EventLog, read_events, records_of
-from fednas_flwr.reporting.runs import read_run
-from fednas_flwr.stages.pipeline import run_stages
-from fednas_flwr.stages.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.client.making import make_client, simulated_facts
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.deploy import client_app
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.pipeline.stages import run_stages
+from fednas_flwr.report import plots, score_tables, texts
+from fednas_flwr.runs.events import EventLog, read_events, records_of
+from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.settings import dump_config
+from fednas_flwr.settings.names import QUANTILES
 
 CLIENTS = 300
 MANY = [
@@ -165,7 +165,7 @@ def test_more_results_than_can_be_seen_are_shown_by_quantiles():
     assert bars["x"] == ["0%", "5%", "25%", "50%", "75%", "95%", "100%"]
     assert mean["y"][0] == pytest.approx(0.5)
     run = SimpleNamespace(client_results=lambda: clients)
-    _, head, rows = scores.client_table(run)
+    _, head, rows = score_tables.client_table(run)
     assert len(rows) == len(QUANTILES)
     assert rows[0][head.index("accuracy") if "accuracy" in head else 1] == "0.0 %"
     few = plots.client_accuracy({"clients": clients[:100]})

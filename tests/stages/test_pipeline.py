@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from fednas_flwr.clients.verbs import ANSWERS
+from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.data.splits import assign_splits
-from fednas_flwr.stages import pipeline
+from fednas_flwr.pipeline import stages
 
 
 def last(events: list[dict], name: str) -> dict:
@@ -50,7 +50,7 @@ def test_clients_without_test_records_are_not_asked_to_test(
     run_inline, compose_config, tmp_path: Path
 ) -> None:
     config = compose_config()
-    prepared, _ = pipeline.make_data(config)
+    prepared, _ = stages.make_data(config)
     key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
     splits = assign_splits(prepared.train.ids, key=key, fractions=fractions)
     without = np.flatnonzero(splits != 2)[:30]
@@ -86,7 +86,7 @@ def test_clients_find_the_statistics_of_a_table_together(run_inline, tmp_path: P
         *("search_space.channels=8", "retrain.channels=8", "rounds=1", "retrain.rounds=1"),
     )
     assert done.error is None
-    prepared, settings = pipeline.make_data(done.config)[0], done.config.dataset
+    prepared, settings = stages.make_data(done.config)[0], done.config.dataset
     key = settings.split_key.encode()
     splits = assign_splits(prepared.train.ids, key=key, fractions=settings.fractions)
     ages = prepared.train.features[splits == 0, 0].double().numpy()

@@ -7,14 +7,14 @@ import re
 import numpy as np
 import pytest
 
-from fednas_flwr.builders.check import check_buildable
-from fednas_flwr.builders.effects import without_effect
-from fednas_flwr.clients import release
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.secure_sum.grid import Grid
-from fednas_flwr.names import SPLITS
-from fednas_flwr.privacy.accounting import rdp_epsilon
-from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client import release_guard
+from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
+from fednas_flwr.protocol.secure_sum.grid import Grid
+from fednas_flwr.settings.names import SPLITS
+from fednas_flwr.settings.unused import without_effect
 
 SIZES = ("channels=2", "num_cells=1")
 CLIENTS = [
@@ -52,7 +52,7 @@ PLANS = {
 @pytest.fixture(autouse=True)
 def quick_accounting(monkeypatch):
     """PRV takes up to a second per client and split."""
-    monkeypatch.setitem(release.ACCOUNTANTS, "prv", rdp_epsilon)
+    monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
 
 
 @pytest.mark.parametrize("algorithm", RUNS)

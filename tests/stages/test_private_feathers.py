@@ -10,19 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from fednas_flwr.clients import release
-from fednas_flwr.config import dump_config
-from fednas_flwr.exchange.checkpoint import CheckpointFolder
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.privacy.accounting import rdp_epsilon
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.privacy.renyi_filter import filter_epsilon
-from fednas_flwr.reporting.events import EventLog, read_events
-from fednas_flwr.search.settings import LEAST_LOSS_BOUND
-from fednas_flwr.stages.pipeline import run_stages
-from fednas_flwr.stages.run_folder import create_run_folder, open_run_folder
-from fednas_flwr.strategies.feathers import BOUND_PER_SCALE
+from fednas_flwr.algorithms.feathers.strategy import BOUND_PER_SCALE
+from fednas_flwr.client import release_guard
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.pipeline.stages import run_stages
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
+from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
+from fednas_flwr.runs.checkpoints import CheckpointFolder
+from fednas_flwr.runs.events import EventLog, read_events
+from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.settings import dump_config
+from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 PRIVATE = [
@@ -41,7 +41,9 @@ FEATHERS = [
 def run(compose_config, tmp_path_factory):
     """``run(*overrides, resume=None)``: the stages inline; events and all clients' entries."""
     patch = pytest.MonkeyPatch()
-    patch.setitem(release.ACCOUNTANTS, "prv", rdp_epsilon)  # PRV takes up to a second per client
+    patch.setitem(
+        release_guard.ACCOUNTANTS, "prv", rdp_epsilon
+    )  # PRV takes up to a second per client
 
     def ran(*overrides, resume=None):
         if resume is None:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from fednas_flwr import cli, compose, run
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.reporting.events import read_events
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.runs.events import read_events
 
 SIZES = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
 PERSONS = 60

@@ -16,44 +16,43 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from fednas_flwr import load
-from fednas_flwr.builders.clients import (
+from fednas_flwr.algorithms.shared_arguments import make_search
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.cli import main
+from fednas_flwr.client import release_guard
+from fednas_flwr.client.audit_trail import verify_trail
+from fednas_flwr.client.client import Augmentation
+from fednas_flwr.client.handlers import ANSWERS
+from fednas_flwr.client.making import (
     PRIVATE_SITE_KEYS,
     check_public,
     make_client,
-    make_courier,
 )
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.networks import supernet_space
-from fednas_flwr.builders.strategies import make_search
-from fednas_flwr.cli import main
-from fednas_flwr.clients import release
-from fednas_flwr.clients.audit_trail import verify_trail
-from fednas_flwr.clients.client import Augmentation
-from fednas_flwr.clients.verbs import ANSWERS
-from fednas_flwr.config import dump_config
 from fednas_flwr.data.loaders import Split
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.courier import QuorumError
-from fednas_flwr.exchange.messages import Header, encode_request
-from fednas_flwr.exchange.requests import Amount, Commit, Describe, Evaluate, Site
-from fednas_flwr.federation import client_app
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.privacy.accounting import prv_epsilon, rdp_epsilon
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.deploy import client_app
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.pipeline import commitment
+from fednas_flwr.pipeline.commitment import commit
+from fednas_flwr.pipeline.schedule import make_schedule, private_stage
+from fednas_flwr.pipeline.stages import make_courier, run_stages
 from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
-from fednas_flwr.privacy.gdp import gdp_epsilon
-from fednas_flwr.privacy.ledger import Ledger
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
+from fednas_flwr.privacy.mechanism.accounting import prv_epsilon, rdp_epsilon
+from fednas_flwr.privacy.mechanism.gdp import gdp_epsilon
+from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.privacy.renyi import Release
-from fednas_flwr.privacy.renyi_filter import filter_epsilon
-from fednas_flwr.reporting.events import EventLog, read_events
-from fednas_flwr.search.descent import make_adam, make_sgd
-from fednas_flwr.stages import commitment
-from fednas_flwr.stages.commitment import commit
-from fednas_flwr.stages.pipeline import run_stages
-from fednas_flwr.stages.run_folder import create_run_folder, open_run_folder
-from fednas_flwr.stages.schedule import make_schedule, private_stage
-from fednas_flwr.verbs import PRIVATE_VERBS
+from fednas_flwr.protocol.actions import PRIVATE_VERBS
+from fednas_flwr.protocol.messages import Header, encode_request
+from fednas_flwr.protocol.requests import Amount, Commit, Describe, Evaluate, Site
+from fednas_flwr.runs.events import EventLog, read_events
+from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.search.optimizer_step import make_adam, make_sgd
+from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.settings import dump_config
 
 from ..asked import SUPERNET, smallest
 
@@ -97,7 +96,7 @@ def start(compose_config, tmp_path, monkeypatch):
     """``start(*overrides)``: run the stages inline; folder, sites, events and the error, if any."""
     numbers = iter(range(100))
     # PRV takes up to a second per client; the whole run below has it
-    monkeypatch.setitem(release.ACCOUNTANTS, "prv", rdp_epsilon)
+    monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
 
     def started(*overrides, name=None, grid=None, listener=None, resume=None):
         folder = tmp_path / (name or f"run-{next(numbers)}")
@@ -362,7 +361,7 @@ def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optim
     compose_config, federate, monkeypatch, tmp_path
 ):
     """DP-FNAS, Eq. 3 and 4 and Alg. 1, in float64, at p = 1 and without the noise."""
-    monkeypatch.setattr(release, "add_noise", lambda total, generator, **terms: total)
+    monkeypatch.setattr(release_guard, "add_noise", lambda total, generator, **terms: total)
     norms = {"weights": 0.8, "alphas": 0.01}
     config = compose_config(
         *SEARCH,
@@ -475,7 +474,7 @@ def test_what_a_policy_refuses_is_told_and_the_run_goes_on_if_a_quorum_remains(
 @pytest.fixture
 def left_at_the_schedule(compose_config, tmp_path, monkeypatch):
     """Return which client leaves, as an event, when the two sites are asked to keep a schedule."""
-    monkeypatch.setitem(release.ACCOUNTANTS, "prv", rdp_epsilon)
+    monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
 
     def left():
         config = compose_config(
@@ -505,7 +504,7 @@ def test_a_client_that_answers_the_schedule_with_nonsense_leaves(
         return {"search": 1} if gate._ledger.path.is_relative_to(tmp_path / "client-0") else bad
 
     bad = malformed
-    monkeypatch.setattr(release.ReleaseGate, "covered_steps", covered_steps)
+    monkeypatch.setattr(release_guard.ReleaseGate, "covered_steps", covered_steps)
     assert "says covered_steps=" in left_at_the_schedule()["reason"]
 
 
@@ -535,7 +534,7 @@ def test_a_client_that_tells_a_nonsensical_epsilon_leaves(
         is_first = gate._ledger.path.is_relative_to(tmp_path / "client-0")
         return EPSILON if is_first else malformed
 
-    monkeypatch.setattr(release.ReleaseGate, "epsilons", epsilons)
+    monkeypatch.setattr(release_guard.ReleaseGate, "epsilons", epsilons)
     assert "epsilon" in left_at_the_schedule()["reason"]
 
 
@@ -544,7 +543,7 @@ def test_a_client_that_has_left_at_the_schedule_is_not_asked_again(start, tmp_pa
         is_first = gate._ledger.path.is_relative_to(tmp_path / "client-0")
         return EPSILON if is_first else {}
 
-    monkeypatch.setattr(release.ReleaseGate, "epsilons", epsilons)
+    monkeypatch.setattr(release_guard.ReleaseGate, "epsilons", epsilons)
     run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
     assert run.error is None
     (left,) = named(run.events, "client_left")
@@ -596,7 +595,7 @@ def test_a_client_that_keeps_a_needed_fact_to_itself_does_not_stop_the_run(
 
 
 def test_an_infinite_epsilon_is_told_as_such(start, monkeypatch):
-    monkeypatch.setitem(release.ACCOUNTANTS, "gdp", lambda releases, delta: float("inf"))
+    monkeypatch.setitem(release_guard.ACCOUNTANTS, "gdp", lambda releases, delta: float("inf"))
     run = start(*SEARCH, "rounds=1")
     assert run.error is None
     (event,) = named(run.events, "privacy")

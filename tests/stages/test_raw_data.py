@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 
 from fednas_flwr import load
-from fednas_flwr.builders.data import make_data
 from fednas_flwr.cli import main
 from fednas_flwr.data.images import load_digits
-from fednas_flwr.evaluation.export import onnx_inputs
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.export import onnx_inputs
 
 from ..patients import patients
 

@@ -9,20 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from fednas_flwr.config import Config, dump_config
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.limits import norm
-from fednas_flwr.exchange.messages import decode_request
-from fednas_flwr.exchange.requests import Train
-from fednas_flwr.exchange.states import MOMENTS
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.dry_run import private_terms
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.reporting.events import EventLog, read_events
-from fednas_flwr.reporting.runs import read_run
-from fednas_flwr.stages.pipeline import run_stages
-from fednas_flwr.stages.recipe import with_learning_rate
-from fednas_flwr.stages.run_folder import create_run_folder
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.dry_run import private_terms
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.pipeline.learning_rates import with_learning_rate
+from fednas_flwr.pipeline.stages import run_stages
+from fednas_flwr.protocol.messages import decode_request
+from fednas_flwr.protocol.requests import Train
+from fednas_flwr.protocol.states import MOMENTS
+from fednas_flwr.runs.events import EventLog, read_events
+from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.server.limits import norm
+from fednas_flwr.settings import Config, dump_config
 
 LINEAR = (
     *("algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "stages=[retrain]"),

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fednas_flwr.privacy import accounting
-from fednas_flwr.privacy.accounting import rdp_epsilon
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.reporting.runs import read_run
-from fednas_flwr.reporting.texts import facts, title
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.mechanism import accounting
+from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
+from fednas_flwr.report.texts import facts, title
+from fednas_flwr.runs.numbers import read_run
 
 PRIVATE = [
     *("privacy=dp", "privacy.epsilon=100", "clients=2"),

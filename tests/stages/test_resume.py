@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from fednas_flwr.cli import main
-from fednas_flwr.reporting.events import EventLog, latest_rounds, read_events
+from fednas_flwr.runs.events import EventLog, latest_rounds, read_events
 
 from ..fork_server import Command
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from fednas_flwr import api
-from fednas_flwr.config import Config
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.stages.run_folder import create_run_folder, find_unfinished, occupied
-from fednas_flwr.strategies.fed_darts import FedDARTS
+from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.runs.run_folder import create_run_folder, find_unfinished, occupied
+from fednas_flwr.settings import Config
 
 STAMP = {"time": "2026-11-20T18:45:16.000+00:00", "elapsed": 1.0}
 
@@ -58,7 +58,7 @@ def test_the_newest_unfinished_run_of_the_same_configuration_is_continued(
 HOLDER = """
 import sys
 from pathlib import Path
-from fednas_flwr.stages.run_folder import occupied
+from fednas_flwr.runs.run_folder import occupied
 with occupied(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -12,19 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fednas_flwr.builders.networks import describe_network
-from fednas_flwr.builders.sampling import make_sampling
-from fednas_flwr.builders.strategies import make_retraining
-from fednas_flwr.clients import release
-from fednas_flwr.config import dump_config
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.names import SAMPLINGS
-from fednas_flwr.privacy.accounting import rdp_epsilon
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.privacy.renyi import Release
-from fednas_flwr.reporting.guarantee import promise_texts
+from fednas_flwr.algorithms.sampled_rounds import make_sampling
+from fednas_flwr.algorithms.shared_arguments import make_retraining
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client import release_guard
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.models.networks import describe_network
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
+from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.report.guarantee import promise_texts
+from fednas_flwr.settings import dump_config
+from fednas_flwr.settings.names import SAMPLINGS
 
 from ..contracts.test_strategies import SETTINGS
 
@@ -194,7 +194,7 @@ def test_a_round_is_the_average_of_its_clients_with_the_weights_of_its_draw(
 
 
 def turn_of(client):
-    from fednas_flwr.exchange.sampling import Turn
+    from fednas_flwr.server.client_sampling import Turn
 
     return Turn((client,))
 
@@ -240,7 +240,7 @@ def test_the_place_of_a_client_that_fails_is_taken_for_the_rest_of_the_round(
 @pytest.fixture(scope="module")
 def private(run_inline):
     with pytest.MonkeyPatch.context() as patch:  # PRV takes up to a second per client
-        patch.setitem(release.ACCOUNTANTS, "prv", rdp_epsilon)
+        patch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
         return run_inline(*DP, "over_selection=.5", "privacy.metrics_noise_multiplier=50")
 
 
@@ -293,7 +293,7 @@ def test_a_client_commits_to_its_turns_and_books_those_that_come(private):
 def test_a_resumed_private_run_commits_to_the_turns_that_are_left(
     private, run_inline, tmp_path, monkeypatch
 ):
-    monkeypatch.setitem(release.ACCOUNTANTS, "prv", rdp_epsilon)
+    monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
     folder = tmp_path / "run"
     shutil.copytree(private.folder, folder)
     text = (folder / "config.yaml").read_text().replace(str(private.folder), str(folder))

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.privacy.renyi import Release, poisson_rate
-from fednas_flwr.privacy.renyi_filter import RenyiFilter, filter_epsilon
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.pipeline.schedule import make_schedule, paying, private_stage
+from fednas_flwr.privacy.books.renyi_filter import RenyiFilter, filter_epsilon
+from fednas_flwr.privacy.mechanism.renyi import Release, poisson_rate
 from fednas_flwr.search.bandit import Bandit
-from fednas_flwr.stages.schedule import make_schedule, paying, private_stage
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
 
 RECORDS = [
     {"train": 4000, "validation": 3000, "test": 900},

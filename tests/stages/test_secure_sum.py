@@ -12,18 +12,18 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDic
 from safetensors.torch import load_file
 from scipy.stats import chisquare
 
-from fednas_flwr.builders.clients import make_sum_site
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.config import dump_config
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import decode_reply, decode_request
-from fednas_flwr.exchange.secure_sum.grid import Grid
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.federation.server_app import serve
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.reporting.events import latest_rounds, read_events
-from fednas_flwr.stages.run_folder import create_run_folder
+from fednas_flwr.client.making import make_sum_site
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.server_app import serve
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.protocol.messages import decode_reply, decode_request
+from fednas_flwr.protocol.secure_sum.grid import Grid
+from fednas_flwr.runs.events import latest_rounds, read_events
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.settings import dump_config
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 SHORT = [
@@ -153,7 +153,7 @@ def test_what_a_private_site_sends_is_uniform_by_its_masks_alone(
     """Real messages of an exchange with shared noise; noise alone does not make them uniform."""
     if not masks:
         for module in ("site", "server"):
-            where = f"fednas_flwr.exchange.secure_sum.{module}.add_mask"
+            where = f"fednas_flwr.protocol.secure_sum.{module}.add_mask"
             monkeypatch.setattr(where, lambda *_, **__: None)
     records = []
     own = ("rounds=1", "stages=[search]", "search_space.channels=8", f"run_dir={tmp_path / 'run'}")

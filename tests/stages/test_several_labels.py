@@ -16,12 +16,12 @@ import torch
 from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
 from fednas_flwr import load
-from fednas_flwr.builders.check import check_buildable
-from fednas_flwr.builders.data import make_data
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.data.images import load_digits
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.export import onnx_inputs
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.export import onnx_inputs
+from fednas_flwr.pipeline.buildable import check_buildable
 
 NAMES = ("even", "large", "prime")
 LINEAR = (

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fednas_flwr.cli import RUN_FAILED, STOPPED
-from fednas_flwr.reporting.events import read_events
+from fednas_flwr.runs.events import read_events
 
 from ..fork_server import ForkServer
 

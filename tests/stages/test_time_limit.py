@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from fednas_flwr import load, run, typed
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.composition import compose_tree, given_settings
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.reporting.model_card import write_model_card
-from fednas_flwr.reporting.runs import is_complete, read_run
-from fednas_flwr.typed import seconds
+from fednas_flwr import load, run
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.report.model_card import write_model_card
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import is_complete, read_run
+from fednas_flwr.settings import parser
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.parser import seconds
 
 SHORT = ("rounds=3", "retrain.rounds=3", "time_limit=1s")
 GIVEN = ("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]")
@@ -24,7 +25,7 @@ def rounds(folder, stage):
 @pytest.fixture
 def no_time(monkeypatch):
     """Let no time be left for a second round, however fast the machine is."""
-    monkeypatch.setitem(typed.SECONDS, "s", 1e-9)
+    monkeypatch.setitem(parser.SECONDS, "s", 1e-9)
 
 
 def test_a_search_stops_at_its_checkpoint_and_goes_on(run_inline, no_time, monkeypatch):
@@ -36,7 +37,7 @@ def test_a_search_stops_at_its_checkpoint_and_goes_on(run_inline, no_time, monke
     (warning,) = (e["message"] for e in done.events if e["event"] == "warning")
     assert warning.startswith("time_limit=1s: the search has ended after round 1 of 3")
     assert read_events(done.folder / "events.jsonl")[-1]["status"] == "completed"
-    monkeypatch.setitem(typed.SECONDS, "s", 1e6)
+    monkeypatch.setitem(parser.SECONDS, "s", 1e6)
     run_inline(resume=done.folder)
     assert (rounds(done.folder, "search"), rounds(done.folder, "retrain")) == ([1, 2, 3], [1, 2, 3])
     assert is_complete(done.folder)
@@ -57,7 +58,7 @@ def test_what_is_trained_when_time_is_up_is_exported_and_can_go_on(
     assert "evaluated" in {event["event"] for event in done.events}
     assert read_run(done.folder).status == "unfinished"
     assert "**The run is unfinished**" in write_model_card(done.folder).read_text()
-    monkeypatch.setitem(typed.SECONDS, "s", 1e6)
+    monkeypatch.setitem(parser.SECONDS, "s", 1e6)
     again = run_inline(resume=done.folder)
     assert rounds(done.folder, "retrain") == [1, 2, 3]
     assert is_complete(done.folder)

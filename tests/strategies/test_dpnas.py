@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.builders.networks import supernet_space
 from fednas_flwr.data.loaders import step_batch
-from fednas_flwr.exchange.states import unpack
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.protocol.states import unpack
 from fednas_flwr.search.candidate import Candidate, path_states
 
 DPNAS = [

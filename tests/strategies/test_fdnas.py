@@ -7,15 +7,15 @@ import pytest
 import torch
 from flwr.app import Message
 
-from fednas_flwr.builders.networks import supernet_space
-from fednas_flwr.errors import ConfigError, ReplyError
-from fednas_flwr.evaluation.space_costs import space_costs
-from fednas_flwr.exchange.gate import accept_reply
-from fednas_flwr.exchange.messages import Header, Reply, encode_reply
-from fednas_flwr.exchange.states import Layout, changed_part, fill_unchanged, pack
-from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.base.errors import ConfigError, ReplyError
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.protocol.messages import Header, Reply, encode_reply
+from fednas_flwr.protocol.states import Layout, changed_part, fill_unchanged, pack
 from fednas_flwr.search.gates import alpha_gradient, draw_paths, rescale
 from fednas_flwr.search.proxyless import gate_gradient, uniform_alphas
+from fednas_flwr.server.reply_checks import accept_reply
+from fednas_flwr.spaces.space_costs import space_costs
 
 SMALL = [
     *("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "clients=2"),

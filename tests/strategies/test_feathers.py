@@ -9,19 +9,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fednas_flwr.builders.networks import describe_network
-from fednas_flwr.builders.strategies import make_retraining
-from fednas_flwr.clients.verbs import ANSWERS
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.metrics import evaluate
-from fednas_flwr.exchange.courier import QuorumError
-from fednas_flwr.exchange.messages import Header, Request
-from fednas_flwr.exchange.requests import Amount, Probe, Search, Trial
-from fednas_flwr.exchange.states import load_states
-from fednas_flwr.randomness import make_generator
+from fednas_flwr.algorithms.feathers.strategy import _clamped
+from fednas_flwr.algorithms.shared_arguments import make_retraining
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.client.handlers import ANSWERS
+from fednas_flwr.models.metrics import evaluate
+from fednas_flwr.models.networks import describe_network
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.protocol.requests import Amount, Probe, Search, Trial
+from fednas_flwr.protocol.states import load_states
 from fednas_flwr.search.bandit import Bandit, draw_configurations
-from fednas_flwr.search.settings import Adam, Range
-from fednas_flwr.strategies.feathers import _clamped
+from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.settings.optimizers import Adam, Range
 
 SETTINGS = [
     *("algorithm=feathers", "algorithm.num_configurations=6", "algorithm.nas_rounds=2"),

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.builders.networks import supernet_space
-from fednas_flwr.clients.answer import answer
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.client.answer import answer
 from fednas_flwr.data.loaders import epoch_batches
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import Header, Request
-from fednas_flwr.exchange.requests import Amount, LocalSearch, Search
-from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.protocol.requests import Amount, LocalSearch, Search
 
 ROUNDS = 2
 UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.75,0.25]"]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.builders.networks import make_network
-from fednas_flwr.builders.strategies import make_retraining
+from fednas_flwr.algorithms.shared_arguments import make_retraining
+from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.data.loaders import epoch_batches
-from fednas_flwr.exchange.states import network_states
-from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.models.networks import make_network
+from fednas_flwr.protocol.states import network_states
 
 ROUNDS = 3
 

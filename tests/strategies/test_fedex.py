@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.builders.networks import supernet_space
-from fednas_flwr.builders.strategies import make_retraining
+from fednas_flwr.algorithms.shared_arguments import make_retraining
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.cli import main
-from fednas_flwr.clients.verbs import ANSWERS
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.metrics import evaluate
-from fednas_flwr.exchange.messages import Header, Request
-from fednas_flwr.randomness import make_generator
-from fednas_flwr.reporting.events import latest_rounds, read_events
+from fednas_flwr.client.handlers import ANSWERS
+from fednas_flwr.models.metrics import evaluate
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.runs.events import latest_rounds, read_events
 from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.search.exponentiated_gradient import Theta, Trial
-from fednas_flwr.search_spaces.genotype import save_genotype
+from fednas_flwr.spaces.genotype import save_genotype
 
 ROUNDS = 2
 DATA = ["clients=3", "partition=quantity", "partition.fractions=[0.6,0.25,0.15]"]

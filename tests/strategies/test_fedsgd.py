@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from fednas_flwr.builders.networks import describe_network, make_network
-from fednas_flwr.builders.strategies import make_retraining
-from fednas_flwr.clients.answer import answer
+from fednas_flwr.algorithms.shared_arguments import make_retraining
+from fednas_flwr.base.randomness import seeded
+from fednas_flwr.client.answer import answer
 from fednas_flwr.data.loaders import step_batch
-from fednas_flwr.exchange.messages import Header, Request
-from fednas_flwr.exchange.requests import TakeNetworkGradient
-from fednas_flwr.exchange.states import network_states, pack
-from fednas_flwr.names import PRECISIONS
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.randomness import seeded
+from fednas_flwr.models.networks import describe_network, make_network
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.protocol.requests import TakeNetworkGradient
+from fednas_flwr.protocol.states import network_states, pack
+from fednas_flwr.settings.names import PRECISIONS
 
 ROUNDS = 3
 PLAIN_CNN = {"name": "plain_cnn", "input_shape": [3, 8, 8], "num_classes": 3}

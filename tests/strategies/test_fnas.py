@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.builders.networks import supernet_space
+from fednas_flwr.base.randomness import seeded
 from fednas_flwr.data.loaders import step_batch
-from fednas_flwr.randomness import seeded
+from fednas_flwr.models.networks import supernet_space
 
 ROUNDS = 3
 UNEQUAL = ["clients=3", "partition=quantity", "partition.fractions=[0.6,0.3,0.1]"]

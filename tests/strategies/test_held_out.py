@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from fednas_flwr.builders.check import check_buildable
-from fednas_flwr.builders.clients import make_client
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.networks import make_network
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client.making import make_client
 from fednas_flwr.data.loaders import Split
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.metrics import evaluate
-from fednas_flwr.evaluation.model import read_model
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.metrics import evaluate
+from fednas_flwr.models.networks import make_network
+from fednas_flwr.models.prediction import read_model
+from fednas_flwr.pipeline.buildable import check_buildable
 
 LINEAR = (
     *("dataset=digits", "algorithm=fedavg", "algorithm.network=linear", "clients=2"),

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.builders.networks import describe_network, supernet_space
-from fednas_flwr.builders.strategies import make_retraining, make_search
-from fednas_flwr.clients.answer import answer
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import Header, Request
-from fednas_flwr.exchange.states import MOMENTS, network_states, unpack
-from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.algorithms.shared_arguments import make_retraining, make_search
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.client.answer import answer
+from fednas_flwr.models.networks import describe_network, supernet_space
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.protocol.states import MOMENTS, network_states, unpack
 from fednas_flwr.search.architect import alpha_gradient_sum
-from fednas_flwr.search.descent import no_moments
+from fednas_flwr.search.optimizer_step import no_moments
 
 CONSTANT = ["algorithm.weights.lr=0.05", "algorithm.weights.min_lr=0.05"]
 SEARCH = [
@@ -282,8 +282,8 @@ def test_moments_of_private_clients_follow_from_releases(compose_config, federat
         *("retrain.norm=group", "privacy.epsilon=1000", f"privacy.sites={tmp_path}"),
         "stages=[search]",
     )
-    from fednas_flwr.exchange.requests import Commit
-    from fednas_flwr.stages.schedule import make_schedule, private_stage
+    from fednas_flwr.pipeline.schedule import make_schedule, private_stage
+    from fednas_flwr.protocol.requests import Commit
 
     federation = federate(config)
     federation.courier.connect(federation.grid)

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.builders.check import check_buildable
-from fednas_flwr.builders.networks import make_space
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.randomness import make_generator
-from fednas_flwr.search_spaces.cell_graph import CellGraphSpace, WholeGraphSpace, lead
-from fednas_flwr.search_spaces.genotype import from_json
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.models.networks import make_space
+from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.spaces.cell_graph import CellGraphSpace, WholeGraphSpace, lead
+from fednas_flwr.spaces.genotype import from_json
 
 SPACES = [
     make_space("darts", input_shape=(1, 8, 8), num_classes=3),

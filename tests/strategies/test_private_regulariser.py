@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.privacy.renyi import Release
-from fednas_flwr.reporting.runs import read_run
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.runs.numbers import read_run
 
 PRIVATE = ["privacy=dp", "search_space.norm=group", "retrain.norm=group", "privacy.test_seed=5"]
 SHORT = ["stages=[search]", "clients=2", "rounds=1", "search_space=nasbench201_small"]

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.builders.networks import make_network
-from fednas_flwr.builders.strategies import make_retraining
-from fednas_flwr.evaluation.metrics import evaluate
-from fednas_flwr.randomness import make_generator
+from fednas_flwr.algorithms.shared_arguments import make_retraining
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.models.metrics import evaluate
+from fednas_flwr.models.networks import make_network
 from fednas_flwr.search.bandit import draw_configurations
-from fednas_flwr.search_spaces.genotype import to_json
+from fednas_flwr.spaces.genotype import to_json
 
 ROUNDS = 3
 UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.7,0.3]"]
@@ -75,7 +75,7 @@ def test_no_candidate_is_chosen_or_trained_on_test_records(searched):
 def test_the_accuracy_is_the_pooled_one_of_the_trained_candidate(searched):
     _, arguments = searched.asked[-1]
     network = make_network(arguments["settings"].network)
-    from fednas_flwr.exchange.states import load_states
+    from fednas_flwr.protocol.states import load_states
 
     load_states(network, arguments["states"])
     own = [

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fednas_flwr.builders.strategies import make_retraining, make_search
-from fednas_flwr.exchange.robust import TrimmedMean
-from fednas_flwr.federation.grids import InProcessGrid
+from fednas_flwr.algorithms.shared_arguments import make_retraining, make_search
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.server.robust_averages import TrimmedMean
 
 HUGE = {"weights": 1e5, "alphas": 1.0, "buffers": 1e5}  # small enough for the gate
 

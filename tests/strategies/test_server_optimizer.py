@@ -11,14 +11,14 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi
 from torch.nn import functional as F
 
-from fednas_flwr.builders.networks import describe_network, make_network
-from fednas_flwr.builders.strategies import make_retraining
-from fednas_flwr.config import Config
+from fednas_flwr.algorithms.shared_arguments import make_retraining
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.data.loaders import epoch_batches
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.states import network_states, pack
-from fednas_flwr.federation.flower import begin_task
-from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.deploy.flower_patches import begin_task
+from fednas_flwr.models.networks import describe_network, make_network
+from fednas_flwr.protocol.states import network_states, pack
+from fednas_flwr.settings import Config
 
 ROUNDS = 3
 UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.65,0.35]"]

@@ -11,24 +11,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.builders.algorithms import ALGORITHMS
-from fednas_flwr.builders.networks import make_network
-from fednas_flwr.builders.pools import chosen_scores, pool_size
-from fednas_flwr.clients.answer import answer
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.metrics import evaluate
-from fednas_flwr.exchange.messages import Header, Request
-from fednas_flwr.exchange.requests import Train
-from fednas_flwr.exchange.robust import median_rewards
-from fednas_flwr.exchange.states import MOMENTS, Layout, load_states, network_states, pack, unpack
-from fednas_flwr.hardware.flops import count_parameters
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.randomness import make_generator
-from fednas_flwr.search.descent import no_moments
-from fednas_flwr.search.scores import AZ_NAS, combine, measure
-from fednas_flwr.search.zero_cost import draw_by_alphas
-from fednas_flwr.search_spaces.genotype import from_json, to_json
-from fednas_flwr.strategies.successive_halving import num_left, releases
+from fednas_flwr.algorithms.entries import ALGORITHMS
+from fednas_flwr.algorithms.successive_halving.strategy import num_left, releases
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.client.answer import answer
+from fednas_flwr.models.metrics import evaluate
+from fednas_flwr.models.networks import make_network
+from fednas_flwr.models.pool_networks import chosen_scores, pool_size
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.protocol.requests import Train
+from fednas_flwr.protocol.states import MOMENTS, Layout, load_states, network_states, pack, unpack
+from fednas_flwr.search.data_free_scores import AZ_NAS, combine, measure
+from fednas_flwr.search.data_free_search import draw_by_alphas
+from fednas_flwr.search.optimizer_step import no_moments
+from fednas_flwr.server.robust_averages import median_rewards
+from fednas_flwr.spaces.flops import count_parameters
+from fednas_flwr.spaces.genotype import from_json, to_json
 
 ROUNDS = 4
 SEARCH = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.states import pack
-from fednas_flwr.exchange.wire import restore_sent, round_sent
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.protocol.states import pack
+from fednas_flwr.protocol.wire import restore_sent, round_sent
 
 
 def round_with(compose_config, federate, wire, *, sent=None):

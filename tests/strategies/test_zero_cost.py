@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from fednas_flwr.api import compose
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.networks import describe_network, make_network, supernet_space
-from fednas_flwr.config import conf_folder
-from fednas_flwr.errors import ConfigError, NoEffectError
-from fednas_flwr.hardware.flops import count_multiply_adds, count_parameters
-from fednas_flwr.randomness import make_generator
-from fednas_flwr.search.scores import AZ_NAS, SYNFLOW, combine, measure
-from fednas_flwr.search.zero_cost import mutate
-from fednas_flwr.search_spaces.genotype import load_genotype, to_json
+from fednas_flwr.base.errors import ConfigError, NoEffectError
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.networks import describe_network, make_network, supernet_space
+from fednas_flwr.search.data_free_scores import AZ_NAS, SYNFLOW, combine, measure
+from fednas_flwr.search.data_free_search import mutate
+from fednas_flwr.settings import conf_folder
+from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.genotype import load_genotype, to_json
 
 SEARCH = ["algorithm=zero_cost", "algorithm.draws=4", "algorithm.scores=[synflow,parameters]"]
 ROUNDS = 3

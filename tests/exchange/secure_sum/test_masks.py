@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from fednas_flwr.exchange.secure_sum.grid import Grid
-from fednas_flwr.exchange.secure_sum.masks import add_mask, derive, seal, unseal
-from fednas_flwr.exchange.secure_sum.shamir import PRIME, rebuild, split
+from fednas_flwr.protocol.secure_sum.grid import Grid
+from fednas_flwr.protocol.secure_sum.masks import add_mask, derive, seal, unseal
+from fednas_flwr.protocol.secure_sum.shamir import PRIME, rebuild, split
 
 
 def is_prime(n):

@@ -7,17 +7,17 @@ import itertools
 import numpy as np
 import pytest
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.secure_sum.grid import Grid
-from fednas_flwr.exchange.secure_sum.roster import (
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
+from fednas_flwr.protocol.secure_sum.grid import Grid
+from fednas_flwr.protocol.secure_sum.masked_sum import MaskedSum
+from fednas_flwr.protocol.secure_sum.roster import (
     Context,
     Roster,
     SiteKeys,
     survivors_message,
 )
-from fednas_flwr.exchange.secure_sum.server import MaskedSum
-from fednas_flwr.exchange.secure_sum.site import SumSite
-from fednas_flwr.privacy.shared_noise import SumTerms
+from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 
 ASKED = {"run": "r", "attempt": "a", "stage": "search", "round": 1, "phase": 1}
 ASKED |= {"agreed": {"request": "h"}}

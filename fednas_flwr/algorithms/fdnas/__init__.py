@@ -1,0 +1,1 @@
+"""FDNAS and CFDNAS: federated ProxylessNAS, then one network per cluster and hardware."""

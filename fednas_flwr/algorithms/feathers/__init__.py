@@ -1,0 +1,1 @@
+"""FEATHERS: a bandit over hyper-parameters alternates with federated DARTS."""

@@ -1,0 +1,1 @@
+"""Federated DARTS: clients search locally, the server averages."""

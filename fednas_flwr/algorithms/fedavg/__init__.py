@@ -1,0 +1,1 @@
+"""FedAvg: one given network, trained by averages of weights."""

@@ -1,0 +1,1 @@
+"""FedEx: the configuration is learned from a product distribution, by exponentiated gradients."""

@@ -1,0 +1,1 @@
+"""Random search: candidates of the space, each trained by itself."""

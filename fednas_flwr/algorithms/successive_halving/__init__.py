@@ -1,0 +1,1 @@
+"""Successive halving: candidates share a supernet, and the better half stays."""

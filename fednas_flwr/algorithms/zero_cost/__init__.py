@@ -1,0 +1,1 @@
+"""Data-free search: scores of networks, no record is read."""
