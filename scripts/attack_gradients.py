@@ -101,10 +101,10 @@ def trained(
     states = {kind: pack(state) for kind, state in network_states(before).items() if state}
     asked = Train(local)
     if isinstance(privacy, DifferentialPrivacy):
-        splits = ask(client, "query.describe", Describe()).facts["splits"]
-        assert client.gate is not None
+        splits = ask(client, "query.describe", Describe()).properties["splits"]
+        assert client.guard is not None
         schedule = schedule_of(config, json.dumps(splits))
-        client.gate.commit("attack", schedule)
+        client.guard.commit("attack", schedule)
         asked = Train(rated(local, schedule, splits), site=Site(privacy.data_set))
     load_states(after, ask(client, "train.weights", asked, states).states)
     return before, after
@@ -131,9 +131,9 @@ def schedule_of(config: Config, records: str) -> Schedule:
     return SCHEDULES[key]
 
 
-def ask(client: Client, verb: str, settings: object, states: object = None) -> Reply:
+def ask(client: Client, action: str, settings: object, states: object = None) -> Reply:
     """Return a client's reply to the server."""
-    request = Request(verb, Header("attack", "retrain", 1, 1, 0, ""), settings, states or {})
+    request = Request(action, Header("attack", "retrain", 1, 1, 0, ""), settings, states or {})
     return answer(client, request)
 
 

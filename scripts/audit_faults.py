@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "federation"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deploy"))
 
 HONEST = "honest"
 STATED = ("dataset.statistics={a: [0, 1], b: [0, 1], c: [0, 1]}", "dataset.ignore=[id]")
@@ -102,7 +102,7 @@ def fitting(fault: str, schedule: Any, asked: Any) -> set[str]:
         elif fault in faulty_client.GRADIENTS:
             fits = is_gradient and not planned.of_client
         elif fault in faulty_client.REPEATED:
-            fits = planned.verb == "train.search" or planned.verb == "train.weights"
+            fits = planned.action == "train.search" or planned.action == "train.weights"
             fits = fits and not planned.of_client
         else:
             fits = True

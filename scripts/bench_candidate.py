@@ -94,10 +94,10 @@ def make_steps(config: Config) -> partial[object]:
     algorithm = config.algorithm
     assert isinstance(algorithm, DPNASSettings)
     header, site = Header("bench", "search", 1, 1, 0, "nonce"), None
-    if client.gate is not None:
-        records = {split: client.gate.num_records([split]) for split in SPLITS}
+    if client.guard is not None:
+        records = {split: client.guard.num_records([split]) for split in SPLITS}
         schedule = make_schedule(config, [records], done={})
-        client.gate.commit(header.run, schedule)
+        client.guard.commit(header.run, schedule)
         private = private_stage(config, schedule, "search")
         assert private is not None
         site = Site(private.data_set)

@@ -348,7 +348,7 @@ def replies_held(contents: Sequence[RecordDict], layouts: dict[str, Layout]) -> 
             nonlocal most
             index = self._contexts[message.metadata.dst_node_id].node_config["partition-id"]
             if message.metadata.message_type == "query.describe":
-                reply = Reply(num_examples=1e6, facts={"client": index})
+                reply = Reply(num_examples=1e6, properties={"client": index})
                 content = encode_reply(header_of(message), reply)
             else:
                 content = RecordDict(dict(contents[int(index)]))

@@ -32,7 +32,8 @@ from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.search.architect import alpha_gradient_sum
 from fednas_flwr.search.gradient_sums import Tally, weight_gradient_sum
-from fednas_flwr.spaces import DARTSSpace, NASBench201Space
+from fednas_flwr.spaces.darts import DARTSSpace
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
 from fednas_flwr.spaces.operations import num_groups
 from fednas_flwr.spaces.space import Supernet
 

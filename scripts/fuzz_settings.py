@@ -182,7 +182,7 @@ def advised(chosen: list[str]) -> list[str]:
             chosen = [text for text in chosen if text.partition("=")[0] != idle[1]]
             continue
         advice = str(error)
-        advice = advice[max(advice.rfind(verb) for verb in (" set ", "choose one of ")) :]
+        advice = advice[max(advice.rfind(action) for action in (" set ", "choose one of ")) :]
         if "algorithm=" in str(error) and advice.startswith("choose"):
             named = [f"algorithm={re.findall(r'[a-z_]+', advice)[-1]}"]
         else:

@@ -1,4 +1,4 @@
-"""A request of every verb, which asks for as little as there is."""
+"""A request of every action, which asks for as little as there is."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def smallest(
     weights: SGD = PLAIN,
     loss_bound: float = 1.0,
 ) -> dict[str, Settings]:
-    """Return the settings by verb; ``network`` is what is trained where it is no supernet."""
+    """Return the settings by action; ``network`` is what is trained where it is no supernet."""
     search = LocalSearch(ONE_STEP, weights, ALPHAS, Alternating("first_order"))
     training = LocalTraining(dict(network or {"name": "x"}), split, ONE_STEP, weights, 0.0, 0.0)
     gradients = TakeGradients(0, 1, {"weights": 0.1, "alphas": 0.1}, None, 1, 0.1, site)

@@ -38,8 +38,8 @@ settings.load_profile("repeatable")
 # what was sys.stderr when it was imported: here that would be the file of pytest's capture.
 absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 LONGEST_FILES = (  # of a minute or more
-    *("test_generated_settings.py", "test_runtimes.py", "test_audit.py", "test_dpnas.py"),
-    *("test_noised_candidates.py", "test_private_verbs.py", "test_stopped.py", "test_api.py"),
+    *("test_generated_settings.py", "test_runtimes.py", "test_audit_run.py", "test_dpnas.py"),
+    *("test_noised_candidates.py", "test_private_actions.py", "test_stopped.py", "test_api.py"),
 )
 
 

@@ -15,7 +15,8 @@ from fednas_flwr.cli import main
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run
-from fednas_flwr.spaces import DARTSSpace, DPCellSpace
+from fednas_flwr.spaces.darts import DARTSSpace
+from fednas_flwr.spaces.dp_cells import DPCellSpace
 from fednas_flwr.spaces.genotype import load_genotype, save_genotype
 
 TINY = [

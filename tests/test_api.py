@@ -32,11 +32,11 @@ from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.entries import ALGORITHMS, own_settings
 from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client.making import make_courier
 from fednas_flwr.data.images import records_from_arrays
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.pipeline.stages import make_courier
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import (

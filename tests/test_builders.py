@@ -309,7 +309,7 @@ def test_unknown_names_of_the_mbconv_space_are_told(key: str) -> None:
 
 def test_a_client_of_a_site_with_a_policy_needs_its_gate(compose_config):
     config = compose_config("algorithm=fnas")
-    with pytest.raises(ValueError, match="a site with a policy needs its gate"):
+    with pytest.raises(ValueError, match="a site with a policy needs its guard"):
         make_client(config, 0, data=make_data(config), networks={}, site={"policy": "policy.yaml"})
 
 

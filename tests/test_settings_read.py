@@ -155,8 +155,8 @@ def genotype(made_data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A file that holds a cell of NAS-Bench-201."""
     import torch
 
-    from fednas_flwr.spaces import NASBench201Space
     from fednas_flwr.spaces.genotype import save_genotype
+    from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
     space = NASBench201Space(input_shape=(3, 8, 8), num_classes=3, channels=2, num_cells=1)
     path = tmp_path_factory.mktemp("genotype") / "cell.json"

@@ -22,7 +22,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import derive_seed, make_generator, seeded
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.handlers import identity
-from fednas_flwr.client.making import PRIVATE_SITE_KEYS, make_client, make_site_gate
+from fednas_flwr.client.making import PRIVATE_SITE_KEYS, make_client, make_site_guard
 from fednas_flwr.data.loaders import augment, epoch_batches, server_split
 from fednas_flwr.data.prepared import make_data, make_server_data
 from fednas_flwr.data.records import record_ids
@@ -52,9 +52,9 @@ MEAN, STD = (torch.tensor(v).view(3, 1, 1) for v in ([0.2, 0.3, 0.4], [0.3, 0.2,
 STEP = SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None)
 
 
-def ask(client, verb, settings, states=None):
+def ask(client, action, settings, states=None):
     """Return the client's reply in the first search round."""
-    return answer(client, Request(verb, Header("run", "search", 1, 1, 0, ""), settings, states))
+    return answer(client, Request(action, Header("run", "search", 1, 1, 0, ""), settings, states))
 
 
 def packed(network):
@@ -192,17 +192,17 @@ def test_a_policy_with_secure_sums_needs_the_nodes_roster_and_one_without_refuse
         "dataset.class_names=['0','1','2']",
     )
     data = make_data(compose_config("clients=1"))
-    plain = make_client(config, 0, data=data, networks={}, site=site, gate=make_site_gate(site))
+    plain = make_client(config, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
     assert plain.sums is None
     summed = replace(config, secure_sum=True)
     with pytest.raises(ConfigError, match="this site's policy has no section secure_sum"):
-        make_client(summed, 0, data=data, networks={}, site=site, gate=make_site_gate(site))
+        make_client(summed, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
     policy = yaml.safe_load(template())
     own = {"records": 80, "secure_sum": {"roster": "ab" * 32, "least_sites": 2, "colluding": 0}}
     policy["data_sets"]["my-data"] |= own
     (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy))
     with pytest.raises(ConfigError, match="the policy has secure_sum but the node lacks roster"):
-        make_client(config, 0, data=data, networks={}, site=site, gate=make_site_gate(site))
+        make_client(config, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
 
 
 def test_personalised_metrics_are_of_test_records_after_local_training(compose_config, federate):
@@ -291,12 +291,12 @@ def test_a_linear_baseline_never_sees_test_records(linear_run, noise):
 def test_the_servers_own_test_set_of_real_sites_is_normalised_as_the_training_is(compose_config):
     real = ["runtime=deployment", "runtime.superlink=site", "partition=sites"]
     config = compose_config(*real, *NORMALISED)
-    facts = {"input_shape": [3, 8, 8], "schema": [], "class_names": ["0", "1", "2"]}
-    facts |= {"image_shape": [], "scattering": []}
-    facts |= {"multi_label": False, "mean": [0.2, 0.3, 0.4], "std": [0.3, 0.2, 0.1]}
+    properties = {"input_shape": [3, 8, 8], "schema": [], "class_names": ["0", "1", "2"]}
+    properties |= {"image_shape": [], "scattering": []}
+    properties |= {"multi_label": False, "mean": [0.2, 0.3, 0.4], "std": [0.3, 0.2, 0.1]}
     # what the sites say, not the run
-    assert make_server_data(compose_config(*real), facts).mean == (0.2, 0.3, 0.4)
-    prepared = make_server_data(config, facts)
+    assert make_server_data(compose_config(*real), properties).mean == (0.2, 0.3, 0.4)
+    prepared = make_server_data(config, properties)
     assert prepared.mean == (0.2, 0.3, 0.4)
     assert prepared.std == (0.3, 0.2, 0.1)
     split = server_split(prepared.server_test, prepared.mean, prepared.std)
@@ -324,7 +324,7 @@ def test_a_sites_own_key_and_its_policys_fractions_decide_its_splits(compose_con
     )
     prepared, _ = data = make_data(runs)
     alone = make_client(runs, 0, data=data, networks={}, site={"split-key": "of the site"})
-    gated = make_client(private, 0, data=data, networks={}, site=site, gate=make_site_gate(site))
+    gated = make_client(private, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
     assert identity(gated)["mean"] == list(prepared.mean) == [0.5, 0.5, 0.5]
     for client, own in ((alone, runs.dataset.fractions), (gated, fractions)):
         key = b"of the site"

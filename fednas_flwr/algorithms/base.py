@@ -1,7 +1,8 @@
 """The round loop, written once: connect, rounds, events, checkpoint, resume.
 
-An algorithm is a subclass that says what happens in one round, by asking clients verbs through the
-:class:`~fednas_flwr.server.cohort.Courier`. It is a Flower ``Strategy``: ``start(grid)`` runs it
+An algorithm is a subclass that says what happens in one round, by asking clients actions through
+the :class:`~fednas_flwr.server.cohort.Courier`. It is a Flower ``Strategy``: ``start(grid)`` runs
+it
 on any Grid.
 """
 
@@ -173,7 +174,7 @@ class RoundStrategy(Strategy):
 
     def ask(
         self,
-        verb: str,
+        action: str,
         settings: Settings,
         *,
         own_settings: Mapping[int, Settings] | None = None,
@@ -181,11 +182,11 @@ class RoundStrategy(Strategy):
         layouts: Mapping[str, Layout] | None = None,
         whole: Mapping[str, Layout] | None = None,
     ) -> Iterator[tuple[int, Reply]]:
-        """Ask the round's clients one verb; yields ``(client, reply)``: :meth:`Courier.ask`."""
+        """Ask the round's clients one action; yields ``(client, reply)``: :meth:`Courier.ask`."""
         self._phase += 1
         answered = set()
         for client, reply in self.courier.ask(
-            verb,
+            action,
             stage=self.stage,
             server_round=self._round,
             phase=self._phase,
@@ -211,7 +212,7 @@ class RoundStrategy(Strategy):
 
     def train(
         self,
-        verb: str,
+        action: str,
         settings: Settings,
         momentum: float,
         *,
@@ -220,7 +221,7 @@ class RoundStrategy(Strategy):
         """Have all clients train the global model, and make their average the new one.
 
         Args:
-            verb: That answers with the model's states.
+            action: That answers with the model's states.
             settings: The request.
             momentum: Of the server, where the server has it.
             only: Of some states the names of the tensors that are sent and come back; all others
@@ -231,7 +232,7 @@ class RoundStrategy(Strategy):
         """
         part = Part(self.layouts, only or {})
         replies = self.ask(
-            verb,
+            action,
             settings,
             states=part.of(self.states),
             layouts=part.layouts,

@@ -11,26 +11,28 @@ from torch import Tensor
 from fednas_flwr.base.errors import ConfigError, show
 
 
-def group_by_fact(facts: Mapping[int, Mapping[str, object]], name: str) -> dict[str, list[int]]:
+def group_by_fact(
+    properties: Mapping[int, Mapping[str, object]], name: str
+) -> dict[str, list[int]]:
     """Return the clients, ascending, by what each says of itself (Zhang et al., 2020, Alg. 2).
 
     Args:
-        facts: By client, of which each has a :func:`group_name`.
+        properties: By client, of which each has a :func:`group_name`.
         name: ``tag`` or ``hardware``.
     """
     groups: dict[str, list[int]] = {}
-    for client in sorted(facts):
-        groups.setdefault(group_name(facts[client], client, name), []).append(client)
+    for client in sorted(properties):
+        groups.setdefault(group_name(properties[client], client, name), []).append(client)
     return dict(sorted(groups.items()))
 
 
-def group_name(facts: Mapping[str, object], client: int, name: str) -> str:
+def group_name(properties: Mapping[str, object], client: int, name: str) -> str:
     """Return the group that a client says it is in, which also names a folder.
 
     Raises:
         ConfigError: It says nothing, or what names no folder.
     """
-    label = facts.get(name)
+    label = properties.get(name)
     if not isinstance(label, str) or not label:
         raise ConfigError(
             f"algorithm.group_by={name}, but client {client} has no {name}: give the node a "

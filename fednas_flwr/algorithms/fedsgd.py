@@ -97,7 +97,7 @@ class FedSGD(GradientStrategy):
         """Return the number of steps of a round."""
         if self.private is not None and self.private.local_steps is not None:
             return self.private.local_steps
-        declared = [known.get("splits", {}) for known in self.courier.facts.values()]
+        declared = [known.get("splits", {}) for known in self.courier.properties.values()]
         splits = trained_on(self.evaluate_every)
         records: float = median(sum(own.get(split, 0) for split in splits) for own in declared)
         return self.local_epochs * max(1, math.ceil(records / self.batch_size))

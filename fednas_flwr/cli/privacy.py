@@ -19,17 +19,17 @@ from fednas_flwr.cli.parsing import Commands, add_command
 from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, RDP
 
 if TYPE_CHECKING:
-    from fednas_flwr.client.release_guard import Commitment, ReleaseGate
+    from fednas_flwr.client.release_guard import Commitment, ReleaseGuard
     from fednas_flwr.privacy.books.ledger import Ledger, Row
     from fednas_flwr.privacy.policy import DataSetPolicy
 
 MOST_STEPS = 10**9  # of `fednas calibrate`
 SCHEDULE_HEAD = (
-    *("stage", "verb", "what", "splits", "steps", "noise multiplier", "clipping norm"),
+    *("stage", "action", "what", "splits", "steps", "noise multiplier", "clipping norm"),
     *("expected batch", "rate"),
 )
 STATEMENT_HEAD = (
-    *("account", "run", "stage", "verb", "splits", "steps", "committed"),
+    *("account", "run", "stage", "action", "splits", "steps", "committed"),
     *("noise multiplier", "rate", "first (UTC)", "last (UTC)"),
 )
 
@@ -203,7 +203,7 @@ def _calibrate_steps(options: argparse.Namespace) -> int:
 
 def approve(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print what the schedules that wait for approval would release; approve the one of a hash."""
-    from fednas_flwr.client.release_guard import ReleaseGate, read_commitment, schedule_hash
+    from fednas_flwr.client.release_guard import ReleaseGuard, read_commitment, schedule_hash
     from fednas_flwr.privacy.mechanism.noise import SecureGenerator
     from fednas_flwr.privacy.policy_file import load_policy
 
@@ -221,9 +221,11 @@ def approve(options: argparse.Namespace, overrides: list[str]) -> int:
             )
         for schedule, (run, commitment, allowed) in waiting.items():
             if options.hash in (None, schedule):
-                gate = ReleaseGate(policy, ledger, SecureGenerator(), data_set=commitment.data_set)
-                gate.unit = commitment.unit
-                _print_schedule(schedule, run, commitment, allowed, gate)
+                guard = ReleaseGuard(
+                    policy, ledger, SecureGenerator(), data_set=commitment.data_set
+                )
+                guard.unit = commitment.unit
+                _print_schedule(schedule, run, commitment, allowed, guard)
         if options.hash is not None:
             ledger.approve(waiting[options.hash][0])
             print(f"approved {options.hash}.")
@@ -279,7 +281,7 @@ def _opened(options: argparse.Namespace) -> Iterator[Ledger]:
 
 
 def _print_schedule(
-    schedule: str, run: str, commitment: Commitment, allowed: DataSetPolicy, gate: ReleaseGate
+    schedule: str, run: str, commitment: Commitment, allowed: DataSetPolicy, guard: ReleaseGuard
 ) -> None:
     """Print everything that a run may release, and what that costs."""
     from rich.table import Column, Table
@@ -291,7 +293,7 @@ def _print_schedule(
     console = table_console()
     console.print(f"schedule {schedule}", style="bold")
     print(f"run: {terminal(run)}")
-    spent = epsilon_text(gate.spent())
+    spent = epsilon_text(guard.spent())
     print(
         f"data set: {allowed.data_set}; budget {allowed.account}: epsilon {allowed.epsilon:g} at "
         f"delta {allowed.delta:g} for one {allowed.unit}, of which {spent} is spent"
@@ -301,7 +303,7 @@ def _print_schedule(
     for planned in commitment.releases:
         expected = planned.expected_batch(allowed.records)
         table.add_row(
-            *(planned.stage, planned.verb, planned.kind, ", ".join(planned.splits)),
+            *(planned.stage, planned.action, planned.kind, ", ".join(planned.splits)),
             *(f"{planned.steps:,}", f"{planned.noise_multiplier:.4g}"),
             *(f"{planned.max_grad_norm:g}", f"{expected:,.4g}"),
             f"{planned.rate(allowed.records):.4g}",
@@ -310,11 +312,11 @@ def _print_schedule(
     if commitment.sizes:
         sizes = " and ".join(f"{size:,} {kind}" for kind, size in commitment.sizes.items())
         print(f"size of the model that is searched: {sizes}")
-    prv = gate.epsilons(run)[PRV]
+    prv = guard.epsilons(run)[PRV]
     costs = ", ".join(f"{s} {epsilon_text(prv[s])}" for s in SPLITS if s in prv)
     charged = "" if commitment.by_split else "; every release is charged to all parts"
     print(f"epsilon with all that was booked before (PRV): {costs or '0'}{charged}")
-    print(f"{uncounted_text([gate.uncounted()])}\n".lstrip())
+    print(f"{uncounted_text([guard.uncounted()])}\n".lstrip())
 
 
 def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> None:
@@ -342,7 +344,7 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
     for line in (line for line in statement.lines if account in (None, line.account)):
         times = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
         booked.add_row(
-            *(name(text) for text in (line.account, line.run, line.stage, line.verb)),
+            *(name(text) for text in (line.account, line.run, line.stage, line.action)),
             *(", ".join(line.splits), f"{line.steps:,}", f"{line.committed_steps:,}"),
             *(f"{line.noise_multiplier:.4g}", f"{line.sample_rate:.4g}"),
             *(f"{time:%Y-%m-%d %H:%M}" for time in times),

@@ -18,7 +18,7 @@ from torch import nn
 
 from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.client.client import Client
-from fednas_flwr.client.release_guard import ReleaseGate
+from fednas_flwr.client.release_guard import ReleaseGuard
 from fednas_flwr.client.shown_sizes import machine, shown_size, structure
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import refused
@@ -28,7 +28,7 @@ from fednas_flwr.privacy.self_test import (
     made_up_labels,
     unwatched,
 )
-from fednas_flwr.protocol.actions import PRIVATE_VERBS, SPLIT_OF, SUPERNET, VERBS
+from fednas_flwr.protocol.actions import ACTIONS, PRIVATE_ACTIONS, SPLIT_OF, SUPERNET
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.requests import (
     Amount,
@@ -55,7 +55,7 @@ Kinds = dict[str, tuple[tuple[str, ...], int]]  # kind -> splits that are read, 
 
 
 def admit(
-    gate: ReleaseGate,
+    guard: ReleaseGuard,
     request: Request,
     network: nn.Module | None = None,
     *,
@@ -63,31 +63,31 @@ def admit(
 ) -> dict[str, PlannedRelease]:
     """Return the plan of each kind of release of a request; empty if it releases nothing.
 
-    Called before a site loads its records, before a verb, and by the verb with its network.
+    Called before a site loads its records, before an action, and by the action with its network.
 
     Args:
-        gate: The site's.
+        guard: The site's.
         request: The request.
         network: What it is about, once that is built.
         supernet_norm: Before that, how the run's supernet normalises.
 
     Raises:
-        ConfigError: There is no such private verb, or the policy refuses the request.
+        ConfigError: There is no such private action, or the policy refuses the request.
     """
-    verb, settings = request.verb, request.settings
-    if verb not in PRIVATE_VERBS:
-        raise unknown_choice("private verb", verb, PRIVATE_VERBS)
+    action, settings = request.action, request.settings
+    if action not in PRIVATE_ACTIONS:
+        raise unknown_choice("private action", action, PRIVATE_ACTIONS)
     if request.statistics is not None:  # as public as weights are; standardised_within checks them
-        gate.check_verb("query.statistics", gate.data_set)
+        guard.check_action("query.statistics", guard.data_set)
     if isinstance(settings, Describe | SignSurvivors | OpenMasks):
-        gate.check_verb(verb, gate.data_set)
+        guard.check_action(action, guard.data_set)
         return {}
     if isinstance(settings, Commit):
-        gate.check_verb(verb, settings.data_set)
-        gate.check_plan(settings.releases)
+        guard.check_action(action, settings.data_set)
+        guard.check_plan(settings.releases)
         return {}
-    gate.check_verb(verb, site_of(request).data_set)
-    if VERBS[verb].is_public:
+    guard.check_action(action, site_of(request).data_set)
+    if ACTIONS[action].is_public:
         return {}
     if isinstance(settings, TakeGradients) and settings.order != 1:
         raise refused("first order only", "order", settings.order, "1: second order mixes splits")
@@ -95,11 +95,11 @@ def admit(
     if norm == "batch":
         reason = "False: it has no per-record gradient and its buffers leak"
         raise refused("no batch_norm", "batch_norm", True, reason)
-    kinds = asked_of_client if gate.allowed.unit == CLIENT else asked_kinds
+    kinds = asked_of_client if guard.allowed.unit == CLIENT else asked_kinds
     return {
-        kind: gate.admit(
+        kind: guard.admit(
             request.header,
-            verb,
+            action,
             kind,
             splits=splits,
             steps=steps,
@@ -127,7 +127,7 @@ def asked_of_client(request: Request) -> Kinds:
     if isinstance(settings, Probe):
         return {"rewards": (SPLITS, len(settings.trials))}
     limit = "train.search, train.weights or train.probe: this site is protected as a whole"
-    raise refused("unit", "verb", request.verb, limit)
+    raise refused("unit", "action", request.action, limit)
 
 
 def asked_kinds(request: Request) -> Kinds:
@@ -152,7 +152,7 @@ def asked_kinds(request: Request) -> Kinds:
         return {"weights": (("train",), len(settings.candidates) * settings.local_steps)}
     if isinstance(settings, TakeGradients):
         _check_batch(settings.batch_size)
-        states = VERBS[request.verb].gradients_of
+        states = ACTIONS[request.action].gradients_of
         return {state: ((SPLIT_OF[state],), settings.local_steps) for state in states}
     if isinstance(settings, TakeNetworkGradient):
         _check_batch(settings.batch_size)
@@ -201,10 +201,10 @@ def site_of(request: Request) -> Site:
     return site
 
 
-def gate_of(client: Client) -> ReleaseGate:
-    """Return the gate of a private client."""
-    assert client.gate is not None
-    return client.gate
+def guard_of(client: Client) -> ReleaseGuard:
+    """Return the guard of a private client."""
+    assert client.guard is not None
+    return client.guard
 
 
 @contextmanager
@@ -219,7 +219,7 @@ def before_reading(request: Request) -> Iterator[None]:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"refused, the settings do not fit {request.verb}: {type(error).__name__}: "
+            f"refused, the settings do not fit {request.action}: {type(error).__name__}: "
             f"{str(error)[:200]}."
         ) from error
 
@@ -235,7 +235,7 @@ def rehearse(
     is computed of another.
 
     Args:
-        client: With a gate.
+        client: With a guard.
         computation: Of a micro-batch of any size.
         network: What it computes with.
         kind: Of the computation; with the network it says by which kernels it is made.
@@ -244,7 +244,7 @@ def rehearse(
     key = json.dumps([kind, *chosen])
     if key in client.rehearsed:
         return client.rehearsed[key]
-    size = gate_of(client).allowed.micro_batch_size
+    size = guard_of(client).allowed.micro_batch_size
     shape, device = tuple(client.data.train.features.shape[1:]), client.device
     num_classes = len(client.class_names)
     x = torch.zeros(size, *shape, device=device)
@@ -272,16 +272,16 @@ def rehearse(
     return client.rehearsed[key]
 
 
-def check_fields(verb: str, reply: Reply) -> None:
+def check_fields(action: str, reply: Reply) -> None:
     """Raise RuntimeError when a private reply has a field that may not leave."""
     leaving = {*reply.states, *reply.shares, *reply.metrics}
-    listed = VERBS[verb]
+    listed = ACTIONS[action]
     if not (
-        set(reply.facts) <= listed.facts
+        set(reply.properties) <= listed.properties
         and leaving <= listed.releases
         and set(reply.digests) <= leaving
     ):
-        raise RuntimeError(f"{verb} must not return {sorted({*reply.facts, *leaving})}")
+        raise RuntimeError(f"{action} must not return {sorted({*reply.properties, *leaving})}")
 
 
 def _splits(text: str) -> tuple[str, ...]:
@@ -332,7 +332,7 @@ def _norm(request: Request, supernet_norm: str | None) -> str | None:
         return None
     described = description_of(request)
     name = described.get("name", SUPERNET)
-    if VERBS[request.verb].of_supernet or name == SUPERNET:
+    if ACTIONS[request.action].of_supernet or name == SUPERNET:
         return supernet_norm
     norm: str | None = described.get("norm", "batch" if name in NORMED_NETWORKS else None)
     return norm

@@ -12,7 +12,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.client import Client
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.protocol.actions import VERBS
+from fednas_flwr.protocol.actions import ACTIONS
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.secure_sum.sum_site import Answer, SumSite
 from fednas_flwr.protocol.sum_encoding import MASKED, NOT_TOLD, Summands, sizes_of
@@ -40,20 +40,20 @@ def agreed(client: Client, request: Request, planned: Plan) -> dict[str, Any]:
     secure sum: masks cancel among sites that agree on all of these, so that no site's value lies
     under less content and noise of others than its own policy and commitment say. Beside these are
     only what each site may have to itself, because no value of it makes others add less, and
-    secrets; ``tests/clients/test_agreed.py`` lists every input in one of the three.
+    secrets; ``tests/client/test_agreed.py`` lists every input in one of the three.
 
     Args:
         client: With secure sums.
         request: What is asked.
         planned: The plan of each kind of release by which the site answers; empty without privacy.
     """
-    gate = client.gate
+    guard = client.guard
     return {
         "request": request.digest,
         "settings": client.settings_digest,
         "releases": {kind: asdict(release) for kind, release in planned.items()},
-        "unit": None if gate is None else gate.allowed.unit,
-        "secure_noise": gate is None or gate.is_secure,
+        "unit": None if guard is None else guard.allowed.unit,
+        "secure_noise": guard is None or guard.is_secure,
         "honest": sums_of(client).terms.honest,
         "data": client.data_form,
     }
@@ -74,7 +74,7 @@ def begin_sum(client: Client, request: Request, planned: Plan) -> Answer | None:
         ConfigError: The client has secure sums and is asked for a reply that is none, or the other
             way round; or its policy refuses the exchange.
     """
-    if VERBS[request.verb].is_public:
+    if ACTIONS[request.action].is_public:
         return None
     if request.summed is None:
         if client.sums is not None:
@@ -107,7 +107,7 @@ def masked(request: Request, reply: Reply, answer: Answer) -> Reply:
     """
     assert request.summed is not None
     summands = Summands(
-        request.verb, sizes_of(reply.states, reply.shares), request.summed, request.states
+        request.action, sizes_of(reply.states, reply.shares), request.summed, request.states
     )
     vectors = summands.encode(reply)
     boxes = answer.mask(list(vectors.values()))
@@ -117,5 +117,5 @@ def masked(request: Request, reply: Reply, answer: Answer) -> Reply:
         metrics={},
         states={MASKED: {dtype: torch.from_numpy(v) for dtype, v in vectors.items()}},
         shares={},
-        facts={"context": answer.context.hex(), "boxes": by_text(boxes)},
+        properties={"context": answer.context.hex(), "boxes": by_text(boxes)},
     )

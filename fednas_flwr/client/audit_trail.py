@@ -35,7 +35,7 @@ from fednas_flwr.protocol.headers import Header
 from fednas_flwr.protocol.sum_requests import Settings
 
 if TYPE_CHECKING:  # these bring torch
-    from fednas_flwr.client.release_guard import ReleaseGate
+    from fednas_flwr.client.release_guard import ReleaseGuard
     from fednas_flwr.protocol.messages import Reply, Request
 
 LONGEST_TEXT = 500  # characters kept of what a server sent
@@ -51,8 +51,8 @@ class Asked(Protocol):
     """Request without its tensors."""
 
     @property
-    def verb(self) -> str:
-        """Verb that is asked."""
+    def action(self) -> str:
+        """Action that is asked."""
 
     @property
     def header(self) -> Header:
@@ -60,7 +60,7 @@ class Asked(Protocol):
 
     @property
     def settings(self) -> Settings:
-        """Arguments of the verb."""
+        """Arguments of the action."""
 
 
 class _End(NamedTuple):
@@ -124,44 +124,48 @@ class AuditTrail:
         self._take(len(settings) + kept_bytes + 2 * len(json.dumps(fields)) + REQUEST_BYTES)
         self._append("asked", **fields)
 
-    def released(self, request: Request, reply: Reply, *, gate: ReleaseGate | None) -> None:
+    def released(self, request: Request, reply: Reply, *, guard: ReleaseGuard | None) -> None:
         """Note a reply before it leaves.
 
         Args:
-            request: What it answers; with a gate, its terms are those of the releases.
-            reply: Named are its states, metrics and facts.
-            gate: Of a private client; what its budget has paid by now, for all runs, is noted.
+            request: What it answers; with a guard, its terms are those of the releases.
+            reply: Named are its states, metrics and properties.
+            guard: Of a private client; what its budget has paid by now, for all runs, is noted.
         """
         if self._path is None:
             return
         private = {}
-        if gate is not None:
-            noise = gate.noise_multipliers(request.header, request.verb)
+        if guard is not None:
+            noise = guard.noise_multipliers(request.header, request.action)
             kinds = {*reply.states, *(["metrics"] if reply.metrics else [])} & set(noise)
             if request.summed is not None:
                 kinds = set(noise)  # the masked reply does not show them
             noise = {kind: noise[kind] for kind in sorted(kinds)}
-            private = {"noise_multipliers": noise, "epsilon_spent": gate.spent()}
+            private = {"noise_multipliers": noise, "epsilon_spent": guard.spent()}
         names = {"states": sorted(reply.states), "metrics": sorted(reply.metrics)}
-        self._append("released", **_place(request), **names, facts=sorted(reply.facts), **private)
+        self._append(
+            "released", **_place(request), **names, properties=sorted(reply.properties), **private
+        )
 
-    def helped(self, request: Asked, facts: Collection[str]) -> None:
+    def helped(self, request: Asked, properties: Collection[str]) -> None:
         """Note an answer that carries nothing of records, before it leaves."""
-        self._append("released", **_place(request), states=[], metrics=[], facts=sorted(facts))
+        self._append(
+            "released", **_place(request), states=[], metrics=[], properties=sorted(properties)
+        )
 
     def refused(
-        self, verb: str, request: Asked | None, reason: str, error: Exception | None = None
+        self, action: str, request: Asked | None, reason: str, error: Exception | None = None
     ) -> None:
         """Note an error, unless the site's daily allowance is spent.
 
         Args:
-            verb: What was asked.
+            action: What was asked.
             request: The request; None if it could not be read.
             reason: Only what the server may read.
             error: What the site's own log says besides. It takes a fixed amount: it may quote
                 records.
         """
-        place = {"verb": verb} if request is None else _place(request)
+        place = {"action": action} if request is None else _place(request)
         fixed = 13 * LONGEST_TEXT + (LONGEST_LOG if error else 0)  # in JSON some characters take 12
         try:
             self._take(len(json.dumps(place)) + fixed, beyond=LONGEST_END)
@@ -249,7 +253,7 @@ def verify_trail(path: Path, key_path: Path) -> int:
 def _place(request: Asked) -> dict[str, Any]:
     place = asdict(request.header)
     del place["nonce"]
-    return {"verb": request.verb, **place}
+    return {"action": request.action, **place}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import nn
 
 from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.client.release_guard import ReleaseGate
+from fednas_flwr.client.release_guard import ReleaseGuard
 from fednas_flwr.data.loaders import (
     ClientData,
     Split,
@@ -58,15 +58,15 @@ class KeptModels:
 
 @dataclass(frozen=True)
 class Client:
-    """Client that a verb works with.
+    """Client that an action works with.
 
     Attributes:
         index: Index of the client, from 0.
         seed: The run's seed; every draw comes from (seed, round, client, purpose).
         data: The client's own records, split into train, validation and test.
         class_names: Names of the classes, the same for all clients.
-        device: Where tensors live during a verb.
-        threads: torch's threads during a verb; equal in every runtime, so that sums are equal.
+        device: Where tensors live during an action.
+        threads: torch's threads during an action; equal in every runtime, so that sums are equal.
         make_network: Builds a network from its description on the CPU.
         make_space: Returns the run's search space.
         augmentation: Applied to training batches.
@@ -82,14 +82,14 @@ class Client:
         objective: Gives losses and hits; its tensors are on the device.
         oversample: Whether training repeats records of rarer classes.
         precision: Of plain gradients, see :func:`fednas_flwr.search.exact_gradients.computed_in`.
-        gate: What releases must pass; with one the client answers private verbs only.
+        guard: What releases must pass; with one the client answers private actions only.
         wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.protocol.wire`.
         kept_models: Where the site keeps models that return to it; None keeps none.
         sums: The client's part of secure sums; with one it answers no other way.
         cache: Folder of what may be computed anew, results of self-tests among it; None for none.
         settings_digest: Hash of the run's settings as the server has sent them, on which the sites
             of a secure sum must agree; empty without.
-        rehearsed: Which computations private verbs have tried on made-up records, and the
+        rehearsed: Which computations private actions have tried on made-up records, and the
             micro-batch size of each that makes records' results independent of one another.
     """
 
@@ -112,7 +112,7 @@ class Client:
     objective: Objective = CLASSIFICATION
     oversample: bool = False
     precision: str = FLOAT32
-    gate: ReleaseGate | None = None
+    guard: ReleaseGuard | None = None
     wire: str = "float32"
     kept_models: KeptModels | None = None
     sums: SumSite | None = None
@@ -129,7 +129,7 @@ class Client:
             # A supernet is used again every round; of derived networks only the newest one is.
             for old in [k for k in self.networks if '"supernet"' not in k]:
                 del self.networks[old]
-            with torch.random.fork_rng():  # what a verb draws must not depend on who built it
+            with torch.random.fork_rng():  # what an action draws must not depend on who built it
                 self.networks[key] = self.make_network(description).to(self.device)
         network = self.networks[key]
         if states is not None:
@@ -143,7 +143,7 @@ class Client:
             ConfigError: They are of another table or, where a private client has declared ranges,
                 beyond these; or it has declared statistics, by which it stays.
         """
-        if self.gate is None:
+        if self.guard is None:
             return replace(self, data=self.data.standardised(statistics))
         if not self.from_ranges:
             raise ConfigError("refused: a private site standardises by its own dataset.statistics.")

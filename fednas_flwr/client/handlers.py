@@ -2,8 +2,8 @@
 
 Each takes the client, the request and its settings, and returns the reply; none keeps anything
 between calls. A private client answers by the same functions: its gradients are noised releases, it
-measures by noised means, and it tells public facts. Such a verb builds what it needs without data,
-lets the gate refuse, rehearses on made-up records, and only then reads records.
+measures by noised means, and it tells public properties. Such an action builds what it needs
+without data, lets the guard refuse, rehearses on made-up records, and only then reads records.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import derive_seed, make_generator
-from fednas_flwr.client.admission import admit, asked_kinds, before_reading, gate_of
+from fednas_flwr.client.admission import admit, asked_kinds, before_reading, guard_of
 from fednas_flwr.client.agreement import sums_of
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.kept_models import check as check_model
@@ -56,7 +56,7 @@ from fednas_flwr.data.statistics import Statistics, bounded_powers, largest_norm
 from fednas_flwr.models.class_scores import histogram
 from fednas_flwr.models.metrics import evaluate, measured, predicted
 from fednas_flwr.privacy.plan import STATISTICS
-from fednas_flwr.protocol.actions import SPLIT_OF, SUPERNET, VERBS
+from fednas_flwr.protocol.actions import ACTIONS, SPLIT_OF, SUPERNET
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.requests import (
     Commit,
@@ -106,37 +106,37 @@ def describe(client: Client, request: Request, asked: Describe) -> Reply:
 
     Of a private client's data, what its policy declares.
     """
-    data, gate = client.data, client.gate
-    facts = identity(client)
-    if gate is not None:
-        allowed = gate.allowed
-        facts |= {
+    data, guard = client.data, client.guard
+    properties = identity(client)
+    if guard is not None:
+        allowed = guard.allowed
+        properties |= {
             "splits": dict(allowed.records),
-            "data_set": gate.data_set,
+            "data_set": guard.data_set,
             "budget": {"epsilon": allowed.epsilon, "delta": allowed.delta},
-            "secure_noise": gate.is_secure,
+            "secure_noise": guard.is_secure,
             "unit": allowed.unit,
             "least_noise_multiplier": allowed.least_noise_multiplier,
-            "spent": gate.spent(),
+            "spent": guard.spent(),
         }
         if allowed.secure_sum is not None:
-            facts["honest_sites"] = allowed.secure_sum.honest
-        return Reply(num_examples=gate.num_records(tuple(allowed.records)), facts=facts)
+            properties["honest_sites"] = allowed.secure_sum.honest
+        return Reply(num_examples=guard.num_records(tuple(allowed.records)), properties=properties)
     splits = {"train": data.train, "validation": data.validation, "test": data.test}
     labels = torch.cat([split.labels[split.rows] for split in splits.values()])
-    facts |= {
+    properties |= {
         "class_counts": count_labels(labels, len(client.class_names)),
         "splits": {name: len(split) for name, split in splits.items()},
     }
     if client.moments is not None:
-        facts["moments"] = [asdict(of) for of in client.moments]
-    return Reply(num_examples=max(1, len(labels)), facts=facts)
+        properties["moments"] = [asdict(of) for of in client.moments]
+    return Reply(num_examples=max(1, len(labels)), properties=properties)
 
 
 def identity(client: Client) -> dict[str, Any]:
     """Return what a client says of itself that does not depend on its records."""
-    verbs = VERBS if client.gate is None else client.gate.allowed.verbs
-    keeps = client.kept_models is not None and "query.keep_model" in verbs
+    actions = ACTIONS if client.guard is None else client.guard.allowed.actions
+    keeps = client.kept_models is not None and "query.keep_model" in actions
     return {
         **({"keeps_model": True} if keeps else {}),
         "client": client.index,
@@ -153,23 +153,25 @@ def commit(client: Client, request: Request, asked: Commit) -> Reply:
     Where a person must approve the plan first, tell by which hash; the same request again is
     answered in full once that is done.
     """
-    if client.gate is None:
+    if client.guard is None:
         raise ConfigError("query.commit is for private clients: this one has no policy.")
-    gate, run = client.gate, request.header.run
+    guard, run = client.guard, request.header.run
     with before_reading(request):
-        covered_steps = gate.covered_steps(asked.releases)
-        gate.commit(run, asked.releases, sizes=_search_sizes(client, asked))
-        facts: dict[str, Any] = {"awaits": gate.awaited_approval(run)}
-        if facts["awaits"] is None:
-            facts = {"epsilon": gate.epsilons(run), "covered_steps": covered_steps}
-            facts |= gate.uncounted()
-    return Reply(num_examples=gate.num_records(tuple(gate.allowed.records)), facts=facts)
+        covered_steps = guard.covered_steps(asked.releases)
+        guard.commit(run, asked.releases, sizes=_search_sizes(client, asked))
+        properties: dict[str, Any] = {"awaits": guard.awaited_approval(run)}
+        if properties["awaits"] is None:
+            properties = {"epsilon": guard.epsilons(run), "covered_steps": covered_steps}
+            properties |= guard.uncounted()
+    return Reply(
+        num_examples=guard.num_records(tuple(guard.allowed.records)), properties=properties
+    )
 
 
 def _search_sizes(client: Client, asked: Commit) -> dict[str, int]:
     """Return how many weights and alphas the search has, where a person is to approve it."""
     searches = any(planned.stage == "search" for planned in asked.releases)
-    if not (searches and gate_of(client).allowed.needs_approval):
+    if not (searches and guard_of(client).allowed.needs_approval):
         return {}
     states = network_states(client.network({"name": SUPERNET}))
     return {
@@ -181,7 +183,7 @@ def _search_sizes(client: Client, asked: Commit) -> dict[str, int]:
 def measure_latency(client: Client, request: Request, asked: MeasureLatency) -> Reply:
     """``query.latency``: how long every layer of the run's search space takes on this machine.
 
-    The table is ``facts["latency"]``, as ``hardware.latency`` writes it. No record is read.
+    The table is ``properties["latency"]``, as ``hardware.latency`` writes it. No record is read.
     """
     space = client.make_space()
     if not isinstance(space, MBConvSpace):
@@ -193,7 +195,7 @@ def measure_latency(client: Client, request: Request, asked: MeasureLatency) -> 
         batch_size=asked.batch_size,
         passes=asked.passes,
     )
-    return Reply(num_examples=1, facts={"latency": to_json(table)})
+    return Reply(num_examples=1, properties={"latency": to_json(table)})
 
 
 def tell_statistics(client: Client, request: Request, asked: TellStatistics) -> Reply:
@@ -202,8 +204,8 @@ def tell_statistics(client: Client, request: Request, asked: TellStatistics) -> 
     By these the server finds mean and deviation of every column of numbers within the ranges that
     the site declares (:func:`~fednas_flwr.data.statistics.refined`); one release for all columns.
     """
-    gate, num_columns = client.gate, client.num_columns
-    if gate is None:
+    guard, num_columns = client.guard, client.num_columns
+    if guard is None:
         raise ConfigError("query.statistics is for private clients: this one has no policy.")
     with before_reading(request):
         if not (client.from_ranges and num_columns):
@@ -212,8 +214,8 @@ def tell_statistics(client: Client, request: Request, asked: TellStatistics) -> 
                 "declare dataset.ranges={column: [low, high], ...} of all columns of numbers."
             )
         (splits, steps) = asked_kinds(request)[STATISTICS]
-        planned = gate.admit(
-            *(request.header, request.verb, STATISTICS),
+        planned = guard.admit(
+            *(request.header, request.action, STATISTICS),
             splits=splits,
             steps=steps,
             num_values=3 * num_columns,
@@ -226,7 +228,7 @@ def tell_statistics(client: Client, request: Request, asked: TellStatistics) -> 
 
     norm = largest_norm(num_columns)
     means = noised_mean(client, request.header, planned, split, values, norm=norm)
-    return make_reply(gate.expected_batch(planned), {STATISTICS: {STATISTICS: means}})
+    return make_reply(guard.expected_batch(planned), {STATISTICS: {STATISTICS: means}})
 
 
 def keep_model(client: Client, request: Request, asked: KeepModel) -> Reply:
@@ -235,12 +237,12 @@ def keep_model(client: Client, request: Request, asked: KeepModel) -> Reply:
         new = check_model(client, request, asked)
     folder = keep(client, new)
     print(f"kept the model of run {request.header.run!r} as {folder}", file=sys.stderr)
-    return Reply(num_examples=1, facts={"kept": True})
+    return Reply(num_examples=1, properties={"kept": True})
 
 
 def help_sum(client: Client, request: Request, asked: Settings) -> Reply:
     """``query.sign_survivors`` and ``query.open_masks``: the last two messages of a secure sum."""
-    return Reply(num_examples=1, facts=answer_sum(sums_of(client), asked))
+    return Reply(num_examples=1, properties=answer_sum(sums_of(client), asked))
 
 
 def take_gradients(client: Client, request: Request, asked: TakeGradients) -> Reply:
@@ -254,15 +256,15 @@ def take_gradients(client: Client, request: Request, asked: TakeGradients) -> Re
     return noised sums over Poisson batches of per-record gradients, each clipped (DP-FNAS, arXiv
     2110.11025, Eq. 3 and 4), and the public expected batch size.
     """
-    states = VERBS[request.verb].gradients_of
+    states = ACTIONS[request.action].gradients_of
     gradients: NoisedGradients | ExactSums
     with before_reading(request):
         supernet = request_supernet(client, request).train()
         lrs = {state: asked.local_lrs[state] for state in states}
-        if client.gate is None:
+        if client.guard is None:
             gradients = _exact_sums(client, request, asked)
         else:
-            gradients = NoisedGradients(client, request, admit(client.gate, request, supernet))
+            gradients = NoisedGradients(client, request, admit(client.guard, request, supernet))
             if "weights" in states:
                 gradients.rehearse_weights(supernet)
             if "alphas" in states:
@@ -288,9 +290,9 @@ def take_network_gradient(client: Client, request: Request, asked: TakeNetworkGr
     with before_reading(request):
         network = client.network(asked.network, network_states_of(request)).train()
         network.drop_path_prob = asked.drop_path_prob  # type: ignore[assignment]
-        if client.gate is None:
+        if client.guard is None:
             # A round has many steps: what is drawn must differ between them.
-            purpose = (request.verb, client.index, asked.step)
+            purpose = (request.action, client.index, asked.step)
             torch.manual_seed(derive_seed(client.seed, *purpose))
             gradients = ExactSums(
                 _step_batches(
@@ -305,7 +307,7 @@ def take_network_gradient(client: Client, request: Request, asked: TakeNetworkGr
                 precision=client.precision,
             )
         else:
-            planned = admit(client.gate, request, network)
+            planned = admit(client.guard, request, network)
             gradients = NoisedGradients(
                 client, request, planned, auxiliary_weight=asked.auxiliary_weight
             )
@@ -374,7 +376,7 @@ def train_paths(client: Client, request: Request, asked: TrainCandidates) -> Rep
     with before_reading(request):
         supernet, own = path_supernet(client, request, paths, sparse=asked.sparse)
         planned = _plan(client, request, supernet.train())
-        if client.gate is not None:
+        if client.guard is not None:
             steps = len(paths) * asked.local_steps
             gradients = noised = NoisedGradients(client, request, planned, steps=steps)
             # Every op on all edges: no path takes more memory than that of the op that takes most.
@@ -412,14 +414,14 @@ def reward_candidates(client: Client, request: Request, asked: RewardCandidates)
         else:
             network = request_pool(client, request, described).eval()
             candidates = largest = list(network.members)
-        if client.gate is not None:
-            planned = admit(client.gate, request, network)["rewards"]
+        if client.guard is not None:
+            planned = admit(client.guard, request, network)["rewards"]
             release = prepare_rewards(
                 client, request.header, planned, candidates, largest, described
             )
-    if client.gate is not None:
+    if client.guard is not None:
         rewards = {"rewards": {"rewards": release()}}
-        return make_reply(client.gate.expected_batch(planned), rewards)
+        return make_reply(client.guard.expected_batch(planned), rewards)
     measured = [
         evaluate(candidate, split, client.device, objective=client.objective)
         for candidate in candidates
@@ -441,7 +443,7 @@ def trained_rewards(client: Client, request: Request, training: LocalTraining) -
     """
     with before_reading(request):
         pool = request_pool(client, request, training.network)
-        if client.gate is not None:
+        if client.guard is not None:
             raise ConfigError(
                 "refused, training of candidates with privacy=dp: their losses are no planned "
                 "release; set algorithm.rewarded=averaged."
@@ -479,16 +481,16 @@ def probe(client: Client, request: Request, asked: Probe) -> Reply:
     Deviations: the text does not clip, its clients try one configuration per message, and its
     losses are those with batch norm's running statistics, see :func:`refresh_statistics`.
     """
-    bound, batch_size, gate = asked.loss_bound, asked.amount.batch_size, client.gate
+    bound, batch_size, guard = asked.loss_bound, asked.amount.batch_size, client.guard
     with before_reading(request):
         described = {"name": SUPERNET} if asked.training is None else asked.training.network
         restore = partial(client.network, described, network_states_of(request))
         network = restore()
         planned = _plan(client, request, network)
         trainings = [prepare(client, request, own, network, planned) for own in asked.trainings()]
-        if gate is not None:
+        if guard is not None:
             losses = prepare_losses(client, network, described)
-    if gate is None:
+    if guard is None:
         refresh_statistics(client, request, network, batch_size)
         before = validation_losses(client, network)
     else:
@@ -498,7 +500,7 @@ def probe(client: Client, request: Request, asked: Probe) -> Reply:
         with torch.random.fork_rng():
             restore()
             train()
-            if gate is None:
+            if guard is None:
                 refresh_statistics(client, request, network, batch_size)
                 decreases = before - validation_losses(client, network)
                 rewards.append(clipped_decreases(decreases, bound).mean()[None])
@@ -515,7 +517,7 @@ def probe(client: Client, request: Request, asked: Probe) -> Reply:
         plan, split = planned["rewards"], client.data.validation
         rewards.append(noised_mean(client, request.header, plan, split, decreases_of, norm=bound))
     records = len(client.data.validation)
-    weight = records if gate is None else gate.expected_batch(planned["rewards"])
+    weight = records if guard is None else guard.expected_batch(planned["rewards"])
     return make_reply(weight, {"rewards": {"rewards": torch.cat(rewards).float()}})
 
 
@@ -542,26 +544,28 @@ def train_weights(client: Client, request: Request, asked: Train) -> Reply:
 
 def evaluate_model(client: Client, request: Request, asked: Evaluate) -> Reply:
     """``evaluate.model``: loss and accuracy of a network or supernet on one of the splits."""
-    if client.gate is None:
+    if client.guard is None:
         network = client.network(asked.network, network_states_of(request))
         if asked.statistics_batch_size is not None:
             refresh_statistics(client, request, network, asked.statistics_batch_size)
         objective = client.objective
         logits, labels = predicted(network, client.split(asked.split), client.device)
         metrics = measured(logits, labels, objective=objective)
-        facts: dict[str, Any] = {}
+        properties: dict[str, Any] = {}
         if asked.with_scores:
-            facts["scores"] = objective.scores(logits, labels)
+            properties["scores"] = objective.scores(logits, labels)
             positive = objective.positive_class(logits.shape[1])
             if positive is not None:
                 shares = objective.probabilities(logits.double())[:, positive]
-                facts["histogram"] = histogram(shares, objective.members(labels, positive))
-        return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict(), facts=facts)
+                properties["histogram"] = histogram(shares, objective.members(labels, positive))
+        return Reply(
+            num_examples=metrics.num_examples, metrics=metrics.as_dict(), properties=properties
+        )
     with before_reading(request):
         network = client.network(asked.network, network_states_of(request))
-        planned = admit(client.gate, request, network)["metrics"]
+        planned = admit(client.guard, request, network)["metrics"]
         release = prepare_metrics(client, request.header, planned, network, asked.network)
-    return Reply(num_examples=client.gate.expected_batch(planned), metrics=release())
+    return Reply(num_examples=client.guard.expected_batch(planned), metrics=release())
 
 
 def personalise(client: Client, request: Request, asked: Personalise) -> Reply:
@@ -632,13 +636,13 @@ def path_supernet(
 
 def _plan(client: Client, request: Request, network: torch.nn.Module) -> Plan:
     """Return the plan of each kind of release of a private client's request; empty without."""
-    return {} if client.gate is None else admit(client.gate, request, network)
+    return {} if client.guard is None else admit(client.guard, request, network)
 
 
 def _num_records(client: Client, split: str) -> int:
     """Return how many records a split has, of a private client those that its policy declares."""
-    if client.gate is not None:
-        return gate_of(client).num_records(split.split("+"))
+    if client.guard is not None:
+        return guard_of(client).num_records(split.split("+"))
     return len(client.split(split))
 
 

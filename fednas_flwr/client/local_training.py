@@ -191,7 +191,7 @@ def _gradients(
         generator: Of exact batches and their augmentation.
         auxiliary_weight: Of an auxiliary head's loss.
     """
-    if client.gate is not None:
+    if client.guard is not None:
         steps = amount.steps or 0
         return NoisedGradients(
             client, request, planned, steps=steps, auxiliary_weight=auxiliary_weight

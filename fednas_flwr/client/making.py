@@ -16,7 +16,7 @@ from fednas_flwr.base.errors import ConfigError, show, unknown_choice
 from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.base.foreign import dump_yaml
 from fednas_flwr.client.client import Augmentation, Client, KeptModels
-from fednas_flwr.client.release_guard import ReleaseGate
+from fednas_flwr.client.release_guard import ReleaseGuard
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.npz import holds_encoded
@@ -29,7 +29,7 @@ from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.policy import AUTOMATIC, Policy
 from fednas_flwr.privacy.policy_file import load_policy, parse_policy
-from fednas_flwr.protocol.actions import PRIVATE_VERBS
+from fednas_flwr.protocol.actions import PRIVATE_ACTIONS
 from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.search.objective import Objective
@@ -43,7 +43,7 @@ PRIVATE_SITE_KEYS = (
     *("policy", "ledger", "ledger-key", "split-key"),
 )
 POLICY_FILE = "policy.yaml"  # of a simulated site
-NO_ROSTER = "0" * 64  # its gate only reads how many sites are honest
+NO_ROSTER = "0" * 64  # its guard only reads how many sites are honest
 
 
 def make_client(
@@ -53,7 +53,7 @@ def make_client(
     data: tuple[Prepared, list[np.ndarray]],
     networks: dict[str, nn.Module],
     site: Mapping[str, str] | None = None,
-    gate: ReleaseGate | None = None,
+    guard: ReleaseGuard | None = None,
     settings: str | None = None,
 ) -> Client:
     """Return client ``index`` of a run.
@@ -64,17 +64,17 @@ def make_client(
         data: What :func:`make_data` returns; shared by the clients of a process.
         networks: Built networks, shared likewise: clients of a process take turns.
         site: What the node's own configuration says, see ``client_app.SITE_KEYS``.
-        gate: What :func:`make_site_gate` has made of a ``site`` that names a policy; the gates of
+        guard: What :func:`make_site_guard` has made of a ``site`` that names a policy; the gates of
             simulated clients are made here.
         settings: The run's, as the server has sent them; None is all of ``config``.
 
     Raises:
         ConfigError: A setting does not fit the data, or a private run's real site has no policy.
-        ValueError: ``site`` names a policy, and there is no gate.
+        ValueError: ``site`` names a policy, and there is no guard.
     """
     site = site or {}
-    if gate is None and "policy" in site:
-        raise ValueError("a site with a policy needs its gate: pass make_site_gate(site)")
+    if guard is None and "policy" in site:
+        raise ValueError("a site with a policy needs its guard: pass make_site_guard(site)")
     prepared, parts = data
     device = make_device(config.device)
 
@@ -83,27 +83,27 @@ def make_client(
             return supernet_space(config, prepared).supernet()
         return make_network(description)
 
-    if gate is None:
-        gate = _simulated_gate(config, index, prepared.train, parts[index])
-        if gate is not None and gate.allowed.threads != config.threads:
+    if guard is None:
+        guard = _simulated_guard(config, index, prepared.train, parts[index])
+        if guard is not None and guard.allowed.threads != config.threads:
             raise ConfigError(
                 f"threads={config.threads}, but the simulated sites' policies, which decide, have "
-                f"threads={gate.allowed.threads}: set it to that, or take another privacy.sites."
+                f"threads={guard.allowed.threads}: set it to that, or take another privacy.sites."
             )
     fractions: Mapping[str, float] = config.dataset.fractions
-    if gate is not None:
+    if guard is not None:
         check_public(config, prepared)
-        check_unit(gate.allowed.unit, prepared.train)
-        fractions = gate.allowed.fractions
+        check_unit(guard.allowed.unit, prepared.train)
+        fractions = guard.allowed.fractions
     key = site.get("split-key", config.dataset.split_key).encode()
     own = make_client_data(
-        prepared, parts[index], key=key, fractions=fractions, may_be_empty=gate is not None
+        prepared, parts[index], key=key, fractions=fractions, may_be_empty=guard is not None
     )
-    if gate is not None:
+    if guard is not None:
         records = prepared.train
         ids, column = records.ids[parts[index]], records.id_column
-        gate.hold(assignment_digest(ids, key=key, fractions=fractions, id_column=column), column)
-    sums = _site_sums(config, index, site, gate)
+        guard.hold(assignment_digest(ids, key=key, fractions=fractions, id_column=column), column)
+    sums = _site_sums(config, index, site, guard)
     sent = "" if sums is None else settings or dump_config(config)
     return Client(
         index=index,
@@ -111,7 +111,7 @@ def make_client(
         data=own,
         class_names=prepared.train.class_names,
         device=device,
-        threads=config.threads if gate is None else gate.allowed.threads,
+        threads=config.threads if guard is None else guard.allowed.threads,
         make_network=build_network,
         make_space=lambda: supernet_space(config, prepared),
         augmentation=Augmentation(**config.dataset.augmentation),
@@ -123,9 +123,9 @@ def make_client(
         moments=None if prepared.mean else column_moments(prepared.train, own.train.rows),
         from_ranges=prepared.from_ranges,
         objective=make_objective(config, prepared.train, device),
-        oversample=config.oversample and gate is None,  # a private site reads a record once
+        oversample=config.oversample and guard is None,  # a private site reads a record once
         precision=config.precision,
-        gate=gate,
+        guard=guard,
         wire=config.wire,
         kept_models=_kept_models(site),
         sums=sums,
@@ -134,7 +134,7 @@ def make_client(
     )
 
 
-def simulated_facts(
+def simulated_properties(
     config: Config, data: tuple[Prepared, list[np.ndarray]]
 ) -> dict[int, dict[str, Any]] | None:
     """Return what the clients of a run say of their records, None if they must be asked.
@@ -156,10 +156,10 @@ def simulated_facts(
         records.ids, key=settings.split_key.encode(), fractions=settings.fractions
     )
     names = list(records.class_names)
-    facts: dict[int, dict[str, Any]] = {}
+    properties: dict[int, dict[str, Any]] = {}
     for index, rows in enumerate(parts):
         sizes = np.bincount(assigned[rows], minlength=len(SPLITS)).tolist()
-        facts[index] = {
+        properties[index] = {
             "client": index,
             "class_names": names,
             "class_counts": count_labels(records.labels[rows], len(names)),
@@ -167,8 +167,8 @@ def simulated_facts(
         }
         if prepared.uses_own_statistics:
             train = torch.from_numpy(rows[assigned[rows] == SPLITS.index("train")])
-            facts[index]["moments"] = [asdict(of) for of in column_moments(records, train)]
-    return facts
+            properties[index]["moments"] = [asdict(of) for of in column_moments(records, train)]
+    return properties
 
 
 def make_objective(config: Config, records: Records, device: torch.device) -> Objective:
@@ -204,8 +204,8 @@ def make_objective(config: Config, records: Records, device: torch.device) -> Ob
     return Objective(torch.tensor(factors, device=device), positive)
 
 
-def make_site_gate(site: Mapping[str, str]) -> ReleaseGate | None:
-    """Return the gate of a node that names a policy, None if it names none; reads no record.
+def make_site_guard(site: Mapping[str, str]) -> ReleaseGuard | None:
+    """Return the guard of a node that names a policy, None if it names none; reads no record.
 
     Raises:
         ConfigError: The file is wrong, or the node does not name all else that is its own.
@@ -217,13 +217,13 @@ def make_site_gate(site: Mapping[str, str]) -> ReleaseGate | None:
         raise ConfigError(f"the node has a policy but lacks {', '.join(missing)}: give them.")
     policy = load_policy(Path(site["policy"]))
     ledger = Ledger(Path(site["ledger"]), Path(site["ledger-key"]))
-    return ReleaseGate(policy, ledger, SecureGenerator(), data_set=site["data-set"])
+    return ReleaseGuard(policy, ledger, SecureGenerator(), data_set=site["data-set"])
 
 
-def _simulated_gate(
+def _simulated_guard(
     config: Config, index: int, records: Records, rows: np.ndarray
-) -> ReleaseGate | None:
-    """Return the gate of a simulated private client, None without privacy."""
+) -> ReleaseGuard | None:
+    """Return the guard of a simulated private client, None without privacy."""
     privacy = config.privacy
     if not isinstance(privacy, DifferentialPrivacy):
         return None
@@ -241,7 +241,7 @@ def _simulated_gate(
         write_atomically(folder / POLICY_FILE, _policy_text(config, records, rows))
     test_seed = None if privacy.test_seed is None else f"{privacy.test_seed} {index}".encode()
     ledger = Ledger(*simulated_ledger(folder))
-    return ReleaseGate(policy, ledger, SecureGenerator(test_seed), data_set=privacy.data_set)
+    return ReleaseGuard(policy, ledger, SecureGenerator(test_seed), data_set=privacy.data_set)
 
 
 def _kept_models(site: Mapping[str, str]) -> KeptModels | None:
@@ -261,12 +261,12 @@ def _kept_models(site: Mapping[str, str]) -> KeptModels | None:
 
 
 def _site_sums(
-    config: Config, index: int, site: Mapping[str, str], gate: ReleaseGate | None
+    config: Config, index: int, site: Mapping[str, str], guard: ReleaseGuard | None
 ) -> SumSite | None:
     """Return a client's part of secure sums: that of its policy, or of a simulated run."""
     if "policy" not in site and not has_real_sites(config):
         return make_sum_site(config, index)
-    terms = None if gate is None else gate.allowed.secure_sum
+    terms = None if guard is None else guard.allowed.secure_sum
     if terms is not None:
         return SumSite.of_node(index, site, terms)
     if config.secure_sum:
@@ -347,7 +347,7 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
         "largest_noise_multiplier": 1e6,  # whatever the run's settings ask for
         "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
         "largest_steps": 1_000_000,
-        "verbs": list(PRIVATE_VERBS),
+        "actions": list(PRIVATE_ACTIONS),
         "unit": unit,
         "records": 1 if unit == CLIENT else num_units(records, rows),
         "fractions": config.dataset.fractions,

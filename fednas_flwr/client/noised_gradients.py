@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client.admission import gate_of, rehearse
+from fednas_flwr.client.admission import guard_of, rehearse
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.release_guard import Contributions
 from fednas_flwr.data.loaders import Split
@@ -65,7 +65,7 @@ class NoisedGradients:
     read no record.
 
     Args:
-        client: With a gate.
+        client: With a guard.
         request: What is answered.
         planned: The plan of each kind of release, of ``weights`` and ``alphas``.
         steps: Steps of the loop.
@@ -127,14 +127,14 @@ class NoisedGradients:
     def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
         """Return a noised sum of gradients, and the expected batch size that it is divided by."""
         released = self._release(state, partial(self._sum_of(state), network))
-        return released, gate_of(self._client).expected_batch(self._planned[state])
+        return released, guard_of(self._client).expected_batch(self._planned[state])
 
     def share(self, state: str, network: nn.Module) -> tuple[Cells, float]:
         """Return :meth:`sums` where clients share the noise."""
         split, total = self._contributions(state, partial(self._sum_of(state), network))
-        gate, planned, grid = gate_of(self._client), self._planned[state], self._grids.get(state)
-        cells = gate.share(planned, self._header, split.num_units, total, grid=grid)
-        return cells, gate.expected_batch(planned)
+        guard, planned, grid = guard_of(self._client), self._planned[state], self._grids.get(state)
+        cells = guard.share(planned, self._header, split.num_units, total, grid=grid)
+        return cells, guard.expected_batch(planned)
 
     def _sum_of(self, state: str) -> TakeSum:
         return {"weights": self._weight_sum, "alphas": self._alpha_sum}[state]
@@ -178,14 +178,14 @@ class NoisedGradients:
 
     def _mean(self, state: str, take: TakeSum) -> Tensors:
         """Return the noised sum over a Poisson batch, over the batch's expected size."""
-        size = gate_of(self._client).expected_batch(self._planned[state])
+        size = guard_of(self._client).expected_batch(self._planned[state])
         return {name: total / size for name, total in self._release(state, take).items()}
 
     def _release(self, state: str, take: TakeSum) -> Tensors:
         """Return one release, on the client's device: the noised sum over a Poisson batch."""
         split, total = self._contributions(state, take)
-        gate, planned = gate_of(self._client), self._planned[state]
-        sums = gate.release(planned, self._header, split.num_units, total)
+        guard, planned = guard_of(self._client), self._planned[state]
+        sums = guard.release(planned, self._header, split.num_units, total)
         return {name: value.to(self._client.device) for name, value in sums.items()}
 
     def _contributions(self, state: str, take: TakeSum) -> tuple[Split, Contributions]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.layers import own_linear_layers
-from fednas_flwr.client.admission import gate_of, rehearse
+from fednas_flwr.client.admission import guard_of, rehearse
 from fednas_flwr.client.client import Client
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.privacy.mechanism.micro_batches import (
@@ -52,14 +52,14 @@ def noised_mean(
     """Return one release: the noised mean over declared units of a vector per unit.
 
     Args:
-        client: With a gate.
+        client: With a guard.
         header: Of the request.
         planned: The plan.
         split: What is measured. Of a person counts the mean of all records.
         values: Given indices, returns a vector of each record, float64 [N, V].
         norm: What a unit's vector is clipped to, and what noise is scaled by.
     """
-    gate = gate_of(client)
+    guard = guard_of(client)
 
     def total(units: Tensor) -> ClippedSum:
         vectors = values(units) if split.persons is None else means(units)
@@ -69,8 +69,8 @@ def noised_mean(
         rows, persons = joined(split.records_of(units))
         return person_means(values(rows), persons)
 
-    sums = gate.release(planned, header, split.num_units, total)
-    return sums[planned.kind] / gate.expected_batch(planned)
+    sums = guard.release(planned, header, split.num_units, total)
+    return sums[planned.kind] / guard.expected_batch(planned)
 
 
 def prepare_metrics(
@@ -146,7 +146,7 @@ def prepare_rewards(
     vector of norm sqrt(M) at most.
 
     Args:
-        client: With a gate.
+        client: With a guard.
         header: Of the request.
         planned: The plan.
         candidates: M networks in evaluation mode.

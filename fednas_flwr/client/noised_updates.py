@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.client.admission import admit, before_reading, description_of, gate_of
+from fednas_flwr.client.admission import admit, before_reading, description_of, guard_of
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.replies import network_states_of
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
@@ -39,19 +39,19 @@ def noised_update(client: Client, request: Request, exact: Callable[[Client], Re
     no record decides whether there is an answer.
 
     Args:
-        client: With a gate, whose policy has the unit ``client``.
+        client: With a guard, whose policy has the unit ``client``.
         request: What is answered.
-        exact: Given the client without its gate, returns the answer without noise.
+        exact: Given the client without its guard, returns the answer without noise.
 
     Raises:
         ConfigError: The policy refuses the request, or it does not fit the network; nothing was
             read.
         BudgetExceededError: The budget does not cover it; nothing was read.
     """
-    gate, header, settings = gate_of(client), request.header, request.settings
+    guard, header, settings = guard_of(client), request.header, request.settings
     with before_reading(request):
         network = client.network(description_of(request), network_states_of(request))
-        planned = admit(gate, request, network)
+        planned = admit(guard, request, network)
         if MOMENTS in request.states:
             limit = "none: they would tell of the records without noise"
             raise refused("unit", "moments", "sent", limit)
@@ -61,10 +61,10 @@ def noised_update(client: Client, request: Request, exact: Callable[[Client], Re
     @cache
     def update() -> Mapping[str, Packed]:
         try:
-            return exact(replace(client, gate=None)).states
+            return exact(replace(client, guard=None)).states
         except Exception as error:  # whatever it is, the server must not learn of it
             reason = terminal(f"{type(error).__name__}: {error}")
-            said = f"{request.verb} has failed, an update of zeros is sent: {reason}"
+            said = f"{request.action} has failed, an update of zeros is sent: {reason}"
             print(said, file=sys.stderr)
             return {}
 
@@ -85,14 +85,14 @@ def noised_update(client: Client, request: Request, exact: Callable[[Client], Re
         contribution = partial(moved, kind, plan.max_grad_norm)
         if isinstance(settings, Probe):
             each = [
-                gate.release(plan, header, 1, partial(reward, trial, settings.loss_bound))
+                guard.release(plan, header, 1, partial(reward, trial, settings.loss_bound))
                 for trial in range(len(settings.trials))
             ]
             states[kind] = {"float32": torch.stack([noised["float32"] for noised in each])}
         elif plan.shared:
-            shares[kind] = gate.share(plan, header, 1, contribution, grid=grids.get(kind))
+            shares[kind] = guard.share(plan, header, 1, contribution, grid=grids.get(kind))
         else:
-            noised = gate.release(plan, header, 1, contribution)
+            noised = guard.release(plan, header, 1, contribution)
             states[kind] = {d: base[kind][d] + noise for d, noise in noised.items()}
     return Reply(1.0, {}, states, digests, shares=shares)
 

@@ -1,7 +1,7 @@
-"""The release gate of private mode: the only way in which anything of a client's data leaves it.
+"""The release guard of private mode: the only way in which anything of a client's data leaves it.
 
-A private verb asks :meth:`ReleaseGate.admit` for every kind of release before it reads a record,
-and gets each noised sum from :meth:`ReleaseGate.release`, which books it first. Requests are not
+A private action asks :meth:`ReleaseGuard.admit` for every kind of release before it reads a record,
+and gets each noised sum from :meth:`ReleaseGuard.release`, which books it first. Requests are not
 trusted: the terms of a release are those that its run has committed to, and what is public (batch
 sizes, rates, weights) comes from the numbers that the policy declares, never from the data. Nor is
 a caller's word for a norm: noise is scaled by the one that comes with the sum, whose type only
@@ -27,7 +27,7 @@ from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator, add_noise, add_shared_noise
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.plan import PlannedRelease, release_key
-from fednas_flwr.privacy.policy import Policy, check_planned, check_verb, refused
+from fednas_flwr.privacy.policy import Policy, check_action, check_planned, refused
 from fednas_flwr.privacy.units import booked_unit, counted
 from fednas_flwr.protocol.messages import Header
 from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
@@ -45,7 +45,7 @@ class Commitment:
 
     Attributes:
         releases: Everything that may be released, at most.
-        assignment: Which records were in which split, see :meth:`ReleaseGate.hold`.
+        assignment: Which records were in which split, see :meth:`ReleaseGuard.hold`.
         by_split: Whether a release is charged to the splits that it reads, and not to every one.
         data_set: The policy's id of the data.
         sizes: Most values of a release of the search, by kind; of others nothing is said.
@@ -79,7 +79,7 @@ def schedule_hash(run: str, text: str) -> str:
     return hashlib.sha256(json.dumps([run, text]).encode()).hexdigest()[:32]
 
 
-class ReleaseGate:
+class ReleaseGuard:
     """A site's policy, ledger and secret randomness, for one data set.
 
     Args:
@@ -126,15 +126,15 @@ class ReleaseGate:
         """Return the expected size of a Poisson batch, by which sums are divided: public."""
         return planned.expected_batch(self.allowed.records)
 
-    def check_verb(self, verb: str, data_set: str) -> None:
-        """Refuse a verb unless the policy allows it, and another data set.
+    def check_action(self, action: str, data_set: str) -> None:
+        """Refuse an action unless the policy allows it, and another data set.
 
         Raises:
             ConfigError: A rule is broken; the sentence names it.
         """
         own = Policy({self.data_set: self.allowed})  # the node's other data is not loaded
         secure = self.is_secure
-        check_verb(own, data_set, verb, secure_noise=secure, test_seed=not secure)
+        check_action(own, data_set, action, secure_noise=secure, test_seed=not secure)
 
     def check_plan(self, plan: Sequence[PlannedRelease]) -> None:
         """Refuse a plan of which the policy refuses a term, or with two of one kind.
@@ -162,7 +162,7 @@ class ReleaseGate:
         """
         self.check_plan(plan)
         if not self._assignment:
-            raise ValueError("a gate commits to nothing before it holds records: call hold first")
+            raise ValueError("a guard commits to nothing before it holds records: call hold first")
         releases = tuple(sorted(plan, key=lambda planned: planned.key))
         by_split, sizes = self._pays_by_split(), dict(sizes or {})
         commitment = Commitment(
@@ -235,7 +235,7 @@ class ReleaseGate:
     def admit(
         self,
         header: Header,
-        verb: str,
+        action: str,
         kind: str,
         *,
         splits: tuple[str, ...],
@@ -246,7 +246,7 @@ class ReleaseGate:
 
         Args:
             header: Of the request; names run and stage.
-            verb: What is asked.
+            action: What is asked.
             kind: ``weights``, ``alphas``, ``rewards`` or ``metrics``.
             splits: What the release reads.
             steps: Number of releases that the request asks for.
@@ -256,8 +256,8 @@ class ReleaseGate:
             ConfigError: The run has not committed to it, or a rule is broken; the sentence names
                 it.
         """
-        self.check_verb(verb, self.data_set)
-        key = release_key(header.stage, verb, kind, splits)
+        self.check_action(action, self.data_set)
+        key = release_key(header.stage, action, kind, splits)
         commitment = self._commitment(header.run)
         planned = None if commitment is None else commitment.plan.get(key)
         if commitment is None or planned is None:
@@ -367,7 +367,7 @@ class ReleaseGate:
             run=header.run,
             stage=header.stage,
             round=header.round,
-            verb=f"{planned.verb}:{planned.kind}{self._sharing(planned)}",
+            action=f"{planned.action}:{planned.kind}{self._sharing(planned)}",
             splits=splits,
             release=mechanism,
             committed_steps=planned.steps,
@@ -393,13 +393,13 @@ class ReleaseGate:
             return ""
         return f" (noise of {self.allowed.secure_sum.honest} sites)"
 
-    def noise_multipliers(self, header: Header, verb: str) -> dict[str, float | None]:
-        """Return the noise multipliers that a run has committed to for a verb, by kind."""
+    def noise_multipliers(self, header: Header, action: str) -> dict[str, float | None]:
+        """Return the noise multipliers that a run has committed to for an action, by kind."""
         commitment = self._commitment(header.run)
         return {
             planned.kind: planned.noise_multiplier
             for planned in (commitment.releases if commitment else ())
-            if (planned.stage, planned.verb) == (header.stage, verb)
+            if (planned.stage, planned.action) == (header.stage, action)
         }
 
     def _pays_by_split(self) -> bool:

@@ -1,4 +1,4 @@
-"""Contents of a reply: a network's states, packed, or only those that a verb has changed."""
+"""Contents of a reply: a network's states, packed, or only those that an action has changed."""
 
 from __future__ import annotations
 
@@ -84,4 +84,4 @@ def only_changed(reply: Reply, request: Request, states: Mapping[str, Tensors]) 
         layout = Layout.of(tensors)
         packed[name], changed[name] = changed_part(reply.states[name], request.states[name], layout)
         digests[name] = layout.part(changed[name]).digest
-    return replace(reply, states=packed, digests=digests, facts={"changed": changed})
+    return replace(reply, states=packed, digests=digests, properties={"changed": changed})

@@ -45,7 +45,7 @@ def make_site_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
     return prepared, [np.arange(len(prepared.train))] * config.clients
 
 
-def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
+def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
     """Return what the server of real sites knows of their data: shapes and names, no records.
 
     Where ``dataset.root`` names data on the server and ``dataset.server_test`` is true, all of
@@ -53,15 +53,15 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
 
     Args:
         config: Of a run with real sites.
-        facts: What every client says of its data: one client's facts.
+        properties: What every client says of its data: one client's properties.
 
     Raises:
         ConfigError: The server's test set does not fit the clients, or the run names a transform of
             images that is not theirs.
     """
-    shape, names = tuple(facts["input_shape"]), tuple(facts["class_names"])
-    schema = tuple(parse(Column, column, key="schema") for column in facts["schema"])
-    image_shape, scattering = tuple(facts["image_shape"]), tuple(facts["scattering"])
+    shape, names = tuple(properties["input_shape"]), tuple(properties["class_names"])
+    schema = tuple(parse(Column, column, key="schema") for column in properties["schema"])
+    image_shape, scattering = tuple(properties["image_shape"]), tuple(properties["scattering"])
     dtype = torch.float32 if len(shape) == 1 or scattering else torch.uint8
     features = torch.empty(0, *shape, dtype=dtype)
     settings = config.dataset
@@ -72,22 +72,22 @@ def make_server_data(config: Config, facts: Mapping[str, Any]) -> Prepared:
             "these with dataset.transform=none."
         )
     label = settings.label if schema and settings.label != "last" else ""
-    labels = torch.empty(0, *([len(names)] if facts["multi_label"] else [])).long()
+    labels = torch.empty(0, *([len(names)] if properties["multi_label"] else [])).long()
     nobody = (features, labels, np.empty(0, "S32"), names)
     empty = Records(*nobody, schema=schema, label=label, image_shape=image_shape)
     # by which the sites standardise, and hence the exported model: a private one's own file says it
-    mean, std = tuple(facts["mean"]), tuple(facts["std"])
+    mean, std = tuple(properties["mean"]), tuple(properties["std"])
     if not settings.server_test or settings.root is None:
         return Prepared(empty, None, mean, std, tuple(settings.intensity or ()), scattering)
     own = _prepare(config, sites=False, server_test=False)
     test = own.train
     found = (own.input_shape, own.scattering, test.schema, test.class_names, test.multi_label)
-    if found != (shape, scattering, schema, names, facts["multi_label"]):
+    if found != (shape, scattering, schema, names, properties["multi_label"]):
         raise ConfigError(
             f"the server's test set dataset.root={config.dataset.root} does not fit the clients: "
             f"it has shape {own.input_shape} and classes {', '.join(test.class_names)}, they have "
             f"{shape} and {', '.join(names)}"
-            + (", of which a record can have several." if facts["multi_label"] else ".")
+            + (", of which a record can have several." if properties["multi_label"] else ".")
         )
     empty = replace(empty, label=test.label, label_separator=test.label_separator)
     return Prepared(empty, test, mean or own.mean, std or own.std, own.intensity, scattering)

@@ -60,7 +60,7 @@ from fednas_flwr.privacy.audit_bounds import (
     variance_limits,
 )
 from fednas_flwr.privacy.plan import KINDS, STATISTICS, PlannedRelease, release_key
-from fednas_flwr.protocol.actions import SPLIT_OF, VERBS
+from fednas_flwr.protocol.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.protocol.messages import Header, Reply, Request, decode_request, encode_reply
 from fednas_flwr.protocol.requests import (
     Commit,
@@ -101,7 +101,7 @@ class Finding:
     """Findings about one kind of release.
 
     Attributes:
-        release: Key of the planned release: stage, verb, kind, splits.
+        release: Key of the planned release: stage, action, kind, splits.
         seen: What was measured, for people.
         faults: By what it is not what was committed to.
         unseen: What could not be audited, or which fault could have passed.
@@ -186,7 +186,7 @@ class _Recorder(InProcessGrid):
             _AllAskedError: It need not be given any more.
         """
         request = decode_request(message.metadata.message_type, message.content)
-        if not VERBS[request.verb].is_public:
+        if not ACTIONS[request.action].is_public:
             self.record(request)
             if self.awaited and self.awaited <= self.asked.keys():
                 raise _AllAskedError
@@ -200,7 +200,7 @@ class _Recorder(InProcessGrid):
     def record(self, request: Request) -> None:
         """Keep a request unless another one has asked for more kinds."""
         keys = [
-            release_key(request.header.stage, request.verb, kind, splits)
+            release_key(request.header.stage, request.action, kind, splits)
             for kind, (splits, _) in self._kinds(request).items()
         ]
         for key in keys:
@@ -273,11 +273,11 @@ class _Exchange:
         self, config: Config, clients: list[Client], request: Request, schedule: Schedule
     ) -> None:
         """Choose the canary, and the states that are sent with the request."""
-        gate = clients[0].gate
-        assert gate is not None
+        guard = clients[0].guard
+        assert guard is not None
         self._clients, self._request, self._schedule = clients, request, schedule
-        self._data_set, self._records = gate.data_set, gate.allowed.records
-        self.by_client = gate.allowed.unit == CLIENT
+        self._data_set, self._records = guard.data_set, guard.allowed.records
+        self.by_client = guard.allowed.unit == CLIENT
         self.is_probe = isinstance(request.settings, Probe)
         self.honest = len(clients) - (config.secure_terms.colluding if config.secure_sum else 0)
         self.planned = {own.kind: own for own in schedule if own.kind in self._told}
@@ -294,7 +294,7 @@ class _Exchange:
     @property
     def is_trained(self) -> bool:
         """Whether replies are trained models, of which moments tell the gradients."""
-        return VERBS[self._request.verb].trains and not self.by_client
+        return ACTIONS[self._request.action].trains and not self.by_client
 
     @property
     def repeats(self) -> bool:
@@ -413,7 +413,7 @@ class _Exchange:
         if isinstance(self._request.settings, TellStatistics):
             self._sizes: Sizes = {STATISTICS: {"float32": 3 * self._clients[0].num_columns}}
             return {}
-        client = replace(self._holding(self._clients[0], 1, exact=True), gate=None, sums=None)
+        client = replace(self._holding(self._clients[0], 1, exact=True), guard=None, sums=None)
         settings = with_steps(_fixed(self._request.settings, self._lr(1)), 1)
         header = self._header("", 0)
         asked = replace(self._request, header=header, settings=settings, states=self._states)
@@ -482,7 +482,7 @@ class _Exchange:
             asked = replace(self._request, settings=settings, summed=summed)
             client = self._holding(self._clients[index], 0)
             reply = answer(client, replace(asked, header=self._header(run, index)))
-            contexts.add(reply.facts["context"])
+            contexts.add(reply.properties["context"])
         return len(contexts) == 1
 
     def _summed(self) -> Summed:
@@ -537,7 +537,7 @@ class _Exchange:
                 )
                 scale = n * of / (left * norm)
             else:
-                first = VERBS[self._request.verb].gradients_of[0]
+                first = ACTIONS[self._request.action].gradients_of[0]
                 value = reply.states[kind]["float32"]
                 scale = (1.0 if exact else batches[kind] / batches[first]) / norm
             values[kind] = value.double() * scale
@@ -546,7 +546,7 @@ class _Exchange:
     def _total(self, clients: Sequence[Client], requests: Sequence[Request]) -> Reply:
         """Return the reply of a secure sum's total; clients that help the server add zeros."""
         everybody, summed = tuple(range(len(clients))), self._summed()
-        summands = Summands(self._request.verb, self._sizes, summed, self._states)
+        summands = Summands(self._request.action, self._sizes, summed, self._states)
         total, context = MaskedSum(everybody), b""
         boxes: dict[int, dict[int, bytes]] = {}
         for i, client in enumerate(clients):
@@ -554,11 +554,11 @@ class _Exchange:
             if i < self.honest:
                 reply = answer(client, request)
                 vectors = [reply.states[MASKED][dtype].numpy() for dtype in summands.lengths]
-                boxes[i] = by_index(reply.facts["boxes"])
-                context = bytes.fromhex(reply.facts["context"])
+                boxes[i] = by_index(reply.properties["boxes"])
+                context = bytes.fromhex(reply.properties["context"])
             else:
-                assert client.gate is not None
-                part = begin_sum(client, request, admit(client.gate, request))
+                assert client.guard is not None
+                part = begin_sum(client, request, admit(client.guard, request))
                 assert part is not None
                 vectors = [np.zeros(length, dtype) for dtype, length in summands.lengths.items()]
                 boxes[i] = part.mask(vectors)

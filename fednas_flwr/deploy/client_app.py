@@ -1,4 +1,4 @@
-"""The Flower ClientApp: decodes a message, lets the verb answer, encodes the reply.
+"""The Flower ClientApp: decodes a message, lets the action answer, encodes the reply.
 
 A real site with a policy refuses what the policy does not allow before it opens its records; only
 whether noise suits the size of a network is checked once that is built.
@@ -24,13 +24,13 @@ from fednas_flwr.client.admission import admit
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.audit_trail import trail_of
 from fednas_flwr.client.client import Client
-from fednas_flwr.client.making import make_client, make_site_gate
-from fednas_flwr.client.release_guard import ReleaseGate
+from fednas_flwr.client.making import make_client, make_site_guard
+from fednas_flwr.client.release_guard import ReleaseGuard
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.prepared import make_data, make_site_data
 from fednas_flwr.deploy.bundle import CONFIG_KEY
 from fednas_flwr.deploy.flower_patches import CLIENT_RAISED, take_along
-from fednas_flwr.protocol.actions import VERBS
+from fednas_flwr.protocol.actions import ACTIONS
 from fednas_flwr.protocol.messages import BUDGET_SPENT, decode_request, encode_reply, payload_bytes
 from fednas_flwr.protocol.secure_sum.sum_site import NODE_KEYS
 from fednas_flwr.settings import Config, dump_config, site_dataset
@@ -49,7 +49,7 @@ SITE_KEYS = {
 
 
 def make_client_app(config_json: str | None = None, *, mods: Sequence[Mod] = ()) -> ClientApp:
-    """Return the app that answers all verbs.
+    """Return the app that answers all actions.
 
     Args:
         config_json: The run's configuration, for runtimes in which Flower's run configuration is
@@ -57,8 +57,8 @@ def make_client_app(config_json: str | None = None, *, mods: Sequence[Mod] = ())
         mods: Flower's, or your own, around every answer; the first is the outermost.
     """
     app, entries = ClientApp(mods=list(mods)), registered()
-    for verb in VERBS:
-        category, action = verb.split(".")
+    for action in ACTIONS:
+        category, action = action.split(".")
         register = {"train": app.train, "evaluate": app.evaluate, "query": app.query}[category]
         register(action)(_handler(config_json, entries))
     return app
@@ -75,13 +75,13 @@ def _handler(
         safe: tuple[type[Exception], ...] = (ConfigError,) if private else (Exception,)
         keys = sorted(SITE_KEYS & context.node_config.keys())
         site = tuple((key, str(context.node_config[key])) for key in keys)
-        trail, verb = trail_of(dict(site)), message.metadata.message_type
+        trail, action = trail_of(dict(site)), message.metadata.message_type
         along = take_along(message)
         request = None
         try:
-            request = decode_request(verb, message.content)
+            request = decode_request(action, message.content)
             safe = (DayFullError,) if private else safe
-            kept = payload_bytes(message.content) if verb == "query.keep_model" else 0
+            kept = payload_bytes(message.content) if action == "query.keep_model" else 0
             kept += len(str(request.summed))
             trail.asked(request, flower_run=message.metadata.run_id, kept_bytes=kept)
             safe = () if private else safe  # what follows may tell of the site's own files
@@ -90,28 +90,28 @@ def _handler(
                 raise ConfigError("the node's configuration lacks partition-id=<0, 1, ...>.")
             index = int(context.node_config["partition-id"])
             policy = _policy_text(site)
-            gate = _gate(text, site, policy)
-            if gate is not None:
+            guard = _guard(text, site, policy)
+            if guard is not None:
                 safe = (ConfigError,)
-                admit(gate, request, supernet_norm=_supernet_norm(text))
+                admit(guard, request, supernet_norm=_supernet_norm(text))
                 safe = ()
             client = _client(text, index, site, policy)
-            if client.gate is not None:
+            if client.guard is not None:
                 safe = (ConfigError,)
             reply = answer(client, request)
-            trail.released(request, reply, gate=client.gate)
-            if "awaits" in reply.facts:
-                awaited = f"fednas approve {reply.facts['awaits']}"
+            trail.released(request, reply, guard=client.guard)
+            if "awaits" in reply.properties:
+                awaited = f"fednas approve {reply.properties['awaits']}"
                 print(f"{awaited}: run {request.header.run!r} waits for it", file=sys.stderr)
             return Message(encode_reply(request.header, reply), reply_to=message)
         except BudgetExceededError as error:
-            trail.refused(verb, request, str(error))
+            trail.refused(action, request, str(error))
             return Message(Error(BUDGET_SPENT, described(error)), reply_to=message)
         except Exception as error:  # the server must learn why; it drops this client
             told = isinstance(error, safe)
             refusal = told and private  # any other text may quote a record
             reason = str(error) if refusal else type(error).__name__
-            trail.refused(verb, request, reason, None if told else error)
+            trail.refused(action, request, reason, None if told else error)
             reason = described(error) if told else "an error at the site, whose own log says which"
             return Message(Error(CLIENT_RAISED, reason), reply_to=message)
 
@@ -176,14 +176,14 @@ def _policy_text(site: Site) -> str | None:
     """Return what a real site's policy file says now; a running node keeps to what it says now."""
     try:
         return Path(dict(site)["policy"]).read_text(encoding="utf-8")
-    except (KeyError, OSError, UnicodeDecodeError):  # of which making the gate tells
+    except (KeyError, OSError, UnicodeDecodeError):  # of which making the guard tells
         return None
 
 
 @lru_cache(maxsize=MOST_ALIVE)
-def _gate(config_json: str, site: Site, policy: str | None) -> ReleaseGate | None:
-    """Return the gate of a real site with a policy, made anew for every run and ``policy`` text."""
-    return make_site_gate(dict(site))
+def _guard(config_json: str, site: Site, policy: str | None) -> ReleaseGuard | None:
+    """Return the guard of a real site with a policy, anew for every run and `policy` text."""
+    return make_site_guard(dict(site))
 
 
 @lru_cache(maxsize=16)
@@ -195,11 +195,11 @@ def _own_config(config_json: str, site: Site) -> tuple[Config, str]:
 
 @lru_cache(maxsize=MOST_ALIVE)
 def _client(config_json: str, index: int, site: Site, policy: str | None) -> Client:
-    own, gate = dict(site), _gate(config_json, site, policy)
+    own, guard = dict(site), _guard(config_json, site, policy)
     config, text = _own_config(config_json, site)
     data, networks = _data(text)
     return make_client(
-        config, index, data=data, networks=networks, site=own, gate=gate, settings=config_json
+        config, index, data=data, networks=networks, site=own, guard=guard, settings=config_json
     )
 
 

@@ -1,6 +1,6 @@
 """Deals the messages of a queue to workers, and keeps which worker has which messages.
 
-Main class: :class:`Dealer`. It knows nothing of how workers are reached.
+Main class: :class:`Dispatcher`. It knows nothing of how workers are reached.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from flwr.app import Message
 SHORT_S = 0.2  # longest work of several messages that a worker is handed at once
 AHEAD = 4  # messages per worker, from the head of the queue, among which it finds its clients'
 SHARE = 2  # handfuls per worker that the queue is divided into, so that all end at about one time
-KEPT = 0.7  # of the longest time that a verb has taken, one answer later
+KEPT = 0.7  # of the longest time that an action has taken, one answer later
 
 Worker = Any  # hashable: whatever stands for one
 
 
-class Dealer:
+class Dispatcher:
     """A queue of messages, and the workers that answer them.
 
     A message goes to the worker that answered its client before if that one is free, since the
@@ -36,7 +36,9 @@ class Dealer:
         self._queue: dict[str, Message] = {}
         self._held: dict[Worker, list[Message]] = {}
         self._before: dict[int, Worker] = {}  # who was last dealt a message of a client's node
-        self._seconds: dict[str, float] = {}  # that messages of a verb have lately taken, at most
+        self._seconds: dict[
+            str, float
+        ] = {}  # that messages of an action have lately taken, at most
 
     def queue(self, message: Message) -> None:
         """Put a message, which has its id, at the end of the queue."""
@@ -63,8 +65,8 @@ class Dealer:
         """Return the messages that a worker held, and has answered in so many seconds each."""
         held, self._held[worker] = self._held[worker], []
         for message, taken in zip(held, seconds, strict=True):
-            verb = message.metadata.message_type
-            self._seconds[verb] = max(taken, KEPT * self._seconds.get(verb, 0.0))
+            action = message.metadata.message_type
+            self._seconds[action] = max(taken, KEPT * self._seconds.get(action, 0.0))
         return held
 
     def lose(self, worker: Worker) -> list[Message]:

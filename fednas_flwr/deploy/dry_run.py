@@ -208,7 +208,7 @@ def _estimate(config: Config) -> Estimate:
     with EventLog(folder / EVENTS_FILE) as log:
         run = begin(config, grid, log, {}, earlier=[])
         run.ends_at = -math.inf
-        grid.facts = run.courier.facts
+        grid.properties = run.courier.properties
         genotype, factor = given_genotype(config), 1.0
         if searches(config):
 
@@ -262,7 +262,7 @@ class MeasuringGrid(InProcessGrid):
         config: Of the run.
 
     Attributes:
-        facts: What each client says of itself.
+        properties: What each client says of itself.
         clients_s: By exchange what each client would take, in seconds.
         spent_s: What answering has taken.
         at_once: Clients that would be computed side by side.
@@ -271,7 +271,7 @@ class MeasuringGrid(InProcessGrid):
     def __init__(self, client_app: ClientApp, config: Config) -> None:
         """See the class."""
         super().__init__(client_app, config.clients)
-        self.facts: Mapping[int, Mapping[str, Any]] = {}
+        self.properties: Mapping[int, Mapping[str, Any]] = {}
         self.clients_s: dict[tuple[Any, ...], list[float]] = {}
         self.spent_s = 0.0
         self._step_s: dict[tuple[Any, ...], float] = {}
@@ -285,14 +285,14 @@ class MeasuringGrid(InProcessGrid):
 
     def answer(self, message: Message) -> Message:
         """Return the reply after one step, or a few, of local training."""
-        verb = message.metadata.message_type
-        if verb.startswith("query."):
+        action = message.metadata.message_type
+        if action.startswith("query."):
             return super().answer(message)
         began = time.monotonic()
-        request = decode_request(verb, message.content)
+        request = decode_request(action, message.content)
         header = request.header
-        exchange = (header.stage, header.round, header.phase, verb)
-        records = self.facts[header.client]["splits"]
+        exchange = (header.stage, header.round, header.phase, action)
+        records = self.properties[header.client]["splits"]
         steps = num_steps(request.settings, records)
         if request.summed is not None:  # of which every client answers the same one, once
             reply, one_s = self._timed(message, request, 1)

@@ -23,7 +23,7 @@ from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fednas_flwr.deploy import flower_patches
-from fednas_flwr.deploy.dispatcher import Dealer
+from fednas_flwr.deploy.dispatcher import Dispatcher
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.ray_clusters import places
 from fednas_flwr.protocol.messages import payload_bytes
@@ -64,7 +64,7 @@ class Worker:
 
 
 class RayGrid(InProcessGrid):
-    """Hands messages to actors, see :class:`Dealer`; replies come as they are ready.
+    """Hands messages to actors, see :class:`Dispatcher`; replies come as they are ready.
 
     An actor that dies gives errors in place of the replies that it worked on, and another is
     started in its place. It takes part as soon as a machine has room for it.
@@ -89,7 +89,7 @@ class RayGrid(InProcessGrid):
         ray = self._ray = import_module("ray")
         self._make_actor = ray.remote(**resources)(Worker).remote
         self._clients = ray.put(InProcessGrid(client_app, num_clients))
-        self._dealer = Dealer()
+        self._dispatcher = Dispatcher()
         self._starting: dict[Any, Any] = {}  # actor by what Ray will have when it is there
         self._arrays: dict[str, Any] = {}  # or a reference to them, by message without a reply
         self._answers: dict[Any, Any] = {}  # by actor that is not idle: reference to its replies
@@ -109,7 +109,7 @@ class RayGrid(InProcessGrid):
                     is_small = payload_bytes(message.content) < STORED_BYTES
                     stored[same] = arrays if is_small else self._ray.put(arrays)
                 self._arrays[self.number(small)] = stored[same]
-                self._dealer.queue(small)
+                self._dispatcher.queue(small)
             self._hand_out()
         return [message.metadata.message_id for message in messages]
 
@@ -132,7 +132,7 @@ class RayGrid(InProcessGrid):
 
     def _hand_out(self) -> None:
         """Give queued messages to actors that are free."""
-        for actor, messages in self._dealer.deal():
+        for actor, messages in self._dispatcher.deal():
             arrays = [self._arrays[message.metadata.message_id] for message in messages]
             different = {id(one): one for one in arrays}
             index = {key: number for number, key in enumerate(different)}
@@ -151,14 +151,14 @@ class RayGrid(InProcessGrid):
                 begins = self._starting.pop(reference, None) is not None
                 self._answers.pop(actor, None)
                 if begins and found is not None:
-                    self._dealer.join(actor)
+                    self._dispatcher.join(actor)
                 elif found is not None:
                     replies, seconds = zip(*found, strict=True)
-                    held = self._dealer.finish(actor, seconds)
+                    held = self._dispatcher.finish(actor, seconds)
                     for message, reply in zip(held, replies, strict=True):
                         self._reply(message, reply)
                 else:
-                    lost = [self._dealer.give_up()] if begins else self._dealer.lose(actor)
+                    lost = [self._dispatcher.give_up()] if begins else self._dispatcher.lose(actor)
                     reason = "the client's process has died, perhaps for want of memory"
                     for message in filter(None, lost):
                         error = Error(flower_patches.CLIENT_RAISED, reason)

@@ -18,12 +18,17 @@ from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Commit
 from fednas_flwr.runs.events import Event
 from fednas_flwr.server.cohort import Courier, QuorumError
-from fednas_flwr.server.reply_checks import check_facts
+from fednas_flwr.server.reply_checks import check_properties
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.names import PRV
 
 APPROVAL_POLL_S = 10.0
-NEEDED_FACTS = ("splits", "budget", "secure_noise", "unit")  # that every client must tell of itself
+NEEDED_PROPERTIES = (
+    "splits",
+    "budget",
+    "secure_noise",
+    "unit",
+)  # that every client must tell of itself
 
 
 def commit(
@@ -39,7 +44,7 @@ def commit(
     The event also tells how many rounds of each stage each client's budget covers.
 
     Args:
-        courier: Connected to clients that have told ``NEEDED_FACTS``.
+        courier: Connected to clients that have told ``NEEDED_PROPERTIES``.
         config: With ``privacy=dp``.
         schedules: From :func:`~fednas_flwr.pipeline.schedule.make_schedules`: each client's, or the
             one of all.
@@ -62,37 +67,41 @@ def commit(
     turns = None if sampling is None else turns_of(config, sampling)
     clients, search_epsilons = [], {}
     for client, reply in _agreed(courier, requests, config.runtime.approval_s):
-        facts, own = courier.facts[client], schedules[client]
+        properties, own = courier.properties[client], schedules[client]
         of = whole_turns(config) if turns is None else turns[client]
         to_do = {s: sum(r > done.get(s, 0) for r in rounds) for s, rounds in of.items()}
         committed = {split for planned in own for split in planned.splits}
         try:
-            check_facts(reply.facts, needed=("epsilon", "covered_steps"))
-            missing = sorted(committed - set(reply.facts["epsilon"][PRV]))
+            check_properties(reply.properties, needed=("epsilon", "covered_steps"))
+            missing = sorted(committed - set(reply.properties["epsilon"][PRV]))
             if missing:
                 raise ReplyError(f"does not say its epsilon of {', '.join(missing)}")
         except ReplyError as error:
-            place = {"stage": "commit", "round": 0, "verb": "query.commit", "client": client}
+            place = {"stage": "commit", "round": 0, "action": "query.commit", "client": client}
             courier.emit("client_left", **place, reason=str(error))
             courier.dismiss(client, str(error))
             continue
-        terms = (tuple(own), tuple(sorted(facts["splits"].items())))
+        terms = (tuple(own), tuple(sorted(properties["splits"].items())))
         if terms not in search_epsilons:
-            search_epsilons[terms] = _search_epsilon(own, facts["splits"], privacy.delta)
+            search_epsilons[terms] = _search_epsilon(own, properties["splits"], privacy.delta)
         clients.append(
             {
                 "client": client,
                 "search_epsilon": search_epsilons[terms],
-                "records": facts["splits"],
-                "rates": [planned.rate(facts["splits"]) for planned in schedule],
-                "budget": facts["budget"],
-                "secure_noise": facts["secure_noise"],
-                "unit": facts["unit"],
-                "epsilon": reply.facts["epsilon"],
-                **{name: reply.facts[name] for name in ("uncounted",) if name in reply.facts},
-                **_alone(own, facts, privacy.delta),
+                "records": properties["splits"],
+                "rates": [planned.rate(properties["splits"]) for planned in schedule],
+                "budget": properties["budget"],
+                "secure_noise": properties["secure_noise"],
+                "unit": properties["unit"],
+                "epsilon": reply.properties["epsilon"],
+                **{
+                    name: reply.properties[name]
+                    for name in ("uncounted",)
+                    if name in reply.properties
+                },
+                **_alone(own, properties, privacy.delta),
                 **({} if turns is None else {"turns": to_do}),
-                "covers": covered_rounds(own, reply.facts["covered_steps"], to_do),
+                "covers": covered_rounds(own, reply.properties["covered_steps"], to_do),
             }
         )
     for client in set(courier.clients) - {told["client"] for told in clients}:
@@ -148,7 +157,7 @@ def _agreed(
             f"its schedule {awaited} waits for a person's approval: have `fednas approve "
             f"{awaited}` typed at that site, then resume this run"
         )
-        place = {"stage": "commit", "round": 0, "verb": "query.commit", "client": client}
+        place = {"stage": "commit", "round": 0, "action": "query.commit", "client": client}
         courier.emit("client_left", **place, reason=reason)
         courier.dismiss(client, reason)
         del replies[client]
@@ -166,8 +175,8 @@ def _awaited(replies: Mapping[int, Reply]) -> dict[int, str]:
     awaited = {}
     for client, reply in replies.items():
         with suppress(ReplyError):
-            check_facts(reply.facts, needed=("awaits",))
-            awaited[client] = reply.facts["awaits"]
+            check_properties(reply.properties, needed=("awaits",))
+            awaited[client] = reply.properties["awaits"]
     return awaited
 
 
@@ -184,13 +193,13 @@ def awaited_run(events: Sequence[Event]) -> str | None:
 
 
 def _alone(
-    schedule: Sequence[PlannedRelease], facts: Mapping[str, Any], delta: float
+    schedule: Sequence[PlannedRelease], properties: Mapping[str, Any], delta: float
 ) -> dict[str, Any]:
     """Return what the schedule costs a client whose secure sums are broken, if it shares noise.
 
     Its own share is then all that hides its records: of h honest sites' noise ``1 / sqrt(h)``.
     """
-    honest = facts.get("honest_sites")
+    honest = properties.get("honest_sites")
     if honest is None or not any(planned.shared for planned in schedule):
         return {}
     alone = [
@@ -199,7 +208,7 @@ def _alone(
         else planned
         for planned in schedule
     ]
-    return {"honest_sites": honest, "alone_epsilon": _epsilon(alone, facts["splits"], delta)}
+    return {"honest_sites": honest, "alone_epsilon": _epsilon(alone, properties["splits"], delta)}
 
 
 def _search_epsilon(

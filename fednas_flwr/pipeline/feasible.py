@@ -26,7 +26,7 @@ from fednas_flwr.pipeline.schedule import make_schedules, turns_of, whole_turns
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.renyi_filter import Reading, RenyiFilter, covered_steps
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
-from fednas_flwr.privacy.policy import Policy, check_planned, check_verb
+from fednas_flwr.privacy.policy import Policy, check_action, check_planned
 from fednas_flwr.privacy.units import booked_unit
 from fednas_flwr.protocol.states import network_states
 from fednas_flwr.report.lookup import CellTable, read_table
@@ -149,8 +149,8 @@ def _check_release(
     """Refuse what a site's policy refuses, by the names of the settings."""
     secure = privacy.test_seed is None
     try:
-        allowed = check_verb(
-            policy, privacy.data_set, planned.verb, secure_noise=secure, test_seed=not secure
+        allowed = check_action(
+            policy, privacy.data_set, planned.action, secure_noise=secure, test_seed=not secure
         )
         check_planned(allowed, planned, num_values=num_values)
     except ConfigError as error:

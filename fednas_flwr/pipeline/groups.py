@@ -94,7 +94,7 @@ def _algorithm(config: Config) -> CFDNASSettings:
 
 
 def _with_names(run: Run, name: str) -> dict[int, Mapping[str, object]]:
-    """Return the facts of the clients that name a group; those that do not are left out.
+    """Return the properties of the clients that name a group; those that do not are left out.
 
     Raises:
         ConfigError: It is the run's own ``client_tags`` that name none, or too few are left.
@@ -103,16 +103,16 @@ def _with_names(run: Run, name: str) -> dict[int, Mapping[str, object]]:
     tags = run.config.client_tags or [""] * run.config.clients
     for client in courier.clients:
         try:
-            group_name(courier.facts[client], client, name)
+            group_name(courier.properties[client], client, name)
         except ConfigError as error:
             simulated = run.config.runtime.name != "deployment"
-            if simulated and courier.facts[client].get("tag", "") == tags[client]:
+            if simulated and courier.properties[client].get("tag", "") == tags[client]:
                 raise
             courier.dismiss(client, str(error))
-            place = {"stage": "connect", "round": 0, "verb": "query.describe", "client": client}
+            place = {"stage": "connect", "round": 0, "action": "query.describe", "client": client}
             courier.emit("client_left", **place, reason=str(error))
         else:
-            found[client] = courier.facts[client]
+            found[client] = courier.properties[client]
     if len(found) < courier.quorum:
         raise ConfigError(
             f"algorithm.group_by={name}: {len(found)} of {courier.num_clients} clients name a "
@@ -181,7 +181,7 @@ def _repeat_promise(run: Run, part: Run, clients: list[int]) -> None:
 def _tell(log: EventLog, name: str, event: Event) -> None:
     """Repeat in the run's own record what somebody who watches it must know of a group."""
     if event["event"] in ("client_failed", "client_left", "client_back"):
-        fields = {"stage", "round", "verb", "client", "reason", "expelled"} & set(event)
+        fields = {"stage", "round", "action", "client", "reason", "expelled"} & set(event)
         log.emit(event["event"], group=name, **{field: event[field] for field in sorted(fields)})
     elif event["event"] == "warning":
         log.emit("warning", message=f"group {name}: {event['message']}")
@@ -227,7 +227,7 @@ def _run_one(
     run.log.emit(
         "group_finished",
         group=name,
-        clients=sorted(part.courier.facts),
+        clients=sorted(part.courier.properties),
         status="completed" if reason is None else "failed",
         reason=reason,
         seconds=time.monotonic() - started,

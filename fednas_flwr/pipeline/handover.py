@@ -29,7 +29,7 @@ def hand_over(run: Run) -> None:
 
     Whatever goes wrong is a warning: the run has its model.
     """
-    keeping = [c for c in run.courier.clients if run.courier.facts[c].get("keeps_model")]
+    keeping = [c for c in run.courier.clients if run.courier.properties[c].get("keeps_model")]
     beside = run.folder.parent.name == BASELINES_FOLDER  # whose network nobody has looked for
     if not has_real_sites(run.config) or not keeping or beside:
         return

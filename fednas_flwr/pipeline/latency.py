@@ -16,7 +16,7 @@ from fednas_flwr.pipeline.run_stages import Run
 from fednas_flwr.protocol.requests import MeasureLatency, Site
 from fednas_flwr.runs.run_folder import LATENCY_FILE
 from fednas_flwr.server.cohort import QuorumError
-from fednas_flwr.server.reply_checks import check_facts
+from fednas_flwr.server.reply_checks import check_properties
 from fednas_flwr.settings import Config, DifferentialPrivacy, FDNASSettings
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.hardware_terms import load_table
@@ -88,13 +88,13 @@ def _ask(run: Run) -> LatencyTable:
         "query.latency", stage="latency", settings=request, turn=turn
     ):
         try:
-            check_facts(reply.facts, needed=("latency",))
-            table = from_json(reply.facts["latency"], origin=f"the table of client {client}")
+            check_properties(reply.properties, needed=("latency",))
+            table = from_json(reply.properties["latency"], origin=f"the table of client {client}")
             space_costs(space, table)
             if table.batch_size != BATCH_SIZE:
                 raise ReplyError(f"measured batches of {table.batch_size} instead of {BATCH_SIZE}")
         except (ReplyError, ConfigError) as error:
-            place = {"stage": "latency", "round": 0, "verb": "query.latency", "client": client}
+            place = {"stage": "latency", "round": 0, "action": "query.latency", "client": client}
             run.courier.emit("client_failed", **place, reason=str(error))
         else:
             tables.append(table)

@@ -72,15 +72,15 @@ def found_statistics(prepared: Prepared, courier: Courier, log: EventLog) -> Sta
     """
     parties: dict[int, list[Moments]] = {}
     for client in courier.clients:
-        facts = courier.facts[client]
-        moments = [parse(Moments, of, key="moments") for of in facts.get("moments", ())]
-        most = facts.get("splits", {}).get("train", 0)
+        properties = courier.properties[client]
+        moments = [parse(Moments, of, key="moments") for of in properties.get("moments", ())]
+        most = properties.get("splits", {}).get("train", 0)
         if len(moments) != prepared.train.num_numeric or any(of.count > most for of in moments):
             reason = (
                 f"its moments are not of {prepared.train.num_numeric} columns of {most} records"
             )
             courier.expel(client, reason)
-            place = {"stage": "connect", "round": 0, "verb": "query.describe", "client": client}
+            place = {"stage": "connect", "round": 0, "action": "query.describe", "client": client}
             log.emit("client_left", **place, reason=reason, expelled=True)
         else:
             parties[client] = moments
@@ -129,7 +129,7 @@ def noised_statistics(
     layout = Layout.of({STATISTICS: torch.zeros(3 * num_columns)})
     total, weights, variance = torch.zeros(3 * num_columns, dtype=torch.float64), 0.0, 0.0
     for client, reply in courier.ask(
-        planned.verb,
+        planned.action,
         stage=STATISTICS,
         server_round=1,
         settings=TellStatistics(Site(data_set)),
@@ -139,7 +139,7 @@ def noised_statistics(
     ):
         weight = reply.num_examples
         told = unpack(reply.states[STATISTICS], layout)[STATISTICS]
-        batch = planned.expected_batch(courier.facts[client]["splits"])
+        batch = planned.expected_batch(courier.properties[client]["splits"])
         noise = (planned.noise_multiplier or 0.0) * largest_norm(num_columns) / batch
         total += weight * told.double()
         weights, variance = weights + weight, variance + (weight * noise) ** 2

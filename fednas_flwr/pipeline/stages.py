@@ -28,7 +28,7 @@ from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.sampled_rounds import make_sampling
 from fednas_flwr.algorithms.shared_arguments import make_retraining, make_search
 from fednas_flwr.base.errors import ReplyError
-from fednas_flwr.client.making import make_objective, simulated_facts
+from fednas_flwr.client.making import make_objective, simulated_properties
 from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
 from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.data.prepared import make_data, make_server_data
@@ -49,7 +49,7 @@ from fednas_flwr.models.networks import (
 )
 from fednas_flwr.models.prediction import Model
 from fednas_flwr.pipeline.buildable import pools_records
-from fednas_flwr.pipeline.commitment import NEEDED_FACTS, awaited_run, commit
+from fednas_flwr.pipeline.commitment import NEEDED_PROPERTIES, awaited_run, commit
 from fednas_flwr.pipeline.feasible import given_table
 from fednas_flwr.pipeline.groups import run_groups
 from fednas_flwr.pipeline.handover import hand_over
@@ -86,7 +86,7 @@ from fednas_flwr.runs.numbers import EVENTS_FILE
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.server.cohort import TOTAL, Courier, Emit, QuorumError, ignore_events
-from fednas_flwr.server.reply_checks import check_facts
+from fednas_flwr.server.reply_checks import check_properties
 from fednas_flwr.settings import CFDNASSettings, Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import LEAST_CALIBRATED, MOST_SHOWN, SPLITS
@@ -162,16 +162,16 @@ def begin(
     name = awaited_run(earlier) or f"{folder.name}.{secrets.token_hex(4)}"
     courier = make_courier(config, run=name, emit=log.emit)
     private = isinstance(config.privacy, DifferentialPrivacy)
-    needed = ("client", *(NEEDED_FACTS if private else ()))
+    needed = ("client", *(NEEDED_PROPERTIES if private else ()))
     if has_real_sites(config):
         alike = (*SITE_FACTS, *(("honest_sites",) if config.secure_sum else ()))
         courier.connect(grid, needed=(*needed, *alike), alike=alike)
-        prepared = make_server_data(config, next(iter(courier.facts.values())))
+        prepared = make_server_data(config, next(iter(courier.properties.values())))
     else:
         prepared, parts = make_data(config)
         if not (folder / PARTITION_FILE).exists():
             save_partition(folder / PARTITION_FILE, parts)
-        courier.connect(grid, needed=needed, known=simulated_facts(config, (prepared, parts)))
+        courier.connect(grid, needed=needed, known=simulated_properties(config, (prepared, parts)))
     for event in earlier:
         if event.get("expelled"):
             courier.expel(event["client"], event["reason"])
@@ -180,13 +180,13 @@ def begin(
         statistics = statistics or found_statistics(prepared, courier, log)
     if private and not _releases_statistics(config):
         statistics = statistics or inherited_statistics(folder, log)
-    facts = [known for _, known in sorted(courier.facts.items())]
-    splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in facts]
+    properties = [known for _, known in sorted(courier.properties.items())]
+    splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in properties]
     declared = splits
     if config.samples:
         declared = _declared_at_first(courier, earlier)
         courier.sampling = make_sampling(config, declared)
-    counts = [known.get("class_counts", []) for known in facts]
+    counts = [known.get("class_counts", []) for known in properties]
     told = all(len(count) == prepared.num_classes for count in counts)  # not in private runs
     whole = len(splits) <= MOST_SHOWN or has_real_sites(config)  # whose numbers a resume needs
     log.emit(
@@ -195,7 +195,7 @@ def begin(
         multi_label=prepared.train.multi_label,
         counts=counts if told and whole else None,
         **(
-            {"splits": splits, "clients": sorted(courier.facts)}
+            {"splits": splits, "clients": sorted(courier.properties)}
             if whole
             else {"summary": summarised(splits)}
         ),
@@ -212,7 +212,7 @@ def begin(
         done = {stage: point.round for stage, point in latest.items() if point is not None}
         if statistics is not None:
             done[STATISTICS] = 1
-        least = [known.get("least_noise_multiplier", LEAST_CALIBRATED) for known in facts]
+        least = [known.get("least_noise_multiplier", LEAST_CALIBRATED) for known in properties]
         schedules = make_schedules(
             config, declared, done=done, sampling=courier.sampling, least_noise=least
         )
@@ -242,7 +242,7 @@ def _declared_at_first(courier: Courier, earlier: Sequence[Event]) -> list[Mappi
     A resumed run draws its clients by the same numbers, whoever is connected now; of one that was
     not connected then nothing is known.
     """
-    told = {client: known.get("splits", {}) for client, known in courier.facts.items()}
+    told = {client: known.get("splits", {}) for client, known in courier.properties.items()}
     begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
     if begun:
         told = dict(zip(clients_of(begun[0]), begun[0]["splits"], strict=True))
@@ -427,7 +427,7 @@ def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed])
     None where no client has such records of both kinds, or too few clients answer.
     """
     courier = run.courier
-    having = [c for c in _testers(run) if courier.facts[c].get("splits", {}).get("validation")]
+    having = [c for c in _testers(run) if courier.properties[c].get("splits", {}).get("validation")]
     histograms, weights = [], []
     with suppress(QuorumError):
         for _, reply in courier.ask(
@@ -438,8 +438,8 @@ def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed])
             among=having,
         ):
             with suppress(ReplyError):
-                check_facts(reply.facts, needed=("histogram",))
-                histograms.append(reply.facts["histogram"])
+                check_properties(reply.properties, needed=("histogram",))
+                histograms.append(reply.properties["histogram"])
                 weights.append(reply.num_examples)  # and not what it has counted
     return best_threshold(histograms, weights) if histograms else None
 
@@ -454,7 +454,7 @@ def _testers(run: Run) -> list[int]:
 
 def _ask_tests(
     run: Run,
-    verb: str,
+    action: str,
     settings: Settings,
     states: dict[str, Packed],
     *,
@@ -463,23 +463,23 @@ def _ask_tests(
     """Return what the testers that have test records measure; too few of them is a warning."""
     results: list[dict[str, Any]] = []
     courier = run.courier
-    having = [c for c in _testers(run) if courier.facts[c].get("splits", {}).get("test") != 0]
+    having = [c for c in _testers(run) if courier.properties[c].get("splits", {}).get("test") != 0]
     if not having:
         return results
     if len(having) < len(courier.clients):
         courier = courier.part(having, run=courier.run, emit=courier.emit)
     try:
         for client, reply in courier.ask(
-            verb, stage="evaluate", settings=settings, states=states, releases=run.schedule
+            action, stage="evaluate", settings=settings, states=states, releases=run.schedule
         ):
             fields: dict[str, Any] = {"client": client, "num_examples": reply.num_examples}
             if client == TOTAL:
                 fields = {"sites": reply.sites, "num_examples": reply.num_examples}
             with suppress(ReplyError):
-                check_facts(reply.facts, needed=())
-                fields |= reply.facts.get("scores", {})
-                if threshold is not None and "histogram" in reply.facts:
-                    fields |= shares_at(reply.facts["histogram"], threshold)
+                check_properties(reply.properties, needed=())
+                fields |= reply.properties.get("scores", {})
+                if threshold is not None and "histogram" in reply.properties:
+                    fields |= shares_at(reply.properties["histogram"], threshold)
             results.append(dict(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test
         run.log.emit("warning", message=f"few clients could test the network: {error}")
@@ -507,8 +507,8 @@ def _report_spending(run: Run) -> None:
             "query.describe", stage="evaluate", settings=Describe(), also_left=True
         ):
             with suppress(ReplyError):
-                check_facts(reply.facts, needed=("spent",))
-                spent.append({"client": client, "spent": reply.facts["spent"]})
+                check_properties(reply.properties, needed=("spent",))
+                spent.append({"client": client, "spent": reply.properties["spent"]})
     run.log.emit("privacy_spent", clients=spent)
 
 

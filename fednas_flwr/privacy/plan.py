@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from fednas_flwr.privacy.mechanism.renyi import Release, poisson_rate
-from fednas_flwr.protocol.actions import PRIVATE_VERBS, SPLIT_OF, VERBS
+from fednas_flwr.protocol.actions import ACTIONS, PRIVATE_ACTIONS, SPLIT_OF
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.parser import Between, Checked, Length, OneOf
 
@@ -27,7 +27,7 @@ class PlannedRelease(Checked):
 
     Attributes:
         stage: ``statistics``, ``search``, ``retrain`` or ``evaluate``.
-        verb: What the client is asked.
+        action: What the client is asked.
         kind: ``weights``, ``alphas``, ``rewards``, ``metrics`` or ``statistics``.
         splits: What is read, and nothing else.
         batch_size: Expected size of a step's batch; below 1, above 0, the rate at which each record
@@ -42,7 +42,7 @@ class PlannedRelease(Checked):
     """
 
     stage: Annotated[str, OneOf(STAGES)]
-    verb: Annotated[str, OneOf(PRIVATE_VERBS)]
+    action: Annotated[str, OneOf(PRIVATE_ACTIONS)]
     kind: Annotated[str, OneOf(KINDS)]
     splits: Annotated[tuple[str, ...], Length(Between(0, len(SPLITS)))]
     batch_size: float | None
@@ -55,7 +55,7 @@ class PlannedRelease(Checked):
     @property
     def key(self) -> str:
         """Text that tells kinds of release apart; a run has one plan for each."""
-        return release_key(self.stage, self.verb, self.kind, self.splits)
+        return release_key(self.stage, self.action, self.kind, self.splits)
 
     @property
     def noise_name(self) -> str:
@@ -104,9 +104,9 @@ class PlannedRelease(Checked):
         )
 
 
-def release_key(stage: str, verb: str, kind: str, splits: tuple[str, ...]) -> str:
+def release_key(stage: str, action: str, kind: str, splits: tuple[str, ...]) -> str:
     """Return :attr:`PlannedRelease.key`."""
-    return f"{stage}/{verb}/{kind}/{'+'.join(splits)}"
+    return f"{stage}/{action}/{kind}/{'+'.join(splits)}"
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ RoundReleases = Callable[[int, int], list[PlannedRelease]]
 
 
 def gradient_releases(
-    verbs: Mapping[str, str],
+    actions: Mapping[str, str],
     *,
     batch_size: float | None,
     steps: int,
@@ -145,7 +145,7 @@ def gradient_releases(
     """Return the releases of steps of a supernet, each of which releases every named state.
 
     Args:
-        verbs: By state, ``weights`` or ``alphas``, the verb.
+        actions: By state, ``weights`` or ``alphas``, the action.
         batch_size: See :class:`PlannedRelease`.
         steps: Of each state.
         norms: Clipping norms by state.
@@ -153,10 +153,10 @@ def gradient_releases(
     """
     return [
         PlannedRelease(
-            *("search", verb, state, (SPLIT_OF[state],), batch_size, steps, norms[state]),
+            *("search", action, state, (SPLIT_OF[state],), batch_size, steps, norms[state]),
             shared=shared,
         )
-        for state, verb in verbs.items()
+        for state, action in actions.items()
     ]
 
 
@@ -179,7 +179,7 @@ def of_clients(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:
             of_client=True,
         )
         for release in releases
-        if VERBS[release.verb].trains or release.kind == "rewards"
+        if ACTIONS[release.action].trains or release.kind == "rewards"
     ]
 
 
@@ -195,9 +195,9 @@ def statistics_release() -> PlannedRelease:
     )
 
 
-def rewards_release(stage: str, verb: str, steps: int, norm: float) -> PlannedRelease:
+def rewards_release(stage: str, action: str, steps: int, norm: float) -> PlannedRelease:
     """Return releases of rewards over all validation records."""
-    return PlannedRelease(stage, verb, "rewards", ("validation",), None, steps, norm)
+    return PlannedRelease(stage, action, "rewards", ("validation",), None, steps, norm)
 
 
 def add_up(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:

@@ -24,7 +24,7 @@ from fednas_flwr.privacy.policy import (
     DataSetPolicy,
     Policy,
 )
-from fednas_flwr.protocol.actions import PRIVATE_VERBS, VERBS
+from fednas_flwr.protocol.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.settings.names import CLIENT, LARGEST_MICRO_BATCH, SPLITS, UNITS
 from fednas_flwr.settings.parser import parse
 
@@ -96,11 +96,11 @@ def _parse_section(name: str, section: object, origin: str) -> DataSetPolicy:
     largest = read.setdefault("largest_noise_multiplier", max(least, LARGEST_BY_DEFAULT))
     if largest < least:
         raise _wrong(f"{where}.largest_noise_multiplier", largest, f"the least, {least:g}, or more")
-    for verb in read["verbs"]:
-        if verb in VERBS and VERBS[verb].never_private:
-            raise ConfigError(f"{where}.verbs: {verb} cannot be private, leave it out.")
-        if verb not in PRIVATE_VERBS:
-            raise unknown_choice(f"{where}.verbs", verb, PRIVATE_VERBS)
+    for action in read["actions"]:
+        if action in ACTIONS and ACTIONS[action].never_private:
+            raise ConfigError(f"{where}.actions: {action} cannot be private, leave it out.")
+        if action not in PRIVATE_ACTIONS:
+            raise unknown_choice(f"{where}.actions", action, PRIVATE_ACTIONS)
     try:
         RenyiFilter(epsilon=read["epsilon"], delta=read["delta"])
         Release(noise_multiplier=read["least_noise_multiplier"], sample_rate=1, steps=1)
@@ -180,11 +180,11 @@ def _approval(value: object, where: str) -> str:
     return str(value)
 
 
-def _verbs(value: object, where: str) -> frozenset[str]:
+def _actions(value: object, where: str) -> frozenset[str]:
     """Return the names in a list."""
     if not isinstance(value, list) or not value:
-        raise _wrong(where, value, "a list of verbs")
-    return frozenset(_text(verb, where) for verb in value)
+        raise _wrong(where, value, "a list of actions")
+    return frozenset(_text(action, where) for action in value)
 
 
 def _unit(value: object, where: str) -> str:
@@ -221,7 +221,7 @@ _READERS: dict[str, Callable[[object, str], object]] = {
     "largest_noise_multiplier": _positive,
     "largest_grad_norm": _norm,
     "largest_steps": _count,
-    "verbs": _verbs,
+    "actions": _actions,
     "unit": _unit,
     "records": _count,
     "fractions": _fractions,

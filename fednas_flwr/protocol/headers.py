@@ -46,7 +46,7 @@ class Header(Checked):
 
 def encode_values(
     header: Header,
-    facts: Mapping[str, Json],
+    properties: Mapping[str, Json],
     *,
     digests: Mapping[str, str] | None = None,
     metrics: Mapping[str, float] | None = None,
@@ -55,12 +55,12 @@ def encode_values(
 
     Args:
         header: Of the request.
-        facts: Of the reply.
+        properties: Of the reply.
         digests: Of its states; None of a reply without any.
         metrics: With the number of examples, which is 1 where None is given.
     """
     text = json.dumps(
-        {"header": vars(header), "digests": dict(digests or {}), "facts": dict(facts)}
+        {"header": vars(header), "digests": dict(digests or {}), "properties": dict(properties)}
     )
     numbers = MetricRecord(dict(metrics or {NUM_EXAMPLES: 1.0}))
     return {HEADER: ConfigRecord({JSON: text}), METRICS: numbers}

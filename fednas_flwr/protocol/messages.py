@@ -50,15 +50,15 @@ class Request:
     """Request to a client.
 
     Attributes:
-        verb: One of ``verbs.VERBS``, e.g. ``train.search``.
+        action: One of ``actions.ACTIONS``, e.g. ``train.search``.
         header: See :class:`Header`.
-        settings: Arguments of the verb.
+        settings: Arguments of the action.
         states: Packed tensors by state: ``weights``, ``alphas``, ``buffers``, ``moments``.
         statistics: By which all clients standardise a table whose own are not declared.
         summed: How the reply is masked; None asks for a reply that the server reads.
     """
 
-    verb: str
+    action: str
     header: Header
     settings: Settings
     states: Mapping[str, Packed] = field(default_factory=dict)
@@ -76,10 +76,10 @@ class Request:
 
     @property
     def digest(self) -> str:
-        """64 hex digits that differ when verb, settings, tensors, ranges or statistics differ."""
+        """64 hex digits that differ when action, settings, tensors, ranges or statistics differ."""
         ranges = {} if self.summed is None else self.summed.ranges
         statistics = {} if self.statistics is None else vars(self.statistics)
-        asked = [self.verb, encode(self.settings), ranges, statistics]
+        asked = [self.action, encode(self.settings), ranges, statistics]
         text = json.dumps(asked, sort_keys=True)
         found = hashlib.sha256(text.encode())
         for name in sorted(self.states):
@@ -98,7 +98,7 @@ class Reply:
         metrics: Numbers by name, never averaged into a state. A loss may be NaN or infinite.
         states: Packed tensors by state.
         digests: The layout digest of every state, see ``Layout.digest``.
-        facts: What ``query.describe`` tells about the client, JSON values only.
+        properties: What ``query.describe`` tells about the client, JSON values only.
         shares: By state, what takes the place of its packed tensors where clients share the noise;
             it leaves under masks only.
         sites: Number of clients that it stands for: more than 1 of the total of a secure sum. It
@@ -109,7 +109,7 @@ class Reply:
     metrics: Mapping[str, float] = field(default_factory=dict)
     states: Mapping[str, Packed] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
-    facts: Mapping[str, Json] = field(default_factory=dict)
+    properties: Mapping[str, Json] = field(default_factory=dict)
     shares: Mapping[str, Cells] = field(default_factory=dict)
     sites: int = 1
 
@@ -150,7 +150,7 @@ def encode_request(
     return RecordDict({HEADER: ConfigRecord({JSON: json.dumps(values)}), **states})
 
 
-def decode_request(verb: str, content: RecordDict) -> Request:
+def decode_request(action: str, content: RecordDict) -> Request:
     """Return the request in a message's content.
 
     Raises:
@@ -174,7 +174,7 @@ def decode_request(verb: str, content: RecordDict) -> Request:
     if "statistics" in text:
         statistics = parse(Statistics, text["statistics"], key="statistics")
     summed = parse(Summed, text["summed"], key="summed") if "summed" in text else None
-    return Request(verb, header, decode(verb, text["settings"]), states, statistics, summed)
+    return Request(action, header, decode(action, text["settings"]), states, statistics, summed)
 
 
 def encode_reply(header: Header, reply: Reply) -> RecordDict:
@@ -188,7 +188,7 @@ def encode_reply(header: Header, reply: Reply) -> RecordDict:
     metrics = {name: float(value) for name, value in reply.metrics.items()}
     values = encode_values(
         header,
-        reply.facts,
+        reply.properties,
         digests=reply.digests,
         metrics={NUM_EXAMPLES: float(reply.num_examples), **metrics},
     )
@@ -216,7 +216,7 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
             metrics=metrics,
             states=_decode_states(content),
             digests=dict(text["digests"]),
-            facts=dict(text["facts"]),
+            properties=dict(text["properties"]),
         )
     except Exception as error:  # whatever a client can send: deep JSON even ends the recursion
         raise ReplyError(f"malformed reply: {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""Requests: one frozen dataclass for each verb; on the wire it is JSON.
+"""Requests: one frozen dataclass for each action; on the wire it is JSON.
 
 :func:`decode` is the only way from a message to a request: an unknown or missing key, or a value of
 another type or out of range, is refused before anything else is done. Tensors travel beside it.
@@ -403,15 +403,15 @@ REQUESTS: dict[str, type[Settings]] = {
 }
 
 
-def decode(verb: str, values: object) -> Settings:
-    """Return the request of a verb that a message's JSON values say.
+def decode(action: str, values: object) -> Settings:
+    """Return the request of an action that a message's JSON values say.
 
     Raises:
-        ConfigError: There is no such verb, or the values are not such a request.
+        ConfigError: There is no such action, or the values are not such a request.
     """
-    if verb not in REQUESTS:
-        raise unknown_choice("verb", verb, REQUESTS)
-    request: Settings = parse(REQUESTS[verb], values, key="")
+    if action not in REQUESTS:
+        raise unknown_choice("action", action, REQUESTS)
+    request: Settings = parse(REQUESTS[action], values, key="")
     return request
 
 

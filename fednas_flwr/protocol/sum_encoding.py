@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ReplyError
-from fednas_flwr.protocol.actions import VERBS
+from fednas_flwr.protocol.actions import ACTIONS
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
 from fednas_flwr.protocol.states import Layout, Packed
@@ -36,13 +36,13 @@ class Summands:
     """The plan of one exchange's vectors, which server and clients compute alike.
 
     Attributes:
-        verb: That is asked.
+        action: That is asked.
         sizes: Of the reply's states.
         summed: What the request says.
         base: The states of the request, to which trained ones are differences.
     """
 
-    verb: str
+    action: str
     sizes: Sizes
     summed: Summed
     base: Mapping[str, Packed]
@@ -58,8 +58,8 @@ class Summands:
 
     @cached_property
     def metrics(self) -> list[str]:
-        """The metrics that the verb may give."""
-        return sorted(VERBS[self.verb].metrics)
+        """The metrics that the action may give."""
+        return sorted(ACTIONS[self.action].metrics)
 
     @cached_property
     def lengths(self) -> dict[str, int]:
@@ -134,11 +134,11 @@ class Summands:
 
     def _weight(self, state: str, n: float) -> float:
         """Return what a state is multiplied by: gradients are sums already."""
-        return 1.0 if state in VERBS[self.verb].gradients_of else n
+        return 1.0 if state in ACTIONS[self.action].gradients_of else n
 
     def _sent(self, state: str, dtype: str) -> Tensor | None:
         """Return the vector that a trained one is a difference to."""
-        return self.base.get(state, {}).get(dtype) if VERBS[self.verb].trains else None
+        return self.base.get(state, {}).get(dtype) if ACTIONS[self.action].trains else None
 
 
 def sizes_of(states: Mapping[str, Packed], shares: Mapping[str, Cells] | None = None) -> Sizes:

@@ -1,4 +1,4 @@
-"""Requests of a secure sum to a site besides the verb that it sums; imports no torch."""
+"""Requests of a secure sum to a site besides the action that it sums; imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BySite = Annotated[dict[str, str], Length(Between(0, MOST_SITES))]  # hex digits
 
 @dataclass(frozen=True)
 class Settings(Checked):
-    """Arguments of a verb."""
+    """Arguments of an action."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def check_digest(context: str) -> None:
 
 
 def answer_sum(sums: SumSite, asked: Settings) -> dict[str, Any]:
-    """Return the facts by which a site answers one of these requests.
+    """Return the properties by which a site answers one of these requests.
 
     Raises:
         ConfigError: The site refuses it.

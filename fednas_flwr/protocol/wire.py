@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fednas_flwr.base.errors import ConfigError, ReplyError
-from fednas_flwr.protocol.actions import VERBS
+from fednas_flwr.protocol.actions import ACTIONS
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.states import Layout, Packed
 
@@ -41,7 +41,7 @@ def round_reply(reply: Reply, request: Request, *, wire: str, generator: torch.G
         return reply
     states = {}
     for name, packed in reply.states.items():
-        base = request.states.get(name) if VERBS[request.verb].trains else None
+        base = request.states.get(name) if ACTIONS[request.action].trains else None
         states[name] = _round_packed(packed, base or {}, wire=wire, generator=generator)
     return replace(reply, states=states)
 
@@ -53,7 +53,7 @@ def restore(packed: Packed, layout: Layout, *, wire: str, base: Packed | None) -
         packed: As it arrived; nothing of it has been checked.
         layout: Of the state that was asked for.
         wire: What was agreed on.
-        base: The same state as the server has it, if its verb trains a model that it was sent.
+        base: The same state as the server has it, if its action trains a model that it was sent.
 
     Raises:
         ReplyError: The vectors are not those of a rounded state of this layout.
@@ -75,10 +75,10 @@ def restore(packed: Packed, layout: Layout, *, wire: str, base: Packed | None) -
     return {**rest, "float32": vector}
 
 
-def round_sent(states: Mapping[str, Packed], *, verb: str, wire: str) -> dict[str, Packed]:
+def round_sent(states: Mapping[str, Packed], *, action: str, wire: str) -> dict[str, Packed]:
     """Return the states of a request, with long weights rounded if they are to be trained."""
     sent = dict(states)
-    if wire != "float32" and verb.startswith("train.") and "weights" in sent:
+    if wire != "float32" and action.startswith("train.") and "weights" in sent:
         sent["weights"] = _round_packed(sent["weights"], {}, wire=wire, generator=None)
     return sent
 

@@ -50,7 +50,7 @@ _ACCOUNTING = (
     "which is also the bound for runs that were chosen after seeing earlier ones."
 )
 _SHARED = (
-    "The noise of {verbs} is shared by secure sums: each client adds 1 / h of its variance, h "
+    "The noise of {actions} is shared by secure sums: each client adds 1 / h of its variance, h "
     "being the honest clients among the fewest survivors that its policy allows ({honest}), and "
     "opens no sum of fewer. Epsilon rests on that: on no more of the survivors helping the server "
     "than the policies say, on a roster of the clients' own keys, and on X25519, ChaCha20 and "
@@ -133,14 +133,14 @@ def promise_texts(event: Event) -> list[str]:
         texts.append(_DRAWN.format(per_round=event["drawn"]["per_round"]))
     if text := uncounted_text(event["clients"]):
         texts.append(text)
-    shared = [release["verb"] for release in event["schedule"] if release.get("shared")]
+    shared = [release["action"] for release in event["schedule"] if release.get("shared")]
     told = [client for client in event["clients"] if "alone_epsilon" in client]
     if shared and told:
         alone = largest({str(place): client["alone_epsilon"] for place, client in enumerate(told)})
         honest = sorted({client["honest_sites"] for client in told})
         texts.append(
             _SHARED.format(
-                verbs=" and ".join(dict.fromkeys(shared)),
+                actions=" and ".join(dict.fromkeys(shared)),
                 honest=" or ".join(map(str, honest)),
                 alone=epsilon_text(alone),
                 delta=overall(event)[1],
@@ -244,11 +244,11 @@ def is_secure(client: Event) -> bool:
 
 def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of the table of what clients committed to release, by kind."""
-    head = ["stage", "verb", "splits", "noise multiplier", "clipping norm"]
+    head = ["stage", "action", "splits", "noise multiplier", "clipping norm"]
     head += ["expected batch", "rate p", "steps, at most"]
     rows = [
         [
-            *(release["stage"], release["verb"], ", ".join(release["splits"])),
+            *(release["stage"], release["action"], ", ".join(release["splits"])),
             f"{release['noise_multiplier']:g}{' (of the sum)' if release.get('shared') else ''}",
             f"{release['max_grad_norm']:g}",
             "every record" if release["batch_size"] is None else f"{release['batch_size']:,}",

@@ -49,7 +49,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     On a terminal every stage has a moving bar. Elsewhere every round is one line; in a stage of
     more than 100 rounds one line about every 5 s, and always the last. Warnings, failures of
     clients, clients that leave and what a private run promises are printed in both; a failure that
-    repeats (same client, verb, reason) only once.
+    repeats (same client, action, reason) only once.
 
     Use it as a context manager, so that the terminal is given back whatever happens.
 
@@ -99,7 +99,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
                 self._show_failure(event)
             case "client_left":
                 self._say(
-                    f"client {event['client']} left the run {place(event)} ({event['verb']}): "
+                    f"client {event['client']} left the run {place(event)} ({event['action']}): "
                     f"{event['reason']}",
                     style="yellow",
                 )
@@ -182,11 +182,11 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
                 self._bars.update(self._task, position=duration(event["seconds"]))
 
     def _show_failure(self, event: Event) -> None:
-        failure = (event["client"], event["verb"], event["reason"])
+        failure = (event["client"], event["action"], event["reason"])
         if failure not in self._failures:
             self._failures.add(failure)
             self._say(
-                f"client {event['client']} failed {place(event)} ({event['verb']}): "
+                f"client {event['client']} failed {place(event)} ({event['action']}): "
                 f"{event['reason']}",
                 style="red",
             )

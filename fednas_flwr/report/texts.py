@@ -408,11 +408,11 @@ def failure_text(run: Run) -> str:
 
 
 def failure_rows(run: Run) -> list[list[str]]:
-    """Return client, stage, round, verb and reason as table rows, clients that left first."""
+    """Return client, stage, round, action and reason as table rows, clients that left first."""
 
     def row(event: Event, reason: str) -> list[str]:
         number = str(event["round"]) if event["round"] else DASH
-        return [str(event["client"]), event["stage"], number, event["verb"], reason]
+        return [str(event["client"]), event["stage"], number, event["action"], reason]
 
     left = [row(event, f"left the run: {event['reason']}") for event in run.departures()]
     return [*left, *(row(event, str(event["reason"])) for event in run.failures())]

@@ -24,7 +24,7 @@ from flwr.serverapp import Grid
 from fednas_flwr.base.errors import ClientLeftError, ReplyError
 from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.protocol.actions import VERBS
+from fednas_flwr.protocol.actions import ACTIONS
 from fednas_flwr.protocol.messages import (
     Header,
     Reply,
@@ -44,7 +44,7 @@ from fednas_flwr.server.limits import Limits, honest_limits, norm
 from fednas_flwr.server.reply_checks import (
     MAX_EXAMPLES,
     accept_reply,
-    check_facts,
+    check_properties,
     held_shares,
     misfits,
     outliers,
@@ -81,7 +81,7 @@ class Requests:
         accepts: Reads the client's reply.
         most: Examples that it may have, or what it counts for in their place.
         weights: What it counts for in an average in place of its examples, where that is planned.
-        verb: What is asked.
+        action: What is asked.
         dense_reply: Bytes of a reply of whole states that nobody has rounded.
     """
 
@@ -89,7 +89,7 @@ class Requests:
     accepts: Mapping[int, Callable[[Message], Reply]]
     most: Mapping[int, float]
     weights: Mapping[int, float]
-    verb: str
+    action: str
     dense_reply: int
 
 
@@ -115,11 +115,11 @@ class _PendingSum:
         Raises:
             ReplyError: The client was asked, or says that it was asked, something else.
         """
-        check_facts(reply.facts, needed=("context", "boxes"))
-        self.context = self.context or reply.facts["context"]
-        if reply.facts["context"] != self.context:
+        check_properties(reply.properties, needed=("context", "boxes"))
+        self.context = self.context or reply.properties["context"]
+        if reply.properties["context"] != self.context:
             raise ReplyError("it has answered another request than the clients before it")
-        self.boxes[client] = reply.facts["boxes"]
+        self.boxes[client] = reply.properties["boxes"]
         vectors = reply.states[MASKED]
         self.total.add(client, [vectors[d].numpy() for d in self.summands.lengths])
 
@@ -145,7 +145,7 @@ class Courier:
         bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts thrice.
         bytes_received: Bytes of all arrays in replies so far.
         bytes_dense: Bytes that whole states, unrounded, would have taken in both directions.
-        facts: What each connected client said of itself, by client.
+        properties: What each connected client said of itself, by client.
         statistics: By which all clients standardise a table; None where they are declared.
         sampling: Draws the clients that a round asks, in all of its exchanges; None asks all.
         wait: Called with seconds where there is nothing to do but wait for replies.
@@ -182,7 +182,7 @@ class Courier:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.bytes_dense = 0
-        self.facts: dict[int, Mapping[str, Any]] = {}
+        self.properties: dict[int, Mapping[str, Any]] = {}
         self.statistics: Statistics | None = None
         self.sampling: Sampling | None = None
         self._num_classes = 1
@@ -205,8 +205,8 @@ class Courier:
         """Wait for the clients of ``grid`` and learn which node is which client.
 
         A node that says less than is needed, an index out of range, or the same one as another node
-        is left out, and so is a client whose facts are not those of most or that declares far fewer
-        or far more records.
+        is left out, and so is a client whose properties are not those of most or that declares far
+        fewer or far more records.
 
         Args:
             grid: Flower's way to the clients.
@@ -218,9 +218,9 @@ class Courier:
         Raises:
             QuorumError: Too few clients appeared, answered ``query.describe`` in time or fit.
         """
-        if grid is self._grid and self.facts:
+        if grid is self._grid and self.properties:
             return
-        self._grid, self.facts, self._max_examples, self._left = grid, {}, {}, {}
+        self._grid, self.properties, self._max_examples, self._left = grid, {}, {}, {}
         self._refused.clear()
         self._missed.clear()
         deadline = time.monotonic() + self.connect_s
@@ -235,11 +235,11 @@ class Courier:
             )
         self._nodes = dict(enumerate(nodes))  # provisional: the answers tell the real indices
         owners: dict[int, list[int]] = {}
-        facts: dict[int, Mapping[str, Any]] = {}
+        properties: dict[int, Mapping[str, Any]] = {}
         max_examples: dict[int, float] = {}
         reasons = [] if len(nodes) == self.num_clients else [f"only {len(nodes)} nodes appeared"]
         for index, own in (known or {}).items():
-            owners[index], facts[index] = [nodes[index]], own
+            owners[index], properties[index] = [nodes[index]], own
             max_examples[index] = max(1, sum(own["splits"].values()))
         asked_who: Iterator[tuple[int, Reply | str]] = iter(())
         if known is None:
@@ -248,11 +248,11 @@ class Courier:
             try:
                 if not isinstance(answer, Reply):
                     raise ReplyError(answer)
-                check_facts(answer.facts, needed=needed)
+                check_properties(answer.properties, needed=needed)
             except ReplyError as error:
                 reasons.append(f"node {nodes[asked]}: {_plain(str(error))}")
                 continue
-            index = answer.facts["client"]
+            index = answer.properties["client"]
             if not 0 <= index < self.num_clients:
                 reasons.append(
                     f"node {nodes[asked]} says that it is client {index} of clients="
@@ -260,39 +260,39 @@ class Courier:
                 )
                 continue
             owners.setdefault(index, []).append(nodes[asked])
-            facts[index] = answer.facts
+            properties[index] = answer.properties
             max_examples[index] = answer.num_examples
         for index, claimants in sorted(owners.items()):
             if len(claimants) > 1:
-                del facts[index]
+                del properties[index]
                 reasons.append(
                     f"nodes {' and '.join(map(str, claimants))} say that they are the same client, "
                     f"{index}: give each its own partition-id"
                 )
-        facts = dict(sorted(facts.items()))
-        for index, reason in misfits(facts, alike).items():
-            del facts[index]
+        properties = dict(sorted(properties.items()))
+        for index, reason in misfits(properties, alike).items():
+            del properties[index]
             reasons.append(f"client {index}: {_plain(reason)}")
         declared = {
             index: {"": max_examples[index]}
             | {f"{split} ": number for split, number in known.get("splits", {}).items()}
-            for index, known in facts.items()
+            for index, known in properties.items()
         }
         strange = outliers(declared, fewest=self.fewest_records, most=self.most_records)
         for index, reason in strange.items():
-            del facts[index]
+            del properties[index]
             reasons.append(f"client {index}: {reason}")
-        for client in sorted(set(range(self.num_clients)) - set(facts)):
+        for client in sorted(set(range(self.num_clients)) - set(properties)):
             self.tell_failure("connect", 0, "query.describe", client, "; ".join(reasons))
-        if len(facts) < self.quorum:
+        if len(properties) < self.quorum:
             raise QuorumError(
-                f"{'; '.join(reasons)} (query.describe: {len(facts)} of {self.num_clients} "
+                f"{'; '.join(reasons)} (query.describe: {len(properties)} of {self.num_clients} "
                 f"clients answered, {self.quorum} are needed)"
             )
         self._refused.clear()  # they stood at provisional indices
-        self._nodes = {index: owners[index][0] for index in facts}
-        self.facts, self._max_examples = facts, max_examples
-        named = [len(own.get("class_names", [])) for own in facts.values()]
+        self._nodes = {index: owners[index][0] for index in properties}
+        self.properties, self._max_examples = properties, max_examples
+        named = [len(own.get("class_names", [])) for own in properties.values()]
         self._num_classes = max(1, int(median(named)))  # as most clients have it
 
     def quorum_of(self, asked: int) -> int:
@@ -328,7 +328,7 @@ class Courier:
         part._refused = self._refused
         part._left = {client: why for client, why in self._left.items() if client in clients}
         part._max_examples = {client: self._max_examples[client] for client in clients}
-        part.facts = {client: self.facts[client] for client in clients}
+        part.properties = {client: self.properties[client] for client in clients}
         return part
 
     def expel(self, client: int, reason: str) -> None:
@@ -341,7 +341,7 @@ class Courier:
 
     def ask(
         self,
-        verb: str,
+        action: str,
         *,
         stage: str,
         server_round: int = 0,
@@ -363,11 +363,11 @@ class Courier:
         the total's, under the name :data:`TOTAL`.
 
         Args:
-            verb: What is asked, e.g. ``train.search``.
+            action: What is asked, e.g. ``train.search``.
             stage: Stage of the run, part of the header.
             server_round: Round within the stage.
             phase: Number of the exchange within the round.
-            settings: Arguments of the verb. Where they ask for ``sparse`` replies, those yielded
+            settings: Arguments of the action. Where they ask for ``sparse`` replies, those yielded
                 are whole.
             own_settings: Arguments for single clients in their place.
             states: Packed tensors to send.
@@ -388,15 +388,15 @@ class Courier:
         spares = [] if turn is None else list(turn.spares)
         asked = among if turn is None else turn.clients
         failures: dict[int, str] = {}
-        planned = {p.kind: p for p in releases if (p.stage, p.verb) == (stage, verb)}
+        planned = {p.kind: p for p in releases if (p.stage, p.action) == (stage, action)}
         pending: _PendingSum | None = None
-        if self.secure_sum and not VERBS[verb].is_public:
+        if self.secure_sum and not ACTIONS[action].is_public:
             if own_settings:
                 raise ValueError("a secure sum is of replies to one request: no own_settings")
-            pending = self._begin_sum(verb, states or {}, layouts or {}, planned)
+            pending = self._begin_sum(action, states or {}, layouts or {}, planned)
         while asked is None or asked:
             requests = self.requests(
-                *(verb, stage, server_round, phase, settings, states, layouts),
+                *(action, stage, server_round, phase, settings, states, layouts),
                 own_settings=own_settings,
                 whole=whole,
                 planned=planned,
@@ -413,28 +413,28 @@ class Courier:
                         answer = self._strike(client, _plain(str(error)))
                 if isinstance(answer, Reply):
                     accepted += 1
-                    self.tell_back(client, stage, server_round, verb)
+                    self.tell_back(client, stage, server_round, action)
                     if pending is None:
                         yield client, answer
                 else:
                     failures[client] = answer
-                    self.tell_failure(stage, server_round, verb, client, answer)
+                    self.tell_failure(stage, server_round, action, client, answer)
             short = max(0, wanted - accepted)
             asked, spares = spares[:short], spares[short:]
         if accepted < (quorum := self.quorum_of(wanted)):
             left = {c: w for c, w in self.left.items() if turn is None or c in turn.candidates}
             first, *others = [f"client {c}: {why}" for c, why in sorted((left | failures).items())]
-            where = f"{verb} in round {server_round}" if server_round else verb
+            where = f"{action} in round {server_round}" if server_round else action
             raise QuorumError(
                 f"{first} ({where}: {accepted} of {wanted} "
                 f"clients answered, {quorum} are needed{'; '.join(['', *others])})"
             )
         if pending is not None:
-            yield TOTAL, self._open_sum(pending, verb, stage, server_round, phase)
+            yield TOTAL, self._open_sum(pending, action, stage, server_round, phase)
 
     def _begin_sum(
         self,
-        verb: str,
+        action: str,
         states: Mapping[str, Packed],
         layouts: Mapping[str, Layout],
         planned: Mapping[str, PlannedRelease],
@@ -445,16 +445,16 @@ class Courier:
         """
         asked = tuple(client for client in self.clients if self._refused[client] < STRIKES)
         ranges = {
-            kind: max(release.sum_range(self.facts[client]["splits"]) for client in asked)
+            kind: max(release.sum_range(self.properties[client]["splits"]) for client in asked)
             for kind, release in planned.items()
             if release.shared
         }
         summed = Summed(secrets.token_hex(8), asked, ranges)
         sizes = {name: layout.sizes for name, layout in layouts.items()}
-        return _PendingSum(Summands(verb, sizes, summed, states), MaskedSum(asked))
+        return _PendingSum(Summands(action, sizes, summed, states), MaskedSum(asked))
 
     def _open_sum(
-        self, pending: _PendingSum, verb: str, stage: str, server_round: int, phase: int
+        self, pending: _PendingSum, action: str, stage: str, server_round: int, phase: int
     ) -> Reply:
         """Have the survivors sign their list, then open their masks; return the total's reply.
 
@@ -469,11 +469,11 @@ class Courier:
         missing = sorted(set(survivors) - set(signatures))
         if missing:
             raise QuorumError(
-                f"the secure sum of {verb} in round {server_round} has failed: clients {missing} "
+                f"the secure sum of {action} in round {server_round} has failed: clients {missing} "
                 "have answered, but not signed the list of survivors, so that no mask may be "
                 "opened; continue the run with resume=<run folder>."
             )
-        signed = {str(client): facts["signature"] for client, facts in signatures.items()}
+        signed = {str(client): properties["signature"] for client, properties in signatures.items()}
         opening = {
             client: OpenMasks(
                 pending.context,
@@ -493,8 +493,8 @@ class Courier:
             own_settings=opening,
         )
         openings = {
-            client: Opening(by_index(facts["parts"]), by_index(facts["pairs"]))
-            for client, facts in opened.items()
+            client: Opening(by_index(properties["parts"]), by_index(properties["pairs"]))
+            for client, properties in opened.items()
         }
         try:
             vectors = pending.total.unmask(openings)
@@ -502,13 +502,13 @@ class Courier:
             return pending.summands.decode(named, sites=len(survivors))
         except (LookupError, ValueError) as error:
             raise QuorumError(
-                f"the secure sum of {verb} in round {server_round} has failed, with "
+                f"the secure sum of {action} in round {server_round} has failed, with "
                 f"{len(openings)} of {len(survivors)} survivors' openings: {error}"
             ) from error
 
     def _gather(
         self,
-        verb: str,
+        action: str,
         place: tuple[str, int, int],
         settings: Settings,
         clients: Sequence[int],
@@ -516,18 +516,18 @@ class Courier:
         *,
         own_settings: Mapping[int, Settings] | None = None,
     ) -> dict[int, Mapping[str, Any]]:
-        """Return the facts of all clients that answer a message of a secure sum as they should."""
+        """Return the properties of all clients that answer a secure sum's message well."""
         found = {}
-        requests = self.requests(verb, *place, settings, own_settings=own_settings, among=clients)
+        requests = self.requests(action, *place, settings, own_settings=own_settings, among=clients)
         for client, answer in self._exchange(requests):
             if isinstance(answer, Reply):
                 try:
-                    check_facts(answer.facts, needed=needed)
-                    found[client] = answer.facts
+                    check_properties(answer.properties, needed=needed)
+                    found[client] = answer.properties
                     continue
                 except ReplyError as error:
                     answer = self._strike(client, _plain(str(error)))
-            self.tell_failure(place[0], place[1], verb, client, answer)
+            self.tell_failure(place[0], place[1], action, client, answer)
         return found
 
     def _exchange(self, requests: Requests) -> Iterator[tuple[int, Reply | str]]:
@@ -545,7 +545,7 @@ class Courier:
                 if client in requests.weights:
                     scale *= requests.weights[client] / answer.num_examples
                 if client in scales or client in requests.weights:
-                    answer = answer.weighing(scale, summed=VERBS[requests.verb].gradients_of)
+                    answer = answer.weighing(scale, summed=ACTIONS[requests.action].gradients_of)
                 self.bytes_dense += requests.dense_reply
             yield client, answer
 
@@ -561,7 +561,9 @@ class Courier:
 
     def _held_shares(self, most: Mapping[int, float]) -> dict[int, float]:
         """Return whose weights are scaled to ``largest_share`` of an average, and tell it once."""
-        scales = held_shares(most, self.largest_share) if self.facts and not self.secure_sum else {}
+        scales = (
+            held_shares(most, self.largest_share) if self.properties and not self.secure_sum else {}
+        )
         for client in scales.keys() - self._held:
             message = (
                 f"client {client} may weigh {most[client]:g} of {sum(most.values()):g} examples: "
@@ -573,7 +575,7 @@ class Courier:
 
     def requests(
         self,
-        verb: str,
+        action: str,
         stage: str,
         server_round: int,
         phase: int,
@@ -599,7 +601,9 @@ class Courier:
         messages: dict[int, Message] = {}
         accepts: dict[int, Callable[[Message], Reply]] = {}
         most: dict[int, float] = {}  # examples, or what it counts for in their place
-        records, accept, limits = self._carried(verb, settings, states, layouts, summands=summands)
+        records, accept, limits = self._carried(
+            action, settings, states, layouts, summands=summands
+        )
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
             if self._refused[client] >= STRIKES or (client in self._left and not also_left):
                 continue
@@ -615,21 +619,21 @@ class Courier:
             )
             self.bytes_sent += payload_bytes(content)
             self.bytes_dense += sum(sizes.values())
-            facts = self.facts.get(client, {})
+            properties = self.properties.get(client, {})
             own_limits = limits(
                 own,
                 examples=self._max_examples.get(client, MAX_EXAMPLES),
                 planned=planned or {},
-                records=facts.get("splits", {}),
+                records=properties.get("splits", {}),
             )
             most[client] = weights.get(client, own_limits.examples)
             accepts[client] = partial(accept, header=header, limits=own_limits)
-            messages[client] = Message(content, node, verb, ttl=self.deadline_s + 60)
-        return Requests(messages, accepts, most, weights, verb, sum(returned.values()))
+            messages[client] = Message(content, node, action, ttl=self.deadline_s + 60)
+        return Requests(messages, accepts, most, weights, action, sum(returned.values()))
 
     def _carried(
         self,
-        verb: str,
+        action: str,
         settings: Settings,
         states: Mapping[str, Packed],
         layouts: Mapping[str, Layout],
@@ -637,44 +641,44 @@ class Courier:
         summands: Summands | None,
     ) -> tuple[dict[str, ArrayRecord], partial[Reply], partial[Limits]]:
         """Return what states travel as, what reads a reply to them, and what says its limits."""
-        rounded = round_sent(states, verb=verb, wire=self.wire)
+        rounded = round_sent(states, action=action, wire=self.wire)
         accept = partial(
             accept_reply,
             layouts=layouts,
-            metrics=VERBS[verb].metrics,
+            metrics=ACTIONS[action].metrics,
             sent=states if isinstance(settings, Search) and settings.sparse else None,
             wire=self.wire,
-            base=states if VERBS[verb].trains else None,
+            base=states if ACTIONS[action].trains else None,
             summands=summands,
         )
         limits = partial(
             honest_limits,
-            verb,
+            action,
             classes=self._num_classes,
             sizes={name: sum(layout.sizes.values()) for name, layout in layouts.items()},
             sent={name: norm(state) for name, state in restore_sent(rounded).items()},
         )
         return encode_states(rounded), accept, limits
 
-    def tell_back(self, client: int, stage: str, server_round: int, verb: str) -> None:
+    def tell_back(self, client: int, stage: str, server_round: int, action: str) -> None:
         """Tell that a client has answered again that did not before."""
         if client in self._missed:
             self._missed.remove(client)
-            self._tell("client_back", stage, server_round, verb, client)
+            self._tell("client_back", stage, server_round, action, client)
 
     def tell_failure(
-        self, stage: str, server_round: int, verb: str, client: int, reason: str
+        self, stage: str, server_round: int, action: str, client: int, reason: str
     ) -> None:
         """Tell that a client gave no accepted reply, and whether it has left."""
         event = "client_left" if client in self._left else "client_failed"
         more = {"expelled": True} if self._refused[client] >= STRIKES else {}
         self._missed.add(client)
-        self._tell(event, stage, server_round, verb, client, reason=reason, **more)
+        self._tell(event, stage, server_round, action, client, reason=reason, **more)
 
     def _tell(
-        self, event: str, stage: str, server_round: int, verb: str, client: int, **fields: object
+        self, event: str, stage: str, server_round: int, action: str, client: int, **fields: object
     ) -> None:
-        self.emit(event, stage=stage, round=server_round, verb=verb, client=client, **fields)
+        self.emit(event, stage=stage, round=server_round, action=action, client=client, **fields)
 
     def _in_order(
         self,

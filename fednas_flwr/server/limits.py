@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
-from fednas_flwr.protocol.actions import VERBS
+from fednas_flwr.protocol.actions import ACTIONS
 from fednas_flwr.protocol.requests import (
     Amount,
     LocalSearch,
@@ -72,7 +72,7 @@ class Limits:
 
 
 def honest_limits(
-    verb: str,
+    action: str,
     settings: Settings,
     *,
     sizes: Mapping[str, int],
@@ -85,18 +85,18 @@ def honest_limits(
     """Return what one client's honest reply stays within.
 
     Args:
-        verb: What it is asked.
+        action: What it is asked.
         settings: With which arguments.
         sizes: Number of values of each state that it returns.
         sent: Norm of each state that it is sent.
         examples: How many records it has declared.
         classes: How many classes there are: oversampling repeats a record as often at most.
-        planned: With privacy the plan of each kind that the verb releases; empty without.
+        planned: With privacy the plan of each kind that the action releases; empty without.
         records: With privacy the declared records by split.
     """
     planned = {k: plan for k, plan in planned.items() if records and plan.num_records(records)}
     if isinstance(settings, TakeGradients | TakeNetworkGradient):
-        return _of_gradients(verb, settings, sizes, examples, planned, records)
+        return _of_gradients(action, settings, sizes, examples, planned, records)
     norms = {
         # running variances are squares of activations, whose scale every skipped sum multiplies
         name: GROWTH ** (2 if name == "buffers" else 1) * (math.sqrt(size) + sent.get(name, 0.0))
@@ -202,7 +202,7 @@ def _floats(packed: Packed) -> Packed:
 
 
 def _of_gradients(
-    verb: str,
+    action: str,
     settings: TakeGradients | TakeNetworkGradient,
     sizes: Mapping[str, int],
     examples: float,
@@ -212,7 +212,7 @@ def _of_gradients(
     """Return the limits of sums of gradients: over local steps, all scaled to the first's batch."""
     if settings.batch_size is not None:  # a last batch takes what would be one of a single record
         examples = min(examples, settings.batch_size + 1)
-    states = VERBS[verb].gradients_of
+    states = ACTIONS[action].gradients_of
     if not planned.keys() >= set(states):
         ceilings = {s: GROWTH * math.sqrt(sizes.get(s, 0)) * examples for s in states}
         return Limits(examples, ceilings)

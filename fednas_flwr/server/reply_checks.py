@@ -80,9 +80,9 @@ def accept_reply(
             its layout.
         limits: What an honest reply stays within. A tiny or a huge weight would overflow the
             aggregate although every tensor is finite.
-        metrics: The names that the verb may give.
+        metrics: The names that the action may give.
         sent: The states of the request, where the reply may leave out the tensors that have not
-            changed, and name the others (``facts["changed"]``); they are filled in.
+            changed, and name the others (``properties["changed"]``); they are filled in.
         wire: What float32 vectors travel as, see :mod:`fednas_flwr.protocol.wire`.
         base: The states of the request, where rounded ones are differences to them.
         summands: Of a secure sum: the reply is masked, and nothing else can be checked.
@@ -91,7 +91,7 @@ def accept_reply(
         ClientLeftError: The client's privacy budget has ended.
         ReplyError: The client reports an error, or the reply is malformed, replayed, of other
             tensors than asked for, not finite or beyond what an honest one can be, or its number
-            of examples or a metric is out of range, or no metric of the verb.
+            of examples or a metric is out of range, or no metric of the action.
     """
     if message.has_error() and message.error.code == BUDGET_SPENT:
         raise ClientLeftError(message.error.reason or "its privacy budget has ended")
@@ -119,7 +119,7 @@ def accept_reply(
             raise ReplyError(f"{name}={value} is not from {low:.3g} to {high:.3g}")
     if set(reply.states) != set(layouts):
         raise ReplyError(f"states {sorted(layouts)} were asked for, got {sorted(reply.states)}")
-    changed = _changed(reply.facts, layouts) if sent is not None else {}
+    changed = _changed(reply.properties, layouts) if sent is not None else {}
     states: dict[str, Packed] = {}
     for name, whole in layouts.items():
         layout = whole.part(changed[name]) if name in changed else whole
@@ -182,9 +182,9 @@ def _whole_masks(name: str, layout: Layout) -> Packed:
     return masks
 
 
-def _changed(facts: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, str]:
+def _changed(properties: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, str]:
     """Return for every state which of its tensors a reply holds, one digit for each."""
-    changed = facts.get("changed")
+    changed = properties.get("changed")
     if not isinstance(changed, dict) or set(changed) != set(layouts):
         raise ReplyError("does not say which tensors of each state have changed")
     for name, layout in layouts.items():
@@ -194,37 +194,40 @@ def _changed(facts: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[st
     return changed
 
 
-def check_facts(facts: Mapping[str, Any], *, needed: Sequence[str] = ("client",)) -> None:
-    """Refuse facts in another form than the verbs ``query.*`` give them.
+def check_properties(properties: Mapping[str, Any], *, needed: Sequence[str] = ("client",)) -> None:
+    """Refuse properties in another form than the actions ``query.*`` give them.
 
     Raises:
         ReplyError: A needed fact is missing, or a fact is malformed.
     """
     for name in needed:
-        if name not in facts:
+        if name not in properties:
             raise ReplyError(f"does not say its {name}")
     for name, is_right in FORMS.items():
-        if name in facts and not is_right(facts[name]):
-            raise ReplyError(f"says {name}={show(facts[name])}, which is malformed")
+        if name in properties and not is_right(properties[name]):
+            raise ReplyError(f"says {name}={show(properties[name])}, which is malformed")
 
 
-def misfits(facts: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> dict[int, str]:
-    """Return the clients whose facts are not those of most, and how they differ.
+def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> dict[int, str]:
+    """Return the clients whose properties are not those of most, and how they differ.
 
     Args:
-        facts: What each client said of itself.
+        properties: What each client said of itself.
         keys: What must be the same; where no variant has most, that of the first client counts.
     """
-    variants = {client: json.dumps([known[key] for key in keys]) for client, known in facts.items()}
+    variants = {
+        client: json.dumps([known[key] for key in keys]) for client, known in properties.items()
+    }
     if not variants:
         return {}
     (usual, _), *_ = Counter(variants.values()).most_common(1)
     like = next(client for client, variant in variants.items() if variant == usual)
     found = {}
     for client in (c for c, variant in variants.items() if variant != usual):
-        key = next(key for key in keys if facts[client][key] != facts[like][key])
+        key = next(key for key in keys if properties[client][key] != properties[like][key])
         found[client] = (
-            f"its {key}={facts[client][key]} is not that of the others, {facts[like][key]}: set "
+            f"its {key}={properties[client][key]} is not that of the others, "
+            f"{properties[like][key]}: set "
             "the dataset's class_names, labels, image_size, channels, transform, columns, mean and "
             "std, or statistics to those of all sites"
         )

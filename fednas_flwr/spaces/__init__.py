@@ -1,29 +1,6 @@
 """Search spaces: what can be searched, its relaxation, its discrete networks, and genotypes.
 
-A space is a frozen dataclass of its sizes (:class:`~fednas_flwr.spaces.darts.DARTSSpace`,
-:class:`~fednas_flwr.spaces.nasbench201.NASBench201Space`,
-:class:`~fednas_flwr.spaces.mbconv.MBConvSpace`,
-:class:`~fednas_flwr.spaces.dp_cells.DPCellSpace`, for tables
-:class:`~fednas_flwr.spaces.mlp.MLPSpace`) that fulfils :class:`SearchSpace`.
-Plain torch: nothing here knows of training, privacy or clients.
+A space is a frozen dataclass of its sizes (``darts.DARTSSpace``, ``nasbench201.NASBench201Space``,
+``mbconv.MBConvSpace``, ``dp_cells.DPCellSpace``, for tables ``mlp.MLPSpace``) that fulfils
+``space.SearchSpace``. Plain torch: nothing here knows of training, privacy or clients.
 """
-
-from fednas_flwr.spaces.darts import DARTSSpace
-from fednas_flwr.spaces.dp_cells import DPCellSpace
-from fednas_flwr.spaces.genotype import Edge, Genotype
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mlp import MLPSpace
-from fednas_flwr.spaces.nasbench201 import NASBench201Space
-from fednas_flwr.spaces.space import SearchSpace, Supernet
-
-__all__ = [
-    "DARTSSpace",
-    "DPCellSpace",
-    "Edge",
-    "Genotype",
-    "MBConvSpace",
-    "MLPSpace",
-    "NASBench201Space",
-    "SearchSpace",
-    "Supernet",
-]

@@ -15,16 +15,13 @@ from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.settings.names import ENGINES, SKIPS
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
-from fednas_flwr.spaces import (
-    DARTSSpace,
-    DPCellSpace,
-    MBConvSpace,
-    MLPSpace,
-    NASBench201Space,
-)
-from fednas_flwr.spaces.dp_cells import DARTSOpsSpace
+from fednas_flwr.spaces.darts import DARTSSpace
+from fednas_flwr.spaces.dp_cells import DARTSOpsSpace, DPCellSpace
 from fednas_flwr.spaces.genotype import from_json, to_json
+from fednas_flwr.spaces.mbconv import MBConvSpace
 from fednas_flwr.spaces.mbconv_plan import SKELETONS
+from fednas_flwr.spaces.mlp import MLPSpace
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
 from fednas_flwr.spaces.skip import SkipNetwork
 
 CLASSES = 5

@@ -75,9 +75,9 @@ def assert_equal(left, right):
 
 
 def test_every_algorithm_is_tested_here():
-    # cfdnas is runs of fdnas, tests/stages/test_groups.py; fedavg, fedprox and fedex do not search;
-    # dp_fnas never repeats a draw, tests/stages/test_private_run.py; zero_cost trains nothing,
-    # tests/strategies/test_zero_cost.py
+    # cfdnas is runs of fdnas, tests/pipeline/test_groups.py; fedavg, fedprox, fedex do not search;
+    # dp_fnas never repeats a draw, tests/pipeline/test_private_run.py; zero_cost trains nothing,
+    # tests/algorithms/test_zero_cost.py
     assert set(SETTINGS) == set(ALGORITHMS) - {*OTHERS}
 
 

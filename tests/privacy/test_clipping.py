@@ -23,7 +23,9 @@ from fednas_flwr.privacy.mechanism.record_losses import OuterProducts
 from fednas_flwr.privacy.self_test import unwatched
 from fednas_flwr.search.architect import alpha_gradient_sum
 from fednas_flwr.search.gradient_sums import Tally, trainable_weights, weight_gradient_sum
-from fednas_flwr.spaces import DARTSSpace, MLPSpace, NASBench201Space
+from fednas_flwr.spaces.darts import DARTSSpace
+from fednas_flwr.spaces.mlp import MLPSpace
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 CLASSES = 5
 

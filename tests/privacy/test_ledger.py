@@ -166,7 +166,7 @@ def test_a_run_keeps_to_what_it_committed_even_after_a_restart(folder, change, m
         with pytest.raises(ConfigError, match=message):
             ledger.reserve(replace(ENTRY, **change), epsilon=1e5, delta=1e-5, assignment="a")
         assert ledger.verify() == 1
-        for other in ({"run": "b"}, {"stage": "b"}, {"verb": "b"}, {"splits": ("test",)}):
+        for other in ({"run": "b"}, {"stage": "b"}, {"action": "b"}, {"splits": ("test",)}):
             terms = {"committed_steps": 1000, "release": Release(2.0, 1.0, 1), **other}
             ledger.reserve(replace(ENTRY, **terms), epsilon=1e5, delta=1e-5, assignment="a")
         rest = replace(ENTRY, release=Release(3.0, 1.0, 999))
@@ -196,7 +196,7 @@ def test_the_clock_decides_nothing(folder):
         {"splits": ("train", "train")},
         {"splits": ("trian",)},
         {"round": 2**70},
-        {"verb": "\ud800"},
+        {"action": "\ud800"},
     ],
 )
 def test_what_sqlite_would_not_give_back_is_refused(folder, change):

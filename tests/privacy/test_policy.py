@@ -16,11 +16,11 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import (
     DataSetPolicy,
     Policy,
+    check_action,
     check_planned,
-    check_verb,
 )
 from fednas_flwr.privacy.policy_file import load_policy, parse_policy, template
-from fednas_flwr.protocol.actions import PRIVATE_VERBS, VERBS
+from fednas_flwr.protocol.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, SPLITS
 from fednas_flwr.settings.parser import parse as parse_typed
 
@@ -30,7 +30,7 @@ WARD = {
     "least_noise_multiplier": 0.8,
     "largest_grad_norm": 1.0,
     "largest_steps": 5000,
-    "verbs": ["query.describe", "train.search"],
+    "actions": ["query.describe", "train.search"],
     "unit": "record",
     "records": 1000,
     "fractions": {"train": 0.6, "validation": 0.2, "test": 0.2},
@@ -51,7 +51,7 @@ POLICY = parse()
 WARD_SET = POLICY.data_sets["ward"]
 PLANNED = PlannedRelease(
     stage="search",
-    verb="train.search",
+    action="train.search",
     kind="weights",
     splits=("train",),
     batch_size=60.0,
@@ -62,8 +62,8 @@ PLANNED = PlannedRelease(
 SECURE = {"secure_noise": True, "test_seed": False}
 
 
-def check_asked(policy, verb="train.search", *, data_set="ward", **randomness):
-    return check_verb(policy, data_set, verb, **SECURE | randomness)
+def check_asked(policy, action="train.search", *, data_set="ward", **randomness):
+    return check_action(policy, data_set, action, **SECURE | randomness)
 
 
 def plan(allowed, num_values=1, **terms):
@@ -177,11 +177,11 @@ def test_noise_that_its_grid_cannot_hold_is_refused_naming_value_and_limit():
         ({"data_set": "Ward"}, "rule data_sets"),
         ({"data_set": ""}, "rule data_sets: data set=, not an id"),
         ({"data_set": None}, "rule data_sets: data set=null"),
-        ({"verb": "train.alpha_gradient"}, "rule verbs: verb=train.alpha_gradient"),
-        ({"verb": "evaluate.personalised"}, "rule verbs"),
-        ({"verb": "eval"}, "rule verbs"),
-        ({"verb": 10 * "train.search "}, "rule verbs"),
-        ({"verb": None}, "rule verbs"),
+        ({"action": "train.alpha_gradient"}, "rule actions: action=train.alpha_gradient"),
+        ({"action": "evaluate.personalised"}, "rule actions"),
+        ({"action": "eval"}, "rule actions"),
+        ({"action": 10 * "train.search "}, "rule actions"),
+        ({"action": None}, "rule actions"),
         ({"secure_noise": False}, "rule secure_noise: secure_noise=false"),
         ({"test_seed": True}, "rule test_seed: test_seed=true"),
     ],
@@ -227,7 +227,7 @@ data_set_policies = st.builds(
     largest_noise_multiplier=st.sampled_from([3.0, 100.0, 1e6]),
     largest_grad_norm=st.sampled_from([1e-6, 0.5, 1.0, 10.0]),
     largest_steps=st.integers(1, 10),
-    verbs=st.frozensets(st.sampled_from(sorted(PRIVATE_VERBS))),
+    actions=st.frozensets(st.sampled_from(sorted(PRIVATE_ACTIONS))),
     records=st.just({"train": 1, "validation": 0, "test": 0}),
     fractions=st.just({"train": 1.0, "validation": 0.0, "test": 0.0}),
     secure_noise=st.booleans(),
@@ -286,22 +286,24 @@ def test_no_plan_outside_the_policy_passes_and_none_inside_is_refused(data, allo
 @given(
     allowed=data_set_policies,
     data_set=st.sampled_from(["a", "a", "a", "b", "A", ""]),
-    verb=st.sampled_from([*VERBS, "x", ""]),
+    action=st.sampled_from([*ACTIONS, "x", ""]),
     secure_noise=st.booleans(),
     test_seed=st.booleans(),
 )
-def test_no_verb_outside_the_policy_passes_and_none_inside_is_refused(
-    allowed, data_set, verb, secure_noise, test_seed
+def test_no_action_outside_the_policy_passes_and_none_inside_is_refused(
+    allowed, data_set, action, secure_noise, test_seed
 ):
     inside = (
         data_set == "a"
-        and verb in allowed.verbs
+        and action in allowed.actions
         and (secure_noise or not allowed.secure_noise)
         and (allowed.test_seed or not test_seed)
     )
     policy = Policy({"a": allowed})
     try:
-        found = check_verb(policy, data_set, verb, secure_noise=secure_noise, test_seed=test_seed)
+        found = check_action(
+            policy, data_set, action, secure_noise=secure_noise, test_seed=test_seed
+        )
     except ConfigError:
         found = None
     assert found is (allowed if inside else None)
@@ -317,7 +319,7 @@ def test_every_key_of_the_file_arrives():
         "records": {"train": 600, "validation": 200, "test": 200},
         "data_set": "ward",
         "account": "hospital",
-        "verbs": frozenset(WARD["verbs"]),
+        "actions": frozenset(WARD["actions"]),
         "secure_sum": None,
         "largest_noise_multiplier": 100.0,
     }
@@ -355,13 +357,13 @@ def test_terms_of_secure_sums_are_read_and_checked():
 def test_noise_is_shared_in_secure_sums_of_one_gradient_alone():
     terms = SumTerms("ab" * 32, 7, 1)
     allowed = POLICY.data_sets["ward"]
-    shared = replace(PLANNED, verb="train.weight_gradient", shared=True)
+    shared = replace(PLANNED, action="train.weight_gradient", shared=True)
     with pytest.raises(ConfigError, match="rule secure_sum: shared noise"):
         check_planned(allowed, shared)
     check_planned(replace(allowed, secure_sum=terms), shared)
-    for verb in ("train.search", "train.gradients", "train.weights", "evaluate.model"):
+    for action in ("train.search", "train.gradients", "train.weights", "evaluate.model"):
         with pytest.raises(ConfigError, match="rule secure_sum: shared noise"):
-            check_planned(replace(allowed, secure_sum=terms), replace(shared, verb=verb))
+            check_planned(replace(allowed, secure_sum=terms), replace(shared, action=action))
 
 
 def test_noise_that_costs_nothing_is_refused():
@@ -417,11 +419,14 @@ def test_numbers_may_be_written_without_a_point():
         ({"micro_batch_size": 0}, "ward.micro_batch_size=0 .* integer of at least 1"),
         ({"micro_batch_size": 1025}, "ward.micro_batch_size=1025 .* at most 1024"),
         ({"largest_steps": 1.5}, "ward.largest_steps=1.5 .* integer of at least 1"),
-        ({"verbs": []}, "ward.verbs=\\[\\] .* list of verbs"),
-        ({"verbs": "train.search"}, "ward.verbs=train.search"),
-        ({"verbs": [["train.search"]]}, "ward.verbs="),
-        ({"verbs": ["train.serach"]}, "ward.verbs=train.serach is unknown.*nearest: train.search"),
-        ({"verbs": ["evaluate.personalised"]}, "evaluate.personalised cannot be private"),
+        ({"actions": []}, "ward.actions=\\[\\] .* list of actions"),
+        ({"actions": "train.search"}, "ward.actions=train.search"),
+        ({"actions": [["train.search"]]}, "ward.actions="),
+        (
+            {"actions": ["train.serach"]},
+            "ward.actions=train.serach is unknown.*nearest: train.search",
+        ),
+        ({"actions": ["evaluate.personalised"]}, "evaluate.personalised cannot be private"),
         ({"unit": "patient"}, "ward.unit=patient is unknown.*person, record"),
         ({"records": 0}, "ward.records=0"),
         ({"records": {"train": 1}}, "ward.records={train: 1} .* integer of at least 1"),

@@ -31,10 +31,12 @@ from fednas_flwr.search.gates import active_gates, alpha_gradient
 from fednas_flwr.search.objective import CLASSIFICATION, heads
 from fednas_flwr.search.optimizer_step import trainable_weights
 from fednas_flwr.search.path_network import PathNetwork, covering_paths
-from fednas_flwr.spaces import DARTSSpace, MLPSpace, NASBench201Space
+from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
 from fednas_flwr.spaces.mbconv import MBConvSpace
 from fednas_flwr.spaces.mbconv_plan import CELL, Skeleton
+from fednas_flwr.spaces.mlp import MLPSpace
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 CLASSES, FEATURES, RECORDS = 3, 30, 44
 IMAGE = (3, 8, 8)

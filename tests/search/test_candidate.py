@@ -13,7 +13,8 @@ from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.objective import CLASSIFICATION
 from fednas_flwr.search.optimizer_step import Descent
 from fednas_flwr.settings.optimizers import DPAware
-from fednas_flwr.spaces import DARTSSpace, DPCellSpace
+from fednas_flwr.spaces.darts import DARTSSpace
+from fednas_flwr.spaces.dp_cells import DPCellSpace
 
 SPACE = DPCellSpace(input_shape=(2, 6, 5), num_classes=3, widths=(4, 4, 8), head=8)
 PATHS = {

@@ -26,8 +26,8 @@ from fednas_flwr.search.path_network import (
     offered_ops,
 )
 from fednas_flwr.search.proxyless import gate_gradient, uniform_alphas
-from fednas_flwr.spaces import DARTSSpace
 from fednas_flwr.spaces.costs import Costs, HardwareLoss
+from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.mbconv import MBConvSpace
 from fednas_flwr.spaces.mbconv_plan import Skeleton
 

@@ -126,5 +126,5 @@ def releases(
 ) -> list[PlannedRelease]:
     """Return what a round releases of each client; the warm-up releases no alphas."""
     states = ("weights",) if server_round <= warm_up_rounds else ("weights", "alphas")
-    verbs = dict.fromkeys(states, "train.search")
-    return gradient_releases(verbs, batch_size=batch_size, steps=local_steps, norms=norms)
+    actions = dict.fromkeys(states, "train.search")
+    return gradient_releases(actions, batch_size=batch_size, steps=local_steps, norms=norms)

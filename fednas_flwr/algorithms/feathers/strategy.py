@@ -208,9 +208,9 @@ class FEATHERS(RoundStrategy):
         before = self._losses(self.states)
         rewards = []
         for configuration in configurations:
-            verb, request = self._training(configuration)
+            action, request = self._training(configuration)
             average, _ = self.average(
-                self.ask(verb, request, states=self.states, layouts=self.layouts)
+                self.ask(action, request, states=self.states, layouts=self.layouts)
             )
             after = self._losses(average)
             both = [client for client in after if client in before]
@@ -231,7 +231,7 @@ class FEATHERS(RoundStrategy):
         }
 
     def _training(self, configuration: Configuration) -> tuple[str, Settings]:
-        """Return verb and request of a round of training with a configuration."""
+        """Return action and request of a round of training with a configuration."""
         local = self._local(configuration)
         if isinstance(local, LocalTraining):
             return "train.weights", Train(local, site=self.site)
@@ -297,10 +297,10 @@ def releases(
         states = ["weights"]
     planned = [
         replace(release, stage=stage)
-        for verb, number in steps.items()
+        for action, number in steps.items()
         if number
         for release in gradient_releases(
-            dict.fromkeys(states, verb), batch_size=batch_size, steps=number, norms=norms
+            dict.fromkeys(states, action), batch_size=batch_size, steps=number, norms=norms
         )
     ]
     if trials:

@@ -89,5 +89,5 @@ def releases(
     norms: Mapping[str, float],
 ) -> list[PlannedRelease]:
     """Return what a round releases of each client: every local step's two gradients."""
-    verbs = dict.fromkeys(("weights", "alphas"), "train.search")
-    return gradient_releases(verbs, batch_size=batch_size, steps=local_steps, norms=norms)
+    actions = dict.fromkeys(("weights", "alphas"), "train.search")
+    return gradient_releases(actions, batch_size=batch_size, steps=local_steps, norms=norms)

@@ -114,7 +114,7 @@ class FNAS(GradientStrategy):
     def _step(
         self,
         states: tuple[str, ...],
-        verb: str,
+        action: str,
         request: TakeGradients,
         sgd: SGD,
         *,
@@ -128,7 +128,7 @@ class FNAS(GradientStrategy):
         names = [*states, "buffers"] if "weights" in states else states
         layouts = {name: self.layouts[name] for name in names if name in self.layouts}
         replies = self.ask(
-            verb, request, states={**self.states, **(further or {})}, layouts=layouts
+            action, request, states={**self.states, **(further or {})}, layouts=layouts
         )
         added = {"alphas": self._beta_gradient()} if "alphas" in states else {}
         told = self.descend(
@@ -172,11 +172,11 @@ def releases(
     steps through weights that carry that client's noise alone. Fused sums are not, either: those of
     the alphas are scaled by each client's batch sizes.
     """
-    verbs = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
+    actions = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
     if fused:
-        verbs = dict.fromkeys(verbs, "train.gradients")
+        actions = dict.fromkeys(actions, "train.gradients")
     planned = gradient_releases(
-        verbs,
+        actions,
         batch_size=batch_size,
         steps=local_steps,
         norms=norms,

@@ -38,7 +38,7 @@ class SuccessiveHalving(RoundStrategy):
 
     With ``rewarded="local"`` no network is averaged: each round is one exchange, in which all
     clients train all networks that are left from their first weights, and return how fast each
-    trains, see ``clients.verbs.trained_rewards``. The averages of a few local epochs are poor
+    trains, see ``clients.actions.trained_rewards``. The averages of a few local epochs are poor
     models of deep networks, and rank them by chance. Not with privacy.
 
     With privacy each step is one release of all networks' gradients, see ``NoisedGradients``, and

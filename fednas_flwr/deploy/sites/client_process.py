@@ -64,8 +64,8 @@ def _answer(message: Message, context: Context) -> Message:
     """
     from fednas_flwr.deploy import sum_app
 
-    verb, begun = message.metadata.message_type, time.monotonic()
-    log(INFO, "%s: begun %.2f s after the start of its process", verb, _age_s())
+    action, begun = message.metadata.message_type, time.monotonic()
+    log(INFO, "%s: begun %.2f s after the start of its process", action, _age_s())
     if sum_app.answers(message, context):
         reply = sum_app.answer_sum_message(message, context)
     else:
@@ -73,7 +73,7 @@ def _answer(message: Message, context: Context) -> Message:
 
         reply = app(message, context)
     seconds, cpu = time.monotonic() - begun, time.process_time()
-    log(INFO, "%s: answered within %.2f s, after %.2f s of CPU in all", verb, seconds, cpu)
+    log(INFO, "%s: answered within %.2f s, after %.2f s of CPU in all", action, seconds, cpu)
     return reply
 
 

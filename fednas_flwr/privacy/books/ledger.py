@@ -89,10 +89,10 @@ class Entry:
         run: Name of the run.
         stage: ``search`` or ``retrain``.
         round: Round within the stage.
-        verb: What the client was asked.
+        action: What the client was asked.
         splits: Splits that pay: those that are read.
         release: What is released.
-        committed_steps: Steps of this kind (run, stage, verb, splits) that the run committed to.
+        committed_steps: Steps of this kind (run, stage, action, splits) that the run committed to.
             Rows of one kind share it, the noise multiplier and the sample rate.
         unit: What it protects one of, from ``units.booked_unit``.
     """
@@ -102,7 +102,7 @@ class Entry:
     run: str
     stage: str
     round: int
-    verb: str
+    action: str
     splits: tuple[str, ...]
     release: Release
     committed_steps: int
@@ -110,7 +110,7 @@ class Entry:
 
     def __post_init__(self) -> None:
         """Refuse types that sqlite would convert, and a split that would be a budget of its own."""
-        for name in ("account", "data_set", "run", "stage", "verb", "unit"):
+        for name in ("account", "data_set", "run", "stage", "action", "unit"):
             if type(getattr(self, name)) is not str:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected text.")
         for name in ("round", "committed_steps"):
@@ -519,22 +519,23 @@ class Ledger(AbstractContextManager["Ledger"]):
         """Return the columns of a new row; refuse other terms than the run's, and more steps."""
         splits, release = ",".join(entry.splits), entry.release
         noise_multiplier, rate = float(release.noise_multiplier), float(release.sample_rate)
-        last = self._last_of_kind((entry.run, entry.account, entry.stage, entry.verb, splits))
+        last = self._last_of_kind((entry.run, entry.account, entry.stage, entry.action, splits))
         terms = (noise_multiplier, rate, entry.committed_steps)
         *committed, booked = last or (*terms, 0)
         if tuple(committed) != terms:
             raise ConfigError(
                 f"run {entry.run} committed to (noise_multiplier, sample_rate, steps)="
-                f"{tuple(committed)} for {entry.verb} and now asks for {terms}."
+                f"{tuple(committed)} for {entry.action} and now asks for {terms}."
             )
         if booked + release.steps > entry.committed_steps:
             raise ConfigError(
-                f"run {entry.run} committed to {entry.committed_steps} steps of {entry.verb}, has "
+                f"run {entry.run} committed to {entry.committed_steps} steps of "
+                f"{entry.action}, has "
                 f"booked {booked} and now asks for {release.steps} more."
             )
         return (
             *(sequence, int(self._clock()), entry.account, entry.data_set, entry.run),
-            *(entry.stage, entry.round, entry.verb, splits, noise_multiplier, rate),
+            *(entry.stage, entry.round, entry.action, splits, noise_multiplier, rate),
             *(release.steps, booked + release.steps, entry.committed_steps, entry.unit),
         )
 
@@ -607,7 +608,7 @@ def _sealed(values: Sequence[object] | None) -> Sequence[object] | None:
 
 def _row(values: list[Any]) -> Row:
     """Return the row with these values of its columns."""
-    sequence, when, account, data_set, run, stage, server_round, verb, splits = values[:9]
+    sequence, when, account, data_set, run, stage, server_round, action, splits = values[:9]
     noise_multiplier, sample_rate, steps, run_steps, committed_steps, unit = values[9:]
     entry = Entry(
         account=account,
@@ -615,7 +616,7 @@ def _row(values: list[Any]) -> Row:
         run=run,
         stage=stage,
         round=server_round,
-        verb=verb,
+        action=action,
         splits=tuple(splits.split(",")),
         release=Release(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps),
         committed_steps=committed_steps,

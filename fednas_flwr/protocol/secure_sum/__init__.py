@@ -28,7 +28,7 @@ their signatures do not count for one another.
    but not in U. The server subtracts them from the sum over U (:mod:`~.server`).
 
 **Recorded before anything is sent** (:mod:`~.site`), on disk: that a context is answered, before
-the verb reads a record; the one list that is signed for it; and that it was opened. A repeated
+the action reads a record; the one list that is signed for it; and that it was opened. A repeated
 request gets an error, also after a crash.
 
 **Why it holds.** An honest site signs one list per context and opens only one that all its members

@@ -87,7 +87,7 @@ class Grid:
         """Return cells modulo two to the power of the grid's width [n].
 
         Sums of wrapped values are those of the values, wrapped: none is lost whose sum has room,
-        which whoever adds the noise sees to (``ReleaseGate.share``).
+        which whoever adds the noise sees to (``ReleaseGuard.share``).
         """
         return cells.values.astype(BITS[self.bits])
 

@@ -115,7 +115,7 @@ class SumSite:
         participants: Sequence[int],
         agreed: Mapping[str, Any],
     ) -> Answer:
-        """Record that a context is answered, before the verb reads a record.
+        """Record that a context is answered, before the action reads a record.
 
         Args:
             run: As the others an attribute of :class:`Context`.
