@@ -12,7 +12,7 @@ import torch
 
 from fednas_flwr.algorithms.shared_arguments import make_search
 from fednas_flwr.base.errors import ConfigError, NoEffectError
-from fednas_flwr.client.making import make_client, make_courier
+from fednas_flwr.client.making import make_client
 from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import (
@@ -24,6 +24,7 @@ from fednas_flwr.models.networks import (
     supernet_space,
 )
 from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.pipeline.stages import make_courier
 from fednas_flwr.settings import Config, Dataset, conf_folder
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree

@@ -9,7 +9,7 @@ import pytest
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.mechanism import accounting
 from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
-from fednas_flwr.report.texts import properties, title
+from fednas_flwr.report.texts import facts, title
 from fednas_flwr.runs.numbers import read_run
 
 PRIVATE = [
@@ -44,7 +44,7 @@ def test_private_training_is_told_in_the_steps_that_the_ledgers_hold(run_inline,
     run = run_inline(*PRIVATE, "algorithm.local_epochs=7", "stages=[search,retrain]")
     assert run.error is None
     assert booked_steps(run, 0) == {"search": 2 * 2, "retrain": 2 * 3}
-    shown = dict(properties(read_run(run.folder)))
+    shown = dict(facts(read_run(run.folder)))
     assert shown["algorithm"] == (
         "fed_darts (rule first_order, local_steps 2, expected_batch_size 8)"
     )
@@ -67,7 +67,7 @@ def test_a_given_genotype_was_not_searched_for(run_inline):
         *("clients=2", "retrain.rounds=1", "algorithm.local_epochs=7"),
     )
     assert run.error is None
-    shown, text = dict(properties(read_run(run.folder))), card(run)
+    shown, text = dict(facts(read_run(run.folder))), card(run)
     assert title(read_run(run.folder)) == "Given genotype on npz"
     assert not {"algorithm", "search space", "search rounds"} & set(shown)
     assert shown["given genotype"].endswith("genotype.json")
@@ -85,7 +85,7 @@ def test_a_given_network_has_no_search_to_tell_of(run_inline):
         *("retrain.rounds=1", "stages=[retrain,evaluate]"),
     )
     assert run.error is None
-    shown = dict(properties(read_run(run.folder)))
+    shown = dict(facts(read_run(run.folder)))
     assert shown["algorithm"] == "fedavg (network plain_cnn)"
     assert not {"search space", "search rounds"} & set(shown)
     assert shown["device"] == "cpu"
