@@ -107,7 +107,7 @@ def run(
 ) -> Result:
     """Search, retrain, evaluate, export and report, and return what came of it.
 
-    A ``strategy`` is called as the algorithm's own class would be: with the supernet, the courier,
+    A ``strategy`` is called as the algorithm's own class would be: with the supernet, the cohort,
     ``space``, ``checkpoints`` and the keyword arguments of that class. One whose constructor is
     that of :class:`~fednas_flwr.algorithms.base.RoundStrategy`, or takes no more, gets the first
     four only, and the run then has none of the algorithm's settings.

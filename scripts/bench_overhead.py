@@ -34,7 +34,7 @@ from torch.nn import functional
 
 from fednas_flwr.algorithms.shared_arguments import make_search
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.client.making import make_client, make_courier
+from fednas_flwr.client.making import make_client, make_cohort
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
@@ -54,7 +54,7 @@ from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import EVENTS_FILE, read_run
 from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.server.reply_checks import accept_reply
 from fednas_flwr.settings import Config, FedDARTSSettings, dump_config
 from fednas_flwr.settings.configuration import parse_config
@@ -138,9 +138,9 @@ def measure_inline(repeats: int) -> float:
     def inline() -> list[torch.Tensor]:
         with tempfile.TemporaryDirectory() as folder:
             with EventLog(Path(folder) / EVENTS_FILE) as log:
-                courier = make_courier(config, run="bench", emit=log.emit)
+                cohort = make_cohort(config, run="bench", emit=log.emit)
                 checkpoints = CheckpointFolder(Path(folder) / "checkpoints", warn=print)
-                strategy = make_search(config, prepared, courier, checkpoints)
+                strategy = make_search(config, prepared, cohort, checkpoints)
                 strategy.start(InProcessGrid(client_app, config.clients), num_rounds=config.rounds)
         return [strategy.states[name]["float32"] for name in ("weights", "alphas", "buffers")]
 
@@ -336,7 +336,7 @@ def reply_content(
 
 
 def replies_held(contents: Sequence[RecordDict], layouts: dict[str, Layout]) -> int:
-    """Return how many replies live at once while a courier's replies are averaged.
+    """Return how many replies live at once while a cohort's replies are averaged.
 
     As in a runtime, a reply comes to be when it is pulled; those that are still referred to count.
     """
@@ -361,10 +361,10 @@ def replies_held(contents: Sequence[RecordDict], layouts: dict[str, Layout]) -> 
     digests = Reply(
         num_examples=1, digests={name: layout.digest for name, layout in layouts.items()}
     )
-    courier = Courier(num_clients=len(contents), run="bench")
-    courier.connect(Grid(make_client_app(), len(contents)))
+    cohort = Cohort(num_clients=len(contents), run="bench")
+    cohort.connect(Grid(make_client_app(), len(contents)))
     average = WeightedAverage()
-    for _, reply in courier.ask(
+    for _, reply in cohort.ask(
         "train.search", stage="search", server_round=1, settings=SEARCH, layouts=layouts
     ):
         average.add(reply.states, weight=reply.num_examples)

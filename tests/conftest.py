@@ -24,7 +24,7 @@ from fednas_flwr.privacy.mechanism import micro_batches, record_gradients
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
-from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import parse_config, yielded
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
@@ -118,7 +118,7 @@ def compose_config(tiny_overrides: list[str]) -> Callable[..., Config]:
 
 @pytest.fixture(scope="session")
 def federate() -> Callable[..., SimpleNamespace]:
-    """``federate(config)``: data, grid, courier, events and the search strategy of a config."""
+    """``federate(config)``: data, grid, cohort, events and the search strategy of a config."""
 
     def federation(config: Config, *, checkpoints: Path | None = None) -> SimpleNamespace:
         events: list[dict] = []
@@ -127,7 +127,7 @@ def federate() -> Callable[..., SimpleNamespace]:
             events.append({"event": event, **fields})
 
         data = make_data(config)
-        courier = Courier(
+        cohort = Cohort(
             run="test", num_clients=config.clients, quorum=1.0, deadline_s=60.0, emit=emit
         )
         folder = None
@@ -141,10 +141,10 @@ def federate() -> Callable[..., SimpleNamespace]:
                 for index in range(config.clients)
             ],
             grid=InProcessGrid(make_client_app(dump_config(config)), config.clients),
-            courier=courier,
+            cohort=cohort,
             checkpoints=folder,
             events=events,
-            strategy=make_search(config, data[0], courier, folder),
+            strategy=make_search(config, data[0], cohort, folder),
         )
 
     return federation

@@ -36,7 +36,7 @@ from fednas_flwr.data.images import records_from_arrays
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.pipeline.stages import make_courier
+from fednas_flwr.pipeline.stages import make_cohort
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import (
@@ -93,8 +93,8 @@ class LateSettings(FedDARTSSettings):
 class LateDARTS(LateAlphas):
     """:class:`LateAlphas` with a setting."""
 
-    def __init__(self, supernet, courier, *, rest, **settings) -> None:
-        super().__init__(supernet, courier, **settings)
+    def __init__(self, supernet, cohort, *, rest, **settings) -> None:
+        super().__init__(supernet, cohort, **settings)
         self.rest = rest
 
 
@@ -440,7 +440,7 @@ def test_a_site_without_the_registration_refuses_and_says_so(tiny) -> None:
     del TABLES["algorithm"]["late_darts"], OWN["algorithm"]["late_darts"]
     grid = InProcessGrid(make_client_app(text), config.clients)
     with pytest.raises(QuorumError) as caught:
-        make_courier(config, run="run").connect(grid)
+        make_cohort(config, run="run").connect(grid)
     assert "algorithm=late_darts is unknown: choose one of" in str(caught.value)
     assert "must be registered first, in each process and at each site" in str(caught.value)
 

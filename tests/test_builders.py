@@ -24,7 +24,7 @@ from fednas_flwr.models.networks import (
     supernet_space,
 )
 from fednas_flwr.pipeline.buildable import check_buildable
-from fednas_flwr.pipeline.stages import make_courier
+from fednas_flwr.pipeline.stages import make_cohort
 from fednas_flwr.settings import Config, Dataset, conf_folder
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
@@ -214,9 +214,9 @@ def test_initial_networks_depend_on_the_seed_alone(compose_config: Compose) -> N
     def states(seed: int) -> list[torch.Tensor]:
         config = compose_config(f"seed={seed}")
         prepared, _ = make_data(config)
-        courier = make_courier(config, run="r", emit=lambda event, **fields: None)
+        cohort = make_cohort(config, run="r", emit=lambda event, **fields: None)
         torch.manual_seed(torch.seed() % 1000)
-        strategy = make_search(config, prepared, courier, None)  # type: ignore[arg-type]
+        strategy = make_search(config, prepared, cohort, None)  # type: ignore[arg-type]
         return [vector for packed in strategy.states.values() for vector in packed.values()]
 
     first, again, other = states(1), states(1), states(2)

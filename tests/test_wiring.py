@@ -85,7 +85,7 @@ def test_retraining_is_the_loop_with_all_that_may_be_switched_on(compose_config,
     with seeded(5, "alphas"):
         alphas = {kind: torch.randn_like(a) for kind, a in space.supernet().alphas().items()}
     description = describe_network(config, fed.data[0], space.derive(alphas))
-    strategy, network = make_retraining(config, description, fed.courier, None)
+    strategy, network = make_retraining(config, description, fed.cohort, None)
     twin = make_network(description).train()
     strategy.load_into(twin)
     start = flat(twin.parameters())

@@ -1,7 +1,7 @@
 """The round loop, written once: connect, rounds, events, checkpoint, resume.
 
 An algorithm is a subclass that says what happens in one round, by asking clients actions through
-the :class:`~fednas_flwr.server.cohort.Courier`. It is a Flower ``Strategy``: ``start(grid)`` runs
+the :class:`~fednas_flwr.server.cohort.Cohort`. It is a Flower ``Strategy``: ``start(grid)`` runs
 it
 on any Grid.
 """
@@ -43,8 +43,8 @@ from fednas_flwr.protocol.states import (
 from fednas_flwr.runs.checkpoints import Checkpoint, CheckpointFolder
 from fednas_flwr.search.architect import alpha_entropy
 from fednas_flwr.search.optimizer_step import no_moments
-from fednas_flwr.server.client_sampling import Turn
-from fednas_flwr.server.cohort import TOTAL, Courier
+from fednas_flwr.server.client_sampling import Participants
+from fednas_flwr.server.cohort import TOTAL, Cohort
 from fednas_flwr.server.robust_averages import median_rewards
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.optimizers import MOMENTA, SGD, Configuration
@@ -78,7 +78,7 @@ class RoundStrategy(Strategy):
 
     Args:
         network: Supernet or network whose tensors are the initial global state; it is only read.
-        courier: Reaches the clients.
+        cohort: Reaches the clients.
         space: Search space of the supernet; None for plain networks.
         stage: Name of the stage in events and checkpoints.
         checkpoints: Where the state goes after every round; None keeps none.
@@ -104,7 +104,7 @@ class RoundStrategy(Strategy):
     def __init__(
         self,
         network: nn.Module,
-        courier: Courier,
+        cohort: Cohort,
         *,
         space: SearchSpace | None = None,
         stage: str = "search",
@@ -120,7 +120,7 @@ class RoundStrategy(Strategy):
         self.layouts, self.states = self._initial(network)
         self._velocity: Packed = {}
         self.values: dict[str, Any] = {}
-        self.courier = courier
+        self.cohort = cohort
         self.space = space
         self.checkpoints = checkpoints
         self.stage = stage
@@ -129,7 +129,7 @@ class RoundStrategy(Strategy):
         self._round = 0
         self._phase = 0
         self._client_metrics: dict[int, dict[str, float]] = {}
-        self._turn: Turn | None = None
+        self._participants: Participants | None = None
         self._asked: set[int] = set()
 
     @abstractmethod
@@ -182,10 +182,10 @@ class RoundStrategy(Strategy):
         layouts: Mapping[str, Layout] | None = None,
         whole: Mapping[str, Layout] | None = None,
     ) -> Iterator[tuple[int, Reply]]:
-        """Ask the round's clients one action; yields ``(client, reply)``: :meth:`Courier.ask`."""
+        """Ask the round's clients one action; yields ``(client, reply)``: :meth:`Cohort.ask`."""
         self._phase += 1
         answered = set()
-        for client, reply in self.courier.ask(
+        for client, reply in self.cohort.ask(
             action,
             stage=self.stage,
             server_round=self._round,
@@ -196,19 +196,19 @@ class RoundStrategy(Strategy):
             layouts=layouts,
             whole=whole,
             releases=() if self.private is None else self.private.releases,
-            turn=self._turn,
+            participants=self._participants,
         ):
             answered.add(client)
             if client != TOTAL:
                 self._client_metrics.setdefault(client, {}).update(reply.metrics)
             yield client, reply
-        if self._turn is not None:
-            self._asked |= {*self._turn.clients, *answered}
-            self._turn = self._turn.after(answered)
+        if self._participants is not None:
+            self._asked |= {*self._participants.clients, *answered}
+            self._participants = self._participants.after(answered)
 
     def candidates(self) -> Sequence[int]:
         """Return the clients that the round may ask."""
-        return self.courier.clients if self._turn is None else self._turn.candidates
+        return self.cohort.clients if self._participants is None else self._participants.candidates
 
     def train(
         self,
@@ -350,7 +350,7 @@ class RoundStrategy(Strategy):
             initial_arrays: Named tensors to start from, such as ``Result.arrays`` of an earlier
                 start; None starts from the network given to the constructor.
             num_rounds: Rounds of the stage, those before a resume included.
-            timeout: Seconds per exchange of these rounds; None keeps the courier's.
+            timeout: Seconds per exchange of these rounds; None keeps the cohort's.
             train_config: Not used: settings are constructor arguments.
             evaluate_config: Not used, likewise.
             evaluate_fn: Called with round and named tensors before the first and after every
@@ -362,12 +362,12 @@ class RoundStrategy(Strategy):
         Raises:
             QuorumError: Too few clients answered an exchange.
         """
-        usual = self.courier.deadline_s  # of other stages, too
-        self.courier.deadline_s = usual if timeout is None else timeout
+        usual = self.cohort.deadline_s  # of other stages, too
+        self.cohort.deadline_s = usual if timeout is None else timeout
         try:
             return self._run_rounds(grid, initial_arrays, num_rounds, evaluate_fn)
         finally:
-            self.courier.deadline_s = usual
+            self.cohort.deadline_s = usual
 
     def _run_rounds(
         self,
@@ -376,7 +376,7 @@ class RoundStrategy(Strategy):
         num_rounds: int,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
     ) -> Result:
-        self.courier.connect(grid)
+        self.cohort.connect(grid)
         if initial_arrays is not None:
             self._load_named(initial_arrays.to_torch_state_dict())
         result = Result()
@@ -391,11 +391,13 @@ class RoundStrategy(Strategy):
             late = self.ends_at is not None and started + longest_s > self.ends_at
             if late and server_round > first:
                 break
-            sent, received = self.courier.bytes_sent, self.courier.bytes_received
-            dense = self.courier.bytes_dense
+            sent, received = self.cohort.bytes_sent, self.cohort.bytes_received
+            dense = self.cohort.bytes_dense
             self._round, self._phase, self._client_metrics = server_round, 0, {}
-            if (sampling := self.courier.sampling) is not None:
-                self._turn, self._asked = sampling.turn(self.stage, server_round), set()
+            if (sampling := self.cohort.sampling) is not None:
+                self._participants = sampling.participants(self.stage, server_round)
+                self._asked = set()
+
             metrics = dict(self.run_round(server_round, num_rounds)) | self._alpha_metrics()
             if evaluate_fn is not None:
                 central = evaluate_fn(server_round, self.named_arrays())
@@ -403,7 +405,7 @@ class RoundStrategy(Strategy):
                     result.evaluate_metrics_serverapp[server_round] = central
                 metrics |= {f"central_{name}": float(v) for name, v in (central or {}).items()}  # type: ignore[arg-type]
             result.train_metrics_clientapp[server_round] = MetricRecord(metrics)  # type: ignore[arg-type]
-            self.courier.emit(
+            self.cohort.emit(
                 "round",
                 stage=self.stage,
                 round=server_round,
@@ -411,11 +413,11 @@ class RoundStrategy(Strategy):
                 seconds=time.monotonic() - started,
                 metrics=metrics,
                 exchanges=self._phase,
-                bytes_sent=self.courier.bytes_sent - sent,
-                bytes_received=self.courier.bytes_received - received,
-                bytes_dense=self.courier.bytes_dense - dense,
+                bytes_sent=self.cohort.bytes_sent - sent,
+                bytes_received=self.cohort.bytes_received - received,
+                bytes_dense=self.cohort.bytes_dense - dense,
                 clients={str(c): m for c, m in sorted(self._client_metrics.items())},
-                **({} if self._turn is None else {"asked": sorted(self._asked)}),
+                **({} if self._participants is None else {"asked": sorted(self._asked)}),
             )
             self._emit_alphas(server_round, num_rounds)
             self._save(server_round)
@@ -443,7 +445,7 @@ class RoundStrategy(Strategy):
     def tell_best(self, genotype: Genotype, server_round: int) -> None:
         """Emit the best architecture so far, of a search that has neither alphas nor a pool."""
         told = json.loads(to_json(genotype))
-        self.courier.emit("best", stage=self.stage, round=server_round, genotype=told)
+        self.cohort.emit("best", stage=self.stage, round=server_round, genotype=told)
 
     def configuration(self) -> Configuration | None:
         """Return the hyper-parameters that the search has found for retraining, None if none."""
@@ -500,7 +502,7 @@ class RoundStrategy(Strategy):
         alphas = {kind: alpha.tolist() for kind, alpha in self.alphas().items()}
         derived = self.space.derive(self.alphas()).cells
         cells = {kind: [asdict(edge) for edge in edges] for kind, edges in derived.items()}
-        self.courier.emit(
+        self.cohort.emit(
             "alphas", round=server_round, ops=list(self.space.ops), alphas=alphas, cells=cells
         )
 

@@ -16,7 +16,7 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import TakeNetworkGradient
 from fednas_flwr.search.optimizer_step import make_sgd
-from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings.optimizers import SGD
 
 
@@ -35,7 +35,7 @@ class FedSGD(GradientStrategy):
 
     Args:
         network: The network to train, newly initialised.
-        courier: Reaches the clients.
+        cohort: Reaches the clients.
         description: What clients build the same network from, see ``clients.Client.network``.
         local_epochs: Passes over the median client's records per round.
         batch_size: Of each client, in every step.
@@ -49,7 +49,7 @@ class FedSGD(GradientStrategy):
     def __init__(
         self,
         network: nn.Module,
-        courier: Courier,
+        cohort: Cohort,
         *,
         description: Mapping[str, Any],
         local_epochs: int,
@@ -62,7 +62,7 @@ class FedSGD(GradientStrategy):
     ) -> None:
         """See the class."""
         shared["momentum"] = "reset"
-        super().__init__(network, courier, stage="retrain", **shared)
+        super().__init__(network, cohort, stage="retrain", **shared)
         self.description, self.weights = dict(description), weights
         self.local_epochs, self.batch_size = local_epochs, batch_size
         self.auxiliary_weight, self.drop_path_prob = auxiliary_weight, drop_path_prob
@@ -97,7 +97,7 @@ class FedSGD(GradientStrategy):
         """Return the number of steps of a round."""
         if self.private is not None and self.private.local_steps is not None:
             return self.private.local_steps
-        declared = [known.get("splits", {}) for known in self.courier.properties.values()]
+        declared = [known.get("splits", {}) for known in self.cohort.properties.values()]
         splits = trained_on(self.evaluate_every)
         records: float = median(sum(own.get(split, 0) for split in splits) for own in declared)
         return self.local_epochs * max(1, math.ceil(records / self.batch_size))

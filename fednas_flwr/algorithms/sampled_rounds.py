@@ -43,7 +43,7 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
     return Sampling(
         seed=config.seed,
         per_round=config.asked,
-        spares=min(
+        backups=min(
             math.ceil(config.over_selection * config.asked - 1e-9), config.clients - config.asked
         ),
         by=config.sampling,

@@ -20,7 +20,7 @@ from fednas_flwr.models.networks import (
 from fednas_flwr.privacy.plan import PrivateStage, RoundReleases, of_clients
 from fednas_flwr.protocol.states import Average, WeightedAverage
 from fednas_flwr.runs.checkpoints import CheckpointFolder
-from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.server.robust_averages import TrimmedMean
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.incompatible import by_client, follows_noise
@@ -31,19 +31,19 @@ from fednas_flwr.spaces.space import SearchSpace, Supernet
 def make_search(
     config: Config,
     prepared: Prepared,
-    courier: Courier,
+    cohort: Cohort,
     checkpoints: CheckpointFolder,
     private: PrivateStage | None = None,
 ) -> RoundStrategy:
     """Return the strategy of the search stage, its supernet initialised from the run's seed.
 
-    Its class is called with the supernet, the courier, ``space``, ``checkpoints`` and the keyword
+    Its class is called with the supernet, the cohort, ``space``, ``checkpoints`` and the keyword
     arguments of its own that the algorithm's entry states.
 
     Args:
         config: The run's configuration.
         prepared: Gives shape and number of classes.
-        courier: Reaches the clients.
+        cohort: Reaches the clients.
         checkpoints: Where the state goes after every round.
         private: See :class:`RoundStrategy`.
 
@@ -58,13 +58,13 @@ def make_search(
     shared: dict[str, Any] = {"space": space, "checkpoints": checkpoints}
     plan = entry.search(config, prepared, space)
     shared["momentum"] = config.momentum or "reset"
-    return _make_strategy(config, plan, network, courier, shared, private)
+    return _make_strategy(config, plan, network, cohort, shared, private)
 
 
 def make_retraining(
     config: Config,
     description: Description,
-    courier: Courier,
+    cohort: Cohort,
     checkpoints: CheckpointFolder,
     private: PrivateStage | None = None,
     configuration: Configuration | None = None,
@@ -74,7 +74,7 @@ def make_retraining(
     Args:
         config: The run's configuration.
         description: What the network is built from.
-        courier: Reaches the clients.
+        cohort: Reaches the clients.
         checkpoints: Where the state goes after every round.
         private: See :class:`RoundStrategy`.
         configuration: Takes the place of the retrain settings' learning rate, momentum, decay and
@@ -90,7 +90,7 @@ def make_retraining(
         "momentum": config.momentum or ("averaged" if follows_noise(config) else "reset"),
     }
     plan = ALGORITHMS[config.algorithm.name].retraining(config, configuration)
-    return _make_strategy(config, plan, network, courier, shared, private), network
+    return _make_strategy(config, plan, network, cohort, shared, private), network
 
 
 def search_releases(config: Config) -> RoundReleases:
@@ -124,14 +124,14 @@ def _make_strategy(
     config: Config,
     plan: Plan,
     network: nn.Module,
-    courier: Courier,
+    cohort: Cohort,
     shared: Mapping[str, Any],
     private: PrivateStage | None,
 ) -> RoundStrategy:
     """Return the planned strategy, told all that is the same for every algorithm."""
     kind, own = plan
     terms: dict[str, Any] = {"private": private, "new_average": _averaging(config)}
-    return kind(network, courier, **shared, **terms, **own)
+    return kind(network, cohort, **shared, **terms, **own)
 
 
 def _averaging(config: Config) -> Callable[[], Average]:

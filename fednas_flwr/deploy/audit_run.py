@@ -239,7 +239,7 @@ def _recorded(config: Config, folder: Path) -> tuple[Schedule, dict[str, Request
             settings = Evaluate(description, "test", Site(config.privacy.data_set))
             header = Header("", "evaluate", 0, 1, 0, "")
             grid.record(
-                Request("evaluate.model", header, settings, statistics=run.courier.statistics)
+                Request("evaluate.model", header, settings, statistics=run.cohort.statistics)
             )
         return run.schedule, grid.asked
 

@@ -208,7 +208,7 @@ def _estimate(config: Config) -> Estimate:
     with EventLog(folder / EVENTS_FILE) as log:
         run = begin(config, grid, log, {}, earlier=[])
         run.ends_at = -math.inf
-        grid.properties = run.courier.properties
+        grid.properties = run.cohort.properties
         genotype, factor = given_genotype(config), 1.0
         if searches(config):
 

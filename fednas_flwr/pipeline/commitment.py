@@ -17,7 +17,7 @@ from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Commit
 from fednas_flwr.runs.events import Event
-from fednas_flwr.server.cohort import Courier, QuorumError
+from fednas_flwr.server.cohort import Cohort, QuorumError
 from fednas_flwr.server.reply_checks import check_properties
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.names import PRV
@@ -32,7 +32,7 @@ NEEDED_PROPERTIES = (
 
 
 def commit(
-    courier: Courier,
+    cohort: Cohort,
     config: Config,
     schedules: Sequence[Schedule],
     *,
@@ -44,7 +44,7 @@ def commit(
     The event also tells how many rounds of each stage each client's budget covers.
 
     Args:
-        courier: Connected to clients that have told ``NEEDED_PROPERTIES``.
+        cohort: Connected to clients that have told ``NEEDED_PROPERTIES``.
         config: With ``privacy=dp``.
         schedules: From :func:`~fednas_flwr.pipeline.schedule.make_schedules`: each client's, or the
             one of all.
@@ -60,14 +60,14 @@ def commit(
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     if len(schedules) == 1:
-        schedules = [*schedules] * courier.num_clients
+        schedules = [*schedules] * cohort.num_clients
     schedule = largest_schedule(schedules)
-    requests = {c: Commit(privacy.data_set, tuple(schedules[c])) for c in courier.clients}
-    sampling = courier.sampling
+    requests = {c: Commit(privacy.data_set, tuple(schedules[c])) for c in cohort.clients}
+    sampling = cohort.sampling
     turns = None if sampling is None else turns_of(config, sampling)
     clients, search_epsilons = [], {}
-    for client, reply in _agreed(courier, requests, config.runtime.approval_s):
-        properties, own = courier.properties[client], schedules[client]
+    for client, reply in _agreed(cohort, requests, config.runtime.approval_s):
+        properties, own = cohort.properties[client], schedules[client]
         of = whole_turns(config) if turns is None else turns[client]
         to_do = {s: sum(r > done.get(s, 0) for r in rounds) for s, rounds in of.items()}
         committed = {split for planned in own for split in planned.splits}
@@ -78,8 +78,8 @@ def commit(
                 raise ReplyError(f"does not say its epsilon of {', '.join(missing)}")
         except ReplyError as error:
             place = {"stage": "commit", "round": 0, "action": "query.commit", "client": client}
-            courier.emit("client_left", **place, reason=str(error))
-            courier.dismiss(client, str(error))
+            cohort.emit("client_left", **place, reason=str(error))
+            cohort.dismiss(client, str(error))
             continue
         terms = (tuple(own), tuple(sorted(properties["splits"].items())))
         if terms not in search_epsilons:
@@ -104,11 +104,11 @@ def commit(
                 "covers": covered_rounds(own, reply.properties["covered_steps"], to_do),
             }
         )
-    for client in set(courier.clients) - {told["client"] for told in clients}:
-        courier.dismiss(client, "it did not accept the schedule in time")
+    for client in set(cohort.clients) - {told["client"] for told in clients}:
+        cohort.dismiss(client, "it did not accept the schedule in time")
     drawn = None if sampling is None else {"by": sampling.by, "per_round": sampling.per_round}
     terms_of_all = [asdict(planned) for planned in schedule]
-    courier.emit(
+    cohort.emit(
         "privacy", data_set=privacy.data_set, schedule=terms_of_all, clients=clients, drawn=drawn
     )
     if any(rounds for stage, rounds in done.items() if stage != STATISTICS):
@@ -117,19 +117,19 @@ def commit(
     covers = [(told["client"], cover) for told in clients for cover in told["covers"]]
     first = {client: cover for client, cover in covers if cover["stage"] == stage}
     short = {client: f["rounds"] for client, f in first.items() if f["rounds"] < f["of"]}
-    quorum = courier.quorum if sampling is None else courier.quorum_of(len(first))
+    quorum = cohort.quorum if sampling is None else cohort.quorum_of(len(first))
     if short and len(first) - len(short) < quorum:
         rounds = ", ".join(f"client {client}: {number}" for client, number in short.items())
         raise ConfigError(
             f"privacy: {stage} takes {max(f['of'] for f in first.values())} rounds, more than "
             f"what is left of budgets covers ({rounds}), and {quorum} of "
-            f"{courier.num_clients} clients must stay: take fewer rounds or more noise, or lower "
+            f"{cohort.num_clients} clients must stay: take fewer rounds or more noise, or lower "
             f"runtime.quorum. Nothing {'more ' if resumed else ''}was released."
         )
 
 
 def _agreed(
-    courier: Courier, requests: Mapping[int, Commit], approval_s: float
+    cohort: Cohort, requests: Mapping[int, Commit], approval_s: float
 ) -> list[tuple[int, Reply]]:
     """Return the clients that keep their schedules and their replies, after approvals.
 
@@ -138,19 +138,19 @@ def _agreed(
     """
     request = next(iter(requests.values()))
     terms: dict[str, Any] = {"settings": request, "own_settings": requests}
-    ask = partial(courier.ask, "query.commit", stage="commit", **terms)
+    ask = partial(cohort.ask, "query.commit", stage="commit", **terms)
     replies = dict(ask())
     deadline = time.monotonic() + approval_s
     told: dict[int, str] = {}
     while waiting := _awaited(replies):
         if waiting != told:
             schedules = [{"client": c, "schedule": awaited} for c, awaited in waiting.items()]
-            courier.emit("approval_awaited", run=courier.run, clients=schedules)
+            cohort.emit("approval_awaited", run=cohort.run, clients=schedules)
             told = waiting
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             break
-        courier.wait(min(APPROVAL_POLL_S, left_s))
+        cohort.wait(min(APPROVAL_POLL_S, left_s))
         replies = {c: r for c, r in replies.items() if c not in waiting} | dict(ask(among=waiting))
     for client, awaited in waiting.items():
         reason = (
@@ -158,14 +158,14 @@ def _agreed(
             f"{awaited}` typed at that site, then resume this run"
         )
         place = {"stage": "commit", "round": 0, "action": "query.commit", "client": client}
-        courier.emit("client_left", **place, reason=reason)
-        courier.dismiss(client, reason)
+        cohort.emit("client_left", **place, reason=reason)
+        cohort.dismiss(client, reason)
         del replies[client]
-    if waiting and len(replies) < courier.quorum:
-        reasons = "; ".join(f"client {c}: {why}" for c, why in courier.left.items())
+    if waiting and len(replies) < cohort.quorum:
+        reasons = "; ".join(f"client {c}: {why}" for c, why in cohort.left.items())
         raise QuorumError(
-            f"{reasons} ({len(replies)} of {courier.num_clients} clients have agreed to the "
-            f"schedule, {courier.quorum} are needed). Nothing was released."
+            f"{reasons} ({len(replies)} of {cohort.num_clients} clients have agreed to the "
+            f"schedule, {cohort.quorum} are needed). Nothing was released."
         )
     return sorted(replies.items())
 

@@ -99,24 +99,24 @@ def _with_names(run: Run, name: str) -> dict[int, Mapping[str, object]]:
     Raises:
         ConfigError: It is the run's own ``client_tags`` that name none, or too few are left.
     """
-    courier, found = run.courier, {}
+    cohort, found = run.cohort, {}
     tags = run.config.client_tags or [""] * run.config.clients
-    for client in courier.clients:
+    for client in cohort.clients:
         try:
-            group_name(courier.properties[client], client, name)
+            group_name(cohort.properties[client], client, name)
         except ConfigError as error:
             simulated = run.config.runtime.name != "deployment"
-            if simulated and courier.properties[client].get("tag", "") == tags[client]:
+            if simulated and cohort.properties[client].get("tag", "") == tags[client]:
                 raise
-            courier.dismiss(client, str(error))
+            cohort.dismiss(client, str(error))
             place = {"stage": "connect", "round": 0, "action": "query.describe", "client": client}
-            courier.emit("client_left", **place, reason=str(error))
+            cohort.emit("client_left", **place, reason=str(error))
         else:
-            found[client] = courier.properties[client]
-    if len(found) < courier.quorum:
+            found[client] = cohort.properties[client]
+    if len(found) < cohort.quorum:
         raise ConfigError(
-            f"algorithm.group_by={name}: {len(found)} of {courier.num_clients} clients name a "
-            f"group, {courier.quorum} are needed: give each node a tag in its --node-config."
+            f"algorithm.group_by={name}: {len(found)} of {cohort.num_clients} clients name a "
+            f"group, {cohort.quorum} are needed: give each node a tag in its --node-config."
         )
     return found
 
@@ -134,7 +134,7 @@ def _by_alphas(run: Run, strategy: RoundStrategy | None) -> Groups:
         return found
     assert isinstance(strategy, FDNAS)  # as the configuration has it
     assert algorithm.num_groups is not None
-    present = set(run.courier.clients)
+    present = set(run.cohort.clients)
     updates = {client: moved for client, moved in strategy.updates().items() if client in present}
     return group_by_alphas(updates, num_groups=algorithm.num_groups)
 
@@ -154,13 +154,13 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
     log = EventLog(folder / EVENTS_FILE, [partial(_tell, run.log, name)])
     # private clients have committed to all that the run asks of them, under its name
     private = isinstance(run.config.privacy, DifferentialPrivacy)
-    called = run.courier.run if private else f"{run.courier.run}.{name}"
+    called = run.cohort.run if private else f"{run.cohort.run}.{name}"
     return replace(
         run,
         config=config,
         folder=folder,
         log=log,
-        courier=run.courier.part(clients, run=called, emit=log.emit),
+        cohort=run.cohort.part(clients, run=called, emit=log.emit),
         checkpoints=CheckpointFolder(
             folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
         ),
@@ -211,7 +211,7 @@ def _run_one(
         finally:
             turn.acquire()
 
-    part.courier.wait = wait
+    part.cohort.wait = wait
     with turn, part.log as log:
         resumed = part.checkpoints.latest("search") is not None
         try:
@@ -227,7 +227,7 @@ def _run_one(
     run.log.emit(
         "group_finished",
         group=name,
-        clients=sorted(part.courier.properties),
+        clients=sorted(part.cohort.properties),
         status="completed" if reason is None else "failed",
         reason=reason,
         seconds=time.monotonic() - started,

@@ -29,7 +29,7 @@ def hand_over(run: Run) -> None:
 
     Whatever goes wrong is a warning: the run has its model.
     """
-    keeping = [c for c in run.courier.clients if run.courier.properties[c].get("keeps_model")]
+    keeping = [c for c in run.cohort.clients if run.cohort.properties[c].get("keeps_model")]
     beside = run.folder.parent.name == BASELINES_FOLDER  # whose network nobody has looked for
     if not has_real_sites(run.config) or not keeping or beside:
         return
@@ -43,7 +43,7 @@ def hand_over(run: Run) -> None:
         values = torch.from_numpy(np.frombuffer(model, dtype=np.uint8).copy())
         kept = []
         try:
-            for client, _ in run.courier.ask(
+            for client, _ in run.cohort.ask(
                 "query.keep_model",
                 stage="hand over",
                 settings=request,
@@ -76,5 +76,5 @@ def _request(run: Run, model: bytes) -> KeepModel:
         )
     privacy = run.config.privacy
     site = Site(privacy.data_set) if isinstance(privacy, DifferentialPrivacy) else None
-    signature = sign_model(Path(key), run=run.courier.run, model=model, card=card)
+    signature = sign_model(Path(key), run=run.cohort.run, model=model, card=card)
     return KeepModel(card, signature, site)

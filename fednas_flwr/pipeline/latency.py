@@ -80,12 +80,12 @@ def _ask(run: Run) -> LatencyTable:
         site = Site(private.data_set)
     request = MeasureLatency(BATCH_SIZE, PASSES, site)
     tables: list[LatencyTable] = []
-    sampling, wanted = run.courier.sampling, run.courier.num_clients
-    turn = None if sampling is None else sampling.turn("latency", 1)
-    if turn is not None:
-        wanted = len(turn.clients)
-    for client, reply in run.courier.ask(
-        "query.latency", stage="latency", settings=request, turn=turn
+    sampling, wanted = run.cohort.sampling, run.cohort.num_clients
+    participants = None if sampling is None else sampling.participants("latency", 1)
+    if participants is not None:
+        wanted = len(participants.clients)
+    for client, reply in run.cohort.ask(
+        "query.latency", stage="latency", settings=request, participants=participants
     ):
         try:
             check_properties(reply.properties, needed=("latency",))
@@ -95,10 +95,10 @@ def _ask(run: Run) -> LatencyTable:
                 raise ReplyError(f"measured batches of {table.batch_size} instead of {BATCH_SIZE}")
         except (ReplyError, ConfigError) as error:
             place = {"stage": "latency", "round": 0, "action": "query.latency", "client": client}
-            run.courier.emit("client_failed", **place, reason=str(error))
+            run.cohort.emit("client_failed", **place, reason=str(error))
         else:
             tables.append(table)
-    if len(tables) < (quorum := run.courier.quorum_of(wanted)):
+    if len(tables) < (quorum := run.cohort.quorum_of(wanted)):
         raise QuorumError(
             f"{len(tables)} of {wanted} clients sent a latency table of this "
             f"search space, {quorum} are needed."

@@ -46,7 +46,7 @@ def explained(run: Run) -> Iterator[str]:
     """Yield what each kind of release of a private run is made of, and what that follows from."""
     config, privacy = run.config, run.config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
-    properties = run.courier.properties.values()
+    properties = run.cohort.properties.values()
     for split in SPLITS:
         numbers = [known["splits"].get(split, 0) for known in properties]
         yield f"{split}: {sum(numbers)} records of {len(numbers)} clients, {_span(numbers)} each"
@@ -79,7 +79,7 @@ def explained(run: Run) -> Iterator[str]:
 
 def _noise_of_mean(run: Run, release: PlannedRelease) -> float:
     """Return the noise in each value of a step's mean over the clients."""
-    batches = [release.expected_batch(known["splits"]) for known in run.courier.properties.values()]
+    batches = [release.expected_batch(known["splits"]) for known in run.cohort.properties.values()]
     return noise_per_step(release, batches, asked=min(run.config.asked, len(batches)))
 
 

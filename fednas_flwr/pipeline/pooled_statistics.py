@@ -30,7 +30,7 @@ from fednas_flwr.protocol.requests import Site, TellStatistics
 from fednas_flwr.protocol.states import Layout, unpack
 from fednas_flwr.runs.events import Event, EventLog, read_events
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE
-from fednas_flwr.server.cohort import Courier, QuorumError
+from fednas_flwr.server.cohort import Cohort, QuorumError
 from fednas_flwr.settings.parser import parse
 
 
@@ -60,7 +60,7 @@ def inherited_statistics(folder: Path, log: EventLog) -> Statistics | None:
     return statistics
 
 
-def found_statistics(prepared: Prepared, courier: Courier, log: EventLog) -> Statistics:
+def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> Statistics:
     """Return the pooled moments of the clients' train parts.
 
     A client whose moments cannot be right is asked no more. Of three or more, one whose moments are
@@ -71,23 +71,23 @@ def found_statistics(prepared: Prepared, courier: Courier, log: EventLog) -> Sta
         QuorumError: Too few clients are left.
     """
     parties: dict[int, list[Moments]] = {}
-    for client in courier.clients:
-        properties = courier.properties[client]
+    for client in cohort.clients:
+        properties = cohort.properties[client]
         moments = [parse(Moments, of, key="moments") for of in properties.get("moments", ())]
         most = properties.get("splits", {}).get("train", 0)
         if len(moments) != prepared.train.num_numeric or any(of.count > most for of in moments):
             reason = (
                 f"its moments are not of {prepared.train.num_numeric} columns of {most} records"
             )
-            courier.expel(client, reason)
+            cohort.expel(client, reason)
             place = {"stage": "connect", "round": 0, "action": "query.describe", "client": client}
             log.emit("client_left", **place, reason=reason, expelled=True)
         else:
             parties[client] = moments
-    if len(parties) < courier.quorum:
+    if len(parties) < cohort.quorum:
         raise QuorumError(
-            f"{len(parties)} of {courier.num_clients} clients tell means and deviations of their "
-            f"columns, {courier.quorum} are needed."
+            f"{len(parties)} of {cohort.num_clients} clients tell means and deviations of their "
+            f"columns, {cohort.quorum} are needed."
         )
     (num_features,) = prepared.input_shape
     held, far = bounded(parties)
@@ -106,7 +106,7 @@ def found_statistics(prepared: Prepared, courier: Courier, log: EventLog) -> Sta
 
 def noised_statistics(
     prepared: Prepared,
-    courier: Courier,
+    cohort: Cohort,
     schedule: Sequence[PlannedRelease],
     log: EventLog,
     *,
@@ -116,7 +116,7 @@ def noised_statistics(
 
     Args:
         prepared: Standardised by the ranges that are declared.
-        courier: To clients that have committed to the schedule.
+        cohort: To clients that have committed to the schedule.
         schedule: The run's.
         log: Receives the event ``statistics``, and the sentence of the report.
         data_set: The id that the sites' policies give the data.
@@ -125,21 +125,21 @@ def noised_statistics(
         QuorumError: Too few clients answer; the message says why.
     """
     (planned,) = [release for release in schedule if release.kind == STATISTICS]
-    num_columns, sampling = prepared.train.num_numeric, courier.sampling
+    num_columns, sampling = prepared.train.num_numeric, cohort.sampling
     layout = Layout.of({STATISTICS: torch.zeros(3 * num_columns)})
     total, weights, variance = torch.zeros(3 * num_columns, dtype=torch.float64), 0.0, 0.0
-    for client, reply in courier.ask(
+    for client, reply in cohort.ask(
         planned.action,
         stage=STATISTICS,
         server_round=1,
         settings=TellStatistics(Site(data_set)),
         layouts={STATISTICS: layout},
         releases=schedule,
-        turn=None if sampling is None else sampling.turn(STATISTICS, 1),
+        participants=None if sampling is None else sampling.participants(STATISTICS, 1),
     ):
         weight = reply.num_examples
         told = unpack(reply.states[STATISTICS], layout)[STATISTICS]
-        batch = planned.expected_batch(courier.properties[client]["splits"])
+        batch = planned.expected_batch(cohort.properties[client]["splits"])
         noise = (planned.noise_multiplier or 0.0) * largest_norm(num_columns) / batch
         total += weight * told.double()
         weights, variance = weights + weight, variance + (weight * noise) ** 2

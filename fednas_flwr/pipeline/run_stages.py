@@ -17,7 +17,7 @@ from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.lookup import CellTable
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.events import EventLog
-from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings import Config
 
 
@@ -33,7 +33,7 @@ class Run:
     folder: Path
     grid: Grid
     log: EventLog
-    courier: Courier
+    cohort: Cohort
     checkpoints: CheckpointFolder
     prepared: Prepared
     schedule: Schedule  # of a private run's releases

@@ -156,7 +156,7 @@ def turns_of(config: Config, sampling: Sampling) -> list[Turns]:
     turns: list[dict[str, list[int]]] = [{} for _ in range(config.clients)]
     for stage, rounds in _rounds(config).items():
         for number in range(1, len(rounds) + 1):
-            for client in sampling.turn(stage, number).candidates:
+            for client in sampling.participants(stage, number).candidates:
                 turns[client].setdefault(stage, []).append(number)
     return list(turns)
 

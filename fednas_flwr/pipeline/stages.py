@@ -85,7 +85,7 @@ from fednas_flwr.runs.events import Event, EventLog, clients_of, read_events
 from fednas_flwr.runs.numbers import EVENTS_FILE
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.server.cohort import TOTAL, Courier, Emit, QuorumError, ignore_events
+from fednas_flwr.server.cohort import TOTAL, Cohort, Emit, QuorumError, ignore_events
 from fednas_flwr.server.reply_checks import check_properties
 from fednas_flwr.settings import CFDNASSettings, Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.settings.incompatible import has_real_sites
@@ -160,32 +160,32 @@ def begin(
     folder = Path(str(config.run_dir))
     table = given_table(config)
     name = awaited_run(earlier) or f"{folder.name}.{secrets.token_hex(4)}"
-    courier = make_courier(config, run=name, emit=log.emit)
+    cohort = make_cohort(config, run=name, emit=log.emit)
     private = isinstance(config.privacy, DifferentialPrivacy)
     needed = ("client", *(NEEDED_PROPERTIES if private else ()))
     if has_real_sites(config):
         alike = (*SITE_FACTS, *(("honest_sites",) if config.secure_sum else ()))
-        courier.connect(grid, needed=(*needed, *alike), alike=alike)
-        prepared = make_server_data(config, next(iter(courier.properties.values())))
+        cohort.connect(grid, needed=(*needed, *alike), alike=alike)
+        prepared = make_server_data(config, next(iter(cohort.properties.values())))
     else:
         prepared, parts = make_data(config)
         if not (folder / PARTITION_FILE).exists():
             save_partition(folder / PARTITION_FILE, parts)
-        courier.connect(grid, needed=needed, known=simulated_properties(config, (prepared, parts)))
+        cohort.connect(grid, needed=needed, known=simulated_properties(config, (prepared, parts)))
     for event in earlier:
         if event.get("expelled"):
-            courier.expel(event["client"], event["reason"])
+            cohort.expel(event["client"], event["reason"])
     statistics = known_statistics(earlier)
     if prepared.uses_own_statistics and not private:
-        statistics = statistics or found_statistics(prepared, courier, log)
+        statistics = statistics or found_statistics(prepared, cohort, log)
     if private and not _releases_statistics(config):
         statistics = statistics or inherited_statistics(folder, log)
-    properties = [known for _, known in sorted(courier.properties.items())]
+    properties = [known for _, known in sorted(cohort.properties.items())]
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in properties]
     declared = splits
     if config.samples:
-        declared = _declared_at_first(courier, earlier)
-        courier.sampling = make_sampling(config, declared)
+        declared = _declared_at_first(cohort, earlier)
+        cohort.sampling = make_sampling(config, declared)
     counts = [known.get("class_counts", []) for known in properties]
     told = all(len(count) == prepared.num_classes for count in counts)  # not in private runs
     whole = len(splits) <= MOST_SHOWN or has_real_sites(config)  # whose numbers a resume needs
@@ -195,7 +195,7 @@ def begin(
         multi_label=prepared.train.multi_label,
         counts=counts if told and whole else None,
         **(
-            {"splits": splits, "clients": sorted(courier.properties)}
+            {"splits": splits, "clients": sorted(cohort.properties)}
             if whole
             else {"summary": summarised(splits)}
         ),
@@ -214,18 +214,18 @@ def begin(
             done[STATISTICS] = 1
         least = [known.get("least_noise_multiplier", LEAST_CALIBRATED) for known in properties]
         schedules = make_schedules(
-            config, declared, done=done, sampling=courier.sampling, least_noise=least
+            config, declared, done=done, sampling=cohort.sampling, least_noise=least
         )
-        commit(courier, config, schedules, done=done, resumed=resumed)
+        commit(cohort, config, schedules, done=done, resumed=resumed)
         schedule = largest_schedule(schedules)
         if statistics is None and any(planned.kind == STATISTICS for planned in schedule):
             data_set = config.privacy.data_set
-            statistics = noised_statistics(prepared, courier, schedule, log, data_set=data_set)
+            statistics = noised_statistics(prepared, cohort, schedule, log, data_set=data_set)
     if statistics is not None:
-        courier.statistics = statistics
+        cohort.statistics = statistics
         prepared = replace(prepared, mean=statistics.mean, std=statistics.std)
     shared = (prepared, schedule, circumstances, table)
-    return Run(config, folder, grid, log, courier, checkpoints, *shared, ends_at=ends_at)
+    return Run(config, folder, grid, log, cohort, checkpoints, *shared, ends_at=ends_at)
 
 
 def _releases_statistics(config: Config) -> bool:
@@ -236,17 +236,17 @@ def _releases_statistics(config: Config) -> bool:
     )
 
 
-def _declared_at_first(courier: Courier, earlier: Sequence[Event]) -> list[Mapping[str, int]]:
+def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> list[Mapping[str, int]]:
     """Return the records that each client declared when the run began, by split.
 
     A resumed run draws its clients by the same numbers, whoever is connected now; of one that was
     not connected then nothing is known.
     """
-    told = {client: known.get("splits", {}) for client, known in courier.properties.items()}
+    told = {client: known.get("splits", {}) for client, known in cohort.properties.items()}
     begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
     if begun:
         told = dict(zip(clients_of(begun[0]), begun[0]["splits"], strict=True))
-    return [told.get(client, {}) for client in range(courier.num_clients)]
+    return [told.get(client, {}) for client in range(cohort.num_clients)]
 
 
 def _run_from_search(run: Run) -> None:
@@ -330,7 +330,7 @@ def start_search(
     """
     run.config = config = with_latency(run)
     private = private_stage(config, run.schedule, "search")
-    strategy = make_search(config, run.prepared, run.courier, run.checkpoints, private)
+    strategy = make_search(config, run.prepared, run.cohort, run.checkpoints, private)
     if run.inherited is not None:
         strategy.inherit(run.inherited)
     prepare(strategy)
@@ -368,7 +368,7 @@ def retrain(
     private = private_stage(run.config, run.schedule, "retrain")
     config = with_learning_rate(run)
     strategy, network = make_retraining(
-        config, description, run.courier, run.checkpoints, private, configuration
+        config, description, run.cohort, run.checkpoints, private, configuration
     )
     rounds = run.config.retrain.rounds
     with run.stage("retrain", rounds):
@@ -426,11 +426,11 @@ def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed])
 
     None where no client has such records of both kinds, or too few clients answer.
     """
-    courier = run.courier
-    having = [c for c in _testers(run) if courier.properties[c].get("splits", {}).get("validation")]
+    cohort = run.cohort
+    having = [c for c in _testers(run) if cohort.properties[c].get("splits", {}).get("validation")]
     histograms, weights = [], []
     with suppress(QuorumError):
-        for _, reply in courier.ask(
+        for _, reply in cohort.ask(
             "evaluate.model",
             stage="evaluate",
             settings=Evaluate(description, "validation", with_scores=True),
@@ -446,10 +446,10 @@ def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed])
 
 def _testers(run: Run) -> list[int]:
     """Return the clients that test the network: as many as a round asks."""
-    clients, sampling = run.courier.clients, run.courier.sampling
+    clients, sampling = run.cohort.clients, run.cohort.sampling
     if sampling is None:
         return clients
-    return sorted(set(clients) & set(sampling.turn("evaluate", 1).clients))
+    return sorted(set(clients) & set(sampling.participants("evaluate", 1).clients))
 
 
 def _ask_tests(
@@ -462,14 +462,14 @@ def _ask_tests(
 ) -> list[dict[str, Any]]:
     """Return what the testers that have test records measure; too few of them is a warning."""
     results: list[dict[str, Any]] = []
-    courier = run.courier
-    having = [c for c in _testers(run) if courier.properties[c].get("splits", {}).get("test") != 0]
+    cohort = run.cohort
+    having = [c for c in _testers(run) if cohort.properties[c].get("splits", {}).get("test") != 0]
     if not having:
         return results
-    if len(having) < len(courier.clients):
-        courier = courier.part(having, run=courier.run, emit=courier.emit)
+    if len(having) < len(cohort.clients):
+        cohort = cohort.part(having, run=cohort.run, emit=cohort.emit)
     try:
-        for client, reply in courier.ask(
+        for client, reply in cohort.ask(
             action, stage="evaluate", settings=settings, states=states, releases=run.schedule
         ):
             fields: dict[str, Any] = {"client": client, "num_examples": reply.num_examples}
@@ -503,7 +503,7 @@ def _report_spending(run: Run) -> None:
     """Ask the clients what their budgets have paid; a run that has failed may not learn it."""
     spent = []
     with suppress(QuorumError):
-        for client, reply in run.courier.ask(
+        for client, reply in run.cohort.ask(
             "query.describe", stage="evaluate", settings=Describe(), also_left=True
         ):
             with suppress(ReplyError):
@@ -561,10 +561,10 @@ def _commit() -> str | None:
     return done.stdout.strip()
 
 
-def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Courier:
+def make_cohort(config: Config, *, run: str, emit: Emit = ignore_events) -> Cohort:
     """Return the server's way to the clients, with the runtime's quorum, deadlines and limits."""
     privacy = config.privacy
-    return Courier(
+    return Cohort(
         run=run,
         num_clients=config.clients,
         quorum=config.runtime.quorum,

@@ -20,32 +20,32 @@ Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
-class Turn:
+class Participants:
     """The clients of one round.
 
     Attributes:
         clients: Those that are asked, ascending.
-        spares: Who is asked in the place of those that fail, in this order.
+        backups: Who is asked in the place of those that fail, in this order.
         weights: By client, what its reply counts for in an average; without one it is the reply's
             number of examples.
     """
 
     clients: tuple[int, ...]
-    spares: tuple[int, ...] = ()
+    backups: tuple[int, ...] = ()
     weights: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def candidates(self) -> tuple[int, ...]:
         """All that may be asked."""
-        return (*self.clients, *self.spares)
+        return (*self.clients, *self.backups)
 
-    def after(self, answered: Collection[int]) -> Turn:
-        """Return the turn of the round's next exchange: who has stood in for a client stays."""
-        stood_in = [client for client in self.spares if client in answered]
+    def after(self, answered: Collection[int]) -> Participants:
+        """The participants of the round's next exchange: a backup that has stood in stays."""
+        stood_in = [client for client in self.backups if client in answered]
         failed = [client for client in self.clients if client not in answered]
         clients = {*self.clients, *stood_in} - set(failed[: len(stood_in)])
-        spares = tuple(client for client in self.spares if client not in stood_in)
-        return Turn(tuple(sorted(clients)), spares, self.weights)
+        backups = tuple(client for client in self.backups if client not in stood_in)
+        return Participants(tuple(sorted(clients)), backups, self.weights)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Sampling:
     Args:
         seed: The run's seed; a draw comes from (seed, stage, round).
         per_round: m, the clients that a round asks: at least 1, at most all.
-        spares: How many more stand by, to be asked in the place of those that fail.
+        backups: How many more stand by, to be asked in the place of those that fail.
         by: ``uniform``: one client in proportion to its size, the others uniformly from the rest,
             so that a set of clients is drawn in proportion to the sum of its sizes, and its average
             by size is unbiased (Midzuno 1952; Lahiri 1951); of clients of equal size it is the
@@ -73,7 +73,7 @@ class Sampling:
 
     seed: int
     per_round: int
-    spares: int
+    backups: int
     by: str
     sizes: Mapping[str, Ints]
     num_clients: int
@@ -83,7 +83,7 @@ class Sampling:
         if self.by not in SAMPLINGS:
             raise unknown_choice("sampling", self.by, SAMPLINGS)
 
-    def turn(self, stage: str, server_round: int) -> Turn:
+    def participants(self, stage: str, server_round: int) -> Participants:
         """Return who is asked in a round, from 1, of a stage."""
         sizes = self.sizes.get(stage)
         if sizes is None or not sizes.any():
@@ -102,11 +102,11 @@ class Sampling:
         else:
             drawn, counts = np.roll(order, -(server_round - 1) * self.per_round), None
         end = self.per_round if counts is None else len(counts)
-        asked, spares = drawn[:end].tolist(), drawn[end : end + self.spares].tolist()
+        asked, backups = drawn[:end].tolist(), drawn[end : end + self.backups].tolist()
         weights = {}
         if counts is not None:
-            weights = dict.fromkeys(spares, 1.0) | dict(zip(asked, counts.tolist(), strict=True))
-        return Turn(tuple(sorted(asked)), tuple(spares), weights)
+            weights = dict.fromkeys(backups, 1.0) | dict(zip(asked, counts.tolist(), strict=True))
+        return Participants(tuple(sorted(asked)), tuple(backups), weights)
 
 
 def midzuno(sizes: Ints, order: Ints, *, record: int) -> Ints:

@@ -39,7 +39,7 @@ from fednas_flwr.protocol.states import Layout, Packed
 from fednas_flwr.protocol.sum_encoding import MASKED, Summands
 from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors, Summed, by_index
 from fednas_flwr.protocol.wire import restore_sent, round_sent
-from fednas_flwr.server.client_sampling import Sampling, Turn
+from fednas_flwr.server.client_sampling import Participants, Sampling
 from fednas_flwr.server.limits import Limits, honest_limits, norm
 from fednas_flwr.server.reply_checks import (
     MAX_EXAMPLES,
@@ -124,7 +124,7 @@ class _PendingSum:
         self.total.add(client, [vectors[d].numpy() for d in self.summands.lengths])
 
 
-class Courier:
+class Cohort:
     """The clients of one run as the server sees them.
 
     Args:
@@ -309,9 +309,9 @@ class Courier:
         """Why each client that has left was not asked any more, by client, ascending."""
         return dict(sorted(self._left.items()))
 
-    def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Courier:
-        """Return a courier of its own to some of the connected clients, with their own quorum."""
-        part = Courier(
+    def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Cohort:
+        """Return a cohort of its own to some of the connected clients, with their own quorum."""
+        part = Cohort(
             run=run,
             num_clients=len(clients),
             quorum=self.quorum_share,
@@ -354,7 +354,7 @@ class Courier:
         releases: Sequence[PlannedRelease] = (),
         also_left: bool = False,
         among: Collection[int] | None = None,
-        turn: Turn | None = None,
+        participants: Participants | None = None,
     ) -> Iterator[tuple[int, Reply]]:
         """Send one request to every client and yield ``(client, reply)`` in client order.
 
@@ -377,16 +377,16 @@ class Courier:
             also_left: Whether clients that have left are asked, too, except for those whose replies
                 were refused.
             among: Which clients are asked, None for all; the others count as if they had answered.
-            turn: Which clients are asked instead: the quorum is one of them, and those that fail
+            participants: Who is asked instead: the quorum is one of them, and those that fail
                 are replaced, once all others have answered.
 
         Raises:
             QuorumError: After the last reply, when fewer than the quorum were accepted.
         """
         accepted = 0 if among is None else len(set(self.clients) - set(among))
-        wanted = self.num_clients if turn is None else len(turn.clients)
-        spares = [] if turn is None else list(turn.spares)
-        asked = among if turn is None else turn.clients
+        wanted = self.num_clients if participants is None else len(participants.clients)
+        backups = [] if participants is None else list(participants.backups)
+        asked = among if participants is None else participants.clients
         failures: dict[int, str] = {}
         planned = {p.kind: p for p in releases if (p.stage, p.action) == (stage, action)}
         pending: _PendingSum | None = None
@@ -402,7 +402,7 @@ class Courier:
                 planned=planned,
                 also_left=also_left,
                 among=asked,
-                weights={} if turn is None else turn.weights,
+                weights={} if participants is None else participants.weights,
                 summands=None if pending is None else pending.summands,
             )
             for client, answer in self._exchange(requests):
@@ -420,9 +420,13 @@ class Courier:
                     failures[client] = answer
                     self.tell_failure(stage, server_round, action, client, answer)
             short = max(0, wanted - accepted)
-            asked, spares = spares[:short], spares[short:]
+            asked, backups = backups[:short], backups[short:]
         if accepted < (quorum := self.quorum_of(wanted)):
-            left = {c: w for c, w in self.left.items() if turn is None or c in turn.candidates}
+            left = {
+                c: w
+                for c, w in self.left.items()
+                if participants is None or c in participants.candidates
+            }
             first, *others = [f"client {c}: {why}" for c, why in sorted((left | failures).items())]
             where = f"{action} in round {server_round}" if server_round else action
             raise QuorumError(

@@ -34,7 +34,7 @@ ROUNDS = 3
 def record(federation):
     """Run a federation's search and keep what was asked and answered."""
     federation.asked = asked = []
-    ask = federation.courier.ask
+    ask = federation.cohort.ask
 
     def recording(action, **arguments):
         states = copy.deepcopy(arguments.get("states"))
@@ -44,7 +44,7 @@ def record(federation):
             replies.append(reply)
             yield client, reply
 
-    federation.courier.ask = recording
+    federation.cohort.ask = recording
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     return federation
 
@@ -99,7 +99,7 @@ def test_trials_side_by_side_give_what_they_give_in_sequence(compose_config, fed
     if stage == "retrain":
         genotype = strategy.space.random_genotype(make_generator(2, "genotype"))
         described = describe_network(config, federation.data[0], genotype)
-        strategy, _ = make_retraining(config, described, federation.courier, None)
+        strategy, _ = make_retraining(config, described, federation.cohort, None)
     assert strategy.stage == stage
     chosen = strategy.tuner.configurations[:3]
     local = strategy._local(chosen[0])

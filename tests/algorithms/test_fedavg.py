@@ -32,7 +32,7 @@ def trained(compose_config, federate):
     shapes = {"input_shape": [3, 8, 8], "num_classes": 3}
     federation.description = {"name": "plain_cnn", **shapes}
     federation.strategy, federation.network = make_retraining(
-        config, federation.description, federation.courier, federation.checkpoints
+        config, federation.description, federation.cohort, federation.checkpoints
     )
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     federation.strategy.load_into(federation.network)
@@ -105,7 +105,7 @@ def test_evaluate_fn_sees_the_model_after_every_round(trained):
         return {"accuracy": 0.1 * server_round}
 
     strategy, _ = make_retraining(
-        trained.config, trained.description, trained.courier, trained.checkpoints
+        trained.config, trained.description, trained.cohort, trained.checkpoints
     )
     result = strategy.start(trained.grid, num_rounds=1, evaluate_fn=evaluate)
     assert [number for number, _ in seen] == [0, 1]

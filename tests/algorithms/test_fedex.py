@@ -39,16 +39,16 @@ def prepared(compose_config, federate):
         )
         federation.config = compose_config(*SETTINGS)
         federation.strategy, federation.network = make_retraining(
-            federation.config, NETWORK, federation.courier, federation.checkpoints
+            federation.config, NETWORK, federation.cohort, federation.checkpoints
         )
         federation.asked = asked = []
-        ask = federation.courier.ask
+        ask = federation.cohort.ask
 
         def recording(action, **arguments):
             asked.append(arguments)
             return ask(action, **arguments)
 
-        federation.courier.ask = recording
+        federation.cohort.ask = recording
         return federation
 
     return make

@@ -40,7 +40,7 @@ DP = (
 
 def start(federation, description, *, rounds=ROUNDS):
     strategy, network = make_retraining(
-        federation.config, description, federation.courier, federation.checkpoints
+        federation.config, description, federation.cohort, federation.checkpoints
     )
     strategy.start(federation.grid, num_rounds=rounds)
     strategy.load_into(network)
@@ -103,7 +103,7 @@ def test_a_run_that_goes_on_ends_in_the_bits_of_one_that_was_not_stopped(
 
 def interrupted(federation, *, in_round):
     """Train until the second step of a round."""
-    ask, asked = federation.courier.ask, []
+    ask, asked = federation.cohort.ask, []
 
     def until_then(action, **kwargs):
         asked.append(kwargs["server_round"])
@@ -111,7 +111,7 @@ def interrupted(federation, *, in_round):
             raise KeyboardInterrupt
         return ask(action, **kwargs)
 
-    federation.courier.ask = until_then
+    federation.cohort.ask = until_then
     start(federation, PLAIN_CNN)
 
 

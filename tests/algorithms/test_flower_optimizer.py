@@ -50,10 +50,10 @@ def training(compose_config, federate):
         federation.config = config
         described = describe_network(config, federation.data[0], None)
         federation.strategy, _ = make_retraining(
-            config, described, federation.courier, federation.checkpoints
+            config, described, federation.cohort, federation.checkpoints
         )
         federation.description = described
-        ask, federation.replies = federation.courier.ask, []
+        ask, federation.replies = federation.cohort.ask, []
 
         def recording(action, **arguments):
             federation.replies.append({})
@@ -62,7 +62,7 @@ def training(compose_config, federate):
                 federation.replies[-1][client] = (copied, reply.num_examples)
                 yield client, reply
 
-        federation.courier.ask = recording
+        federation.cohort.ask = recording
         return federation
 
     return made

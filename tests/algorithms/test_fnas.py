@@ -1,6 +1,6 @@
 """FNAS against plain-PyTorch loops on the pooled records, which know nothing of our strategy.
 
-Through the real path: strategy, courier, messages, in-process grid, ClientApp, actions.
+Through the real path: strategy, cohort, messages, in-process grid, ClientApp, actions.
 """
 
 from __future__ import annotations
@@ -333,18 +333,18 @@ def test_it_goes_on_from_arrays_it_is_given(compose_config, federate):
 
 
 def test_a_deadline_is_of_one_start_alone(compose_config, federate):
-    """Two stages share one courier: what one is started with is not the other's."""
+    """Two stages share one cohort: what one is started with is not the other's."""
     config = compose_config("algorithm=fnas", *FULL, *UNEQUAL)
     federation = federate(config)
     known = []
-    federation.courier.emit = lambda event, **_: known.append(federation.courier.deadline_s)
+    federation.cohort.emit = lambda event, **_: known.append(federation.cohort.deadline_s)
     federation.strategy.start(federation.grid, num_rounds=1, timeout=41.0)
     assert set(known) == {41.0}
-    assert federation.courier.deadline_s == 60.0
+    assert federation.cohort.deadline_s == 60.0
     federation.strategy.run_round = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         federation.strategy.start(federation.grid, num_rounds=2, timeout=41.0)
-    assert federation.courier.deadline_s == 60.0
+    assert federation.cohort.deadline_s == 60.0
 
 
 def test_evaluation_on_validation_records_every_so_many_rounds_and_at_the_end(
@@ -375,14 +375,14 @@ def test_oversampling_repeats_records_and_counts_them_once(
     )
     federation = federate(config)
     asked = []
-    ask = federation.courier.ask
+    ask = federation.cohort.ask
 
     def noting(action, **arguments):
         for client, reply in ask(action, **arguments):
             asked.append((action, client, reply))
             yield client, reply
 
-    federation.courier.ask = noting
+    federation.cohort.ask = noting
     federation.strategy.start(federation.grid, num_rounds=1)
     assert not [e for e in federation.events if e["event"] in ("client_failed", "client_left")]
     gradients = [(v, index, r) for v, index, r in asked if v != "evaluate.model"]

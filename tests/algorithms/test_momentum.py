@@ -34,7 +34,7 @@ ROUNDS = 3
 
 def recorded(federation):
     """Let the federation keep what is asked of its clients and what they answer: whole states."""
-    ask, federation.asked = federation.courier.ask, []
+    ask, federation.asked = federation.cohort.ask, []
 
     def recording(action, **arguments):
         whole = arguments.get("whole") or {}
@@ -52,7 +52,7 @@ def recorded(federation):
             replies[client] = replace(reply, states=states)
             yield client, reply
 
-    federation.courier.ask = recording
+    federation.cohort.ask = recording
     return federation
 
 
@@ -183,7 +183,7 @@ def test_every_average_of_local_training_has_the_servers_momentum(
     if config.algorithm.name == "fedavg":
         federation = federate(compose_config(*SEARCH, *UNEQUAL))
         described = describe_network(config, federation.data[0], None)
-        federation.strategy, _ = make_retraining(config, described, federation.courier, None)
+        federation.strategy, _ = make_retraining(config, described, federation.cohort, None)
     else:
         federation = federate(config)
     recorded(federation)
@@ -239,7 +239,7 @@ def test_resume_after_round_1_gives_equal_tensors(
             genotype = federation.strategy.space.random_genotype(make_generator(1, "genotype"))
             described = describe_network(config, federation.data[0], genotype)
             federation.strategy, _ = make_retraining(
-                config, described, federation.courier, federation.checkpoints
+                config, described, federation.cohort, federation.checkpoints
             )
         return federation
 
@@ -286,13 +286,13 @@ def test_moments_of_private_clients_follow_from_releases(compose_config, federat
     from fednas_flwr.protocol.requests import Commit
 
     federation = federate(config)
-    federation.courier.connect(federation.grid)
-    records = [properties["splits"] for properties in federation.courier.properties.values()]
+    federation.cohort.connect(federation.grid)
+    records = [properties["splits"] for properties in federation.cohort.properties.values()]
     schedule = make_schedule(config, records, done={})
     commit = Commit("records", tuple(schedule))
-    list(federation.courier.ask("query.commit", stage="commit", settings=commit))
+    list(federation.cohort.ask("query.commit", stage="commit", settings=commit))
     private = private_stage(config, schedule, "search")
-    strategy = make_search(config, federation.data[0], federation.courier, None, private)
+    strategy = make_search(config, federation.data[0], federation.cohort, None, private)
     strategy.start(federation.grid, num_rounds=2)
     assert not [e for e in federation.events if e["event"] == "client_failed"]
     moments = unpack(strategy.states[MOMENTS], strategy.layouts[MOMENTS])

@@ -63,13 +63,13 @@ def test_clients_are_sent_alphas_with_the_lead(
     without = federate(compose_config(*plain)).strategy.alphas()["cell"]
     federation = federate(compose_config(*plain, prior))
     sent = []
-    ask = federation.courier.ask
+    ask = federation.cohort.ask
 
     def recording(action, **arguments):
         sent.append({name: v.clone() for name, v in arguments["states"]["alphas"].items()})
         return ask(action, **arguments)
 
-    federation.courier.ask = recording
+    federation.cohort.ask = recording
     federation.strategy.start(federation.grid, num_rounds=1)
     (first,) = sent[0].values()
     space = federation.strategy.space

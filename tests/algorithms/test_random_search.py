@@ -22,13 +22,13 @@ UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.7,0.3]"]
 def searched(compose_config, federate):
     federation = federate(compose_config("algorithm=random_search", *UNEQUAL))
     federation.asked = asked = []
-    ask = federation.courier.ask
+    ask = federation.cohort.ask
 
     def recording(action, **arguments):
         asked.append((action, arguments))
         return ask(action, **arguments)
 
-    federation.courier.ask = recording
+    federation.cohort.ask = recording
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     return federation
 
@@ -93,14 +93,14 @@ def test_without_trials_the_first_candidate_is_taken(compose_config, federate):
     federation.strategy.start(federation.grid, num_rounds=1)
     first = make_generator(config.seed, "random_search", 1)
     assert federation.strategy.derive() == federation.strategy.space.random_genotype(first)
-    assert federation.courier.bytes_sent == 0
+    assert federation.cohort.bytes_sent == 0
 
 
 @pytest.mark.parametrize("claims", [(7.0, 7.0, 7.0), (-1e300, 1.0, -1e300), (1e300, 1e300, 0.5)])
 def test_a_liar_has_one_vote(claims, compose_config, federate):
     """Client 1, with 3 of 10 records, claims what it likes of each candidate."""
     federation = federate(compose_config("algorithm=random_search", *UNEQUAL))
-    ask, claimed, replies = federation.courier.ask, iter(claims), []
+    ask, claimed, replies = federation.cohort.ask, iter(claims), []
 
     def lying(action, **arguments):
         for client, reply in ask(action, **arguments):
@@ -110,7 +110,7 @@ def test_a_liar_has_one_vote(claims, compose_config, federate):
                     reply = replace(reply, metrics={"accuracy": next(claimed)})
             yield client, reply
 
-    federation.courier.ask = lying
+    federation.cohort.ask = lying
     strategy = federation.strategy
     strategy.start(federation.grid, num_rounds=ROUNDS)
     scores = []
@@ -128,7 +128,7 @@ def test_one_client_of_three_does_not_choose(compose_config, federate):
     claims = {0: [0.9, 0.95, 0.6], 1: [0.0, 0.0, 1.0], 2: [0.4, 0.45, 0.3]}
     config = compose_config("algorithm=random_search", "clients=3", "partition=iid")
     federation = federate(config)
-    ask, claimed = federation.courier.ask, {client: iter(own) for client, own in claims.items()}
+    ask, claimed = federation.cohort.ask, {client: iter(own) for client, own in claims.items()}
 
     def claiming(action, **arguments):
         for client, reply in ask(action, **arguments):
@@ -136,7 +136,7 @@ def test_one_client_of_three_does_not_choose(compose_config, federate):
                 reply = replace(reply, metrics={"accuracy": next(claimed[client])})
             yield client, reply
 
-    federation.courier.ask = claiming
+    federation.cohort.ask = claiming
     federation.strategy.start(federation.grid, num_rounds=3)
     second = make_generator(config.seed, "random_search", 2)
     assert federation.strategy.derive() == federation.strategy.space.random_genotype(second)
@@ -154,14 +154,14 @@ RANGES = (
 def test_hyper_parameters_are_drawn_tried_and_retrained_with(compose_config, federate):
     config = compose_config("algorithm=random_search", *UNEQUAL, RANGES)
     federation, trained = federate(config), []
-    ask = federation.courier.ask
+    ask = federation.cohort.ask
 
     def recording(action, **arguments):
         if action == "train.weights":
             trained.append(arguments["settings"].local)
         return ask(action, **arguments)
 
-    federation.courier.ask = recording
+    federation.cohort.ask = recording
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     drawn = []
     for number in range(1, ROUNDS + 1):
@@ -174,7 +174,7 @@ def test_hyper_parameters_are_drawn_tried_and_retrained_with(compose_config, fed
     found = federation.strategy.configuration()
     assert found == best
     strategy, _ = make_retraining(
-        config, trained[0].network, federation.courier, None, configuration=found
+        config, trained[0].network, federation.cohort, None, configuration=found
     )
     assert strategy.weights == replace(
         config.retrain.weights,

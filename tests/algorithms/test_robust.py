@@ -67,8 +67,8 @@ def test_both_stages_average_as_the_configuration_says(compose_config, federate)
     config = replace(compose_config("clients=5", "runtime.quorum=1"), aggregate="trimmed_mean")
     fed = federate(replace(config, trim=2))
     description = {"name": "plain_cnn", "input_shape": [3, 8, 8], "num_classes": 3}
-    retraining, _ = make_retraining(fed.config, description, fed.courier, None)
-    for strategy in (make_search(fed.config, fed.data[0], fed.courier, None), retraining):
+    retraining, _ = make_retraining(fed.config, description, fed.cohort, None)
+    for strategy in (make_search(fed.config, fed.data[0], fed.cohort, None), retraining):
         average = strategy.new_average()
         assert isinstance(average, TrimmedMean)
         assert average.trim == 2

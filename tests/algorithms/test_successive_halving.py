@@ -42,7 +42,7 @@ SEARCH = [
 def searched_by(federation, rounds=ROUNDS):
     """Run a search; keep what was asked and answered, and the pool's states after each round."""
     strategy, federation.asked, federation.after = federation.strategy, [], []
-    ask, run_round = federation.courier.ask, strategy.run_round
+    ask, run_round = federation.cohort.ask, strategy.run_round
 
     def recording(action, **arguments):
         sent = {s: {d: v.clone() for d, v in p.items()} for s, p in arguments["states"].items()}
@@ -57,7 +57,7 @@ def searched_by(federation, rounds=ROUNDS):
         federation.after.append(([to_json(g) for g in strategy.pool()], tensors(strategy)))
         return metrics
 
-    federation.courier.ask, strategy.run_round = recording, remembered
+    federation.cohort.ask, strategy.run_round = recording, remembered
     strategy.start(federation.grid, num_rounds=rounds)
     assert not [e for e in federation.events if e["event"] in ("client_failed", "warning")]
     return federation
@@ -286,7 +286,7 @@ def test_one_client_of_three_does_not_have_the_worst_candidate_found(
     """Two agree, although one has harder records; the third rewards what is worst for both."""
     claims = torch.tensor([[0.9, 0.95, 0.85, 0.6], [0.0, 0.0, 0.0, 1.0], [0.4, 0.45, 0.35, 0.3]])
     federation = federate(compose_config(*settings, *THREE))
-    ask = federation.courier.ask
+    ask = federation.cohort.ask
 
     def claiming(action, **arguments):
         for client, reply in ask(action, **arguments):
@@ -295,7 +295,7 @@ def test_one_client_of_three_does_not_have_the_worst_candidate_found(
                 reply = replace(reply, states={"rewards": {"float32": own}})
             yield client, reply
 
-    federation.courier.ask = claiming
+    federation.cohort.ask = claiming
     searched_by(federation, rounds=2)
     first = next(event for event in federation.events if event["event"] == "rewarded")
     pool = [json.dumps(genotype) for genotype in first["genotypes"]]

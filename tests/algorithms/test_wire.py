@@ -18,14 +18,14 @@ def round_with(compose_config, federate, wire, *, sent=None):
     fed = federate(
         compose_config("rounds=1", "clients=2", "search_space.channels=8", f"wire={wire}")
     )
-    fed.courier.wire = wire
+    fed.cohort.wire = wire
     before = {n: p["float32"].clone() for n, p in fed.strategy.states.items()}
     if sent is not None:
         fed.strategy.states["weights"]["float32"].copy_(sent)
     fed.strategy.start(fed.grid, num_rounds=1)
     assert fed.events[-1]["event"] in ("alphas", "round")
     after = {n: p["float32"] for n, p in fed.strategy.states.items()}
-    return before, after, (fed.courier.bytes_sent, fed.courier.bytes_received)
+    return before, after, (fed.cohort.bytes_sent, fed.cohort.bytes_received)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_weights_that_no_candidate_has_trained_travel_as_they_are(compose_config
         *("algorithm.trained_candidates=1", "algorithm.final_candidates=1", "wire=int8"),
     )
     fed = federate(config)
-    fed.courier.wire = config.wire
+    fed.cohort.wire = config.wire
     before = fed.strategy.named_arrays().to_torch_state_dict()
     before = {name: tensor.clone() for name, tensor in before.items()}
     fed.strategy.start(fed.grid, num_rounds=1)

@@ -29,13 +29,13 @@ def searched(compose_config, federate, tmp_path_factory):
     folder = tmp_path_factory.mktemp("zero_cost")
     federation = federate(compose_config(*SEARCH), checkpoints=folder)
     federation.folder, federation.asked = folder, []
-    ask = federation.courier.ask
+    ask = federation.cohort.ask
 
     def recording(action, **arguments):
         federation.asked.append(action)
         return ask(action, **arguments)
 
-    federation.courier.ask = recording
+    federation.cohort.ask = recording
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     return federation
 

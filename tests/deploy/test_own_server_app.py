@@ -28,7 +28,7 @@ def test_a_strategy_runs_in_a_server_app(
     if algorithm == "fedavg":
         given = compose_config("algorithm=fedavg", "algorithm.network=plain_cnn")
         described = describe_network(given, federation.data[0], None)
-        strategy, _ = make_retraining(given, described, federation.courier, None)
+        strategy, _ = make_retraining(given, described, federation.cohort, None)
     app, seen = ServerApp(), {}
 
     def global_evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:

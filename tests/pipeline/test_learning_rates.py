@@ -101,10 +101,8 @@ def test_every_step_draws_a_share_of_each_clients_records(trained) -> None:
 def test_a_resumed_run_keeps_its_learning_rate(trained) -> None:
     """Although all of its clients are gone."""
     (told,) = named(trained.events, "learning_rate")
-    courier = SimpleNamespace(properties={})
-    gone = SimpleNamespace(
-        config=trained.config, folder=trained.folder, schedule=[], courier=courier
-    )
+    cohort = SimpleNamespace(properties={})
+    gone = SimpleNamespace(config=trained.config, folder=trained.folder, schedule=[], cohort=cohort)
     again = with_learning_rate(gone).retrain.weights  # type: ignore[arg-type]
     assert (again.lr, again.min_lr) == (told["lr"], 0.1 * told["lr"])
 

@@ -37,7 +37,7 @@ from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.pipeline import commitment
 from fednas_flwr.pipeline.commitment import commit
 from fednas_flwr.pipeline.schedule import make_schedule, private_stage
-from fednas_flwr.pipeline.stages import make_courier, run_stages
+from fednas_flwr.pipeline.stages import make_cohort, run_stages
 from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
@@ -371,13 +371,13 @@ def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optim
         *(f"privacy.{state}.max_grad_norm={norm}" for state, norm in norms.items()),
     )
     fed = federate(config)
-    fed.courier.connect(fed.grid)
-    records = [properties["splits"] for properties in fed.courier.properties.values()]
+    fed.cohort.connect(fed.grid)
+    records = [properties["splits"] for properties in fed.cohort.properties.values()]
     schedule = make_schedule(config, records, done={})
     commit = Commit("records", tuple(schedule))
-    list(fed.courier.ask("query.commit", stage="commit", settings=commit))
+    list(fed.cohort.ask("query.commit", stage="commit", settings=commit))
     private = private_stage(config, schedule, "search")
-    strategy = make_search(config, fed.data[0], fed.courier, None, private)
+    strategy = make_search(config, fed.data[0], fed.cohort, None, private)
     plain = supernet_space(config, fed.data[0]).supernet()
     strategy.load_into(plain)
     plain.double().train()
@@ -482,12 +482,12 @@ def left_at_the_schedule(compose_config, tmp_path, monkeypatch):
         )
         grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
         events = []
-        courier = make_courier(config, run="run", emit=lambda event, **f: events.append(f))
-        courier.connect(grid)
-        records = [properties["splits"] for _, properties in sorted(courier.properties.items())]
+        cohort = make_cohort(config, run="run", emit=lambda event, **f: events.append(f))
+        cohort.connect(grid)
+        records = [properties["splits"] for _, properties in sorted(cohort.properties.items())]
         schedule = make_schedule(config, records, done={})
-        commit(courier, config, [schedule], done={}, resumed=False)
-        assert list(courier.clients) == [0]
+        commit(cohort, config, [schedule], done={}, resumed=False)
+        assert list(cohort.clients) == [0]
         (left,) = (fields for fields in events if "reason" in fields)
         place = (left["client"], left["stage"], left["round"], left["action"])
         assert place == (1, "commit", 0, "query.commit")
@@ -755,10 +755,10 @@ def test_records_that_cannot_be_read_change_no_answer(
         path, dataset = write_site(tmp_path, kind, wrong, alone)
         Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
         node["data-path"] = str(path)
-        courier = make_courier(config, run="other")
-        courier.connect(grid)
+        cohort = make_cohort(config, run="other")
+        cohort.connect(grid)
         properties.append(
-            {name: of for name, of in courier.properties[0].items() if name != "spent"}
+            {name: of for name, of in cohort.properties[0].items() if name != "spent"}
         )
         assert start(*overrides, grid=grid).error is None
         told.append("left out" in capsys.readouterr().err)
@@ -807,9 +807,9 @@ def test_a_site_with_a_policy_refuses_a_run_without_privacy(start, compose_confi
     run = start(*overrides, grid=grid)
     assert "refused by the policy, rule data_sets" in str(run.error)
     assert run.events[-1]["status"] == "failed"
-    courier = make_courier(config, run="run")
-    courier.connect(grid)
-    assert "class_counts" not in courier.properties[0]
+    cohort = make_cohort(config, run="run")
+    cohort.connect(grid)
+    assert "class_counts" not in cohort.properties[0]
     last = ASKED_WITHOUT_PRIVACY["evaluate.personalised"]
     public = ("query.describe", "query.commit", "evaluate.personalised")
     for action, given in ASKED_WITHOUT_PRIVACY.items():
@@ -818,11 +818,11 @@ def test_a_site_with_a_policy_refuses_a_run_without_privacy(start, compose_confi
         sums = action in ("query.sign_survivors", "query.open_masks")
         rule = "takes no part in secure sums" if sums else "rule data_sets: data set=null"
         with pytest.raises(QuorumError, match=rule):
-            list(courier.ask(action, stage="search", settings=given))
+            list(cohort.ask(action, stage="search", settings=given))
     with pytest.raises(QuorumError, match="private action=evaluate.personalised is unknown"):
-        list(courier.ask("evaluate.personalised", stage="search", settings=last))
+        list(cohort.ask("evaluate.personalised", stage="search", settings=last))
     with pytest.raises(QuorumError, match="rule committed values: release=search/train.weight_gra"):
-        list(courier.ask("train.weight_gradient", stage="search", settings=ASKED))
+        list(cohort.ask("train.weight_gradient", stage="search", settings=ASKED))
 
 
 def test_an_error_that_is_no_refusal_keeps_its_text_at_the_site(
@@ -858,7 +858,7 @@ def test_errors_while_a_real_site_opens_its_data_keep_their_text_there(
     client_app._client.cache_clear(), client_app._data.cache_clear()
     grid = real_sites(config)
     with pytest.raises(QuorumError) as error:
-        make_courier(config, run="run").connect(grid)
+        make_cohort(config, run="run").connect(grid)
     assert "an error at the site" in str(error.value)
     assert "4711" not in str(error.value)
     assert "4711" in capsys.readouterr().err
@@ -920,9 +920,9 @@ def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
     config = compose_config(*SEARCH, *REAL_SITES)
     actions = ["query.describe", "query.commit", "train.weight_gradient"]
     grid = real_sites(config, actions=[*actions, "train.weights", "evaluate.model"])
-    courier = make_courier(config, run="run")
-    courier.connect(grid)
-    list(courier.ask("query.commit", stage="commit", settings=committed()))
+    cohort = make_cohort(config, run="run")
+    cohort.connect(grid)
+    list(cohort.ask("query.commit", stage="commit", settings=committed()))
 
     opened = []
 
@@ -935,19 +935,19 @@ def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
         kept.cache_clear()
     for action, asked, words in WITHOUT_DATA:
         with pytest.raises(QuorumError, match=words):
-            list(courier.ask(action, stage="search", settings=asked))
+            list(cohort.ask(action, stage="search", settings=asked))
     normalising = make_client_app(dump_config(compose_config(*BATCH_NORM, *REAL_SITES)))
     theirs = InProcessGrid(normalising, 1)
     for node, context in grid._contexts.items():
         theirs._contexts[node].node_config |= context.node_config
-    courier._grid, about = theirs, Evaluate(SUPERNET, "train", SITE)
+    cohort._grid, about = theirs, Evaluate(SUPERNET, "train", SITE)
     for action, asked in (("train.weight_gradient", ASKED), ("evaluate.model", about)):
         with pytest.raises(QuorumError, match="rule no batch_norm"):
-            list(courier.ask(action, stage="search", settings=asked))
-    courier._grid = grid
+            list(cohort.ask(action, stage="search", settings=asked))
+    cohort._grid = grid
     assert opened == []
     with pytest.raises(QuorumError, match="an error at the site"):  # what is allowed needs them
-        list(courier.ask("train.weight_gradient", stage="search", settings=ASKED))
+        list(cohort.ask("train.weight_gradient", stage="search", settings=ASKED))
     assert opened == [1]
     assert "4711" in capsys.readouterr().err
 
@@ -962,9 +962,9 @@ def test_the_server_has_no_say_in_how_a_private_site_reads_its_data(
     for given in ([], wishes):
         client_app._client.cache_clear()
         config = compose_config(*SEARCH, *REAL_SITES, *given)
-        courier = make_courier(config, run="run")
-        courier.connect(real_sites(config))
-        properties.append(courier.properties[0])
+        cohort = make_cohort(config, run="run")
+        cohort.connect(real_sites(config))
+        properties.append(cohort.properties[0])
         client = client_app._client.__wrapped__(*client_app_arguments(config, real_sites(config)))
         assert client.data.train.mean == (0.5, 0.5, 0.5)
         assert client.augmentation == Augmentation(crop_padding=0, flip=False, cutout=0)
@@ -989,8 +989,8 @@ def test_a_running_site_keeps_to_what_its_policy_says_now(
 ):
     config = compose_config(*SEARCH, *REAL_SITES)
     grid = real_sites(config)
-    courier = make_courier(config, run="run")
-    courier.connect(grid)
+    cohort = make_cohort(config, run="run")
+    cohort.connect(grid)
     (node,) = (context.node_config for context in grid._contexts.values())
     path = Path(node["policy"])
     if broken:
@@ -999,7 +999,7 @@ def test_a_running_site_keeps_to_what_its_policy_says_now(
         write_policy(path.parent.parent, 0, actions=["query.commit"])
     words = "an error at the site" if broken else "rule actions: action=query.describe"
     with pytest.raises(QuorumError, match=words):
-        list(courier.ask("query.describe", stage="search", settings=Describe()))
+        list(cohort.ask("query.describe", stage="search", settings=Describe()))
     assert not broken or "cannot be read" in capsys.readouterr().err
 
 
@@ -1010,7 +1010,7 @@ def test_a_private_node_must_name_everything_of_its_own(compose_config, real_sit
     for context in grid._contexts.values():
         del context.node_config[key]
     with pytest.raises(QuorumError) as error:
-        make_courier(config, run="run").connect(grid)
+        make_cohort(config, run="run").connect(grid)
     if key == "policy":
         assert "privacy=dp on a node without a policy: start it with" in str(error.value)
     else:
@@ -1230,10 +1230,10 @@ def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
         node |= {"ledger": f"{tmp_path}/{name}/ledger/rows", "ledger-key": f"{tmp_path}/{name}/key"}
         if name == "other":
             node["data-path"] = str(tmp_path / "other.npz")
-        courier = make_courier(config, run="run")
-        courier.connect(grid)
+        cohort = make_cohort(config, run="run")
+        cohort.connect(grid)
         with pytest.raises(QuorumError, match="rule data_sets"):
-            list(courier.ask("query.commit", stage="commit", settings=Commit("other", ())))
+            list(cohort.ask("query.commit", stage="commit", settings=Commit("other", ())))
         assert start(*SEARCH, *REAL_SITES, grid=grid).error is None
         path = tmp_path / name / "ledger" / "audit.jsonl"
         assert verify_trail(path, tmp_path / name / "key") == len(trail_of(path))

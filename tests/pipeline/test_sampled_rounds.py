@@ -47,7 +47,7 @@ def drawn(run):
     told = named(run, "partition")[0]
     sampling = make_sampling(run.config, told["splits"])
     return {
-        (e["stage"], e["round"]): list(sampling.turn(e["stage"], e["round"]).clients)
+        (e["stage"], e["round"]): list(sampling.participants(e["stage"], e["round"]).clients)
         for e in named(run, "round")
     }
 
@@ -97,12 +97,12 @@ def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, fed
         *(f"algorithm={algorithm}", "clients=4", "clients_per_round=2"), *SETTINGS[algorithm]
     )
     fed = federate(config)
-    fed.courier.connect(fed.grid)
-    splits = [fed.courier.properties[client]["splits"] for client in range(4)]
-    fed.courier.sampling = make_sampling(config, splits)
+    fed.cohort.connect(fed.grid)
+    splits = [fed.cohort.properties[client]["splits"] for client in range(4)]
+    fed.cohort.sampling = make_sampling(config, splits)
     fed.strategy.start(fed.grid, num_rounds=1)
     (told,) = [event for event in fed.events if event["event"] == "round"]
-    assert told["asked"] == list(fed.courier.sampling.turn("search", 1).clients)
+    assert told["asked"] == list(fed.cohort.sampling.participants("search", 1).clients)
     assert sorted(map(int, told["clients"])) == told["asked"]
     assert told["exchanges"] >= 1
 
@@ -125,11 +125,11 @@ def retraining(compose_config, federate, *overrides):
     fed = SimpleNamespace(**vars(federate(compose_config("clients=4"))))
     fed.grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
     fed.events.clear()
-    fed.courier.connect(fed.grid)
-    splits = [fed.courier.properties[client]["splits"] for client in range(4)]
-    fed.courier.sampling = make_sampling(config, splits)
+    fed.cohort.connect(fed.grid)
+    splits = [fed.cohort.properties[client]["splits"] for client in range(4)]
+    fed.cohort.sampling = make_sampling(config, splits)
     description = describe_network(config, fed.data[0], None)
-    fed.strategy, _ = make_retraining(config, description, fed.courier, None)
+    fed.strategy, _ = make_retraining(config, description, fed.cohort, None)
     return fed, splits
 
 
@@ -177,26 +177,26 @@ def test_a_round_is_the_average_of_its_clients_with_the_weights_of_its_draw(
     fed, splits = retraining(
         compose_config, federate, "clients_per_round=3", f"sampling={by}", "retrain.rounds=1"
     )
-    turn = fed.courier.sampling.turn("retrain", 1)
+    participants = fed.cohort.sampling.participants("retrain", 1)
     alone = {}
-    for client in turn.clients:
+    for client in participants.clients:
         single, _ = retraining(compose_config, federate, "retrain.rounds=1")
-        single.courier.sampling = SimpleNamespace(turn=lambda *_, c=client: turn_of(c))
+        single.cohort.sampling = SimpleNamespace(participants=lambda *_, c=client: turn_of(c))
         single.strategy.start(single.grid, num_rounds=1)
         (alone[client],) = single.strategy.states["weights"].values()
     fed.strategy.start(fed.grid, num_rounds=1)
     (found,) = fed.strategy.states["weights"].values()
-    sizes = {c: splits[c]["train"] + splits[c]["validation"] for c in turn.clients}
-    weights = turn.weights or sizes
-    total = sum(weights[c] for c in turn.clients)
-    expected = sum(weights[c] * alone[c].double() for c in turn.clients) / total
+    sizes = {c: splits[c]["train"] + splits[c]["validation"] for c in participants.clients}
+    weights = participants.weights or sizes
+    total = sum(weights[c] for c in participants.clients)
+    expected = sum(weights[c] * alone[c].double() for c in participants.clients) / total
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def turn_of(client):
-    from fednas_flwr.server.client_sampling import Turn
+    from fednas_flwr.server.client_sampling import Participants
 
-    return Turn((client,))
+    return Participants((client,))
 
 
 def failing_app(config, failing):
@@ -220,21 +220,21 @@ def test_the_place_of_a_client_that_fails_is_taken_for_the_rest_of_the_round(
     fed = federate(config)
     failing = set()
     fed.grid = InProcessGrid(failing_app(config, failing), config.clients)
-    fed.courier.connect(fed.grid)
-    splits = [fed.courier.properties[client]["splits"] for client in range(6)]
-    sampling = fed.courier.sampling = make_sampling(config, splits)
-    turn = sampling.turn("search", 1)
-    assert (len(turn.clients), len(turn.spares)) == (3, 2)
-    failing.update([turn.clients[0], turn.spares[0]])
+    fed.cohort.connect(fed.grid)
+    splits = [fed.cohort.properties[client]["splits"] for client in range(6)]
+    sampling = fed.cohort.sampling = make_sampling(config, splits)
+    participants = sampling.participants("search", 1)
+    assert (len(participants.clients), len(participants.backups)) == (3, 2)
+    failing.update([participants.clients[0], participants.backups[0]])
     fed.strategy.start(fed.grid, num_rounds=1)
     failures = [(e["client"], e["action"]) for e in fed.events if e["event"] == "client_failed"]
     assert failures == [
-        (turn.clients[0], "train.weight_gradient"),
-        (turn.spares[0], "train.weight_gradient"),
+        (participants.clients[0], "train.weight_gradient"),
+        (participants.backups[0], "train.weight_gradient"),
     ]
     (told,) = [event for event in fed.events if event["event"] == "round"]
-    assert set(map(int, told["clients"])) == {*turn.clients[1:], turn.spares[1]}
-    assert set(told["asked"]) == {*turn.clients, turn.spares[1]}
+    assert set(map(int, told["clients"])) == {*participants.clients[1:], participants.backups[1]}
+    assert set(told["asked"]) == {*participants.clients, participants.backups[1]}
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +273,7 @@ def test_a_client_commits_to_its_turns_and_books_those_that_come(private):
             stage
             for stage, rounds in (("search", 4), ("retrain", 3), ("evaluate", 1))
             for r in range(1, rounds + 1)
-            if number in sampling.turn(stage, r).candidates
+            if number in sampling.participants(stage, r).candidates
         )
         assert client["turns"] == may
         entries, text = books(private, number)
@@ -311,7 +311,7 @@ def test_a_resumed_private_run_commits_to_the_turns_that_are_left(
     for client in told["clients"]:
         number = client["client"]
         left = {stage for stage, r in (("retrain", 3), ("evaluate", 1))
-                if number in sampling.turn(stage, r).candidates}  # fmt: skip
+                if number in sampling.participants(stage, r).candidates}  # fmt: skip
         assert {stage for stage, turns in client["turns"].items() if turns} == left
     before, after = (
         {(p["stage"], p["kind"]): p["noise_multiplier"] for p in event["schedule"]}

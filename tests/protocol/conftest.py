@@ -15,7 +15,7 @@ from fednas_flwr.protocol.messages import Reply, decode_request, encode_reply
 from fednas_flwr.protocol.requests import Amount, LocalSearch, Search
 from fednas_flwr.protocol.states import Layout, pack
 from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings.optimizers import SGD, Adam
 
 DECLARED = 100
@@ -78,7 +78,7 @@ def make_app(
 
 @pytest.fixture
 def federation():
-    """``federation(clients, ...)``: a courier, its grid, its events, and ``ask``.
+    """``federation(clients, ...)``: a cohort, its grid, its events, and ``ask``.
 
     ``damage`` changes the content of a client's replies; ``claims`` is who a node says it is,
     ``properties`` what it says besides.
@@ -96,7 +96,7 @@ def federation():
     ) -> SimpleNamespace:
         events: list[dict] = []
         app = make_app(damage or {}, claims or {}, properties or {})
-        courier = Courier(
+        cohort = Cohort(
             run="run",
             num_clients=num_clients,
             emit=lambda event, **fields: events.append({"event": event, **fields}),
@@ -105,7 +105,7 @@ def federation():
         layouts = {name: Layout.of(tensors) for name, tensors in client_tensors(0).items()}
 
         def ask(server_round: int = 1, **terms):
-            return courier.ask(
+            return cohort.ask(
                 "train.search",
                 stage="search",
                 server_round=server_round,
@@ -115,7 +115,7 @@ def federation():
             )
 
         return SimpleNamespace(
-            courier=courier,
+            cohort=cohort,
             grid=grid(app, num_clients if nodes is None else nodes),
             events=events,
             ask=ask,

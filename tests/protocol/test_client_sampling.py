@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.server.client_sampling import Sampling, Turn, midzuno, systematic
+from fednas_flwr.server.client_sampling import Participants, Sampling, midzuno, systematic
 from fednas_flwr.settings.names import SAMPLINGS
 
 sizes_of_clients = st.lists(st.integers(0, 6), min_size=2, max_size=4).filter(any)
 
 
-def sampling(by="uniform", *, clients=20, per_round=5, spares=0, seed=1, sizes=None):
+def sampling(by="uniform", *, clients=20, per_round=5, backups=0, seed=1, sizes=None):
     sizes = {} if sizes is None else {"search": np.array(sizes)}
-    return Sampling(seed, per_round, spares, by, sizes, clients)
+    return Sampling(seed, per_round, backups, by, sizes, clients)
 
 
 @given(sizes=sizes_of_clients, data=st.data())
@@ -63,10 +63,12 @@ def test_the_draws_of_a_run_are_those_whose_expectation_is_exact(by):
     own = sampling(by, clients=5, per_round=per_round, sizes=sizes)
     total, asked, estimate = sum(sizes), Counter(), 0.0
     for number in range(1, rounds + 1):
-        turn = own.turn("search", number)
-        weights = turn.weights or {client: float(sizes[client]) for client in turn.clients}
-        assert set(weights) == set(turn.clients)
-        asked.update(turn.weights or dict.fromkeys(turn.clients, 1))
+        participants = own.participants("search", number)
+        weights = participants.weights or {
+            client: float(sizes[client]) for client in participants.clients
+        }
+        assert set(weights) == set(participants.clients)
+        asked.update(participants.weights or dict.fromkeys(participants.clients, 1))
         estimate += sum(w * c for c, w in weights.items()) / sum(weights.values())
     mean = sum(size * client for client, size in enumerate(sizes)) / total
     assert abs(estimate / rounds - mean) < 6 * 1.5 / rounds**0.5
@@ -80,45 +82,49 @@ def test_the_draws_of_a_run_are_those_whose_expectation_is_exact(by):
 @pytest.mark.parametrize("by", SAMPLINGS)
 def test_who_is_asked_depends_on_seed_stage_and_round_alone(by):
     sizes = np.arange(1, 21)
-    own = sampling(by, spares=3, sizes=sizes)
-    turns = [own.turn("search", number) for number in range(1, 31)]
-    again = sampling(by, spares=3, sizes=sizes)
-    assert [again.turn("search", number) for number in range(30, 0, -1)] == turns[::-1]
-    assert len({turn.clients for turn in turns}) >= 4
-    for turn in turns:
-        assert list(turn.clients) == sorted(set(turn.clients))
-        assert set(turn.candidates) <= set(range(20))
-        assert not set(turn.clients) & set(turn.spares)
-        assert len(turn.spares) == 3
-        assert by == "by_size" or len(turn.clients) == 5
-    others = [sampling(by, spares=3, sizes=sizes, seed=2).turn("search", n) for n in range(1, 31)]
-    assert others != turns
-    assert [own.turn("retrain", number).clients for number in range(1, 31)] != [
-        turn.clients for turn in turns
+    own = sampling(by, backups=3, sizes=sizes)
+    rounds = [own.participants("search", number) for number in range(1, 31)]
+    again = sampling(by, backups=3, sizes=sizes)
+    assert [again.participants("search", number) for number in range(30, 0, -1)] == rounds[::-1]
+    assert len({participants.clients for participants in rounds}) >= 4
+    for participants in rounds:
+        assert list(participants.clients) == sorted(set(participants.clients))
+        assert set(participants.candidates) <= set(range(20))
+        assert not set(participants.clients) & set(participants.backups)
+        assert len(participants.backups) == 3
+        assert by == "by_size" or len(participants.clients) == 5
+    others = [
+        sampling(by, backups=3, sizes=sizes, seed=2).participants("search", n) for n in range(1, 31)
+    ]
+    assert others != rounds
+    assert [own.participants("retrain", number).clients for number in range(1, 31)] != [
+        participants.clients for participants in rounds
     ]
 
 
 def test_round_robin_gives_all_clients_as_many_turns():
-    own = sampling("round_robin", clients=10, per_round=4, spares=2)
-    asked = Counter(c for number in range(1, 6) for c in own.turn("search", number).clients)
+    own = sampling("round_robin", clients=10, per_round=4, backups=2)
+    asked = Counter(c for number in range(1, 6) for c in own.participants("search", number).clients)
     assert asked == dict.fromkeys(range(10), 2)
-    first, second = own.turn("search", 1), own.turn("search", 2)
-    assert set(first.spares) < set(second.clients)
+    first, second = own.participants("search", 1), own.participants("search", 2)
+    assert set(first.backups) < set(second.clients)
 
 
 def test_a_client_of_most_records_is_asked_once_and_counts_for_its_draws():
-    turn = sampling("by_size", clients=3, per_round=4, spares=1, sizes=[8, 1, 1]).turn("search", 1)
-    assert turn.weights[0] == 3
-    assert len(turn.clients) == 2
-    assert turn.weights[turn.spares[0]] == 1
-    assert sum(turn.weights[client] for client in turn.clients) == 4
+    participants = sampling(
+        "by_size", clients=3, per_round=4, backups=1, sizes=[8, 1, 1]
+    ).participants("search", 1)
+    assert participants.weights[0] == 3
+    assert len(participants.clients) == 2
+    assert participants.weights[participants.backups[0]] == 1
+    assert sum(participants.weights[client] for client in participants.clients) == 4
 
 
 def test_who_stands_in_stays_for_the_round_and_others_are_asked_again():
-    turn = Turn((1, 4, 6), (9, 2, 3), {1: 2.0})
-    assert turn.after({1, 4, 6}) == turn
-    assert turn.after({1, 2, 6}) == Turn((1, 2, 6), (9, 3), {1: 2.0})
-    assert turn.after({6}) == turn
+    participants = Participants((1, 4, 6), (9, 2, 3), {1: 2.0})
+    assert participants.after({1, 4, 6}) == participants
+    assert participants.after({1, 2, 6}) == Participants((1, 2, 6), (9, 3), {1: 2.0})
+    assert participants.after({6}) == participants
 
 
 def test_another_name_is_refused():

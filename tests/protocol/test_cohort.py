@@ -1,4 +1,4 @@
-"""The courier over grids that reorder, repeat, withhold and lose messages."""
+"""The cohort over grids that reorder, repeat, withhold and lose messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flwr.app import RecordDict
 
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.protocol.requests import Describe
-from fednas_flwr.server.client_sampling import Turn
+from fednas_flwr.server.client_sampling import Participants
 from fednas_flwr.server.cohort import QuorumError
 
 from .conftest import SEARCH
@@ -114,8 +114,8 @@ def train_losses(replies):
 )
 def test_a_client_whose_facts_are_malformed_is_not_connected(federation, fact):
     strange = federation(3, properties={1: fact})
-    strange.courier.connect(strange.grid)
-    assert strange.courier.clients == [0, 2]
+    strange.cohort.connect(strange.grid)
+    assert strange.cohort.clients == [0, 2]
     (event,) = strange.events
     assert "node 3: says " in event["reason"]
     assert event["reason"].endswith("which is malformed")
@@ -124,26 +124,26 @@ def test_a_client_whose_facts_are_malformed_is_not_connected(federation, fact):
 def test_a_client_that_does_not_say_what_is_needed_is_not_connected(federation):
     budget = {"budget": {"epsilon": 8.0, "delta": 1e-5}}
     vague = federation(3, properties={0: budget, 2: budget})
-    vague.courier.connect(vague.grid, needed=("client", "budget"))
-    assert vague.courier.clients == [0, 2]
+    vague.cohort.connect(vague.grid, needed=("client", "budget"))
+    assert vague.cohort.clients == [0, 2]
     (event,) = vague.events
     assert (event["client"], event["reason"]) == (1, "node 3: does not say its budget")
 
 
 def test_replies_come_in_client_order_once_whatever_the_arrival(federation):
     unruly = federation(5, grid=AllAtOnce)
-    unruly.courier.connect(unruly.grid)
-    assert unruly.courier.clients == [0, 1, 2, 3, 4]
+    unruly.cohort.connect(unruly.grid)
+    assert unruly.cohort.clients == [0, 1, 2, 3, 4]
     assert train_losses(unruly.ask()) == [(0, 1.0), (1, 2.0), (2, 3.0), (3, 4.0), (4, 5.0)]
     assert unruly.events == []
 
 
 def test_a_client_is_who_it_says_it_is_not_where_its_node_stands(federation):
     swapped = federation(3, claims={0: 2, 1: 0, 2: 1})
-    swapped.courier.connect(swapped.grid)
+    swapped.cohort.connect(swapped.grid)
     assert train_losses(swapped.ask()) == [(0, 1.0), (1, 2.0), (2, 3.0)]
     assert [
-        properties["client"] for _, properties in sorted(swapped.courier.properties.items())
+        properties["client"] for _, properties in sorted(swapped.cohort.properties.items())
     ] == [0, 1, 2]
 
 
@@ -158,18 +158,18 @@ def test_a_client_answers_only_when_the_reply_before_is_consumed(federation):
         return note
 
     lazy = federation(3, damage={client: noting(client) for client in range(3)})
-    lazy.courier.connect(lazy.grid)
+    lazy.cohort.connect(lazy.grid)
     for client, _ in lazy.ask():
         order.append(f"consumed {client}")
     assert order == [f"{what} {client}" for client in range(3) for what in ("answers", "consumed")]
 
 
 def test_replies_are_looked_for_the_more_seldom_the_longer_none_has_come(federation):
-    courier = federation(3).courier
+    cohort = federation(3).cohort
     waits, waited_s = [], 0.0
-    courier.wait = waits.append
+    cohort.wait = waits.append
     for _ in range(100):
-        waited_s += courier.pause(waited_s)
+        waited_s += cohort.pause(waited_s)
     assert waits == sorted(waits)
     assert (waits[0], waits[-1]) == (0.05, 1.0)
     assert sum(waits[:20]) <= 1.0 + 1e-9
@@ -177,7 +177,7 @@ def test_replies_are_looked_for_the_more_seldom_the_longer_none_has_come(federat
 
 def test_a_client_that_never_answers_is_dropped_at_the_deadline(federation):
     silent = federation(3, grid=Withholding, deadline_s=0.3)
-    silent.courier.connect(silent.grid)
+    silent.cohort.connect(silent.grid)
     silent.grid.withheld = frozenset({1})
     started = time.monotonic()
     assert [client for client, _ in silent.ask(4)] == [0, 2]
@@ -202,7 +202,7 @@ def test_a_late_reply_is_not_taken_for_the_next_exchange(federation):
         return content
 
     late = federation(3, grid=Withholding, deadline_s=0.3, damage={1: count})
-    late.courier.connect(late.grid)
+    late.cohort.connect(late.grid)
     late.grid.withheld = frozenset({1})
     assert [client for client, _ in late.ask(1)] == [0, 2]
     assert len(late.grid.kept) == 1
@@ -223,7 +223,7 @@ def test_exactly_the_quorum_is_enough(federation):
         ([2], 1.0, False),
     ):
         shaky = federation(4, damage=dict.fromkeys(failing, fail), quorum=quorum)
-        shaky.courier.connect(shaky.grid)
+        shaky.cohort.connect(shaky.grid)
         if enough:
             assert len(list(shaky.ask())) == 2
         else:
@@ -237,7 +237,7 @@ def test_the_error_names_every_missing_client_with_its_reason(federation):
         raise ValueError("no such column")
 
     shaky = federation(3, damage={0: fail}, grid=Withholding, deadline_s=0.2, quorum=0.6)
-    shaky.courier.connect(shaky.grid)
+    shaky.cohort.connect(shaky.grid)
     shaky.grid.withheld = frozenset({2})
     message = (
         r"^client 0: ValueError: no such column \(train\.search in round 7: 1 of 3 clients "
@@ -259,30 +259,30 @@ def test_clients_of_a_turn_that_fail_are_replaced_by_the_next_in_its_order(
     federation, failing, answering
 ):
     shaky = federation(10, damage=dict.fromkeys(failing, fail_by_error), quorum=0.6)
-    shaky.courier.connect(shaky.grid)
-    turn = Turn((1, 4, 6), (9, 2, 3), {})
+    shaky.cohort.connect(shaky.grid)
+    participants = Participants((1, 4, 6), (9, 2, 3), {})
     for _ in range(2):
-        assert [client for client, _ in shaky.ask(turn=turn)] == answering
+        assert [client for client, _ in shaky.ask(participants=participants)] == answering
     assert [e["client"] for e in shaky.events if e["event"] == "client_failed"] == 2 * failing
 
 
 def test_the_quorum_of_a_turn_is_one_of_its_clients(federation):
     shaky = federation(10, damage=dict.fromkeys([1, 4, 9], fail_by_error), quorum=0.6)
-    shaky.courier.connect(shaky.grid)
+    shaky.cohort.connect(shaky.grid)
     with pytest.raises(QuorumError, match=r"1 of 3 clients answered, 2 are needed") as error:
-        list(shaky.ask(turn=Turn((1, 4, 6), (9,), {})))
+        list(shaky.ask(participants=Participants((1, 4, 6), (9,), {})))
     assert all(f"client {client}: RuntimeError" in str(error.value) for client in (1, 4, 9))
-    shaky.courier.dismiss(7, "it has left")
-    assert [c for c, _ in shaky.ask(turn=Turn((6, 7), (8,), {}))] == [6, 8]
+    shaky.cohort.dismiss(7, "it has left")
+    assert [c for c, _ in shaky.ask(participants=Participants((6, 7), (8,), {}))] == [6, 8]
 
 
 def test_replies_of_a_turn_count_for_their_weights(federation):
     own = federation(4)
-    own.courier.connect(own.grid)
-    turn = Turn((0, 2, 3), (), {0: 1.0, 2: 2.0, 3: 1.0})
+    own.cohort.connect(own.grid)
+    participants = Participants((0, 2, 3), (), {0: 1.0, 2: 2.0, 3: 1.0})
     plain = {client: reply for client, reply in own.ask()}
-    told = dict(own.ask(turn=turn))
-    assert {client: reply.num_examples for client, reply in told.items()} == turn.weights
+    told = dict(own.ask(participants=participants))
+    assert {client: reply.num_examples for client, reply in told.items()} == participants.weights
     assert all(told[c].states.keys() == plain[c].states.keys() for c in told)
     assert all(
         torch.equal(vector, plain[c].states[name][dtype])
@@ -294,7 +294,7 @@ def test_replies_of_a_turn_count_for_their_weights(federation):
 
 def test_a_request_that_cannot_be_sent_is_a_failure_at_once(federation):
     cut = federation(3, grid=Unreachable)
-    cut.courier.connect(cut.grid)
+    cut.cohort.connect(cut.grid)
     cut.grid.connected = True
     assert [client for client, _ in cut.ask()] == [0, 2]
     assert cut.events[0]["client"] == 1
@@ -303,14 +303,14 @@ def test_a_request_that_cannot_be_sent_is_a_failure_at_once(federation):
 
 def test_clients_may_appear_one_by_one(federation):
     growing = federation(3, grid=Growing)
-    growing.courier.connect(growing.grid)
-    assert growing.courier.clients == [0, 1, 2]
+    growing.cohort.connect(growing.grid)
+    assert growing.cohort.clients == [0, 1, 2]
 
 
 def test_a_missing_client_is_named_and_the_others_go_on(federation):
     short = federation(3, nodes=2, claims={1: 2}, connect_s=0.2)
-    short.courier.connect(short.grid)
-    assert short.courier.clients == [0, 2]
+    short.cohort.connect(short.grid)
+    assert short.cohort.clients == [0, 2]
     (event,) = short.events
     assert (event["stage"], event["action"]) == ("connect", "query.describe")
     assert event["client"] == 1
@@ -321,37 +321,37 @@ def test_a_missing_client_is_named_and_the_others_go_on(federation):
 def test_too_few_nodes_end_the_run_with_their_number(federation):
     short = federation(3, nodes=1, connect_s=0.2)
     with pytest.raises(QuorumError, match=r"1 of 3 clients appeared within 0.2 s; 2 are needed"):
-        short.courier.connect(short.grid)
+        short.cohort.connect(short.grid)
 
 
 def test_a_node_that_does_not_say_who_it_is_is_left_out(federation):
     vague = federation(3, claims={0: None, 1: 0, 2: 1})
-    vague.courier.connect(vague.grid)
-    assert vague.courier.clients == [0, 1]
+    vague.cohort.connect(vague.grid)
+    assert vague.cohort.clients == [0, 1]
     (event,) = vague.events
     assert event["client"] == 2
     assert event["reason"] == "node 2: says client=null, which is malformed"
     useless = federation(3, claims={0: None, 1: "1", 2: 1})
     with pytest.raises(QuorumError, match=r"^node 2: says client=.*1 of 3 clients answered, 2 are"):
-        useless.courier.connect(useless.grid)
+        useless.cohort.connect(useless.grid)
 
 
 def test_two_nodes_cannot_be_one_client(federation):
     doubled = federation(4, claims={3: 0})
-    doubled.courier.connect(doubled.grid)
-    assert doubled.courier.clients == [1, 2]
+    doubled.cohort.connect(doubled.grid)
+    assert doubled.cohort.clients == [1, 2]
     assert [event["client"] for event in doubled.events] == [0, 3]
     assert "nodes 2 and 5 say that they are the same client, 0" in doubled.events[0]["reason"]
     strict = federation(4, claims={3: 0}, quorum=0.75)
     with pytest.raises(QuorumError, match=r"same client, 0: give .*2 of 4 clients answered, 3 are"):
-        strict.courier.connect(strict.grid)
+        strict.cohort.connect(strict.grid)
 
 
 @pytest.mark.parametrize("index", [3, -1])
 def test_a_client_of_another_federation_is_left_out(index, federation):
     foreign = federation(3, claims={1: index})
-    foreign.courier.connect(foreign.grid)
-    assert foreign.courier.clients == [0, 2]
+    foreign.cohort.connect(foreign.grid)
+    assert foreign.cohort.clients == [0, 2]
     (event,) = foreign.events
     assert event["reason"] == f"node 3 says that it is client {index} of clients=3"
 
@@ -367,28 +367,28 @@ SHAPE = {"input_shape": [3, 8, 8], "class_names": ["0", "1", "2"]}
 def test_a_client_whose_data_is_not_like_that_of_most_is_left_out(fact, strange, federation):
     properties = dict.fromkeys(range(3), SHAPE) | {strange: SHAPE | fact}
     mixed = federation(3, properties=properties)
-    mixed.courier.connect(mixed.grid, needed=("client", *SHAPE), alike=tuple(SHAPE))
-    assert mixed.courier.clients == sorted({0, 1, 2} - {strange})
+    mixed.cohort.connect(mixed.grid, needed=("client", *SHAPE), alike=tuple(SHAPE))
+    assert mixed.cohort.clients == sorted({0, 1, 2} - {strange})
     (event,) = mixed.events
     (key,) = fact
     assert event["client"] == strange
     assert f"its {key}={fact[key]} is not that of the others, {SHAPE[key]}: set" in event["reason"]
     strict = federation(3, properties=properties, quorum=1.0)
     with pytest.raises(QuorumError, match=f"client {strange}: its {key}="):
-        strict.courier.connect(strict.grid, needed=("client", *SHAPE), alike=tuple(SHAPE))
+        strict.cohort.connect(strict.grid, needed=("client", *SHAPE), alike=tuple(SHAPE))
 
 
 def test_connecting_can_be_tried_again(federation):
     short = federation(2, grid=Withholding, connect_s=0.2, deadline_s=0.2)
     short.grid.withheld = frozenset({0, 1})
     with pytest.raises(QuorumError, match="query.describe: 0 of 2 clients answered"):
-        short.courier.connect(short.grid)
+        short.cohort.connect(short.grid)
     short.grid.withheld = frozenset()
-    short.courier.connect(short.grid)
+    short.cohort.connect(short.grid)
     assert [client for client, _ in short.ask()] == [0, 1]
-    describes = short.courier.bytes_sent
-    short.courier.connect(short.grid)  # connected already: asks nobody
-    assert short.courier.bytes_sent == describes
+    describes = short.cohort.bytes_sent
+    short.cohort.connect(short.grid)  # connected already: asks nobody
+    assert short.cohort.bytes_sent == describes
 
 
 def test_nobody_can_be_asked_before_connecting(federation):
@@ -398,12 +398,12 @@ def test_nobody_can_be_asked_before_connecting(federation):
 
 def test_bytes_are_counted_per_client_and_direction(federation):
     counted = federation(3)
-    counted.courier.connect(counted.grid)
+    counted.cohort.connect(counted.grid)
     states = counted.reply_of(0).states
-    replies = counted.courier.ask("train.search", stage="search", settings=SEARCH, states=states)
+    replies = counted.cohort.ask("train.search", stage="search", settings=SEARCH, states=states)
     with pytest.raises(QuorumError, match="were asked for"):  # no layouts, so no states are wanted
         list(replies)
-    sent, received = counted.courier.bytes_sent, counted.courier.bytes_received
+    sent, received = counted.cohort.bytes_sent, counted.cohort.bytes_received
     assert sent == received
     assert sent % 3 == 0
     vectors = 4 * (10 + 4)
@@ -412,11 +412,11 @@ def test_bytes_are_counted_per_client_and_direction(federation):
 
 def test_a_dismissed_client_is_not_asked_unless_it_is_meant(federation):
     smaller = federation(3)
-    smaller.courier.connect(smaller.grid)
-    smaller.courier.dismiss(1, "it is late")
-    assert smaller.courier.clients == [0, 2]
+    smaller.cohort.connect(smaller.grid)
+    smaller.cohort.dismiss(1, "it is late")
+    assert smaller.cohort.clients == [0, 2]
     assert [client for client, _ in smaller.ask()] == [0, 2]
-    everyone = smaller.courier.ask(
+    everyone = smaller.cohort.ask(
         "query.describe", stage="evaluate", settings=Describe(), also_left=True
     )
     assert [client for client, _ in everyone] == [0, 1, 2]

@@ -230,7 +230,7 @@ def test_a_bad_reply_leaves_no_trace(name, federation):
     bad, absent = (federation(damage={BAD: d}) for d in (damage, refuse))
     results = []
     for setting in (bad, absent):
-        setting.courier.connect(setting.grid)
+        setting.cohort.connect(setting.grid)
         replies = list(setting.ask())
         assert [client for client, _ in replies] == [0, 2]
         results.append([averaged(replies, make()) for make in (WeightedAverage, median)])
@@ -251,7 +251,7 @@ def test_a_bad_reply_leaves_no_trace(name, federation):
 @pytest.mark.parametrize("value", [np.nan, 3e38, 1e16], ids=str)
 def test_weights_of_a_diverged_training_are_refused_with_what_to_do(value, federation):
     refusing = federation(damage={BAD: poison("weights", slice(None), value)})
-    refusing.courier.connect(refusing.grid)
+    refusing.cohort.connect(refusing.grid)
     assert len(list(refusing.ask())) == 2
     (event,) = refusing.events
     hint = "; if training has diverged, lower its learning rate or its weight decay"
@@ -260,7 +260,7 @@ def test_weights_of_a_diverged_training_are_refused_with_what_to_do(value, feder
 
 def test_what_the_tests_above_damage_is_accepted_when_whole(federation):
     whole = federation()
-    whole.courier.connect(whole.grid)
+    whole.cohort.connect(whole.grid)
     replies = dict(whole.ask())
     assert list(replies) == [0, 1, 2]
     assert whole.events == []
@@ -278,7 +278,7 @@ def test_an_old_reply_is_not_taken_twice(federation):
         return kept[0]
 
     replaying = federation(damage={BAD: replay})
-    replaying.courier.connect(replaying.grid)
+    replaying.cohort.connect(replaying.grid)
     assert [client for client, _ in replaying.ask(1)] == [0, 1, 2]
     assert [client for client, _ in replaying.ask(1)] == [0, 2]  # the same round, asked again
     assert [client for client, _ in replaying.ask(2)] == [0, 2]
@@ -287,7 +287,7 @@ def test_an_old_reply_is_not_taken_twice(federation):
 
 def test_whatever_is_accepted_has_a_finite_average(federation):
     large = federation(damage={BAD: set_vector("weights", np.full(10, 9e5, np.float32))})
-    large.courier.connect(large.grid)
+    large.cohort.connect(large.grid)
     replies = list(large.ask())
     assert [client for client, _ in replies] == [0, 1, 2]
     means = averaged([(c, replace(r, num_examples=1e9)) for c, r in replies], WeightedAverage())
@@ -324,7 +324,7 @@ def test_json_as_deep_as_can_be_read_is_refused_by_a_sentence(federation):
             return content
 
         setting = federation(damage={BAD: damage})
-        setting.courier.connect(setting.grid)
+        setting.cohort.connect(setting.grid)
         assert [client for client, _ in setting.ask()] == [0, 2]
 
 
@@ -431,8 +431,8 @@ def test_no_client_of_three_or_more_has_more_than_the_largest_share():
 @pytest.mark.parametrize(("largest", "weight"), [(1.0, 17.0), (0.5, 17.0 * 200 / 900)])
 def test_a_heavy_client_is_held_to_the_largest_share_and_named_once(largest, weight, federation):
     heavy = federation(largest_share=largest)
-    heavy.courier.connect(heavy.grid)
-    heavy.courier._max_examples[BAD] = 900
+    heavy.cohort.connect(heavy.grid)
+    heavy.cohort._max_examples[BAD] = 900
     for _ in range(2):
         replies = dict(heavy.ask())
         weights = [replies[client].num_examples for client in range(3)]
@@ -450,7 +450,7 @@ def test_a_client_cannot_name_so_many_classes_that_it_may_step_farther(federatio
             properties={BAD: {"class_names": told}, 0: {"class_names": ["a"]}},
             damage={BAD: poison("alphas", 0, 5e3)},
         )
-        many.courier.connect(many.grid)
+        many.cohort.connect(many.grid)
         assert [client for client, _ in many.ask()] == [0, 2]
         limits.append(many.events[-1]["reason"])
     assert limits[0] == limits[1]
@@ -469,7 +469,7 @@ def test_a_reply_of_another_run_or_site_is_refused(federation):
     """Client 1 answers with what an honest client of another run, and client 0, has sent."""
     stolen = []
     other = federation(damage={BAD: lambda content: stolen.append(content) or content})
-    other.courier.connect(other.grid)
+    other.cohort.connect(other.grid)
     list(other.ask())
 
     def from_site_0(content):
@@ -479,7 +479,7 @@ def test_a_reply_of_another_run_or_site_is_refused(federation):
     foreign = federation(
         damage={0: from_site_0, BAD: lambda _: copy.deepcopy(stolen.pop())}, quorum=0.3
     )
-    foreign.courier.connect(foreign.grid)
+    foreign.cohort.connect(foreign.grid)
     assert [client for client, _ in foreign.ask()] == [0, 2]  # site 0's reply to this exchange
     stolen[:] = stolen[:1]
     foreign.grid._client_app = federation(
@@ -497,15 +497,15 @@ def test_three_strikes_and_a_client_is_asked_no_more(federation):
         return set_json("[")(content)
 
     bad = federation(damage={BAD: hostile})
-    bad.courier.connect(bad.grid)
+    bad.cohort.connect(bad.grid)
     for server_round in range(1, 6):
         assert [client for client, _ in bad.ask(server_round)] == [0, 2]
     assert len(asked) == 3
-    assert bad.courier.clients == [0, 2]
+    assert bad.cohort.clients == [0, 2]
     assert [event["event"] for event in bad.events] == ["client_failed"] * 2 + ["client_left"]
     assert [event.get("expelled", False) for event in bad.events] == [False, False, True]
     assert bad.events[-1]["reason"].startswith("3 of its replies were refused, the last one for: ")
-    asked_all = bad.courier.ask("train.search", stage="evaluate", settings=SEARCH, also_left=True)
+    asked_all = bad.cohort.ask("train.search", stage="evaluate", settings=SEARCH, also_left=True)
     with pytest.raises(QuorumError, match="client 1: 3 of its replies were refused"):
         list(asked_all)  # of the honest ones no layout is asked for, so all are refused
     assert len(asked) == 3
@@ -513,17 +513,17 @@ def test_three_strikes_and_a_client_is_asked_no_more(federation):
 
 def test_a_client_that_errs_is_asked_again(federation):
     failing = federation(damage={BAD: refuse})
-    failing.courier.connect(failing.grid)
+    failing.cohort.connect(failing.grid)
     for server_round in range(1, 6):
         assert [client for client, _ in failing.ask(server_round)] == [0, 2]
-    assert failing.courier.clients == [0, 1, 2]
+    assert failing.cohort.clients == [0, 1, 2]
     assert len(failing.events) == 5
 
 
 def test_a_client_that_answers_again_is_back(federation):
     rounds = iter([True, True, False, False, True, False])
     lame = federation(damage={BAD: lambda content: refuse(0) if next(rounds) else content})
-    lame.courier.connect(lame.grid)
+    lame.cohort.connect(lame.grid)
     for server_round in range(1, 7):
         list(lame.ask(server_round))
     told = [(event["event"], event["round"]) for event in lame.events]
@@ -533,7 +533,7 @@ def test_a_client_that_answers_again_is_back(federation):
 
 def test_what_a_client_says_in_an_error_is_cut_short_and_commands_no_terminal(federation):
     loud = federation(damage={BAD: lambda _: Error(2, "\x1b[2J\n" + "x" * 10**6)})
-    loud.courier.connect(loud.grid)
+    loud.cohort.connect(loud.grid)
     list(loud.ask())
     (event,) = loud.events
     assert event["reason"] == " [2J " + "x" * 495

@@ -12,7 +12,7 @@ from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates
 from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.search.candidate import path_states
 from fednas_flwr.search.samplers import Path, Sampler
-from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings.optimizers import SGD, DPAware
 from fednas_flwr.spaces.dp_cells import DPCellSpace
 from fednas_flwr.spaces.genotype import Genotype
@@ -35,7 +35,7 @@ class DPNAS(RoundStrategy):
 
     Args:
         supernet: Of the space; the initial shared weights. It is only read.
-        courier: Reaches the clients.
+        cohort: Reaches the clients.
         space: The search space.
         sampler: The controller, or what takes its place.
         trained_candidates: Sampled and trained per round, all in one message.
@@ -54,7 +54,7 @@ class DPNAS(RoundStrategy):
     def __init__(
         self,
         supernet: Supernet,
-        courier: Courier,
+        cohort: Cohort,
         *,
         space: DPCellSpace,
         sampler: Sampler,
@@ -70,7 +70,7 @@ class DPNAS(RoundStrategy):
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
-        super().__init__(supernet, courier, space=space, **shared)
+        super().__init__(supernet, cohort, space=space, **shared)
         for states in (self.states, self.layouts):
             del states["alphas"]  # paths are sampled without
         self.supernet, self.cells, self.sampler, self.seed = supernet, space, sampler, seed
@@ -114,7 +114,7 @@ class DPNAS(RoundStrategy):
         request = RewardCandidates([list(path) for path in paths], site=self.site, sparse=True)
         own = path_states(self.supernet, paths)
         rewards, noise, metrics = self.reward(request, only=own)
-        self.courier.emit(
+        self.cohort.emit(
             "rewarded", stage=self.stage, round=server_round, paths=paths, rewards=rewards,
             noise=noise,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import LocalSearch, Search
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.search.proxyless import SampledPaths
-from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.costs import HardwareTerms
 from fednas_flwr.spaces.space import SearchSpace, Supernet
@@ -27,7 +27,7 @@ class FDNAS(RoundStrategy):
 
     Args:
         supernet: Of the MBConv space; the initial global state.
-        courier: Reaches the clients.
+        cohort: Reaches the clients.
         space: The supernet's search space.
         gates: ``two`` or ``full``, see ``search.gates``.
         warm_up_rounds: First rounds, which train weights on uniformly drawn paths only.
@@ -50,7 +50,7 @@ class FDNAS(RoundStrategy):
     def __init__(
         self,
         supernet: Supernet,
-        courier: Courier,
+        cohort: Cohort,
         *,
         space: SearchSpace,
         gates: str,
@@ -64,7 +64,7 @@ class FDNAS(RoundStrategy):
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
-        super().__init__(supernet, courier, space=space, **shared)
+        super().__init__(supernet, cohort, space=space, **shared)
         self.gates, self.warm_up_rounds, self.hardware = gates, warm_up_rounds, hardware
         self.local_epochs, self.batch_size, self.sparse = local_epochs, batch_size, sparse
         self.weights, self.alphas_settings = weights, alphas

@@ -28,7 +28,7 @@ from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, unpack
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.regularisation import rising
 from fednas_flwr.search.tuner import Tuner
-from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, SGD, Configuration
 from fednas_flwr.spaces.space import SearchSpace
 
@@ -64,7 +64,7 @@ class FEATHERS(RoundStrategy):
 
     Args:
         network: Supernet, or newly initialised derived network.
-        courier: Reaches the clients.
+        cohort: Reaches the clients.
         space: The supernet's search space; None is the evaluation stage.
         description: What clients build the same network from, see ``clients.Client.network``.
         tuner: The bandit and its arms.
@@ -85,7 +85,7 @@ class FEATHERS(RoundStrategy):
     def __init__(
         self,
         network: nn.Module,
-        courier: Courier,
+        cohort: Cohort,
         *,
         space: SearchSpace | None,
         description: Mapping[str, Any],
@@ -105,7 +105,7 @@ class FEATHERS(RoundStrategy):
         """See the class."""
         super().__init__(
             network,
-            courier,
+            cohort,
             space=space,
             stage="retrain" if space is None else "search",
             **shared,
@@ -134,7 +134,7 @@ class FEATHERS(RoundStrategy):
     def _explore(self, server_round: int, *, progress: float) -> None:
         """Try the configurations that the bandit draws, and let it learn."""
         started = time.monotonic()
-        sent, received = self.courier.bytes_sent, self.courier.bytes_received
+        sent, received = self.cohort.bytes_sent, self.cohort.bytes_received
         generator = make_generator(self.seed, "bandit", self.stage, server_round)
         before = self.tuner.seeing(progress=progress, loss=self.values["loss"])
         entropy, arms, bound = before.bandit.entropy(), before.draw(generator), self._bound()
@@ -144,7 +144,7 @@ class FEATHERS(RoundStrategy):
         rewarded = dict(zip(arms, rewards, strict=True))
         self.tuner = before.updated(rewarded, generator, noise=noise)
         best = self.tuner.bandit.best()
-        self.courier.emit(
+        self.cohort.emit(
             "explored",
             stage=self.stage,
             round=server_round,
@@ -157,8 +157,8 @@ class FEATHERS(RoundStrategy):
             best=best,
             configuration=asdict(self.tuner.best()),
             seconds=time.monotonic() - started,
-            bytes_sent=self.courier.bytes_sent - sent,
-            bytes_received=self.courier.bytes_received - received,
+            bytes_sent=self.cohort.bytes_sent - sent,
+            bytes_received=self.cohort.bytes_received - received,
         )
 
     def _bound(self) -> float:

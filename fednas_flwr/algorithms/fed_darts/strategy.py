@@ -15,7 +15,7 @@ from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases
 from fednas_flwr.protocol.requests import LocalSearch, Search
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.regularisation import rising
-from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings.optimizers import SGD, Adam, Temperatures
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
@@ -29,7 +29,7 @@ class FedDARTS(RoundStrategy):
 
     Args:
         supernet: Newly initialised; it is only read.
-        courier: Reaches the clients.
+        cohort: Reaches the clients.
         space: Search space of the supernet.
         alternating: The clients' steps.
         local_epochs: Passes over each client's training records per round.
@@ -44,7 +44,7 @@ class FedDARTS(RoundStrategy):
     def __init__(
         self,
         supernet: Supernet,
-        courier: Courier,
+        cohort: Cohort,
         *,
         space: SearchSpace,
         alternating: Alternating,
@@ -57,7 +57,7 @@ class FedDARTS(RoundStrategy):
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
-        super().__init__(supernet, courier, space=space, **shared)
+        super().__init__(supernet, cohort, space=space, **shared)
         self.alternating, self.weights, self.alphas_settings = alternating, weights, alphas
         self.local_epochs, self.batch_size = local_epochs, batch_size
         self.beta_decay, self.temperatures = beta_decay, temperatures

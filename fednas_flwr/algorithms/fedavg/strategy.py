@@ -16,7 +16,7 @@ from fednas_flwr.algorithms.flower_optimizer import ServerOptimizer
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalTraining, Train
 from fednas_flwr.protocol.states import Packed, Tensors
-from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings.optimizers import SGD
 
 SPLITS = ("train", "validation")  # what is trained on where nothing is held out
@@ -53,7 +53,7 @@ class FedAvg(RoundStrategy):
 
     Args:
         network: The network to train, newly initialised.
-        courier: Reaches the clients.
+        cohort: Reaches the clients.
         description: What clients build the same network from, see ``clients.Client.network``.
         local_epochs: Passes over each client's records per round.
         batch_size: Records per step.
@@ -71,7 +71,7 @@ class FedAvg(RoundStrategy):
     def __init__(
         self,
         network: nn.Module,
-        courier: Courier,
+        cohort: Cohort,
         *,
         description: Mapping[str, Any],
         local_epochs: int,
@@ -85,7 +85,7 @@ class FedAvg(RoundStrategy):
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
-        super().__init__(network, courier, stage="retrain", **shared)
+        super().__init__(network, cohort, stage="retrain", **shared)
         self.description, self.weights = dict(description), weights
         self.local_epochs, self.batch_size = local_epochs, batch_size
         self.auxiliary_weight, self.drop_path_prob = auxiliary_weight, drop_path_prob

@@ -13,7 +13,7 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import LocalTraining, Train
 from fednas_flwr.search.exponentiated_gradient import Theta, Trial
-from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings.optimizers import Configuration, ThetaSettings
 
 
@@ -27,7 +27,7 @@ class FedEx(RoundStrategy):
 
     Args:
         network: The network to train, newly initialised.
-        courier: Reaches the clients.
+        cohort: Reaches the clients.
         description: What clients build the same network from, see ``clients.Client.network``.
         configurations: What theta is a distribution over; of each the learning rate, momentum and
             decay of the weights and the drop-path probability.
@@ -44,7 +44,7 @@ class FedEx(RoundStrategy):
     def __init__(
         self,
         network: nn.Module,
-        courier: Courier,
+        cohort: Cohort,
         *,
         description: Mapping[str, Any],
         configurations: Sequence[Configuration],
@@ -58,7 +58,7 @@ class FedEx(RoundStrategy):
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
-        super().__init__(network, courier, stage="retrain", **shared)
+        super().__init__(network, cohort, stage="retrain", **shared)
         self.configurations = list(configurations)
         self.theta = Theta.of(len(self.configurations), theta)
         self.values = {"theta": self.theta.to_json()}

@@ -21,7 +21,7 @@ from fednas_flwr.protocol.requests import TakeGradients
 from fednas_flwr.protocol.states import Packed, pack
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
 from fednas_flwr.search.regularisation import beta_gradient, rising
-from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
@@ -39,7 +39,7 @@ class FNAS(GradientStrategy):
 
     Args:
         supernet: Newly initialised.
-        courier: Reaches the clients.
+        cohort: Reaches the clients.
         space: Search space of the supernet.
         order: 1 or 2, of the alpha gradient.
         reduce: ``mean`` or ``sum``.
@@ -58,7 +58,7 @@ class FNAS(GradientStrategy):
     def __init__(
         self,
         supernet: Supernet,
-        courier: Courier,
+        cohort: Cohort,
         *,
         space: SearchSpace,
         order: int = 1,
@@ -74,7 +74,7 @@ class FNAS(GradientStrategy):
     ) -> None:
         """See the class."""
         shared["momentum"] = "reset"
-        super().__init__(supernet, courier, space=space, **shared)
+        super().__init__(supernet, cohort, space=space, **shared)
         self.order, self.reduce, self.fused = order, reduce, fused
         self.local_steps, self.batch_size = local_steps, batch_size
         self.evaluate_every = evaluate_every

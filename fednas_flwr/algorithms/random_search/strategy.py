@@ -15,7 +15,7 @@ from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Evaluate, LocalTraining, Train
 from fednas_flwr.protocol.states import MOMENTS, Packed
 from fednas_flwr.search.bandit import draw_configurations
-from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.optimizers import SGD, Configuration, Range
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
@@ -33,7 +33,7 @@ class RandomSearch(RoundStrategy):
 
     Args:
         network: One without tensors: no supernet is trained.
-        courier: Reaches the clients.
+        cohort: Reaches the clients.
         space: Where architectures are drawn from, uniformly.
         describe: Returns what a network of the search's size is built from, see ``builders``.
         make_network: Builds a network from that description, newly initialised.
@@ -49,7 +49,7 @@ class RandomSearch(RoundStrategy):
     def __init__(
         self,
         network: nn.Module,
-        courier: Courier,
+        cohort: Cohort,
         *,
         space: SearchSpace,
         describe: Callable[[Genotype], dict[str, Any]],
@@ -63,7 +63,7 @@ class RandomSearch(RoundStrategy):
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
-        super().__init__(network, courier, space=space, **shared)
+        super().__init__(network, cohort, space=space, **shared)
         self.describe, self.make_network, self.seed = describe, make_network, seed
         self.trial_rounds = trial_rounds
         self.weights, self.ranges = weights, ranges

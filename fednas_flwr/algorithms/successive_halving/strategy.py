@@ -17,7 +17,7 @@ from fednas_flwr.privacy.plan import PlannedRelease, rewards_release
 from fednas_flwr.protocol.requests import LocalTraining, RewardCandidates, Train
 from fednas_flwr.protocol.states import pack, unpack
 from fednas_flwr.search.pool import name_before
-from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings.optimizers import SGD
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
@@ -46,7 +46,7 @@ class SuccessiveHalving(RoundStrategy):
 
     Args:
         network: One without tensors: the pool takes its place in the first round.
-        courier: Reaches the clients.
+        cohort: Reaches the clients.
         space: Where architectures come from.
         choose: Returns the pool, given a generator.
         describe: Returns what a pool is built from, see ``builders``.
@@ -65,7 +65,7 @@ class SuccessiveHalving(RoundStrategy):
     def __init__(
         self,
         network: nn.Module,
-        courier: Courier,
+        cohort: Cohort,
         *,
         space: SearchSpace,
         choose: Callable[[torch.Generator], Sequence[Genotype]],
@@ -81,7 +81,7 @@ class SuccessiveHalving(RoundStrategy):
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
-        super().__init__(network, courier, space=space, **shared)
+        super().__init__(network, cohort, space=space, **shared)
         self.choose, self.describe, self.make_network = choose, describe, make_network
         self.seed, self.keep, self.eta = seed, keep, eta
         self.local_epochs, self.batch_size, self.weights = local_epochs, batch_size, weights
@@ -138,7 +138,7 @@ class SuccessiveHalving(RoundStrategy):
         """Measure all networks, keep the ``left`` best and return metrics; ties: the earlier."""
         pool = self.pool()
         rewards, noise, metrics = self.reward(request, by_median=True)
-        self.courier.emit(
+        self.cohort.emit(
             "rewarded", stage=self.stage, round=server_round, genotypes=self.values["pool"],
             rewards=rewards, noise=noise,
         )  # fmt: skip

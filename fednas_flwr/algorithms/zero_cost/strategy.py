@@ -12,7 +12,7 @@ from fednas_flwr.algorithms.base import RoundStrategy, Shared
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.data_free_search import Limits, Score, Scored, search
-from fednas_flwr.server.cohort import Courier
+from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings.optimizers import EvolutionSettings
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
@@ -27,7 +27,7 @@ class ZeroCost(RoundStrategy):
 
     Args:
         network: One without tensors: no supernet is trained.
-        courier: Reaches the clients; the search does not use it.
+        cohort: Reaches the clients; the search does not use it.
         space: Where architectures come from.
         score: Returns the scores of a genotype, see ``search.zero_cost.search``.
         draws: Architectures per round.
@@ -43,7 +43,7 @@ class ZeroCost(RoundStrategy):
     def __init__(
         self,
         network: nn.Module,
-        courier: Courier,
+        cohort: Cohort,
         *,
         space: SearchSpace,
         score: Score,
@@ -57,7 +57,7 @@ class ZeroCost(RoundStrategy):
         **shared: Unpack[Shared],
     ) -> None:
         """See the class."""
-        super().__init__(network, courier, space=space, **shared)
+        super().__init__(network, cohort, space=space, **shared)
         self.searched, self.score, self.draws = space, score, draws
         self.shortlist = shortlist
         self.evolution, self.limits, self.latency_ms = evolution, limits, latency_ms
