@@ -20,6 +20,7 @@ from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.release_guard import ReleaseGuard
 from fednas_flwr.client.shown_sizes import machine, shown_size, structure
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS, SPLIT_OF, SUPERNET
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.privacy.self_test import (
@@ -28,7 +29,6 @@ from fednas_flwr.privacy.self_test import (
     made_up_labels,
     unwatched,
 )
-from fednas_flwr.protocol.actions import ACTIONS, PRIVATE_ACTIONS, SPLIT_OF, SUPERNET
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.requests import (
     Amount,

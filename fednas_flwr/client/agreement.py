@@ -10,9 +10,9 @@ import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.client import Client
+from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.protocol.actions import ACTIONS
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.secure_sum.sum_site import Answer, SumSite
 from fednas_flwr.protocol.sum_encoding import MASKED, NOT_TOLD, Summands, sizes_of

@@ -13,7 +13,7 @@ from fednas_flwr.client.agreement import begin_sum, masked
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.noised_updates import noised_update
-from fednas_flwr.protocol.actions import ACTIONS
+from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.wire import restore_sent, round_reply
 from fednas_flwr.settings.names import CLIENT

@@ -55,8 +55,8 @@ from fednas_flwr.data.records import count_labels
 from fednas_flwr.data.statistics import Statistics, bounded_powers, largest_norm
 from fednas_flwr.models.class_scores import histogram
 from fednas_flwr.models.metrics import evaluate, measured, predicted
+from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF, SUPERNET
 from fednas_flwr.privacy.plan import STATISTICS
-from fednas_flwr.protocol.actions import ACTIONS, SPLIT_OF, SUPERNET
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.requests import (
     Commit,

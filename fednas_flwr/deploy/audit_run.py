@@ -51,6 +51,7 @@ from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.models.networks import given_genotype, supernet_space
 from fednas_flwr.pipeline.schedule import Schedule
 from fednas_flwr.pipeline.stages import begin, describe, retrain, start_search
+from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.audit_bounds import (
     length_limits,
     rate_limit,
@@ -60,7 +61,6 @@ from fednas_flwr.privacy.audit_bounds import (
     variance_limits,
 )
 from fednas_flwr.privacy.plan import KINDS, STATISTICS, PlannedRelease, release_key
-from fednas_flwr.protocol.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.protocol.messages import Header, Reply, Request, decode_request, encode_reply
 from fednas_flwr.protocol.requests import (
     Commit,

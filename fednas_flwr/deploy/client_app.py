@@ -30,7 +30,7 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.prepared import make_data, make_site_data
 from fednas_flwr.deploy.bundle import CONFIG_KEY
 from fednas_flwr.deploy.flower_patches import CLIENT_RAISED, take_along
-from fednas_flwr.protocol.actions import ACTIONS
+from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol.messages import BUDGET_SPENT, decode_request, encode_reply, payload_bytes
 from fednas_flwr.protocol.secure_sum.sum_site import NODE_KEYS
 from fednas_flwr.settings import Config, dump_config, site_dataset

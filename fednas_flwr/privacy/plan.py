@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.mechanism.renyi import Release, poisson_rate
-from fednas_flwr.protocol.actions import ACTIONS, PRIVATE_ACTIONS, SPLIT_OF
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.parser import Between, Checked, Length, OneOf
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.privacy.mechanism.noise_grid import noise_range
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.protocol.actions import ACTIONS
 from fednas_flwr.settings.names import CLIENT, LARGEST_NOISE_MULTIPLIER, SPLITS, Unit
 
 # Beyond these float arithmetic, not privacy, would decide what a release hides.

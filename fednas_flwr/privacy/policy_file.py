@@ -15,6 +15,7 @@ from typing import Any
 
 from fednas_flwr.base.errors import ConfigError, show, unknown_choice
 from fednas_flwr.base.foreign import load_yaml
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
@@ -24,7 +25,6 @@ from fednas_flwr.privacy.policy import (
     DataSetPolicy,
     Policy,
 )
-from fednas_flwr.protocol.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.settings.names import CLIENT, LARGEST_MICRO_BATCH, SPLITS, UNITS
 from fednas_flwr.settings.parser import parse
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.privacy.actions import SPLIT_OF
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.protocol.actions import SPLIT_OF
 from fednas_flwr.protocol.sum_requests import SUM_REQUESTS
 from fednas_flwr.protocol.sum_requests import Settings as Settings
 from fednas_flwr.search.local_search import Alternating

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ReplyError
-from fednas_flwr.protocol.actions import ACTIONS
+from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
 from fednas_flwr.protocol.states import Layout, Packed

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fednas_flwr.base.errors import ConfigError, ReplyError
-from fednas_flwr.protocol.actions import ACTIONS
+from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.states import Layout, Packed
 

@@ -23,8 +23,8 @@ from flwr.serverapp import Grid
 
 from fednas_flwr.base.errors import ClientLeftError, ReplyError
 from fednas_flwr.data.statistics import Statistics
+from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.protocol.actions import ACTIONS
 from fednas_flwr.protocol.messages import (
     Header,
     Reply,

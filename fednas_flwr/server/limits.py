@@ -15,8 +15,8 @@ from functools import lru_cache
 
 import torch
 
+from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
-from fednas_flwr.protocol.actions import ACTIONS
 from fednas_flwr.protocol.requests import (
     Amount,
     LocalSearch,

@@ -22,10 +22,10 @@ from fednas_flwr.client.making import make_client, make_site_guard
 from fednas_flwr.data.loaders import ClientData, Split
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import describe_network, make_network, supernet_space
+from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import messages
-from fednas_flwr.protocol.actions import PRIVATE_ACTIONS
 from fednas_flwr.protocol.messages import Header, Reply, Request, decode_request, encode_states
 from fednas_flwr.protocol.requests import (
     RewardCandidates,

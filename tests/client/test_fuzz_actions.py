@@ -19,8 +19,8 @@ from flwr.app import ConfigRecord, RecordDict
 
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.data.loaders import Split
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.protocol import messages
-from fednas_flwr.protocol.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.protocol.messages import decode_request, encode_states
 from fednas_flwr.protocol.requests import encode
 

@@ -14,7 +14,7 @@ import torch
 
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.data.statistics import Statistics
-from fednas_flwr.protocol.actions import ACTIONS, PRIVATE_ACTIONS
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.protocol.states import pack
 
 from .conftest import ASKED, CANDIDATES, RECORDS, TERMS, schedule

@@ -23,8 +23,8 @@ from fednas_flwr.client.making import make_client
 from fednas_flwr.client.noised_measures import METRICS_NORM
 from fednas_flwr.data.loaders import ClientData, Split
 from fednas_flwr.models.networks import describe_derived, make_network, make_space
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.protocol.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import REQUESTS, LocalTraining, encode
 from fednas_flwr.protocol.states import MOMENTS, Layout, load_states, network_states, pack, unpack

@@ -37,10 +37,10 @@ from fednas_flwr.models.networks import (
     supernet_sizes,
     supernet_space,
 )
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.protocol.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import (
     Amount,

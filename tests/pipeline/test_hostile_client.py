@@ -15,7 +15,7 @@ from fednas_flwr.algorithms.client_clusters import group_name
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client import answer as entrance
 from fednas_flwr.models.networks import load
-from fednas_flwr.protocol.actions import ACTIONS
+from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.server.cohort import QuorumError
 
 from .test_groups import CFDNAS

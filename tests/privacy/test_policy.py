@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy import policy_file
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -20,7 +21,6 @@ from fednas_flwr.privacy.policy import (
     check_planned,
 )
 from fednas_flwr.privacy.policy_file import load_policy, parse_policy, template
-from fednas_flwr.protocol.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, SPLITS
 from fednas_flwr.settings.parser import parse as parse_typed
 

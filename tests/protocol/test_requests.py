@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError, MissingSettingError
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.plan import KINDS, STAGES, PlannedRelease
-from fednas_flwr.protocol.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.protocol.messages import (
     HEADER,
     JSON,

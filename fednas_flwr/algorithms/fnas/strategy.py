@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fednas_flwr.algorithms.base import Shared, evaluates, mean_metrics
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
+from fednas_flwr.privacy.actions import SUPERNET
 from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, metrics_release
-from fednas_flwr.protocol.actions import SUPERNET
 from fednas_flwr.protocol.requests import TakeGradients
 from fednas_flwr.protocol.states import Packed, pack
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
