@@ -55,6 +55,7 @@ from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import EVENTS_FILE, read_run
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.server.cohort import Cohort
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import accept_reply
 from fednas_flwr.settings import Config, FedDARTSSettings, dump_config
 from fednas_flwr.settings.configuration import parse_config
@@ -365,7 +366,7 @@ def replies_held(contents: Sequence[RecordDict], layouts: dict[str, Layout]) -> 
     cohort.connect(Grid(make_client_app(), len(contents)))
     average = WeightedAverage()
     for _, reply in cohort.ask(
-        "train.search", stage="search", server_round=1, settings=SEARCH, layouts=layouts
+        Exchange("train.search", stage="search", server_round=1, settings=SEARCH, layouts=layouts)
     ):
         average.add(reply.states, weight=reply.num_examples)
     average.result()

@@ -45,6 +45,7 @@ from fednas_flwr.search.architect import alpha_entropy
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.server.client_sampling import Participants
 from fednas_flwr.server.cohort import TOTAL, Cohort
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.robust_averages import median_rewards
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.optimizers import MOMENTA, SGD, Configuration
@@ -186,17 +187,19 @@ class RoundStrategy(Strategy):
         self._phase += 1
         answered = set()
         for client, reply in self.cohort.ask(
-            action,
-            stage=self.stage,
-            server_round=self._round,
-            phase=self._phase,
-            settings=settings,
-            own_settings=own_settings,
-            states=states,
-            layouts=layouts,
-            whole=whole,
-            releases=() if self.private is None else self.private.releases,
-            participants=self._participants,
+            Exchange(
+                action,
+                stage=self.stage,
+                server_round=self._round,
+                phase=self._phase,
+                settings=settings,
+                own_settings=own_settings or {},
+                states=states or {},
+                layouts=layouts or {},
+                whole=whole or {},
+                releases=() if self.private is None else self.private.releases,
+                participants=self._participants,
+            )
         ):
             answered.add(client)
             if client != TOTAL:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from fednas_flwr.base.errors import ConfigError, ReplyError
@@ -18,6 +17,7 @@ from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Commit
 from fednas_flwr.runs.events import Event
 from fednas_flwr.server.cohort import Cohort, QuorumError
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import check_properties
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.names import PRV
@@ -137,9 +137,8 @@ def _agreed(
     event ``approval_awaited`` names the run, so that one that ended here can go on under its name.
     """
     request = next(iter(requests.values()))
-    terms: dict[str, Any] = {"settings": request, "own_settings": requests}
-    ask = partial(cohort.ask, "query.commit", stage="commit", **terms)
-    replies = dict(ask())
+    exchange = Exchange("query.commit", stage="commit", settings=request, own_settings=requests)
+    replies = dict(cohort.ask(exchange))
     deadline = time.monotonic() + approval_s
     told: dict[int, str] = {}
     while waiting := _awaited(replies):
@@ -151,7 +150,8 @@ def _agreed(
         if left_s <= 0:
             break
         cohort.wait(min(APPROVAL_POLL_S, left_s))
-        replies = {c: r for c, r in replies.items() if c not in waiting} | dict(ask(among=waiting))
+        agreed = {c: reply for c, reply in replies.items() if c not in waiting}
+        replies = agreed | dict(cohort.ask(replace(exchange, among=waiting)))
     for client, awaited in waiting.items():
         reason = (
             f"its schedule {awaited} waits for a person's approval: have `fednas approve "

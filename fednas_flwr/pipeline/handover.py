@@ -20,6 +20,7 @@ from fednas_flwr.protocol.signed_model import SIGNING_KEY, sign_model
 from fednas_flwr.report.model_card import card_of
 from fednas_flwr.runs.numbers import BASELINES_FOLDER
 from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import DifferentialPrivacy
 from fednas_flwr.settings.incompatible import has_real_sites
 
@@ -44,11 +45,13 @@ def hand_over(run: Run) -> None:
         kept = []
         try:
             for client, _ in run.cohort.ask(
-                "query.keep_model",
-                stage="hand over",
-                settings=request,
-                states={"model": {"uint8": values}},
-                among=keeping,
+                Exchange(
+                    "query.keep_model",
+                    stage="hand over",
+                    settings=request,
+                    states={"model": {"uint8": values}},
+                    among=keeping,
+                )
             ):
                 kept.append(client)
         except QuorumError as error:

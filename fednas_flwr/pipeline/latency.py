@@ -16,6 +16,7 @@ from fednas_flwr.pipeline.run_stages import Run
 from fednas_flwr.protocol.requests import MeasureLatency, Site
 from fednas_flwr.runs.run_folder import LATENCY_FILE
 from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import check_properties
 from fednas_flwr.settings import Config, DifferentialPrivacy, FDNASSettings
 from fednas_flwr.spaces.genotype import Genotype
@@ -85,7 +86,7 @@ def _ask(run: Run) -> LatencyTable:
     if participants is not None:
         wanted = len(participants.clients)
     for client, reply in run.cohort.ask(
-        "query.latency", stage="latency", settings=request, participants=participants
+        Exchange("query.latency", stage="latency", settings=request, participants=participants)
     ):
         try:
             check_properties(reply.properties, needed=("latency",))

@@ -31,6 +31,7 @@ from fednas_flwr.protocol.states import Layout, unpack
 from fednas_flwr.runs.events import Event, EventLog, read_events
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE
 from fednas_flwr.server.cohort import Cohort, QuorumError
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings.parser import parse
 
 
@@ -129,13 +130,15 @@ def noised_statistics(
     layout = Layout.of({STATISTICS: torch.zeros(3 * num_columns)})
     total, weights, variance = torch.zeros(3 * num_columns, dtype=torch.float64), 0.0, 0.0
     for client, reply in cohort.ask(
-        planned.action,
-        stage=STATISTICS,
-        server_round=1,
-        settings=TellStatistics(Site(data_set)),
-        layouts={STATISTICS: layout},
-        releases=schedule,
-        participants=None if sampling is None else sampling.participants(STATISTICS, 1),
+        Exchange(
+            planned.action,
+            stage=STATISTICS,
+            server_round=1,
+            settings=TellStatistics(Site(data_set)),
+            layouts={STATISTICS: layout},
+            releases=schedule,
+            participants=None if sampling is None else sampling.participants(STATISTICS, 1),
+        )
     ):
         weight = reply.num_examples
         told = unpack(reply.states[STATISTICS], layout)[STATISTICS]

@@ -86,6 +86,7 @@ from fednas_flwr.runs.numbers import EVENTS_FILE
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.server.cohort import TOTAL, Cohort, Emit, QuorumError, ignore_events
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import check_properties
 from fednas_flwr.settings import CFDNASSettings, Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.settings.incompatible import has_real_sites
@@ -431,11 +432,13 @@ def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed])
     histograms, weights = [], []
     with suppress(QuorumError):
         for _, reply in cohort.ask(
-            "evaluate.model",
-            stage="evaluate",
-            settings=Evaluate(description, "validation", with_scores=True),
-            states=states,
-            among=having,
+            Exchange(
+                "evaluate.model",
+                stage="evaluate",
+                settings=Evaluate(description, "validation", with_scores=True),
+                states=states,
+                among=having,
+            )
         ):
             with suppress(ReplyError):
                 check_properties(reply.properties, needed=("histogram",))
@@ -470,7 +473,9 @@ def _ask_tests(
         cohort = cohort.part(having, run=cohort.run, emit=cohort.emit)
     try:
         for client, reply in cohort.ask(
-            action, stage="evaluate", settings=settings, states=states, releases=run.schedule
+            Exchange(
+                action, stage="evaluate", settings=settings, states=states, releases=run.schedule
+            )
         ):
             fields: dict[str, Any] = {"client": client, "num_examples": reply.num_examples}
             if client == TOTAL:
@@ -504,7 +509,7 @@ def _report_spending(run: Run) -> None:
     spent = []
     with suppress(QuorumError):
         for client, reply in run.cohort.ask(
-            "query.describe", stage="evaluate", settings=Describe(), also_left=True
+            Exchange("query.describe", stage="evaluate", settings=Describe(), also_left=True)
         ):
             with suppress(ReplyError):
                 check_properties(reply.properties, needed=("spent",))

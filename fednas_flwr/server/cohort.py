@@ -1,9 +1,9 @@
 """Ask clients over any Flower Grid and yield their accepted replies, in client order.
 
 Every wait ends: at the last reply or at the deadline. A client that errs, is late or sends what
-the gate refuses is dropped for this exchange and named; one whose privacy budget has ended, or
-whose replies the gate has refused three times, is not asked again. Fewer replies than the quorum
-end the run. With secure sums replies are added up masked, and only their total is yielded.
+the reply checks refuse is dropped for this exchange and named; one whose privacy budget has ended,
+or whose replies were refused three times, is not asked again. Fewer replies than the quorum end the
+run. With secure sums replies are added up masked, and only their total is yielded.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fednas_flwr.base.errors import ClientLeftError, ReplyError
 from fednas_flwr.data.statistics import Statistics
-from fednas_flwr.privacy.actions import ACTIONS
-from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import (
     Header,
     Reply,
@@ -32,23 +29,18 @@ from fednas_flwr.protocol.messages import (
     encode_states,
     payload_bytes,
 )
-from fednas_flwr.protocol.requests import Describe, Search, Settings
-from fednas_flwr.protocol.secure_sum.masked_sum import MaskedSum
-from fednas_flwr.protocol.secure_sum.sum_site import Opening
-from fednas_flwr.protocol.states import Layout, Packed
-from fednas_flwr.protocol.sum_encoding import MASKED, Summands
-from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors, Summed, by_index
-from fednas_flwr.protocol.wire import restore_sent, round_sent
-from fednas_flwr.server.client_sampling import Participants, Sampling
-from fednas_flwr.server.limits import Limits, honest_limits, norm
+from fednas_flwr.protocol.requests import Describe
+from fednas_flwr.protocol.sum_encoding import Summands
+from fednas_flwr.server.client_sampling import Sampling
+from fednas_flwr.server.exchange import Exchange, Requests
 from fednas_flwr.server.reply_checks import (
     MAX_EXAMPLES,
-    accept_reply,
     check_properties,
-    held_shares,
     misfits,
     outliers,
 )
+from fednas_flwr.server.secure_sums import PendingSum
+from fednas_flwr.server.weights import share_scales, weighed
 
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
 POLL_SHARE = 0.05  # of the time since the last reply
@@ -70,58 +62,6 @@ def ignore_events(event: str, **fields: Any) -> None:
 
 class QuorumError(RuntimeError):
     """Too few clients answered an exchange; the message names each missing one and its reason."""
-
-
-@dataclass(frozen=True)
-class Requests:
-    """The messages of an exchange, by client.
-
-    Attributes:
-        messages: To be sent.
-        accepts: Reads the client's reply.
-        most: Examples that it may have, or what it counts for in their place.
-        weights: What it counts for in an average in place of its examples, where that is planned.
-        action: What is asked.
-        dense_reply: Bytes of a reply of whole states that nobody has rounded.
-    """
-
-    messages: Mapping[int, Message]
-    accepts: Mapping[int, Callable[[Message], Reply]]
-    most: Mapping[int, float]
-    weights: Mapping[int, float]
-    action: str
-    dense_reply: int
-
-
-@dataclass
-class _PendingSum:
-    """A secure sum that is under way.
-
-    Attributes:
-        summands: What is summed.
-        total: Of the masked vectors.
-        context: As its first client has told it.
-        boxes: By client, the sealed parts that it has made for the others.
-    """
-
-    summands: Summands
-    total: MaskedSum
-    context: str = ""
-    boxes: dict[int, Mapping[str, str]] = field(default_factory=dict)
-
-    def add(self, client: int, reply: Reply) -> None:
-        """Add a masked reply.
-
-        Raises:
-            ReplyError: The client was asked, or says that it was asked, something else.
-        """
-        check_properties(reply.properties, needed=("context", "boxes"))
-        self.context = self.context or reply.properties["context"]
-        if reply.properties["context"] != self.context:
-            raise ReplyError("it has answered another request than the clients before it")
-        self.boxes[client] = reply.properties["boxes"]
-        vectors = reply.states[MASKED]
-        self.total.add(client, [vectors[d].numpy() for d in self.summands.lengths])
 
 
 class Cohort:
@@ -190,8 +130,8 @@ class Cohort:
         self._nodes: dict[int, int] = {}  # client -> node id
         self._max_examples: dict[int, float] = {}  # client -> records it has
         self._left: dict[int, str] = {}  # clients that are asked no more: their reason
-        self._refused: Counter[int] = Counter()  # client -> replies that the gate has refused
-        self._held: set[int] = set()  # clients whose weight was once held to the largest share
+        self._refused: Counter[int] = Counter()  # client -> refused replies
+        self._limited: set[int] = set()  # clients whose weight was once cut to the largest share
         self._missed: set[int] = set()  # clients without an accepted reply when last asked
 
     def connect(
@@ -223,45 +163,22 @@ class Cohort:
         self._grid, self.properties, self._max_examples, self._left = grid, {}, {}, {}
         self._refused.clear()
         self._missed.clear()
-        deadline = time.monotonic() + self.connect_s
-        nodes = sorted(grid.get_node_ids())
-        while len(nodes) < self.num_clients and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-            nodes = sorted(grid.get_node_ids())
-        if len(nodes) < self.quorum:
-            raise QuorumError(
-                f"{len(nodes)} of {self.num_clients} clients appeared within {self.connect_s:g} s; "
-                f"{self.quorum} are needed. Start the missing ones, or lower runtime.quorum."
-            )
-        self._nodes = dict(enumerate(nodes))  # provisional: the answers tell the real indices
+        nodes = self._wait_for_nodes(grid)
+        reasons = [] if len(nodes) == self.num_clients else [f"only {len(nodes)} nodes appeared"]
+        describe = Exchange("query.describe", stage="connect", settings=Describe())
+        if known is None:
+            described = self._described(nodes, describe, needed, reasons)
+        else:
+            described = [
+                (index, nodes[index], properties, max(1, sum(properties["splits"].values())))
+                for index, properties in known.items()
+            ]
         owners: dict[int, list[int]] = {}
         properties: dict[int, Mapping[str, Any]] = {}
         max_examples: dict[int, float] = {}
-        reasons = [] if len(nodes) == self.num_clients else [f"only {len(nodes)} nodes appeared"]
-        for index, own in (known or {}).items():
-            owners[index], properties[index] = [nodes[index]], own
-            max_examples[index] = max(1, sum(own["splits"].values()))
-        asked_who: Iterator[tuple[int, Reply | str]] = iter(())
-        if known is None:
-            asked_who = self._exchange(self.requests("query.describe", "connect", 0, 1, Describe()))
-        for asked, answer in asked_who:
-            try:
-                if not isinstance(answer, Reply):
-                    raise ReplyError(answer)
-                check_properties(answer.properties, needed=needed)
-            except ReplyError as error:
-                reasons.append(f"node {nodes[asked]}: {_plain(str(error))}")
-                continue
-            index = answer.properties["client"]
-            if not 0 <= index < self.num_clients:
-                reasons.append(
-                    f"node {nodes[asked]} says that it is client {index} of clients="
-                    f"{self.num_clients}"
-                )
-                continue
-            owners.setdefault(index, []).append(nodes[asked])
-            properties[index] = answer.properties
-            max_examples[index] = answer.num_examples
+        for index, node, said, examples in described:
+            owners.setdefault(index, []).append(node)
+            properties[index], max_examples[index] = said, examples
         for index, claimants in sorted(owners.items()):
             if len(claimants) > 1:
                 del properties[index]
@@ -283,7 +200,7 @@ class Cohort:
             del properties[index]
             reasons.append(f"client {index}: {reason}")
         for client in sorted(set(range(self.num_clients)) - set(properties)):
-            self.tell_failure("connect", 0, "query.describe", client, "; ".join(reasons))
+            self.tell_failure(client, describe, "; ".join(reasons))
         if len(properties) < self.quorum:
             raise QuorumError(
                 f"{'; '.join(reasons)} (query.describe: {len(properties)} of {self.num_clients} "
@@ -294,6 +211,54 @@ class Cohort:
         self.properties, self._max_examples = properties, max_examples
         named = [len(own.get("class_names", [])) for own in properties.values()]
         self._num_classes = max(1, int(median(named)))  # as most clients have it
+
+    def _wait_for_nodes(self, grid: Grid) -> list[int]:
+        """The nodes that have appeared, ascending.
+
+        Raises:
+            QuorumError: They are too few.
+        """
+        deadline = time.monotonic() + self.connect_s
+        nodes = sorted(grid.get_node_ids())
+        while len(nodes) < self.num_clients and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            nodes = sorted(grid.get_node_ids())
+        if len(nodes) < self.quorum:
+            raise QuorumError(
+                f"{len(nodes)} of {self.num_clients} clients appeared within {self.connect_s:g} s; "
+                f"{self.quorum} are needed. Start the missing ones, or lower runtime.quorum."
+            )
+        return nodes
+
+    def _described(
+        self, nodes: Sequence[int], describe: Exchange, needed: Sequence[str], reasons: list[str]
+    ) -> list[tuple[int, int, Mapping[str, Any], float]]:
+        """Index, node, properties and number of examples of each node that says who it is.
+
+        Args:
+            nodes: Asked.
+            describe: The exchange.
+            needed: What each must say of itself.
+            reasons: Gets a sentence for each node that is left out.
+        """
+        self._nodes = dict(enumerate(nodes))  # provisional: the answers tell the real indices
+        found = []
+        for place, answer in self._exchange(describe):
+            try:
+                if not isinstance(answer, Reply):
+                    raise ReplyError(answer)
+                check_properties(answer.properties, needed=needed)
+            except ReplyError as error:
+                reasons.append(f"node {nodes[place]}: {_plain(str(error))}")
+                continue
+            index = answer.properties["client"]
+            if 0 <= index < self.num_clients:
+                found.append((index, nodes[place], answer.properties, answer.num_examples))
+                continue
+            reasons.append(
+                f"node {nodes[place]} says that it is client {index} of clients={self.num_clients}"
+            )
+        return found
 
     def quorum_of(self, asked: int) -> int:
         """Return how many of so many clients must answer."""
@@ -339,191 +304,90 @@ class Cohort:
         """Ask a client no more in this run."""
         self._left[client] = reason
 
-    def ask(
-        self,
-        action: str,
-        *,
-        stage: str,
-        server_round: int = 0,
-        phase: int = 1,
-        settings: Settings,
-        own_settings: Mapping[int, Settings] | None = None,
-        states: Mapping[str, Packed] | None = None,
-        layouts: Mapping[str, Layout] | None = None,
-        whole: Mapping[str, Layout] | None = None,
-        releases: Sequence[PlannedRelease] = (),
-        also_left: bool = False,
-        among: Collection[int] | None = None,
-        participants: Participants | None = None,
-    ) -> Iterator[tuple[int, Reply]]:
-        """Send one request to every client and yield ``(client, reply)`` in client order.
+    def ask(self, exchange: Exchange) -> Iterator[tuple[int, Reply]]:
+        """Send one request to every participant and yield ``(client, reply)`` in client order.
 
-        A reply is held only until those of all earlier clients are there, so that a consumer who
+        A reply is kept only until those of all earlier clients are there, so that a consumer who
         reduces as it goes needs the memory of few replies. Of a secure sum one reply is yielded,
         the total's, under the name :data:`TOTAL`.
-
-        Args:
-            action: What is asked, e.g. ``train.search``.
-            stage: Stage of the run, part of the header.
-            server_round: Round within the stage.
-            phase: Number of the exchange within the round.
-            settings: Arguments of the action. Where they ask for ``sparse`` replies, those yielded
-                are whole.
-            own_settings: Arguments for single clients in their place.
-            states: Packed tensors to send.
-            layouts: The states that every reply must carry.
-            whole: The layouts of states of which messages carry a part: only for ``bytes_dense``.
-            releases: With privacy what the stage releases: bounds what replies may be.
-            also_left: Whether clients that have left are asked, too, except for those whose replies
-                were refused.
-            among: Which clients are asked, None for all; the others count as if they had answered.
-            participants: Who is asked instead: the quorum is one of them, and those that fail
-                are replaced, once all others have answered.
 
         Raises:
             QuorumError: After the last reply, when fewer than the quorum were accepted.
         """
+        among, participants = exchange.among, exchange.participants
         accepted = 0 if among is None else len(set(self.clients) - set(among))
-        wanted = self.num_clients if participants is None else len(participants.clients)
-        backups = [] if participants is None else list(participants.backups)
-        asked = among if participants is None else participants.clients
+        wanted, backups, asked = self.num_clients, list[int](), among
+        if participants is not None:
+            wanted, asked = len(participants.clients), participants.clients
+            backups = list(participants.backups)
         failures: dict[int, str] = {}
-        planned = {p.kind: p for p in releases if (p.stage, p.action) == (stage, action)}
-        pending: _PendingSum | None = None
-        if self.secure_sum and not ACTIONS[action].is_public:
-            if own_settings:
-                raise ValueError("a secure sum is of replies to one request: no own_settings")
-            pending = self._begin_sum(action, states or {}, layouts or {}, planned)
+        pending = None
+        if self.secure_sum and exchange.is_summed:
+            present = [client for client in self.clients if self._refused[client] < STRIKES]
+            pending = PendingSum.of(exchange, present, self.properties)
         while asked is None or asked:
-            requests = self.requests(
-                *(action, stage, server_round, phase, settings, states, layouts),
-                own_settings=own_settings,
-                whole=whole,
-                planned=planned,
-                also_left=also_left,
-                among=asked,
-                weights={} if participants is None else participants.weights,
-                summands=None if pending is None else pending.summands,
-            )
-            for client, answer in self._exchange(requests):
-                if pending is not None and isinstance(answer, Reply):
-                    try:
-                        pending.add(client, answer)
-                    except ReplyError as error:
-                        answer = self._strike(client, _plain(str(error)))
+            for client, answer in self._exchange(exchange, asked, pending):
                 if isinstance(answer, Reply):
                     accepted += 1
-                    self.tell_back(client, stage, server_round, action)
+                    self.tell_back(client, exchange)
                     if pending is None:
                         yield client, answer
                 else:
                     failures[client] = answer
-                    self.tell_failure(stage, server_round, action, client, answer)
+                    self.tell_failure(client, exchange, answer)
             short = max(0, wanted - accepted)
             asked, backups = backups[:short], backups[short:]
         if accepted < (quorum := self.quorum_of(wanted)):
-            left = {
-                c: w
-                for c, w in self.left.items()
-                if participants is None or c in participants.candidates
-            }
-            first, *others = [f"client {c}: {why}" for c, why in sorted((left | failures).items())]
-            where = f"{action} in round {server_round}" if server_round else action
+            may = self.left if participants is None else participants.candidates
+            failures = {c: why for c, why in self.left.items() if c in may} | failures
+            first, *others = [f"client {c}: {why}" for c, why in sorted(failures.items())]
             raise QuorumError(
-                f"{first} ({where}: {accepted} of {wanted} "
+                f"{first} ({exchange}: {accepted} of {wanted} "
                 f"clients answered, {quorum} are needed{'; '.join(['', *others])})"
             )
         if pending is not None:
-            yield TOTAL, self._open_sum(pending, action, stage, server_round, phase)
+            yield TOTAL, self._open_sum(pending, exchange)
 
-    def _begin_sum(
-        self,
-        action: str,
-        states: Mapping[str, Packed],
-        layouts: Mapping[str, Layout],
-        planned: Mapping[str, PlannedRelease],
-    ) -> _PendingSum:
-        """Return a new sum over all clients that can be asked.
-
-        Sums whose noise is shared have a range that is known; they take 32 bits.
-        """
-        asked = tuple(client for client in self.clients if self._refused[client] < STRIKES)
-        ranges = {
-            kind: max(release.sum_range(self.properties[client]["splits"]) for client in asked)
-            for kind, release in planned.items()
-            if release.shared
-        }
-        summed = Summed(secrets.token_hex(8), asked, ranges)
-        sizes = {name: layout.sizes for name, layout in layouts.items()}
-        return _PendingSum(Summands(action, sizes, summed, states), MaskedSum(asked))
-
-    def _open_sum(
-        self, pending: _PendingSum, action: str, stage: str, server_round: int, phase: int
-    ) -> Reply:
-        """Have the survivors sign their list, then open their masks; return the total's reply.
+    def _open_sum(self, pending: PendingSum, exchange: Exchange) -> Reply:
+        """Have the survivors sign their list, then open their masks; the total's reply.
 
         Raises:
             QuorumError: One of them did not sign, too few have opened, or the total is none of
                 honest replies.
         """
-        survivors = pending.total.survivors
-        place = (stage, server_round, phase)
-        sign = SignSurvivors(pending.context, tuple(survivors))
-        signatures = self._gather("query.sign_survivors", place, sign, survivors, ("signature",))
-        missing = sorted(set(survivors) - set(signatures))
+        survivors = pending.survivors
+        sum_step = partial(
+            Exchange,
+            stage=exchange.stage,
+            server_round=exchange.server_round,
+            phase=exchange.phase,
+            among=survivors,
+        )
+        failed = f"the secure sum of {exchange.action} in round {exchange.server_round} has failed"
+        sign = sum_step("query.sign_survivors", settings=pending.sign_request())
+        signed = self._gather(sign, needed=("signature",))
+        missing = sorted(set(survivors) - set(signed))
         if missing:
             raise QuorumError(
-                f"the secure sum of {action} in round {server_round} has failed: clients {missing} "
+                f"{failed}: clients {missing} "
                 "have answered, but not signed the list of survivors, so that no mask may be "
                 "opened; continue the run with resume=<run folder>."
             )
-        signed = {str(client): properties["signature"] for client, properties in signatures.items()}
-        opening = {
-            client: OpenMasks(
-                pending.context,
-                tuple(survivors),
-                signed,
-                {
-                    str(other): boxes[str(client)]
-                    for other, boxes in pending.boxes.items()
-                    if other != client and str(client) in boxes
-                },
-            )
-            for client in survivors
-        }
-        opened = self._gather(
-            *("query.open_masks", place, next(iter(opening.values())), survivors),
-            ("parts", "pairs"),
-            own_settings=opening,
-        )
-        openings = {
-            client: Opening(by_index(properties["parts"]), by_index(properties["pairs"]))
-            for client, properties in opened.items()
-        }
+        signatures = {client: properties["signature"] for client, properties in signed.items()}
+        own = pending.open_requests(signatures)
+        openings = sum_step("query.open_masks", settings=next(iter(own.values())), own_settings=own)
+        opened = self._gather(openings, needed=("parts", "pairs"))
         try:
-            vectors = pending.total.unmask(openings)
-            named = dict(zip(pending.summands.lengths, vectors, strict=True))
-            return pending.summands.decode(named, sites=len(survivors))
+            return pending.unmask(opened)
         except (LookupError, ValueError) as error:
             raise QuorumError(
-                f"the secure sum of {action} in round {server_round} has failed, with "
-                f"{len(openings)} of {len(survivors)} survivors' openings: {error}"
+                f"{failed}, with {len(opened)} of {len(survivors)} survivors' openings: {error}"
             ) from error
 
-    def _gather(
-        self,
-        action: str,
-        place: tuple[str, int, int],
-        settings: Settings,
-        clients: Sequence[int],
-        needed: Sequence[str],
-        *,
-        own_settings: Mapping[int, Settings] | None = None,
-    ) -> dict[int, Mapping[str, Any]]:
-        """Return the properties of all clients that answer a secure sum's message well."""
+    def _gather(self, exchange: Exchange, *, needed: Sequence[str]) -> dict[int, Mapping[str, Any]]:
+        """The properties of all clients that answer a secure sum's message well."""
         found = {}
-        requests = self.requests(action, *place, settings, own_settings=own_settings, among=clients)
-        for client, answer in self._exchange(requests):
+        for client, answer in self._exchange(exchange, exchange.among):
             if isinstance(answer, Reply):
                 try:
                     check_properties(answer.properties, needed=needed)
@@ -531,26 +395,40 @@ class Cohort:
                     continue
                 except ReplyError as error:
                     answer = self._strike(client, _plain(str(error)))
-            self.tell_failure(place[0], place[1], action, client, answer)
+            self.tell_failure(client, exchange, answer)
         return found
 
-    def _exchange(self, requests: Requests) -> Iterator[tuple[int, Reply | str]]:
-        """Ask; yield each client with its accepted reply or why it has none."""
+    def _exchange(
+        self,
+        exchange: Exchange,
+        among: Collection[int] | None = None,
+        pending: PendingSum | None = None,
+    ) -> Iterator[tuple[int, Reply | str]]:
+        """Ask; yield each client with its accepted reply or why it has none.
+
+        Args:
+            exchange: What is asked.
+            among: Which clients; None asks all.
+            pending: The secure sum to which replies are added.
+        """
         if self._grid is None:
             raise ValueError("call connect(grid) before ask")
+        requests = self._requests(exchange, among, None if pending is None else pending.summands)
         sent = set(self._grid.push_messages(list(requests.messages.values())))
         ids = {client: m.metadata.message_id for client, m in requests.messages.items()}
-        pending = {i: client for client, i in ids.items() if i in sent}
+        awaited = {i: client for client, i in ids.items() if i in sent}
         unsent = {c: "the request could not be sent" for c, i in ids.items() if i not in sent}
-        scales = self._held_shares(requests.most)
-        for client, answer in self._in_order(self._grid, pending, unsent, requests.accepts):
+        scales = self._share_scales(requests.most)
+        for client, answer in self._in_order(self._grid, awaited, unsent, requests.accepts):
             if isinstance(answer, Reply):
-                scale = scales.get(client, 1.0)
-                if client in requests.weights:
-                    scale *= requests.weights[client] / answer.num_examples
-                if client in scales or client in requests.weights:
-                    answer = answer.weighing(scale, summed=ACTIONS[requests.action].gradients_of)
-                self.bytes_dense += requests.dense_reply
+                self.bytes_dense += exchange.dense_reply
+                scale, weight = scales.get(client), exchange.weights.get(client)
+                answer = weighed(answer, exchange.action, scale=scale, weight=weight)
+                if pending is not None:
+                    try:
+                        pending.add(client, answer)
+                    except ReplyError as error:
+                        answer = self._strike(client, _plain(str(error)))
             yield client, answer
 
     def pause(self, waited_s: float) -> float:
@@ -563,126 +441,77 @@ class Cohort:
         self.wait(seconds)
         return seconds
 
-    def _held_shares(self, most: Mapping[int, float]) -> dict[int, float]:
-        """Return whose weights are scaled to ``largest_share`` of an average, and tell it once."""
-        scales = (
-            held_shares(most, self.largest_share) if self.properties and not self.secure_sum else {}
-        )
-        for client in scales.keys() - self._held:
+    def _share_scales(self, most: Mapping[int, float]) -> dict[int, float]:
+        """Factors that keep weights to ``largest_share`` of an average; a client is named once."""
+        if not self.properties or self.secure_sum:
+            return {}
+        scales = share_scales(most, self.largest_share)
+        for client in scales.keys() - self._limited:
             message = (
                 f"client {client} may weigh {most[client]:g} of {sum(most.values()):g} examples: "
                 f"it is held to {self.largest_share:g} of an average (runtime.largest_share)"
             )
             self.emit("warning", message=message)
-            self._held.add(client)
+            self._limited.add(client)
         return scales
 
-    def requests(
-        self,
-        action: str,
-        stage: str,
-        server_round: int,
-        phase: int,
-        settings: Settings,
-        states: Mapping[str, Packed] | None = None,
-        layouts: Mapping[str, Layout] | None = None,
-        *,
-        own_settings: Mapping[int, Settings] | None = None,
-        whole: Mapping[str, Layout] | None = None,
-        planned: Mapping[str, PlannedRelease] | None = None,
-        also_left: bool = False,
-        among: Collection[int] | None = None,
-        weights: Mapping[int, float] | None = None,
-        summands: Summands | None = None,
+    def _requests(
+        self, exchange: Exchange, among: Collection[int] | None, summands: Summands | None
     ) -> Requests:
-        """Return the messages of an exchange, and what reads their replies; as :meth:`ask`."""
-        states, layouts, weights = states or {}, layouts or {}, weights or {}
-        sizes = {name: _num_bytes(state) for name, state in states.items()}
-        returned = {name: layout.num_bytes for name, layout in layouts.items()}
-        for name, layout in (whole or {}).items():
-            sizes |= {name: layout.num_bytes} if name in sizes else {}
-            returned |= {name: layout.num_bytes} if name in returned else {}
+        """The messages of an exchange, and what reads their replies."""
         messages: dict[int, Message] = {}
         accepts: dict[int, Callable[[Message], Reply]] = {}
-        most: dict[int, float] = {}  # examples, or what it counts for in their place
-        records, accept, limits = self._carried(
-            action, settings, states, layouts, summands=summands
-        )
+        most: dict[int, float] = {}
+        carried = exchange.carried(self.wire)
+        records = encode_states(carried)
+        accept = exchange.reader(self.wire, summands)
+        limits = exchange.limits(carried, num_classes=self._num_classes)
+        summed = None if summands is None else summands.summed
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
-            if self._refused[client] >= STRIKES or (client in self._left and not also_left):
+            has_left = client in self._left and not exchange.also_left
+            if self._refused[client] >= STRIKES or has_left:
                 continue
-            node = self._nodes[client]
-            header = Header(self.run, stage, server_round, phase, client, secrets.token_hex(8))
-            own = (own_settings or {}).get(client, settings)
+            place = (exchange.stage, exchange.server_round, exchange.phase)
+            header = Header(self.run, *place, client, secrets.token_hex(8))
+            settings = exchange.own_settings.get(client, exchange.settings)
             content = encode_request(
-                header,
-                own,
-                records,
-                statistics=self.statistics,
-                summed=None if summands is None else summands.summed,
+                header, settings, records, statistics=self.statistics, summed=summed
             )
             self.bytes_sent += payload_bytes(content)
-            self.bytes_dense += sum(sizes.values())
-            properties = self.properties.get(client, {})
+            self.bytes_dense += exchange.dense_request
             own_limits = limits(
-                own,
+                settings,
                 examples=self._max_examples.get(client, MAX_EXAMPLES),
-                planned=planned or {},
-                records=properties.get("splits", {}),
+                records=self.properties.get(client, {}).get("splits", {}),
             )
-            most[client] = weights.get(client, own_limits.examples)
+            most[client] = exchange.weights.get(client, own_limits.examples)
             accepts[client] = partial(accept, header=header, limits=own_limits)
-            messages[client] = Message(content, node, action, ttl=self.deadline_s + 60)
-        return Requests(messages, accepts, most, weights, action, sum(returned.values()))
+            node = self._nodes[client]
+            messages[client] = Message(content, node, exchange.action, ttl=self.deadline_s + 60)
+        return Requests(messages, accepts, most)
 
-    def _carried(
-        self,
-        action: str,
-        settings: Settings,
-        states: Mapping[str, Packed],
-        layouts: Mapping[str, Layout],
-        *,
-        summands: Summands | None,
-    ) -> tuple[dict[str, ArrayRecord], partial[Reply], partial[Limits]]:
-        """Return what states travel as, what reads a reply to them, and what says its limits."""
-        rounded = round_sent(states, action=action, wire=self.wire)
-        accept = partial(
-            accept_reply,
-            layouts=layouts,
-            metrics=ACTIONS[action].metrics,
-            sent=states if isinstance(settings, Search) and settings.sparse else None,
-            wire=self.wire,
-            base=states if ACTIONS[action].trains else None,
-            summands=summands,
-        )
-        limits = partial(
-            honest_limits,
-            action,
-            classes=self._num_classes,
-            sizes={name: sum(layout.sizes.values()) for name, layout in layouts.items()},
-            sent={name: norm(state) for name, state in restore_sent(rounded).items()},
-        )
-        return encode_states(rounded), accept, limits
-
-    def tell_back(self, client: int, stage: str, server_round: int, action: str) -> None:
-        """Tell that a client has answered again that did not before."""
+    def tell_back(self, client: int, exchange: Exchange) -> None:
+        """Emit that a client has answered again that did not before."""
         if client in self._missed:
             self._missed.remove(client)
-            self._tell("client_back", stage, server_round, action, client)
+            self._tell("client_back", client, exchange)
 
-    def tell_failure(
-        self, stage: str, server_round: int, action: str, client: int, reason: str
-    ) -> None:
-        """Tell that a client gave no accepted reply, and whether it has left."""
+    def tell_failure(self, client: int, exchange: Exchange, reason: str) -> None:
+        """Emit that a client gave no accepted reply, and whether it has left."""
         event = "client_left" if client in self._left else "client_failed"
         more = {"expelled": True} if self._refused[client] >= STRIKES else {}
         self._missed.add(client)
-        self._tell(event, stage, server_round, action, client, reason=reason, **more)
+        self._tell(event, client, exchange, reason=reason, **more)
 
-    def _tell(
-        self, event: str, stage: str, server_round: int, action: str, client: int, **fields: object
-    ) -> None:
-        self.emit(event, stage=stage, round=server_round, action=action, client=client, **fields)
+    def _tell(self, event: str, client: int, exchange: Exchange, **fields: object) -> None:
+        self.emit(
+            event,
+            stage=exchange.stage,
+            round=exchange.server_round,
+            action=exchange.action,
+            client=client,
+            **fields,
+        )
 
     def _in_order(
         self,
@@ -715,7 +544,7 @@ class Cohort:
     def _read(
         self, message: Message, client: int, accept: Callable[[Message], Reply]
     ) -> Reply | str:
-        """Return the reply if the gate accepts it, else the reason."""
+        """The reply if it is accepted, else the reason."""
         if message.has_content():
             self.bytes_received += payload_bytes(message.content)
         try:
@@ -734,10 +563,6 @@ class Cohort:
             return reason
         self._left[client] = f"{STRIKES} of its replies were refused, the last one for: {reason}"
         return self._left[client]
-
-
-def _num_bytes(packed: Packed) -> int:
-    return sum(vector.numel() * vector.itemsize for vector in packed.values())
 
 
 def _plain(text: str) -> str:

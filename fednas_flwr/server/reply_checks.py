@@ -267,20 +267,6 @@ def outliers(
     return found
 
 
-def held_shares(examples: Mapping[int, float], largest: float) -> dict[int, float]:
-    """Return the clients whose weight must be scaled, and by what, to keep to a share of the sum.
-
-    Args:
-        examples: Largest weight of each client; of one or two none is scaled.
-        largest: Share of a client; the sum that counts is that of the others as they declare it.
-    """
-    total = sum(examples.values())
-    if len(examples) < FEWEST_VOTES or largest == 1:
-        return {}
-    scales = {c: largest / (1 - largest) * (total - n) / n for c, n in examples.items()}
-    return {client: scale for client, scale in scales.items() if scale < 1}
-
-
 def _counts(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(
         type(v) is int and 0 <= v <= MAX_EXAMPLES for v in values

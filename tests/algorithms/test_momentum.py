@@ -21,6 +21,7 @@ from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.states import MOMENTS, network_states, unpack
 from fednas_flwr.search.architect import alpha_gradient_sum
 from fednas_flwr.search.optimizer_step import no_moments
+from fednas_flwr.server.exchange import Exchange
 
 CONSTANT = ["algorithm.weights.lr=0.05", "algorithm.weights.min_lr=0.05"]
 SEARCH = [
@@ -290,7 +291,7 @@ def test_moments_of_private_clients_follow_from_releases(compose_config, federat
     records = [properties["splits"] for properties in federation.cohort.properties.values()]
     schedule = make_schedule(config, records, done={})
     commit = Commit("records", tuple(schedule))
-    list(federation.cohort.ask("query.commit", stage="commit", settings=commit))
+    list(federation.cohort.ask(Exchange("query.commit", stage="commit", settings=commit)))
     private = private_stage(config, schedule, "search")
     strategy = make_search(config, federation.data[0], federation.cohort, None, private)
     strategy.start(federation.grid, num_rounds=2)

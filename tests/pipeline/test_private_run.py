@@ -52,6 +52,7 @@ from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
 from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import dump_config
 
 from ..asked import SUPERNET, smallest
@@ -375,7 +376,7 @@ def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optim
     records = [properties["splits"] for properties in fed.cohort.properties.values()]
     schedule = make_schedule(config, records, done={})
     commit = Commit("records", tuple(schedule))
-    list(fed.cohort.ask("query.commit", stage="commit", settings=commit))
+    list(fed.cohort.ask(Exchange("query.commit", stage="commit", settings=commit)))
     private = private_stage(config, schedule, "search")
     strategy = make_search(config, fed.data[0], fed.cohort, None, private)
     plain = supernet_space(config, fed.data[0]).supernet()
@@ -818,11 +819,11 @@ def test_a_site_with_a_policy_refuses_a_run_without_privacy(start, compose_confi
         sums = action in ("query.sign_survivors", "query.open_masks")
         rule = "takes no part in secure sums" if sums else "rule data_sets: data set=null"
         with pytest.raises(QuorumError, match=rule):
-            list(cohort.ask(action, stage="search", settings=given))
+            list(cohort.ask(Exchange(action, stage="search", settings=given)))
     with pytest.raises(QuorumError, match="private action=evaluate.personalised is unknown"):
-        list(cohort.ask("evaluate.personalised", stage="search", settings=last))
+        list(cohort.ask(Exchange("evaluate.personalised", stage="search", settings=last)))
     with pytest.raises(QuorumError, match="rule committed values: release=search/train.weight_gra"):
-        list(cohort.ask("train.weight_gradient", stage="search", settings=ASKED))
+        list(cohort.ask(Exchange("train.weight_gradient", stage="search", settings=ASKED)))
 
 
 def test_an_error_that_is_no_refusal_keeps_its_text_at_the_site(
@@ -922,7 +923,7 @@ def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
     grid = real_sites(config, actions=[*actions, "train.weights", "evaluate.model"])
     cohort = make_cohort(config, run="run")
     cohort.connect(grid)
-    list(cohort.ask("query.commit", stage="commit", settings=committed()))
+    list(cohort.ask(Exchange("query.commit", stage="commit", settings=committed())))
 
     opened = []
 
@@ -935,7 +936,7 @@ def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
         kept.cache_clear()
     for action, asked, words in WITHOUT_DATA:
         with pytest.raises(QuorumError, match=words):
-            list(cohort.ask(action, stage="search", settings=asked))
+            list(cohort.ask(Exchange(action, stage="search", settings=asked)))
     normalising = make_client_app(dump_config(compose_config(*BATCH_NORM, *REAL_SITES)))
     theirs = InProcessGrid(normalising, 1)
     for node, context in grid._contexts.items():
@@ -943,11 +944,11 @@ def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
     cohort._grid, about = theirs, Evaluate(SUPERNET, "train", SITE)
     for action, asked in (("train.weight_gradient", ASKED), ("evaluate.model", about)):
         with pytest.raises(QuorumError, match="rule no batch_norm"):
-            list(cohort.ask(action, stage="search", settings=asked))
+            list(cohort.ask(Exchange(action, stage="search", settings=asked)))
     cohort._grid = grid
     assert opened == []
     with pytest.raises(QuorumError, match="an error at the site"):  # what is allowed needs them
-        list(cohort.ask("train.weight_gradient", stage="search", settings=ASKED))
+        list(cohort.ask(Exchange("train.weight_gradient", stage="search", settings=ASKED)))
     assert opened == [1]
     assert "4711" in capsys.readouterr().err
 
@@ -999,7 +1000,7 @@ def test_a_running_site_keeps_to_what_its_policy_says_now(
         write_policy(path.parent.parent, 0, actions=["query.commit"])
     words = "an error at the site" if broken else "rule actions: action=query.describe"
     with pytest.raises(QuorumError, match=words):
-        list(cohort.ask("query.describe", stage="search", settings=Describe()))
+        list(cohort.ask(Exchange("query.describe", stage="search", settings=Describe())))
     assert not broken or "cannot be read" in capsys.readouterr().err
 
 
@@ -1233,7 +1234,7 @@ def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
         cohort = make_cohort(config, run="run")
         cohort.connect(grid)
         with pytest.raises(QuorumError, match="rule data_sets"):
-            list(cohort.ask("query.commit", stage="commit", settings=Commit("other", ())))
+            list(cohort.ask(Exchange("query.commit", stage="commit", settings=Commit("other", ()))))
         assert start(*SEARCH, *REAL_SITES, grid=grid).error is None
         path = tmp_path / name / "ledger" / "audit.jsonl"
         assert verify_trail(path, tmp_path / name / "key") == len(trail_of(path))

@@ -16,6 +16,7 @@ from fednas_flwr.protocol.requests import Amount, LocalSearch, Search
 from fednas_flwr.protocol.states import Layout, pack
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.server.cohort import Cohort
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings.optimizers import SGD, Adam
 
 DECLARED = 100
@@ -106,12 +107,14 @@ def federation():
 
         def ask(server_round: int = 1, **terms):
             return cohort.ask(
-                "train.search",
-                stage="search",
-                server_round=server_round,
-                settings=SEARCH,
-                layouts=layouts,
-                **terms,
+                Exchange(
+                    "train.search",
+                    stage="search",
+                    server_round=server_round,
+                    settings=SEARCH,
+                    layouts=layouts,
+                    **terms,
+                )
             )
 
         return SimpleNamespace(

@@ -12,6 +12,7 @@ from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.protocol.requests import Describe
 from fednas_flwr.server.client_sampling import Participants
 from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.server.exchange import Exchange
 
 from .conftest import SEARCH
 
@@ -400,7 +401,9 @@ def test_bytes_are_counted_per_client_and_direction(federation):
     counted = federation(3)
     counted.cohort.connect(counted.grid)
     states = counted.reply_of(0).states
-    replies = counted.cohort.ask("train.search", stage="search", settings=SEARCH, states=states)
+    replies = counted.cohort.ask(
+        Exchange("train.search", stage="search", settings=SEARCH, states=states)
+    )
     with pytest.raises(QuorumError, match="were asked for"):  # no layouts, so no states are wanted
         list(replies)
     sent, received = counted.cohort.bytes_sent, counted.cohort.bytes_received
@@ -417,6 +420,6 @@ def test_a_dismissed_client_is_not_asked_unless_it_is_meant(federation):
     assert smaller.cohort.clients == [0, 2]
     assert [client for client, _ in smaller.ask()] == [0, 2]
     everyone = smaller.cohort.ask(
-        "query.describe", stage="evaluate", settings=Describe(), also_left=True
+        Exchange("query.describe", stage="evaluate", settings=Describe(), also_left=True)
     )
     assert [client for client, _ in everyone] == [0, 1, 2]

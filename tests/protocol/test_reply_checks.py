@@ -20,8 +20,10 @@ from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
 from fednas_flwr.protocol.secure_sum.shamir import PART_BYTES
 from fednas_flwr.protocol.states import WeightedAverage
 from fednas_flwr.server.cohort import QuorumError
-from fednas_flwr.server.reply_checks import MAX_EXAMPLES, check_properties, held_shares, outliers
+from fednas_flwr.server.exchange import Exchange
+from fednas_flwr.server.reply_checks import MAX_EXAMPLES, check_properties, outliers
 from fednas_flwr.server.robust_averages import TrimmedMean
+from fednas_flwr.server.weights import share_scales
 from fednas_flwr.settings.names import ACCOUNTANTS
 
 from .conftest import SEARCH
@@ -421,11 +423,11 @@ def test_facts_have_the_form_of_their_name(name):
 
 
 def test_no_client_of_three_or_more_has_more_than_the_largest_share():
-    assert held_shares({0: 10, 1: 20, 2: 970}, 0.5) == {2: pytest.approx(30 / 970)}
-    assert held_shares({0: 10, 1: 20, 2: 970}, 0.8) == {2: pytest.approx(120 / 970)}
+    assert share_scales({0: 10, 1: 20, 2: 970}, 0.5) == {2: pytest.approx(30 / 970)}
+    assert share_scales({0: 10, 1: 20, 2: 970}, 0.8) == {2: pytest.approx(120 / 970)}
     for examples, largest in (({0: 10, 1: 20, 2: 30}, 0.5), ({0: 1, 1: 99}, 0.5), ({0: 1}, 0.5)):
-        assert held_shares(examples, largest) == {}
-    assert held_shares({0: 1, 1: 1, 2: 1000}, 1.0) == {}
+        assert share_scales(examples, largest) == {}
+    assert share_scales({0: 1, 1: 1, 2: 1000}, 1.0) == {}
 
 
 @pytest.mark.parametrize(("largest", "weight"), [(1.0, 17.0), (0.5, 17.0 * 200 / 900)])
@@ -505,7 +507,9 @@ def test_three_strikes_and_a_client_is_asked_no_more(federation):
     assert [event["event"] for event in bad.events] == ["client_failed"] * 2 + ["client_left"]
     assert [event.get("expelled", False) for event in bad.events] == [False, False, True]
     assert bad.events[-1]["reason"].startswith("3 of its replies were refused, the last one for: ")
-    asked_all = bad.cohort.ask("train.search", stage="evaluate", settings=SEARCH, also_left=True)
+    asked_all = bad.cohort.ask(
+        Exchange("train.search", stage="evaluate", settings=SEARCH, also_left=True)
+    )
     with pytest.raises(QuorumError, match="client 1: 3 of its replies were refused"):
         list(asked_all)  # of the honest ones no layout is asked for, so all are refused
     assert len(asked) == 3
