@@ -99,13 +99,13 @@ def trained(
         before, after = make_network(NETWORK), make_network(NETWORK)
     after.load_state_dict(before.state_dict())
     states = {kind: pack(state) for kind, state in network_states(before).items() if state}
-    asked = Train(local)
+    asked = Train(local=local)
     if isinstance(privacy, DifferentialPrivacy):
         splits = ask(client, "query.describe", Describe()).properties["splits"]
         assert client.guard is not None
         schedule = schedule_of(config, json.dumps(splits))
         client.guard.commit("attack", schedule)
-        asked = Train(rated(local, schedule, splits), site=Site(privacy.data_set))
+        asked = Train(local=rated(local, schedule, splits), site=Site(privacy.data_set))
     load_states(after, ask(client, "train.weights", asked, states).states)
     return before, after
 

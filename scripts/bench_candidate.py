@@ -102,7 +102,7 @@ def make_steps(config: Config) -> partial[object]:
         assert private is not None
         site = Site(private.data_set)
     settings = TrainCandidates(
-        [space.path(space.random_genotype(generator)) for _ in range(NUM_CANDIDATES)],
+        candidates=[space.path(space.random_genotype(generator)) for _ in range(NUM_CANDIDATES)],
         step=0,
         local_steps=LOCAL_STEPS,
         batch_size=algorithm.batch_size if site is None else None,

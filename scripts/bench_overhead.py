@@ -70,7 +70,7 @@ EQUAL_WORK = (
     "search_space=nasbench201_small",
 )
 SEARCH = Search(
-    LocalSearch(
+    local=LocalSearch(
         Amount(1, None, 8),
         SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None),
         Adam(lr=0.01, weight_decay=0.0),

@@ -48,27 +48,55 @@ def smallest(
     """Return the settings by action; ``network`` is what is trained where it is no supernet."""
     search = LocalSearch(ONE_STEP, weights, ALPHAS, Alternating("first_order"))
     training = LocalTraining(dict(network or {"name": "x"}), split, ONE_STEP, weights, 0.0, 0.0)
-    gradients = TakeGradients(0, 1, {"weights": 0.1, "alphas": 0.1}, None, 1, 0.1, site)
+    gradients = TakeGradients(
+        step=0,
+        local_steps=1,
+        local_lrs={"weights": 0.1, "alphas": 0.1},
+        batch_size=None,
+        order=1,
+        inner_lr=0.1,
+        site=site,
+    )
     asked: dict[str, Settings] = {
         "query.describe": Describe(),
-        "query.commit": Commit("records" if site is None else site.data_set, ()),
+        "query.commit": Commit(data_set="records" if site is None else site.data_set, releases=()),
         "query.latency": MeasureLatency(batch_size=1, passes=2, site=site),
-        "query.statistics": TellStatistics(site),
-        "query.keep_model": KeepModel("# A model", "ab" * 64, site),
-        "query.sign_survivors": SignSurvivors("ab" * 32, (0, 1)),
-        "query.open_masks": OpenMasks("ab" * 32, (0, 1), {}, {}),
+        "query.statistics": TellStatistics(site=site),
+        "query.keep_model": KeepModel(card="# A model", signature="ab" * 64, site=site),
+        "query.sign_survivors": SignSurvivors(context="ab" * 32, survivors=(0, 1)),
+        "query.open_masks": OpenMasks(context="ab" * 32, survivors=(0, 1), signatures={}, boxes={}),
         "train.weight_gradient": gradients,
         "train.alpha_gradient": gradients,
         "train.gradients": gradients,
         "train.network_gradient": TakeNetworkGradient(
-            training.network, split, 0, None, 0.0, 0.0, site
+            network=training.network,
+            split=split,
+            step=0,
+            batch_size=None,
+            auxiliary_weight=0.0,
+            drop_path_prob=0.0,
+            site=site,
         ),
-        "train.search": Search(search, site=site),
-        "train.candidate": TrainCandidates([[0]], 0, 1, None, weights, None, site),
-        "train.probe": Probe(search, None, [Trial(weights, ALPHAS, 0.0)], loss_bound, site),
-        "train.weights": Train(training, site=site),
-        "evaluate.candidates": RewardCandidates([[0]], site),
-        "evaluate.model": Evaluate(SUPERNET, "validation", site),
-        "evaluate.personalised": Personalise(training),
+        "train.search": Search(local=search, site=site),
+        "train.candidate": TrainCandidates(
+            candidates=[[0]],
+            step=0,
+            local_steps=1,
+            batch_size=None,
+            weights=weights,
+            dp_aware=None,
+            site=site,
+        ),
+        "train.probe": Probe(
+            search=search,
+            training=None,
+            trials=[Trial(weights, ALPHAS, 0.0)],
+            loss_bound=loss_bound,
+            site=site,
+        ),
+        "train.weights": Train(local=training, site=site),
+        "evaluate.candidates": RewardCandidates(candidates=[[0]], site=site),
+        "evaluate.model": Evaluate(network=SUPERNET, split="validation", site=site),
+        "evaluate.personalised": Personalise(local=training),
     }
     return asked

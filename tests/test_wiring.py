@@ -124,7 +124,12 @@ def test_fnas_and_dpnas_augment_their_batches(compose_config, federate):
     )
     client, supernet = fnas.clients[0], supernet_space(fnas.config, fnas.data[0]).supernet().train()
     lrs = {"weights": 0.0, "alphas": 0.0}
-    reply = ask(client, "train.gradients", TakeGradients(0, 1, lrs, None, 1, 0.1), packed(supernet))
+    reply = ask(
+        client,
+        "train.gradients",
+        TakeGradients(step=0, local_steps=1, local_lrs=lrs, batch_size=None, order=1, inner_lr=0.1),
+        packed(supernet),
+    )
     for state, name, tensors in (
         ("weights", "train", supernet.weights()),
         ("alphas", "validation", supernet.alphas()),
@@ -145,7 +150,9 @@ def test_fnas_and_dpnas_augment_their_batches(compose_config, federate):
     client = federate(config).clients[0]
     supernet = client.make_space().supernet().train()
     path = [5] * 15
-    asked = TrainCandidates([path], 0, 1, None, STEP, None)
+    asked = TrainCandidates(
+        candidates=[path], step=0, local_steps=1, batch_size=None, weights=STEP, dp_aware=None
+    )
     reply = ask(client, "train.candidate", asked, {"weights": packed(supernet)["weights"]})
     split = client.data.train
     x, y = augmented(
@@ -168,7 +175,14 @@ def test_class_factors_weigh_the_steps_of_candidates(compose_config, federate):
     supernet = federate(config).clients[0].make_space().supernet().train()
     start, found = {"weights": packed(supernet)["weights"]}, []
     for own, lr in ((config, 0.0625), (halved, 0.125)):
-        asked = TrainCandidates([[5] * 15], 0, 1, None, replace(STEP, lr=lr), None)
+        asked = TrainCandidates(
+            candidates=[[5] * 15],
+            step=0,
+            local_steps=1,
+            batch_size=None,
+            weights=replace(STEP, lr=lr),
+            dp_aware=None,
+        )
         reply = ask(federate(own).clients[0], "train.candidate", asked, start)
         found.append(reply.states["weights"]["float32"])
     assert torch.equal(*found)
@@ -214,7 +228,7 @@ def test_personalised_metrics_are_of_test_records_after_local_training(compose_c
     network = make_network(description)
     states, split = packed(network), client.split("train")
     local = LocalTraining(description, "train", Amount(1, None, None), STEP, 0.0, 0.0)
-    reply = ask(client, "evaluate.personalised", Personalise(local), states)
+    reply = ask(client, "evaluate.personalised", Personalise(local=local), states)
     x, y = split.batch(torch.arange(len(split)), "cpu")
     F.cross_entropy(network(x), y).backward()
     torch.optim.SGD(network.parameters(), lr=0.1).step()

@@ -300,7 +300,7 @@ class RoundStrategy(Strategy):
         Args:
             network: Its description, see ``clients.Client.network``.
         """
-        request = Evaluate(dict(network), "validation", site=self.site)
+        request = Evaluate(network=dict(network), split="validation", site=self.site)
         replies = self.ask("evaluate.model", request, states=self.states)
         metrics = mean_metrics(reply for _, reply in replies)
         return {f"validation_{name}": value for name, value in metrics.items()}

@@ -77,13 +77,13 @@ class FedSGD(GradientStrategy):
         told: list[Reply] = []
         for step in range((server_round - 1) * steps, server_round * steps):
             request = TakeNetworkGradient(
-                self.description,
-                "+".join(trained_on(self.evaluate_every)),
-                step,
-                None if self.private is not None else self.batch_size,
-                self.auxiliary_weight,
-                self.drop_path_prob * (server_round - 1) / num_rounds,
-                self.site,
+                network=self.description,
+                split="+".join(trained_on(self.evaluate_every)),
+                step=step,
+                batch_size=None if self.private is not None else self.batch_size,
+                auxiliary_weight=self.auxiliary_weight,
+                drop_path_prob=self.drop_path_prob * (server_round - 1) / num_rounds,
+                site=self.site,
             )
             replies = self.ask(
                 "train.network_gradient", request, states=self.states, layouts=self.layouts

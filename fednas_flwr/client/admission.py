@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.release_guard import ReleaseGuard
 from fednas_flwr.client.shown_sizes import machine, shown_size, structure
-from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS, SPLIT_OF, SUPERNET
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS, SUPERNET
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.privacy.self_test import (
@@ -31,27 +30,17 @@ from fednas_flwr.privacy.self_test import (
 )
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.requests import (
-    Amount,
     Commit,
-    Describe,
-    Evaluate,
-    Probe,
     RewardCandidates,
-    Search,
     Site,
     TakeGradients,
-    TakeNetworkGradient,
-    TellStatistics,
-    Train,
-    TrainCandidates,
 )
 from fednas_flwr.protocol.states import network_states
-from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors
-from fednas_flwr.settings.names import CLIENT, SPLITS
+from fednas_flwr.protocol.sum_requests import Kinds
+from fednas_flwr.settings.names import CLIENT
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 
 NUMBERS_OF = {"metrics": 2, "rewards": 1}  # values of a release that are no network's
-Kinds = dict[str, tuple[tuple[str, ...], int]]  # kind -> splits that are read, number of releases
 
 
 def admit(
@@ -79,7 +68,7 @@ def admit(
         raise unknown_choice("private action", action, PRIVATE_ACTIONS)
     if request.statistics is not None:  # as public as weights are; standardised_within checks them
         guard.check_action("query.statistics", guard.data_set)
-    if isinstance(settings, Describe | SignSurvivors | OpenMasks):
+    if settings.of_any_site:
         guard.check_action(action, guard.data_set)
         return {}
     if isinstance(settings, Commit):
@@ -95,7 +84,7 @@ def admit(
     if norm == "batch":
         reason = "False: it has no per-record gradient and its buffers leak"
         raise refused("no batch_norm", "batch_norm", True, reason)
-    kinds = asked_of_client if guard.allowed.unit == CLIENT else asked_kinds
+    kinds = asked_kinds(request, of_client=guard.allowed.unit == CLIENT)
     return {
         kind: guard.admit(
             request.header,
@@ -105,88 +94,24 @@ def admit(
             steps=steps,
             num_values=_num_values(request, network, kind),
         )
-        for kind, (splits, steps) in kinds(request).items()
+        for kind, (splits, steps) in kinds.items()
     }
 
 
-def asked_of_client(request: Request) -> Kinds:
-    """Return what a request releases of a client that is protected as a whole.
+def asked_kinds(request: Request, *, of_client: bool = False) -> Kinds:
+    """What a request releases: by kind the splits that it reads, and how many times.
 
-    Raises:
-        ConfigError: It asks for what such a client does not answer.
-    """
-    settings = request.settings
-    if isinstance(settings, Search):
-        if settings.sparse:
-            reason = "False: which tensors have changed would tell of the records"
-            raise refused("unit", "sparse", True, reason)
-        return dict.fromkeys(_trained(settings), (SPLITS, 1))
-    if isinstance(settings, Train):
-        _check_unvalidated(settings)
-        return {"weights": (SPLITS, 1)}
-    if isinstance(settings, Probe):
-        return {"rewards": (SPLITS, len(settings.trials))}
-    limit = "train.search, train.weights or train.probe: this site is protected as a whole"
-    raise refused("unit", "action", request.action, limit)
-
-
-def asked_kinds(request: Request) -> Kinds:
-    """Return what a request releases: by kind the splits that it reads, and how many times.
+    Args:
+        request: Of a private action.
+        of_client: Whether the client is protected as a whole.
 
     Raises:
         ConfigError: It asks for what a private client does not do.
     """
     settings = request.settings
-    if isinstance(settings, Evaluate):
-        return {"metrics": (_splits(settings.split), 1)}
-    if isinstance(settings, TellStatistics):
-        return {STATISTICS: (("train",), 1)}
-    if isinstance(settings, RewardCandidates):
-        return {"rewards": (("validation",), 1)}
-    if isinstance(settings, TrainCandidates):
-        if settings.dp_aware is not None or settings.batch_size is not None:
-            raise ConfigError(
-                "refused: a private client's noise and batches are those committed to; dp_aware "
-                "and batch_size must be null."
-            )
-        return {"weights": (("train",), len(settings.candidates) * settings.local_steps)}
-    if isinstance(settings, TakeGradients):
-        _check_batch(settings.batch_size)
-        states = ACTIONS[request.action].gradients_of
-        return {state: ((SPLIT_OF[state],), settings.local_steps) for state in states}
-    if isinstance(settings, TakeNetworkGradient):
-        _check_batch(settings.batch_size)
-        return {"weights": (_splits(settings.split), 1)}
-    if isinstance(settings, Train):
-        _check_unvalidated(settings)
-        return {"weights": (_splits(settings.local.split), _steps(settings.local.amount))}
-    if isinstance(settings, Search):
-        local = settings.local
-        if local.alternating is not None and local.alternating.rule != "first_order":
-            rule = local.alternating.rule
-            raise refused("first order only", "rule", rule, "first_order: others mix splits")
-        steps = _steps(local.amount)
-        return {state: ((SPLIT_OF[state],), steps) for state in _trained(settings)}
-    assert isinstance(settings, Probe)
-    steps = len(settings.trials) * _steps(settings.amount)
-    if settings.training is None:
-        assert settings.search is not None
-        kinds = asked_kinds(replace(request, settings=Search(settings.search)))
-    else:
-        kinds = {"weights": (_splits(settings.training.split), 1)}
-    trained = {kind: (splits, steps) for kind, (splits, _) in kinds.items()}
-    return trained | {"rewards": (("validation",), len(settings.trials))}
-
-
-def _trained(settings: Search) -> tuple[str, ...]:
-    """Return the states that a local search trains."""
-    paths = settings.local.paths
-    return ("weights",) if paths is not None and paths.warm_up else tuple(SPLIT_OF)
-
-
-def _check_unvalidated(settings: Train) -> None:
-    if settings.validates:
-        raise ConfigError("refused: validates=True would tell a loss without noise.")
+    if of_client:
+        return settings.client_releases(request.action)
+    return settings.released(request.action)
 
 
 def site_of(request: Request) -> Site:
@@ -284,26 +209,6 @@ def check_fields(action: str, reply: Reply) -> None:
         raise RuntimeError(f"{action} must not return {sorted({*reply.properties, *leaving})}")
 
 
-def _splits(text: str) -> tuple[str, ...]:
-    return tuple(text.split("+"))
-
-
-def _steps(amount: Amount) -> int:
-    if amount.steps is None:
-        raise ConfigError(
-            f"refused: epochs={amount.epochs}: a private client takes steps, each of them booked."
-        )
-    _check_batch(amount.batch_size)
-    return amount.steps
-
-
-def _check_batch(batch_size: int | None) -> None:
-    if batch_size is not None:
-        raise ConfigError(
-            f"refused: batch_size={batch_size}: a private client's batches are those committed to."
-        )
-
-
 def _num_values(request: Request, network: nn.Module | None, kind: str) -> int:
     """Return how many values a release of one kind has, 1 where that is not known yet."""
     if isinstance(request.settings, RewardCandidates):
@@ -315,20 +220,13 @@ def _num_values(request: Request, network: nn.Module | None, kind: str) -> int:
 
 def description_of(request: Request) -> Mapping[str, Any]:
     """Return what the network of a request is built from: the supernet if it says nothing else."""
-    settings = request.settings
-    described: Mapping[str, Any] | None = None
-    if isinstance(settings, Evaluate | TakeNetworkGradient | RewardCandidates):
-        described = settings.network
-    elif isinstance(settings, Train):
-        described = settings.local.network
-    elif isinstance(settings, Probe) and settings.training is not None:
-        described = settings.training.network
+    described = request.settings.described
     return {"name": SUPERNET} if described is None else described
 
 
 def _norm(request: Request, supernet_norm: str | None) -> str | None:
     """Return how the network that a request describes normalises; None without a network."""
-    if isinstance(request.settings, TellStatistics):
+    if STATISTICS in ACTIONS[request.action].releases:
         return None
     described = description_of(request)
     name = described.get("name", SUPERNET)

@@ -213,7 +213,7 @@ def tell_statistics(client: Client, request: Request, asked: TellStatistics) -> 
                 "refused: statistics are told within public ranges only, and this site does not "
                 "declare dataset.ranges={column: [low, high], ...} of all columns of numbers."
             )
-        (splits, steps) = asked_kinds(request)[STATISTICS]
+        splits, steps = asked_kinds(request)[STATISTICS]
         planned = guard.admit(
             *(request.header, request.action, STATISTICS),
             splits=splits,

@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from scipy.stats import norm  # type: ignore[import-untyped,unused-ignore]
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client.admission import admit, asked_kinds, asked_of_client, description_of
+from fednas_flwr.client.admission import admit, asked_kinds, description_of
 from fednas_flwr.client.agreement import begin_sum, sums_of
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.client import Augmentation, Client
@@ -46,7 +47,7 @@ from fednas_flwr.client.noised_measures import METRICS_NORM
 from fednas_flwr.data.loaders import ClientData
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.statistics import largest_norm
-from fednas_flwr.deploy.dry_run import own_folder, with_steps
+from fednas_flwr.deploy.dry_run import own_folder
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.models.networks import given_genotype, supernet_space
 from fednas_flwr.pipeline.schedule import Schedule
@@ -174,7 +175,7 @@ class _Recorder(InProcessGrid):
         super().__init__(ClientApp(), config.clients)
         privacy = config.privacy
         assert isinstance(privacy, DifferentialPrivacy)
-        self._kinds = asked_of_client if privacy.unit == CLIENT else asked_kinds
+        self._kinds = partial(asked_kinds, of_client=privacy.unit == CLIENT)
         self._clients = _clients(config, config.clients)
         self.asked: dict[str, Request] = {}
         self.awaited: set[str] = set()
@@ -190,7 +191,7 @@ class _Recorder(InProcessGrid):
             self.record(request)
             if self.awaited and self.awaited <= self.asked.keys():
                 raise _AllAskedError
-        settings = with_steps(request.settings, 1)
+        settings = request.settings.with_steps(1)
         client = self._clients[request.header.client]
         parts = (client.data.train, client.data.validation, client.data.test)
         few = ClientData(*(replace(part, rows=part.rows[:FEW], persons=None) for part in parts))
@@ -236,7 +237,9 @@ def _recorded(config: Config, folder: Path) -> tuple[Schedule, dict[str, Request
                 retrain(run, description, None)
         if awaits("evaluate"):
             assert isinstance(config.privacy, DifferentialPrivacy)
-            settings = Evaluate(description, "test", Site(config.privacy.data_set))
+            settings = Evaluate(
+                network=description, split="test", site=Site(config.privacy.data_set)
+            )
             header = Header("", "evaluate", 0, 1, 0, "")
             grid.record(
                 Request("evaluate.model", header, settings, statistics=run.cohort.statistics)
@@ -341,7 +344,7 @@ class _Exchange:
         self._count += 1
         run, settings = self._committed(sampled), _fixed(self._request.settings, self._lr(units))
         clients = [self._holding(client, units) for client in self._clients]
-        asked = replace(self._request, settings=with_steps(settings, steps))
+        asked = replace(self._request, settings=settings.with_steps(steps))
         requests = [replace(asked, header=self._header(run, i)) for i in range(len(clients))]
         with redirect_stderr(io.StringIO()):  # one without records says that it cannot train
             alone = asked.summed is None
@@ -354,7 +357,7 @@ class _Exchange:
         What the last layer's weights are multiplied by, the gradients of all other layers are, too.
         """
         client, settings = self._clients[0], self._request.settings
-        kinds = (asked_of_client if self.by_client else asked_kinds)(self._request)
+        kinds = asked_kinds(self._request, of_client=self.by_client)
         self._steps = max(steps for _, steps in kinds.values())
         if isinstance(settings, TrainCandidates):
             settings = replace(settings, candidates=settings.candidates[:1])
@@ -414,7 +417,7 @@ class _Exchange:
             self._sizes: Sizes = {STATISTICS: {"float32": 3 * self._clients[0].num_columns}}
             return {}
         client = replace(self._holding(self._clients[0], 1, exact=True), guard=None, sums=None)
-        settings = with_steps(_fixed(self._request.settings, self._lr(1)), 1)
+        settings = _fixed(self._request.settings, self._lr(1)).with_steps(1)
         header = self._header("", 0)
         asked = replace(self._request, header=header, settings=settings, states=self._states)
         reply = answer(client, replace(asked, summed=None))
@@ -466,7 +469,10 @@ class _Exchange:
         return self._runs[sampled]
 
     def _commit(self, run: str, client: int, planned: tuple[PlannedRelease, ...]) -> None:
-        settings, header = Commit(self._data_set, planned), self._header(run, client)
+        settings, header = (
+            Commit(data_set=self._data_set, releases=planned),
+            self._header(run, client),
+        )
         answer(self._clients[client], Request("query.commit", header, settings))
 
     def mixes_terms(self) -> bool:
@@ -478,7 +484,7 @@ class _Exchange:
             steps = [replace(own, steps=MOST_STEPS, batch_size=None) for own in self._schedule]
             norms = [replace(own, max_grad_norm=own.max_grad_norm * share) for own in steps]
             self._commit(run, index, tuple(norms))
-            settings = with_steps(_fixed(self._request.settings, self._lr(0)), 1)
+            settings = _fixed(self._request.settings, self._lr(0)).with_steps(1)
             asked = replace(self._request, settings=settings, summed=summed)
             client = self._holding(self._clients[index], 0)
             reply = answer(client, replace(asked, header=self._header(run, index)))

@@ -13,7 +13,7 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,17 +36,6 @@ from fednas_flwr.pipeline.run_stages import OutOfTimeError
 from fednas_flwr.pipeline.stages import begin, describe, retrain, start_search
 from fednas_flwr.protocol.messages import Request, decode_request, encode_states
 from fednas_flwr.protocol.messages import encode_request as encode
-from fednas_flwr.protocol.requests import (
-    Amount,
-    Personalise,
-    Probe,
-    RewardCandidates,
-    Search,
-    Settings,
-    TakeGradients,
-    Train,
-    TrainCandidates,
-)
 from fednas_flwr.report.guarantee import overall_text
 from fednas_flwr.report.quantities import duration, num_bytes
 from fednas_flwr.runs.checkpoints import KEEP
@@ -293,7 +282,7 @@ class MeasuringGrid(InProcessGrid):
         header = request.header
         exchange = (header.stage, header.round, header.phase, action)
         records = self.properties[header.client]["splits"]
-        steps = num_steps(request.settings, records)
+        steps = request.settings.num_steps(records)
         if request.summed is not None:  # of which every client answers the same one, once
             reply, one_s = self._timed(message, request, 1)
             seconds = one_s * steps
@@ -314,53 +303,9 @@ class MeasuringGrid(InProcessGrid):
 
     def _timed(self, message: Message, request: Request, steps: int) -> tuple[Message, float]:
         """Return the reply to a request for that many steps, and the seconds it took."""
-        own = replace(request, settings=with_steps(request.settings, steps))
+        own = replace(request, settings=request.settings.with_steps(steps))
         states = encode_states(own.states)
         message.content = encode(own.header, own.settings, states, own.statistics, own.summed)
         began = time.monotonic()
         reply = super().answer(message)
         return reply, time.monotonic() - began
-
-
-def num_steps(settings: Settings, records: Mapping[str, int]) -> int:
-    """Return how many steps of local training a request asks a client for, at least 1."""
-    if isinstance(settings, TakeGradients | TrainCandidates):
-        return settings.local_steps
-    found: list[int] = []
-
-    def count(amount: Amount, split: str) -> Amount:
-        number = sum(records[part] for part in split.split("+"))
-        of_epoch = 1 if amount.batch_size is None else math.ceil(number / amount.batch_size)
-        found.append(amount.steps or (amount.epochs or 1) * max(1, of_epoch))
-        return amount
-
-    _with_amounts(settings, count)
-    return max(found, default=1)
-
-
-def with_steps(settings: Settings, steps: int) -> Settings:
-    """Return a request for that many steps of local training, if it asks for any."""
-    if isinstance(settings, TakeGradients | TrainCandidates):
-        return replace(settings, local_steps=steps)
-    return _with_amounts(settings, lambda amount, _: Amount(None, steps, amount.batch_size))
-
-
-def _with_amounts(settings: Settings, change: Callable[[Amount, str], Amount]) -> Settings:
-    """Return a request whose amounts of training are changed, each with the split it is of."""
-    if isinstance(settings, Search):
-        local = settings.local
-        return replace(settings, local=replace(local, amount=change(local.amount, "train")))
-    if isinstance(settings, Train | Personalise):
-        of = settings.local
-        return replace(settings, local=replace(of, amount=change(of.amount, of.split)))
-    if isinstance(settings, RewardCandidates) and settings.training is not None:
-        of = settings.training
-        return replace(settings, training=replace(of, amount=change(of.amount, of.split)))
-    if isinstance(settings, Probe):
-        search, training = settings.search, settings.training
-        if search is not None:
-            search = replace(search, amount=change(search.amount, "train"))
-        if training is not None:
-            training = replace(training, amount=change(training.amount, training.split))
-        return replace(settings, search=search, training=training)
-    return settings

@@ -62,7 +62,9 @@ def commit(
     if len(schedules) == 1:
         schedules = [*schedules] * cohort.num_clients
     schedule = largest_schedule(schedules)
-    requests = {c: Commit(privacy.data_set, tuple(schedules[c])) for c in cohort.clients}
+    requests = {
+        c: Commit(data_set=privacy.data_set, releases=tuple(schedules[c])) for c in cohort.clients
+    }
     sampling = cohort.sampling
     turns = None if sampling is None else turns_of(config, sampling)
     clients, search_epsilons = [], {}

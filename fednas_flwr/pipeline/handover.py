@@ -80,4 +80,4 @@ def _request(run: Run, model: bytes) -> KeepModel:
     privacy = run.config.privacy
     site = Site(privacy.data_set) if isinstance(privacy, DifferentialPrivacy) else None
     signature = sign_model(Path(key), run=run.cohort.run, model=model, card=card)
-    return KeepModel(card, signature, site)
+    return KeepModel(card=card, signature=signature, site=site)

@@ -79,7 +79,7 @@ def _ask(run: Run) -> LatencyTable:
     private, site = config.privacy, None
     if isinstance(private, DifferentialPrivacy):
         site = Site(private.data_set)
-    request = MeasureLatency(BATCH_SIZE, PASSES, site)
+    request = MeasureLatency(batch_size=BATCH_SIZE, passes=PASSES, site=site)
     tables: list[LatencyTable] = []
     sampling, wanted = run.cohort.sampling, run.cohort.num_clients
     participants = None if sampling is None else sampling.participants("latency", 1)

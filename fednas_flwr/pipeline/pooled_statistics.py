@@ -134,7 +134,7 @@ def noised_statistics(
             planned.action,
             stage=STATISTICS,
             server_round=1,
-            settings=TellStatistics(Site(data_set)),
+            settings=TellStatistics(site=Site(data_set)),
             layouts={STATISTICS: layout},
             releases=schedule,
             participants=None if sampling is None else sampling.participants(STATISTICS, 1),

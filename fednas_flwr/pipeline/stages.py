@@ -409,14 +409,16 @@ def _evaluate(
         results: dict[str, Any] = {"clients": [], "personalised": []}
         if config.dataset.fractions["test"] > 0:
             if private is None or private.noise_multiplier("metrics") is not None:
-                request = Evaluate(description, "test", site, with_scores=shows_clients)
+                request = Evaluate(
+                    network=description, split="test", site=site, with_scores=shows_clients
+                )
                 tested = _ask_tests(run, "evaluate.model", request, states, threshold=threshold)
                 if config.secure_sum:
                     results["total"] = tested[0] if tested else None
                 else:
                     results["clients"] = tested
             if config.personalised:
-                last = Personalise(_last_round(config, description))
+                last = Personalise(local=_last_round(config, description))
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
         told = {name: baselines.get(name) for name in ("linear", "trees")}
         run.log.emit("evaluated", central=central, **told, **results)
@@ -435,7 +437,7 @@ def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed])
             Exchange(
                 "evaluate.model",
                 stage="evaluate",
-                settings=Evaluate(description, "validation", with_scores=True),
+                settings=Evaluate(network=description, split="validation", with_scores=True),
                 states=states,
                 among=having,
             )

@@ -6,16 +6,20 @@ another type or out of range, is refused before anything else is done. Tensors t
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from fednas_flwr.base.errors import ConfigError, unknown_choice
-from fednas_flwr.privacy.actions import SPLIT_OF
-from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.protocol.sum_requests import SUM_REQUESTS
+from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
+from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
+from fednas_flwr.privacy.policy import refused
+from fednas_flwr.protocol.sum_requests import SUM_REQUESTS, Kinds, Training
 from fednas_flwr.protocol.sum_requests import Settings as Settings
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
+from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.optimizers import (
     MOST_CANDIDATES,
     SGD,
@@ -50,6 +54,19 @@ class Site(Checked):
     data_set: str
 
 
+def check_private_batch(batch_size: int | None) -> None:
+    """Raise ConfigError for a size that is not the one committed to."""
+    if batch_size is not None:
+        raise ConfigError(
+            f"refused: batch_size={batch_size}: a private client's batches are those committed to."
+        )
+
+
+def splits_of(text: str) -> tuple[str, ...]:
+    """Splits that a request names, e.g. ``train+validation``."""
+    return tuple(text.split("+"))
+
+
 @dataclass(frozen=True)
 class Amount(Checked):
     """Amount of a client's training.
@@ -73,6 +90,31 @@ class Amount(Checked):
                 f"epochs={self.epochs} with steps={self.steps}: exactly one must be given."
             )
 
+    def most_steps(self, rows: float) -> int:
+        """Steps over so many rows, at most."""
+        if self.steps is not None:
+            return self.steps
+        batches = 1 if self.batch_size is None else math.ceil(rows / self.batch_size)
+        return (self.epochs or 1) * max(1, batches)
+
+    def with_steps(self, steps: int) -> Amount:
+        """So many steps of the same batches."""
+        return Amount(None, steps, self.batch_size)
+
+    @property
+    def private_steps(self) -> int:
+        """Number of releases.
+
+        Raises:
+            ConfigError: It has none that a private client can book.
+        """
+        if self.steps is None:
+            raise ConfigError(
+                f"refused: epochs={self.epochs}: a private client takes steps, each of them booked."
+            )
+        check_private_batch(self.batch_size)
+        return self.steps
+
 
 @dataclass(frozen=True)
 class LocalSearch:
@@ -88,6 +130,31 @@ class LocalSearch:
         """Check that it is exactly one of the two."""
         if (self.alternating is None) == (self.paths is None):
             raise ConfigError("alternating or paths must be given, and not both.")
+
+    split = "train"
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The states that it trains."""
+        warms_up = self.paths is not None and self.paths.warm_up
+        return ("weights",) if warms_up else tuple(SPLIT_OF)
+
+    def with_steps(self, steps: int) -> LocalSearch:
+        """The same search for so many steps."""
+        return replace(self, amount=self.amount.with_steps(steps))
+
+    @property
+    def releases(self) -> Kinds:
+        """What it releases of a private client.
+
+        Raises:
+            ConfigError: It mixes splits, or its steps cannot be booked.
+        """
+        rule = "first_order" if self.alternating is None else self.alternating.rule
+        if rule != "first_order":
+            raise refused("first order only", "rule", rule, "first_order: others mix splits")
+        steps = self.amount.private_steps
+        return {state: ((SPLIT_OF[state],), steps) for state in self.states}
 
 
 @dataclass(frozen=True)
@@ -113,6 +180,14 @@ class LocalTraining(Checked):
     drop_path_prob: ShareBelow1
     proximal: NonNegative = 0.0
 
+    def num_steps(self, records: Mapping[str, int]) -> int:
+        """Steps over the records of the split."""
+        return self.amount.most_steps(sum(records[part] for part in splits_of(self.split)))
+
+    def with_steps(self, steps: int) -> LocalTraining:
+        """The same training for so many steps."""
+        return replace(self, amount=self.amount.with_steps(steps))
+
 
 @dataclass(frozen=True)
 class Trial(Checked):
@@ -123,12 +198,14 @@ class Trial(Checked):
     drop_path_prob: ShareBelow1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Describe(Settings):
     """``query.describe``."""
 
+    of_any_site = True
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Commit(Settings):
     """``query.commit``: everything that the run means to release."""
 
@@ -136,7 +213,7 @@ class Commit(Settings):
     releases: Annotated[tuple[PlannedRelease, ...], Length(Between(0, MOST_RELEASES))]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MeasureLatency(Settings):
     """``query.latency``: passes of each layer on batches of made-up inputs."""
 
@@ -145,14 +222,18 @@ class MeasureLatency(Settings):
     site: Site | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TellStatistics(Settings):
     """``query.statistics``: of a table, within the ranges that the site declares."""
 
     site: Site | None = None
 
+    def released(self, action: str) -> Kinds:
+        """One release for all columns."""
+        return {STATISTICS: (("train",), 1)}
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class KeepModel(Settings):
     """``query.keep_model``: the run's model, whose file travels beside it as the state ``model``.
 
@@ -172,7 +253,7 @@ class KeepModel(Settings):
         check_range(not strange, "card", strange[:1], "printable text")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TakeGradients(Settings):
     """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
 
@@ -200,8 +281,22 @@ class TakeGradients(Settings):
             if state not in SPLIT_OF:
                 raise unknown_choice("local_lrs", state, SPLIT_OF)
 
+    def released(self, action: str) -> Kinds:
+        """A sum of each gradient in every step."""
+        check_private_batch(self.batch_size)
+        states = ACTIONS[action].gradients_of
+        return {state: ((SPLIT_OF[state],), self.local_steps) for state in states}
 
-@dataclass(frozen=True)
+    def num_steps(self, records: Mapping[str, int]) -> int:
+        """Steps before the answer."""
+        return self.local_steps
+
+    def with_steps(self, steps: int) -> TakeGradients:
+        """The same request for so many steps."""
+        return replace(self, local_steps=steps)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TakeNetworkGradient(Settings):
     """``train.network_gradient``: one step's gradient of the weights of a network.
 
@@ -222,8 +317,18 @@ class TakeNetworkGradient(Settings):
     drop_path_prob: ShareBelow1
     site: Site | None = None
 
+    @property
+    def described(self) -> Description:
+        """Description of the network."""
+        return self.network
 
-@dataclass(frozen=True)
+    def released(self, action: str) -> Kinds:
+        """One sum of gradients."""
+        check_private_batch(self.batch_size)
+        return {"weights": (splits_of(self.split), 1)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Search(Settings):
     """``train.search``.
 
@@ -236,8 +341,37 @@ class Search(Settings):
     sparse: bool = False
     site: Site | None = None
 
+    def released(self, action: str) -> Kinds:
+        """A release of each state in every step."""
+        return self.local.releases
 
-@dataclass(frozen=True)
+    def client_releases(self, action: str) -> Kinds:
+        """One update of each state."""
+        if self.sparse:
+            reason = "False: which tensors have changed would tell of the records"
+            raise refused("unit", "sparse", True, reason)
+        return dict.fromkeys(self.local.states, (SPLITS, 1))
+
+    def num_steps(self, records: Mapping[str, int]) -> int:
+        """Steps over the train records."""
+        return self.local.amount.most_steps(records["train"])
+
+    def with_steps(self, steps: int) -> Search:
+        """The same search for so many steps."""
+        return replace(self, local=self.local.with_steps(steps))
+
+    def trained_by(self, rows: float) -> Training:
+        """The search."""
+        local = self.local
+        return Training(
+            local.weights,
+            local.amount.most_steps(rows),
+            proximal=0.0 if local.alternating is None else local.alternating.proximal,
+            alphas_lr=local.alphas.lr,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainCandidates(Settings):
     """``train.candidate``.
 
@@ -260,8 +394,29 @@ class TrainCandidates(Settings):
     site: Site | None = None
     sparse: bool = False
 
+    def released(self, action: str) -> Kinds:
+        """A release in every step of each candidate."""
+        if self.dp_aware is not None or self.batch_size is not None:
+            raise ConfigError(
+                "refused: a private client's noise and batches are those committed to; dp_aware "
+                "and batch_size must be null."
+            )
+        return {"weights": (("train",), len(self.candidates) * self.local_steps)}
 
-@dataclass(frozen=True)
+    def num_steps(self, records: Mapping[str, int]) -> int:
+        """Steps of each candidate."""
+        return self.local_steps
+
+    def with_steps(self, steps: int) -> TrainCandidates:
+        """The same request for so many steps of each candidate."""
+        return replace(self, local_steps=steps)
+
+    def trained_by(self, rows: float) -> Training:
+        """The steps on all candidates."""
+        return Training(self.weights, len(self.candidates) * self.local_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardCandidates(Settings):
     """``evaluate.candidates``: of paths through the supernet, or of the members of a pool.
 
@@ -301,8 +456,27 @@ class RewardCandidates(Settings):
         """Number of candidates that are measured."""
         return len(self.candidates or self.pool["genotypes"])
 
+    @property
+    def described(self) -> Description | None:
+        """Description of a pool that is measured as it was sent."""
+        return self.network
 
-@dataclass(frozen=True)
+    def released(self, action: str) -> Kinds:
+        """One release of all rewards."""
+        return {"rewards": (("validation",), 1)}
+
+    def num_steps(self, records: Mapping[str, int]) -> int:
+        """Steps of the training of each candidate, if they are trained."""
+        local = self.training
+        return 1 if local is None else local.num_steps(records)
+
+    def with_steps(self, steps: int) -> RewardCandidates:
+        """The same request for so many steps of training, if there is any."""
+        local = self.training
+        return self if local is None else replace(self, training=local.with_steps(steps))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Probe(Settings):
     """``train.probe``: trials of a local search, or of the training of a network.
 
@@ -325,10 +499,44 @@ class Probe(Settings):
         if (self.search is None) == (self.training is None):
             raise ConfigError("search or training must be given, and not both.")
 
+    def released(self, action: str) -> Kinds:
+        """Every step of each trial, and its reward."""
+        steps = len(self.trials) * self.amount.private_steps
+        if self.search is not None:
+            kinds = self.search.releases
+        else:
+            assert self.training is not None
+            kinds = {"weights": (splits_of(self.training.split), 1)}
+        trained = {kind: (splits, steps) for kind, (splits, _) in kinds.items()}
+        return trained | {"rewards": (("validation",), len(self.trials))}
+
+    def client_releases(self, action: str) -> Kinds:
+        """The rewards."""
+        return {"rewards": (SPLITS, len(self.trials))}
+
+    def num_steps(self, records: Mapping[str, int]) -> int:
+        """Steps of each trial."""
+        local = self.trainings()[0]
+        return self.amount.most_steps(sum(records[part] for part in splits_of(local.split)))
+
+    def with_steps(self, steps: int) -> Probe:
+        """The same probe for so many steps of each trial."""
+        search, training = self.search, self.training
+        return replace(
+            self,
+            search=None if search is None else search.with_steps(steps),
+            training=None if training is None else training.with_steps(steps),
+        )
+
     @property
     def amount(self) -> Amount:
         """Amount of training of each trial."""
         return self.trainings()[0].amount
+
+    @property
+    def described(self) -> Description | None:
+        """Description of a derived network; None is the supernet."""
+        return None if self.training is None else self.training.network
 
     def trainings(self) -> list[LocalSearch] | list[LocalTraining]:
         """Return what each trial does."""
@@ -341,7 +549,7 @@ class Probe(Settings):
         ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Train(Settings):
     """``train.weights``.
 
@@ -354,8 +562,44 @@ class Train(Settings):
     validates: bool = False
     site: Site | None = None
 
+    @property
+    def described(self) -> Description:
+        """Description of the network."""
+        return self.local.network
 
-@dataclass(frozen=True)
+    def released(self, action: str) -> Kinds:
+        """A release in every step."""
+        self._check_unvalidated()
+        return {"weights": (splits_of(self.local.split), self.local.amount.private_steps)}
+
+    def client_releases(self, action: str) -> Kinds:
+        """One update."""
+        self._check_unvalidated()
+        return {"weights": (SPLITS, 1)}
+
+    def _check_unvalidated(self) -> None:
+        if self.validates:
+            raise ConfigError("refused: validates=True would tell a loss without noise.")
+
+    def num_steps(self, records: Mapping[str, int]) -> int:
+        """Steps over the records of the split."""
+        return self.local.num_steps(records)
+
+    def with_steps(self, steps: int) -> Train:
+        """The same training for so many steps."""
+        return replace(self, local=self.local.with_steps(steps))
+
+    def trained_by(self, rows: float) -> Training:
+        """The training."""
+        local = self.local
+        # a server may send anything, and a site that refuses it still answers
+        genotypes = local.network.get("genotypes")
+        members = len(genotypes) if isinstance(genotypes, list) else 1
+        steps = local.amount.most_steps(rows)
+        return Training(local.weights, steps, local.proximal, members=max(1, members))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluate(Settings):
     """``evaluate.model``: of a network on one of the splits.
 
@@ -374,12 +618,29 @@ class Evaluate(Settings):
     statistics_batch_size: Count | None = None
     with_scores: bool = False
 
+    @property
+    def described(self) -> Description:
+        """Description of the network."""
+        return self.network
 
-@dataclass(frozen=True)
+    def released(self, action: str) -> Kinds:
+        """One release of loss and accuracy."""
+        return {"metrics": (splits_of(self.split), 1)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Personalise(Settings):
     """``evaluate.personalised``: metrics after local training."""
 
     local: LocalTraining
+
+    def num_steps(self, records: Mapping[str, int]) -> int:
+        """Steps over the records of the split."""
+        return self.local.num_steps(records)
+
+    def with_steps(self, steps: int) -> Personalise:
+        """The same training for so many steps."""
+        return replace(self, local=self.local.with_steps(steps))
 
 
 REQUESTS: dict[str, type[Settings]] = {

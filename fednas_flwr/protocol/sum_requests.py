@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.secure_sum.grid import Grid
 from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
+from fednas_flwr.settings.optimizers import SGD
 from fednas_flwr.settings.parser import Between, Checked, Length
 
 Digest = Annotated[str, Length(Between(64, 64))]  # hex digits
@@ -18,9 +20,71 @@ Indices = Annotated[tuple[int, ...], Length(Between(0, MOST_SITES))]
 BySite = Annotated[dict[str, str], Length(Between(0, MOST_SITES))]  # hex digits by index
 
 
+Kinds = dict[str, tuple[tuple[str, ...], int]]  # kind -> splits that are read, number of releases
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a local training can change at most.
+
+    Attributes:
+        weights: SGD of the weights.
+        steps: Number of steps.
+        proximal: mu of a proximal term.
+        alphas_lr: Learning rate of the alphas; None where they are not trained.
+        members: Networks that are trained side by side, each clipped by itself.
+    """
+
+    weights: SGD
+    steps: int
+    proximal: float = 0.0
+    alphas_lr: float | None = None
+    members: int = 1
+
+
 @dataclass(frozen=True)
 class Settings(Checked):
-    """Arguments of an action."""
+    """Arguments of an action, and what they ask for; an action overrides what it does.
+
+    Attributes:
+        of_any_site: Whether it reads no data set, so that it need not name one.
+    """
+
+    of_any_site = False
+
+    @property
+    def described(self) -> Mapping[str, Any] | None:
+        """Description of the network that it is about; None is the supernet, or no network."""
+        return None
+
+    def released(self, action: str) -> Kinds:
+        """What it releases of a private client whose records, or persons, are protected.
+
+        Raises:
+            ConfigError: It asks for what such a client does not do.
+        """
+        raise NotImplementedError(f"{action} releases nothing")
+
+    def client_releases(self, action: str) -> Kinds:
+        """What it releases of a client that is protected as a whole.
+
+        Raises:
+            ConfigError: It asks for what such a client does not answer.
+        """
+        limit = "train.search, train.weights or train.probe: this site is protected as a whole"
+        raise refused("unit", "action", action, limit)
+
+    def num_steps(self, records: Mapping[str, int]) -> int:
+        """Steps of local training, at least 1, of a client with these records by split."""
+        return 1
+
+    def with_steps(self, steps: int) -> Settings:
+        """The same request for so many steps of local training, if it asks for any."""
+        return self
+
+    def trained_by(self, rows: float) -> Training | None:
+        """The local training whose result is returned, over so many rows; None without."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -49,7 +113,7 @@ class Summed(Checked):
         return {state: Grid.of_range(most, sites=sites) for state, most in self.ranges.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SignSurvivors(Settings):
     """``query.sign_survivors``: the list of the clients whose replies are in a sum.
 
@@ -57,6 +121,8 @@ class SignSurvivors(Settings):
         context: Digest of the exchange, as the clients have told it.
         survivors: Indices, ascending.
     """
+
+    of_any_site = True
 
     context: Digest
     survivors: Indices
@@ -67,7 +133,7 @@ class SignSurvivors(Settings):
         check_digest(self.context)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OpenMasks(Settings):
     """``query.open_masks``: what the server needs to take the masks off a sum.
 
@@ -77,6 +143,8 @@ class OpenMasks(Settings):
         signatures: Of all survivors, by index.
         boxes: Sealed parts for this client, by the index of their senders.
     """
+
+    of_any_site = True
 
     context: Digest
     survivors: Indices

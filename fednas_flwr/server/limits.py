@@ -18,14 +18,7 @@ import torch
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.protocol.requests import (
-    Amount,
-    LocalSearch,
-    Search,
     Settings,
-    TakeGradients,
-    TakeNetworkGradient,
-    Train,
-    TrainCandidates,
 )
 from fednas_flwr.protocol.states import MOMENTS, Packed
 from fednas_flwr.settings.optimizers import SGD
@@ -95,7 +88,7 @@ def honest_limits(
         records: With privacy the declared records by split.
     """
     planned = {k: plan for k, plan in planned.items() if records and plan.num_records(records)}
-    if isinstance(settings, TakeGradients | TakeNetworkGradient):
+    if ACTIONS[action].gradients_of:
         return _of_gradients(action, settings, sizes, examples, planned, records)
     norms = {
         # running variances are squares of activations, whose scale every skipped sum multiplies
@@ -108,23 +101,23 @@ def honest_limits(
         release, size = planned[STATISTICS], sizes.get(STATISTICS, 0)
         total = math.sqrt(size) * largest_sum(release, records, num_values=size)
         norms[STATISTICS] = SLACK * total / release.expected_batch(records)
-    trained = _training(settings, examples * classes)
-    if trained is None:
+    training = settings.trained_by(examples * classes)
+    if training is None:
         return Limits(examples, norms, _noise_of_means(planned, records))
-    sgd, steps, proximal = trained
+    sgd, steps = training.weights, training.steps
     mean = math.inf if sgd.clip_norm is None else sgd.clip_norm
     if "weights" in planned:
         release = planned["weights"]
         total = largest_sum(release, records, num_values=sizes.get("weights", 0))
         mean = min(mean, total / release.expected_batch(records))
-    mean *= math.sqrt(_num_members(settings))
+    mean *= math.sqrt(training.members)
     if mean < math.inf and steps <= LONGEST:
         weights, velocity = sent.get("weights", 0.0), sent.get(MOMENTS, 0.0)
-        moved = largest_move(steps, sgd, mean, weights, velocity, proximal)
+        moved = largest_move(steps, sgd, mean, weights, velocity, training.proximal)
         norms["weights"] = SLACK * moved + ROUNDING * steps * (weights + moved)
-    if isinstance(settings, Search) and MOMENTS not in sent:
+    if training.alphas_lr is not None and MOMENTS not in sent:
         # of those sent, which are averages, the least second moment has no bound
-        step = ADAM * settings.local.alphas.lr * math.sqrt(sizes.get("alphas", 0))
+        step = ADAM * training.alphas_lr * math.sqrt(sizes.get("alphas", 0))
         norms["alphas"] = steps * (step + ROUNDING * sent.get("alphas", 0.0))
     return Limits(examples, norms)
 
@@ -203,20 +196,21 @@ def _floats(packed: Packed) -> Packed:
 
 def _of_gradients(
     action: str,
-    settings: TakeGradients | TakeNetworkGradient,
+    settings: Settings,
     sizes: Mapping[str, int],
     examples: float,
     planned: Mapping[str, PlannedRelease],
     records: Mapping[str, int],
 ) -> Limits:
     """Return the limits of sums of gradients: over local steps, all scaled to the first's batch."""
-    if settings.batch_size is not None:  # a last batch takes what would be one of a single record
-        examples = min(examples, settings.batch_size + 1)
+    batch_size: int | None = getattr(settings, "batch_size", None)
+    if batch_size is not None:  # a last batch takes what would be one of a single record
+        examples = min(examples, batch_size + 1)
     states = ACTIONS[action].gradients_of
     if not planned.keys() >= set(states):
         ceilings = {s: GROWTH * math.sqrt(sizes.get(s, 0)) * examples for s in states}
         return Limits(examples, ceilings)
-    steps = settings.local_steps if isinstance(settings, TakeGradients) else 1
+    steps = settings.num_steps(records)
     batches = {state: planned[state].expected_batch(records) for state in states}
     first = batches[states[0]]
     norms = {
@@ -236,31 +230,3 @@ def _noise_of_means(planned: Mapping[str, PlannedRelease], records: Mapping[str,
     release = planned["metrics"]
     noise = (release.noise_multiplier or 0.0) * math.sqrt(2)
     return noise * math.sqrt(2 * TAIL) / release.expected_batch(records)
-
-
-def _training(settings: Settings, rows: float) -> tuple[SGD, int, float] | None:
-    """Return the weights' constants, steps and proximal mu of a local training, if it is one."""
-    if isinstance(settings, TrainCandidates):
-        return settings.weights, len(settings.candidates) * settings.local_steps, 0.0
-    if isinstance(settings, Search | Train):
-        local = settings.local
-        held = local.alternating if isinstance(local, LocalSearch) else local
-        proximal = 0.0 if held is None else held.proximal
-        return local.weights, _steps(local.amount, rows), proximal
-    return None
-
-
-def _num_members(settings: Settings) -> int:
-    """Return how many networks are trained side by side, each clipped by itself: 1, or a pool."""
-    described = settings.local.network if isinstance(settings, Train) else {}
-    # a server may send anything, and a site that refuses it still answers
-    genotypes = described.get("genotypes") if isinstance(described, dict) else None
-    return max(1, len(genotypes)) if isinstance(genotypes, list) else 1
-
-
-def _steps(amount: Amount, rows: float) -> int:
-    """Return how many steps an amount takes at most, over so many rows."""
-    if amount.steps is not None:
-        return amount.steps
-    batches = 1 if amount.batch_size is None else math.ceil(rows / amount.batch_size)
-    return (amount.epochs or 1) * max(1, batches)

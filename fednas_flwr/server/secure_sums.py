@@ -77,14 +77,19 @@ class PendingSum:
 
     def sign_request(self) -> SignSurvivors:
         """The list that the survivors are to sign."""
-        return SignSurvivors(self.context, tuple(self.survivors))
+        return SignSurvivors(context=self.context, survivors=tuple(self.survivors))
 
     def open_requests(self, signatures: Mapping[int, str]) -> dict[int, OpenMasks]:
         """What each survivor needs to open masks, with the signatures of all."""
         survivors = tuple(self.survivors)
         signed = {str(client): signature for client, signature in signatures.items()}
         return {
-            client: OpenMasks(self.context, survivors, signed, self._boxes_for(client))
+            client: OpenMasks(
+                context=self.context,
+                survivors=survivors,
+                signatures=signed,
+                boxes=self._boxes_for(client),
+            )
             for client in survivors
         }
 

@@ -158,7 +158,7 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
         local = replace(
             probe.search, weights=probe.trials[0].weights, alphas=probe.trials[0].alphas
         )
-        request = Request("train.search", header, Search(local), arguments["states"])
+        request = Request("train.search", header, Search(local=local), arguments["states"])
         assert local.amount == Amount(1, None, 32)
         supernet = client.network({"name": "supernet"}, arguments["states"])
         before = loss_of(client, supernet)

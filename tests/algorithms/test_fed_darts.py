@@ -123,7 +123,7 @@ def test_oversampling_repeats_records_and_counts_them_once(compose_config, feder
             alternating=strategy.alternating,
         )
         replies.append(
-            answer(client, Request("train.search", header, Search(local), strategy.states))
+            answer(client, Request("train.search", header, Search(local=local), strategy.states))
         )
     labels = client.data.train.labels[client.data.train.rows].bincount()
     assert labels.min() < labels.max()

@@ -159,7 +159,14 @@ def test_steps_of_a_round_drop_other_paths(compose_config, federate):
     states = {n: pack(s) for n, s in network_states(make_network(described)).items() if s}
 
     def gradient(step):
-        asked = TakeNetworkGradient(described, "train", step, None, 0.0, 0.5)
+        asked = TakeNetworkGradient(
+            network=described,
+            split="train",
+            step=step,
+            batch_size=None,
+            auxiliary_weight=0.0,
+            drop_path_prob=0.5,
+        )
         header = Header("test", "retrain", 1, 1 + step, 0, f"{step}")
         request = Request("train.network_gradient", header, asked, states)
         return answer(federation.clients[0], request).states["weights"]["float32"]

@@ -290,7 +290,7 @@ def test_moments_of_private_clients_follow_from_releases(compose_config, federat
     federation.cohort.connect(federation.grid)
     records = [properties["splits"] for properties in federation.cohort.properties.values()]
     schedule = make_schedule(config, records, done={})
-    commit = Commit("records", tuple(schedule))
+    commit = Commit(data_set="records", releases=tuple(schedule))
     list(federation.cohort.ask(Exchange("query.commit", stage="commit", settings=commit)))
     private = private_stage(config, schedule, "search")
     strategy = make_search(config, federation.data[0], federation.cohort, None, private)

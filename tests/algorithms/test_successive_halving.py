@@ -163,7 +163,7 @@ def test_a_member_is_trained_as_it_would_be_alone(momentum, compose_config, fede
                 request = Request(
                     "train.weights",
                     Header("run", "search", number, 1, client.index, "nonce"),
-                    Train(replace(settings.local, network=alone)),
+                    Train(local=replace(settings.local, network=alone)),
                     states,
                 )
                 expected = answer(client, request).states

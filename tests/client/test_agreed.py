@@ -38,7 +38,15 @@ from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.settings import dump_config
 
-SETTINGS = TakeGradients(0, 1, {"weights": 0.1}, None, 1, 0.1, Site("records"))
+SETTINGS = TakeGradients(
+    step=0,
+    local_steps=1,
+    local_lrs={"weights": 0.1},
+    batch_size=None,
+    order=1,
+    inner_lr=0.1,
+    site=Site("records"),
+)
 PLANNED = PlannedRelease(
     "search", "train.weight_gradient", "weights", ("train",), 8.0, 20, 0.5, 1.5, shared=True
 )

@@ -21,7 +21,7 @@ from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
 from fednas_flwr.protocol.messages import Header, Reply, Request
 from fednas_flwr.protocol.requests import RewardCandidates, Site, encode
 
-ASKED = RewardCandidates([[123, 4711]], Site("ward"))
+ASKED = RewardCandidates(candidates=[[123, 4711]], site=Site("ward"))
 REQUEST = Request("evaluate.candidates", Header("run", "search", 1, 1, 0, "n"), ASKED)
 
 

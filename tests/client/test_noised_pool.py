@@ -67,7 +67,7 @@ def train(site, pool, steps=1, **changes):
     described = pool.described | changes
     amount = Amount(None, steps, None)
     local = LocalTraining(described, "train+validation", amount, STEP, 0.0, 0.0)
-    return ask(site, "train.weights", "retrain", Train(local, site=SITE), pool.states)
+    return ask(site, "train.weights", "retrain", Train(local=local, site=SITE), pool.states)
 
 
 @pytest.fixture

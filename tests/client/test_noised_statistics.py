@@ -81,7 +81,7 @@ def site(overrides, tmp_path):
     plan = replace(statistics_release(), noise_multiplier=2.0)
     client.guard.commit("run", [plan])
     header = Header("run", "statistics", 1, 1, 0, "nonce")
-    return client, Request("query.statistics", header, TellStatistics(Site("records")))
+    return client, Request("query.statistics", header, TellStatistics(site=Site("records")))
 
 
 def exact_sum(client):
@@ -186,7 +186,7 @@ def test_noise_is_of_the_scale_that_is_booked(overrides, tmp_path):
     client = make_client(config, 0, data=make_data(config), networks={})
     client.guard.commit("run", [replace(statistics_release(), noise_multiplier=2.0, steps=100)])
     header = Header("run", "statistics", 1, 1, 0, "nonce")
-    request = Request("query.statistics", header, TellStatistics(Site("records")))
+    request = Request("query.statistics", header, TellStatistics(site=Site("records")))
     declared = client.guard.allowed.records["train"]
     # the filter of so many releases is not what is tested
     client.guard.allowed = replace(client.guard.allowed, epsilon=1e6)

@@ -24,7 +24,7 @@ from torchvision.ops import StochasticDepth
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client import release_guard
-from fednas_flwr.client.admission import asked_kinds, asked_of_client
+from fednas_flwr.client.admission import asked_kinds
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client, make_site_guard
 from fednas_flwr.data.loaders import ClientData
@@ -114,11 +114,19 @@ def of_network(action, described, states):
     trial = Trial(STEP, ALPHAS, 0.0)
     return {
         "train.network_gradient": lambda: TakeNetworkGradient(
-            described, "train+validation", 0, None, 0.4, 0.0, SITE
+            network=described,
+            split="train+validation",
+            step=0,
+            batch_size=None,
+            auxiliary_weight=0.4,
+            drop_path_prob=0.0,
+            site=SITE,
         ),
-        "train.weights": lambda: Train(training(described, "train+validation"), site=SITE),
-        "train.probe": lambda: Probe(None, training(described), [trial] * 2, 0.3, SITE),
-        "evaluate.model": lambda: Evaluate(described, "validation", SITE),
+        "train.weights": lambda: Train(local=training(described, "train+validation"), site=SITE),
+        "train.probe": lambda: Probe(
+            search=None, training=training(described), trials=[trial] * 2, loss_bound=0.3, site=SITE
+        ),
+        "evaluate.model": lambda: Evaluate(network=described, split="validation", site=SITE),
         "evaluate.candidates": lambda: RewardCandidates(network=described, site=SITE),
     }[action]()
 
@@ -126,7 +134,15 @@ def of_network(action, described, states):
 def of_supernet(action, kit):
     """All requests of an action about the supernet."""
     search = LocalSearch(TWO_STEPS, STEP, ALPHAS, Alternating("first_order"))
-    gradients = TakeGradients(0, 2, {"weights": 0.1, "alphas": 0.1}, None, 1, 0.1, SITE)
+    gradients = TakeGradients(
+        step=0,
+        local_steps=2,
+        local_lrs={"weights": 0.1, "alphas": 0.1},
+        batch_size=None,
+        order=1,
+        inner_lr=0.1,
+        site=SITE,
+    )
     if action in ("train.weight_gradient", "train.alpha_gradient", "train.gradients"):
         return [gradients]
     if action == "train.search" and kit.name == "mbconv":
@@ -141,22 +157,52 @@ def of_supernet(action, kit):
             for gates, loss in itertools.product(("two", "full"), (None, *losses))
         ]
         paths.append(SampledPaths(gates="two", warm_up=True, hardware=None))
-        return [Search(LocalSearch(TWO_STEPS, STEP, ALPHAS, paths=p), site=SITE) for p in paths]
+        return [
+            Search(local=LocalSearch(TWO_STEPS, STEP, ALPHAS, paths=p), site=SITE) for p in paths
+        ]
     if action == "train.search":
-        return [Search(search, site=SITE)]
+        return [Search(local=search, site=SITE)]
     if action == "train.probe":
-        return [Probe(search, None, [Trial(STEP, ALPHAS, 0.0)] * 2, 0.3, SITE)]
+        return [
+            Probe(
+                search=search,
+                training=None,
+                trials=[Trial(STEP, ALPHAS, 0.0)] * 2,
+                loss_bound=0.3,
+                site=SITE,
+            )
+        ]
     if action == "evaluate.model":
-        return [Evaluate({"name": "supernet"}, "validation", SITE)]
+        return [Evaluate(network={"name": "supernet"}, split="validation", site=SITE)]
     if action in ("train.candidate", "evaluate.candidates"):
         if not kit.name.startswith("dp_cells"):
             return []  # a candidate is a path of these spaces
         paths = all_alike(kit.supernet)[:3]
         if action == "evaluate.candidates":
-            return [RewardCandidates(paths, SITE)]
-        return [TrainCandidates(paths, 0, 2, None, STEP, None, SITE)]
+            return [RewardCandidates(candidates=paths, site=SITE)]
+        return [
+            TrainCandidates(
+                candidates=paths,
+                step=0,
+                local_steps=2,
+                batch_size=None,
+                weights=STEP,
+                dp_aware=None,
+                site=SITE,
+            )
+        ]
     assert action == "train.network_gradient"
-    return [TakeNetworkGradient({"name": "supernet"}, "train", 0, None, 0.0, 0.0, SITE)]
+    return [
+        TakeNetworkGradient(
+            network={"name": "supernet"},
+            split="train",
+            step=0,
+            batch_size=None,
+            auxiliary_weight=0.0,
+            drop_path_prob=0.0,
+            site=SITE,
+        )
+    ]
 
 
 NETWORK_ACTIONS = (
@@ -359,7 +405,7 @@ def ask(tmp_path, totals):
         )
         header = Header("run", "search", 1, 1, 0, "nonce")
         request = Request(action, header, asked.settings, asked.states)
-        kinds = asked_of_client(request) if unit == "client" else asked_kinds(request)
+        kinds = asked_kinds(request, of_client=unit == "client")
         plan = [
             PlannedRelease(
                 *("search", action, kind, splits, None, 50, NORM, SIGMA),
@@ -494,7 +540,7 @@ def test_whole_clients(action, sums, kits, ask, totals):
         described = next(descriptions(kit, pools=True))
         with seeded(2, "network"):
             states = packed(make_network(described), 1.0)
-        settings = Train(replace(training(described), amount=local), site=SITE)
+        settings = Train(local=replace(training(described), amount=local), site=SITE)
     elif action == "train.search":
         settings = replace(settings, local=replace(settings.local, amount=local))
     else:
@@ -507,5 +553,5 @@ def test_whole_clients(action, sums, kits, ask, totals):
 
 
 def test_statistics_of_a_table(kits, ask, totals):
-    asked = Asked(TellStatistics(SITE), {})
+    asked = Asked(TellStatistics(site=SITE), {})
     assert check(ask, totals, kits("mlp"), "query.statistics", asked) > 1e-6

@@ -10,7 +10,7 @@ import pytest
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.deploy import dry_run
-from fednas_flwr.deploy.dry_run import MeasuringGrid, estimate, num_steps, with_steps
+from fednas_flwr.deploy.dry_run import MeasuringGrid, estimate
 from fednas_flwr.protocol.requests import Amount, Evaluate, Train
 from fednas_flwr.report.guarantee import overall_text
 from fednas_flwr.settings.configuration import parse_config
@@ -139,10 +139,10 @@ def test_sites_that_are_elsewhere_cannot_be_measured():
 def test_number_of_steps_of_every_action():
     asked = smallest()
     for action, settings in asked.items():
-        assert num_steps(settings, RECORDS) == 1, action
+        assert settings.num_steps(RECORDS) == 1, action
         trains = action.startswith("train.") or action == "evaluate.personalised"
         trains &= action != "train.network_gradient"  # of which every request is one step
-        assert num_steps(with_steps(settings, 5), RECORDS) == (5 if trains else 1), action
+        assert settings.with_steps(5).num_steps(RECORDS) == (5 if trains else 1), action
     train = asked["train.weights"]
     assert isinstance(train, Train)
     for amount, split, expected in (
@@ -152,5 +152,7 @@ def test_number_of_steps_of_every_action():
         (Amount(None, 17, 40), "train", 17),
     ):
         local = replace(train.local, amount=amount, split=split)
-        assert num_steps(replace(train, local=local), RECORDS) == expected
-    assert with_steps(Evaluate({"name": "x"}, "test"), 9) == Evaluate({"name": "x"}, "test")
+        assert replace(train, local=local).num_steps(RECORDS) == expected
+    assert Evaluate(network={"name": "x"}, split="test").with_steps(9) == Evaluate(
+        network={"name": "x"}, split="test"
+    )

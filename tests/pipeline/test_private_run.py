@@ -375,7 +375,7 @@ def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optim
     fed.cohort.connect(fed.grid)
     records = [properties["splits"] for properties in fed.cohort.properties.values()]
     schedule = make_schedule(config, records, done={})
-    commit = Commit("records", tuple(schedule))
+    commit = Commit(data_set="records", releases=tuple(schedule))
     list(fed.cohort.ask(Exchange("query.commit", stage="commit", settings=commit)))
     private = private_stage(config, schedule, "search")
     strategy = make_search(config, fed.data[0], fed.cohort, None, private)
@@ -875,7 +875,7 @@ NORMED = {"name": "mobilenet_v2"}
 
 
 def committed(**changes):
-    return Commit("records", (replace(PLANNED, **changes),))
+    return Commit(data_set="records", releases=(replace(PLANNED, **changes),))
 
 
 def training(**changes):
@@ -890,7 +890,11 @@ WITHOUT_DATA = [
     ("query.commit", committed(noise_multiplier=None), "noise_multiplier=null, not"),
     ("query.commit", committed(splits=("train", "train")), r"splits=\[train, train\], not"),
     ("query.commit", committed(splits=("wards",)), r"splits=\[wards\], not"),
-    ("query.commit", Commit("records", (PLANNED, PLANNED)), "holds a kind of release twice"),
+    (
+        "query.commit",
+        Commit(data_set="records", releases=(PLANNED, PLANNED)),
+        "holds a kind of release twice",
+    ),
     ("query.commit", committed(batch_size="8"), "batch_size=8 has the wrong type"),
     ("train.gradients", ASKED, "rule actions: action=train.gradients"),
     (
@@ -901,14 +905,26 @@ WITHOUT_DATA = [
     ("train.weight_gradient", replace(ASKED, order=2), "rule first order only: order=2"),
     ("train.weight_gradient", replace(ASKED, local_steps=3), "rule committed values: steps=3"),
     ("train.weight_gradient", replace(ASKED, batch_size=8), "batches are those committed to"),
-    ("train.weight_gradient", Evaluate(SUPERNET, "train", SITE), "is unknown|is missing"),
-    ("evaluate.model", Evaluate(SUPERNET, "test", SITE), "committed values: release=search/evalu"),
+    (
+        "train.weight_gradient",
+        Evaluate(network=SUPERNET, split="train", site=SITE),
+        "is unknown|is missing",
+    ),
+    (
+        "evaluate.model",
+        Evaluate(network=SUPERNET, split="test", site=SITE),
+        "committed values: release=search/evalu",
+    ),
     ("train.weights", training(), "rule committed values: release=search/train.weights"),
     ("train.weights", training(amount=Amount(1, None, None)), "takes steps, each of them booked"),
     ("train.weights", replace(training(), validates=True), "would tell a loss without noise"),
     ("train.weights", training(network={"name": "derived", "norm": "batch"}), "rule no batch_norm"),
-    ("evaluate.model", Evaluate(NORMED, "train", SITE), "rule no batch_norm"),
-    ("evaluate.model", Evaluate(NORMED | {"norm": "batch"}, "train", SITE), "rule no batch_norm"),
+    ("evaluate.model", Evaluate(network=NORMED, split="train", site=SITE), "rule no batch_norm"),
+    (
+        "evaluate.model",
+        Evaluate(network=NORMED | {"norm": "batch"}, split="train", site=SITE),
+        "rule no batch_norm",
+    ),
     ("train.weights", training(network=["derived"]), "local.network=.* has the wrong type"),
 ]
 BATCH_NORM = ["algorithm=fnas", "stages=[search]", "search_space.norm=batch"]
@@ -941,7 +957,7 @@ def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
     theirs = InProcessGrid(normalising, 1)
     for node, context in grid._contexts.items():
         theirs._contexts[node].node_config |= context.node_config
-    cohort._grid, about = theirs, Evaluate(SUPERNET, "train", SITE)
+    cohort._grid, about = theirs, Evaluate(network=SUPERNET, split="train", site=SITE)
     for action, asked in (("train.weight_gradient", ASKED), ("evaluate.model", about)):
         with pytest.raises(QuorumError, match="rule no batch_norm"):
             list(cohort.ask(Exchange(action, stage="search", settings=asked)))
@@ -1191,8 +1207,8 @@ def test_a_flood_of_requests_fills_no_disk_and_an_honest_run_goes_on_the_next_da
         run = Header(f"flood {number}", "search", 1, 1, 0, f"{number}")
         for action, settings in (
             ("query.describe", Describe()),
-            ("query.commit", Commit("records", ())),
-            ("query.commit", Commit("other", ())),
+            ("query.commit", Commit(data_set="records", releases=())),
+            ("query.commit", Commit(data_set="other", releases=())),
             ("train.weight_gradient", ASKED),
         ):
             reasons.add(told(action, run, settings))
@@ -1200,7 +1216,7 @@ def test_a_flood_of_requests_fills_no_disk_and_an_honest_run_goes_on_the_next_da
         sizes.append(books_of(folder))
     assert sizes[-1] == sizes[20]
     assert "requests have made this site write as much as it writes in a day" in " ".join(reasons)
-    others = {"query.describe": Describe(), "query.commit": Commit("records", ())}
+    others = {"query.describe": Describe(), "query.commit": Commit(data_set="records", releases=())}
     late = {told(action, run, settings) for action, settings in others.items()}
     assert len(late) == 1  # one constant sentence
     assert books_of(folder) == sizes[-1]
@@ -1234,7 +1250,15 @@ def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
         cohort = make_cohort(config, run="run")
         cohort.connect(grid)
         with pytest.raises(QuorumError, match="rule data_sets"):
-            list(cohort.ask(Exchange("query.commit", stage="commit", settings=Commit("other", ()))))
+            list(
+                cohort.ask(
+                    Exchange(
+                        "query.commit",
+                        stage="commit",
+                        settings=Commit(data_set="other", releases=()),
+                    )
+                )
+            )
         assert start(*SEARCH, *REAL_SITES, grid=grid).error is None
         path = tmp_path / name / "ledger" / "audit.jsonl"
         assert verify_trail(path, tmp_path / name / "key") == len(trail_of(path))

@@ -21,7 +21,7 @@ from fednas_flwr.settings.optimizers import SGD, Adam
 
 DECLARED = 100
 SEARCH = Search(
-    LocalSearch(
+    local=LocalSearch(
         Amount(1, None, 8),
         SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None),
         Adam(lr=0.01, weight_decay=0.0),

@@ -126,7 +126,14 @@ def test_adam_moves_an_alpha_by_less_than_its_share_of_the_limit(gradients, beta
 
 
 def take(**changes):
-    return TakeGradients(0, changes.pop("local_steps", 1), {}, changes.pop("batch", None), 1, 0.1)
+    return TakeGradients(
+        step=0,
+        local_steps=changes.pop("local_steps", 1),
+        local_lrs={},
+        batch_size=changes.pop("batch", None),
+        order=1,
+        inner_lr=0.1,
+    )
 
 
 def test_gradients_of_private_clients_are_bounded_sums_over_the_expected_batch():
@@ -150,7 +157,7 @@ def test_gradients_without_privacy_stand_for_no_more_than_a_batch():
 
 def training(clip_norm, amount):
     sgd = SGD(0.1, 0.0, 0.9, 0.0, clip_norm)
-    return Train(LocalTraining({}, "train", amount, sgd, 0.0, 0.0))
+    return Train(local=LocalTraining({}, "train", amount, sgd, 0.0, 0.0))
 
 
 def test_training_moves_no_farther_than_its_clipped_or_noised_steps():
@@ -191,7 +198,9 @@ def test_running_variances_of_deep_sums_are_honest():
 def test_candidates_move_the_weights_as_the_same_steps_of_training_do():
     sgd = SGD(0.1, 0.0, 0.9, 0.0, 1.0)
     sizes, sent = {"weights": 100}, {"weights": 5.0}
-    request = TrainCandidates([[0], [1]], 0, 11, 50, sgd, None)
+    request = TrainCandidates(
+        candidates=[[0], [1]], step=0, local_steps=11, batch_size=50, weights=sgd, dp_aware=None
+    )
     found = limits("train.candidate", request, sizes=sizes, sent=sent)
     same = limits("train.weights", training(1.0, Amount(None, 22, 50)), sizes=sizes, sent=sent)
     assert found.norms == same.norms
@@ -215,26 +224,31 @@ def test_a_search_moves_the_alphas_by_its_steps_of_adam():
         Amount(None, 4, None), STEP, ALPHA_STEP, alternating=Alternating("first_order")
     )
     sizes = {"weights": 100, "alphas": 16}
-    found = limits("train.search", Search(search), sizes=sizes)
+    found = limits("train.search", Search(local=search), sizes=sizes)
     assert found.norms["alphas"] == pytest.approx(4 * ADAM * 0.01 * 4)
     sent = {"moments": 2.0}
-    with_moments = limits("train.search", Search(search), sizes=sizes, sent=sent)
+    with_moments = limits("train.search", Search(local=search), sizes=sizes, sent=sent)
     assert with_moments.norms["alphas"] == 1e6 * 4
 
 
 def test_a_probe_and_an_evaluation_have_no_norm_that_noise_could_break():
     probe = Probe(
-        None, training(None, Amount(None, 1, None)).local, [Trial(STEP, ALPHA_STEP, 0.0)], 1.0
+        search=None,
+        training=training(None, Amount(None, 1, None)).local,
+        trials=[Trial(STEP, ALPHA_STEP, 0.0)],
+        loss_bound=1.0,
     )
     rewards = plan("rewards", "train.probe", batch=None, sigma=1e6, splits=("validation",))
     assert limits("train.probe", probe, sizes={"rewards": 1}, planned=[rewards]).norms == {
         "rewards": math.inf
     }
-    exact = limits("evaluate.model", Evaluate({}, "test"), sizes={})
+    exact = limits("evaluate.model", Evaluate(network={}, split="test"), sizes={})
     assert exact.metric_range("accuracy") == (0, 1)
     assert exact.metric_range("loss") == (0, LARGEST_LOSS)
     metrics = plan("metrics", "evaluate.model", batch=None, sigma=4.0, splits=("test",))
-    noised = limits("evaluate.model", Evaluate({}, "test"), sizes={}, planned=[metrics])
+    noised = limits(
+        "evaluate.model", Evaluate(network={}, split="test"), sizes={}, planned=[metrics]
+    )
     noise = 4 * math.sqrt(2) / 50 * math.sqrt(2 * TAIL)
     assert noised.noise == pytest.approx(noise)
     assert noised.metric_range("accuracy") == pytest.approx((-noise, 2 + noise))

@@ -84,7 +84,7 @@ class DPNAS(RoundStrategy):
         generator = make_generator(self.seed, "dpnas", server_round)
         is_private = self.private is not None
         request = TrainCandidates(
-            self.sampler.sample(trained, generator),
+            candidates=self.sampler.sample(trained, generator),
             step=server_round - 1,
             local_steps=self.local_steps,
             batch_size=None if is_private else self.batch_size,
@@ -111,7 +111,9 @@ class DPNAS(RoundStrategy):
         self, paths: Sequence[Path], server_round: int
     ) -> tuple[list[float], dict[str, float]]:
         """Return each candidate's accuracy over all clients' validation records, and metrics."""
-        request = RewardCandidates([list(path) for path in paths], site=self.site, sparse=True)
+        request = RewardCandidates(
+            candidates=[list(path) for path in paths], site=self.site, sparse=True
+        )
         own = path_states(self.supernet, paths)
         rewards, noise, metrics = self.reward(request, only=own)
         self.cohort.emit(

@@ -108,7 +108,7 @@ class FDNAS(RoundStrategy):
             self.alphas_settings,
             paths=SampledPaths(self.gates, warm_up, self.hardware),
         )
-        return Search(local, sparse=self.sparse, site=self.site)
+        return Search(local=local, sparse=self.sparse, site=self.site)
 
 
 def _flat(alphas: Packed) -> Tensor:

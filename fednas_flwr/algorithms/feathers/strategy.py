@@ -223,7 +223,9 @@ class FEATHERS(RoundStrategy):
 
     def _losses(self, states: Mapping[str, Packed]) -> dict[int, Measured]:
         """Return each client's validation loss of a model, by its own train records' statistics."""
-        request = Evaluate(self.description, "validation", statistics_batch_size=self.batch_size)
+        request = Evaluate(
+            network=self.description, split="validation", statistics_batch_size=self.batch_size
+        )
         model = {name: state for name, state in states.items() if name != MOMENTS}
         return {
             client: Measured(reply.metrics["loss"], reply.num_examples)
@@ -234,8 +236,8 @@ class FEATHERS(RoundStrategy):
         """Return action and request of a round of training with a configuration."""
         local = self._local(configuration)
         if isinstance(local, LocalTraining):
-            return "train.weights", Train(local, site=self.site)
-        return "train.search", Search(local, site=self.site)
+            return "train.weights", Train(local=local, site=self.site)
+        return "train.search", Search(local=local, site=self.site)
 
     def _local(self, configuration: Configuration) -> LocalSearch | LocalTraining:
         """Return what clients do with a configuration."""

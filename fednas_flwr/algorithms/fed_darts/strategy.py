@@ -76,7 +76,7 @@ class FedDARTS(RoundStrategy):
                 temperature=temperature,
             ),
         )
-        request = Search(local, site=self.site)
+        request = Search(local=local, site=self.site)
         return self.train("train.search", request, self.weights.momentum)
 
 

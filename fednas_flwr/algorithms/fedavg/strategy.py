@@ -103,7 +103,9 @@ class FedAvg(RoundStrategy):
             self.drop_path_prob * (server_round - 1) / num_rounds,
             self.proximal,
         )
-        metrics = self.train("train.weights", Train(local, site=self.site), self.weights.momentum)
+        metrics = self.train(
+            "train.weights", Train(local=local, site=self.site), self.weights.momentum
+        )
         return metrics | held_out_metrics(
             self, self.description, self.evaluate_every, server_round, num_rounds
         )

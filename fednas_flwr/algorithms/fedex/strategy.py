@@ -105,7 +105,7 @@ class FedEx(RoundStrategy):
             self.auxiliary_weight,
             configuration.dropout,
         )
-        return Train(local, validates=True)
+        return Train(local=local, validates=True)
 
     def _loss(self, reply: Reply) -> float:
         """Return a client's loss, held to the bound: one client's nonsense must not choose."""

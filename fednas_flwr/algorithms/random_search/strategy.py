@@ -125,13 +125,15 @@ class RandomSearch(RoundStrategy):
                 0.0,
                 drop_path_prob * (trial - 1) / self.trial_rounds,
             )
-            replies = self.ask("train.weights", Train(local), states=states, layouts=layouts)
+            replies = self.ask("train.weights", Train(local=local), states=states, layouts=layouts)
             average, metrics = self.average(replies)
             self.push(average["weights"], states["weights"], velocity, sgd.momentum)
             states = average
         if self.trial_rounds:
             states.pop(MOMENTS, None)
-            replies = self.ask("evaluate.model", Evaluate(description, "validation"), states=states)
+            replies = self.ask(
+                "evaluate.model", Evaluate(network=description, split="validation"), states=states
+            )
             held = {str(client): _held(reply) for client, reply in replies}
             own = {client: reply.metrics["accuracy"] for client, reply in held.items()}
             validation = mean_metrics(held.values())

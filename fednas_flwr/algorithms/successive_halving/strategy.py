@@ -101,7 +101,7 @@ class SuccessiveHalving(RoundStrategy):
             measured = RewardCandidates(training=local, site=self.site)
         else:
             weights = self.client_weights(self.weights.at_round(server_round, num_rounds))
-            request = Train(replace(local, weights=weights), site=self.site)
+            request = Train(local=replace(local, weights=weights), site=self.site)
             metrics |= self.train("train.weights", request, self.weights.momentum)
             measured = RewardCandidates(network=described, site=self.site)
         left = num_left(server_round, num_rounds, keep=self.keep, eta=self.eta)
