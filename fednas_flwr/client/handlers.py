@@ -100,7 +100,21 @@ from fednas_flwr.spaces.mbconv import MBConvSpace
 from fednas_flwr.spaces.space import Supernet
 from fednas_flwr.spaces.space_costs import measure_space
 
+Handler = Callable[[Client, Request, Any], Reply]
+ANSWERS: dict[str, Handler] = {}  # by action
 
+
+def answers(*actions: str) -> Callable[[Handler], Handler]:
+    """Make a function the answer to actions; it gets the client, the request and its settings."""
+
+    def register(handler: Handler) -> Handler:
+        ANSWERS.update(dict.fromkeys(actions, handler))
+        return handler
+
+    return register
+
+
+@answers("query.describe")
 def describe(client: Client, request: Request, asked: Describe) -> Reply:
     """``query.describe``: who the client is and how much data it has.
 
@@ -147,6 +161,7 @@ def identity(client: Client) -> dict[str, Any]:
     }
 
 
+@answers("query.commit")
 def commit(client: Client, request: Request, asked: Commit) -> Reply:
     """``query.commit``: keep the run's plan of releases; tell its cost and what is covered.
 
@@ -180,6 +195,7 @@ def _search_sizes(client: Client, asked: Commit) -> dict[str, int]:
     }
 
 
+@answers("query.latency")
 def measure_latency(client: Client, request: Request, asked: MeasureLatency) -> Reply:
     """``query.latency``: how long every layer of the run's search space takes on this machine.
 
@@ -198,6 +214,7 @@ def measure_latency(client: Client, request: Request, asked: MeasureLatency) -> 
     return Reply(num_examples=1, properties={"latency": to_json(table)})
 
 
+@answers("query.statistics")
 def tell_statistics(client: Client, request: Request, asked: TellStatistics) -> Reply:
     """``query.statistics``: noised means over train records of a table's bounded powers.
 
@@ -231,6 +248,7 @@ def tell_statistics(client: Client, request: Request, asked: TellStatistics) -> 
     return make_reply(guard.expected_batch(planned), {STATISTICS: {STATISTICS: means}})
 
 
+@answers("query.keep_model")
 def keep_model(client: Client, request: Request, asked: KeepModel) -> Reply:
     """``query.keep_model``: the site takes the model and tests it; what it measures stays there."""
     with before_reading(request):
@@ -240,11 +258,13 @@ def keep_model(client: Client, request: Request, asked: KeepModel) -> Reply:
     return Reply(num_examples=1, properties={"kept": True})
 
 
+@answers("query.sign_survivors", "query.open_masks")
 def help_sum(client: Client, request: Request, asked: Settings) -> Reply:
     """``query.sign_survivors`` and ``query.open_masks``: the last two messages of a secure sum."""
     return Reply(num_examples=1, properties=answer_sum(sums_of(client), asked))
 
 
+@answers("train.weight_gradient", "train.alpha_gradient", "train.gradients")
 def take_gradients(client: Client, request: Request, asked: TakeGradients) -> Reply:
     """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
 
@@ -280,6 +300,7 @@ def take_gradients(client: Client, request: Request, asked: TakeGradients) -> Re
     return _of_sums(client, SPLIT_OF[states[0]], supernet, sums, batch_size, gradients.metrics())
 
 
+@answers("train.network_gradient")
 def take_network_gradient(client: Client, request: Request, asked: TakeNetworkGradient) -> Reply:
     """``train.network_gradient``: :func:`take_gradients` of a network's weights, for one step.
 
@@ -346,6 +367,7 @@ def _of_sums(
     return make_reply(batch_size, sums, metrics)
 
 
+@answers("train.search")
 def search(client: Client, request: Request, asked: Search) -> Reply:
     """``train.search``: weights, alphas and buffers after local search.
 
@@ -365,6 +387,7 @@ def search(client: Client, request: Request, asked: Search) -> Reply:
     return only_changed(reply, request, states) if asked.sparse else reply
 
 
+@answers("train.candidate")
 def train_paths(client: Client, request: Request, asked: TrainCandidates) -> Reply:
     """``train.candidate``: the shared weights after ``local_steps`` steps on each candidate.
 
@@ -395,6 +418,7 @@ def train_paths(client: Client, request: Request, asked: TrainCandidates) -> Rep
     return make_reply(_num_records(client, "train"), states, gradients.metrics())
 
 
+@answers("evaluate.candidates")
 def reward_candidates(client: Client, request: Request, asked: RewardCandidates) -> Reply:
     """``evaluate.candidates``: each candidate's accuracy on validation records, as ``rewards``.
 
@@ -464,6 +488,7 @@ def trained_rewards(client: Client, request: Request, training: LocalTraining) -
     return make_reply(records, {"rewards": {"rewards": rewards}}, {})
 
 
+@answers("train.probe")
 def probe(client: Client, request: Request, asked: Probe) -> Reply:
     """``train.probe``: by how much local training would reduce the loss on validation records.
 
@@ -521,6 +546,7 @@ def probe(client: Client, request: Request, asked: Probe) -> Reply:
     return make_reply(weight, {"rewards": {"rewards": torch.cat(rewards).float()}})
 
 
+@answers("train.weights")
 def train_weights(client: Client, request: Request, asked: Train) -> Reply:
     """``train.weights``: the weights of a network after local training.
 
@@ -542,6 +568,7 @@ def train_weights(client: Client, request: Request, asked: Train) -> Reply:
     return replace(reply, metrics={**metrics, "validation_loss": loss})
 
 
+@answers("evaluate.model")
 def evaluate_model(client: Client, request: Request, asked: Evaluate) -> Reply:
     """``evaluate.model``: loss and accuracy of a network or supernet on one of the splits."""
     if client.guard is None:
@@ -568,6 +595,7 @@ def evaluate_model(client: Client, request: Request, asked: Evaluate) -> Reply:
     return Reply(num_examples=client.guard.expected_batch(planned), metrics=release())
 
 
+@answers("evaluate.personalised")
 def personalise(client: Client, request: Request, asked: Personalise) -> Reply:
     """``evaluate.personalised``: test metrics of a network after local training; it is discarded.
 
@@ -577,28 +605,6 @@ def personalise(client: Client, request: Request, asked: Personalise) -> Reply:
     prepare(client, request, asked.local, network, {})()
     metrics = evaluate(network, client.data.test, client.device, objective=client.objective)
     return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
-
-
-ANSWERS: dict[str, Callable[[Client, Request, Any], Reply]] = {
-    "query.describe": describe,
-    "query.commit": commit,
-    "query.latency": measure_latency,
-    "query.statistics": tell_statistics,
-    "query.keep_model": keep_model,
-    "query.sign_survivors": help_sum,
-    "query.open_masks": help_sum,
-    "train.weight_gradient": take_gradients,
-    "train.alpha_gradient": take_gradients,
-    "train.gradients": take_gradients,
-    "train.network_gradient": take_network_gradient,
-    "train.search": search,
-    "train.candidate": train_paths,
-    "train.probe": probe,
-    "train.weights": train_weights,
-    "evaluate.candidates": reward_candidates,
-    "evaluate.model": evaluate_model,
-    "evaluate.personalised": personalise,
-}
 
 
 def request_pool(client: Client, request: Request, described: Mapping[str, Any]) -> Pool:

@@ -17,7 +17,7 @@ from fednas_flwr.privacy.policy import check_action
 from fednas_flwr.privacy.policy_file import load_policy
 from fednas_flwr.protocol.headers import Header, encode_values, read_json
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
-from fednas_flwr.protocol.sum_requests import SUM_REQUESTS, Settings, answer_sum
+from fednas_flwr.protocol.sum_requests import REQUESTS, SUM_ACTIONS, Settings, answer_sum
 from fednas_flwr.settings.parser import parse
 
 
@@ -32,7 +32,7 @@ class SumRequest:
 
 def answers(message: Message, context: Context) -> bool:
     """Return whether a message is one of these, at a site that has a policy."""
-    return message.metadata.message_type in SUM_REQUESTS and "policy" in context.node_config
+    return message.metadata.message_type in SUM_ACTIONS and "policy" in context.node_config
 
 
 def answer_sum_message(message: Message, context: Context) -> Message:
@@ -75,5 +75,5 @@ def _read(action: str, content: RecordDict) -> SumRequest:
     if set(values) != {"header", "settings"}:
         raise ConfigError("refused: a request has a header and settings, and nothing else.")
     own: Header = parse(Header, header, key="header")
-    asked: Settings = parse(SUM_REQUESTS[action], settings, key="")
+    asked: Settings = parse(REQUESTS[action], settings, key="")
     return SumRequest(action, own, asked)

@@ -15,7 +15,7 @@ from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.protocol.sum_requests import SUM_REQUESTS, Kinds, Training
+from fednas_flwr.protocol.sum_requests import REQUESTS, Kinds, Training, asks
 from fednas_flwr.protocol.sum_requests import Settings as Settings
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
@@ -198,6 +198,7 @@ class Trial(Checked):
     drop_path_prob: ShareBelow1
 
 
+@asks("query.describe")
 @dataclass(frozen=True, kw_only=True)
 class Describe(Settings):
     """``query.describe``."""
@@ -205,6 +206,7 @@ class Describe(Settings):
     of_any_site = True
 
 
+@asks("query.commit")
 @dataclass(frozen=True, kw_only=True)
 class Commit(Settings):
     """``query.commit``: everything that the run means to release."""
@@ -213,6 +215,7 @@ class Commit(Settings):
     releases: Annotated[tuple[PlannedRelease, ...], Length(Between(0, MOST_RELEASES))]
 
 
+@asks("query.latency")
 @dataclass(frozen=True, kw_only=True)
 class MeasureLatency(Settings):
     """``query.latency``: passes of each layer on batches of made-up inputs."""
@@ -222,6 +225,7 @@ class MeasureLatency(Settings):
     site: Site | None = None
 
 
+@asks("query.statistics")
 @dataclass(frozen=True, kw_only=True)
 class TellStatistics(Settings):
     """``query.statistics``: of a table, within the ranges that the site declares."""
@@ -233,6 +237,7 @@ class TellStatistics(Settings):
         return {STATISTICS: (("train",), 1)}
 
 
+@asks("query.keep_model")
 @dataclass(frozen=True, kw_only=True)
 class KeepModel(Settings):
     """``query.keep_model``: the run's model, whose file travels beside it as the state ``model``.
@@ -253,6 +258,7 @@ class KeepModel(Settings):
         check_range(not strange, "card", strange[:1], "printable text")
 
 
+@asks("train.weight_gradient", "train.alpha_gradient", "train.gradients")
 @dataclass(frozen=True, kw_only=True)
 class TakeGradients(Settings):
     """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
@@ -296,6 +302,7 @@ class TakeGradients(Settings):
         return replace(self, local_steps=steps)
 
 
+@asks("train.network_gradient")
 @dataclass(frozen=True, kw_only=True)
 class TakeNetworkGradient(Settings):
     """``train.network_gradient``: one step's gradient of the weights of a network.
@@ -328,6 +335,7 @@ class TakeNetworkGradient(Settings):
         return {"weights": (splits_of(self.split), 1)}
 
 
+@asks("train.search")
 @dataclass(frozen=True, kw_only=True)
 class Search(Settings):
     """``train.search``.
@@ -371,6 +379,7 @@ class Search(Settings):
         )
 
 
+@asks("train.candidate")
 @dataclass(frozen=True, kw_only=True)
 class TrainCandidates(Settings):
     """``train.candidate``.
@@ -416,6 +425,7 @@ class TrainCandidates(Settings):
         return Training(self.weights, len(self.candidates) * self.local_steps)
 
 
+@asks("evaluate.candidates")
 @dataclass(frozen=True, kw_only=True)
 class RewardCandidates(Settings):
     """``evaluate.candidates``: of paths through the supernet, or of the members of a pool.
@@ -476,6 +486,7 @@ class RewardCandidates(Settings):
         return self if local is None else replace(self, training=local.with_steps(steps))
 
 
+@asks("train.probe")
 @dataclass(frozen=True, kw_only=True)
 class Probe(Settings):
     """``train.probe``: trials of a local search, or of the training of a network.
@@ -549,6 +560,7 @@ class Probe(Settings):
         ]
 
 
+@asks("train.weights")
 @dataclass(frozen=True, kw_only=True)
 class Train(Settings):
     """``train.weights``.
@@ -599,6 +611,7 @@ class Train(Settings):
         return Training(local.weights, steps, local.proximal, members=max(1, members))
 
 
+@asks("evaluate.model")
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Settings):
     """``evaluate.model``: of a network on one of the splits.
@@ -628,6 +641,7 @@ class Evaluate(Settings):
         return {"metrics": (splits_of(self.split), 1)}
 
 
+@asks("evaluate.personalised")
 @dataclass(frozen=True, kw_only=True)
 class Personalise(Settings):
     """``evaluate.personalised``: metrics after local training."""
@@ -641,27 +655,6 @@ class Personalise(Settings):
     def with_steps(self, steps: int) -> Personalise:
         """The same training for so many steps."""
         return replace(self, local=self.local.with_steps(steps))
-
-
-REQUESTS: dict[str, type[Settings]] = {
-    "query.describe": Describe,
-    "query.commit": Commit,
-    "query.latency": MeasureLatency,
-    "query.statistics": TellStatistics,
-    "query.keep_model": KeepModel,
-    **SUM_REQUESTS,
-    "train.weight_gradient": TakeGradients,
-    "train.alpha_gradient": TakeGradients,
-    "train.gradients": TakeGradients,
-    "train.network_gradient": TakeNetworkGradient,
-    "train.search": Search,
-    "train.candidate": TrainCandidates,
-    "train.probe": Probe,
-    "train.weights": Train,
-    "evaluate.candidates": RewardCandidates,
-    "evaluate.model": Evaluate,
-    "evaluate.personalised": Personalise,
-}
 
 
 def decode(action: str, values: object) -> Settings:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.policy import refused
@@ -87,6 +87,20 @@ class Settings(Checked):
         return None
 
 
+REQUESTS: dict[str, type[Settings]] = {}  # by action
+Kind = TypeVar("Kind", bound=Settings)
+
+
+def asks(*actions: str) -> Callable[[type[Kind]], type[Kind]]:
+    """Make a class the request of actions."""
+
+    def register(kind: type[Kind]) -> type[Kind]:
+        REQUESTS.update(dict.fromkeys(actions, kind))
+        return kind
+
+    return register
+
+
 @dataclass(frozen=True)
 class Summed(Checked):
     """Masking of the reply to a request.
@@ -113,6 +127,7 @@ class Summed(Checked):
         return {state: Grid.of_range(most, sites=sites) for state, most in self.ranges.items()}
 
 
+@asks("query.sign_survivors")
 @dataclass(frozen=True, kw_only=True)
 class SignSurvivors(Settings):
     """``query.sign_survivors``: the list of the clients whose replies are in a sum.
@@ -133,6 +148,7 @@ class SignSurvivors(Settings):
         check_digest(self.context)
 
 
+@asks("query.open_masks")
 @dataclass(frozen=True, kw_only=True)
 class OpenMasks(Settings):
     """``query.open_masks``: what the server needs to take the masks off a sum.
@@ -198,7 +214,4 @@ def by_index(values: Mapping[str, str]) -> dict[int, bytes]:
         raise ConfigError(f"refused, no hex digits by index: {error}.") from error
 
 
-SUM_REQUESTS: dict[str, type[Settings]] = {
-    "query.sign_survivors": SignSurvivors,
-    "query.open_masks": OpenMasks,
-}
+SUM_ACTIONS = ("query.sign_survivors", "query.open_masks")  # answered without torch

@@ -28,7 +28,7 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import REQUESTS, LocalTraining, encode
 from fednas_flwr.protocol.states import MOMENTS, Layout, load_states, network_states, pack, unpack
-from fednas_flwr.protocol.sum_requests import SUM_REQUESTS
+from fednas_flwr.protocol.sum_requests import SUM_ACTIONS
 from fednas_flwr.search.objective import Objective, heads
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.settings import FedAvgSettings, NoPrivacy
@@ -142,7 +142,7 @@ def test_unreleased_fields_do_not_move_when_a_record_is_added_removed_or_replace
     plan = schedule(steps=2)
     sites = [make_site(records=rows, committed=plan) for rows in held]
     assert len({tuple(map(len, vars(site.client.data).values())) for site in sites}) >= 3
-    left_out = {"query.latency", *SUM_REQUESTS}  # these sites take no part in secure sums
+    left_out = {"query.latency", *SUM_ACTIONS}  # these sites take no part in secure sums
     left_out |= {"query.keep_model", "query.statistics"}  # in files of their own
     asked = [
         (action, {}) for action in (*PRIVATE_ACTIONS, "query.describe") if action not in left_out
