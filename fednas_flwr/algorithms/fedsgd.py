@@ -5,22 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from statistics import median
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import nn
 
-from fednas_flwr.algorithms.base import Shared, mean_metrics
-from fednas_flwr.algorithms.fedavg.strategy import SPLITS, held_out_metrics, trained_on
+from fednas_flwr.algorithms.base import Parts, PrivateTerms, mean_metrics
+from fednas_flwr.algorithms.fedavg.strategy import (
+    held_out_metrics,
+    retraining_release,
+    trained_on,
+    training_settings,
+)
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import TakeNetworkGradient
 from fednas_flwr.search.optimizer_step import make_sgd
 from fednas_flwr.server.cohort import Courier
-from fednas_flwr.settings.optimizers import SGD
+from fednas_flwr.settings import AlgorithmSettings, Config
 
 
-class FedSGD(GradientStrategy):
+class FedSGD(GradientStrategy[AlgorithmSettings]):
     """McMahan et al. (2017), arXiv 1602.05629, section 2, with a round's clients in every step.
 
     Clients return sums of gradients over batches of theirs, and the server steps along ``sum_k G_k
@@ -32,56 +37,29 @@ class FedSGD(GradientStrategy):
     so, without privacy, of as many as the median client takes for its epochs.
 
     Deviations: batches of ``batch_size`` in place of all records; momentum and decay.
-
-    Args:
-        network: The network to train, newly initialised.
-        courier: Reaches the clients.
-        description: What clients build the same network from, see ``clients.Client.network``.
-        local_epochs: Passes over the median client's records per round.
-        batch_size: Of each client, in every step.
-        weights: SGD, annealed over the rounds.
-        auxiliary_weight: Weight of the auxiliary head's loss; 0 without one.
-        drop_path_prob: Drop-path probability of the last round; rises linearly from 0.
-        evaluate_every: See :class:`~fednas_flwr.algorithms.fedavg.strategy.FedAvg`.
-        **shared: See :class:`RoundStrategy`; the server's own SGD has the momentum.
     """
 
     def __init__(
-        self,
-        network: nn.Module,
-        courier: Courier,
-        *,
-        description: Mapping[str, Any],
-        local_epochs: int,
-        batch_size: int,
-        weights: SGD,
-        auxiliary_weight: float = 0.0,
-        drop_path_prob: float = 0.0,
-        evaluate_every: int = 0,
-        **shared: Unpack[Shared],
+        self, network: nn.Module, courier: Courier, config: Config, **parts: Unpack[Parts]
     ) -> None:
-        """See the class."""
-        shared["momentum"] = "reset"
-        super().__init__(network, courier, stage="retrain", **shared)
-        self.description, self.weights = dict(description), weights
-        self.local_epochs, self.batch_size = local_epochs, batch_size
-        self.auxiliary_weight, self.drop_path_prob = auxiliary_weight, drop_path_prob
-        self.evaluate_every = evaluate_every
-        self.optimizers = {"weights": make_sgd(self.states["weights"].values(), weights)}
+        """See :class:`~fednas_flwr.algorithms.base.RoundStrategy`."""
+        super().__init__(network, courier, config, **parts)
+        self.weights, self.drop_path_prob = training_settings(config, self.found_configuration)
+        self.optimizers = {"weights": make_sgd(self.states["weights"].values(), self.weights)}
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Take the steps of a round, one exchange each."""
-        sgd = self.weights.at_round(server_round, num_rounds)
+        sgd, retrain = self.weights.at_round(server_round, num_rounds), self.config.retrain
         steps = self._steps()
         self.optimizers["weights"].param_groups[0]["lr"] = sgd.lr
         told: list[Reply] = []
         for step in range((server_round - 1) * steps, server_round * steps):
             request = TakeNetworkGradient(
                 self.description,
-                "+".join(trained_on(self.evaluate_every)),
+                "+".join(trained_on(retrain.evaluate_every)),
                 step,
-                None if self.private is not None else self.batch_size,
-                self.auxiliary_weight,
+                None if self.private is not None else retrain.batch_size,
+                retrain.auxiliary_weight,
                 self.drop_path_prob * (server_round - 1) / num_rounds,
                 self.site,
             )
@@ -90,34 +68,26 @@ class FedSGD(GradientStrategy):
             )
             told += self.descend(replies, ("weights",), clip_norm=sgd.clip_norm)
         return mean_metrics(told) | held_out_metrics(
-            self, self.description, self.evaluate_every, server_round, num_rounds
+            self, self.description, retrain.evaluate_every, server_round, num_rounds
         )
 
     def _steps(self) -> int:
         """Return the number of steps of a round."""
         if self.private is not None and self.private.local_steps is not None:
             return self.private.local_steps
+        retrain = self.config.retrain
         declared = [known.get("splits", {}) for known in self.courier.properties.values()]
-        splits = trained_on(self.evaluate_every)
+        splits = trained_on(retrain.evaluate_every)
         records: float = median(sum(own.get(split, 0) for split in splits) for own in declared)
-        return self.local_epochs * max(1, math.ceil(records / self.batch_size))
+        return retrain.local_epochs * max(1, math.ceil(records / retrain.batch_size))
 
+    @classmethod
+    def releases(
+        cls, settings: AlgorithmSettings, terms: PrivateTerms, server_round: int, num_rounds: int
+    ) -> list[PlannedRelease]:
+        """Every step's gradient.
 
-def releases(
-    server_round: int,
-    num_rounds: int,
-    *,
-    batch_size: float | None,
-    local_steps: int,
-    norm: float,
-    secure_sum: bool,
-) -> list[PlannedRelease]:
-    """Return what a round releases of each client: every step's gradient.
-
-    With secure sums clients share its noise: a reply is a clipped sum at weights that all were
-    sent.
-    """
-    terms = (SPLITS, batch_size, local_steps, norm)
-    return [
-        PlannedRelease("retrain", "train.network_gradient", "weights", *terms, shared=secure_sum)
-    ]
+        With secure sums clients share its noise: a reply is a clipped sum at weights that all were
+        sent.
+        """
+        return [retraining_release("train.network_gradient", terms, shared=terms.secure_sum)]

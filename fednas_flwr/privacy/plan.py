@@ -7,7 +7,7 @@ calibrates their noise, a site keeps them in its ledger, and every release is ch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -128,10 +128,6 @@ class PrivateStage:
         """Return sigma of a kind of release, None if the stage has none of it."""
         found = [release for release in self.releases if release.kind == kind]
         return found[0].noise_multiplier if found else None
-
-
-# Given a round, from 1, and the number of rounds: everything that the round releases.
-RoundReleases = Callable[[int, int], list[PlannedRelease]]
 
 
 def gradient_releases(

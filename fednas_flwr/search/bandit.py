@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.settings.optimizers import BanditSettings, Configuration, Range, check_ranges
 from fednas_flwr.settings.parser import check_range
 
@@ -157,6 +158,13 @@ class Bandit:
             noise=float(values["noise"]),
             tried=frozenset(values["tried"]),
         )
+
+
+def make_configurations(
+    listed: list[Configuration], number: int, ranges: Mapping[str, Range], *, seed: int
+) -> list[Configuration]:
+    """The listed configurations, else ``number`` that are drawn from the run's seed."""
+    return listed or draw_configurations(number, ranges, make_generator(seed, "configurations"))
 
 
 def draw_configurations(

@@ -1,1 +1,119 @@
 """FEATHERS: a bandit over hyper-parameters alternates with federated DARTS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fednas_flwr.algorithms.fed_darts import check_rule
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings import AlgorithmSettings, Config, NoPrivacy, registry
+from fednas_flwr.settings.incompatible import searches
+from fednas_flwr.settings.names import UNITS
+from fednas_flwr.settings.optimizers import (
+    REWARDED,
+    BanditSettings,
+    ClipNorm,
+    Configuration,
+    Count,
+    ListLength,
+    LossBound,
+    Range,
+    RateOrZero,
+    Rule,
+    Steps,
+    check_ranges,
+)
+from fednas_flwr.settings.parser import OneOf
+
+
+@dataclass(frozen=True)
+class FEATHERSSettings(AlgorithmSettings):
+    """FEATHERS: local epochs whose hyper-parameters a bandit chooses.
+
+    Attributes:
+        rule: Rule of the alphas' gradient, as of federated DARTS.
+        local_epochs: Local epochs of every client per round.
+        batch_size: Records per step of a client.
+        clip_norm: Largest norm of a batch's mean gradient; null does not clip.
+        nas_rounds: Rounds of search between two explorations.
+        rewarded: Loss that rewards a configuration: each client's own trained model (``local``), or
+            their average (``averaged``), which takes two exchanges per trial.
+        beta_decay: Weight of beta-DARTS' regulariser in the last round of the search, to which it
+            rises linearly.
+        loss_bound: Bound on a record's decrease of loss.
+        num_configurations: Number of configurations to draw where none are given.
+        configurations: The bandit's arms; empty draws them from ``ranges``.
+        ranges: Range of every hyper-parameter, from which configurations are drawn.
+        bandit: The bandit's constants.
+    """
+
+    rule: Rule
+    local_epochs: Steps
+    batch_size: Count
+    clip_norm: ClipNorm | None
+    nas_rounds: Count
+    beta_decay: RateOrZero
+    rewarded: Annotated[str, OneOf(REWARDED)]
+    loss_bound: LossBound
+    num_configurations: ListLength
+    configurations: list[Configuration]
+    ranges: dict[str, Range]
+    bandit: BanditSettings
+
+    def __post_init__(self) -> None:
+        """Check the ranges; those that nothing is drawn from may be empty."""
+        super().__post_init__()
+        if self.ranges or self.needs_ranges:
+            check_ranges(self.ranges)
+
+    @property
+    def needs_ranges(self) -> bool:
+        """Whether configurations are drawn, or seen as shares of their ranges."""
+        uses = self.bandit.resampled_share > 0 or self.bandit.sees_state
+        return uses or not self.configurations
+
+
+def _check(config: Config) -> None:
+    """Refuse what federated DARTS does, and private rewards of averaged models."""
+    settings = config.algorithm
+    assert isinstance(settings, FEATHERSSettings)
+    check_rule(config, settings.rule)
+    if not isinstance(config.privacy, NoPrivacy) and settings.rewarded != "local":
+        raise ConfigError(
+            f"algorithm.rewarded={settings.rewarded} with privacy=dp is not possible yet: losses "
+            "of averaged models are no planned release; set algorithm.rewarded=local."
+        )
+
+
+_UNUSED = (
+    registry.Rule(
+        "algorithm.rule algorithm.local_epochs algorithm.batch_size algorithm.clip_norm",
+        lambda c: not searches(c),
+        "stages={c.stages}, which lack search",
+    ),
+    registry.Rule(
+        "retrain.weights.lr retrain.weights.min_lr retrain.weights.momentum "
+        "retrain.weights.weight_decay retrain.drop_path_prob",
+        lambda c: True,
+        "algorithm={c.algorithm.name}, which chooses it from configurations of its own",
+    ),
+    registry.Rule(
+        "algorithm.bandit.scale_retention",
+        lambda c: not c.algorithm.bandit.scaled,  # type: ignore[attr-defined]
+        "algorithm.bandit.scaled=false",
+    ),
+)
+registry.register(
+    "algorithm",
+    "feathers",
+    registry.Algorithm(
+        FEATHERSSettings,
+        search=f"{__name__}.strategy:FEATHERS",
+        retraining=f"{__name__}.strategy:FEATHERS",
+        units=UNITS,
+        asks_rewards=True,
+        check=_check,
+        unused=_UNUSED,
+    ),
+)
