@@ -13,10 +13,10 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from statistics import median
-from typing import Any, Generic, TypedDict, TypeVar, cast, get_args
+from typing import Any, Generic, TypeVar, cast, get_args
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -24,6 +24,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
+from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import Description
 from fednas_flwr.privacy.plan import PlannedRelease, PrivateStage
@@ -48,7 +49,7 @@ from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.server.client_sampling import Turn
 from fednas_flwr.server.cohort import TOTAL, Courier
 from fednas_flwr.server.robust_averages import TrimmedMean, median_rewards
-from fednas_flwr.settings import AlgorithmSettings, Config, DifferentialPrivacy
+from fednas_flwr.settings import AlgorithmSettings, Config
 from fednas_flwr.settings.incompatible import follows_noise
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.optimizers import SGD, Configuration
@@ -66,81 +67,6 @@ def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
     """Return whether a model is evaluated after a round: every so many, and the last."""
     due = evaluate_every > 0 and server_round % evaluate_every == 0
     return due or server_round == num_rounds
-
-
-def search_batch(config: Config) -> float | None:
-    """Size of a search step's batch at a client, expected with privacy.
-
-    Below 1 it is the rate at which each record is drawn; None takes all records.
-    """
-    return _batch(config.privacy, getattr(config.algorithm, "batch_size", None))
-
-
-def retrain_batch(config: Config) -> float | None:
-    """Size of a retraining step's batch at a client, likewise."""
-    privacy = config.privacy
-    terms = privacy.retrain if isinstance(privacy, DifferentialPrivacy) else privacy
-    return _batch(terms, config.retrain.batch_size)
-
-
-def _batch(terms: object, batch_size: int | None) -> float | None:
-    rate: float | None = getattr(terms, "rate", None)
-    if rate is None:
-        return batch_size
-    return rate if rate < 1 else None
-
-
-@dataclass(frozen=True)
-class PrivateTerms:
-    """Terms of a private stage that its releases follow from, beside the algorithm's settings.
-
-    Attributes:
-        stage: ``search`` or ``retrain``.
-        batch_size: See :class:`~fednas_flwr.privacy.plan.PlannedRelease`.
-        local_steps: Noised steps of a local training.
-        norms: Clipping norms by kind of release.
-        measures: Whether metrics are released.
-        secure_sum: Whether clients can share the noise of what a secure sum adds up.
-        space: Name of the search space.
-    """
-
-    stage: str
-    batch_size: float | None
-    local_steps: int
-    norms: Mapping[str, float]
-    measures: bool
-    secure_sum: bool
-    space: str
-
-    @classmethod
-    def of(cls, config: Config, stage: str) -> PrivateTerms:
-        """The terms of a stage of a private run."""
-        privacy = config.privacy
-        assert isinstance(privacy, DifferentialPrivacy)
-        batch_size, local_steps, norms = search_batch(config), privacy.local_steps, {}
-        if stage == "retrain":
-            batch_size, local_steps = retrain_batch(config), privacy.retrain.local_steps
-            norms = {"weights": privacy.retrain.max_grad_norm}
-        return cls(
-            stage,
-            batch_size,
-            local_steps,
-            {**privacy.search_norms, **norms},
-            privacy.metrics_noise_multiplier is not None,
-            config.secure_sum,
-            config.search_space.name,
-        )
-
-
-class Parts(TypedDict, total=False):
-    """Keyword arguments of every strategy, see :class:`RoundStrategy`."""
-
-    space: SearchSpace | None
-    prepared: Prepared | None
-    description: Description | None
-    configuration: Configuration | None
-    checkpoints: CheckpointFolder | None
-    private: PrivateStage | None
 
 
 S = TypeVar("S", bound=AlgorithmSettings)
@@ -222,6 +148,10 @@ class RoundStrategy(Strategy, Generic[S]):
         self._client_metrics: dict[int, dict[str, float]] = {}
         self._turn: Turn | None = None
         self._asked: set[int] = set()
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Make what the strategy holds besides; the constructor calls it last."""
 
     @abstractmethod
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
@@ -235,18 +165,14 @@ class RoundStrategy(Strategy, Generic[S]):
         """
 
     @classmethod
-    def releases(
-        cls, settings: S, terms: PrivateTerms, server_round: int, num_rounds: int
-    ) -> list[PlannedRelease]:
+    def releases(cls, settings: S, private: PrivateRound) -> list[PlannedRelease]:
         """Everything that a round of a private run releases of each client, at most.
 
         It follows from the configuration alone, before there is a network or a client.
 
         Args:
             settings: The algorithm's settings.
-            terms: The private terms of the stage.
-            server_round: From 1.
-            num_rounds: Rounds of the stage.
+            private: The round.
         """
         raise NotImplementedError(f"{cls.__name__} does not run with privacy")
 

@@ -5,24 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from statistics import median
-from typing import Unpack
 
-from torch import nn
-
-from fednas_flwr.algorithms.base import Parts, PrivateTerms, mean_metrics
+from fednas_flwr.algorithms.base import mean_metrics
 from fednas_flwr.algorithms.fedavg.strategy import (
+    SPLITS,
     held_out_metrics,
-    retraining_release,
     trained_on,
     training_settings,
 )
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
+from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import TakeNetworkGradient
 from fednas_flwr.search.optimizer_step import make_sgd
-from fednas_flwr.server.cohort import Courier
-from fednas_flwr.settings import AlgorithmSettings, Config
+from fednas_flwr.settings import AlgorithmSettings
 
 
 class FedSGD(GradientStrategy[AlgorithmSettings]):
@@ -39,12 +36,9 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
     Deviations: batches of ``batch_size`` in place of all records; momentum and decay.
     """
 
-    def __init__(
-        self, network: nn.Module, courier: Courier, config: Config, **parts: Unpack[Parts]
-    ) -> None:
-        """See :class:`~fednas_flwr.algorithms.base.RoundStrategy`."""
-        super().__init__(network, courier, config, **parts)
-        self.weights, self.drop_path_prob = training_settings(config, self.found_configuration)
+    def set_up(self) -> None:
+        """Make the server's optimiser."""
+        self.weights, self.drop_path_prob = training_settings(self.config, self.found_configuration)
         self.optimizers = {"weights": make_sgd(self.states["weights"].values(), self.weights)}
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
@@ -82,12 +76,11 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
         return retrain.local_epochs * max(1, math.ceil(records / retrain.batch_size))
 
     @classmethod
-    def releases(
-        cls, settings: AlgorithmSettings, terms: PrivateTerms, server_round: int, num_rounds: int
-    ) -> list[PlannedRelease]:
+    def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:
         """Every step's gradient.
 
         With secure sums clients share its noise: a reply is a clipped sum at weights that all were
         sent.
         """
-        return [retraining_release("train.network_gradient", terms, shared=terms.secure_sum)]
+        actions, shared = {"weights": "train.network_gradient"}, private.secure_sum
+        return private.gradients(actions, splits=SPLITS, shared=shared)

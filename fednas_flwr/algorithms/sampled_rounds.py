@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fednas_flwr.algorithms.base import retrain_batch, search_batch
 from fednas_flwr.algorithms.fedavg.strategy import trained_on
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
+from fednas_flwr.algorithms.private_rounds import retrain_batch, search_batch
 from fednas_flwr.server.client_sampling import Sampling
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.incompatible import retrains_by_gradients

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from fednas_flwr.algorithms.base import PrivateTerms, RoundStrategy
+from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.earlier_runs import prior_alphas
 from fednas_flwr.algorithms.fdnas import whole_search
 from fednas_flwr.algorithms.fedavg.strategy import FedAvg
 from fednas_flwr.algorithms.fedsgd import FedSGD
+from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import (
     Description,
@@ -113,9 +114,9 @@ def make_retraining(
 
 def releases_by_round(config: Config, stage: str, num_rounds: int) -> list[list[PlannedRelease]]:
     """What each round of a stage of a private run releases of a client that it asks."""
-    strategy, terms = strategy_of(config, stage), PrivateTerms.of(config, stage)
+    strategy = strategy_of(config, stage)
     rounds = [
-        strategy.releases(config.algorithm, terms, number, num_rounds)
+        strategy.releases(config.algorithm, PrivateRound.of(config, stage, number, num_rounds))
         for number in range(1, num_rounds + 1)
     ]
     return [of_clients(releases) for releases in rounds] if by_client(config) else rounds

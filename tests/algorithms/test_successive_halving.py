@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.algorithms.base import PrivateTerms
+from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.algorithms.stage_strategies import releases_by_round
 from fednas_flwr.algorithms.successive_halving.strategy import SuccessiveHalving, num_left
 from fednas_flwr.base.errors import ConfigError
@@ -108,8 +108,7 @@ def test_the_pool_is_the_best_of_a_shortlist(searched, compose_config, federate)
     kept = [best[place] for place in sorted(range(6), key=lambda place: -naswot[place])[:4]]
     shortlist = "algorithm.pool.shortlist={keep: 6, scores: [naswot]}"
     strategy = federate(compose_config(*SEARCH, shortlist)).strategy
-    generator = make_generator(config.seed, "successive_halving")
-    assert list(strategy.choose(generator))[:4] == [genotypes[index] for index in kept]
+    assert strategy._choose()[:4] == [genotypes[index] for index in kept]
     with pytest.raises(ConfigError, match=r"shortlist.keep=3 .* 4 to draws=9"):
         compose_config(*SEARCH, "algorithm.pool.shortlist={keep: 3, scores: [naswot]}")
 
@@ -476,11 +475,11 @@ def test_one_network_is_left_and_rungs_divide_by_eta(keep, eta, rounds):
     powers = {math.ceil(keep / eta**rung) for rung in range(8)}
     assert set(left) <= powers
     norms = {"weights": 1.0, "rewards": 1.0}
-    terms = PrivateTerms("search", 8, 3, norms, measures=False, secure_sum=False, space="darts")
+    first = PrivateRound("search", 1, rounds, 8, 3, norms, False, False, "darts")
     pool = SimpleNamespace(size=lambda space: keep)
     settings = SimpleNamespace(pool=pool, eta=eta)
     measured = sum(
-        len(SuccessiveHalving.releases(settings, terms, number, rounds)) - 1
+        len(SuccessiveHalving.releases(settings, replace(first, number=number))) - 1
         for number in range(1, rounds + 1)
     )
     assert measured == len(set(left)) - 1

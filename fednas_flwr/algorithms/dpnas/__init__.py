@@ -7,23 +7,14 @@ from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import AlgorithmSettings, Config, DPCells, NoPrivacy
+from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import retrains, searches
 from fednas_flwr.settings.names import PERSON, RECORD
-from fednas_flwr.settings.optimizers import (
-    MOST_CANDIDATES,
-    SGD,
-    ControllerSettings,
-    Count,
-    CountOrZero,
-    DPAware,
-    EvolutionSettings,
-    Steps,
-)
 from fednas_flwr.settings.parser import Between, OneOf
 from fednas_flwr.settings.registry import Algorithm, Rule, register
 
 SAMPLERS = ("controller", "evolution", "random")
-Candidates = Annotated[int, Between(1, MOST_CANDIDATES)]
+Candidates = Annotated[int, Between(1, opt.MOST_CANDIDATES)]
 
 
 @dataclass(frozen=True)
@@ -49,13 +40,13 @@ class DPNASSettings(AlgorithmSettings):
     trained_candidates: Candidates
     rewarded_candidates: Candidates
     final_candidates: Candidates
-    warm_up_rounds: CountOrZero
-    local_steps: Steps
-    batch_size: Count
-    weights: SGD
-    dp_aware: DPAware | None
-    controller: ControllerSettings
-    evolution: EvolutionSettings
+    warm_up_rounds: opt.CountOrZero
+    local_steps: opt.Steps
+    batch_size: opt.Count
+    weights: opt.SGD
+    dp_aware: opt.DPAware | None
+    controller: opt.ControllerSettings
+    evolution: opt.EvolutionSettings
 
 
 def _settings(config: Config) -> DPNASSettings:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Unpack, cast
+from typing import Any
 
-from torch import nn
-
-from fednas_flwr.algorithms.base import Parts, PrivateTerms, RoundStrategy
+from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.dpnas import DPNASSettings
+from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, rewards_release
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates
 from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.search.candidate import path_states
 from fednas_flwr.search.controller import Controller
 from fednas_flwr.search.samplers import Evolution, Path, RandomSampler, RejectionSampler, Sampler
-from fednas_flwr.server.cohort import Courier
-from fednas_flwr.settings import Config
 from fednas_flwr.spaces.dp_cells import DPCellSpace
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.space import Supernet
@@ -41,16 +38,18 @@ class DPNAS(RoundStrategy[DPNASSettings]):
     the noise of the releases takes its place. The samples of a round come from (seed, round).
     """
 
-    def __init__(
-        self, network: nn.Module, courier: Courier, config: Config, **parts: Unpack[Parts]
-    ) -> None:
-        """See :class:`~fednas_flwr.algorithms.base.RoundStrategy`."""
-        super().__init__(network, courier, config, **parts)
+    def __init__(self, network: Supernet, *args: Any, **parts: Any) -> None:
+        """Keep the supernet, which says what the paths consist of."""
+        self.supernet = network
+        super().__init__(network, *args, **parts)
+
+    def set_up(self) -> None:
+        """Make the sampler; paths are sampled without alphas."""
         for states in (self.states, self.layouts):
             del states["alphas"]  # paths are sampled without
         assert isinstance(self.space, DPCellSpace)  # as the configuration has it
-        self.supernet, self.cells = cast(Supernet, network), self.space
-        self.sampler = make_sampler(config.seed, self.settings, type(self.space))
+        self.cells = self.space
+        self.sampler = make_sampler(self.config.seed, self.settings, type(self.space))
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train candidates, then teach the controller; after the last round choose."""
@@ -113,20 +112,14 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         self.sampler.load(tensors)
 
     @classmethod
-    def releases(
-        cls, settings: DPNASSettings, terms: PrivateTerms, server_round: int, num_rounds: int
-    ) -> list[PlannedRelease]:
+    def releases(cls, settings: DPNASSettings, private: PrivateRound) -> list[PlannedRelease]:
         """Every trained candidate's steps, and rewards; the last round measures twice."""
-        planned = gradient_releases(
-            {"weights": "train.candidate"},
-            batch_size=terms.batch_size,
-            steps=settings.trained_candidates * settings.local_steps,
-            norms=terms.norms,
-        )
-        measured = int(server_round > settings.warm_up_rounds) + int(server_round == num_rounds)
+        steps = settings.trained_candidates * settings.local_steps
+        planned = private.gradients({"weights": "train.candidate"}, steps=steps)
+        learns = private.number > settings.warm_up_rounds
+        measured = [learns, private.number == private.num_rounds].count(True)
         if measured:
-            norm = terms.norms["rewards"]
-            planned += [rewards_release("search", "evaluate.candidates", measured, norm)]
+            planned += [private.rewards("evaluate.candidates", measured)]
         return planned
 
 

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError, show, unknown_choice
 from fednas_flwr.settings import AlgorithmSettings, BlockSpace, Config, Hardware
+from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.names import PERSON, RECORD
-from fednas_flwr.settings.optimizers import SGD, Adam, Count, CountOrZero, Gates, Steps
 from fednas_flwr.settings.parser import Between, OneOf, check_range
 from fednas_flwr.settings.registry import Algorithm, Rule, register
 
@@ -32,13 +32,13 @@ class FDNASSettings(AlgorithmSettings):
         hardware: Hardware loss of the alphas; null has none.
     """
 
-    gates: Gates
-    warm_up_rounds: CountOrZero
-    local_epochs: Steps
-    batch_size: Count
+    gates: opt.Gates
+    warm_up_rounds: opt.CountOrZero
+    local_epochs: opt.Steps
+    batch_size: opt.Count
     sparse: bool
-    weights: SGD
-    alphas: Adam
+    weights: opt.SGD
+    alphas: opt.Adam
     hardware: Hardware | None
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class CFDNASSettings(AlgorithmSettings):
     group_by: Annotated[str, OneOf(GROUPINGS)]
     num_groups: Annotated[int, Between(2)] | None
     inherit: bool
-    group_rounds: Count
+    group_rounds: opt.Count
     group_hardware: dict[str, Hardware]
     search: FDNASSettings
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fednas_flwr.algorithms.base import Parts, PrivateTerms, RoundStrategy
+from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fdnas import FDNASSettings
-from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import LocalSearch, Search
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.search.proxyless import SampledPaths
-from fednas_flwr.server.cohort import Courier
-from fednas_flwr.settings import Config
 from fednas_flwr.settings.optimizers import SGD
 from fednas_flwr.spaces.hardware_terms import hardware_terms
 
@@ -33,11 +31,8 @@ class FDNAS(RoundStrategy[FDNASSettings]):
 
     keeps_updates = False
 
-    def __init__(
-        self, network: nn.Module, courier: Courier, config: Config, **parts: Unpack[Parts]
-    ) -> None:
-        """See :class:`~fednas_flwr.algorithms.base.RoundStrategy`."""
-        super().__init__(network, courier, config, **parts)
+    def set_up(self) -> None:
+        """Make the terms of the hardware loss."""
         assert self.space is not None
         self._hardware = hardware_terms(self.settings.hardware, self.space)
 
@@ -84,18 +79,11 @@ class FDNAS(RoundStrategy[FDNASSettings]):
         return Search(local, sparse=settings.sparse, site=self.site)
 
     @classmethod
-    def releases(
-        cls, settings: FDNASSettings, terms: PrivateTerms, server_round: int, num_rounds: int
-    ) -> list[PlannedRelease]:
+    def releases(cls, settings: FDNASSettings, private: PrivateRound) -> list[PlannedRelease]:
         """Every local step's gradients; the warm-up releases no alphas."""
-        warm_up = server_round <= settings.warm_up_rounds
+        warm_up = private.number <= settings.warm_up_rounds
         states = ("weights",) if warm_up else ("weights", "alphas")
-        return gradient_releases(
-            dict.fromkeys(states, "train.search"),
-            batch_size=terms.batch_size,
-            steps=terms.local_steps,
-            norms=terms.norms,
-        )
+        return private.gradients(dict.fromkeys(states, "train.search"))
 
 
 def _flat(alphas: Packed) -> Tensor:

@@ -8,22 +8,9 @@ from typing import Annotated
 from fednas_flwr.algorithms.fed_darts import check_rule
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import AlgorithmSettings, Config, NoPrivacy, registry
+from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.names import UNITS
-from fednas_flwr.settings.optimizers import (
-    REWARDED,
-    BanditSettings,
-    ClipNorm,
-    Configuration,
-    Count,
-    ListLength,
-    LossBound,
-    Range,
-    RateOrZero,
-    Rule,
-    Steps,
-    check_ranges,
-)
 from fednas_flwr.settings.parser import OneOf
 
 
@@ -48,24 +35,24 @@ class FEATHERSSettings(AlgorithmSettings):
         bandit: The bandit's constants.
     """
 
-    rule: Rule
-    local_epochs: Steps
-    batch_size: Count
-    clip_norm: ClipNorm | None
-    nas_rounds: Count
-    beta_decay: RateOrZero
-    rewarded: Annotated[str, OneOf(REWARDED)]
-    loss_bound: LossBound
-    num_configurations: ListLength
-    configurations: list[Configuration]
-    ranges: dict[str, Range]
-    bandit: BanditSettings
+    rule: opt.Rule
+    local_epochs: opt.Steps
+    batch_size: opt.Count
+    clip_norm: opt.ClipNorm | None
+    nas_rounds: opt.Count
+    beta_decay: opt.RateOrZero
+    rewarded: Annotated[str, OneOf(opt.REWARDED)]
+    loss_bound: opt.LossBound
+    num_configurations: opt.ListLength
+    configurations: list[opt.Configuration]
+    ranges: dict[str, opt.Range]
+    bandit: opt.BanditSettings
 
     def __post_init__(self) -> None:
         """Check the ranges; those that nothing is drawn from may be empty."""
         super().__post_init__()
         if self.ranges or self.needs_ranges:
-            check_ranges(self.ranges)
+            opt.check_ranges(self.ranges)
 
     @property
     def needs_ranges(self) -> bool:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import NamedTuple, Unpack
+from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from fednas_flwr.algorithms.base import Parts, PrivateTerms, RoundStrategy
+from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.feathers import FEATHERSSettings
+from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, rewards_release
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.actions import SUPERNET
 from fednas_flwr.protocol.requests import (
     Evaluate,
@@ -31,8 +31,6 @@ from fednas_flwr.search.bandit import Bandit, make_configurations
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.regularisation import rising
 from fednas_flwr.search.tuner import Tuner
-from fednas_flwr.server.cohort import Courier
-from fednas_flwr.settings import Config
 from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, SGD, Configuration
 
 BOUND_PER_SCALE = 4.0
@@ -70,14 +68,14 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     the round that follows them; the paper has none.
     """
 
-    def __init__(
-        self, network: nn.Module, courier: Courier, config: Config, **parts: Unpack[Parts]
-    ) -> None:
-        """See :class:`~fednas_flwr.algorithms.base.RoundStrategy`."""
-        super().__init__(network, courier, config, **parts)
-        settings, trained = self.settings, config.retrain
+    def set_up(self) -> None:
+        """Make the bandit."""
+        settings, trained = self.settings, self.config.retrain
         configurations = make_configurations(
-            settings.configurations, settings.num_configurations, settings.ranges, seed=config.seed
+            settings.configurations,
+            settings.num_configurations,
+            settings.ranges,
+            seed=self.config.seed,
         )
         self.tuner = Tuner.of(configurations, settings.ranges, settings.bandit)
         self.values = {"tuner": self.tuner.to_json(), "loss": None}
@@ -227,31 +225,20 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         return self.client_weights(configuration.sgd(self.clip_norm))
 
     @classmethod
-    def releases(
-        cls, settings: FEATHERSSettings, terms: PrivateTerms, server_round: int, num_rounds: int
-    ) -> list[PlannedRelease]:
+    def releases(cls, settings: FEATHERSSettings, private: PrivateRound) -> list[PlannedRelease]:
         """The steps of training and of trials, and rewards; kappa is largest at first."""
         arms = len(settings.configurations) or settings.num_configurations
         trials = 0
-        if explores(server_round, settings.nas_rounds):
+        if explores(private.number, settings.nas_rounds):
             trials = Bandit.of(arms, settings.bandit).num_trials()
         training, states = "train.search", ["weights", "alphas"]
-        if terms.stage == "retrain":
+        if private.stage == "retrain":
             training, states = "train.weights", ["weights"]
-        steps = {training: terms.local_steps, "train.probe": trials * terms.local_steps}
-        planned = [
-            replace(release, stage=terms.stage)
-            for action, number in steps.items()
-            if number
-            for release in gradient_releases(
-                dict.fromkeys(states, action),
-                batch_size=terms.batch_size,
-                steps=number,
-                norms=terms.norms,
-            )
-        ]
+        planned = private.gradients(dict.fromkeys(states, training))
         if trials:
-            planned += [rewards_release(terms.stage, "train.probe", trials, terms.norms["rewards"])]
+            steps = trials * private.local_steps
+            planned += private.gradients(dict.fromkeys(states, "train.probe"), steps=steps)
+            planned += [private.rewards("train.probe", trials)]
         return planned
 
 

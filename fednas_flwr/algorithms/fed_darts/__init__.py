@@ -6,18 +6,9 @@ from dataclasses import dataclass
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import AlgorithmSettings, Config, registry
+from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import by_record, searches
 from fednas_flwr.settings.names import UNITS
-from fednas_flwr.settings.optimizers import (
-    SGD,
-    Adam,
-    Count,
-    PriorSettings,
-    RateOrZero,
-    Rule,
-    Steps,
-    Temperatures,
-)
 
 
 @dataclass(frozen=True)
@@ -40,16 +31,16 @@ class FedDARTSSettings(AlgorithmSettings):
             all ops.
     """
 
-    rule: Rule
-    local_epochs: Steps
-    batch_size: Count
-    validation_weight: RateOrZero
-    proximal: RateOrZero
-    weights: SGD
-    alphas: Adam
-    beta_decay: RateOrZero
-    prior: PriorSettings | None
-    temperatures: Temperatures | None
+    rule: opt.Rule
+    local_epochs: opt.Steps
+    batch_size: opt.Count
+    validation_weight: opt.RateOrZero
+    proximal: opt.RateOrZero
+    weights: opt.SGD
+    alphas: opt.Adam
+    beta_decay: opt.RateOrZero
+    prior: opt.PriorSettings | None
+    temperatures: opt.Temperatures | None
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the rule fits."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fednas_flwr.algorithms.base import PrivateTerms, RoundStrategy
+from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
-from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalSearch, Search
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.regularisation import rising
@@ -45,13 +46,6 @@ class FedDARTS(RoundStrategy[FedDARTSSettings]):
         return self.train("train.search", request, settings.weights.momentum)
 
     @classmethod
-    def releases(
-        cls, settings: FedDARTSSettings, terms: PrivateTerms, server_round: int, num_rounds: int
-    ) -> list[PlannedRelease]:
+    def releases(cls, settings: FedDARTSSettings, private: PrivateRound) -> list[PlannedRelease]:
         """Every local step's two gradients."""
-        return gradient_releases(
-            dict.fromkeys(("weights", "alphas"), "train.search"),
-            batch_size=terms.batch_size,
-            steps=terms.local_steps,
-            norms=terms.norms,
-        )
+        return private.gradients(dict.fromkeys(("weights", "alphas"), "train.search"))

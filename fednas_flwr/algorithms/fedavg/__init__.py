@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fednas_flwr.settings import GivenNetwork
+from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import retrains_by_gradients
 from fednas_flwr.settings.names import UNITS
-from fednas_flwr.settings.optimizers import RateOrZero
 from fednas_flwr.settings.registry import Algorithm, Rule, register
 
 
@@ -19,7 +19,7 @@ class FedAvgSettings(GivenNetwork):
         proximal: FedProx' mu, which holds the weights near those that the server has sent.
     """
 
-    proximal: RateOrZero
+    proximal: opt.RateOrZero
 
 
 _ENTRY = Algorithm(

@@ -7,17 +7,15 @@ an optimiser of the server.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any
 
-from torch import nn
-
-from fednas_flwr.algorithms.base import Parts, PrivateTerms, RoundStrategy, evaluates
+from fednas_flwr.algorithms.base import RoundStrategy, evaluates
 from fednas_flwr.algorithms.fedavg import FedAvgSettings
 from fednas_flwr.algorithms.flower_optimizer import ServerOptimizer
+from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalTraining, Train
 from fednas_flwr.protocol.states import Packed, Tensors
-from fednas_flwr.server.cohort import Courier
 from fednas_flwr.settings import AlgorithmSettings, Config
 from fednas_flwr.settings.optimizers import SGD, Configuration
 
@@ -70,15 +68,12 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
     The server steps towards the clients' average where it has an optimiser.
     """
 
-    def __init__(
-        self, network: nn.Module, courier: Courier, config: Config, **parts: Unpack[Parts]
-    ) -> None:
-        """See :class:`~fednas_flwr.algorithms.base.RoundStrategy`."""
-        super().__init__(network, courier, config, **parts)
-        self.weights, self.drop_path_prob = training_settings(config, self.found_configuration)
-        self.proximal, self.optimizer = 0.0, ServerOptimizer.of(config.server_optimizer)
-        if isinstance(config.algorithm, FedAvgSettings):
-            self.proximal = config.algorithm.proximal
+    def set_up(self) -> None:
+        """Make the optimisers of clients and server."""
+        self.weights, self.drop_path_prob = training_settings(self.config, self.found_configuration)
+        self.proximal, self.optimizer = 0.0, ServerOptimizer.of(self.config.server_optimizer)
+        if isinstance(self.config.algorithm, FedAvgSettings):
+            self.proximal = self.config.algorithm.proximal
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train locally everywhere, average the weights, and measure them where that is due."""
@@ -114,22 +109,6 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
             self.optimizer.load(tensors)
 
     @classmethod
-    def releases(
-        cls, settings: AlgorithmSettings, terms: PrivateTerms, server_round: int, num_rounds: int
-    ) -> list[PlannedRelease]:
+    def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:
         """Every local step's gradient."""
-        return [retraining_release("train.weights", terms)]
-
-
-def retraining_release(action: str, terms: PrivateTerms, *, shared: bool = False) -> PlannedRelease:
-    """The release of the gradients of a retraining round's steps, on all records."""
-    return PlannedRelease(
-        terms.stage,
-        action,
-        "weights",
-        SPLITS,
-        terms.batch_size,
-        terms.local_steps,
-        terms.norms["weights"],
-        shared=shared,
-    )
+        return private.gradients({"weights": "train.weights"}, splits=SPLITS)

@@ -6,15 +6,7 @@ from dataclasses import dataclass
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import Config, GivenNetwork
-from fednas_flwr.settings.optimizers import (
-    ClipNorm,
-    Configuration,
-    ListLength,
-    LossBound,
-    Range,
-    ThetaSettings,
-    check_ranges,
-)
+from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.registry import Algorithm, Rule, register
 
 
@@ -31,18 +23,18 @@ class FedExSettings(GivenNetwork):
         ranges: Range of every hyper-parameter.
     """
 
-    clip_norm: ClipNorm | None
-    loss_bound: LossBound
-    theta: ThetaSettings
-    num_configurations: ListLength
-    configurations: list[Configuration]
-    ranges: dict[str, Range]
+    clip_norm: opt.ClipNorm | None
+    loss_bound: opt.LossBound
+    theta: opt.ThetaSettings
+    num_configurations: opt.ListLength
+    configurations: list[opt.Configuration]
+    ranges: dict[str, opt.Range]
 
     def __post_init__(self) -> None:
         """Check the ranges; those that nothing is drawn from may be empty."""
         super().__post_init__()
         if self.ranges or self.needs_ranges:
-            check_ranges(self.ranges)
+            opt.check_ranges(self.ranges)
 
     @property
     def needs_ranges(self) -> bool:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Unpack
 
-from torch import nn
-
-from fednas_flwr.algorithms.base import Parts, RoundStrategy
+from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fedex import FedExSettings
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import LocalTraining, Train
 from fednas_flwr.search.bandit import make_configurations
 from fednas_flwr.search.exponentiated_gradient import Theta, Trial
-from fednas_flwr.server.cohort import Courier
-from fednas_flwr.settings import Config
 from fednas_flwr.settings.optimizers import Configuration
 
 
@@ -31,14 +26,14 @@ class FedEx(RoundStrategy[FedExSettings]):
     A client's draw comes from (seed, round, client).
     """
 
-    def __init__(
-        self, network: nn.Module, courier: Courier, config: Config, **parts: Unpack[Parts]
-    ) -> None:
-        """See :class:`~fednas_flwr.algorithms.base.RoundStrategy`."""
-        super().__init__(network, courier, config, **parts)
+    def set_up(self) -> None:
+        """Make the distribution over configurations."""
         settings = self.settings
         self.configurations = make_configurations(
-            settings.configurations, settings.num_configurations, settings.ranges, seed=config.seed
+            settings.configurations,
+            settings.num_configurations,
+            settings.ranges,
+            seed=self.config.seed,
         )
         self.theta = Theta.of(len(self.configurations), settings.theta)
         self.values = {"theta": self.theta.to_json()}

@@ -8,17 +8,9 @@ from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import AlgorithmSettings, Config, NoPrivacy
+from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import retrains, searches
 from fednas_flwr.settings.names import PERSON, RECORD
-from fednas_flwr.settings.optimizers import (
-    SGD,
-    Adam,
-    Count,
-    CountOrZero,
-    PriorSettings,
-    RateOrZero,
-    Steps,
-)
 from fednas_flwr.settings.parser import Between, OneOf
 from fednas_flwr.settings.registry import Algorithm, Rule, register
 
@@ -45,13 +37,13 @@ class FNASSettings(AlgorithmSettings):
     order: Annotated[int, Between(1, 2)]
     reduce: Annotated[str, OneOf(("mean", "sum"))]
     fused: bool
-    local_steps: Steps
-    batch_size: Count | None
-    evaluate_every: CountOrZero
-    weights: SGD
-    alphas: Adam
-    beta_decay: RateOrZero
-    prior: PriorSettings | None
+    local_steps: opt.Steps
+    batch_size: opt.Count | None
+    evaluate_every: opt.CountOrZero
+    weights: opt.SGD
+    alphas: opt.Adam
+    beta_decay: opt.RateOrZero
+    prior: opt.PriorSettings | None
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the second order fits."""

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Unpack
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from fednas_flwr.algorithms.base import Parts, PrivateTerms, evaluates, mean_metrics
+from fednas_flwr.algorithms.base import evaluates, mean_metrics
 from fednas_flwr.algorithms.fnas import FNASSettings
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
-from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, metrics_release
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.privacy.plan import PlannedRelease, metrics_release
 from fednas_flwr.protocol.actions import SUPERNET
 from fednas_flwr.protocol.requests import TakeGradients
 from fednas_flwr.protocol.states import Packed, pack
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
 from fednas_flwr.search.regularisation import beta_gradient, rising
-from fednas_flwr.server.cohort import Courier
-from fednas_flwr.settings import Config
 from fednas_flwr.settings.optimizers import SGD
 
 
@@ -42,11 +40,8 @@ class FNAS(GradientStrategy[FNASSettings]):
     released.
     """
 
-    def __init__(
-        self, network: nn.Module, courier: Courier, config: Config, **parts: Unpack[Parts]
-    ) -> None:
-        """See :class:`~fednas_flwr.algorithms.base.RoundStrategy`."""
-        super().__init__(network, courier, config, **parts)
+    def set_up(self) -> None:
+        """Make the server's optimisers."""
         self._beta_weight = 0.0
         self.optimizers = {
             "weights": make_sgd(self.states["weights"].values(), self.settings.weights),
@@ -119,9 +114,7 @@ class FNAS(GradientStrategy[FNASSettings]):
         return self.validation_metrics({"name": SUPERNET})
 
     @classmethod
-    def releases(
-        cls, settings: FNASSettings, terms: PrivateTerms, server_round: int, num_rounds: int
-    ) -> list[PlannedRelease]:
+    def releases(cls, settings: FNASSettings, private: PrivateRound) -> list[PlannedRelease]:
         """The gradients of weights and alphas, and metrics where they are measured.
 
         With secure sums clients share the noise of a single step: their replies are clipped sums at
@@ -132,13 +125,9 @@ class FNAS(GradientStrategy[FNASSettings]):
         actions = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
         if settings.fused:
             actions = dict.fromkeys(actions, "train.gradients")
-        planned = gradient_releases(
-            actions,
-            batch_size=terms.batch_size,
-            steps=settings.local_steps,
-            norms=terms.norms,
-            shared=terms.secure_sum and settings.local_steps == 1 and not settings.fused,
-        )
-        if terms.measures and evaluates(settings.evaluate_every, server_round, num_rounds):
+        shared = private.secure_sum and settings.local_steps == 1 and not settings.fused
+        planned = private.gradients(actions, steps=settings.local_steps, shared=shared)
+        measured = evaluates(settings.evaluate_every, private.number, private.num_rounds)
+        if private.measures and measured:
             planned += [metrics_release("search", "validation")]
         return planned

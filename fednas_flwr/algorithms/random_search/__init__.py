@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fednas_flwr.settings import AlgorithmSettings, Config
+from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import searches
-from fednas_flwr.settings.optimizers import SGD, Count, CountOrZero, Range, Steps, check_ranges
 from fednas_flwr.settings.registry import NETWORKS, Algorithm, Rule, register
 
 
@@ -24,17 +24,17 @@ class RandomSearchSettings(AlgorithmSettings):
             ``weights``.
     """
 
-    trial_rounds: CountOrZero
-    local_epochs: Steps
-    batch_size: Count
-    weights: SGD
-    ranges: dict[str, Range] | None
+    trial_rounds: opt.CountOrZero
+    local_epochs: opt.Steps
+    batch_size: opt.Count
+    weights: opt.SGD
+    ranges: dict[str, opt.Range] | None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         super().__post_init__()
         if self.ranges is not None:
-            check_ranges(self.ranges)
+            opt.check_ranges(self.ranges)
 
     @property
     def trains_models(self) -> bool:

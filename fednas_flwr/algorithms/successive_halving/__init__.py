@@ -10,16 +10,9 @@ from typing import Annotated
 from fednas_flwr.algorithms.zero_cost import check_scores, check_shortlist
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import AlgorithmSettings, Config, NetworkLimits, NoPrivacy
+from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import retrains
 from fednas_flwr.settings.names import PERSON, RECORD
-from fednas_flwr.settings.optimizers import (
-    MOST_CANDIDATES,
-    REWARDED,
-    SGD,
-    Count,
-    ShortlistSettings,
-    Steps,
-)
 from fednas_flwr.settings.parser import Between, Checked, OneOf, check_distinct, check_range
 from fednas_flwr.settings.registry import NETWORKS, Algorithm, Rule, register
 
@@ -42,11 +35,11 @@ class PoolSettings(Checked):
             of the supernet's size.
     """
 
-    draws: Count
+    draws: opt.Count
     alphas: str | None
-    keep: Annotated[int, Between(2, MOST_CANDIDATES)] | None
+    keep: Annotated[int, Between(2, opt.MOST_CANDIDATES)] | None
     by: list[str] | None
-    shortlist: ShortlistSettings | None
+    shortlist: opt.ShortlistSettings | None
     limits: NetworkLimits
 
     def __post_init__(self) -> None:
@@ -91,10 +84,10 @@ class SuccessiveHalvingSettings(AlgorithmSettings):
 
     pool: PoolSettings
     eta: Annotated[int, Between(2)]
-    local_epochs: Steps
-    batch_size: Count
-    weights: SGD
-    rewarded: Annotated[str, OneOf(REWARDED)]
+    local_epochs: opt.Steps
+    batch_size: opt.Count
+    weights: opt.SGD
+    rewarded: Annotated[str, OneOf(opt.REWARDED)]
 
     @property
     def trains_models(self) -> bool:

@@ -7,23 +7,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 from torch import nn
 
-from fednas_flwr.algorithms.base import Parts, PrivateTerms, RoundStrategy
+from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.earlier_runs import found_alphas
+from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.algorithms.scored_draws import ScoredSearch, check_draws, make_search, shorten
 from fednas_flwr.algorithms.successive_halving import SuccessiveHalvingSettings, num_rungs
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import candidate_settings, describe_pool, seeded_network
-from fednas_flwr.privacy.plan import PlannedRelease, rewards_release
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalTraining, RewardCandidates, Train
 from fednas_flwr.protocol.states import pack, unpack
 from fednas_flwr.search.data_free_search import draw_by_alphas
 from fednas_flwr.search.pool import name_before
-from fednas_flwr.server.cohort import Courier
 from fednas_flwr.settings import Config
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
@@ -54,14 +54,11 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     over the rounds, or over the local epochs of ``local``.
     """
 
-    def __init__(
-        self, network: nn.Module, courier: Courier, config: Config, **parts: Unpack[Parts]
-    ) -> None:
-        """See :class:`~fednas_flwr.algorithms.base.RoundStrategy`."""
-        super().__init__(network, courier, config, **parts)
+    def set_up(self) -> None:
+        """Make the search."""
         assert self.space is not None
         assert self.prepared is not None
-        self._search = self._make_search(config, self.prepared, self.space)
+        self._search = self._make_search(self.config, self.prepared, self.space)
 
     @staticmethod
     def _make_search(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredSearch:
@@ -165,31 +162,17 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     @classmethod
     def releases(
-        cls,
-        settings: SuccessiveHalvingSettings,
-        terms: PrivateTerms,
-        server_round: int,
-        num_rounds: int,
+        cls, settings: SuccessiveHalvingSettings, private: PrivateRound
     ) -> list[PlannedRelease]:
         """Every step, and rewards where a rung ends."""
-        planned = [
-            PlannedRelease(
-                "search",
-                "train.weights",
-                "weights",
-                ("train",),
-                terms.batch_size,
-                terms.local_steps,
-                terms.norms["weights"],
-            )
-        ]
-        keep = settings.pool.size(terms.space)
+        planned = private.gradients({"weights": "train.weights"})
+        keep = settings.pool.size(private.space)
         before, after = (
-            num_left(number, num_rounds, keep=keep, eta=settings.eta)
-            for number in (server_round - 1, server_round)
+            num_left(number, private.num_rounds, keep=keep, eta=settings.eta)
+            for number in (private.number - 1, private.number)
         )
         if after < before:
-            planned += [rewards_release("search", "evaluate.candidates", 1, terms.norms["rewards"])]
+            planned += [private.rewards("evaluate.candidates")]
         return planned
 
     @classmethod

@@ -8,13 +8,13 @@ from typing import Annotated
 
 from fednas_flwr.base.errors import unknown_choice
 from fednas_flwr.settings import AlgorithmSettings, Config, NetworkLimits
+from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.names import UNITS
-from fednas_flwr.settings.optimizers import EvolutionSettings, ListLength, ShortlistSettings
 from fednas_flwr.settings.parser import Between, Length, check_distinct, check_range
 from fednas_flwr.settings.registry import Algorithm, Rule, register
 
 
-def check_shortlist(shortlist: ShortlistSettings | None, draws: int, *, least: int = 2) -> None:
+def check_shortlist(shortlist: opt.ShortlistSettings | None, draws: int, *, least: int = 2) -> None:
     """Raise ConfigError for a shortlist of more networks than are drawn, or of too few."""
     if shortlist is not None:
         keep, expected = shortlist.keep, f"{least} to draws={draws}"
@@ -37,9 +37,9 @@ class ZeroCostSettings(AlgorithmSettings):
     """
 
     scores: Annotated[list[str], Length(Between(1))] | None
-    draws: ListLength
-    shortlist: ShortlistSettings | None
-    evolution: EvolutionSettings | None
+    draws: opt.ListLength
+    shortlist: opt.ShortlistSettings | None
+    evolution: opt.EvolutionSettings | None
     limits: NetworkLimits
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class ZeroCostSettings(AlgorithmSettings):
 
 
 def check_scores(
-    key: str, names: Iterable[str], shortlist_key: str, shortlist: ShortlistSettings | None
+    key: str, names: Iterable[str], shortlist_key: str, shortlist: opt.ShortlistSettings | None
 ) -> None:
     """Refuse scores that do not exist."""
     from fednas_flwr.search.data_free_scores import SCORES  # brings torch

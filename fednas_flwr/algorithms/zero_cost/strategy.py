@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Unpack
 
-from torch import nn
-
-from fednas_flwr.algorithms.base import Parts, PrivateTerms, RoundStrategy
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.algorithms.scored_draws import ScoredSearch, check_draws, make_search, shorten
 from fednas_flwr.algorithms.zero_cost import ZeroCostSettings
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.data_free_search import Scored
-from fednas_flwr.server.cohort import Courier
 from fednas_flwr.settings import Config
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
@@ -31,14 +28,11 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
     The draws of a round come from (seed, round).
     """
 
-    def __init__(
-        self, network: nn.Module, courier: Courier, config: Config, **parts: Unpack[Parts]
-    ) -> None:
-        """See :class:`~fednas_flwr.algorithms.base.RoundStrategy`."""
-        super().__init__(network, courier, config, **parts)
+    def set_up(self) -> None:
+        """Make the search."""
         assert self.space is not None
         assert self.prepared is not None
-        self._search = self._make_search(config, self.prepared, self.space)
+        self._search = self._make_search(self.config, self.prepared, self.space)
         self.values = {"found": []}
 
     @staticmethod
@@ -86,9 +80,7 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
         return self.pool()[0].genotype
 
     @classmethod
-    def releases(
-        cls, settings: ZeroCostSettings, terms: PrivateTerms, server_round: int, num_rounds: int
-    ) -> list[PlannedRelease]:
+    def releases(cls, settings: ZeroCostSettings, private: PrivateRound) -> list[PlannedRelease]:
         """Nothing."""
         return []
 
