@@ -9,8 +9,8 @@ from torch import nn
 from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.earlier_runs import prior_alphas
 from fednas_flwr.algorithms.fdnas import whole_search
+from fednas_flwr.algorithms.fedavg.fedsgd import FedSGD
 from fednas_flwr.algorithms.fedavg.strategy import FedAvg
-from fednas_flwr.algorithms.fedsgd import FedSGD
 from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import (

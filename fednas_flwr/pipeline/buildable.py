@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from fednas_flwr.algorithms.client_clusters import check_groups
 from fednas_flwr.algorithms.earlier_runs import prior_alphas
 from fednas_flwr.algorithms.fdnas import all_hardware, whole_search
+from fednas_flwr.algorithms.fdnas.client_clusters import check_groups
 from fednas_flwr.algorithms.stage_strategies import strategy_of
 from fednas_flwr.base.errors import ConfigError, NoEffectError, show
 from fednas_flwr.base.memory import check_fits

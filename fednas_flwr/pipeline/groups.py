@@ -18,8 +18,8 @@ from threading import Lock
 from typing import Any
 
 from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.client_clusters import group_by_alphas, group_by_fact, group_name
 from fednas_flwr.algorithms.fdnas import CFDNASSettings, all_hardware
+from fednas_flwr.algorithms.fdnas.client_clusters import group_by_alphas, group_by_fact, group_name
 from fednas_flwr.algorithms.fdnas.strategy import FDNAS
 from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.base.files import write_atomically

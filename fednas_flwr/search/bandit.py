@@ -28,7 +28,13 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.settings.optimizers import BanditSettings, Configuration, Range, check_ranges
+from fednas_flwr.settings.optimizers import (
+    BanditSettings,
+    Configuration,
+    ConfigurationChoice,
+    Range,
+    check_ranges,
+)
 from fednas_flwr.settings.parser import check_range
 
 
@@ -160,11 +166,12 @@ class Bandit:
         )
 
 
-def make_configurations(
-    listed: list[Configuration], number: int, ranges: Mapping[str, Range], *, seed: int
-) -> list[Configuration]:
-    """The listed configurations, else ``number`` that are drawn from the run's seed."""
-    return listed or draw_configurations(number, ranges, make_generator(seed, "configurations"))
+def make_configurations(choice: ConfigurationChoice, seed: int) -> list[Configuration]:
+    """The configurations to choose among: those listed, else drawn from the run's seed."""
+    if choice.configurations:
+        return choice.configurations
+    generator = make_generator(seed, "configurations")
+    return draw_configurations(choice.num_configurations, choice.ranges, generator)
 
 
 def draw_configurations(

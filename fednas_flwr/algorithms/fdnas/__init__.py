@@ -55,7 +55,7 @@ class CFDNASSettings(AlgorithmSettings):
 
     Attributes:
         group_by: ``tag`` or ``hardware``, which each client tells of itself, or ``alphas``: similar
-            updates of the alphas, see ``algorithms.client_clusters``.
+            updates of the alphas, see ``algorithms.fdnas.client_clusters``.
         num_groups: Number of groups, for ``alphas``; else null.
         inherit: If true, groups start from the supernet of all clients; false is naive-CFDNAS,
             which leaves that search out.

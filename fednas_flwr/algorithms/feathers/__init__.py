@@ -15,7 +15,7 @@ from fednas_flwr.settings.parser import OneOf
 
 
 @dataclass(frozen=True)
-class FEATHERSSettings(AlgorithmSettings):
+class FEATHERSSettings(opt.ConfigurationChoice, AlgorithmSettings):
     """FEATHERS: local epochs whose hyper-parameters a bandit chooses.
 
     Attributes:
@@ -29,9 +29,6 @@ class FEATHERSSettings(AlgorithmSettings):
         beta_decay: Weight of beta-DARTS' regulariser in the last round of the search, to which it
             rises linearly.
         loss_bound: Bound on a record's decrease of loss.
-        num_configurations: Number of configurations to draw where none are given.
-        configurations: The bandit's arms; empty draws them from ``ranges``.
-        ranges: Range of every hyper-parameter, from which configurations are drawn.
         bandit: The bandit's constants.
     """
 
@@ -43,22 +40,13 @@ class FEATHERSSettings(AlgorithmSettings):
     beta_decay: opt.RateOrZero
     rewarded: Annotated[str, OneOf(opt.REWARDED)]
     loss_bound: opt.LossBound
-    num_configurations: opt.ListLength
-    configurations: list[opt.Configuration]
-    ranges: dict[str, opt.Range]
     bandit: opt.BanditSettings
-
-    def __post_init__(self) -> None:
-        """Check the ranges; those that nothing is drawn from may be empty."""
-        super().__post_init__()
-        if self.ranges or self.needs_ranges:
-            opt.check_ranges(self.ranges)
 
     @property
     def needs_ranges(self) -> bool:
         """Whether configurations are drawn, or seen as shares of their ranges."""
         uses = self.bandit.resampled_share > 0 or self.bandit.sees_state
-        return uses or not self.configurations
+        return uses or super().needs_ranges
 
 
 def _check(config: Config) -> None:

@@ -71,12 +71,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     def set_up(self) -> None:
         """Make the bandit."""
         settings, trained = self.settings, self.config.retrain
-        configurations = make_configurations(
-            settings.configurations,
-            settings.num_configurations,
-            settings.ranges,
-            seed=self.config.seed,
-        )
+        configurations = make_configurations(settings, self.config.seed)
         self.tuner = Tuner.of(configurations, settings.ranges, settings.bandit)
         self.values = {"tuner": self.tuner.to_json(), "loss": None}
         self._beta_weight = 0.0

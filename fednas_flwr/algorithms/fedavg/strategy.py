@@ -11,7 +11,7 @@ from typing import Any
 
 from fednas_flwr.algorithms.base import RoundStrategy, evaluates
 from fednas_flwr.algorithms.fedavg import FedAvgSettings
-from fednas_flwr.algorithms.flower_optimizer import ServerOptimizer
+from fednas_flwr.algorithms.fedavg.flower_optimizer import ServerOptimizer
 from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalTraining, Train

@@ -11,35 +11,18 @@ from fednas_flwr.settings.registry import Algorithm, Rule, register
 
 
 @dataclass(frozen=True)
-class FedExSettings(GivenNetwork):
+class FedExSettings(opt.ConfigurationChoice, GivenNetwork):
     """FedEx: no search; FedAvg of a given network whose clients draw their hyper-parameters.
 
     Attributes:
         clip_norm: Largest norm of a batch's mean gradient; null does not clip.
         loss_bound: Bound on a client's validation loss.
         theta: The distribution over configurations.
-        num_configurations: Number of configurations to draw where none are given.
-        configurations: Configurations of which clients draw; empty draws them from ``ranges``.
-        ranges: Range of every hyper-parameter.
     """
 
     clip_norm: opt.ClipNorm | None
     loss_bound: opt.LossBound
     theta: opt.ThetaSettings
-    num_configurations: opt.ListLength
-    configurations: list[opt.Configuration]
-    ranges: dict[str, opt.Range]
-
-    def __post_init__(self) -> None:
-        """Check the ranges; those that nothing is drawn from may be empty."""
-        super().__post_init__()
-        if self.ranges or self.needs_ranges:
-            opt.check_ranges(self.ranges)
-
-    @property
-    def needs_ranges(self) -> bool:
-        """Whether configurations are drawn."""
-        return not self.configurations
 
 
 def _check(config: Config) -> None:

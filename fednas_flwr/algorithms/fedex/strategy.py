@@ -29,12 +29,7 @@ class FedEx(RoundStrategy[FedExSettings]):
     def set_up(self) -> None:
         """Make the distribution over configurations."""
         settings = self.settings
-        self.configurations = make_configurations(
-            settings.configurations,
-            settings.num_configurations,
-            settings.ranges,
-            seed=self.config.seed,
-        )
+        self.configurations = make_configurations(settings, self.config.seed)
         self.theta = Theta.of(len(self.configurations), settings.theta)
         self.values = {"theta": self.theta.to_json()}
 
