@@ -26,7 +26,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from fednas_flwr.algorithms.entries import Algorithm
     from fednas_flwr.api import (
         Result,
         compose,
@@ -37,11 +36,12 @@ if TYPE_CHECKING:
         run,
     )
     from fednas_flwr.models.networks import load
+    from fednas_flwr.settings.registry import Algorithm
 
 
 def __getattr__(name: str) -> object:
     """Import what is asked for; torch takes seconds, and is imported when a run begins."""
     if name in __all__:
-        homes = {"Algorithm": "algorithms.entries", "load": "models.networks"}
+        homes = {"Algorithm": "settings.registry", "load": "models.networks"}
         return getattr(import_module(f"{__name__}.{homes.get(name, 'api')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fednas_flwr.algorithms.entries import ALGORITHMS, Algorithm
 from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.settings import AlgorithmSettings, CellSpace, Config, SearchSpaceSettings
 from fednas_flwr.settings.configuration import check_combinations, parse_config
@@ -26,6 +25,7 @@ from fednas_flwr.settings.hydra_config import (
     given_settings,
 )
 from fednas_flwr.settings.names import NO_SKIP
+from fednas_flwr.settings.registry import Algorithm, algorithms, carry, register
 from fednas_flwr.settings.unused import without_effect
 from fednas_flwr.spaces.space_entries import SpaceEntry
 
@@ -101,16 +101,15 @@ def compose(*overrides: str) -> Config:
 def run(
     config: Config | str | Path,
     *,
-    strategy: type[RoundStrategy] | None = None,
+    strategy: type[RoundStrategy[Any]] | None = None,
     listeners: Iterable[Listener] = (),
     quiet: bool = True,
 ) -> Result:
     """Search, retrain, evaluate, export and report, and return what came of it.
 
-    A ``strategy`` is called as the algorithm's own class would be: with the supernet, the cohort,
-    ``space``, ``checkpoints`` and the keyword arguments of that class. One whose constructor is
-    that of :class:`~fednas_flwr.algorithms.base.RoundStrategy`, or takes no more, gets the first
-    four only, and the run then has none of the algorithm's settings.
+    A ``strategy`` is made as the algorithm's own class would be. One that states no class of
+    settings, ``RoundStrategy[<settings>]``, itself or by the class that it derives from, has no
+    settings, and the run then has none of the algorithm's.
 
     Args:
         config: What :func:`compose` returns; or the folder of a run to continue, whose own
@@ -256,8 +255,7 @@ def register_algorithm(
         ConfigError: The name exists.
 
     Example:
-        ``register_algorithm("mine", Algorithm(MySettings, lambda config, prepared, space:
-        (MyStrategy, {"mu": config.algorithm.mu})), defaults={"mu": 0.1})``
+        ``register_algorithm("mine", Algorithm(MySettings, MyStrategy), defaults={"mu": 0.1})``
     """
     _register("algorithm", name, algorithm, defaults or {})
 
@@ -347,17 +345,14 @@ def register_score(name: str, score: Callable[[np.ndarray, np.ndarray], float]) 
 
 
 def _register(group: str, name: str, entry: Any, defaults: Mapping[str, Any]) -> None:
-    from fednas_flwr.settings.registry import register
-
     check_free_name(group, name)
     register(group, name, entry)
+    carry(group, name, entry)
     add_choice(group, name, {**defaults, "name": name})
 
 
-def _with_strategy(config: Config, strategy: type[RoundStrategy]) -> Config:
+def _with_strategy(config: Config, strategy: type[RoundStrategy[Any]]) -> Config:
     """Return a configuration with a registered strategy as its algorithm."""
-    from fednas_flwr.settings.registry import register_strategy
-
     if config.runtime.name == "deployment":
         raise ConfigError(
             f"runtime=deployment with strategy={strategy.__name__}: the machine of the SuperLink "
@@ -369,19 +364,49 @@ def _with_strategy(config: Config, strategy: type[RoundStrategy]) -> Config:
             f"stages={show(config.stages)} with strategy={strategy.__name__}: it is for the "
             "search; add search, or leave it out."
         )
-    name = register_strategy(strategy, config.algorithm.name.partition(".")[0])
-    if ALGORITHMS[name].settings is AlgorithmSettings:
+    name = _register_strategy(strategy, config.algorithm.name.partition(".")[0])
+    if algorithms()[name].settings is AlgorithmSettings:
         return replace(config, algorithm=AlgorithmSettings(name))
     return replace(config, algorithm=replace(config.algorithm, name=name))
 
 
-def _register_again(strategy: type[RoundStrategy], folder: str) -> None:
+def _register_strategy(strategy: type[RoundStrategy[Any]], algorithm: str) -> str:
+    """Let a class take the place of an algorithm's own search strategy; return the new name.
+
+    Its settings are the algorithm's, and the name is ``<algorithm>.<class>``. A class that states
+    no settings has none, and the name is ``own.<class>``. A class takes the place of an earlier one
+    of its name.
+
+    Raises:
+        ConfigError: It is no :class:`RoundStrategy`; or the algorithm does not search, has other
+            settings, or is CFDNAS, whose searches are FDNAS'.
+    """
+    from fednas_flwr.algorithms.base import RoundStrategy, settings_of
+
+    if not (isinstance(strategy, type) and issubclass(strategy, RoundStrategy)):
+        raise ConfigError(f"strategy={strategy} is unknown: expected a subclass of RoundStrategy.")
+    needed = settings_of(strategy)
+    if needed is AlgorithmSettings:
+        name = f"own.{strategy.__name__}"
+        carry("algorithm", name, Algorithm(AlgorithmSettings, strategy))
+        return name
+    entry = algorithms().get(algorithm)
+    if entry is None or entry.search is None or not issubclass(entry.settings, needed):
+        raise ConfigError(
+            f"algorithm={algorithm} with strategy={strategy.__name__}: the class takes the place "
+            "of one search; set algorithm=fed_darts, or another whose settings it takes."
+        )
+    name = f"{algorithm}.{strategy.__name__}"
+    carry("algorithm", name, replace(entry, search=strategy))
+    return name
+
+
+def _register_again(strategy: type[RoundStrategy[Any]], folder: str) -> None:
     """Register the strategy of the run in a folder."""
     from fednas_flwr.runs.run_folder import read_config_file
-    from fednas_flwr.settings.registry import register_strategy
 
     algorithm = read_config_file(folder).get("algorithm")
     found = str(algorithm.get("name")) if isinstance(algorithm, dict) else ""
-    name = register_strategy(strategy, found.partition(".")[0])
+    name = _register_strategy(strategy, found.partition(".")[0])
     if name != found:
         raise ConfigError(f"{folder} holds a run of algorithm={found}, which is not {name}.")

@@ -23,7 +23,8 @@ import torch
 
 import fednas_flwr
 from fednas_flwr.algorithms.base import server_state
-from fednas_flwr.algorithms.entries import make_sampler
+from fednas_flwr.algorithms.dpnas import DPNASSettings
+from fednas_flwr.algorithms.dpnas.strategy import make_sampler
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.report.comparison import markdown_table
@@ -31,7 +32,7 @@ from fednas_flwr.report.quantities import percent
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.numbers import CONFIG_FILE, VARIANTS_FOLDER, Run, is_complete, read_run
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE, create_run_folder, open_run_folder
-from fednas_flwr.settings import Config, DPNASSettings
+from fednas_flwr.settings import Config
 from fednas_flwr.spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
 from fednas_flwr.spaces.dp_cells_network import ACTIVATIONS, EDGES, POOLS
 from fednas_flwr.spaces.genotype import Genotype, load_genotype, save_genotype

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from bench_overhead import compare, configured
 
+from fednas_flwr.algorithms.dpnas import DPNASSettings
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client
@@ -30,7 +31,7 @@ from fednas_flwr.pipeline.schedule import make_schedule, private_stage
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import Site, TrainCandidates
 from fednas_flwr.protocol.states import network_states, pack
-from fednas_flwr.settings import Config, DPNASSettings
+from fednas_flwr.settings import Config
 from fednas_flwr.settings.names import SPLITS
 
 LIMIT = 1.3

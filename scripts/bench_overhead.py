@@ -32,7 +32,8 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch.nn import functional
 
-from fednas_flwr.algorithms.shared_arguments import make_search
+from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
+from fednas_flwr.algorithms.stage_strategies import make_search
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client.making import make_client, make_cohort
 from fednas_flwr.data.loaders import epoch_batches
@@ -57,7 +58,7 @@ from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import accept_reply
-from fednas_flwr.settings import Config, FedDARTSSettings, dump_config
+from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.optimizers import SGD, Adam

@@ -21,12 +21,12 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from fednas_flwr.algorithms.entries import ALGORITHMS
 from fednas_flwr.settings import Config, Dataset, DifferentialPrivacy
 from fednas_flwr.settings.data_settings import Partition
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.network_settings import Retrain
 from fednas_flwr.settings.parser import Between, Length, OneOf
+from fednas_flwr.settings.registry import algorithms
 from fednas_flwr.settings.runtimes import Runtime
 from fednas_flwr.settings.server_optimizers import ServerAdam
 from fednas_flwr.spaces.space_entries import SEARCH_SPACES
@@ -75,7 +75,7 @@ def page() -> str:
         parts.append(section(title, kind, default, prefix=f"{group}.", names=names_of(group)))
     for group, title, entries in (
         ("search_space", "Search space", SEARCH_SPACES),
-        ("algorithm", "Algorithm", ALGORITHMS),
+        ("algorithm", "Algorithm", algorithms()),
     ):
         by_kind: dict[type, list[str]] = {}
         for name, entry in entries.items():

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fednas_flwr.algorithms.shared_arguments import make_search
+from fednas_flwr.algorithms.stage_strategies import make_search
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app

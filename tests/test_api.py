@@ -29,7 +29,7 @@ from fednas_flwr import (
     run,
 )
 from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.entries import ALGORITHMS, own_settings
+from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
 from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.images import records_from_arrays
@@ -39,13 +39,7 @@ from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.pipeline.stages import make_cohort
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.server.cohort import QuorumError
-from fednas_flwr.settings import (
-    AlgorithmSettings,
-    FedDARTSSettings,
-    GivenNetwork,
-    SearchSpaceSettings,
-    dump_config,
-)
+from fednas_flwr.settings import AlgorithmSettings, GivenNetwork, SearchSpaceSettings, dump_config
 from fednas_flwr.settings.registry import OWN, TABLES
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
@@ -93,14 +87,9 @@ class LateSettings(FedDARTSSettings):
 class LateDARTS(LateAlphas):
     """:class:`LateAlphas` with a setting."""
 
-    def __init__(self, supernet, cohort, *, rest, **settings) -> None:
-        super().__init__(supernet, cohort, **settings)
-        self.rest = rest
-
-
-def make_late(config, prepared, space):
-    _, settings = ALGORITHMS["fed_darts"].search(config, prepared, space)
-    return LateDARTS, settings
+    @property
+    def rest(self) -> int:
+        return self.settings.rest
 
 
 LATE = {"defaults": ["fed_darts"], "rest": 2}
@@ -287,10 +276,11 @@ def test_a_strategy_that_releases_what_its_algorithm_does_can_be_private(tiny, t
 def test_an_algorithm_of_ones_own_has_settings_and_defaults(tiny) -> None:
     with pytest.raises(ConfigError, match="algorithm=late_darts is unknown"):
         compose("algorithm=late_darts")
-    register_algorithm("late_darts", Algorithm(LateSettings, make_late), defaults=LATE)
+    register_algorithm("late_darts", Algorithm(LateSettings, LateDARTS), defaults=LATE)
     config = compose("algorithm=late_darts")
-    fed_darts = own_settings(compose("algorithm=fed_darts").algorithm)
-    assert own_settings(config.algorithm) == fed_darts | {"rest": 2}
+    fed_darts = dataclasses.asdict(compose("algorithm=fed_darts").algorithm)
+    late = {"name": "late_darts", "rest": 2}
+    assert dataclasses.asdict(config.algorithm) == fed_darts | late
     for override, words in {
         "algorithm=late_dart": r"choose one of .*late_darts.*nearest: late_darts",
         "algorithm.rset=1": r"algorithm.rset is no setting.*algorithm.rest",
@@ -305,7 +295,7 @@ def test_an_algorithm_of_ones_own_has_settings_and_defaults(tiny) -> None:
 
 
 def test_names_that_exist_or_cannot_be_written_are_refused() -> None:
-    entry = Algorithm(LateSettings, make_late)
+    entry = Algorithm(LateSettings, LateDARTS)
     for name in ("fed_darts", "feathers"):
         with pytest.raises(ConfigError, match=f"algorithm={name} exists"):
             register_algorithm(name, entry, defaults=LATE)
@@ -320,8 +310,8 @@ def test_names_that_exist_or_cannot_be_written_are_refused() -> None:
         register_data_set("digits", {})
     with pytest.raises(ConfigError, match="expected letters, digits and underscores"):
         register_algorithm("my darts", entry)
-    for wrong in (Algorithm(AlgorithmSettings), Algorithm(GivenNetwork, make_late)):
-        with pytest.raises(ConfigError, match="needs either search=<maker> or settings"):
+    for wrong in (Algorithm(AlgorithmSettings), Algorithm(GivenNetwork, LateDARTS)):
+        with pytest.raises(ConfigError, match="needs either search=<strategy> or settings"):
             register_algorithm("wrong", wrong)
 
 
@@ -434,7 +424,7 @@ def test_a_data_set_with_a_reader(tiny, tmp_path) -> None:
 
 
 def test_a_site_without_the_registration_refuses_and_says_so(tiny) -> None:
-    register_algorithm("late_darts", Algorithm(LateSettings, make_late), defaults=LATE)
+    register_algorithm("late_darts", Algorithm(LateSettings, LateDARTS), defaults=LATE)
     config = compose(*tiny, "algorithm=late_darts")
     text = dump_config(config)
     del TABLES["algorithm"]["late_darts"], OWN["algorithm"]["late_darts"]
@@ -481,7 +471,6 @@ from fednas_flwr import (
     Algorithm, compose, register_algorithm, register_data_set, register_search_space, run
 )
 from fednas_flwr.settings import AlgorithmSettings, SearchSpaceSettings
-from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.settings.optimizers import SGD, Adam, PriorSettings, Temperatures
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
@@ -515,12 +504,6 @@ def make_space(*, depth, **settings):
     return OwnSpace(num_cells=1, **settings)
 
 
-def make_own(config, prepared, space):
-    names = ("local_epochs", "batch_size", "weights", "alphas")
-    settings = {name: getattr(config.algorithm, name) for name in names}
-    return FedDARTS, settings | {"alternating": Alternating(config.algorithm.rule)}
-
-
 if __name__ == "__main__":
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, 60)
@@ -530,7 +513,7 @@ if __name__ == "__main__":
     register_search_space("own_space", make_space, settings=OwnSizes, defaults=sizes)
     register_algorithm(
         "own",
-        Algorithm(OwnSettings, make_own),
+        Algorithm(OwnSettings, FedDARTS),
         defaults={"defaults": ["fed_darts"]},
     )
     own = ["algorithm=own", "search_space=own_space", "dataset=own_data"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.algorithms.shared_arguments import make_search
+from fednas_flwr.algorithms.stage_strategies import make_search
 from fednas_flwr.base.errors import ConfigError, NoEffectError
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.partitioners import save_partition

@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from fednas_flwr import api, cli
-from fednas_flwr.algorithms.entries import ALGORITHMS
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client import handlers
@@ -30,6 +29,7 @@ from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.registry import algorithms
 
 from .fork_server import ForkServer
 
@@ -191,7 +191,7 @@ def test_mistakes_are_told_without_torch() -> None:
 def test_command_exits_with_2_and_no_trace() -> None:
     done = subprocess.run([*FEDNAS, "run", "algorithm=fed_dart"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    names = ", ".join(sorted(ALGORITHMS))
+    names = ", ".join(sorted(algorithms()))
     assert done.stderr == (
         f"fednas: algorithm=fed_dart is unknown: choose one of {names} (nearest: fed_darts).\n"
     )

@@ -11,12 +11,11 @@ from typing import Annotated, Any, get_type_hints
 
 import pytest
 
-from fednas_flwr.algorithms.entries import ALGORITHMS
+from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.protocol.requests import REQUESTS
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
-from fednas_flwr.settings import FedDARTSSettings
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.optimizers import SGD, Adam, Configuration, Range
@@ -29,7 +28,7 @@ from fednas_flwr.settings.parser import (
     constraints,
     parse,
 )
-from fednas_flwr.settings.registry import OWN, TABLES, register
+from fednas_flwr.settings.registry import OWN, TABLES, algorithms, carry
 from fednas_flwr.spaces.space_entries import SEARCH_SPACES
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
@@ -131,7 +130,7 @@ def test_the_same_value_in_a_configuration_is_named_by_its_whole_key(tree):
 
 def test_every_number_of_a_setting_has_a_range():
     kinds = {type(part) for run in RUNS for _, part in parts(parse_config(compose_tree(run)))}
-    entries = [*ALGORITHMS.values(), *SEARCH_SPACES.values()]
+    entries = [*algorithms().values(), *SEARCH_SPACES.values()]
     assert {entry.settings for entry in entries} <= kinds
     without = {
         (kind.__name__, name)
@@ -272,7 +271,7 @@ class Resting(FedDARTSSettings):
 
 
 def test_settings_that_are_registered_keep_their_ranges():
-    register("algorithm", "resting", replace(ALGORITHMS["fed_darts"], settings=Resting))
+    carry("algorithm", "resting", replace(algorithms()["fed_darts"], settings=Resting))
     try:
         assert constraints(Resting)["rest"] == (Between(1, 5),)
         assert constraints(Resting) == {**constraints(FedDARTSSettings), "rest": (Between(1, 5),)}

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fednas_flwr.algorithms.entries import ALGORITHMS
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.server_app import serve
@@ -27,6 +26,7 @@ from fednas_flwr.settings import Config, NoPrivacy, dump_config
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.parser import Checked
+from fednas_flwr.settings.registry import algorithms
 from fednas_flwr.settings.unused import without_effect
 
 GROUPS = {  # the groups of a configuration, by what their classes derive from
@@ -173,7 +173,7 @@ def test_a_setting_is_read_or_refused(
     overrides += [f"dataset.cache={made_data.parent / 'cache'}", f"run_dir={tmp_path / 'run'}"]
     algorithm = f"algorithm={run.split()[0].rstrip(',')}"
     given = {text.partition("=")[0] for text in overrides}
-    searching = ALGORITHMS[algorithm.partition("=")[2]].search is not None
+    searching = algorithms()[algorithm.partition("=")[2]].search is not None
     stages = "stages=[search,retrain,evaluate]" if searching else "stages=[retrain,evaluate]"
     short = [text for text in [*SHORT, stages] if text.partition("=")[0] not in given]
     config = parse_config(compose_tree([algorithm, *overrides, *short]))
@@ -189,7 +189,7 @@ def test_a_setting_is_read_or_refused(
 
 
 def test_every_algorithm_is_run() -> None:
-    assert {run.split()[0].rstrip(",") for run in RUNS} == set(ALGORITHMS)
+    assert {run.split()[0].rstrip(",") for run in RUNS} == set(algorithms())
 
 
 def test_the_recorder_sees_what_is_read(compose_config: Callable[..., Config]) -> None:

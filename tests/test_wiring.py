@@ -17,7 +17,7 @@ from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
 
 from fednas_flwr.algorithms.base import mean_metrics
-from fednas_flwr.algorithms.shared_arguments import make_retraining
+from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import derive_seed, make_generator, seeded
 from fednas_flwr.client.answer import answer

@@ -14,8 +14,9 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from statistics import median
-from typing import Any, TypedDict
+from typing import Any, Generic, TypeVar, cast, get_args
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -23,8 +24,10 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from fednas_flwr.base.errors import unknown_choice
-from fednas_flwr.privacy.plan import PrivateStage
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.models.networks import Description
+from fednas_flwr.privacy.plan import PlannedRelease, PrivateStage
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Amount, Evaluate, RewardCandidates, Settings, Site
 from fednas_flwr.protocol.states import (
@@ -46,9 +49,11 @@ from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.server.client_sampling import Participants
 from fednas_flwr.server.cohort import TOTAL, Cohort
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.server.robust_averages import median_rewards
+from fednas_flwr.server.robust_averages import TrimmedMean, median_rewards
+from fednas_flwr.settings import AlgorithmSettings, Config
+from fednas_flwr.settings.incompatible import follows_noise
 from fednas_flwr.settings.names import FEWEST_VOTES
-from fednas_flwr.settings.optimizers import MOMENTA, SGD, Configuration
+from fednas_flwr.settings.optimizers import SGD, Configuration
 from fednas_flwr.spaces.genotype import Genotype, skip_share, to_json
 from fednas_flwr.spaces.space import SearchSpace
 
@@ -65,34 +70,44 @@ def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
     return due or server_round == num_rounds
 
 
-class Shared(TypedDict, total=False):
-    """Keyword arguments that every strategy takes and hands on to :class:`RoundStrategy`."""
-
-    checkpoints: CheckpointFolder | None
-    private: PrivateStage | None
-    new_average: Callable[[], Average]
-    momentum: str
+S = TypeVar("S", bound=AlgorithmSettings)
 
 
-class RoundStrategy(Strategy):
-    """Base of all algorithms.
+def settings_of(strategy: type[RoundStrategy[Any]]) -> type[AlgorithmSettings]:
+    """The class of settings that a strategy states, or the one that it derives from."""
+    for kind in strategy.__mro__:
+        for base in vars(kind).get("__orig_bases__", ()):
+            for argument in get_args(base):
+                if isinstance(argument, type) and issubclass(argument, AlgorithmSettings):
+                    return argument
+    return AlgorithmSettings
+
+
+class RoundStrategy(Strategy, Generic[S]):
+    """Base of all algorithms; ``S`` is the class of an algorithm's settings.
+
+    The run's ``momentum`` is that of local training. ``reset``: optimisers begin anew with every
+    request. ``averaged``: their moments travel with the model and are averaged and checkpointed
+    like it, so that clients keep nothing. ``server``: clients step without momentum, and the server
+    moves the model by ``v = m v + (average - model)`` (FedAvgM: Hsu et al. 2019, arXiv
+    1909.06335).
 
     Args:
         network: Supernet or network whose tensors are the initial global state; it is only read.
         cohort: Reaches the clients.
+        config: The settings of the run.
         space: Search space of the supernet; None for plain networks.
-        stage: Name of the stage in events and checkpoints.
+        prepared: The run's data; None where no network is made of its shapes.
+        description: Description of the network to retrain, from which clients build it, see
+            ``clients.Client.network``; None in a search.
+        configuration: Hyper-parameters that the search has found for retraining, which take the
+            place of those of the settings; None if none.
         checkpoints: Where the state goes after every round; None keeps none.
         private: The private terms of the stage; None without privacy.
-        new_average: Makes what averages the clients' states: their weighted mean, or a class of
-            :mod:`fednas_flwr.server.robust_averages`.
-        momentum: Of local training. ``reset``: optimisers begin anew with every request.
-            ``averaged``: their moments travel with the model and are averaged and checkpointed
-            like it, so that clients keep nothing. ``server``: clients step without momentum, and
-            the server moves the model by ``v = m v + (average - model)`` (FedAvgM: Hsu et al.
-            2019, arXiv 1909.06335).
 
     Attributes:
+        settings: The algorithm's settings.
+        stage: Name of the stage in events and checkpoints.
         states: The global model: packed ``weights``, ``alphas`` and ``buffers``, and ``moments``
             where they travel.
         layouts: The tensors of each state.
@@ -106,25 +121,27 @@ class RoundStrategy(Strategy):
         self,
         network: nn.Module,
         cohort: Cohort,
+        config: Config,
         *,
         space: SearchSpace | None = None,
-        stage: str = "search",
+        prepared: Prepared | None = None,
+        description: Description | None = None,
+        configuration: Configuration | None = None,
         checkpoints: CheckpointFolder | None = None,
         private: PrivateStage | None = None,
-        new_average: Callable[[], Average] = WeightedAverage,
-        momentum: str = "reset",
     ) -> None:
         """See the class."""
-        if momentum not in MOMENTA:
-            raise unknown_choice("momentum", momentum, MOMENTA)
-        self.private, self.new_average, self.momentum = private, new_average, momentum
+        self.config, self.settings = config, cast(S, config.algorithm)
+        self.stage = "search" if description is None else "retrain"
+        self.prepared, self.description = prepared, dict(description or {})
+        self.found_configuration = configuration
+        self.private, self.momentum = private, self._momentum()
         self.layouts, self.states = self._initial(network)
         self._velocity: Packed = {}
         self.values: dict[str, Any] = {}
         self.cohort = cohort
         self.space = space
         self.checkpoints = checkpoints
-        self.stage = stage
         self.ends_at: float | None = None
         self.rounds_done = 0
         self._round = 0
@@ -132,6 +149,10 @@ class RoundStrategy(Strategy):
         self._client_metrics: dict[int, dict[str, float]] = {}
         self._participants: Participants | None = None
         self._asked: set[int] = set()
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Make what the strategy holds besides; the constructor calls it last."""
 
     @abstractmethod
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
@@ -144,6 +165,22 @@ class RoundStrategy(Strategy):
             num_rounds: Rounds of the stage.
         """
 
+    @classmethod
+    def releases(cls, settings: S, private: PrivateRound) -> list[PlannedRelease]:
+        """Everything that a round of a private run releases of each client, at most.
+
+        It follows from the configuration alone, before there is a network or a client.
+
+        Args:
+            settings: The algorithm's settings.
+            private: The round.
+        """
+        raise NotImplementedError(f"{cls.__name__} does not run with privacy")
+
+    @classmethod
+    def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
+        """Refuse what of the search cannot be made of the run's data and search space."""
+
     @property
     def site(self) -> Site | None:
         """Additional terms of requests to private clients, None without privacy."""
@@ -155,6 +192,20 @@ class RoundStrategy(Strategy):
     def model(self) -> dict[str, Packed]:
         """The states of the global model that are a network's."""
         return {name: state for name, state in self.states.items() if name != MOMENTS}
+
+    def new_average(self) -> Average:
+        """An empty average of the clients' states: weighted, or robust as ``aggregate`` says."""
+        makers: dict[str, Callable[[], Average]] = {
+            "mean": WeightedAverage,
+            "median": partial(TrimmedMean, None),
+            "trimmed_mean": partial(TrimmedMean, self.config.trim),
+        }
+        return makers[self.config.aggregate]()
+
+    def _momentum(self) -> str:
+        """Where the momentum of local training goes between requests."""
+        averages = self.stage == "retrain" and follows_noise(self.config)
+        return self.config.momentum or ("averaged" if averages else "reset")
 
     def amount(self, local_epochs: int, batch_size: int | None) -> Amount:
         """Return how long clients train: epochs of batches, with privacy steps."""
@@ -186,21 +237,20 @@ class RoundStrategy(Strategy):
         """Ask the round's clients one action; yields ``(client, reply)``: :meth:`Cohort.ask`."""
         self._phase += 1
         answered = set()
-        for client, reply in self.cohort.ask(
-            Exchange(
-                action,
-                stage=self.stage,
-                server_round=self._round,
-                phase=self._phase,
-                settings=settings,
-                own_settings=own_settings or {},
-                states=states or {},
-                layouts=layouts or {},
-                whole=whole or {},
-                releases=() if self.private is None else self.private.releases,
-                participants=self._participants,
-            )
-        ):
+        exchange = Exchange(
+            action,
+            stage=self.stage,
+            server_round=self._round,
+            phase=self._phase,
+            settings=settings,
+            own_settings=own_settings or {},
+            states=states or {},
+            layouts=layouts or {},
+            whole=whole or {},
+            releases=() if self.private is None else self.private.releases,
+            participants=self._participants,
+        )
+        for client, reply in self.cohort.ask(exchange):
             answered.add(client)
             if client != TOTAL:
                 self._client_metrics.setdefault(client, {}).update(reply.metrics)
@@ -354,7 +404,7 @@ class RoundStrategy(Strategy):
                 start; None starts from the network given to the constructor.
             num_rounds: Rounds of the stage, those before a resume included.
             timeout: Seconds per exchange of these rounds; None keeps the cohort's.
-            train_config: Not used: settings are constructor arguments.
+            train_config: Not used: the constructor takes the settings.
             evaluate_config: Not used, likewise.
             evaluate_fn: Called with round and named tensors before the first and after every
                 round; its metrics join the round's.
@@ -400,7 +450,6 @@ class RoundStrategy(Strategy):
             if (sampling := self.cohort.sampling) is not None:
                 self._participants = sampling.participants(self.stage, server_round)
                 self._asked = set()
-
             metrics = dict(self.run_round(server_round, num_rounds)) | self._alpha_metrics()
             if evaluate_fn is not None:
                 central = evaluate_fn(server_round, self.named_arrays())

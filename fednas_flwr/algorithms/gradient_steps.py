@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.base import RoundStrategy, S
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.states import Packed, Tensors, WeightedAverage
 from fednas_flwr.search.optimizer_step import clip_gradients
@@ -64,8 +64,8 @@ def add_gradients(
     return update
 
 
-class GradientStrategy(RoundStrategy):
-    """Base of those whose server steps along gradients that clients return.
+class GradientStrategy(RoundStrategy[S]):
+    """Base of those whose server steps along gradients that clients return, with its momentum.
 
     Attributes:
         optimizers: By state, of its single vector; a subclass makes them. Their moments go into
@@ -73,6 +73,9 @@ class GradientStrategy(RoundStrategy):
     """
 
     optimizers: dict[str, torch.optim.Optimizer]
+
+    def _momentum(self) -> str:
+        return "reset"
 
     def descend(
         self,

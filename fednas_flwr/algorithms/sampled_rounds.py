@@ -8,17 +8,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fednas_flwr.algorithms.entries import (
-    ALGORITHMS,
-    Algorithm,
-    retrain_batch,
-    retrains_by_gradients,
-    search_batch,
-)
 from fednas_flwr.algorithms.fedavg.strategy import trained_on
+from fednas_flwr.algorithms.gradient_steps import GradientStrategy
+from fednas_flwr.algorithms.private_rounds import retrain_batch, search_batch
 from fednas_flwr.server.client_sampling import Sampling
-from fednas_flwr.settings import Config, FNASSettings
+from fednas_flwr.settings import Config
+from fednas_flwr.settings.incompatible import retrains_by_gradients
 from fednas_flwr.settings.names import SPLITS
+from fednas_flwr.settings.registry import algorithm_of, imported
 
 
 def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampling | None:
@@ -34,11 +31,12 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
     names = trained_on(config.retrain.evaluate_every)
     trained = np.sum([records[name] for name in names], axis=0)
     search, retrain = records["train"], trained
-    if isinstance(config.algorithm, FNASSettings):
+    entry = algorithm_of(config)
+    if entry.search is not None and issubclass(imported(entry.search), GradientStrategy):
         search = _at_most(search, search_batch(config))
     if retrains_by_gradients(config):
         retrain = _at_most(trained, retrain_batch(config))
-    elif ALGORITHMS[config.algorithm.name].retraining is not Algorithm.retraining:
+    elif entry.retraining is not None:
         retrain = records["train"]  # by whose validation records it chooses
     return Sampling(
         seed=config.seed,

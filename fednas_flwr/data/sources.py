@@ -22,6 +22,7 @@ from fednas_flwr.data.npz import load_npz
 from fednas_flwr.data.records import Records, join_sites
 from fednas_flwr.data.table_files import SUFFIXES
 from fednas_flwr.data.tables import load_csv
+from fednas_flwr.settings.registry import TABLES, register
 
 _IMAGES = frozenset({"image_size", "channels", "class_names", "corrupt", "intensity"})
 _TABLES = frozenset(
@@ -76,7 +77,7 @@ def _torchvision(name: str) -> DataSet:
     )
 
 
-DATA_SETS: dict[str, DataSet] = {
+_BUILT_IN = {
     "digits": DataSet(lambda root: load_digits()),
     **{name: _torchvision(name) for name in TORCHVISION_SETS},
     "image_folder": DataSet(
@@ -93,6 +94,9 @@ DATA_SETS: dict[str, DataSet] = {
         sites=tuple(f"*{suffix}" for suffix in SUFFIXES),
     ),
 }
+for _name, _entry in _BUILT_IN.items():
+    register("dataset", _name, _entry)
+DATA_SETS: dict[str, DataSet] = TABLES["dataset"]
 
 
 def check_sites(name: str) -> None:

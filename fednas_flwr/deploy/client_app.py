@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from flwr.app import Context, Error, Message
@@ -36,7 +37,7 @@ from fednas_flwr.protocol.secure_sum.sum_site import NODE_KEYS
 from fednas_flwr.settings import Config, dump_config, site_dataset
 from fednas_flwr.settings.configuration import load_config
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.registry import Entry, registered, restore
+from fednas_flwr.settings.registry import registered, restore
 
 DATA_PATH = "data-path"
 MOST_ALIVE = 128  # clients of a process that are kept from one message to the next
@@ -65,7 +66,7 @@ def make_client_app(config_json: str | None = None, *, mods: Sequence[Mod] = ())
 
 
 def _handler(
-    config_json: str | None, entries: Mapping[str, Mapping[str, Entry]]
+    config_json: str | None, entries: Mapping[str, Mapping[str, Any]]
 ) -> Callable[[Message, Context], Message]:
     def handle(message: Message, context: Context) -> Message:
         restore(entries)

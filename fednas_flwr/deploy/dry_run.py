@@ -23,14 +23,15 @@ import torch
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
-from fednas_flwr.algorithms.entries import whole_search
-from fednas_flwr.algorithms.zero_cost.strategy import ZeroCost
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.fdnas import whole_search
+from fednas_flwr.algorithms.successive_halving import SuccessiveHalvingSettings
+from fednas_flwr.algorithms.zero_cost import ZeroCostSettings
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.ray_clusters import places
 from fednas_flwr.models.networks import given_genotype, make_device, supernet_space
-from fednas_flwr.models.pool_networks import pool_size
 from fednas_flwr.pipeline.learning_rates import explained
 from fednas_flwr.pipeline.run_stages import OutOfTimeError
 from fednas_flwr.pipeline.stages import begin, describe, retrain, start_search
@@ -45,7 +46,6 @@ from fednas_flwr.runs.run_folder import create_run_folder, free_bytes
 from fednas_flwr.settings import (
     Config,
     DifferentialPrivacy,
-    SuccessiveHalvingSettings,
     dump_config,
     expanded,
 )
@@ -176,7 +176,7 @@ def own_folder(config: Config, folder: Path) -> Config:
     algorithm, privacy = config.algorithm, config.privacy
     config = whole_search(config)
     if isinstance(algorithm, SuccessiveHalvingSettings):
-        keep = pool_size(config)
+        keep = algorithm.pool.size(config.search_space.name)
         pool = replace(algorithm.pool, draws=keep, keep=keep, by=[], shortlist=None)
         config = replace(config, algorithm=replace(algorithm, pool=pool))
     if isinstance(privacy, DifferentialPrivacy) and privacy.sites is not None:
@@ -201,12 +201,14 @@ def _estimate(config: Config) -> Estimate:
         genotype, factor = given_genotype(config), 1.0
         if searches(config):
 
-            def few(strategy: object) -> None:
+            def few(strategy: RoundStrategy[Any]) -> None:
                 nonlocal factor
-                if isinstance(strategy, ZeroCost) and strategy.draws > DRAWS:
-                    factor = strategy.draws / DRAWS
-                    strategy.draws, strategy.evolution = DRAWS, None
-                    strategy.shortlist = lambda found: found
+                settings = strategy.settings
+                if isinstance(settings, ZeroCostSettings) and settings.draws > DRAWS:
+                    factor = settings.draws / DRAWS
+                    strategy.settings = replace(
+                        settings, draws=DRAWS, evolution=None, shortlist=None
+                    )
 
             with suppress(OutOfTimeError):
                 start_search(run, prepare=few)

@@ -180,6 +180,16 @@ def describe_derived(
     }
 
 
+def candidate_settings(config: Config, prepared: Prepared) -> dict[str, Any]:
+    """The settings of :func:`describe_derived` for a candidate of the search, at its own size."""
+    return {
+        "shapes": {"input_shape": list(prepared.input_shape), "num_classes": prepared.num_classes},
+        "sizes": supernet_sizes(config.search_space),
+        "norm": config.search_space.norm,
+        "auxiliary": False,
+    }
+
+
 def describe_pool(genotypes: Sequence[Genotype], **settings: Any) -> dict[str, Any]:
     """Return what :func:`make_network` builds a pool from, the genotypes' networks side by side.
 

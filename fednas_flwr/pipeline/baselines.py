@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from fednas_flwr.algorithms.entries import ALGORITHMS
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
@@ -31,7 +30,6 @@ from fednas_flwr.settings import (
     AlgorithmSettings,
     Config,
     DifferentialPrivacy,
-    ZeroCostSettings,
     conf_folder,
 )
 from fednas_flwr.settings.incompatible import has_real_sites
@@ -39,6 +37,7 @@ from fednas_flwr.settings.names import BATCH, LINEAR
 from fednas_flwr.settings.network_settings import CellSpace, Retrain
 from fednas_flwr.settings.optimizers import RESNETS, Configuration
 from fednas_flwr.settings.parser import parse
+from fednas_flwr.settings.registry import algorithm_of, algorithms
 from fednas_flwr.spaces.flops import count_multiply_adds
 from fednas_flwr.spaces.genotype import save_genotype
 
@@ -116,7 +115,7 @@ def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
             generator = make_generator(config.seed, "baselines", index)
             save_genotype(file, space.random_genotype(generator))
         yield name, replace(config, stages=STAGES, genotype=str(file.resolve()))
-    if not isinstance(config.algorithm, ZeroCostSettings):
+    if algorithm_of(config).trains is not None:
         yield "data_free", _data_free(config)
     if not pools_records(config):  # which gives a linear model, too
         yield LINEAR, replace(config, algorithm=_shipped("fedavg", network=LINEAR), stages=STAGES)
@@ -165,7 +164,7 @@ def _with_found(config: Config, derived: Event) -> Retrain:
 def _shipped(name: str, **changed: object) -> AlgorithmSettings:
     """Return the settings that ``algorithm=<name>`` has by default, some of them changed."""
     settings = {**_shipped_settings(f"algorithm/{name}.yaml"), **changed}
-    parsed: AlgorithmSettings = parse(ALGORITHMS[name].settings, settings, key="algorithm")
+    parsed: AlgorithmSettings = parse(algorithms()[name].settings, settings, key="algorithm")
     return parsed
 
 

@@ -12,7 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from fednas_flwr.algorithms.entries import ALGORITHMS, check_draws, prior_alphas
+from fednas_flwr.algorithms.earlier_runs import prior_alphas
+from fednas_flwr.algorithms.fdnas import all_hardware, whole_search
+from fednas_flwr.algorithms.fdnas.client_clusters import check_groups
+from fednas_flwr.algorithms.stage_strategies import strategy_of
 from fednas_flwr.base.errors import ConfigError, NoEffectError, show
 from fednas_flwr.base.memory import check_fits
 from fednas_flwr.client.making import check_public, make_objective, num_units
@@ -32,17 +35,10 @@ from fednas_flwr.models.networks import (
     make_network,
     supernet_space,
 )
-from fednas_flwr.settings import (
-    CFDNASSettings,
-    Config,
-    Dataset,
-    DifferentialPrivacy,
-    FEATHERSSettings,
-    FedExSettings,
-    ZeroCostSettings,
-)
-from fednas_flwr.settings.incompatible import check_groups, searches
+from fednas_flwr.settings import Config, Dataset, DifferentialPrivacy
+from fednas_flwr.settings.incompatible import chooses, searches
 from fednas_flwr.settings.names import CLIENT
+from fednas_flwr.settings.registry import SUPERNET, algorithm_of
 from fednas_flwr.spaces.hardware_terms import check_hardware
 
 COPIES = 4  # of a network's weights in memory: server's, a client's, its gradients, its reply
@@ -100,17 +96,17 @@ def check_buildable(config: Config) -> Made:
     trained: dict[str, nn.Module] = {}
     if genotype is None and searches(config):
         space = supernet_space(config, prepared)
-        check_hardware(config, space)
-        check_draws(config, prepared, space)
+        check_hardware(all_hardware(config.algorithm), space)
+        strategy_of(config, "search").check(config, prepared, space)
         prior_alphas(config, space)
         genotype = space.random_genotype(torch.Generator())
         with torch.device("meta"):
             supernet = space.supernet()
         _check_memory(config, "search_space", supernet)
-        if ALGORITHMS[config.algorithm.name].trains_supernet:
+        trains = algorithm_of(config).trains
+        if trains == SUPERNET:
             networks["search"] = supernet
-        tries_none = getattr(config.algorithm, "trial_rounds", None) == 0
-        if not (tries_none or isinstance(config.algorithm, ZeroCostSettings)):
+        if trains is not None and getattr(config.algorithm, "trial_rounds", None) != 0:
             trained["search"] = supernet  # or networks with the layers of its ops
     description = describe_network(config, prepared, genotype)  # also of a search alone: its costs
     with torch.device("meta"):
@@ -215,7 +211,6 @@ def check_parts(
     networks: Mapping[str, nn.Module],
 ) -> None:
     """Refuse clients without the records that they are asked to train on, or with too few."""
-    chooses = searches(config) or isinstance(config.algorithm, FEATHERSSettings | FedExSettings)
     holds_out = "retrain" in config.stages and config.retrain.evaluate_every > 0
     for index, client in enumerate(clients):
         if holds_out and len(client.validation) == 0:
@@ -225,7 +220,7 @@ def check_parts(
                 "raise dataset.fractions.validation="
                 f"{config.dataset.fractions['validation']:g}."
             )
-        parts = {"train": client.train, "validation": client.validation} if chooses else {}
+        parts = {"train": client.train, "validation": client.validation} if chooses(config) else {}
         for name, part in parts.items():
             if len(part) == 0:
                 raise ConfigError(
@@ -243,7 +238,7 @@ def check_parts(
         smallest = {
             "search": min(len(client.train), len(client.validation)),
             "retrain": len(client.train)
-            if chooses or holds_out
+            if chooses(config) or holds_out
             else len(client.train) + len(client.validation),
         }
         for stage, network in networks.items():
@@ -280,10 +275,10 @@ def pools_records(config: Config) -> bool:
 
 def _batch_size(config: Config, stage: str) -> int | None:
     """Return the largest batch that a stage trains on, None for all of a part's records."""
-    algorithm = config.algorithm
-    own = algorithm.search if isinstance(algorithm, CFDNASSettings) else algorithm
     retraining = config.retrain.batch_size
-    size: int | None = retraining if stage == "retrain" else getattr(own, "batch_size", retraining)
+    if stage == "retrain":
+        return retraining
+    size: int | None = getattr(whole_search(config).algorithm, "batch_size", retraining)
     return size
 
 

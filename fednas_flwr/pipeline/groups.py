@@ -15,9 +15,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from threading import Lock
+from typing import Any
 
 from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.client_clusters import group_by_alphas, group_by_fact, group_name
+from fednas_flwr.algorithms.fdnas import CFDNASSettings, all_hardware
+from fednas_flwr.algorithms.fdnas.client_clusters import group_by_alphas, group_by_fact, group_name
 from fednas_flwr.algorithms.fdnas.strategy import FDNAS
 from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.base.files import write_atomically
@@ -32,7 +34,7 @@ from fednas_flwr.runs.events import Event, EventLog, read_events
 from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, read_run
 from fednas_flwr.runs.run_folder import GROUPS_FILE
 from fednas_flwr.server.cohort import QuorumError
-from fednas_flwr.settings import CFDNASSettings, Config, DifferentialPrivacy, dump_config
+from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config
 from fednas_flwr.spaces.hardware_terms import check_hardware
 
 Groups = dict[str, list[int]]
@@ -41,7 +43,7 @@ Groups = dict[str, list[int]]
 def run_groups(
     run: Run,
     *,
-    search: Callable[..., RoundStrategy],
+    search: Callable[..., RoundStrategy[Any]],
     run_group: Callable[[Run], None],
 ) -> None:
     """Search with all clients, divide them, and take each group through its own stages.
@@ -68,7 +70,7 @@ def run_groups(
         for name in algorithm.group_hardware:
             if name not in groups:
                 raise unknown_choice("algorithm.group_hardware", name, groups)
-    check_hardware(run.config, supernet_space(run.config, run.prepared))
+    check_hardware(all_hardware(algorithm), supernet_space(run.config, run.prepared))
     if algorithm.inherit:
         of_all = replace(run, config=replace(run.config, algorithm=algorithm.search))
         strategy = search(of_all, prepare=_keep_updates if groups is None else lambda _: None)
@@ -121,12 +123,12 @@ def _with_names(run: Run, name: str) -> dict[int, Mapping[str, object]]:
     return found
 
 
-def _keep_updates(strategy: RoundStrategy) -> None:
+def _keep_updates(strategy: RoundStrategy[Any]) -> None:
     assert isinstance(strategy, FDNAS)  # as CFDNAS' first search is
     strategy.keeps_updates = True
 
 
-def _by_alphas(run: Run, strategy: RoundStrategy | None) -> Groups:
+def _by_alphas(run: Run, strategy: RoundStrategy[Any] | None) -> Groups:
     """Return the groups by similar updates, those of before where the run is resumed."""
     algorithm, path = _algorithm(run.config), run.folder / GROUPS_FILE
     if path.exists():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from fednas_flwr.algorithms.fdnas import FDNASSettings
 from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.data.datasets import Prepared
@@ -18,7 +19,7 @@ from fednas_flwr.runs.run_folder import LATENCY_FILE
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import check_properties
-from fednas_flwr.settings import Config, DifferentialPrivacy, FDNASSettings
+from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.hardware_terms import load_table
 from fednas_flwr.spaces.latency_tables import LatencyTable, from_json, median_table, to_json

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median_low
 
-from fednas_flwr.algorithms.entries import whole_search
-from fednas_flwr.algorithms.shared_arguments import retrain_releases, search_releases
+from fednas_flwr.algorithms.fdnas import whole_search
+from fednas_flwr.algorithms.stage_strategies import releases_by_round
 from fednas_flwr.pipeline.calibration import (
     CALIBRATED,
     calibrated,
@@ -23,7 +23,6 @@ from fednas_flwr.privacy.plan import (
     STATISTICS,
     PlannedRelease,
     PrivateStage,
-    RoundReleases,
     add_up,
     largest_round,
     metrics_release,
@@ -175,18 +174,14 @@ def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
     if privacy.statistics_noise_multiplier is not None:
         rounds[STATISTICS] = [[statistics_release()]]
     if searches(config):
-        rounds["search"] = _of_rounds(search_releases(config), config.rounds)
+        rounds["search"] = releases_by_round(config, "search", config.rounds)
     if "retrain" not in config.stages:
         return rounds
-    rounds["retrain"] = _of_rounds(retrain_releases(config), config.retrain.rounds)
+    rounds["retrain"] = releases_by_round(config, "retrain", config.retrain.rounds)
     measures = privacy.metrics_noise_multiplier is not None
     if measures and "evaluate" in config.stages and config.dataset.fractions["test"] > 0:
         rounds["evaluate"] = [[metrics_release("evaluate", "test")]]
     return rounds
-
-
-def _of_rounds(releases: RoundReleases, num_rounds: int) -> list[list[PlannedRelease]]:
-    return [releases(number, num_rounds) for number in range(1, num_rounds + 1)]
 
 
 def _of_turns(

@@ -25,8 +25,9 @@ from torch import nn
 
 import fednas_flwr
 from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.fdnas import CFDNASSettings
 from fednas_flwr.algorithms.sampled_rounds import make_sampling
-from fednas_flwr.algorithms.shared_arguments import make_retraining, make_search
+from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.client.making import make_objective, simulated_properties
 from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
@@ -88,7 +89,7 @@ from fednas_flwr.search.objective import Objective
 from fednas_flwr.server.cohort import TOTAL, Cohort, Emit, QuorumError, ignore_events
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import check_properties
-from fednas_flwr.settings import CFDNASSettings, Config, DifferentialPrivacy, GivenNetwork
+from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import LEAST_CALIBRATED, MOST_SHOWN, SPLITS
 from fednas_flwr.settings.optimizers import Configuration
@@ -318,8 +319,8 @@ def _look_up(run: Run, table: CellTable) -> None:
 
 
 def start_search(
-    run: Run, *, prepare: Callable[[RoundStrategy], None] = lambda _: None
-) -> RoundStrategy:
+    run: Run, *, prepare: Callable[[RoundStrategy[Any]], None] = lambda _: None
+) -> RoundStrategy[Any]:
     """Return the strategy of the search stage after its last round.
 
     Args:

@@ -7,11 +7,11 @@ calibrates their noise, a site keeps them in its ledger, and every release is ch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS, SPLIT_OF
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.renyi import Release, poisson_rate
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.parser import Between, Checked, Length, OneOf
@@ -130,36 +130,6 @@ class PrivateStage:
         return found[0].noise_multiplier if found else None
 
 
-# Given a round, from 1, and the number of rounds: everything that the round releases.
-RoundReleases = Callable[[int, int], list[PlannedRelease]]
-
-
-def gradient_releases(
-    actions: Mapping[str, str],
-    *,
-    batch_size: float | None,
-    steps: int,
-    norms: Mapping[str, float],
-    shared: bool = False,
-) -> list[PlannedRelease]:
-    """Return the releases of steps of a supernet, each of which releases every named state.
-
-    Args:
-        actions: By state, ``weights`` or ``alphas``, the action.
-        batch_size: See :class:`PlannedRelease`.
-        steps: Of each state.
-        norms: Clipping norms by state.
-        shared: See :class:`PlannedRelease`.
-    """
-    return [
-        PlannedRelease(
-            *("search", action, state, (SPLIT_OF[state],), batch_size, steps, norms[state]),
-            shared=shared,
-        )
-        for state, action in actions.items()
-    ]
-
-
 def of_clients(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:
     """Return what a round releases where the unit of privacy is the client.
 
@@ -193,11 +163,6 @@ def statistics_release() -> PlannedRelease:
     return PlannedRelease(
         STATISTICS, "query.statistics", STATISTICS, ("train",), None, steps=1, max_grad_norm=1.0
     )
-
-
-def rewards_release(stage: str, action: str, steps: int, norm: float) -> PlannedRelease:
-    """Return releases of rewards over all validation records."""
-    return PlannedRelease(stage, action, "rewards", ("validation",), None, steps, norm)
 
 
 def add_up(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:

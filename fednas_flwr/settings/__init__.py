@@ -6,32 +6,16 @@ once, so that a wrong value ends the run before any client starts. Every default
 processes.
 """
 
-from fednas_flwr.settings.algorithm_settings import (
-    AlgorithmSettings,
-    FEATHERSSettings,
-    FedAvgSettings,
-    FedDARTSSettings,
-    FedExSettings,
-    FNASSettings,
-    GivenNetwork,
-    NetworkLimits,
-    RandomSearchSettings,
-    SuccessiveHalvingSettings,
-    ZeroCostSettings,
-)
+from fednas_flwr.settings.algorithm_settings import AlgorithmSettings, GivenNetwork
 from fednas_flwr.settings.data_settings import Dataset, site_dataset
 from fednas_flwr.settings.loading import conf_folder, expanded
 from fednas_flwr.settings.network_settings import (
     BlockSpace,
     CellSpace,
     DPCells,
-    SearchSpaceSettings,
-)
-from fednas_flwr.settings.path_searches import (
-    CFDNASSettings,
-    DPNASSettings,
-    FDNASSettings,
     Hardware,
+    NetworkLimits,
+    SearchSpaceSettings,
 )
 from fednas_flwr.settings.privacy_settings import (
     DifferentialPrivacy,
@@ -45,33 +29,22 @@ from fednas_flwr.settings.server_optimizers import ServerOptimizer
 __all__ = [
     "AlgorithmSettings",
     "BlockSpace",
-    "CFDNASSettings",
     "CellSpace",
     "Config",
     "DPCells",
-    "DPNASSettings",
     "Dataset",
     "DifferentialPrivacy",
-    "FDNASSettings",
-    "FEATHERSSettings",
-    "FNASSettings",
-    "FedAvgSettings",
-    "FedDARTSSettings",
-    "FedExSettings",
     "GivenNetwork",
     "Hardware",
     "NetworkLimits",
     "NoPrivacy",
     "Noise",
     "PrivateRetrain",
-    "RandomSearchSettings",
     "SearchSpaceSettings",
     "ServerOptimizer",
     "SimulatedTerms",
-    "SuccessiveHalvingSettings",
     "conf_folder",
     "dump_config",
     "expanded",
-    "ZeroCostSettings",
     "site_dataset",
 ]

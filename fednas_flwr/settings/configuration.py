@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fednas_flwr.algorithms.entries import ALGORITHMS, retrains_by_gradients
 from fednas_flwr.base.errors import ConfigError, NoEffectError, show
-from fednas_flwr.settings import Config, FedAvgSettings, GivenNetwork, NoPrivacy, ZeroCostSettings
+from fednas_flwr.settings import Config, GivenNetwork, NoPrivacy
 from fednas_flwr.settings.incompatible import (
+    check_algorithm,
     check_sampling,
     check_secure_sum,
     check_unit_of_privacy,
-    check_validation,
+    chooses,
+    retrains_by_gradients,
     searches,
 )
 from fednas_flwr.settings.loading import choose_kind
@@ -23,9 +24,9 @@ from fednas_flwr.settings.names import CLIENT, FLOAT32
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 from fednas_flwr.settings.parser import parse
 from fednas_flwr.settings.privacy_settings import PRIVACY
+from fednas_flwr.settings.registry import algorithm_of, entries
 from fednas_flwr.settings.server_optimizers import SERVER_OPTIMIZERS
 from fednas_flwr.settings.unused import Given, check_effect, check_experiment
-from fednas_flwr.spaces.space_entries import SEARCH_SPACES
 
 MOST_PRIVATE_ROUNDS = 10_000
 UPDATE_NORM = 1.0  # that a client's update is clipped to by default; a record's gradient is shorter
@@ -109,11 +110,12 @@ def _parse_alone(tree: Mapping[str, Any]) -> Config | None:
 
 
 def _parse(tree: Mapping[str, Any]) -> Config:
-    algorithms = {name: entry.settings for name, entry in ALGORITHMS.items()}
-    spaces = {name: entry.settings for name, entry in SEARCH_SPACES.items()}
+    kinds = {
+        group: {name: entry.settings for name, entry in entries(group).items()}
+        for group in ("algorithm", "search_space")
+    }
     hints = {
-        "algorithm": choose_kind(tree, "algorithm", algorithms, hint=UNREGISTERED),
-        "search_space": choose_kind(tree, "search_space", spaces, hint=UNREGISTERED),
+        **{group: choose_kind(tree, group, kinds[group], hint=UNREGISTERED) for group in kinds},
         "privacy": choose_kind(tree, "privacy", PRIVACY),
         "server_optimizer": choose_kind(tree, "server_optimizer", SERVER_OPTIMIZERS),
     }
@@ -131,9 +133,7 @@ def load_config(text: str) -> Config:
 
 def check_combinations(config: Config) -> None:
     """Raise ConfigError for settings that exclude each other, the algorithm's own first."""
-    refuses = ALGORITHMS[config.algorithm.name].refuses
-    if refuses is not None:
-        refuses(config)
+    check_algorithm(config)
     _check_privacy(config)
     check_secure_sum(config)
     check_sampling(config)
@@ -160,12 +160,6 @@ def _check_privacy(config: Config) -> None:
         raise ConfigError(
             f"precision={config.precision} with privacy=dp: gradients of records are clipped in "
             "float32, so that none is longer than is booked; set precision=float32."
-        )
-    private = [name for name, entry in ALGORITHMS.items() if entry.retrain_releases]
-    if config.algorithm.name not in private:
-        raise ConfigError(
-            f"privacy=dp with algorithm={config.algorithm.name} is not possible yet: choose one of "
-            f"{', '.join(private)}."
         )
     check_unit_of_privacy(config)
     rounds = config.rounds * searches(config)
@@ -194,7 +188,7 @@ def _norms(config: Config) -> dict[str, str]:
     )
     if "retrain" in config.stages and not without_norm:
         norms["retrain.norm"] = config.retrain.norm
-    if searches(config) and not isinstance(algorithm, ZeroCostSettings):
+    if searches(config) and algorithm_of(config).trains is not None:
         norms["search_space.norm"] = config.search_space.norm
     return norms
 
@@ -226,11 +220,11 @@ def _check_aggregate(config: Config) -> None:
 
 
 def _check_server_optimizer(config: Config) -> None:
-    """Refuse two optimisers of the server, and algorithms that have steps of their own."""
+    """Refuse two optimisers of the server, and algorithms that have rounds of their own."""
     chosen = f"server_optimizer={config.server_optimizer.name}"
     if chosen == "server_optimizer=none":
         return
-    if not isinstance(config.algorithm, FedAvgSettings):
+    if not isinstance(config.algorithm, GivenNetwork) or chooses(config):
         raise ConfigError(
             f"{chosen} with algorithm={config.algorithm.name}: it is for the training of a given "
             "network; set algorithm=fedavg or fedprox, with genotype=<file> for a cell that was "
@@ -255,7 +249,6 @@ def _check_stages(config: Config) -> None:
             "replaces the search; set stages=[retrain,evaluate,export]."
         )
     if searches(config):
-        check_validation(config)
         space = config.search_space.name
         if config.dataset.table is not None and space != "nasbench201":
             raise ConfigError(

@@ -5,9 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings.names import NORMS, SKIPS
-from fednas_flwr.settings.optimizers import SGD, Count, CountOrZero, RateOrZero, ShareBelow1, Steps
-from fednas_flwr.settings.parser import Between, Checked, OneOf
+from fednas_flwr.settings.optimizers import (
+    SGD,
+    Count,
+    CountOrZero,
+    Positive,
+    RateOrZero,
+    ShareBelow1,
+    Steps,
+)
+from fednas_flwr.settings.parser import Between, Checked, OneOf, Text
 
 EXCHANGES = ("models", "gradients")
 
@@ -109,3 +118,60 @@ class Retrain(Checked):
     auxiliary_weight: RateOrZero
     drop_path_prob: ShareBelow1
     weights: SGD
+
+
+@dataclass(frozen=True)
+class NetworkLimits(Checked):
+    """Limits on the cost of a found network, at the size at which it is trained; null is none.
+
+    Attributes:
+        parameters: Most parameters.
+        multiply_adds: Most multiply-adds of one example.
+        latency_ms: Highest latency by ``table``, a file of ``fednas latency measure``.
+        table: See ``latency_ms``.
+    """
+
+    parameters: Count | None
+    multiply_adds: Count | None
+    latency_ms: Positive | None
+    table: Text | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        if (self.latency_ms is None) != (self.table is None):
+            raise ConfigError(
+                f"limits.latency_ms={self.latency_ms} with limits.table={self.table}: a limit of "
+                "latency needs a table, and a table is for that only."
+            )
+
+
+@dataclass(frozen=True)
+class Hardware(Checked):
+    """Effect of a network's cost on the loss of the alphas; see ``hardware.costs.HardwareLoss``.
+
+    Attributes:
+        table: File of ``fednas latency measure``, for targets in ms; null has the clients measure
+            before the search, each group's its own.
+        unit: Unit of cost: ``ms``, ``multiply_adds`` or ``parameters``.
+        target: Target cost T in this unit, by which the loss is scaled; costs below T still lower
+            it.
+        loss: Form of the loss, a name of ``hardware.costs.LOSSES``.
+        scale: Scale of an additive loss.
+        exponent: Exponent of the ratio of cost to target.
+    """
+
+    table: Text | None
+    unit: str
+    target: Positive
+    loss: str
+    scale: Annotated[float, Between(0, 1e6, above=True)]
+    exponent: Annotated[float, Between(-10, 10)]
+
+    def __post_init__(self) -> None:
+        """Check the ranges; what the space can reach is known once the costs are."""
+        super().__post_init__()
+        if self.unit != "ms" and self.table is not None:
+            raise ConfigError(
+                f"unit={self.unit} with table={self.table}: a table is for ms only; set table=null."
+            )

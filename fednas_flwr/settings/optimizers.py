@@ -253,6 +253,32 @@ def check_ranges(ranges: Mapping[str, Range]) -> None:
 
 
 @dataclass(frozen=True)
+class ConfigurationChoice(Checked):
+    """The configurations of hyper-parameters that an algorithm chooses among.
+
+    Attributes:
+        num_configurations: Number of configurations to draw where none are given.
+        configurations: The configurations; empty draws them from ``ranges``.
+        ranges: Range of every hyper-parameter.
+    """
+
+    num_configurations: ListLength
+    configurations: list[Configuration]
+    ranges: dict[str, Range]
+
+    def __post_init__(self) -> None:
+        """Check the ranges; those that nothing is drawn from may be empty."""
+        super().__post_init__()
+        if self.ranges or self.needs_ranges:
+            check_ranges(self.ranges)
+
+    @property
+    def needs_ranges(self) -> bool:
+        """Whether configurations are drawn."""
+        return not self.configurations
+
+
+@dataclass(frozen=True)
 class BanditSettings(Checked):
     """Constants of the bandit.
 

@@ -1,47 +1,35 @@
 """Settings that have no effect on a run: when, why, and what to do; none is silently ignored.
 
-:data:`RULES` is the one table. A default without effect is silent; one that the user has set is
-refused (:func:`check_effect`). A new setting needs a row here if some runs do not read it; a test
-records what runs read and names the settings that lack one.
+:data:`RULES` is the one table; the entry of an algorithm has the rules of that algorithm alone. A
+default without effect is silent; one that the user has set is refused (:func:`check_effect`). A new
+setting needs a rule if some runs do not read it; a test records what runs read and names the
+settings that lack one.
 """
 
 from __future__ import annotations
 
 import string
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from fednas_flwr.algorithms.entries import ALGORITHMS, Algorithm, retrains_by_gradients
 from fednas_flwr.base.errors import NoEffectError, NoEffectWarning, show
-from fednas_flwr.settings import (
-    CFDNASSettings,
-    Config,
-    DifferentialPrivacy,
-    DPCells,
-    DPNASSettings,
-    FDNASSettings,
-    FEATHERSSettings,
-    FedAvgSettings,
-    FedDARTSSettings,
-    FedExSettings,
-    FNASSettings,
-    GivenNetwork,
-    RandomSearchSettings,
-    SuccessiveHalvingSettings,
-    ZeroCostSettings,
-)
+from fednas_flwr.settings import Config, DifferentialPrivacy, DPCells, GivenNetwork
 from fednas_flwr.settings.incompatible import (
     by_client,
     by_record,
+    chooses,
     chooses_rates,
     follows_noise,
     has_real_sites,
+    retrains,
+    retrains_by_gradients,
     searches,
 )
 from fednas_flwr.settings.names import FEWEST_VOTES, PARTITIONS
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
+from fednas_flwr.settings.registry import Rule, algorithm_of
 
 
 @dataclass(frozen=True)
@@ -62,52 +50,12 @@ class Given:
     alone: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Settings that do nothing in some runs.
-
-    Attributes:
-        settings: Dotted names, apart by spaces; a group or mapping stands for all that it holds,
-            and ``algorithm.*`` for all settings of the algorithm.
-        when: Whether they do nothing in a run.
-        cause: What overrules them: a format of the configuration ``c``.
-        remedy: What to do.
-        but: Of what a group holds, the setting that does something all the same.
-    """
-
-    settings: str
-    when: Callable[[Config], bool]
-    cause: str
-    remedy: str = "remove it"
-    but: str = ""
-
-
-def _is(*kinds: type) -> Callable[[Config], bool]:
-    return lambda c: isinstance(c.algorithm, kinds)
-
-
 def _private(c: Config) -> bool:
     return isinstance(c.privacy, DifferentialPrivacy)
 
 
 def _baseline_share(c: Config) -> float | None:
     return c.privacy.baseline_share if isinstance(c.privacy, DifferentialPrivacy) else None
-
-
-def _retrains(c: Config) -> bool:
-    return "retrain" in c.stages
-
-
-def _trains_models(c: Config) -> bool:
-    """Return whether clients of a search answer with models that they have trained."""
-    tries_none = isinstance(c.algorithm, RandomSearchSettings) and c.algorithm.trial_rounds == 0
-    others = isinstance(c.algorithm, FNASSettings | ZeroCostSettings)
-    return not (tries_none or others or _halves_by_local_training(c))
-
-
-def _halves_by_local_training(c: Config) -> bool:
-    algorithm = c.algorithm
-    return isinstance(algorithm, SuccessiveHalvingSettings) and algorithm.rewarded == "local"
 
 
 def _fixed(c: Config) -> bool:
@@ -120,34 +68,18 @@ def _sized_by_retrain(c: Config) -> bool:
 
 
 def _averages(c: Config) -> bool:
-    return _retrains(c) or not isinstance(c.algorithm, ZeroCostSettings)
-
-
-def _draws_hyperparameters(c: Config) -> bool:
-    return isinstance(c.algorithm, RandomSearchSettings) and c.algorithm.ranges is not None
-
-
-def _needs_ranges(c: Config) -> bool:
-    """Return whether configurations are drawn, or seen as shares of their ranges."""
-    algorithm = c.algorithm
-    if isinstance(algorithm, FEATHERSSettings) and algorithm.configurations:
-        return algorithm.bandit.resampled_share > 0 or algorithm.bandit.sees_state
-    return not (isinstance(algorithm, FedExSettings) and algorithm.configurations)
+    return retrains(c) or algorithm_of(c).trains is not None
 
 
 def _measures(c: Config) -> bool:
     """Return whether a private run has something to measure on clients' records."""
     tests = "evaluate" in c.stages and c.dataset.fractions.get("test", 0) > 0
-    algorithm = c.algorithm
-    during = isinstance(algorithm, FNASSettings) and algorithm.evaluate_every > 0 and searches(c)
-    return tests or during
+    return tests or (searches(c) and getattr(c.algorithm, "evaluate_every", 0) > 0)
 
 
 def _rewards(c: Config) -> bool:
     """Return whether clients are asked for rewards of trials or candidates."""
-    return isinstance(c.algorithm, FEATHERSSettings) or (
-        isinstance(c.algorithm, DPNASSettings | SuccessiveHalvingSettings) and searches(c)
-    )
+    return algorithm_of(c).asks_rewards and chooses(c)
 
 
 def _noise_given(c: Config, *kinds: str) -> bool:
@@ -159,20 +91,19 @@ def _noise_given(c: Config, *kinds: str) -> bool:
 def _shares_search(c: Config) -> bool:
     """Return whether ``privacy.search_share`` decides any noise."""
     kinds: tuple[str, ...] = ("weights", "alphas")
-    weights_only = FEATHERSSettings | DPNASSettings | SuccessiveHalvingSettings
-    if isinstance(c.algorithm, weights_only):  # others have no alphas, or on no split of retraining
+    if algorithm_of(c).asks_rewards:  # these have no alphas, or on no split of retraining
         kinds = ("weights",)
-    return searches(c) and _retrains(c) and not _noise_given(c, *kinds)
+    return searches(c) and retrains(c) and not _noise_given(c, *kinds)
 
 
 def _shares_rewards(c: Config) -> bool:
     """Return whether ``privacy.rewards_share`` decides the noise of rewards."""
     if not _rewards(c) or _noise_given(c, "rewards"):
         return False
-    if isinstance(c.algorithm, FEATHERSSettings):  # whose retraining leaves validation records out
+    if algorithm_of(c).retraining is not None:  # which leaves validation records out
         noise = getattr(c.privacy, "alphas")  # noqa: B009
         return searches(c) and noise.noise_multiplier is None
-    return _retrains(c)
+    return retrains(c)
 
 
 def _partition_ignores(setting: str, c: Config) -> bool:
@@ -181,14 +112,6 @@ def _partition_ignores(setting: str, c: Config) -> bool:
     if own.file is not None or setting not in PARTITIONS.get(own.name, (setting,)):
         return True
     return own.name == "quantity" and setting in ("alpha", "min_size") and bool(own.fractions)
-
-
-def _breeds_nothing(c: Config) -> bool:
-    """Return whether all that a data-free evolution draws is its first, random population."""
-    own = c.algorithm
-    if not isinstance(own, ZeroCostSettings) or own.evolution is None:
-        return False
-    return own.evolution.population >= c.rounds * own.draws
 
 
 def _real_sites(c: Config) -> bool:
@@ -200,15 +123,10 @@ def _ignores(setting: str) -> Rule:
     return Rule(f"partition.{setting}", lambda c: _partition_ignores(setting, c), cause)
 
 
-_EPOCHS = (
-    FedDARTSSettings | FEATHERSSettings | FDNASSettings | CFDNASSettings | SuccessiveHalvingSettings
-)
 STAGES = "stages={c.stages}"
 NO_SEARCH = "algorithm={c.algorithm.name} and stages={c.stages}, which do not search"
 STEPS = "privacy=dp, whose clients take noised steps"
 NETWORK = "algorithm.network={c.algorithm.network}, a network that is fixed"
-OWN_LIST = "algorithm={c.algorithm.name}, which chooses it from configurations of its own"
-FINDS_LIST = "algorithm.ranges, from which the search draws it"
 
 RULES: tuple[Rule, ...] = (
     # Stages.
@@ -231,13 +149,8 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             not searches(c)
             and not isinstance(c.algorithm, GivenNetwork)
-            and ALGORITHMS[c.algorithm.name].retraining is Algorithm.retraining
+            and algorithm_of(c).retraining is None
         ),
-        STAGES + ", which lack search",
-    ),
-    Rule(
-        "algorithm.rule algorithm.local_epochs algorithm.batch_size algorithm.clip_norm",
-        lambda c: isinstance(c.algorithm, FEATHERSSettings) and not searches(c),
         STAGES + ", which lack search",
     ),
     Rule(
@@ -245,7 +158,7 @@ RULES: tuple[Rule, ...] = (
         "retrain.batch_size retrain.auxiliary_weight "
         "retrain.drop_path_prob retrain.weights privacy.retrain personalised "
         "dataset.linear_baseline dataset.limit_test positive",
-        lambda c: not _retrains(c),
+        lambda c: not retrains(c),
         STAGES + ", which lack retrain",
     ),
     Rule(
@@ -259,7 +172,6 @@ RULES: tuple[Rule, ...] = (
         "algorithm={c.algorithm.name} and stages={c.stages}: they are compared with a searched "
         "network that is retrained, evaluated and exported",
     ),
-    Rule("baselines", _is(CFDNASSettings), "algorithm=cfdnas, whose groups each have a network"),
     Rule(
         "baselines",
         lambda c: has_real_sites(c) and _private(c) and _baseline_share(c) is None,
@@ -280,16 +192,6 @@ RULES: tuple[Rule, ...] = (
         "dataset.flip dataset.cutout privacy.micro_batch_size time_limit",
         lambda c: not _averages(c),
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",
-    ),
-    Rule(
-        "precision",
-        lambda c: (
-            isinstance(c.algorithm, DPNASSettings)
-            and c.algorithm.dp_aware is not None
-            and not _retrains(c)
-        ),
-        "algorithm.dp_aware, which clips gradients of single records, in float32",
-        "remove it, or set algorithm.dp_aware=null",
     ),
     # Networks.
     Rule(
@@ -320,122 +222,38 @@ RULES: tuple[Rule, ...] = (
     ),
     # Algorithms.
     Rule(
-        "algorithm.validation_weight",
-        lambda c: isinstance(c.algorithm, FedDARTSSettings) and c.algorithm.rule != "mixed_level",
-        "algorithm.rule={c.algorithm.rule}",
-        "set algorithm.rule=mixed_level or remove it",
-    ),
-    Rule(
-        "momentum",
-        lambda c: isinstance(c.algorithm, FNASSettings) and not _retrains(c),
-        "algorithm={c.algorithm.name} and stages={c.stages}: clients send gradients",
-        "remove it; the server steps with algorithm.weights.momentum",
-    ),
-    Rule(
-        "momentum wire",
-        lambda c: _halves_by_local_training(c) and not _retrains(c),
-        "algorithm.rewarded=local and stages={c.stages}: no trained model is sent",
-    ),
-    Rule(
         "momentum",
         lambda c: (
-            _retrains(c) and retrains_by_gradients(c) and not (searches(c) and _trains_models(c))
+            retrains(c)
+            and retrains_by_gradients(c)
+            and not (searches(c) and c.algorithm.trains_models)
         ),
         "retraining by gradients (retrain.exchange), along which the server steps",
         "remove it; the server steps with retrain.weights.momentum",
     ),
     Rule(
-        "algorithm.proximal",
-        lambda c: isinstance(c.algorithm, FedAvgSettings) and retrains_by_gradients(c),
-        "retrain.exchange={c.retrain.exchange}, in which clients take no steps",
-    ),
-    Rule(
         "retrain.exchange retrain.evaluate_every",
-        _is(FEATHERSSettings, FedExSettings),
+        lambda c: algorithm_of(c).retraining is not None,
         "algorithm={c.algorithm.name}, which has exchanges of its own",
     ),
-    Rule(
-        "algorithm.local_epochs algorithm.batch_size algorithm.weights algorithm.ranges",
-        lambda c: isinstance(c.algorithm, RandomSearchSettings) and c.algorithm.trial_rounds == 0,
-        "algorithm.trial_rounds=0, which tries no network",
-    ),
-    Rule(
-        "algorithm.weights.lr algorithm.weights.momentum algorithm.weights.weight_decay",
-        _draws_hyperparameters,
-        FINDS_LIST,
-    ),
-    Rule(
-        "retrain.weights.lr retrain.weights.momentum retrain.weights.weight_decay "
-        "retrain.drop_path_prob",
-        lambda c: _draws_hyperparameters(c) and searches(c),
-        FINDS_LIST,
-    ),
-    Rule(
-        "retrain.weights.lr retrain.weights.min_lr retrain.weights.momentum "
-        "retrain.weights.weight_decay retrain.drop_path_prob",
-        _is(FEATHERSSettings),
-        OWN_LIST,
-    ),
-    Rule("retrain.weights retrain.drop_path_prob", _is(FedExSettings), OWN_LIST),
     Rule(
         "algorithm.num_configurations",
         lambda c: bool(getattr(c.algorithm, "configurations", None)),
         "algorithm.configurations, which are the list",
     ),
-    Rule("algorithm.ranges", lambda c: not _needs_ranges(c), "algorithm.configurations, the list"),
     Rule(
-        "algorithm.ranges.alpha_lr algorithm.ranges.alpha_weight_decay",
-        _is(FedExSettings),
-        "algorithm=fedex, which trains no alphas",
-    ),
-    Rule(
-        "algorithm.rewarded_candidates",
-        lambda c: isinstance(c.algorithm, DPNASSettings) and c.rounds <= c.algorithm.warm_up_rounds,
-        "rounds={c.rounds}, all of which warm up (algorithm.warm_up_rounds)",
-        "raise rounds, or remove it",
-    ),
-    Rule(
-        "algorithm.bandit.scale_retention",
-        lambda c: isinstance(c.algorithm, FEATHERSSettings) and not c.algorithm.bandit.scaled,
-        "algorithm.bandit.scaled=false",
-    ),
-    Rule(
-        "algorithm.dp_aware",
-        lambda c: isinstance(c.algorithm, DPNASSettings) and _private(c),
-        "privacy=dp, whose noise takes its place",
-    ),
-    Rule(
-        "algorithm.controller",
-        lambda c: isinstance(c.algorithm, DPNASSettings) and c.algorithm.sampler != "controller",
-        "algorithm.sampler={c.algorithm.sampler}",
-    ),
-    Rule(
-        "algorithm.evolution",
-        lambda c: isinstance(c.algorithm, DPNASSettings) and c.algorithm.sampler != "evolution",
-        "algorithm.sampler={c.algorithm.sampler}",
-    ),
-    Rule(
-        "algorithm.evolution",
-        _breeds_nothing,
-        "rounds={c.rounds} of algorithm.draws={c.algorithm.draws}, which draw no more networks "
-        "than algorithm.evolution.population={c.algorithm.evolution.population}, so that none is "
-        "bred",
-        "lower the population, or raise rounds or algorithm.draws",
-    ),
-    Rule(
-        "rounds algorithm.search.hardware",
-        lambda c: isinstance(c.algorithm, CFDNASSettings) and not c.algorithm.inherit,
-        "algorithm.inherit=false, which leaves the search of all clients out",
-        "remove it, and set algorithm.group_rounds and algorithm.group_hardware",
+        "algorithm.ranges",
+        lambda c: not getattr(c.algorithm, "needs_ranges", True),
+        "algorithm.configurations, the list",
     ),
     Rule(
         "client_tags",
-        lambda c: not isinstance(c.algorithm, CFDNASSettings),
+        lambda c: not hasattr(c.algorithm, "group_by"),
         "algorithm={c.algorithm.name}: tags divide the clients of algorithm=cfdnas",
     ),
     Rule(
         "client_tags",
-        lambda c: isinstance(c.algorithm, CFDNASSettings) and c.algorithm.group_by != "tag",
+        lambda c: getattr(c.algorithm, "group_by", "tag") != "tag",
         "algorithm.group_by={c.algorithm.group_by}",
         "set algorithm.group_by=tag or remove it",
     ),
@@ -470,7 +288,7 @@ RULES: tuple[Rule, ...] = (
     # Privacy.
     Rule(
         "algorithm.local_epochs algorithm.search.local_epochs",
-        lambda c: by_record(c) and isinstance(c.algorithm, _EPOCHS),
+        by_record,
         STEPS,
         "remove it, and set privacy.local_steps",
     ),
@@ -534,17 +352,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "privacy.weights privacy.alphas privacy.local_steps privacy.rate privacy.search_share",
-        _is(ZeroCostSettings),
-        "algorithm=zero_cost, whose search asks clients nothing",
-    ),
-    Rule(
-        "privacy.alphas",
-        _is(DPNASSettings, SuccessiveHalvingSettings),
-        "algorithm={c.algorithm.name}, which has no alphas",
+        lambda c: algorithm_of(c).trains is None,
+        "algorithm={c.algorithm.name}, whose search asks clients nothing",
     ),
     Rule(
         "privacy.local_steps",
-        _is(FNASSettings, DPNASSettings),
+        lambda c: hasattr(c.algorithm, "local_steps"),
         "algorithm={c.algorithm.name}, which has steps of its own",
         "remove it, and set algorithm.local_steps",
     ),
@@ -684,7 +497,7 @@ SWITCHES = {
 def without_effect(config: Config) -> dict[str, Rule]:
     """Return the settings that a run does not use, each with the first rule that says why."""
     found: dict[str, Rule] = {}
-    for rule in RULES:
+    for rule in (*RULES, *algorithm_of(config).unused):
         if rule.when(config):
             for name in _expanded(rule, config):
                 found.setdefault(name, rule)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from fednas_flwr.base.errors import ConfigError, unknown_choice
-from fednas_flwr.settings import CFDNASSettings, Config, FDNASSettings, Hardware, expanded
+from fednas_flwr.settings import Hardware, expanded
 from fednas_flwr.spaces.costs import LOSSES, HardwareLoss, HardwareTerms
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.latency_tables import LatencyTable
@@ -38,12 +38,12 @@ def read_table(path: Path) -> LatencyTable:
     return latency_from_json(text, origin=str(path))
 
 
-def check_hardware(config: Config, space: SearchSpace) -> None:
-    """Raise ConfigError for a loss that does not exist or a target that no network reaches.
+def check_hardware(losses: Iterable[Hardware], space: SearchSpace) -> None:
+    """Refuse a hardware loss that does not exist, or a target that no network reaches.
 
     For targets in ms without a table the latter is known when clients have measured.
     """
-    for hardware in _all_hardware(config):
+    for hardware in losses:
         if hardware.loss not in LOSSES:
             raise unknown_choice("algorithm.hardware.loss", hardware.loss, LOSSES)
         if hardware.table is not None or hardware.unit != "ms":
@@ -80,14 +80,3 @@ def latency_of(space: SearchSpace, table: str) -> Callable[[Genotype], float]:
         )
     costs = space_costs(space, read_table(Path(table)))
     return lambda genotype: costs.of_path(space.path(genotype))
-
-
-def _all_hardware(config: Config) -> list[Hardware]:
-    """Return what the configuration says of costs, of all groups."""
-    algorithm = config.algorithm
-    if isinstance(algorithm, CFDNASSettings):
-        shared = [algorithm.search.hardware] if algorithm.search.hardware else []
-        return [*shared, *algorithm.group_hardware.values()]
-    if isinstance(algorithm, FDNASSettings) and algorithm.hardware is not None:
-        return [algorithm.hardware]
-    return []

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fednas_flwr.base.errors import unknown_choice
 from fednas_flwr.settings import BlockSpace, CellSpace, DPCells, SearchSpaceSettings
+from fednas_flwr.settings.registry import TABLES, register
 
 if TYPE_CHECKING:
     from fednas_flwr.spaces.space import SearchSpace
@@ -69,14 +70,15 @@ def _dp_cells(name: str, *, widths: Sequence[int], **settings: Any) -> SearchSpa
     return DP_CELL_SPACES[name](widths=tuple(widths), **settings)
 
 
-SEARCH_SPACES: dict[str, SpaceEntry] = {
-    "darts": SpaceEntry(CellSpace, _darts),
-    "dp_cells": SpaceEntry(DPCells, partial(_dp_cells, "dp_cells")),
-    "dp_cells_darts": SpaceEntry(DPCells, partial(_dp_cells, "dp_cells_darts")),
-    "mbconv": SpaceEntry(BlockSpace, _mbconv),
-    "mlp": SpaceEntry(CellSpace, _mlp),
-    "nasbench201": SpaceEntry(CellSpace, _nasbench201),
-}
+register("search_space", "darts", SpaceEntry(CellSpace, _darts))
+register("search_space", "dp_cells", SpaceEntry(DPCells, partial(_dp_cells, "dp_cells")))
+register(
+    "search_space", "dp_cells_darts", SpaceEntry(DPCells, partial(_dp_cells, "dp_cells_darts"))
+)
+register("search_space", "mbconv", SpaceEntry(BlockSpace, _mbconv))
+register("search_space", "mlp", SpaceEntry(CellSpace, _mlp))
+register("search_space", "nasbench201", SpaceEntry(CellSpace, _nasbench201))
+SEARCH_SPACES: dict[str, SpaceEntry] = TABLES["search_space"]
 
 
 def space_entry(name: str) -> SpaceEntry:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fednas_flwr.algorithms.feathers.strategy import _clamped
-from fednas_flwr.algorithms.shared_arguments import make_retraining
+from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client.handlers import ANSWERS

@@ -16,6 +16,7 @@ from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import Amount, LocalSearch, Search
+from fednas_flwr.search.local_search import Alternating
 
 ROUNDS = 2
 UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.75,0.25]"]
@@ -118,9 +119,9 @@ def test_oversampling_repeats_records_and_counts_them_once(compose_config, feder
         header = Header("test", "search", 1, 1, client.index, "nonce")
         local = LocalSearch(
             Amount(config.algorithm.local_epochs, None, config.algorithm.batch_size),
-            strategy.weights,
-            strategy.alphas_settings,
-            alternating=strategy.alternating,
+            config.algorithm.weights,
+            config.algorithm.alphas,
+            alternating=Alternating(config.algorithm.rule),
         )
         replies.append(
             answer(client, Request("train.search", header, Search(local=local), strategy.states))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.algorithms.shared_arguments import make_retraining
+from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.models.networks import make_network

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from fednas_flwr.algorithms.shared_arguments import make_retraining
+from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.client.answer import answer
 from fednas_flwr.data.loaders import step_batch

@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi
 from torch.nn import functional as F
 
-from fednas_flwr.algorithms.shared_arguments import make_retraining
+from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.data.loaders import epoch_batches

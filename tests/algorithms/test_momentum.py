@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.algorithms.shared_arguments import make_retraining, make_search
+from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client.answer import answer

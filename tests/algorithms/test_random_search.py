@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.algorithms.shared_arguments import make_retraining
+from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import make_network

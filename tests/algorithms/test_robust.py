@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fednas_flwr.algorithms.shared_arguments import make_retraining, make_search
+from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.server.robust_averages import TrimmedMean
 

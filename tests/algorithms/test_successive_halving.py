@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.algorithms.entries import ALGORITHMS
-from fednas_flwr.algorithms.successive_halving.strategy import num_left, releases
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.algorithms.stage_strategies import releases_by_round
+from fednas_flwr.algorithms.successive_halving.strategy import SuccessiveHalving, num_left
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client.answer import answer
 from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import make_network
-from fednas_flwr.models.pool_networks import chosen_scores, pool_size
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import Train
@@ -107,8 +108,7 @@ def test_the_pool_is_the_best_of_a_shortlist(searched, compose_config, federate)
     kept = [best[place] for place in sorted(range(6), key=lambda place: -naswot[place])[:4]]
     shortlist = "algorithm.pool.shortlist={keep: 6, scores: [naswot]}"
     strategy = federate(compose_config(*SEARCH, shortlist)).strategy
-    generator = make_generator(config.seed, "successive_halving")
-    assert list(strategy.choose(generator))[:4] == [genotypes[index] for index in kept]
+    assert strategy._choose()[:4] == [genotypes[index] for index in kept]
     with pytest.raises(ConfigError, match=r"shortlist.keep=3 .* 4 to draws=9"):
         compose_config(*SEARCH, "algorithm.pool.shortlist={keep: 3, scores: [naswot]}")
 
@@ -355,7 +355,8 @@ UNSET = ["algorithm.pool.by=null", "algorithm.pool.keep=null", "rounds=1"]
 )
 def test_pools_are_chosen_by_scores_that_rank_their_space(overrides, scores, size, compose_config):
     config = compose_config(*SEARCH, "algorithm.pool.draws=20", *UNSET, *overrides)
-    assert (chosen_scores(config), pool_size(config)) == (scores, size)
+    pool, space = config.algorithm.pool, config.search_space.name
+    assert (pool.chosen_scores(space), pool.size(space)) == (scores, size)
 
 
 def test_rungs_are_those_of_the_pool_whose_size_is_not_set(compose_config):
@@ -366,8 +367,8 @@ def test_rungs_are_those_of_the_pool_whose_size_is_not_set(compose_config):
     named = {}
     for size in ("null", "8", "16"):
         config = compose_config(*SEARCH, *own, *group, f"algorithm.pool.keep={size}")
-        of_round = ALGORITHMS["successive_halving"].search_releases(config)
-        named[size] = [[one.noise_name for one in of_round(r, 4)] for r in (1, 2, 3, 4)]
+        rounds = releases_by_round(config, "search", 4)
+        named[size] = [[one.noise_name for one in releases] for releases in rounds]
     assert named["null"] == named["16"] == [["weights", "rewards"]] * 4
     assert named["8"][0] == ["weights"]
 
@@ -383,7 +384,8 @@ def test_a_shortlist_is_as_large_as_the_pool_that_it_is_for(compose_config):
         shortlist = "algorithm.pool.shortlist={keep: %d, scores: [naswot]}"
         with pytest.raises(ConfigError, match=rf"shortlist.keep={size - 1} .* {size}, the pool's"):
             compose_config(*SEARCH, *own, shortlist % (size - 1))
-        assert pool_size(compose_config(*SEARCH, *own, shortlist % size)) == size
+        config = compose_config(*SEARCH, *own, shortlist % size)
+        assert config.algorithm.pool.size(config.search_space.name) == size
 
 
 def test_a_pool_that_no_score_ranks_is_the_first_drawn(compose_config, federate):
@@ -472,16 +474,14 @@ def test_one_network_is_left_and_rungs_divide_by_eta(keep, eta, rounds):
     assert left == sorted(left, reverse=True)
     powers = {math.ceil(keep / eta**rung) for rung in range(8)}
     assert set(left) <= powers
+    norms = {"weights": 1.0, "rewards": 1.0}
+    first = PrivateRound("search", 1, rounds, 8, 3, norms, False, False, "darts")
+    pool = SimpleNamespace(size=lambda space: keep)
+    settings = SimpleNamespace(pool=pool, eta=eta)
     measured = sum(
-        len(
-            releases(
-                number, rounds, keep=keep, eta=eta, local_steps=3, batch_size=8,
-                norms={"weights": 1.0, "rewards": 1.0},
-            )
-        )
-        - 1
+        len(SuccessiveHalving.releases(settings, replace(first, number=number))) - 1
         for number in range(1, rounds + 1)
-    )  # fmt: skip
+    )
     assert measured == len(set(left)) - 1
 
 

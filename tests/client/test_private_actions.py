@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from fednas_flwr.algorithms.fedavg import FedAvgSettings
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.client import release_guard
@@ -31,7 +32,7 @@ from fednas_flwr.protocol.states import MOMENTS, Layout, load_states, network_st
 from fednas_flwr.protocol.sum_requests import SUM_ACTIONS
 from fednas_flwr.search.objective import Objective, heads
 from fednas_flwr.search.optimizer_step import no_moments
-from fednas_flwr.settings import FedAvgSettings, NoPrivacy
+from fednas_flwr.settings import NoPrivacy
 from fednas_flwr.settings.optimizers import Adam
 
 from ..asked import ONE_STEP

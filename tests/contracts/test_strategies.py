@@ -10,8 +10,8 @@ import pytest
 import torch
 from flwr.serverapp.strategy import Strategy
 
-from fednas_flwr.algorithms.entries import ALGORITHMS
 from fednas_flwr.settings.names import BFLOAT16, FLOAT32, PRECISIONS
+from fednas_flwr.settings.registry import algorithms
 from fednas_flwr.spaces.genotype import to_json
 
 SETTINGS = {
@@ -78,7 +78,7 @@ def test_every_algorithm_is_tested_here():
     # cfdnas is runs of fdnas, tests/pipeline/test_groups.py; fedavg, fedprox, fedex do not search;
     # dp_fnas never repeats a draw, tests/pipeline/test_private_run.py; zero_cost trains nothing,
     # tests/algorithms/test_zero_cost.py
-    assert set(SETTINGS) == set(ALGORITHMS) - {*OTHERS}
+    assert set(SETTINGS) == set(algorithms()) - {*OTHERS}
 
 
 @pytest.fixture(scope="module", params=sorted(SETTINGS))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fednas_flwr.algorithms.zero_cost import ZeroCostSettings
 from fednas_flwr.api import compose, run
 from fednas_flwr.base.errors import NoEffectError
 from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
@@ -22,7 +23,7 @@ from fednas_flwr.report.comparison import run_folders
 from fednas_flwr.report.texts import baselines_text
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import open_run_folder
-from fednas_flwr.settings import Config, DifferentialPrivacy, ZeroCostSettings
+from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.optimizers import RESNETS
 from fednas_flwr.spaces.flops import count_multiply_adds
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fednas_flwr.algorithms.client_clusters import group_by_alphas
+from fednas_flwr.algorithms.fdnas.client_clusters import group_by_alphas
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import USER_ERROR, main
 from fednas_flwr.client.handlers import ANSWERS

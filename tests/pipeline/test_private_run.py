@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from fednas_flwr import load
-from fednas_flwr.algorithms.shared_arguments import make_search
+from fednas_flwr.algorithms.stage_strategies import make_search
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.client import release_guard

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from fednas_flwr.algorithms.sampled_rounds import make_sampling
-from fednas_flwr.algorithms.shared_arguments import make_retraining
+from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client import release_guard
 from fednas_flwr.deploy.client_app import make_client_app

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from fednas_flwr.algorithms.base import RoundStrategy, Shared
-from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, rewards_release
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.dpnas import DPNASSettings
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates
 from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.search.candidate import path_states
-from fednas_flwr.search.samplers import Path, Sampler
-from fednas_flwr.server.cohort import Cohort
-from fednas_flwr.settings.optimizers import SGD, DPAware
+from fednas_flwr.search.controller import Controller
+from fednas_flwr.search.samplers import Evolution, Path, RandomSampler, RejectionSampler, Sampler
 from fednas_flwr.spaces.dp_cells import DPCellSpace
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.space import Supernet
 
 
-class DPNAS(RoundStrategy):
+class DPNAS(RoundStrategy[DPNASSettings]):
     """Cheng et al. (2022), DPNAS, arXiv 2110.08557, Alg. 1; its central case is one client.
 
     A round samples candidates, which every client trains one after the other on the shared weights
@@ -33,70 +34,42 @@ class DPNAS(RoundStrategy):
     each measured on all validation records instead of a batch of 64; the authors' code ranks on
     test records, which are never used here.
 
-    Args:
-        supernet: Of the space; the initial shared weights. It is only read.
-        cohort: Reaches the clients.
-        space: The search space.
-        sampler: The controller, or what takes its place.
-        trained_candidates: Sampled and trained per round, all in one message.
-        rewarded_candidates: Sampled and measured per round, likewise.
-        final_candidates: Sampled and measured after the last round.
-        warm_up_rounds: First rounds, which only train.
-        local_steps: Steps of a client on each candidate.
-        batch_size: Records per step.
-        weights: SGD, annealed over the rounds.
-        dp_aware: DP-SGD's clipping and noise as a regulariser, with no claim; None trains plainly.
-            With ``private`` the noise of the releases takes its place.
-        seed: The run's seed; the samples of a round come from (seed, round).
-        **shared: See :class:`RoundStrategy`.
+    ``dp_aware`` is DP-SGD's clipping and noise as a regulariser, with no claim. With ``private``
+    the noise of the releases takes its place. The samples of a round come from (seed, round).
     """
 
-    def __init__(
-        self,
-        supernet: Supernet,
-        cohort: Cohort,
-        *,
-        space: DPCellSpace,
-        sampler: Sampler,
-        trained_candidates: int,
-        rewarded_candidates: int,
-        final_candidates: int,
-        warm_up_rounds: int,
-        local_steps: int,
-        batch_size: int,
-        weights: SGD,
-        seed: int,
-        dp_aware: DPAware | None = None,
-        **shared: Unpack[Shared],
-    ) -> None:
-        """See the class."""
-        super().__init__(supernet, cohort, space=space, **shared)
+    def __init__(self, network: Supernet, *args: Any, **parts: Any) -> None:
+        """Keep the supernet, which says what the paths consist of."""
+        self.supernet = network
+        super().__init__(network, *args, **parts)
+
+    def set_up(self) -> None:
+        """Make the sampler; paths are sampled without alphas."""
         for states in (self.states, self.layouts):
             del states["alphas"]  # paths are sampled without
-        self.supernet, self.cells, self.sampler, self.seed = supernet, space, sampler, seed
-        self.counts = (trained_candidates, rewarded_candidates, final_candidates)
-        self.warm_up_rounds, self.weights = warm_up_rounds, weights
-        self.local_steps, self.batch_size, self.dp_aware = local_steps, batch_size, dp_aware
+        assert isinstance(self.space, DPCellSpace)  # as the configuration has it
+        self.cells = self.space
+        self.sampler = make_sampler(self.config.seed, self.settings, type(self.space))
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train candidates, then teach the controller; after the last round choose."""
-        trained, rewarded, final = self.counts
-        generator = make_generator(self.seed, "dpnas", server_round)
+        settings, final = self.settings, self.settings.final_candidates
+        generator = make_generator(self.config.seed, "dpnas", server_round)
         is_private = self.private is not None
         request = TrainCandidates(
-            candidates=self.sampler.sample(trained, generator),
+            candidates=self.sampler.sample(settings.trained_candidates, generator),
             step=server_round - 1,
-            local_steps=self.local_steps,
-            batch_size=None if is_private else self.batch_size,
-            weights=self.client_weights(self.weights.at_round(server_round, num_rounds)),
-            dp_aware=None if is_private else self.dp_aware,
+            local_steps=settings.local_steps,
+            batch_size=None if is_private else settings.batch_size,
+            weights=self.client_weights(settings.weights.at_round(server_round, num_rounds)),
+            dp_aware=None if is_private else settings.dp_aware,
             site=self.site,
             sparse=True,
         )
         own = path_states(self.supernet, request.candidates)
-        metrics = self.train("train.candidate", request, self.weights.momentum, only=own)
-        if server_round > self.warm_up_rounds:
-            paths = self.sampler.sample(rewarded, generator)
+        metrics = self.train("train.candidate", request, settings.weights.momentum, only=own)
+        if server_round > settings.warm_up_rounds:
+            paths = self.sampler.sample(settings.rewarded_candidates, generator)
             rewards, measured = self._measure(paths, server_round)
             metrics |= measured | self.sampler.learn(paths, rewards)
         if server_round == num_rounds:
@@ -140,22 +113,30 @@ class DPNAS(RoundStrategy):
         """Take back what the controller has learnt."""
         self.sampler.load(tensors)
 
+    @classmethod
+    def releases(cls, settings: DPNASSettings, private: PrivateRound) -> list[PlannedRelease]:
+        """Every trained candidate's steps, and rewards; the last round measures twice."""
+        steps = settings.trained_candidates * settings.local_steps
+        planned = private.gradients({"weights": "train.candidate"}, steps=steps)
+        learns = private.number > settings.warm_up_rounds
+        measured = [learns, private.number == private.num_rounds].count(True)
+        if measured:
+            planned += [private.rewards("evaluate.candidates", measured)]
+        return planned
 
-def releases(
-    server_round: int,
-    num_rounds: int,
-    *,
-    trained_candidates: int,
-    warm_up_rounds: int,
-    local_steps: int,
-    batch_size: float | None,
-    norms: Mapping[str, float],
-) -> list[PlannedRelease]:
-    """Return what a round releases of each client; the last one measures twice."""
-    steps = trained_candidates * local_steps
-    weights = {"weights": "train.candidate"}
-    planned = gradient_releases(weights, batch_size=batch_size, steps=steps, norms=norms)
-    measured = (server_round > warm_up_rounds) + (server_round == num_rounds)
-    if measured:
-        planned += [rewards_release("search", "evaluate.candidates", measured, norms["rewards"])]
-    return planned
+
+def make_sampler(seed: int, settings: DPNASSettings, space: type[DPCellSpace]) -> Sampler:
+    """A sampler of candidates that are not degenerate, initialised from the run's seed."""
+    choices = space.choices()
+
+    def rejects(path: list[int]) -> bool:
+        return space.is_degenerate(space.genotype(path))
+
+    samplers: dict[str, Callable[[], Sampler]] = {
+        "controller": lambda: Controller(choices, settings.controller),
+        "evolution": lambda: Evolution(choices, settings.evolution),
+        "random": lambda: RandomSampler(choices),
+    }
+    with seeded(seed, "sampler"):
+        sampler = samplers[settings.sampler]()
+    return RejectionSampler(sampler, choices, rejects)

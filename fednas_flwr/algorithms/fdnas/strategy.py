@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from fednas_flwr.algorithms.base import RoundStrategy, Shared
-from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.fdnas import FDNASSettings
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import LocalSearch, Search
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.search.proxyless import SampledPaths
-from fednas_flwr.server.cohort import Cohort
-from fednas_flwr.settings.optimizers import SGD, Adam
-from fednas_flwr.spaces.costs import HardwareTerms
-from fednas_flwr.spaces.space import SearchSpace, Supernet
+from fednas_flwr.settings.optimizers import SGD
+from fednas_flwr.spaces.hardware_terms import hardware_terms
 
 
-class FDNAS(RoundStrategy):
+class FDNAS(RoundStrategy[FDNASSettings]):
     """Zhang et al. (2020), FDNAS, Alg. 1: local epochs on sampled paths, averaged by N_k / N.
 
     Weights and alphas are averaged alike.
-
-    Args:
-        supernet: Of the MBConv space; the initial global state.
-        cohort: Reaches the clients.
-        space: The supernet's search space.
-        gates: ``two`` or ``full``, see ``search.gates``.
-        warm_up_rounds: First rounds, which train weights on uniformly drawn paths only.
-        local_epochs: Passes over each client's training records per round.
-        batch_size: Records per step.
-        weights: SGD with Nesterov's momentum, annealed over the rounds.
-        alphas: Adam with betas (0, .999).
-        hardware: What cost does to the loss of the alphas; None leaves it out.
-        sparse: Whether clients send only tensors that they have changed, and so only the paths that
-            they have trained. The average is the same to the last bit.
-        **shared: See :class:`RoundStrategy`.
 
     Attributes:
         keeps_updates: Whether ``values`` hold by how much each client has moved the alphas, by
@@ -47,33 +31,16 @@ class FDNAS(RoundStrategy):
 
     keeps_updates = False
 
-    def __init__(
-        self,
-        supernet: Supernet,
-        cohort: Cohort,
-        *,
-        space: SearchSpace,
-        gates: str,
-        warm_up_rounds: int,
-        local_epochs: int,
-        batch_size: int,
-        weights: SGD,
-        alphas: Adam,
-        hardware: HardwareTerms | None = None,
-        sparse: bool = False,
-        **shared: Unpack[Shared],
-    ) -> None:
-        """See the class."""
-        super().__init__(supernet, cohort, space=space, **shared)
-        self.gates, self.warm_up_rounds, self.hardware = gates, warm_up_rounds, hardware
-        self.local_epochs, self.batch_size, self.sparse = local_epochs, batch_size, sparse
-        self.weights, self.alphas_settings = weights, alphas
+    def set_up(self) -> None:
+        """Make the terms of the hardware loss."""
+        assert self.space is not None
+        self._hardware = hardware_terms(self.settings.hardware, self.space)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Search locally everywhere, average weights, alphas and buffers."""
-        weights = self.weights.at_round(server_round, num_rounds)
-        request = self.request(weights, warm_up=server_round <= self.warm_up_rounds)
-        return self.train("train.search", request, self.weights.momentum)
+        weights = self.settings.weights.at_round(server_round, num_rounds)
+        request = self.request(weights, warm_up=server_round <= self.settings.warm_up_rounds)
+        return self.train("train.search", request, self.settings.weights.momentum)
 
     def average(
         self, replies: Iterable[tuple[int, Reply]]
@@ -102,29 +69,22 @@ class FDNAS(RoundStrategy):
 
     def request(self, weights: SGD, *, warm_up: bool) -> Search:
         """Return what asks for weights, alphas and buffers after a client's local epochs."""
+        settings = self.settings
         local = LocalSearch(
-            self.amount(self.local_epochs, self.batch_size),
+            self.amount(settings.local_epochs, settings.batch_size),
             self.client_weights(weights),
-            self.alphas_settings,
-            paths=SampledPaths(self.gates, warm_up, self.hardware),
+            settings.alphas,
+            paths=SampledPaths(settings.gates, warm_up, self._hardware),
         )
-        return Search(local=local, sparse=self.sparse, site=self.site)
+        return Search(local=local, sparse=settings.sparse, site=self.site)
+
+    @classmethod
+    def releases(cls, settings: FDNASSettings, private: PrivateRound) -> list[PlannedRelease]:
+        """Every local step's gradients; the warm-up releases no alphas."""
+        warm_up = private.number <= settings.warm_up_rounds
+        states = ("weights",) if warm_up else ("weights", "alphas")
+        return private.gradients(dict.fromkeys(states, "train.search"))
 
 
 def _flat(alphas: Packed) -> Tensor:
     return torch.cat(list(alphas.values())).double()
-
-
-def releases(
-    server_round: int,
-    num_rounds: int,
-    *,
-    warm_up_rounds: int,
-    batch_size: float | None,
-    local_steps: int,
-    norms: Mapping[str, float],
-) -> list[PlannedRelease]:
-    """Return what a round releases of each client; the warm-up releases no alphas."""
-    states = ("weights",) if server_round <= warm_up_rounds else ("weights", "alphas")
-    actions = dict.fromkeys(states, "train.search")
-    return gradient_releases(actions, batch_size=batch_size, steps=local_steps, norms=norms)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any, NamedTuple, Unpack
+from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from fednas_flwr.algorithms.base import RoundStrategy, Shared
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.feathers import FEATHERSSettings
+from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, rewards_release
+from fednas_flwr.privacy.actions import SUPERNET
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import (
     Evaluate,
     LocalSearch,
@@ -25,12 +27,11 @@ from fednas_flwr.protocol.requests import (
     Trial,
 )
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, unpack
+from fednas_flwr.search.bandit import Bandit, make_configurations
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.regularisation import rising
 from fednas_flwr.search.tuner import Tuner
-from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, SGD, Configuration
-from fednas_flwr.spaces.space import SearchSpace
 
 BOUND_PER_SCALE = 4.0
 
@@ -42,7 +43,7 @@ class Measured(NamedTuple):
     num_examples: float
 
 
-class FEATHERS(RoundStrategy):
+class FEATHERS(RoundStrategy[FEATHERSSettings]):
     """Seng et al. (2023), Alg. 1: explore configurations, then train with the best one.
 
     Before every ``nas_rounds``-th round the bandit draws kappa configurations, all clients try each
@@ -54,7 +55,8 @@ class FEATHERS(RoundStrategy):
     labels that is most where a client forgets the others' classes, and high learning rates win,
     whose models do not average. ``rewarded="averaged"`` rewards the decrease of the loss from the
     global model to the average of the trained ones instead: for each trial one exchange trains and
-    another measures, and one before all of them measures the global model.
+    another measures, and one before all of them measures the global model. A client then counts for
+    at most ``loss_bound``, otherwise a record does.
 
     Deviations: a learning rate is not annealed, it is the bandit that lowers it. One message asks a
     client for all trials of a phase, so that no client waits for another between them and the
@@ -62,68 +64,30 @@ class FEATHERS(RoundStrategy):
     otherwise: after the first phase it is 4 times their running scale, within
     ``LEAST_LOSS_BOUND`` and ``loss_bound``.
 
-    Args:
-        network: Supernet, or newly initialised derived network.
-        cohort: Reaches the clients.
-        space: The supernet's search space; None is the evaluation stage.
-        description: What clients build the same network from, see ``clients.Client.network``.
-        tuner: The bandit and its arms.
-        nas_rounds: Rounds of training between two explorations.
-        alternating: The clients' steps in the search.
-        beta_decay: Weight of beta-DARTS' regulariser in the last round of the search; it rises
-            linearly, for trials as for the round that follows them. The paper has none.
-        local_epochs: Passes over each client's training records per round and per trial.
-        batch_size: Records per step.
-        clip_norm: Of the weights' batch gradients; None does not clip.
-        auxiliary_weight: Weight of a derived network's auxiliary loss.
-        loss_bound: M; a record counts for at most this much in a reward; of ``averaged`` a client.
-        rewarded: ``local`` or ``averaged``; the latter without privacy only.
-        seed: The run's seed; the draw before a round comes from (seed, stage, round).
-        **shared: See :class:`RoundStrategy`.
+    The draw before a round comes from (seed, stage, round). ``beta_decay`` rises for trials as for
+    the round that follows them; the paper has none.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        cohort: Cohort,
-        *,
-        space: SearchSpace | None,
-        description: Mapping[str, Any],
-        tuner: Tuner,
-        nas_rounds: int,
-        alternating: Alternating,
-        local_epochs: int,
-        batch_size: int,
-        clip_norm: float | None,
-        loss_bound: float,
-        seed: int,
-        beta_decay: float = 0.0,
-        auxiliary_weight: float = 0.0,
-        rewarded: str = "local",
-        **shared: Unpack[Shared],
-    ) -> None:
-        """See the class."""
-        super().__init__(
-            network,
-            cohort,
-            space=space,
-            stage="retrain" if space is None else "search",
-            **shared,
-        )
-        self.tuner = tuner
-        self.nas_rounds, self.clip_norm, self.seed = nas_rounds, clip_norm, seed
-        self.loss_bound, self.rewarded = loss_bound, rewarded
-        self.values = {"tuner": tuner.to_json(), "loss": None}
-        self.description, self.alternating = dict(description), alternating
-        self.beta_decay, self._beta_weight = beta_decay, 0.0
-        self.local_epochs, self.batch_size = local_epochs, batch_size
-        self.auxiliary_weight = auxiliary_weight
+    def set_up(self) -> None:
+        """Make the bandit."""
+        settings, trained = self.settings, self.config.retrain
+        configurations = make_configurations(settings, self.config.seed)
+        self.tuner = Tuner.of(configurations, settings.ranges, settings.bandit)
+        self.values = {"tuner": self.tuner.to_json(), "loss": None}
+        self._beta_weight = 0.0
+        if self.stage == "search":
+            self.description = {"name": SUPERNET}
+            self.clip_norm = settings.clip_norm
+            self.local_epochs, self.batch_size = settings.local_epochs, settings.batch_size
+        else:
+            self.clip_norm = trained.weights.clip_norm
+            self.local_epochs, self.batch_size = trained.local_epochs, trained.batch_size
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Explore where it is time to, then train with the best configuration."""
         self.tuner = self.tuner.with_json(self.values["tuner"])
-        self._beta_weight = rising(self.beta_decay, server_round, num_rounds)
-        if explores(server_round, self.nas_rounds):
+        self._beta_weight = rising(self.settings.beta_decay, server_round, num_rounds)
+        if explores(server_round, self.settings.nas_rounds):
             self._explore(server_round, progress=(server_round - 1) / num_rounds)
         best = self.tuner.best()
         metrics = self.train(*self._training(best), best.momentum)
@@ -135,11 +99,11 @@ class FEATHERS(RoundStrategy):
         """Try the configurations that the bandit draws, and let it learn."""
         started = time.monotonic()
         sent, received = self.cohort.bytes_sent, self.cohort.bytes_received
-        generator = make_generator(self.seed, "bandit", self.stage, server_round)
+        generator = make_generator(self.config.seed, "bandit", self.stage, server_round)
         before = self.tuner.seeing(progress=progress, loss=self.values["loss"])
         entropy, arms, bound = before.bandit.entropy(), before.draw(generator), self._bound()
         tried = [before.configurations[arm] for arm in arms]
-        measure = self._rewards if self.rewarded == "local" else self._averaged_rewards
+        measure = self._rewards if self.settings.rewarded == "local" else self._averaged_rewards
         rewards, noise = measure(tried, bound)
         rewarded = dict(zip(arms, rewards, strict=True))
         self.tuner = before.updated(rewarded, generator, noise=noise)
@@ -165,8 +129,8 @@ class FEATHERS(RoundStrategy):
         """Return M of the next phase."""
         scale = self.tuner.bandit.scale
         if self.private is None or scale == 0:
-            return self.loss_bound
-        return min(self.loss_bound, max(LEAST_LOSS_BOUND, BOUND_PER_SCALE * scale))
+            return self.settings.loss_bound
+        return min(self.settings.loss_bound, max(LEAST_LOSS_BOUND, BOUND_PER_SCALE * scale))
 
     def _rewards(
         self, configurations: Sequence[Configuration], bound: float
@@ -242,20 +206,37 @@ class FEATHERS(RoundStrategy):
     def _local(self, configuration: Configuration) -> LocalSearch | LocalTraining:
         """Return what clients do with a configuration."""
         amount, sgd = self.amount(self.local_epochs, self.batch_size), self._sgd(configuration)
-        if self.space is not None:
-            alternating = replace(self.alternating, beta_decay=self._beta_weight)
+        if self.stage == "search":
+            alternating = Alternating(self.settings.rule, beta_decay=self._beta_weight)
             return LocalSearch(amount, sgd, configuration.adam(), alternating=alternating)
         return LocalTraining(
             self.description,
             "train",
             amount,
             sgd,
-            self.auxiliary_weight,
+            self.config.retrain.auxiliary_weight,
             configuration.dropout,
         )
 
     def _sgd(self, configuration: Configuration) -> SGD:
         return self.client_weights(configuration.sgd(self.clip_norm))
+
+    @classmethod
+    def releases(cls, settings: FEATHERSSettings, private: PrivateRound) -> list[PlannedRelease]:
+        """The steps of training and of trials, and rewards; kappa is largest at first."""
+        arms = len(settings.configurations) or settings.num_configurations
+        trials = 0
+        if explores(private.number, settings.nas_rounds):
+            trials = Bandit.of(arms, settings.bandit).num_trials()
+        training, states = "train.search", ["weights", "alphas"]
+        if private.stage == "retrain":
+            training, states = "train.weights", ["weights"]
+        planned = private.gradients(dict.fromkeys(states, training))
+        if trials:
+            steps = trials * private.local_steps
+            planned += private.gradients(dict.fromkeys(states, "train.probe"), steps=steps)
+            planned += [private.rewards("train.probe", trials)]
+        return planned
 
 
 def _clamped(decrease: float, bound: float) -> float:
@@ -266,45 +247,3 @@ def _clamped(decrease: float, bound: float) -> float:
 def explores(server_round: int, nas_rounds: int) -> bool:
     """Return whether a round, from 1, begins with an exploration."""
     return (server_round - 1) % nas_rounds == 0
-
-
-def releases(
-    server_round: int,
-    num_rounds: int,
-    *,
-    stage: str,
-    nas_rounds: int,
-    most_trials: int,
-    batch_size: float | None,
-    local_steps: int,
-    norms: Mapping[str, float],
-) -> list[PlannedRelease]:
-    """Return what a round releases of each client, at most: kappa is largest at first.
-
-    Args:
-        server_round: From 1.
-        num_rounds: Rounds of the stage.
-        stage: ``search`` or ``retrain``.
-        nas_rounds: Rounds between two explorations.
-        most_trials: Largest kappa.
-        batch_size: See :class:`PlannedRelease`.
-        local_steps: Of a round and of a trial.
-        norms: Clipping norms by kind.
-    """
-    trials = most_trials if explores(server_round, nas_rounds) else 0
-    steps = {"train.search": local_steps, "train.probe": trials * local_steps}
-    states = ["weights", "alphas"]
-    if stage == "retrain":
-        steps = {"train.weights": local_steps, "train.probe": trials * local_steps}
-        states = ["weights"]
-    planned = [
-        replace(release, stage=stage)
-        for action, number in steps.items()
-        if number
-        for release in gradient_releases(
-            dict.fromkeys(states, action), batch_size=batch_size, steps=number, norms=norms
-        )
-    ]
-    if trials:
-        planned += [rewards_release(stage, "train.probe", trials, norms["rewards"])]
-    return planned

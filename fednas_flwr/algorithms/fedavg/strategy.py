@@ -6,18 +6,18 @@ an optimiser of the server.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from collections.abc import Mapping
+from typing import Any
 
-from torch import nn
-
-from fednas_flwr.algorithms.base import RoundStrategy, Shared, evaluates
-from fednas_flwr.algorithms.flower_optimizer import ServerOptimizer
+from fednas_flwr.algorithms.base import RoundStrategy, evaluates
+from fednas_flwr.algorithms.fedavg import FedAvgSettings
+from fednas_flwr.algorithms.fedavg.flower_optimizer import ServerOptimizer
+from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalTraining, Train
 from fednas_flwr.protocol.states import Packed, Tensors
-from fednas_flwr.server.cohort import Cohort
-from fednas_flwr.settings.optimizers import SGD
+from fednas_flwr.settings import AlgorithmSettings, Config
+from fednas_flwr.settings.optimizers import SGD, Configuration
 
 SPLITS = ("train", "validation")  # what is trained on where nothing is held out
 
@@ -27,8 +27,21 @@ def trained_on(evaluate_every: int) -> tuple[str, ...]:
     return SPLITS[:1] if evaluate_every else SPLITS
 
 
+def training_settings(config: Config, configuration: Configuration | None) -> tuple[SGD, float]:
+    """The optimiser of retraining and the drop-path probability of its last round.
+
+    Args:
+        config: Gives them where the search has found no others.
+        configuration: The hyper-parameters that the search has found, None if none.
+    """
+    weights = config.retrain.weights
+    if configuration is None:
+        return weights, config.retrain.drop_path_prob
+    return configuration.annealed(weights), configuration.dropout
+
+
 def held_out_metrics(
-    strategy: RoundStrategy,
+    strategy: RoundStrategy[Any],
     network: Mapping[str, Any],
     evaluate_every: int,
     server_round: int,
@@ -48,58 +61,29 @@ def held_out_metrics(
     return strategy.validation_metrics(network)
 
 
-class FedAvg(RoundStrategy):
+class FedAvg(RoundStrategy[AlgorithmSettings]):
     """McMahan et al. (2017), arXiv 1602.05629, Alg. 1; C is ``clients_per_round``.
 
-    Args:
-        network: The network to train, newly initialised.
-        cohort: Reaches the clients.
-        description: What clients build the same network from, see ``clients.Client.network``.
-        local_epochs: Passes over each client's records per round.
-        batch_size: Records per step.
-        weights: SGD, annealed over the rounds.
-        auxiliary_weight: Weight of the auxiliary head's loss; 0 without one.
-        drop_path_prob: Drop-path probability of the last round; rises linearly from 0.
-        proximal: mu of FedProx, at least 0; see
-        :class:`~fednas_flwr.search.optimizer_step.Proximal`.
-        evaluate_every: Rounds between evaluations on validation records, which are then not trained
-            on; 0 is never, and they are.
-        optimizer: Of the server, which steps towards the clients' average; None takes the average.
-        **shared: See :class:`RoundStrategy`.
+    The settings of ``retrain`` say how; ``drop_path_prob`` rises linearly from 0 to the last round.
+    The server steps towards the clients' average where it has an optimiser.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        cohort: Cohort,
-        *,
-        description: Mapping[str, Any],
-        local_epochs: int,
-        batch_size: int,
-        weights: SGD,
-        auxiliary_weight: float = 0.0,
-        drop_path_prob: float = 0.0,
-        proximal: float = 0.0,
-        evaluate_every: int = 0,
-        optimizer: ServerOptimizer | None = None,
-        **shared: Unpack[Shared],
-    ) -> None:
-        """See the class."""
-        super().__init__(network, cohort, stage="retrain", **shared)
-        self.description, self.weights = dict(description), weights
-        self.local_epochs, self.batch_size = local_epochs, batch_size
-        self.auxiliary_weight, self.drop_path_prob = auxiliary_weight, drop_path_prob
-        self.proximal, self.optimizer = proximal, optimizer
-        self.evaluate_every = evaluate_every
+    def set_up(self) -> None:
+        """Make the optimisers of clients and server."""
+        self.weights, self.drop_path_prob = training_settings(self.config, self.found_configuration)
+        self.proximal, self.optimizer = 0.0, ServerOptimizer.of(self.config.server_optimizer)
+        if isinstance(self.config.algorithm, FedAvgSettings):
+            self.proximal = self.config.algorithm.proximal
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train locally everywhere, average the weights, and measure them where that is due."""
+        retrain = self.config.retrain
         local = LocalTraining(
             self.description,
-            "+".join(trained_on(self.evaluate_every)),
-            self.amount(self.local_epochs, self.batch_size),
+            "+".join(trained_on(retrain.evaluate_every)),
+            self.amount(retrain.local_epochs, retrain.batch_size),
             self.client_weights(self.weights.at_round(server_round, num_rounds)),
-            self.auxiliary_weight,
+            retrain.auxiliary_weight,
             self.drop_path_prob * (server_round - 1) / num_rounds,
             self.proximal,
         )
@@ -107,7 +91,7 @@ class FedAvg(RoundStrategy):
             "train.weights", Train(local=local, site=self.site), self.weights.momentum
         )
         return metrics | held_out_metrics(
-            self, self.description, self.evaluate_every, server_round, num_rounds
+            self, self.description, retrain.evaluate_every, server_round, num_rounds
         )
 
     def move(self, average: dict[str, Packed], momentum: float) -> None:
@@ -126,16 +110,7 @@ class FedAvg(RoundStrategy):
         if self.optimizer is not None:
             self.optimizer.load(tensors)
 
-
-def releases(
-    server_round: int,
-    num_rounds: int,
-    *,
-    batch_size: float | None,
-    local_steps: int,
-    norm: float,
-    splits: Sequence[str] = SPLITS,
-) -> list[PlannedRelease]:
-    """Return what a round releases of each client: every local step's gradient."""
-    terms = (tuple(splits), batch_size, local_steps, norm)
-    return [PlannedRelease("retrain", "train.weights", "weights", *terms)]
+    @classmethod
+    def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:
+        """Every local step's gradient."""
+        return private.gradients({"weights": "train.weights"}, splits=SPLITS)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Unpack
+from collections.abc import Iterator, Mapping
 
-from torch import nn
-
-from fednas_flwr.algorithms.base import RoundStrategy, Shared
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.fedex import FedExSettings
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import LocalTraining, Train
+from fednas_flwr.search.bandit import make_configurations
 from fednas_flwr.search.exponentiated_gradient import Theta, Trial
-from fednas_flwr.server.cohort import Cohort
-from fednas_flwr.settings.optimizers import Configuration, ThetaSettings
+from fednas_flwr.settings.optimizers import Configuration
 
 
-class FedEx(RoundStrategy):
+class FedEx(RoundStrategy[FedExSettings]):
     """Khodak et al. (2021), arXiv 2106.04502, Alg. 2, over FedAvg.
 
     Deviations: the server draws for the clients, who need to know nothing of theta; a client's
@@ -25,52 +23,21 @@ class FedEx(RoundStrategy):
     of every client's, and one that has none moves nothing; learning rates are not annealed.
     Validation records are not trained on.
 
-    Args:
-        network: The network to train, newly initialised.
-        cohort: Reaches the clients.
-        description: What clients build the same network from, see ``clients.Client.network``.
-        configurations: What theta is a distribution over; of each the learning rate, momentum and
-            decay of the weights and the drop-path probability.
-        theta: Its constants.
-        local_epochs: Passes over each client's training records per round.
-        batch_size: Records per step.
-        clip_norm: Of batch gradients; None does not clip.
-        auxiliary_weight: Weight of the auxiliary head's loss; 0 without one.
-        loss_bound: A client's validation loss counts for at most this much, in nats.
-        seed: The run's seed; a client's draw comes from (seed, round, client).
-        **shared: See :class:`RoundStrategy`.
+    A client's draw comes from (seed, round, client).
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        cohort: Cohort,
-        *,
-        description: Mapping[str, Any],
-        configurations: Sequence[Configuration],
-        theta: ThetaSettings,
-        local_epochs: int,
-        batch_size: int,
-        clip_norm: float | None,
-        auxiliary_weight: float,
-        loss_bound: float,
-        seed: int,
-        **shared: Unpack[Shared],
-    ) -> None:
-        """See the class."""
-        super().__init__(network, cohort, stage="retrain", **shared)
-        self.configurations = list(configurations)
-        self.theta = Theta.of(len(self.configurations), theta)
+    def set_up(self) -> None:
+        """Make the distribution over configurations."""
+        settings = self.settings
+        self.configurations = make_configurations(settings, self.config.seed)
+        self.theta = Theta.of(len(self.configurations), settings.theta)
         self.values = {"theta": self.theta.to_json()}
-        self.clip_norm, self.loss_bound, self.seed = clip_norm, loss_bound, seed
-        self.description, self.auxiliary_weight = dict(description), auxiliary_weight
-        self.local_epochs, self.batch_size = local_epochs, batch_size
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Draw a configuration for every client, train, average the weights, move theta."""
         self.theta = self.theta.with_json(self.values["theta"])
         drawn = {
-            client: self.theta.draw(make_generator(self.seed, "theta", server_round, client))
+            client: self.theta.draw(make_generator(self.config.seed, "theta", server_round, client))
             for client in self.candidates()
         }
         trials: list[Trial] = []
@@ -97,17 +64,18 @@ class FedEx(RoundStrategy):
 
     def _training(self, configuration: Configuration) -> Train:
         """Return what a client with a configuration is asked."""
+        retrain = self.config.retrain
         local = LocalTraining(
             self.description,
             "train",
-            self.amount(self.local_epochs, self.batch_size),
-            configuration.sgd(self.clip_norm),
-            self.auxiliary_weight,
+            self.amount(retrain.local_epochs, retrain.batch_size),
+            configuration.sgd(self.settings.clip_norm),
+            retrain.auxiliary_weight,
             configuration.dropout,
         )
         return Train(local=local, validates=True)
 
     def _loss(self, reply: Reply) -> float:
         """Return a client's loss, held to the bound: one client's nonsense must not choose."""
-        loss = reply.metrics["validation_loss"]
-        return min(max(loss, 0.0), self.loss_bound) if math.isfinite(loss) else self.loss_bound
+        loss, bound = reply.metrics["validation_loss"], self.settings.loss_bound
+        return min(max(loss, 0.0), bound) if math.isfinite(loss) else bound

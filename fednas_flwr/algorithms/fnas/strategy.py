@@ -9,24 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Unpack
 
 from torch import Tensor
 
-from fednas_flwr.algorithms.base import Shared, evaluates, mean_metrics
+from fednas_flwr.algorithms.base import evaluates, mean_metrics
+from fednas_flwr.algorithms.fnas import FNASSettings
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
+from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.privacy.actions import SUPERNET
-from fednas_flwr.privacy.plan import PlannedRelease, gradient_releases, metrics_release
+from fednas_flwr.privacy.plan import PlannedRelease, metrics_release
 from fednas_flwr.protocol.requests import TakeGradients
 from fednas_flwr.protocol.states import Packed, pack
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
 from fednas_flwr.search.regularisation import beta_gradient, rising
-from fednas_flwr.server.cohort import Cohort
-from fednas_flwr.settings.optimizers import SGD, Adam
-from fednas_flwr.spaces.space import SearchSpace, Supernet
+from fednas_flwr.settings.optimizers import SGD
 
 
-class FNAS(GradientStrategy):
+class FNAS(GradientStrategy[FNASSettings]):
     """Federated NAS by exchange of gradients.
 
     Clients return sums of per-sample gradients over their batches and the batch sizes B_k; the
@@ -34,80 +33,42 @@ class FNAS(GradientStrategy):
     does not depend on the number of clients; ``reduce="sum"`` is the text's ``sum_k G_k / B_k``.
     The server's optimisers are SGD with momentum for W and Adam for A, as in the public code.
     ``fused`` asks for both gradients in one exchange, at the same W: half the exchanges, a
-    deviation from Algorithm 1. With ``private`` this is DP-FNAS, of first order only; then the
-    supernet is not evaluated unless metrics are to be released.
-
-    Args:
-        supernet: Newly initialised.
-        cohort: Reaches the clients.
-        space: Search space of the supernet.
-        order: 1 or 2, of the alpha gradient.
-        reduce: ``mean`` or ``sum``.
-        fused: Whether both gradients are asked for at once; of first order only.
-        local_steps: Steps a client takes before it answers; its answer adds up their gradients.
-            They are plain gradient descent at the learning rates of ``weights`` and ``alphas``.
-        batch_size: Per client and step; None takes all of a client's records.
-        evaluate_every: Rounds between evaluations of the supernet on validation records; 0: never.
-        weights: SGD, annealed over the rounds.
-        alphas: Adam.
-        beta_decay: Weight of beta-DARTS' regulariser in the last round, for each local step; it
-            rises linearly. The server adds its gradient, which reads no record, to the clients'.
-        **shared: See :class:`RoundStrategy`; the server's own SGD has the momentum.
+    deviation from Algorithm 1. Local steps are plain gradient descent at the learning rates of
+    ``weights`` and ``alphas``; a client's answer adds up their gradients. The server adds the
+    gradient of ``beta_decay``, which reads no record, to the clients'. With ``private`` this is
+    DP-FNAS, of first order only; then the supernet is not evaluated unless metrics are to be
+    released.
     """
 
-    def __init__(
-        self,
-        supernet: Supernet,
-        cohort: Cohort,
-        *,
-        space: SearchSpace,
-        order: int = 1,
-        reduce: str = "mean",
-        fused: bool = False,
-        local_steps: int = 1,
-        batch_size: int | None,
-        evaluate_every: int = 0,
-        weights: SGD,
-        alphas: Adam,
-        beta_decay: float = 0.0,
-        **shared: Unpack[Shared],
-    ) -> None:
-        """See the class."""
-        shared["momentum"] = "reset"
-        super().__init__(supernet, cohort, space=space, **shared)
-        self.order, self.reduce, self.fused = order, reduce, fused
-        self.local_steps, self.batch_size = local_steps, batch_size
-        self.evaluate_every = evaluate_every
-        self.weights, self.alphas_settings, self.beta_decay = weights, alphas, beta_decay
+    def set_up(self) -> None:
+        """Make the server's optimisers."""
         self._beta_weight = 0.0
-        (self._weight_vector,) = self.states["weights"].values()
-        (self._alpha_vector,) = self.states["alphas"].values()
         self.optimizers = {
-            "weights": make_sgd([self._weight_vector], weights),
-            "alphas": make_adam([self._alpha_vector], alphas),
+            "weights": make_sgd(self.states["weights"].values(), self.settings.weights),
+            "alphas": make_adam(self.states["alphas"].values(), self.settings.alphas),
         }
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """One iteration: gradients of W, step; gradients of A at the new W, step."""
-        sgd = self.weights.at_round(server_round, num_rounds)
+        sgd = self.settings.weights.at_round(server_round, num_rounds)
         request = TakeGradients(
             step=server_round - 1,
-            local_steps=self.local_steps,
-            local_lrs={"weights": sgd.lr, "alphas": self.alphas_settings.lr},
-            batch_size=None if self.private is not None else self.batch_size,
-            order=self.order,
+            local_steps=self.settings.local_steps,
+            local_lrs={"weights": sgd.lr, "alphas": self.settings.alphas.lr},
+            batch_size=None if self.private is not None else self.settings.batch_size,
+            order=self.settings.order,
             inner_lr=sgd.lr,
             site=self.site,
         )
         self.optimizers["weights"].param_groups[0]["lr"] = sgd.lr
-        self._beta_weight = rising(self.beta_decay, server_round, num_rounds)
-        if self.fused:
+        self._beta_weight = rising(self.settings.beta_decay, server_round, num_rounds)
+        if self.settings.fused:
             metrics = self._step(("weights", "alphas"), "train.gradients", request, sgd)
             return metrics | self._evaluate(server_round, num_rounds)
         before = {"previous_weights": {n: v.clone() for n, v in self.states["weights"].items()}}
         first_order = replace(request, order=1)
         metrics = self._step(("weights",), "train.weight_gradient", first_order, sgd)
-        further = before if self.order == 2 else {}
+        further = before if self.settings.order == 2 else {}
         metrics |= self._step(("alphas",), "train.alpha_gradient", request, sgd, further=further)
         return metrics | self._evaluate(server_round, num_rounds)
 
@@ -132,7 +93,7 @@ class FNAS(GradientStrategy):
         )
         added = {"alphas": self._beta_gradient()} if "alphas" in states else {}
         told = self.descend(
-            replies, states, clip_norm=sgd.clip_norm, reduce=self.reduce, added=added
+            replies, states, clip_norm=sgd.clip_norm, reduce=self.settings.reduce, added=added
         )
         return mean_metrics(told)
 
@@ -140,48 +101,33 @@ class FNAS(GradientStrategy):
         """Return the gradient of the round's regulariser, packed as the alphas are."""
         if not self._beta_weight:
             return 0.0
-        weight = self._beta_weight * self.local_steps
+        weight = self._beta_weight * self.settings.local_steps
         (gradient,) = pack(beta_gradient(self.alphas(), weight=weight)).values()
         return gradient
 
     def _evaluate(self, server_round: int, num_rounds: int) -> dict[str, float]:
         """Evaluate the supernet on the clients' validation records when it is time to."""
-        if not evaluates(self.evaluate_every, server_round, num_rounds):
+        if not evaluates(self.settings.evaluate_every, server_round, num_rounds):
             return {}
         if self.private is not None and self.private.noise_multiplier("metrics") is None:
             return {}
         return self.validation_metrics({"name": SUPERNET})
 
+    @classmethod
+    def releases(cls, settings: FNASSettings, private: PrivateRound) -> list[PlannedRelease]:
+        """The gradients of weights and alphas, and metrics where they are measured.
 
-def releases(
-    server_round: int,
-    num_rounds: int,
-    *,
-    fused: bool,
-    local_steps: int,
-    batch_size: float | None,
-    evaluate_every: int,
-    measures: bool,
-    norms: Mapping[str, float],
-    secure_sum: bool = False,
-) -> list[PlannedRelease]:
-    """Return what a round releases of each client, with ``measures`` metrics, too.
-
-    With secure sums clients share the noise of a single step: their replies are clipped sums at
-    weights that all were sent. After several steps they are not: a record steers its client's later
-    steps through weights that carry that client's noise alone. Fused sums are not, either: those of
-    the alphas are scaled by each client's batch sizes.
-    """
-    actions = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
-    if fused:
-        actions = dict.fromkeys(actions, "train.gradients")
-    planned = gradient_releases(
-        actions,
-        batch_size=batch_size,
-        steps=local_steps,
-        norms=norms,
-        shared=secure_sum and local_steps == 1 and not fused,
-    )
-    if measures and evaluates(evaluate_every, server_round, num_rounds):
-        planned += [metrics_release("search", "validation")]
-    return planned
+        With secure sums clients share the noise of a single step: their replies are clipped sums at
+        weights that all were sent. After several steps they are not: a record steers its client's
+        later steps through weights that carry that client's noise alone. Fused sums are not,
+        either: those of the alphas are scaled by each client's batch sizes.
+        """
+        actions = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
+        if settings.fused:
+            actions = dict.fromkeys(actions, "train.gradients")
+        shared = private.secure_sum and settings.local_steps == 1 and not settings.fused
+        planned = private.gradients(actions, steps=settings.local_steps, shared=shared)
+        measured = evaluates(settings.evaluate_every, private.number, private.num_rounds)
+        if private.measures and measured:
+            planned += [metrics_release("search", "validation")]
+        return planned

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from statistics import median
-from typing import Any, Unpack
 
-from torch import nn
-
-from fednas_flwr.algorithms.base import RoundStrategy, Shared, mean_metrics
+from fednas_flwr.algorithms.base import RoundStrategy, mean_metrics
+from fednas_flwr.algorithms.random_search import RandomSearchSettings
 from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.models.networks import candidate_settings, describe_derived, seeded_network
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Evaluate, LocalTraining, Train
 from fednas_flwr.protocol.states import MOMENTS, Packed
 from fednas_flwr.search.bandit import draw_configurations
-from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings.names import FEWEST_VOTES
-from fednas_flwr.settings.optimizers import SGD, Configuration, Range
+from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
-from fednas_flwr.spaces.space import SearchSpace
 
 
-class RandomSearch(RoundStrategy):
+class RandomSearch(RoundStrategy[RandomSearchSettings]):
     """Each round draws one network, trains it by FedAvg and ranks it on validation records.
 
     A candidate takes the place of the best so far where the median client, of three or more that
@@ -31,53 +28,17 @@ class RandomSearch(RoundStrategy):
     With ``ranges`` each candidate also draws its hyper-parameters, those of the best one being
     what it is retrained with.
 
-    Args:
-        network: One without tensors: no supernet is trained.
-        cohort: Reaches the clients.
-        space: Where architectures are drawn from, uniformly.
-        describe: Returns what a network of the search's size is built from, see ``builders``.
-        make_network: Builds a network from that description, newly initialised.
-        seed: The run's seed; the draw of a round comes from (seed, round).
-        trial_rounds: FedAvg rounds per candidate; 0 takes the first candidate untried.
-        local_epochs: Passes over each client's training records per FedAvg round.
-        batch_size: Records per step.
-        weights: SGD, annealed over the trial rounds.
-        ranges: Of the hyper-parameters; None trains all candidates with ``weights``.
-        **shared: See :class:`RoundStrategy`.
+    The draw of a round comes from (seed, round). The rate is annealed over the trial rounds.
     """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        cohort: Cohort,
-        *,
-        space: SearchSpace,
-        describe: Callable[[Genotype], dict[str, Any]],
-        make_network: Callable[[Mapping[str, Any]], nn.Module],
-        seed: int,
-        trial_rounds: int,
-        local_epochs: int,
-        batch_size: int,
-        weights: SGD,
-        ranges: Mapping[str, Range] | None = None,
-        **shared: Unpack[Shared],
-    ) -> None:
-        """See the class."""
-        super().__init__(network, cohort, space=space, **shared)
-        self.describe, self.make_network, self.seed = describe, make_network, seed
-        self.trial_rounds = trial_rounds
-        self.weights, self.ranges = weights, ranges
-        self.local_epochs, self.batch_size = local_epochs, batch_size
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Draw, train and rank one candidate; keep it if it is the best so far."""
-        if self.space is None:
-            raise ValueError("random search needs a search space")
-        generator = make_generator(self.seed, "random_search", server_round)
+        assert self.space is not None  # as of every search
+        generator = make_generator(self.config.seed, "random_search", server_round)
         genotype = self.space.random_genotype(generator)
         configuration = None
-        if self.ranges is not None:
-            (configuration,) = draw_configurations(1, self.ranges, generator)
+        if self.settings.ranges is not None:
+            (configuration,) = draw_configurations(1, self.settings.ranges, generator)
         metrics, own = self._try(genotype, configuration)
         accuracy = metrics.get("validation_accuracy", 0.0)
         if "genotype" not in self.values or self._is_better(accuracy, own):
@@ -109,27 +70,30 @@ class RandomSearch(RoundStrategy):
 
         Both are empty without trial rounds.
         """
-        description = self.describe(genotype)
-        layouts, states = self._initial(self.make_network(description))
-        sgd = configuration.annealed(self.weights) if configuration else self.weights
+        settings = self.settings
+        assert self.prepared is not None
+        shared = candidate_settings(self.config, self.prepared)
+        description = describe_derived(genotype, **shared)
+        layouts, states = self._initial(seeded_network(self.config, description))
+        sgd = configuration.annealed(settings.weights) if configuration else settings.weights
         drop_path_prob = configuration.dropout if configuration else 0.0
         metrics: dict[str, float] = {}
         own: dict[str, float] = {}
         velocity: Packed = {}
-        for trial in range(1, self.trial_rounds + 1):
+        for trial in range(1, settings.trial_rounds + 1):
             local = LocalTraining(
                 description,
                 "train",
-                self.amount(self.local_epochs, self.batch_size),
-                self.client_weights(sgd.at_round(trial, self.trial_rounds)),
+                self.amount(settings.local_epochs, settings.batch_size),
+                self.client_weights(sgd.at_round(trial, settings.trial_rounds)),
                 0.0,
-                drop_path_prob * (trial - 1) / self.trial_rounds,
+                drop_path_prob * (trial - 1) / settings.trial_rounds,
             )
             replies = self.ask("train.weights", Train(local=local), states=states, layouts=layouts)
             average, metrics = self.average(replies)
             self.push(average["weights"], states["weights"], velocity, sgd.momentum)
             states = average
-        if self.trial_rounds:
+        if settings.trial_rounds:
             states.pop(MOMENTS, None)
             replies = self.ask(
                 "evaluate.model", Evaluate(network=description, split="validation"), states=states

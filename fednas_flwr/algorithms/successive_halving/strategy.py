@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from functools import partial
+from typing import Any
 
-import torch
 from torch import nn
 
-from fednas_flwr.algorithms.base import RoundStrategy, Shared
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.earlier_runs import found_alphas
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.algorithms.scored_draws import ScoredSearch, check_draws, make_search, shorten
+from fednas_flwr.algorithms.successive_halving import SuccessiveHalvingSettings, num_rungs
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.privacy.plan import PlannedRelease, rewards_release
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.models.networks import candidate_settings, describe_pool, seeded_network
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalTraining, RewardCandidates, Train
 from fednas_flwr.protocol.states import pack, unpack
+from fednas_flwr.search.data_free_search import draw_by_alphas
 from fednas_flwr.search.pool import name_before
-from fednas_flwr.server.cohort import Cohort
-from fednas_flwr.settings.optimizers import SGD
+from fednas_flwr.settings import Config
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
 
 
-class SuccessiveHalving(RoundStrategy):
+class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     """Successive halving (Jamieson and Talwalkar 2016, arXiv 1502.07943, Fig. 3), by FedAvg.
 
     The server chooses a pool without a record. In every round all clients train all networks that
@@ -44,67 +50,43 @@ class SuccessiveHalving(RoundStrategy):
     With privacy each step is one release of all networks' gradients, see ``NoisedGradients``, and
     each measurement one of all accuracies.
 
-    Args:
-        network: One without tensors: the pool takes its place in the first round.
-        cohort: Reaches the clients.
-        space: Where architectures come from.
-        choose: Returns the pool, given a generator.
-        describe: Returns what a pool is built from, see ``builders``.
-        make_network: Builds it from that description, newly initialised.
-        seed: The run's seed.
-        keep: Size of the pool.
-        eta: Of how many networks one stays, at least 2.
-        local_epochs: Passes over each client's training records per round.
-        batch_size: Records per step.
-        weights: SGD, annealed over the rounds, or over the local epochs of ``local``.
-        rewarded: What ranks the networks: the validation accuracy of the clients' average
-            (``averaged``), or the training loss of each client's own copy (``local``).
-        **shared: See :class:`RoundStrategy`.
+    The pool takes the place of a network without tensors in the first round. The rate is annealed
+    over the rounds, or over the local epochs of ``local``.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        cohort: Cohort,
-        *,
-        space: SearchSpace,
-        choose: Callable[[torch.Generator], Sequence[Genotype]],
-        describe: Callable[[Sequence[Genotype]], dict[str, Any]],
-        make_network: Callable[[Mapping[str, Any]], nn.Module],
-        seed: int,
-        keep: int,
-        eta: int,
-        local_epochs: int,
-        batch_size: int,
-        weights: SGD,
-        rewarded: str,
-        **shared: Unpack[Shared],
-    ) -> None:
-        """See the class."""
-        super().__init__(network, cohort, space=space, **shared)
-        self.choose, self.describe, self.make_network = choose, describe, make_network
-        self.seed, self.keep, self.eta = seed, keep, eta
-        self.local_epochs, self.batch_size, self.weights = local_epochs, batch_size, weights
-        self.rewarded = rewarded
+    def set_up(self) -> None:
+        """Make the search."""
+        assert self.space is not None
+        assert self.prepared is not None
+        self._search = self._make_search(self.config, self.prepared, self.space)
+
+    @staticmethod
+    def _make_search(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredSearch:
+        settings = config.algorithm
+        assert isinstance(settings, SuccessiveHalvingSettings)
+        pool, scores = settings.pool, settings.pool.chosen_scores(space.name)
+        search = make_search(config, prepared, space, scores, pool.limits)
+        if pool.alphas is None:
+            return search
+        return partial(search, draw=partial(draw_by_alphas, space, found_alphas(config, space)))
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train what is left; at the end of a rung keep the best."""
         if "pool" not in self.values:
-            generator = make_generator(self.seed, "successive_halving")
-            self._set_pool(list(self.choose(generator))[: self.keep])
+            self._set_pool(self._choose()[: self._size()])
             self.layouts, self.states = self._initial(self._network())
-        described = self.describe(self.pool())
-        amount = self.amount(self.local_epochs, self.batch_size)
-        local = LocalTraining(described, "train", amount, self.weights, 0.0, 0.0)
+        settings, described = self.settings, self._describe()
+        amount = self.amount(settings.local_epochs, settings.batch_size)
+        local = LocalTraining(described, "train", amount, settings.weights, 0.0, 0.0)
         metrics = {"candidates": float(len(self.pool()))}
-        if self.rewarded == "local":
+        if settings.rewarded == "local":
             measured = RewardCandidates(training=local, site=self.site)
         else:
-            weights = self.client_weights(self.weights.at_round(server_round, num_rounds))
+            weights = self.client_weights(settings.weights.at_round(server_round, num_rounds))
             request = Train(local=replace(local, weights=weights), site=self.site)
-            metrics |= self.train("train.weights", request, self.weights.momentum)
+            metrics |= self.train("train.weights", request, settings.weights.momentum)
             measured = RewardCandidates(network=described, site=self.site)
-        left = num_left(server_round, num_rounds, keep=self.keep, eta=self.eta)
+        left = num_left(server_round, num_rounds, keep=self._size(), eta=settings.eta)
         if left < len(self.pool()):
             metrics |= self._halve(left, server_round, measured)
         return metrics
@@ -132,7 +114,26 @@ class SuccessiveHalving(RoundStrategy):
 
     def _network(self) -> nn.Module:
         """Return the pool's networks, newly initialised."""
-        return self.make_network(self.describe(self.pool()))
+        return seeded_network(self.config, self._describe())
+
+    def _describe(self) -> dict[str, Any]:
+        """The description of the pool's networks, from which clients build it."""
+        assert self.prepared is not None
+        return describe_pool(self.pool(), **candidate_settings(self.config, self.prepared))
+
+    def _choose(self) -> list[Genotype]:
+        """The ranking that the pool is the first part of."""
+        pool = self.settings.pool
+        generator = make_generator(self.config.seed, "successive_halving")
+        found = self._search(draws=pool.draws, generator=generator)
+        if pool.shortlist is not None:
+            assert self.space is not None
+            found = shorten(self.config, self.space, pool.shortlist, found)
+        return [one.genotype for one in found]
+
+    def _size(self) -> int:
+        """Size of the pool."""
+        return self.settings.pool.size(self.config.search_space.name)
 
     def _halve(self, left: int, server_round: int, request: RewardCandidates) -> dict[str, float]:
         """Measure all networks, keep the ``left`` best and return metrics; ties: the earlier."""
@@ -155,9 +156,30 @@ class SuccessiveHalving(RoundStrategy):
             names = (name for name, _, _ in self.layouts["weights"].entries)
             self._velocity = pack({name: tensors[name_before(name, kept)] for name in names})
         mean, best = sum(rewards) / len(rewards), max(rewards)
-        if self.rewarded == "local":
+        if self.settings.rewarded == "local":
             return {"train_loss": -math.log(max(mean, 1e-30)), **metrics}
         return {"validation_accuracy": mean, "validation_best": best, **metrics}
+
+    @classmethod
+    def releases(
+        cls, settings: SuccessiveHalvingSettings, private: PrivateRound
+    ) -> list[PlannedRelease]:
+        """Every step, and rewards where a rung ends."""
+        planned = private.gradients({"weights": "train.weights"})
+        keep = settings.pool.size(private.space)
+        before, after = (
+            num_left(number, private.num_rounds, keep=keep, eta=settings.eta)
+            for number in (private.number - 1, private.number)
+        )
+        if after < before:
+            planned += [private.rewards("evaluate.candidates")]
+        return planned
+
+    @classmethod
+    def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
+        """Refuse limits within which no pool is drawn, and alphas that are none."""
+        generator = make_generator(config.seed, "successive_halving")
+        check_draws(cls._make_search(config, prepared, space), generator)
 
 
 def num_left(server_round: int, num_rounds: int, *, keep: int, eta: int) -> int:
@@ -169,27 +191,3 @@ def num_left(server_round: int, num_rounds: int, *, keep: int, eta: int) -> int:
     """
     divisor: int = eta ** (num_rungs(keep, eta) * server_round // num_rounds)
     return -(-keep // divisor)
-
-
-def num_rungs(keep: int, eta: int) -> int:
-    """Return after how many choices of one in ``eta`` a single one of ``keep`` networks is left."""
-    return math.ceil(math.log(keep, eta) - 1e-9)
-
-
-def releases(
-    server_round: int,
-    num_rounds: int,
-    *,
-    keep: int,
-    eta: int,
-    local_steps: int,
-    batch_size: float | None,
-    norms: Mapping[str, float],
-) -> list[PlannedRelease]:
-    """Return what a round releases of each client: every step, and what ends a rung."""
-    steps = ("train.weights", "weights", ("train",), batch_size, local_steps, norms["weights"])
-    planned = [PlannedRelease("search", *steps)]
-    left = [num_left(r, num_rounds, keep=keep, eta=eta) for r in (server_round - 1, server_round)]
-    if left[1] < left[0]:
-        planned += [rewards_release("search", "evaluate.candidates", 1, norms["rewards"])]
-    return planned

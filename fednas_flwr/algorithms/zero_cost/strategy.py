@@ -3,81 +3,57 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Unpack
+from collections.abc import Mapping
 
-from torch import nn
-
-from fednas_flwr.algorithms.base import RoundStrategy, Shared
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.algorithms.scored_draws import ScoredSearch, check_draws, make_search, shorten
+from fednas_flwr.algorithms.zero_cost import ZeroCostSettings
 from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.search.data_free_search import Limits, Score, Scored, search
-from fednas_flwr.server.cohort import Cohort
-from fednas_flwr.settings.optimizers import EvolutionSettings
+from fednas_flwr.search.data_free_search import Scored
+from fednas_flwr.settings import Config
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
 
 
-class ZeroCost(RoundStrategy):
+class ZeroCost(RoundStrategy[ZeroCostSettings]):
     """Search by data-free scores (Abdelfattah et al. 2021, arXiv 2101.08134), on the server alone.
 
     Every round scores some more architectures; the best of all by the combined ranking is what is
     found. An evolution goes on where the round before has ended: its population is the youngest of
     all. No message is sent for it, no record is read, and no privacy budget pays.
 
-    Args:
-        network: One without tensors: no supernet is trained.
-        cohort: Reaches the clients; the search does not use it.
-        space: Where architectures come from.
-        score: Returns the scores of a genotype, see ``search.zero_cost.search``.
-        draws: Architectures per round.
-        shortlist: Ranks the best of a ranking anew; see ``search.zero_cost.shortlisted``.
-        evolution: Sizes of population and tournament; None draws all at random.
-        limits: Limits on what a network may cost.
-        latency_ms: Predicts a genotype's latency, for a limit of it.
-        limited: The space at the sizes of the networks that the limits are for.
-        seed: The run's seed; the draws of a round come from (seed, round).
-        **shared: See :class:`RoundStrategy`.
+    The draws of a round come from (seed, round).
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        cohort: Cohort,
-        *,
-        space: SearchSpace,
-        score: Score,
-        draws: int,
-        shortlist: Callable[[list[Scored]], list[Scored]],
-        evolution: EvolutionSettings | None,
-        limits: Limits,
-        latency_ms: Callable[[Genotype], float] | None,
-        limited: SearchSpace,
-        seed: int,
-        **shared: Unpack[Shared],
-    ) -> None:
-        """See the class."""
-        super().__init__(network, cohort, space=space, **shared)
-        self.searched, self.score, self.draws = space, score, draws
-        self.shortlist = shortlist
-        self.evolution, self.limits, self.latency_ms = evolution, limits, latency_ms
-        self.limited, self.seed = limited, seed
+    def set_up(self) -> None:
+        """Make the search."""
+        assert self.space is not None
+        assert self.prepared is not None
+        self._search = self._make_search(self.config, self.prepared, self.space)
         self.values = {"found": []}
+
+    @staticmethod
+    def _make_search(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredSearch:
+        settings = config.algorithm
+        assert isinstance(settings, ZeroCostSettings)
+        scores = settings.chosen_scores(space.name)
+        return make_search(config, prepared, space, scores, settings.limits)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Score some more architectures and rank all of them."""
-        found = search(
-            self.searched,
-            self.score,
-            draws=self.draws,
-            generator=make_generator(self.seed, "zero_cost", server_round),
-            evolution=self.evolution,
-            limits=self.limits,
-            latency_ms=self.latency_ms,
-            limited=self.limited,
+        assert self.space is not None
+        settings = self.settings
+        pool = self._search(
+            draws=settings.draws,
+            generator=make_generator(self.config.seed, "zero_cost", server_round),
+            evolution=settings.evolution,
             known=self.pool(),
         )
-        pool = self.shortlist(found)
+        if settings.shortlist is not None:
+            pool = shorten(self.config, self.space, settings.shortlist, pool)
         self.values = {
             "found": [
                 {
@@ -103,7 +79,13 @@ class ZeroCost(RoundStrategy):
         """Return the architecture that ranks first."""
         return self.pool()[0].genotype
 
+    @classmethod
+    def releases(cls, settings: ZeroCostSettings, private: PrivateRound) -> list[PlannedRelease]:
+        """Nothing."""
+        return []
 
-def releases(server_round: int, num_rounds: int) -> list[PlannedRelease]:
-    """Return that no round releases anything."""
-    return []
+    @classmethod
+    def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
+        """Refuse limits within which no network is drawn in the first round."""
+        generator = make_generator(config.seed, "zero_cost", 1)
+        check_draws(cls._make_search(config, prepared, space), generator)

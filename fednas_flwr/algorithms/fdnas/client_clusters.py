@@ -8,7 +8,33 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.algorithms.fdnas import CFDNASSettings
+from fednas_flwr.base.errors import ConfigError, show, unknown_choice
+from fednas_flwr.settings import Config
+
+
+def check_groups(config: Config) -> None:
+    """Refuse groups that cannot come about; real nodes tell their own tags when they connect."""
+    algorithm = config.algorithm
+    if not isinstance(algorithm, CFDNASSettings):
+        return
+    if algorithm.num_groups is not None and algorithm.num_groups > config.clients:
+        raise ConfigError(
+            f"algorithm.num_groups={algorithm.num_groups} with clients={config.clients}: expected "
+            "at most one group per client; lower it."
+        )
+    if algorithm.group_by != "tag" or config.runtime.name == "deployment":
+        return
+    if not config.client_tags or "" in config.client_tags:
+        raise ConfigError(
+            f"algorithm.group_by=tag with client_tags={show(config.client_tags)}: every simulated "
+            f"client needs a tag; give one for each of clients={config.clients}."
+        )
+    for client, tag in enumerate(config.client_tags):
+        group_name({"tag": tag}, client, "tag")
+    for name in algorithm.group_hardware:
+        if name not in config.client_tags:
+            raise unknown_choice("algorithm.group_hardware", name, set(config.client_tags))
 
 
 def group_by_fact(

@@ -16,6 +16,8 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedYogi
 from flwr.serverapp.strategy.fedopt import FedOpt
 
 from fednas_flwr.protocol.states import Packed, Tensors
+from fednas_flwr.settings import ServerOptimizer as Settings
+from fednas_flwr.settings.server_optimizers import ServerAdagrad, ServerAdam
 
 MOMENTS = ("m_t", "v_t")  # Flower's names of the first and second ones
 
@@ -60,6 +62,16 @@ class ServerOptimizer:
     def __init__(self, name: str, **constants: float) -> None:
         """See the class."""
         self._steps = _KINDS[name](**constants)
+
+    @classmethod
+    def of(cls, settings: Settings) -> ServerOptimizer | None:
+        """The optimiser of the settings, None if they have none."""
+        if not isinstance(settings, ServerAdagrad):
+            return None
+        constants = {"eta": settings.lr, "tau": settings.tau}
+        if isinstance(settings, ServerAdam):
+            constants |= {"beta_1": settings.beta_1, "beta_2": settings.beta_2}
+        return cls(settings.name, **constants)
 
     def step(self, average: Packed, before: Packed, server_round: int) -> Packed:
         """Return the new weights.
