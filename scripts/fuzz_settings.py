@@ -134,8 +134,8 @@ def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
     space = draw(st.sampled_from(spaces))
     retrain = [file for file in choices("retrain") if space.startswith(file)] or ["small"]
     partitions = choices("partition")
-    if fits:  # others need a folder of sites, or a column of a table
-        unfit = ("sites", "label_groups") if name in ("csv", "digits") else ("sites", "column")
+    if fits:  # others need a folder of sites, a file, or a column of a table
+        unfit = ("sites", "saved", "label_groups" if name in ("csv", "digits") else "column")
         unfit += ("column",) if name == "digits" else ()
         partitions = [other for other in partitions if other not in unfit]
     partition = draw(st.sampled_from(partitions))

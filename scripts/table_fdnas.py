@@ -133,7 +133,7 @@ def one_client(fdnas: Path) -> list[str]:
     """Return the settings under which the one client of a run has the first one's records."""
     path = fdnas.with_name("first_client.json")
     save_partition(path, load_partition(fdnas / "partition.json")[:1])
-    return [f"partition.file={path}"]
+    return ["partition=saved", f"partition.file={path}"]
 
 
 def add(

@@ -228,7 +228,7 @@ def test_partition_file_is_used_and_checked(compose_config: Compose, tmp_path: P
     _, parts = make_data(compose_config("clients=2"))
     path = tmp_path / "partition.json"
     save_partition(path, parts[::-1])
-    config = compose_config("clients=2", f"partition.file={path}")
+    config = compose_config("clients=2", "partition=saved", f"partition.file={path}")
     _, loaded = make_data(config)
     assert [p.tolist() for p in loaded] == [p.tolist() for p in parts[::-1]]
     with pytest.raises(ConfigError, match="over 2 clients, but clients=3"):

@@ -61,8 +61,10 @@ FREE = {  # numbers of any size
     ("Dataset", "statistics"),
     ("Dataset", "ranges"),
     ("DifferentialPrivacy", "test_seed"),
-    ("Partition", "groups"),
-    ("Partition", "seed"),
+    ("LabelGroups", "groups"),
+    ("LabelGroups", "seed"),
+    ("QuantityPartition", "seed"),
+    ("RandomPartition", "seed"),
 }
 
 

@@ -96,7 +96,17 @@ CELLS = ["search_space=dp_cells_small", "search_space.widths=[2,2,4]", "retrain=
 TABLE = ["search_space=mlp_small", "search_space.channels=8", "retrain.channels=8"]
 DP = ["privacy=dp", "privacy.epsilon=30", "search_space.norm=group", "retrain.norm=group"]
 SHORT = ["rounds=1", "retrain.rounds=1", "clients=2", "device=cpu", "tensorboard=false"]
-NAMES = {f"{group}.name" for group in ("algorithm", "search_space", "privacy", "server_optimizer")}
+NAMES = {
+    f"{group}.name"
+    for group in (
+        "algorithm",
+        "search_space",
+        "privacy",
+        "server_optimizer",
+        "partition",
+        "runtime",
+    )
+}
 GIVEN = ["algorithm.network=linear"]
 
 RUNS = {

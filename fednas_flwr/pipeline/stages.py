@@ -92,11 +92,13 @@ from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import LEAST_CALIBRATED, MOST_SHOWN, SPLITS
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.parser import seconds
+from fednas_flwr.settings.runtimes import Deployment
 from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.spaces.skip import SkipNetwork
 
 # What each real site must tell of its data, from which the server builds networks.
+CONNECT_S = 60.0  # for simulated clients, which are there from the start
 SITE_FACTS = (
     *("input_shape", "image_shape", "scattering"),
     *("schema", "mean", "std", "class_names", "multi_label"),
@@ -563,17 +565,17 @@ def _commit() -> str | None:
 
 def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Courier:
     """Return the server's way to the clients, with the runtime's quorum, deadlines and limits."""
-    privacy = config.privacy
+    privacy, runtime = config.privacy, config.runtime
     return Courier(
         run=run,
         num_clients=config.clients,
-        quorum=config.runtime.quorum,
-        deadline_s=config.runtime.deadline_s,
-        connect_s=config.runtime.connect_s,
+        quorum=runtime.quorum,
+        deadline_s=runtime.deadline_s,
+        connect_s=runtime.connect_s if isinstance(runtime, Deployment) else CONNECT_S,
         wire=config.wire,
         fewest_records=privacy.fewest_records if isinstance(privacy, DifferentialPrivacy) else 0.0,
-        most_records=config.runtime.most_records,
-        largest_share=config.runtime.largest_share,
+        most_records=runtime.most_records,
+        largest_share=runtime.largest_share,
         secure_sum=config.secure_sum,
         emit=emit,
     )

@@ -22,7 +22,9 @@ from fednas_flwr.settings.loading import choose_kind
 from fednas_flwr.settings.names import CLIENT, FLOAT32
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 from fednas_flwr.settings.parser import parse
+from fednas_flwr.settings.partitions import PARTITIONS
 from fednas_flwr.settings.privacy_settings import PRIVACY
+from fednas_flwr.settings.runtimes import RUNTIMES
 from fednas_flwr.settings.server_optimizers import SERVER_OPTIMIZERS
 from fednas_flwr.settings.unused import Given, check_effect, check_experiment
 from fednas_flwr.spaces.space_entries import SEARCH_SPACES
@@ -116,6 +118,8 @@ def _parse(tree: Mapping[str, Any]) -> Config:
         "search_space": choose_kind(tree, "search_space", spaces, hint=UNREGISTERED),
         "privacy": choose_kind(tree, "privacy", PRIVACY),
         "server_optimizer": choose_kind(tree, "server_optimizer", SERVER_OPTIMIZERS),
+        "partition": choose_kind(tree, "partition", PARTITIONS),
+        "runtime": choose_kind(tree, "runtime", RUNTIMES),
     }
     if type(tree.get("positive")) is int:  # as Hydra reads the name of a class 0, 1, ...
         tree = {**tree, "positive": str(tree["positive"])}

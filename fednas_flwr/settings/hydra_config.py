@@ -593,9 +593,10 @@ def _choices_with(key: str, group: str, source: Source) -> list[str]:
             is_in_null = _is_in_null(key, node)
         except (HydraException, OmegaConfBaseException):  # of a file of the user's
             continue
-        for part in key.split("."):
-            node = node.get(part, MISSING) if isinstance(node, dict) else MISSING
-        if node != MISSING or is_in_null:
+        *parents, last = key.split(".")
+        for part in parents:
+            node = node.get(part) if isinstance(node, dict) else None
+        if is_in_null or (isinstance(node, dict) and last in node):
             found.append(f"{group}={name}")
     return found
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.settings.algorithm_settings import AlgorithmSettings
-from fednas_flwr.settings.data_settings import Dataset, Partition
+from fednas_flwr.settings.data_settings import Dataset
 from fednas_flwr.settings.names import PRECISIONS, SAMPLINGS
 from fednas_flwr.settings.network_settings import Retrain, SearchSpaceSettings
 from fednas_flwr.settings.optimizers import MOMENTA, Count, CountOrZero, ShareAbove0
@@ -22,6 +22,7 @@ from fednas_flwr.settings.parser import (
     check_distinct,
     seconds,
 )
+from fednas_flwr.settings.partitions import Partition
 from fednas_flwr.settings.privacy_settings import DifferentialPrivacy, NoPrivacy
 from fednas_flwr.settings.runtimes import Runtime
 from fednas_flwr.settings.server_optimizers import ServerOptimizer

@@ -40,8 +40,9 @@ from fednas_flwr.settings.incompatible import (
     has_real_sites,
     searches,
 )
-from fednas_flwr.settings.names import FEWEST_VOTES, PARTITIONS
+from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
+from fednas_flwr.settings.partitions import QuantityPartition
 
 
 @dataclass(frozen=True)
@@ -175,14 +176,6 @@ def _shares_rewards(c: Config) -> bool:
     return _retrains(c)
 
 
-def _partition_ignores(setting: str, c: Config) -> bool:
-    """Return whether a way of dividing records does not use a setting."""
-    own = c.partition
-    if own.file is not None or setting not in PARTITIONS.get(own.name, (setting,)):
-        return True
-    return own.name == "quantity" and setting in ("alpha", "min_size") and bool(own.fractions)
-
-
 def _breeds_nothing(c: Config) -> bool:
     """Return whether all that a data-free evolution draws is its first, random population."""
     own = c.algorithm
@@ -193,11 +186,6 @@ def _breeds_nothing(c: Config) -> bool:
 
 def _real_sites(c: Config) -> bool:
     return c.runtime.name == "deployment" and c.partition.name == "sites"
-
-
-def _ignores(setting: str) -> Rule:
-    cause = "partition={c.partition.name}, which does not use it"
-    return Rule(f"partition.{setting}", lambda c: _partition_ignores(setting, c), cause)
 
 
 _EPOCHS = (
@@ -617,49 +605,20 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("dataset.root", lambda c: c.dataset.name == "digits", "dataset=digits, which has its own"),
     Rule(
-        "partition.seed partition.alpha partition.min_size partition.groups "
-        "partition.clients_per_group partition.fractions partition.column",
-        lambda c: c.partition.file is not None,
-        "partition.file={c.partition.file}, which gives the division",
-    ),
-    Rule(
-        "partition.file",
-        _real_sites,
-        "runtime=deployment partition=sites, whose sites hold their own records",
-    ),
-    Rule(
         "partition.alpha partition.min_size",
-        lambda c: c.partition.name == "quantity" and bool(c.partition.fractions),
+        lambda c: isinstance(c.partition, QuantityPartition) and bool(c.partition.fractions),
         "partition.fractions, which give the sizes",
     ),
-    *map(_ignores, sorted({s for taken in PARTITIONS.values() for s in taken})),
     # Runtimes.
-    Rule(
-        "runtime.connect_s",
-        lambda c: c.runtime.name != "deployment",
-        "runtime={c.runtime.name}, whose clients are there from the start",
-    ),
     Rule(
         "runtime.most_records runtime.largest_share privacy.fewest_records",
         lambda c: c.clients < FEWEST_VOTES,
         "clients={c.clients}, of whom nobody can tell which is right",
     ),
     Rule(
-        "runtime.ray_address runtime.client_cpus runtime.client_gpus",
-        lambda c: c.runtime.name != "ray",
-        "runtime={c.runtime.name}",
-        "set runtime=ray or remove it",
-    ),
-    Rule(
         "runtime.approval_s",
         lambda c: not _private(c),
         "privacy=none, for which no site's policy asks a person",
-    ),
-    Rule(
-        "runtime.superlink",
-        lambda c: c.runtime.name != "deployment",
-        "runtime={c.runtime.name}",
-        "set runtime=deployment or remove it",
     ),
 )
 
@@ -670,14 +629,11 @@ SWITCHES = {
     *("baselines", "clients_per_round", "over_selection"),
     *("dataset.linear_baseline", "dataset.limit_test", "dataset.root"),
     *("dataset.crop_padding", "dataset.flip", "dataset.cutout", "dataset.mean", "dataset.std"),
-    *("partition.file", "partition.groups", "partition.clients_per_group"),
-    *("partition.fractions", "partition.column"),
     *("retrain.channels", "retrain.num_cells", "retrain.exchange"),
     *("retrain.auxiliary_weight", "retrain.drop_path_prob", "algorithm.evaluate_every"),
     *("algorithm.configurations", "algorithm.ranges", "algorithm.search.hardware"),
     *("privacy.metrics_noise_multiplier", "privacy.statistics_noise_multiplier"),
     *("privacy.sites", "privacy.test_seed"),
-    *("runtime.ray_address", "runtime.superlink"),
 }
 
 

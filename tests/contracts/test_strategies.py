@@ -50,7 +50,7 @@ def compose(compose_config, algorithm, *overrides):
         "clients=2",
         "partition=quantity",
         "partition.fractions=[0.6,0.4]",
-        *(["partition=iid", "partition.fractions=[]"] if algorithm == "vanilla_nas" else []),
+        *(["partition=iid"] if algorithm == "vanilla_nas" else []),
         *SETTINGS[algorithm],
         *overrides,
     )
